@@ -1,0 +1,1 @@
+"""Configuration: frozen dataclasses are the one definition of every key (type, default, meaning)."""

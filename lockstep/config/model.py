@@ -1,0 +1,108 @@
+"""Models, optimizer and the FSDP engine: the sections that actor, reference, critic and reward model share."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from omegaconf import II
+
+Dtype = Literal["float32", "fp32", "bfloat16", "bf16", "float16", "fp16", "auto"]
+
+
+@dataclass(frozen=True)
+class HFModelConfig:
+    path: str = ""
+    """Local folder of a Hugging Face causal language model."""
+    tokenizer_path: str | None = None
+    """Tokenizer folder; null takes `path`."""
+    trust_remote_code: bool = False
+    """Run the model's own Python code from its folder."""
+    external_lib: str | None = None
+    """Module to import before the model is loaded (it may register architectures)."""
+    override_config: dict[str, Any] = field(default_factory=dict)
+    """Values that replace those of the model's config.json."""
+    custom_chat_template: str | None = None
+    """Jinja chat template that replaces the tokenizer's."""
+    enable_gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    use_remove_padding: bool = True
+    """Compute on packed sequences without padding; false computes on padded rows."""
+
+
+@dataclass(frozen=True)
+class CriticModelConfig(HFModelConfig):
+    path: str = II("actor_rollout_ref.model.path")
+    """Local folder of the model whose body the critic takes; a value head is put on it (or loaded with it)."""
+    tokenizer_path: str | None = II("actor_rollout_ref.model.tokenizer_path")
+    """Tokenizer folder; null takes `path`."""
+    trust_remote_code: bool = II("actor_rollout_ref.model.trust_remote_code")
+    """Run the model's own Python code from its folder."""
+    external_lib: str | None = II("actor_rollout_ref.model.external_lib")
+    """Module to import before the model is loaded."""
+    fsdp_config: "FSDPEngineConfig" = field(default_factory=lambda: FSDPEngineConfig())
+
+
+@dataclass(frozen=True)
+class FSDPOptimizerConfig:
+    optimizer: Literal["AdamW"] = "AdamW"
+    """Optimizer class."""
+    lr: float = 1e-6
+    """Peak learning rate."""
+    lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
+    """Schedule after the warm-up."""
+    lr_warmup_steps: int = -1
+    """Warm-up in optimizer steps; -1 takes `lr_warmup_steps_ratio`."""
+    lr_warmup_steps_ratio: float = 0.0
+    """Warm-up as a share of all optimizer steps."""
+    total_training_steps: int = -1
+    """Length of the schedule in optimizer steps; -1 for the length of the run."""
+    min_lr_ratio: float = 0.0
+    """Cosine and linear: the last learning rate as a share of the peak."""
+    num_cycles: float = 0.5
+    """Cosine: number of waves; 0.5 falls once from the peak."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's averaging coefficients."""
+    clip_grad: float = 1.0
+    """Largest gradient norm; larger ones are scaled down to it."""
+
+
+@dataclass(frozen=True)
+class WrapPolicyConfig:
+    min_num_params: int = 0
+    """0 shards layer by layer."""
+
+
+@dataclass(frozen=True)
+class FSDPEngineConfig:
+    wrap_policy: WrapPolicyConfig = field(default_factory=WrapPolicyConfig)
+    param_offload: bool = False
+    """Keep parameters in host memory between the phases that use them (no effect on CPU)."""
+    optimizer_offload: bool = False
+    """Keep optimizer state in host memory between updates (no effect on CPU)."""
+    offload_policy: bool = False
+    """FSDP2's own CPU offload: parameters live in host memory and stream in layer by layer."""
+    reshard_after_forward: bool = True
+    """Free gathered parameters after the forward pass and gather them again for the backward pass."""
+    fsdp_size: int = -1
+    """Ranks in one shard group; -1 for all."""
+    forward_prefetch: bool = False
+    """Gather the next layer's parameters while the current one computes."""
+    model_dtype: Dtype = "fp32"
+    """Type of the master weights that the optimizer updates."""
+    dtype: Dtype = "auto"
+    """Type of the compute copy: auto is bfloat16 on CUDA and float32 on CPU."""
+    ulysses_sequence_parallel_size: int = 1
+    """Ranks that share one sequence."""
+    seed: int = 42
+    """Seed of what the engine initialises (a fresh value head)."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    save_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra", "hf_model"])
+    """Parts that a checkpoint holds: model, optimizer, extra (schedule and RNG), hf_model (a `from_pretrained` folder)."""
+    load_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
+    """Parts that are read on resume."""
+    async_save: bool = False
+    """Write checkpoints in the background."""

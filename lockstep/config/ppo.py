@@ -1,0 +1,22 @@
+"""The root of a training run's configuration."""
+
+from dataclasses import dataclass, field
+
+from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig
+from lockstep.config.algorithm import AlgoConfig
+from lockstep.config.critic import CriticConfig
+from lockstep.config.data import DataConfig
+from lockstep.config.reward import CustomRewardFunctionConfig, RewardModelConfig
+from lockstep.config.trainer import RayInitConfig, TrainerConfig
+
+
+@dataclass(frozen=True)
+class PPOConfig:
+    algorithm: AlgoConfig = field(default_factory=AlgoConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    custom_reward_function: CustomRewardFunctionConfig = field(default_factory=CustomRewardFunctionConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    ray_init: RayInitConfig = field(default_factory=RayInitConfig)

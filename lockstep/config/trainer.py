@@ -1,0 +1,62 @@
+"""`trainer.*` and `ray_init.*`: the run itself."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    total_epochs: int = 30
+    """Passes over the training rows."""
+    total_training_steps: int | None = None
+    """Stop after this many steps; null runs all epochs."""
+    project_name: str = "lockstep_examples"
+    """Project under which trackers file the run."""
+    experiment_name: str = "gsm8k"
+    """Name of the run."""
+    logger: list[str] = field(default_factory=lambda: ["console"])
+    """Trackers: console, file, tensorboard, wandb. `metrics.jsonl` in `default_local_dir` is always written."""
+    log_val_generations: int = 0
+    """Validation answers that trackers show."""
+    rollout_data_dir: str | None = None
+    """Folder for every step's rollouts as `{step}.jsonl`."""
+    validation_data_dir: str | None = None
+    """Folder for every validation's answers as `{step}.jsonl`."""
+    nnodes: int = 1
+    """Machines."""
+    n_gpus_per_node: int = 1
+    """Workers per machine: GPUs, or processes on CPU."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; auto takes a GPU if there is one."""
+    seed: int = 1
+    """Seed of shuffling, sampling and initialisation."""
+    balance_batch: bool = True
+    """Give every rank about the same number of tokens."""
+    critic_warmup: int = 0
+    """Steps in which only the critic learns."""
+    val_before_train: bool = True
+    """Validate before the first step."""
+    val_only: bool = False
+    """Validate once and stop."""
+    test_freq: int = -1
+    """Validate every so many steps, and after the last one; -1 never."""
+    save_freq: int = -1
+    """Save every so many steps, and after the last one; -1 never."""
+    resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
+    """auto goes on from the newest checkpoint in `default_local_dir`."""
+    resume_from_path: str | None = None
+    """The `global_step_N` folder that resume_mode=resume_path goes on from."""
+    default_local_dir: str = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
+    """The run's folder: checkpoints, metrics.jsonl, the config."""
+    max_actor_ckpt_to_keep: int | None = None
+    """Keep this many of the newest checkpoints; null keeps all."""
+    max_critic_ckpt_to_keep: int | None = None
+    """As `max_actor_ckpt_to_keep`; a checkpoint holds both, so the smaller of the two counts."""
+
+
+@dataclass(frozen=True)
+class RayInitConfig:
+    num_cpus: int | None = None
+    """CPUs that a Ray started by the run may use."""
+    timeline_json_file: str | None = None
+    """File for Ray's timeline."""

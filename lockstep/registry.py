@@ -1,0 +1,101 @@
+"""One registry class for every plug-in point: names to objects, refusing duplicates and explaining unknown names.
+
+Outside code enters as `pkg.module:attr`, as `pkg://pkg.module:attr` or as `path/to/file.py:attr`; see `load_object`.
+"""
+
+import difflib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """A named table of objects of one kind.
+
+    kind: what the entries are, in the words of an error message ("advantage estimator").
+    key:  the dotted config key that selects an entry, named in the error for an unknown name; None where there is none.
+    """
+
+    def __init__(self, kind: str, key: str | None = None) -> None:
+        self.kind = kind
+        self.key = key
+        self._entries: dict[str, T] = {}
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Decorator: enter the decorated object under `name`; a second object under the same name is an error."""
+
+        def enter(obj: T) -> T:
+            if name in self._entries and self._entries[name] is not obj:
+                raise ValueError(f"{self.kind} {name!r} is registered already: {self._entries[name]!r}")
+            self._entries[name] = obj
+            return obj
+
+        return enter
+
+    def get(self, name: str) -> T:
+        """The entry `name`, or outside code where `name` is `module:attr` or `file.py:attr`."""
+        if name in self._entries:
+            return self._entries[name]
+        if ":" in name:
+            return load_object(name)
+        raise ValueError(self.explain_unknown(name))
+
+    def explain_unknown(self, name: str) -> str:
+        where = f"{self.key}={name}" if self.key else repr(name)
+        return f"{where}: no such {self.kind}. {did_you_mean(name, self._entries)}"
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._entries))
+
+
+def did_you_mean(name: str, known: Any) -> str:
+    """A sentence that names the nearest known name, if one is near, and all known names."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    guess = f"Did you mean {near[0]!r}? " if near else ""
+    return f"{guess}Known: {', '.join(names)}."
+
+
+def load_object(reference: str, default_attr: str | None = None) -> Any:
+    """The object behind `pkg.module:attr`, `pkg://pkg.module:attr` or `path/to/file.py:attr`.
+
+    Without `:attr` the attribute `default_attr` is taken.
+    """
+    target = reference.removeprefix("pkg://")
+    module_ref, _, attr = target.rpartition(":") if ":" in target else (target, "", default_attr or "")
+    if not attr:
+        raise ValueError(f"{reference!r} names no attribute; write it as {reference}:name")
+    module = _load_module(module_ref)
+    if not hasattr(module, attr):
+        public = [n for n in vars(module) if not n.startswith("_")]
+        raise ValueError(f"{module_ref!r} has no attribute {attr!r}. {did_you_mean(attr, public)}")
+    return getattr(module, attr)
+
+
+def _load_module(module_ref: str) -> Any:
+    if not module_ref.endswith(".py"):
+        return importlib.import_module(module_ref)
+    path = Path(module_ref).expanduser().resolve()
+    if not path.is_file():
+        raise ValueError(f"no file {path}")
+    name = f"lockstep_user_{path.stem}_{abs(hash(str(path))):x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
