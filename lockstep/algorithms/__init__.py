@@ -1,0 +1,1 @@
+"""Reinforcement-learning algorithms as pure functions on tensors: advantages, losses, KL."""

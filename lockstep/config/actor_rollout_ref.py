@@ -68,7 +68,8 @@ class ActorConfig:
     rollout_n: int = II("actor_rollout_ref.rollout.n")
     """Samples per prompt; follows `rollout.n`."""
     global_batch_info: dict[str, Any] = field(default_factory=dict, metadata={"internal": True})
-    """Set by the worker, not by users: dp_size, batch_num_tokens, global_batch_size, loss_scale_factor of the mini-batch."""
+    """Set by the worker, not by users: dp_size, batch_num_tokens, global_batch_size, loss_scale_factor of the
+    mini-batch."""
 
 
 @dataclass(frozen=True)

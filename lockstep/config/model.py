@@ -101,7 +101,8 @@ class FSDPEngineConfig:
 @dataclass(frozen=True)
 class CheckpointConfig:
     save_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra", "hf_model"])
-    """Parts that a checkpoint holds: model, optimizer, extra (schedule and RNG), hf_model (a `from_pretrained` folder)."""
+    """Parts that a checkpoint holds: model, optimizer, extra (schedule and RNG), hf_model (a `from_pretrained`
+    folder)."""
     load_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
     """Parts that are read on resume."""
     async_save: bool = False

@@ -13,7 +13,8 @@ class RewardModelModelConfig(HFModelConfig):
     path: str = ""
     """Local folder of a sequence classifier with one label."""
     input_tokenizer: str | None = None
-    """Tokenizer of the policy, where the reward model's differs: its text is then encoded anew; null where both are one."""
+    """Tokenizer of the policy, where the reward model's differs: its text is then encoded anew; null where both are
+    one."""
     fsdp_config: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
 
 

@@ -1,0 +1,39 @@
+"""The batch that travels through a step (`DataProto`) and the table of its keys (`lockstep.protocol.keys`)."""
+
+from lockstep.protocol.columns import (
+    list_of_dict_to_dict_of_list,
+    object_array,
+    union_numpy_dict,
+    union_tensor_dict,
+)
+from lockstep.protocol.data_proto import DataProto, DataProtoItem, collate_fn
+from lockstep.protocol.future import DataProtoFuture
+from lockstep.protocol.padding import (
+    PADDING_KEY,
+    drop_marked,
+    fold_batch_dim,
+    pad_and_mark,
+    pad_dataproto_to_divisor,
+    real_rows,
+    unfold_batch_dim,
+    unpad_dataproto,
+)
+
+__all__ = [
+    "PADDING_KEY",
+    "DataProto",
+    "DataProtoFuture",
+    "DataProtoItem",
+    "collate_fn",
+    "drop_marked",
+    "fold_batch_dim",
+    "list_of_dict_to_dict_of_list",
+    "object_array",
+    "pad_and_mark",
+    "pad_dataproto_to_divisor",
+    "real_rows",
+    "unfold_batch_dim",
+    "union_numpy_dict",
+    "union_tensor_dict",
+    "unpad_dataproto",
+]

@@ -1,0 +1,1 @@
+"""Rewards: scorers give one response a score, a manager gives a batch its reward tensor."""

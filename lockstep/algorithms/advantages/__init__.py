@@ -1,0 +1,49 @@
+"""Advantage estimators: one family per file; importing this package registers them all."""
+
+from lockstep.algorithms.advantages.gae import compute_gae_advantage_return
+from lockstep.algorithms.advantages.gpg import compute_gpg_outcome_advantage
+from lockstep.algorithms.advantages.groups import group_ids, group_mean_std
+from lockstep.algorithms.advantages.grpo import compute_grpo_outcome_advantage, compute_grpo_passk_outcome_advantage
+from lockstep.algorithms.advantages.opo import compute_opo_outcome_advantage
+from lockstep.algorithms.advantages.registry import (
+    ADVANTAGE_ESTIMATORS,
+    AdvantageEstimator,
+    AdvantageFn,
+    get_adv_estimator_fn,
+    needs_groups,
+    needs_values,
+    register_adv_est,
+    required_inputs,
+)
+from lockstep.algorithms.advantages.reinforce import (
+    compute_reinforce_plus_plus_baseline_outcome_advantage,
+    compute_reinforce_plus_plus_outcome_advantage,
+    compute_remax_outcome_advantage,
+)
+from lockstep.algorithms.advantages.rloo import (
+    compute_rloo_outcome_advantage,
+    compute_rloo_vectorized_outcome_advantage,
+)
+
+__all__ = [
+    "ADVANTAGE_ESTIMATORS",
+    "AdvantageEstimator",
+    "AdvantageFn",
+    "compute_gae_advantage_return",
+    "compute_gpg_outcome_advantage",
+    "compute_grpo_outcome_advantage",
+    "compute_grpo_passk_outcome_advantage",
+    "compute_opo_outcome_advantage",
+    "compute_reinforce_plus_plus_baseline_outcome_advantage",
+    "compute_reinforce_plus_plus_outcome_advantage",
+    "compute_remax_outcome_advantage",
+    "compute_rloo_outcome_advantage",
+    "compute_rloo_vectorized_outcome_advantage",
+    "get_adv_estimator_fn",
+    "group_ids",
+    "group_mean_std",
+    "needs_groups",
+    "needs_values",
+    "register_adv_est",
+    "required_inputs",
+]

@@ -1,0 +1,23 @@
+"""Rollout engines: prompts to responses with log-probs, by the name in `actor_rollout_ref.rollout.name`."""
+
+from lockstep.engines.rollout.base import (
+    ROLLOUT_ENGINES,
+    Completion,
+    GenerationRequest,
+    RolloutEngine,
+    SamplingParams,
+    create_rollout_engine,
+)
+from lockstep.engines.rollout.embedded.engine import EmbeddedEngine
+from lockstep.engines.rollout.hf import HFEngine
+
+__all__ = [
+    "ROLLOUT_ENGINES",
+    "Completion",
+    "EmbeddedEngine",
+    "GenerationRequest",
+    "HFEngine",
+    "RolloutEngine",
+    "SamplingParams",
+    "create_rollout_engine",
+]

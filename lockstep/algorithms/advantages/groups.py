@@ -1,0 +1,38 @@
+"""Statistics over the samples of one prompt, for any order and any size of groups."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def group_ids(index: Sequence[Any] | np.ndarray | Tensor, device: torch.device | str = "cpu") -> Tensor:
+    """Number the groups 0..G-1 in order of first appearance: (B,) int64. `index` holds one hashable id per sample."""
+    number: dict[Any, int] = {}
+    ids = index.tolist() if isinstance(index, Tensor | np.ndarray) else index
+    return torch.tensor([number.setdefault(i, len(number)) for i in ids], dtype=torch.int64, device=device)
+
+
+def group_sum(scores_B: Tensor, ids_B: Tensor) -> Tensor:
+    """Sum of each group, (G,)."""
+    num_groups = int(ids_B.max()) + 1 if len(ids_B) else 0
+    return torch.zeros(num_groups, dtype=scores_B.dtype, device=scores_B.device).index_add(0, ids_B, scores_B)
+
+
+def group_mean_std(
+    scores_B: Tensor, ids_B: Tensor, eps: float = 1e-6, device: torch.device | str | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, unbiased standard deviation and size of each group, all (G,); a variance below `eps` is taken as `eps`.
+
+    A group of one has nothing to be compared with: its mean is 0 and its deviation 1, so that (s - mean) / std = s.
+    """
+    scores_B = scores_B.to(device) if device is not None else scores_B
+    ids_B = ids_B.to(scores_B.device)
+    count_G = group_sum(torch.ones_like(scores_B), ids_B)
+    mean_G = group_sum(scores_B, ids_B) / count_G
+    square_G = group_sum((scores_B - mean_G[ids_B]) ** 2, ids_B)
+    std_G = torch.sqrt((square_G / (count_G - 1).clamp(min=1)).clamp(min=eps))
+    alone_G = count_G == 1
+    return mean_G.masked_fill(alone_G, 0.0), std_G.masked_fill(alone_G, 1.0), count_G

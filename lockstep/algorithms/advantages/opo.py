@@ -1,0 +1,29 @@
+"""OPO: the variance-optimal baseline where the gradient's size grows with the length."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.algorithms.advantages.groups import group_ids, group_sum
+from lockstep.algorithms.advantages.registry import AdvantageEstimator, register_adv_est
+
+
+@register_adv_est(AdvantageEstimator.OPO)
+def compute_opo_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    """OPO (arXiv:2505.23585): A = s - (sum of length times score / sum of lengths) over the group.
+
+    A group of one, or one without any token, keeps its raw score. Returns are the advantages.
+    """
+    with torch.no_grad():
+        scores_B = token_level_rewards.sum(dim=-1)
+        length_B = response_mask.sum(dim=-1).to(scores_B.dtype)
+        ids_B = group_ids(index, scores_B.device)
+        count_G = group_sum(torch.ones_like(scores_B), ids_B)
+        baseline_G = group_sum(length_B * scores_B, ids_B) / group_sum(length_B, ids_B).clamp(min=1)
+        baseline_G = baseline_G.masked_fill(count_G == 1, 0.0)
+        advantages = (scores_B - baseline_G[ids_B]).unsqueeze(-1) * response_mask
+        return advantages, advantages

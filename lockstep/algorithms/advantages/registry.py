@@ -1,0 +1,65 @@
+"""The registry of advantage estimators, and what each one needs of the batch.
+
+An estimator is a function of keyword arguments; the names of its parameters say what it needs. Select one
+with `algorithm.adv_estimator`; add one with `@register_adv_est("name")` or name outside code as `module:function`.
+"""
+
+import inspect
+from collections.abc import Callable
+from enum import StrEnum
+
+from torch import Tensor
+
+from lockstep.registry import Registry
+
+AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
+"""(token_level_rewards, response_mask, ..., config) -> (advantages, returns), all (B, R), both 0 outside the mask.
+
+The inputs are left as they are.
+"""
+
+
+class AdvantageEstimator(StrEnum):
+    """The estimators that come with the package; their values are the names in `algorithm.adv_estimator`."""
+
+    GAE = "gae"
+    GRPO = "grpo"
+    GRPO_VECTORIZED = "grpo_vectorized"
+    GRPO_PASSK = "grpo_passk"
+    REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
+    REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline"
+    REMAX = "remax"
+    RLOO = "rloo"
+    RLOO_VECTORIZED = "rloo_vectorized"
+    OPO = "opo"
+    GPG = "gpg"
+
+
+ADVANTAGE_ESTIMATORS: Registry[AdvantageFn] = Registry("advantage estimator", key="algorithm.adv_estimator")
+
+
+def register_adv_est(name: str) -> Callable[[AdvantageFn], AdvantageFn]:
+    """Decorator: make the function selectable as `name`."""
+    return ADVANTAGE_ESTIMATORS.register(str(name))
+
+
+def get_adv_estimator_fn(name: str) -> AdvantageFn:
+    """The estimator registered as `name`, or outside code where `name` is `module:function`."""
+    return ADVANTAGE_ESTIMATORS.get(str(name))
+
+
+def required_inputs(name: str) -> set[str]:
+    """Names of the parameters that the estimator cannot do without."""
+    parameters = inspect.signature(get_adv_estimator_fn(name)).parameters.values()
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {p.name for p in parameters if p.kind in named and p.default is inspect.Parameter.empty}
+
+
+def needs_values(name: str) -> bool:
+    """Whether the estimator reads a critic's values."""
+    return "values" in required_inputs(name)
+
+
+def needs_groups(name: str) -> bool:
+    """Whether the estimator compares the samples of one prompt, so that `rollout.n` should be at least 2."""
+    return "index" in required_inputs(name)

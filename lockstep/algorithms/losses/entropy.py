@@ -1,0 +1,26 @@
+"""The entropy of the policy, per token and as a loss term."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.algorithms.losses.aggregate import agg_loss
+
+
+def entropy_from_logits(logits: Tensor) -> Tensor:
+    """Entropy in nats of softmax(logits) over the last dimension: logsumexp(z) - sum_v p_v z_v.
+
+    Holds a second matrix of the logits' size; training computes entropies from hidden states in chunks instead.
+    """
+    return torch.logsumexp(logits, dim=-1) - (torch.softmax(logits, dim=-1) * logits).sum(dim=-1)
+
+
+def compute_entropy_loss(
+    logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean", **counts: Any
+) -> Tensor:
+    """Entropy of the tokens' distributions, from logits (B, R, V), aggregated like the policy loss.
+
+    A bonus: it enters the actor's loss with weight -entropy_coeff. `counts` are those of `agg_loss`.
+    """
+    return agg_loss(entropy_from_logits(logits), response_mask, loss_agg_mode, **counts)

@@ -1,0 +1,126 @@
+"""Policy losses: the registry, and PPO's clipped loss under the name `vanilla`.
+
+Select one with `actor_rollout_ref.actor.policy_loss.loss_mode`; add one with `@register_policy_loss("name")` or name
+outside code as `module:function`. Every loss has the signature `PolicyLossFn`.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lockstep.algorithms.losses.aggregate import agg_loss
+from lockstep.config.actor_rollout_ref import ActorConfig
+from lockstep.registry import Registry
+from lockstep.utils.masked import masked_mean
+
+# exp of a larger log-ratio says nothing more, but overflows
+MAX_LOG_RATIO = 20.0
+
+
+class PolicyLossFn(Protocol):
+    """(B, R) tensors to the loss and its metrics.
+
+    The loss is to be summed over micro-batches; the metrics are detached scalar tensors, means over this call's tokens.
+    """
+
+    def __call__(
+        self,
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        loss_agg_mode: str,
+        config: ActorConfig,
+        rollout_is_weights: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]: ...
+
+
+POLICY_LOSSES: Registry[PolicyLossFn] = Registry("policy loss", key="actor_rollout_ref.actor.policy_loss.loss_mode")
+
+
+def register_policy_loss(name: str) -> Callable[[PolicyLossFn], PolicyLossFn]:
+    """Decorator: make the function selectable as `name`."""
+    return POLICY_LOSSES.register(name)
+
+
+def get_policy_loss_fn(name: str) -> PolicyLossFn:
+    """The policy loss registered as `name`, or outside code where `name` is `module:function`."""
+    return POLICY_LOSSES.get(name)
+
+
+def batch_counts(config: ActorConfig) -> dict[str, Any]:
+    """The keyword arguments of `agg_loss` that the config carries: the mini-batch's counts and the scale factor."""
+    return {"loss_scale_factor": config.loss_scale_factor, **config.global_batch_info}
+
+
+@register_policy_loss("vanilla")
+def compute_policy_loss_vanilla(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    config: ActorConfig,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's clipped loss with the clip ranges and the mini-batch's counts of the actor's config."""
+    loss, clipfrac, ppo_kl, clipfrac_lower = compute_policy_loss(
+        old_log_prob,
+        log_prob,
+        advantages,
+        response_mask,
+        cliprange=config.clip_ratio,
+        cliprange_low=config.clip_ratio_low,
+        cliprange_high=config.clip_ratio_high,
+        clip_ratio_c=config.clip_ratio_c,
+        loss_agg_mode=loss_agg_mode,
+        rollout_is_weights=rollout_is_weights,
+        **batch_counts(config),
+    )
+    return loss, {"actor/pg_clipfrac": clipfrac, "actor/ppo_kl": ppo_kl, "actor/pg_clipfrac_lower": clipfrac_lower}
+
+
+def compute_policy_loss(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    cliprange: float = 0.2,
+    cliprange_low: float | None = None,
+    cliprange_high: float | None = None,
+    clip_ratio_c: float = 3.0,
+    loss_agg_mode: str = "token-mean",
+    rollout_is_weights: Tensor | None = None,
+    **counts: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Clipped, dual-clipped policy loss: (loss, share clipped, mean log-ratio, share clipped by the dual clip).
+
+    r = exp(log_prob - old_log_prob);  L = max(-A r, -A clip(r, 1 - low, 1 + high));  where A < 0: L = min(L, -A c)
+
+    PPO (arXiv:1707.06347); unequal low and high are DAPO's clip-higher (arXiv:2503.14476); the bound c > 1 on what one
+    disliked token can cost is dual clip (arXiv:1912.09729). `rollout_is_weights` multiplies each token's loss.
+    The log-ratio is held within +-20. The three statistics are detached and over this call's tokens.
+    """
+    if clip_ratio_c <= 1.0:
+        raise ValueError(f"actor_rollout_ref.actor.clip_ratio_c={clip_ratio_c}: the dual clip must be greater than 1")
+    low = cliprange if cliprange_low is None else cliprange_low
+    high = cliprange if cliprange_high is None else cliprange_high
+
+    log_ratio = (log_prob - old_log_prob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = torch.exp(log_ratio)
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
+    ppo = torch.maximum(unclipped, clipped)
+    bound = -advantages * clip_ratio_c
+    loss_mat = torch.where(advantages < 0, torch.minimum(ppo, bound), ppo)
+    if rollout_is_weights is not None:
+        loss_mat = loss_mat * rollout_is_weights
+    loss = agg_loss(loss_mat, response_mask, loss_agg_mode, **counts)
+
+    with torch.no_grad():
+        clipfrac = masked_mean((clipped > unclipped).float(), response_mask)
+        clipfrac_lower = masked_mean(((ppo > bound) & (advantages < 0)).float(), response_mask)
+        ppo_kl = masked_mean(-log_ratio, response_mask)
+    return loss, clipfrac, ppo_kl, clipfrac_lower

@@ -1,0 +1,278 @@
+"""Checks of a whole PPO configuration: ranges, files, keys that must agree, and what this build does not have.
+
+Names that a registry knows (estimators, losses, engines, reward managers) are checked where the registry is.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.errors import NO_VALUE, Problem, show
+from lockstep.config.ppo import PPOConfig
+from lockstep.config.schema import defaults, get_in, keys, to_plain
+
+_ACTOR = "actor_rollout_ref.actor"
+_ROLLOUT = "actor_rollout_ref.rollout"
+_REF = "actor_rollout_ref.ref"
+
+Values = Mapping[str, Any]
+"""Dotted key to value."""
+Range = tuple[Callable[[Any], bool], str]
+
+POSITIVE: Range = (lambda x: x > 0, "must be greater than 0")
+NOT_NEGATIVE: Range = (lambda x: x >= 0, "must be 0 or more")
+UNIT: Range = (lambda x: 0 <= x <= 1, "must lie between 0 and 1")
+SHARE: Range = (lambda x: 0 < x <= 1, "must be greater than 0 and at most 1")
+COUNT_OR_ALL: Range = (lambda x: x == -1 or x >= 1, "must be 1 or more, or -1 for all")
+EVERY_OR_NEVER: Range = (lambda x: x == -1 or x >= 1, "must be 1 or more, or -1 for never")
+
+RANGES: dict[str, Range] = {
+    "max_prompt_length": POSITIVE,
+    "max_response_length": POSITIVE,
+    "prompt_length": POSITIVE,
+    "response_length": POSITIVE,
+    "train_batch_size": POSITIVE,
+    "val_batch_size": POSITIVE,
+    "ppo_mini_batch_size": POSITIVE,
+    "ppo_micro_batch_size_per_gpu": POSITIVE,
+    "forward_micro_batch_size_per_gpu": POSITIVE,
+    "log_prob_micro_batch_size_per_gpu": POSITIVE,
+    "micro_batch_size_per_gpu": POSITIVE,
+    "ppo_max_token_len_per_gpu": POSITIVE,
+    "forward_max_token_len_per_gpu": POSITIVE,
+    "log_prob_max_token_len_per_gpu": POSITIVE,
+    "ppo_epochs": POSITIVE,
+    "n": POSITIVE,
+    "max_num_seqs": POSITIVE,
+    "max_num_batched_tokens": POSITIVE,
+    "max_model_len": POSITIVE,
+    "kv_block_size": POSITIVE,
+    "total_epochs": POSITIVE,
+    "nnodes": POSITIVE,
+    "n_gpus_per_node": POSITIVE,
+    "tensor_model_parallel_size": POSITIVE,
+    "ulysses_sequence_parallel_size": POSITIVE,
+    "max_actor_ckpt_to_keep": POSITIVE,
+    "max_critic_ckpt_to_keep": POSITIVE,
+    "filter_overlong_prompts_workers": POSITIVE,
+    "horizon": POSITIVE,
+    "target_kl": POSITIVE,
+    "clip_ratio_c": POSITIVE,
+    "loss_scale_factor": POSITIVE,
+    "clip_grad": POSITIVE,
+    "grad_clip": POSITIVE,
+    "lr": NOT_NEGATIVE,
+    "weight_decay": NOT_NEGATIVE,
+    "kl_coef": NOT_NEGATIVE,
+    "kl_loss_coef": NOT_NEGATIVE,
+    "clip_ratio": NOT_NEGATIVE,
+    "clip_ratio_low": NOT_NEGATIVE,
+    "clip_ratio_high": NOT_NEGATIVE,
+    "cliprange_value": NOT_NEGATIVE,
+    "temperature": NOT_NEGATIVE,
+    "critic_warmup": NOT_NEGATIVE,
+    "dataloader_num_workers": NOT_NEGATIVE,
+    "log_val_generations": NOT_NEGATIVE,
+    "gamma": UNIT,
+    "lam": UNIT,
+    "lr_warmup_steps_ratio": UNIT,
+    "min_lr_ratio": UNIT,
+    "top_p": SHARE,
+    "gpu_memory_utilization": SHARE,
+    "top_k": COUNT_OR_ALL,
+    "train_max_samples": COUNT_OR_ALL,
+    "val_max_samples": COUNT_OR_ALL,
+    "save_freq": EVERY_OR_NEVER,
+    "test_freq": EVERY_OR_NEVER,
+}
+"""Field name to the values that it allows, wherever the field stands; null always passes."""
+
+ONE_WORKER = "this build trains with one worker; set 1"
+PARTS = ("model", "optimizer", "extra", "hf_model")
+
+
+def check(config: PPOConfig) -> tuple[list[Problem], list[str]]:
+    """Everything that keeps the configuration from running, and warnings about what is likely not meant."""
+    values = flat_values(config)
+    followed = _followed(values)
+    problems = [
+        problem
+        for part in (_ranges, _build_limits, _files, _batches, _lengths, _sampling, _contents)
+        for problem in part(values)
+        if problem.key not in followed
+    ]
+    return problems, list(_warnings(values))
+
+
+def flat_values(config: PPOConfig) -> dict[str, Any]:
+    """Dotted key to value."""
+    tree = to_plain(config)
+    return {name: get_in(tree, name, None) for name in keys(PPOConfig)}
+
+
+def _followed(values: Values) -> set[str]:
+    """Keys that took another key's value: what is wrong with it is said once, of the key it comes from."""
+    tree = defaults(PPOConfig)
+    found = set()
+    for name in keys(PPOConfig):
+        default = get_in(tree, name, None)
+        if isinstance(default, str) and default.startswith("${"):
+            source = default.removeprefix("${").removesuffix("}")
+            if values.get(source) == values[name]:
+                found.add(name)
+    return found
+
+
+def _trains_critic(values: Values) -> bool:
+    enable = values["critic.enable"]
+    return enable if enable is not None else values["algorithm.adv_estimator"] == "gae"
+
+
+def _ranges(values: Values) -> Iterator[Problem]:
+    for name, value in values.items():
+        allowed, message = RANGES.get(name.rsplit(".", 1)[-1], (None, ""))
+        if allowed is not None and value is not None and not allowed(value):
+            yield Problem(name, value, message)
+    steps = values["trainer.total_training_steps"]
+    if steps is not None and steps < 1:
+        yield Problem("trainer.total_training_steps", steps, "must be 1 or more, or null for all epochs")
+
+
+def _build_limits(values: Values) -> Iterator[Problem]:
+    for name, value in values.items():
+        leaf = name.rsplit(".", 1)[-1]
+        if leaf in ("nnodes", "n_gpus_per_node", "tensor_model_parallel_size") and value > 1:
+            yield Problem(name, value, ONE_WORKER)
+        if leaf == "ulysses_sequence_parallel_size" and value > 1:
+            yield Problem(name, value, "this build keeps each sequence on one worker; set 1")
+    if not values["actor_rollout_ref.hybrid_engine"]:
+        yield Problem("actor_rollout_ref.hybrid_engine", False, "actor and rollout share one worker; set true")
+
+
+def _files(values: Values) -> Iterator[Problem]:
+    if not values["data.train_files"]:
+        yield Problem("data.train_files", NO_VALUE, "must name at least one parquet or jsonl file")
+    for name in ("data.train_files", "data.val_files"):
+        for path in values[name]:
+            if not Path(path).exists():
+                yield Problem(name, path, "no such file")
+    yield from _model_folder(values, "actor_rollout_ref.model.path", "the model to train")
+    if _trains_critic(values):
+        yield from _model_folder(values, "critic.model.path", "the model whose body the critic takes")
+    if values["reward_model.enable"]:
+        yield from _model_folder(values, "reward_model.model.path", "the reward model")
+    for name in ("custom_reward_function.path", "data.custom_cls.path"):
+        path = values[name]
+        if path and path.endswith(".py") and not Path(path).is_file():
+            yield Problem(name, path, "no such file")
+    if values["data.custom_cls.path"] and not values["data.custom_cls.name"]:
+        yield Problem("data.custom_cls.name", NO_VALUE, "must name the class in data.custom_cls.path")
+    if values["trainer.resume_mode"] == "resume_path":
+        path = values["trainer.resume_from_path"]
+        if not path:
+            message = "must be the global_step_N folder to go on from, since trainer.resume_mode=resume_path"
+            yield Problem("trainer.resume_from_path", NO_VALUE, message)
+        elif not Path(path).is_dir():
+            yield Problem("trainer.resume_from_path", path, "no such folder")
+
+
+def _model_folder(values: Values, name: str, what: str) -> Iterator[Problem]:
+    path = values[name]
+    if not path:
+        yield Problem(name, NO_VALUE, f"must be the folder of {what}")
+    elif not Path(path).is_dir():
+        yield Problem(name, path, "no such folder; a model of the hub must be downloaded first, then give its folder")
+    elif not (Path(path) / "config.json").is_file():
+        yield Problem(name, path, "the folder has no config.json, so it is not a Hugging Face model")
+
+
+def _batches(values: Values) -> Iterator[Problem]:
+    batch = values["data.train_batch_size"]
+    critic = ["critic.ppo_mini_batch_size"] if _trains_critic(values) else []
+    for name in (f"{_ACTOR}.ppo_mini_batch_size", *critic):
+        mini = values[name]
+        if mini <= 0 or batch <= 0:
+            continue
+        if batch < mini:
+            message = f"is more than data.train_batch_size={batch}; set it to {batch} or less"
+            yield Problem(name, mini, message, also=("data.train_batch_size",))
+        elif batch % mini:
+            message = f"does not divide data.train_batch_size={batch}; both count prompts"
+            yield Problem(name, mini, message, also=("data.train_batch_size",))
+
+
+_BUDGETS = {
+    f"{_ACTOR}.ppo_max_token_len_per_gpu": f"{_ACTOR}.use_dynamic_bsz",
+    f"{_ROLLOUT}.log_prob_max_token_len_per_gpu": f"{_ROLLOUT}.log_prob_use_dynamic_bsz",
+    f"{_REF}.log_prob_max_token_len_per_gpu": f"{_REF}.log_prob_use_dynamic_bsz",
+    "critic.ppo_max_token_len_per_gpu": "critic.use_dynamic_bsz",
+    "critic.forward_max_token_len_per_gpu": "critic.use_dynamic_bsz",
+    "reward_model.forward_max_token_len_per_gpu": "reward_model.use_dynamic_bsz",
+}
+"""Token budget of a micro-batch to the key that makes it count."""
+
+
+def _lengths(values: Values) -> Iterator[Problem]:
+    lengths = ("data.max_prompt_length", "data.max_response_length")
+    longest = sum(values[name] for name in lengths)
+    for name, switch in _BUDGETS.items():
+        if values[switch] and 0 < values[name] < longest:
+            message = f"one sequence may have {longest} tokens (data.max_prompt_length + data.max_response_length)"
+            yield Problem(name, values[name], f"{message}; set {longest} or more", also=lengths)
+    rollout = values[f"{_ROLLOUT}.prompt_length"] + values[f"{_ROLLOUT}.response_length"]
+    limit = values[f"{_ROLLOUT}.max_model_len"]
+    if limit is not None and 0 < limit < rollout:
+        message = f"prompt_length + response_length is {rollout}; set that or more, or null"
+        yield Problem(f"{_ROLLOUT}.max_model_len", limit, message, also=lengths)
+    if values[f"{_ROLLOUT}.prompt_length"] < values["data.max_prompt_length"]:
+        message = (
+            f"is less than data.max_prompt_length={values['data.max_prompt_length']}; set data.max_prompt_length alone"
+        )
+        yield Problem(f"{_ROLLOUT}.prompt_length", values[f"{_ROLLOUT}.prompt_length"], message, also=lengths)
+
+
+def _sampling(values: Values) -> Iterator[Problem]:
+    for section in (_ROLLOUT, f"{_ROLLOUT}.val_kwargs"):
+        if values[f"{section}.do_sample"] and values[f"{section}.temperature"] == 0:
+            message = "nothing can be sampled at temperature 0; set a temperature above 0, or do_sample=false"
+            yield Problem(f"{section}.temperature", 0, message, also=(f"{section}.do_sample",))
+
+
+def _contents(values: Values) -> Iterator[Problem]:
+    for section in (_ACTOR, "critic"):
+        for field in ("save_contents", "load_contents"):
+            name = f"{section}.checkpoint.{field}"
+            unknown = [part for part in values[name] if part not in PARTS]
+            if unknown:
+                yield Problem(name, values[name], f"{show(unknown)} is not among {', '.join(PARTS)}")
+
+
+def _warnings(values: Values) -> Iterator[str]:
+    low, high = values[f"{_ACTOR}.clip_ratio_low"], values[f"{_ACTOR}.clip_ratio_high"]
+    if low >= 0.5:
+        yield (
+            f"{_ACTOR}.clip_ratio_low={low:g} is a distance: the ratio is clipped at 1-{low:g}={1 - low:.4g}; "
+            f"write {1 - low:.4g} to clip at {low:g}"
+        )
+    if high >= 1:
+        yield (
+            f"{_ACTOR}.clip_ratio_high={high:g} is a distance: the ratio is clipped at 1+{high:g}={1 + high:.4g}; "
+            f"write {high - 1:.4g} to clip at {high:g}"
+        )
+    samples = values[f"{_ROLLOUT}.n"]
+    if values["algorithm.adv_estimator"] == "grpo" and samples == 1:
+        yield f"{_ROLLOUT}.n=1: grpo compares the samples of one prompt, and there is one; set 2 or more"
+    if samples > 1 and not values[f"{_ROLLOUT}.do_sample"]:
+        yield f"{_ROLLOUT}.do_sample=false: the {samples} samples of a prompt will be the same"
+    if values[f"{_ROLLOUT}.response_length"] != values["data.max_response_length"]:
+        yield (
+            f"{_ROLLOUT}.response_length={values[f'{_ROLLOUT}.response_length']} differs from "
+            f"data.max_response_length={values['data.max_response_length']}; set data.max_response_length alone"
+        )
+    if values["trainer.resume_from_path"] and values["trainer.resume_mode"] != "resume_path":
+        yield (
+            "trainer.resume_from_path counts only with trainer.resume_mode=resume_path, "
+            f"and that is {values['trainer.resume_mode']}"
+        )
+    if values["trainer.test_freq"] > 0 and not values["data.val_files"]:
+        yield f"trainer.test_freq={values['trainer.test_freq']} without data.val_files: there is nothing to validate on"

@@ -1,0 +1,74 @@
+"""The front that every training program shares: from `sys.argv` to a configuration, or to a message and exit code."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from lockstep.config.compose import load_config, to_yaml
+from lockstep.config.errors import ConfigError
+from lockstep.config.ppo import PPOConfig
+
+C = TypeVar("C")
+
+EPILOG = """\
+Overrides follow Hydra's grammar:
+  trainer.total_epochs=3               set a key
+  data.train_files=[a.jsonl,b.jsonl]   a list
+  ~trainer.total_epochs                back to the default
+  algorithm=grpo                       a preset: ppo, grpo
+
+docs/config.md lists every key with its type, default and meaning.
+"""
+
+
+def config_from_command_line(
+    argv: Sequence[str] | None = None,
+    cls: type[C] = PPOConfig,  # type: ignore[assignment]
+    prog: str = "lockstep ppo",
+) -> C | None:
+    """The configuration that `argv` describes (`sys.argv[1:]` for None).
+
+    None: the command asked for help or for the resolved configuration, and has it. A configuration that cannot be run
+    ends the program with exit code 2 and every problem on stderr.
+    """
+    parser = _parser(prog)
+    options = parser.parse_intermixed_args(sys.argv[1:] if argv is None else list(argv))
+    if options.help:
+        parser.print_help()
+        return None
+    try:
+        config = load_config(
+            cls,
+            options.overrides,
+            config_name=options.config_name,
+            config_dir=options.config_path or options.config_dir,
+            run_checks=options.cfg is None,
+        )
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        raise SystemExit(2) from None
+    if options.cfg is not None:
+        sys.stdout.write(to_yaml(config))
+        return None
+    return config
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        usage="%(prog)s [options] key=value ...",
+        description="Train a language model by reinforcement learning.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, over the file's")
+    parser.add_argument("-h", "--help", action="store_true", help="show this message and exit")
+    parser.add_argument("-c", "--cfg", choices=("job",), help="print the resolved configuration as YAML and exit")
+    parser.add_argument("-cn", "--config-name", metavar="NAME", help="YAML file to start from, or a path to one")
+    parser.add_argument("-cp", "--config-path", metavar="DIR", type=Path, help="folder of that file")
+    parser.add_argument("-cd", "--config-dir", metavar="DIR", type=Path, help="the same as --config-path")
+    return parser

@@ -1,0 +1,57 @@
+"""What is wrong with a configuration: one record per problem, one error for all of them."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+NO_VALUE = object()
+"""Value of a problem that concerns a key as such."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing to mend.
+
+    key:     dotted key, or the text of an override that could not be read.
+    value:   what was given there; NO_VALUE where there is none to show.
+    message: what is allowed, and what to set instead.
+    also:    other keys that take part, for a check that compares several.
+    """
+
+    key: str
+    value: Any
+    message: str
+    also: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        given = self.key if self.value is NO_VALUE else f"{self.key}={show(self.value)}"
+        return f"{given}: {self.message}"
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be run; `problems` holds everything that is wrong with it."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(problems)
+        count = f"{len(self.problems)} problems" if len(self.problems) > 1 else "1 problem"
+        lines = [f"{count} in the configuration:", *(f"  - {problem}" for problem in self.problems)]
+        super().__init__("\n".join(lines))
+
+
+def show(value: Any) -> str:
+    """A value as one would write it in an override."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(show(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{show(item)}" for key, item in value.items()) + "}"
+    return str(value)
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known name that reads most like `name`, if one is near enough."""
+    return next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=cutoff)), None)

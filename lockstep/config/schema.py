@@ -1,0 +1,283 @@
+"""The dataclasses read as a schema: their keys, defaults and types, and the way from plain data to an instance.
+
+    plain data ──► over the defaults ──► interpolations resolved ──► each value brought to its type ──► instance
+
+Problems are collected, not raised one by one, so that a user mends a configuration in one go.
+"""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator, Mapping, MutableMapping
+from functools import cache
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lockstep.config.errors import ConfigError, Problem, nearest, show
+
+C = TypeVar("C")
+MISSING = "???"
+"""What a YAML file writes for a value that the command line must give."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """One settable key: its dotted name, the section it stands in, its type, and the class and field that define it."""
+
+    name: str
+    section: str
+    annotation: Any
+    owner: type
+    field: str
+
+
+@cache
+def keys(cls: type) -> dict[str, Key]:
+    """Every key that a user may set below `cls`, by dotted name."""
+    return {key.name: key for key in _walk(cls, "") if not _is_section(key.annotation)}
+
+
+@cache
+def sections(cls: type) -> dict[str, type]:
+    """Every section below `cls`, by dotted name."""
+    return {key.name: key.annotation for key in _walk(cls, "") if _is_section(key.annotation)}
+
+
+def _walk(cls: type, section: str) -> Iterator[Key]:
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if field.metadata.get("internal"):
+            continue
+        name = f"{section}.{field.name}" if section else field.name
+        annotation = hints[field.name]
+        yield Key(name, section, annotation, cls, field.name)
+        if _is_section(annotation):
+            yield from _walk(annotation, name)
+
+
+def _is_section(annotation: Any) -> bool:
+    return dataclasses.is_dataclass(annotation)
+
+
+def is_mapping_key(key: Key) -> bool:
+    """Whether the key holds a free mapping, below which any name goes."""
+    return get_origin(key.annotation) is dict
+
+
+def to_plain(config: Any) -> dict[str, Any]:
+    """A config instance as nested dicts, without the internal fields."""
+    plain: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        if not field.metadata.get("internal"):
+            value = getattr(config, field.name)
+            plain[field.name] = to_plain(value) if dataclasses.is_dataclass(value) else _plain_value(value)
+    return plain
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain_value(item) for key, item in value.items()}
+    return [_plain_value(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def defaults(cls: type) -> dict[str, Any]:
+    """The defaults of `cls` as nested dicts; a value that follows another key is its `${...}` text."""
+    return to_plain(cls())
+
+
+def explain_unknown_key(name: str, cls: type) -> str:
+    """The message for a key that does not exist: the nearest one that does."""
+    if name in sections(cls):
+        return "is a section; set its keys."
+    known = [*keys(cls), *sections(cls)]
+    leaf = name.rsplit(".", 1)[-1]
+    same_leaf = [key for key in known if key.rsplit(".", 1)[-1] == leaf]
+    guess = nearest(name, same_leaf, cutoff=0.0) or nearest(name, known)
+    return f"no such key. Did you mean {guess}?" if guess else "no such key; docs/config.md lists all."
+
+
+def to_dataclass(cls: type[C], data: Mapping[str, Any]) -> C:
+    """`data` (nested, any subset of the keys) over the defaults, as an instance; ConfigError with every problem."""
+    unknown = [Problem(name, value, explain_unknown_key(name, cls)) for name, value in unknown_keys(cls, data)]
+    config, problems = build(cls, data)
+    if unknown or problems:
+        raise ConfigError([*unknown, *problems])
+    return config
+
+
+def unknown_keys(cls: type, data: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
+    """The keys of nested `data` that `cls` has not, with their values."""
+    for field, value in data.items():
+        name = f"{section}.{field}" if section else str(field)
+        if name in sections(cls) and (value is None or isinstance(value, Mapping)):
+            yield from unknown_keys(cls, value or {}, name)
+        elif name not in keys(cls):
+            yield name, value
+
+
+def build(cls: type[C], data: Mapping[str, Any]) -> tuple[C, list[Problem]]:
+    """An instance from nested `data`, with the problems met; a value with a problem is left at its default.
+
+    Keys that `cls` has not are passed over.
+    """
+    known: dict[str, Key] = keys(typing.cast(Any, cls))
+    given = {name: value for name in known if (value := get_in(data, name, MISSING)) != MISSING}
+    asked = [name for name in known if get_in(data, name, None) == MISSING]
+    values, problems = _typed_values(cls, given)
+    if problems:
+        bad = {problem.key for problem in problems}
+        values, _ = _typed_values(cls, {name: value for name, value in given.items() if name not in bad})
+    problems += [Problem(name, MISSING, "must be given a value on the command line") for name in asked]
+    return _instantiate(cls, values, ""), problems
+
+
+def _typed_values(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    tree = defaults(cls)
+    for name, value in given.items():
+        set_in(tree, name, value)
+    config = OmegaConf.create(tree)
+    values: dict[str, Any] = {}
+    own: list[Problem] = []
+    inherited: list[Problem] = []
+    for key in keys(cls).values():
+        found = own if key.name in given else inherited
+        try:
+            value = OmegaConf.select(config, key.name)
+            value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            values[key.name] = coerce(value, key.annotation)
+        except OmegaConfBaseException as error:
+            reason = str(error).splitlines()[0]
+            found.append(Problem(key.name, get_in(tree, key.name, None), f"the interpolation fails: {reason}"))
+        except Mismatch as error:
+            found.append(Problem(key.name, value, f"must be {error}"))
+    # A key that follows a wrong one is wrong for the same reason: the user hears of the one that was set.
+    return values, own or inherited
+
+
+def _instantiate(cls: type[C], values: Mapping[str, Any], section: str) -> C:
+    arguments: dict[str, Any] = {}
+    for field, annotation in typing.get_type_hints(cls).items():
+        name = f"{section}.{field}" if section else field
+        if _is_section(annotation):
+            arguments[field] = _instantiate(annotation, values, name)
+        elif name in values:
+            arguments[field] = values[name]
+    return cls(**arguments)
+
+
+class Mismatch(ValueError):
+    """A value that does not fit its key's type; the text says what does."""
+
+
+def coerce(value: Any, annotation: Any) -> Any:
+    """`value` as the type `annotation`, where that loses nothing ("1e-6" as a float, "x" as a list of one)."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if annotation is Any:
+        return value
+    if origin in (Union, types.UnionType):
+        return _coerce_union(value, annotation)
+    if origin is Literal:
+        if value in arguments:
+            return value
+        guess = nearest(str(value), [str(choice) for choice in arguments])
+        raise Mismatch(describe(annotation) + (f"; did you mean {guess}?" if guess else ""))
+    if origin is dict:
+        if value is None or isinstance(value, Mapping):
+            return dict(value or {})
+        raise Mismatch(describe(annotation))
+    if origin is list:
+        items = [] if value is None else value if isinstance(value, list | tuple) else [value]
+        return _coerce_items(items, [arguments[0]] * len(items), annotation)
+    if origin is tuple:
+        if not isinstance(value, list | tuple) or len(value) != len(arguments):
+            raise Mismatch(describe(annotation))
+        return tuple(_coerce_items(value, arguments, annotation))
+    return _coerce_scalar(value, annotation)
+
+
+def _coerce_union(value: Any, annotation: Any) -> Any:
+    arguments = get_args(annotation)
+    if value is None or (value == "None" and type(None) in arguments):
+        if type(None) in arguments:
+            return None
+        raise Mismatch(describe(annotation))
+    for choice in arguments:
+        if choice is not type(None):
+            try:
+                return coerce(value, choice)
+            except Mismatch:
+                continue
+    raise Mismatch(describe(annotation))
+
+
+def _coerce_items(items: Any, annotations: Any, whole: Any) -> list[Any]:
+    try:
+        return [coerce(item, annotation) for item, annotation in zip(items, annotations)]
+    except Mismatch:
+        raise Mismatch(describe(whole)) from None
+
+
+def _coerce_scalar(value: Any, annotation: Any) -> Any:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    text = value.strip() if isinstance(value, str) else None
+    try:
+        if annotation is bool:
+            if isinstance(value, bool):
+                return value
+            if text is not None and text.lower() in ("true", "false"):
+                return text.lower() == "true"
+        elif annotation is int:
+            if text is not None:
+                return int(text)
+            if number and int(value) == value:
+                return int(value)
+        elif annotation is float:
+            if number or text is not None:
+                return float(value)
+        elif annotation is str and (number or isinstance(value, str)):
+            return str(value)
+    except (ValueError, OverflowError):
+        pass
+    raise Mismatch(describe(annotation))
+
+
+_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null", Any: "anything"}
+
+
+def describe(annotation: Any) -> str:
+    """What a type allows, in words: "an integer or null"."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin in (Union, types.UnionType):
+        return " or ".join(describe(choice) for choice in arguments)
+    if origin is Literal:
+        return "one of " + ", ".join(show(choice) for choice in arguments)
+    if origin is dict:
+        return "a mapping such as {name: value}"
+    if origin is list:
+        return f"a list, each item {describe(arguments[0])}"
+    if origin is tuple:
+        return f"a list of {len(arguments)}, each item {describe(arguments[0])}"
+    return _NAMES[annotation]
+
+
+def get_in(tree: Mapping[str, Any], name: str, default: Any) -> Any:
+    """The value at dotted `name` in nested dicts."""
+    node: Any = tree
+    for part in name.split("."):
+        if not isinstance(node, Mapping) or part not in node:
+            return default
+        node = node[part]
+    return node
+
+
+def set_in(tree: MutableMapping[str, Any], name: str, value: Any) -> None:
+    """Put `value` at dotted `name` in nested dicts, making the sections on the way."""
+    *parents, last = name.split(".")
+    for part in parents:
+        node = tree.get(part)
+        if not isinstance(node, dict):
+            node = tree[part] = {}
+        tree = node
+    tree[last] = value

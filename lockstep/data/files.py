@@ -1,0 +1,83 @@
+"""Row files: parquet and jsonl to plain Python dicts."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+READ_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class FileRow:
+    """One row and where it stands, so that an error can name it."""
+
+    file: str
+    number: int
+    """Row number in its file, from 0."""
+    columns: dict[str, Any]
+
+    @property
+    def place(self) -> str:
+        return f"{self.file}, row {self.number}"
+
+
+def read_rows(data_files: str | Path | list[str], max_samples: int = -1) -> list[FileRow]:
+    """The rows of all files in order, the first `max_samples` of them if that is not negative."""
+    files = [data_files] if isinstance(data_files, str | Path) else list(data_files)
+    if not files:
+        raise ValueError("no data file given; set data.train_files (data.val_files) to a parquet or jsonl file")
+    rows: list[FileRow] = []
+    for file in files:
+        before = len(rows)
+        for number, columns in enumerate(_iter_file(Path(file).expanduser())):
+            if 0 <= max_samples <= len(rows):
+                return rows
+            rows.append(FileRow(str(file), number, columns))
+        if len(rows) == before:
+            raise ValueError(f"{file} holds no rows; remove it from data.train_files (data.val_files) or fill it")
+    return rows
+
+
+def _iter_file(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.is_file():
+        raise ValueError(f"no data file {path.resolve()}; check data.train_files and data.val_files")
+    if path.suffix == ".parquet":
+        yield from _iter_parquet(path)
+    elif path.suffix in (".jsonl", ".json"):
+        yield from _iter_json(path)
+    else:
+        raise ValueError(f"{path}: data.train_files and data.val_files take .parquet, .jsonl and .json files")
+
+
+def _iter_parquet(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        for batch in pq.ParquetFile(path).iter_batches(batch_size=READ_ROWS):
+            yield from batch.to_pylist()
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{path} is not a readable parquet file: {error}") from error
+
+
+def _iter_json(path: Path) -> Iterator[dict[str, Any]]:
+    """One JSON object a line, or one list of objects."""
+    with path.open(encoding="utf-8") as lines:
+        is_list = lines.read(1) == "["
+        lines.seek(0)
+        numbered = enumerate(json.load(lines), 1) if is_list else _iter_lines(path, lines)
+        for number, row in numbered:
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}, entry {number}: a row must be a JSON object, not {type(row).__name__}")
+            yield row
+
+
+def _iter_lines(path: Path, lines: Any) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number} is not JSON: {error}") from error

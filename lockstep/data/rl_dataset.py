@@ -1,0 +1,223 @@
+"""Prompts for reinforcement learning: file rows to chat messages and token ids.
+
+A row: `data_source`, `prompt` ([{role, content}, ...]), `reward_model` ({style, ground_truth}), and optionally
+`ability`, `extra_info` ({index, tools_kwargs, interaction_kwargs, ...}), `agent_name` and any further column.
+
+    files --read_rows--> checked rows --(overlong filter)--> __getitem__: columns + raw_prompt, raw_prompt_ids, ...
+          --collate_fn--> one dict of stacked tensors and object arrays
+"""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from jinja2 import TemplateError
+from torch.utils.data import Dataset
+
+from lockstep.config.data import DataConfig
+from lockstep.data.files import FileRow, read_rows
+from lockstep.data.tensors import truncate_ids
+from lockstep.protocol import object_array
+from lockstep.registry import load_object
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+MEDIA_COLUMNS = ("images", "videos", "audios")
+ENCODE_ROWS = 1024
+
+Messages = list[dict[str, Any]]
+
+
+class RLHFDataset(Dataset[dict[str, Any]]):
+    """Rows of one or several files, each with its prompt as messages and as token ids.
+
+    All rows are checked when the dataset is made, so that a bad row stops the run before it starts.
+    """
+
+    def __init__(
+        self,
+        data_files: str | Path | list[str],
+        tokenizer: "PreTrainedTokenizerBase",
+        config: DataConfig,
+        processor: Any = None,
+        max_samples: int = -1,
+    ) -> None:
+        if processor is not None:
+            raise ValueError("prompts with images or videos are not supported: RLHFDataset takes no processor")
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError(
+                "the tokenizer has no chat template; set actor_rollout_ref.model.custom_chat_template "
+                "(or take an instruction-tuned model)"
+            )
+        self.tokenizer = tokenizer
+        self.config = config
+        # The position before filtering is the row's index where its extra_info gives none.
+        self.rows = list(enumerate(read_rows(data_files, max_samples)))
+        for _, row in self.rows:
+            check_row(row, config)
+        if config.filter_overlong_prompts:
+            self.rows = self._without_overlong(self.rows)
+        elif config.truncation == "error":
+            self._refuse_overlong(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, item: int) -> dict[str, Any]:
+        position, row = self.rows[item]
+        messages = self._messages(row)
+        ids = self._encode([row])[0]
+        extra_info = row.columns.get("extra_info") or {}
+        index = extra_info.get("index")
+        sample = {name: value for name, value in row.columns.items() if name != self.config.prompt_key}
+        sample["extra_info"] = extra_info
+        if self.config.return_raw_chat:
+            sample["raw_prompt"] = messages
+        sample["raw_prompt_ids"] = truncate_ids(ids, self.config.max_prompt_length, self.config.truncation)
+        sample["index"] = position if index is None else index
+        sample["tools_kwargs"] = _without_none(extra_info.get("tools_kwargs"))
+        sample["interaction_kwargs"] = _without_none(extra_info.get("interaction_kwargs"))
+        return sample
+
+    def _messages(self, row: FileRow) -> Messages:
+        return [_without_none(message, keep="content") for message in row.columns[self.config.prompt_key]]
+
+    def _encode(self, rows: Sequence[FileRow]) -> list[list[int]]:
+        """Token ids of the prompts, with the head of the answer that is to be generated."""
+        texts = []
+        for row in rows:
+            try:
+                text = self.tokenizer.apply_chat_template(
+                    self._messages(row),
+                    add_generation_prompt=True,
+                    tokenize=False,
+                    **self.config.apply_chat_template_kwargs,
+                )
+            except TemplateError as error:
+                raise ValueError(
+                    f"{row.place}: the chat template refuses this prompt ({error}); change the row, "
+                    "data.apply_chat_template_kwargs or actor_rollout_ref.model.custom_chat_template"
+                ) from error
+            texts.append(text)
+        return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+    def _lengths(self, rows: list[tuple[int, FileRow]]) -> list[int]:
+        lengths: list[int] = []
+        for start in range(0, len(rows), ENCODE_ROWS):
+            lengths += [len(ids) for ids in self._encode([row for _, row in rows[start : start + ENCODE_ROWS]])]
+        return lengths
+
+    def _without_overlong(self, rows: list[tuple[int, FileRow]]) -> list[tuple[int, FileRow]]:
+        longest = self.config.max_prompt_length
+        if self.config.filter_overlong_prompts_workers != 1:
+            logger.warning(
+                "data.filter_overlong_prompts_workers=%d is not used: the tokenizer's own threads measure the prompts",
+                self.config.filter_overlong_prompts_workers,
+            )
+        lengths = self._lengths(rows)
+        kept = [entry for entry, length in zip(rows, lengths) if length <= longest]
+        if rows and not kept:
+            raise ValueError(
+                f"every prompt is longer than data.max_prompt_length={longest} (the shortest: {min(lengths)} tokens); "
+                "nothing is left after data.filter_overlong_prompts"
+            )
+        if len(kept) < len(rows):
+            logger.info("dropped %d of %d prompts longer than %d tokens", len(rows) - len(kept), len(rows), longest)
+        return kept
+
+    def _refuse_overlong(self, rows: list[tuple[int, FileRow]]) -> None:
+        longest = self.config.max_prompt_length
+        overlong = [(row, length) for (_, row), length in zip(rows, self._lengths(rows)) if length > longest]
+        if overlong:
+            row, length = overlong[0]
+            raise ValueError(
+                f"{row.place}: the prompt has {length} tokens, more than data.max_prompt_length={longest} "
+                f"({len(overlong)} of {len(rows)} prompts are too long). Raise data.max_prompt_length, set "
+                "data.filter_overlong_prompts=true to drop them or data.truncation=left, right or middle to cut them"
+            )
+
+
+def check_row(row: FileRow, config: DataConfig) -> None:
+    """Refuse a row that lacks a column or holds a prompt that is not chat messages."""
+    needed = {
+        config.prompt_key: "set data.prompt_key to the column with the chat messages",
+        config.reward_fn_key: "set data.reward_fn_key to the column that chooses the scorer",
+        "reward_model": 'add one with values such as {"style": "rule", "ground_truth": "72"}',
+    }
+    for name, remedy in needed.items():
+        if row.columns.get(name) is None:
+            raise ValueError(f"{row.place} has no {name!r}; {remedy} (columns: {', '.join(row.columns)})")
+    if not isinstance(row.columns["reward_model"], dict):
+        raise ValueError(
+            f"{row.place}: 'reward_model' must be an object with `style` and `ground_truth`, "
+            f"not {row.columns['reward_model']!r}"
+        )
+    for name in MEDIA_COLUMNS:
+        if row.columns.get(name):
+            raise ValueError(f"{row.place} has {name!r}: only text prompts are supported; remove the column")
+    problem = _message_problem(row.columns[config.prompt_key])
+    if problem:
+        raise ValueError(
+            f"{row.place}: {config.prompt_key!r} must be a list of messages "
+            f'[{{"role": "user", "content": "..."}}, ...], but {problem}; data.prompt_key names the column'
+        )
+
+
+def _message_problem(prompt: Any) -> str | None:
+    if not isinstance(prompt, list):
+        return f"it is of type {type(prompt).__name__}"
+    if not prompt:
+        return "it is empty"
+    for number, message in enumerate(prompt):
+        if not isinstance(message, dict):
+            return f"message {number} is of type {type(message).__name__}"
+        if not isinstance(message.get("role"), str):
+            return f"message {number} has no role"
+        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
+            return f"the content of message {number} is of type {type(message.get('content')).__name__}, not text"
+    return None
+
+
+def _without_none(struct: dict[str, Any] | None, keep: str | None = None) -> dict[str, Any]:
+    """Parquet gives every row the fields of all rows, absent ones as null; those are taken out again."""
+    return {name: value for name, value in (struct or {}).items() if value is not None or name == keep}
+
+
+def collate_fn(samples: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor | np.ndarray]:
+    """One batch: tensors stacked, everything else a 1-D object array; a column that a row lacks is None there."""
+    names = dict.fromkeys(name for sample in samples for name in sample)
+    batch: dict[str, torch.Tensor | np.ndarray] = {}
+    for name in names:
+        values = [sample.get(name) for sample in samples]
+        if all(isinstance(value, torch.Tensor) for value in values):
+            batch[name] = torch.stack(values)  # type: ignore[arg-type]
+        else:
+            batch[name] = object_array(values)
+    return batch
+
+
+def create_rl_dataset(
+    data_files: str | Path | list[str],
+    tokenizer: "PreTrainedTokenizerBase",
+    config: DataConfig,
+    max_samples: int = -1,
+) -> Dataset[dict[str, Any]]:
+    """`RLHFDataset`, or the class that `data.custom_cls` names, made with the same arguments."""
+    custom = config.custom_cls
+    cls: Any = RLHFDataset
+    if custom.path is not None:
+        if custom.name is None:
+            raise ValueError(f"data.custom_cls.path={custom.path} needs data.custom_cls.name, the class in it")
+        try:
+            cls = load_object(custom.path, custom.name)
+        except (ValueError, ImportError) as error:
+            raise ValueError(f"data.custom_cls.path={custom.path}: {error}") from error
+        if not (isinstance(cls, type) and issubclass(cls, Dataset)):
+            raise ValueError(f"data.custom_cls.name={custom.name} must be a subclass of torch.utils.data.Dataset")
+    return cls(data_files=data_files, tokenizer=tokenizer, config=config, max_samples=max_samples)

@@ -1,0 +1,117 @@
+"""Logits to tokens and log-probs, each row by its own parameters and its own random number.
+
+    logits ─► / temperature ─► log-prob of the full distribution
+                  └─► top-k, top-p ─► inverse CDF at uniform(seed, position) ─► token
+
+The draw of a row depends on its logits, its seed and its position alone: not on the other rows, nor on what was drawn before.
+Legend: _N rows, _V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lockstep.engines.rollout.base import SamplingParams
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+
+
+@dataclass(frozen=True)
+class SamplingBatch:
+    """The parameters of N rows. The lists of rows are known on the host, so that no step asks the device which work to do.
+
+    positions_N:   place in the sequence of the token to be drawn.
+    filtered:      rows with top-k or top-p.
+    """
+
+    params: Sequence[SamplingParams]
+    seeds_N: Tensor
+    positions_N: Tensor
+    temperatures_N: Tensor
+    greedy_N: Tensor
+    filtered: Sequence[int]
+
+    @classmethod
+    def build(
+        cls, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int], device: torch.device
+    ) -> "SamplingBatch":
+        return cls(
+            params=params,
+            seeds_N=torch.tensor([_signed(s) for s in seeds], device=device),
+            positions_N=torch.tensor(positions, device=device),
+            temperatures_N=torch.tensor([1.0 if p.greedy else p.temperature for p in params], device=device),
+            greedy_N=torch.tensor([p.greedy for p in params], device=device),
+            filtered=[i for i, p in enumerate(params) if p.filtered],
+        )
+
+
+def sample(logits_NV: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
+    """Tokens (N,) int64 and their log-probs (N,) float32."""
+    scaled_NV = logits_NV.float()
+    if any(p.temperature not in (0, 1) for p in batch.params):
+        scaled_NV = scaled_NV / batch.temperatures_N[:, None]
+    top_N1 = scaled_NV.amax(-1, keepdim=True)
+    weights_NV = (scaled_NV - top_N1).exp_()
+    log_total_N = weights_NV.sum(-1).log() + top_N1[:, 0]
+    if all(p.greedy for p in batch.params):
+        tokens_N = scaled_NV.argmax(-1)
+    else:
+        if batch.filtered:
+            rows = torch.tensor(batch.filtered, device=logits_NV.device)
+            kept = keep_mask(scaled_NV[rows], [batch.params[i] for i in batch.filtered])
+            weights_NV = weights_NV.index_copy(0, rows, weights_NV[rows] * kept)
+        tokens_N = inverse_cdf(weights_NV, uniform(batch.seeds_N, batch.positions_N))
+        if any(p.greedy for p in batch.params):
+            tokens_N = torch.where(batch.greedy_N, scaled_NV.argmax(-1), tokens_N)
+    log_probs_N = scaled_NV.gather(1, tokens_N[:, None])[:, 0] - log_total_N
+    return tokens_N, log_probs_N
+
+
+def keep_mask(scaled_NV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """(N, V) bool: what top-k, then top-p of what remains, leave in."""
+    vocab = scaled_NV.shape[1]
+    device = scaled_NV.device
+    ks = [min(p.top_k, vocab) if p.top_k > 0 else vocab for p in params]
+    ranked_NK, order_NK = scaled_NV.topk(max(ks), dim=-1)  # sorted from the likeliest down
+    within_k = torch.arange(max(ks), device=device) < torch.tensor(ks, device=device)[:, None]
+    probs_NK = ranked_NK.masked_fill(~within_k, float("-inf")).softmax(-1)
+    before_NK = probs_NK.cumsum(-1) - probs_NK
+    top_p = torch.tensor([p.top_p for p in params], device=device)[:, None]
+    # top_p = 1 keeps all: the rounded sum may reach 1 before the last token
+    kept_NK = within_k & ((before_NK < top_p) | (top_p == 1))
+    kept_NK[:, 0] = True
+    return torch.zeros_like(scaled_NV, dtype=torch.bool).scatter_(1, order_NK, kept_NK)
+
+
+def inverse_cdf(weights_NV: Tensor, uniform_N: Tensor) -> Tensor:
+    """The first token at which the running sum of the weights exceeds uniform * total; never one of weight 0."""
+    cdf_NV = weights_NV.cumsum(-1)
+    total_N1 = cdf_NV[:, -1:].contiguous()
+    drawn_N1 = torch.searchsorted(cdf_NV, uniform_N[:, None] * total_N1, right=True)
+    last_N1 = torch.searchsorted(cdf_NV, total_N1)  # rounding may carry uniform * total up to the total
+    return torch.minimum(drawn_N1, last_N1)[:, 0]
+
+
+def uniform(seeds_N: Tensor, positions_N: Tensor) -> Tensor:
+    """One float32 in [0, 1) of 24 random bits for each (seed, position): splitmix64 on int64, whose overflow wraps."""
+    state_N = _mix(seeds_N + _signed(_GOLDEN)) + (positions_N + 1) * _signed(_GOLDEN)
+    return (_shift_right(_mix(state_N), 40)).float() * 2.0**-24
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shift_right(x, 30)) * _signed(_MIX_1)
+    x = (x ^ _shift_right(x, 27)) * _signed(_MIX_2)
+    return x ^ _shift_right(x, 31)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(x: int) -> int:
+    x &= (1 << 64) - 1
+    return x - (1 << 64) if x >= 1 << 63 else x

@@ -1,0 +1,64 @@
+"""One request on its way through the engine."""
+
+from dataclasses import dataclass, field
+
+from lockstep.engines.rollout.base import Completion, GenerationRequest, StopReason
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A prompt and what was generated for it so far.
+
+    There are no phases: `num_computed` of `len(tokens)` tokens have their keys and values in the cache, and a step computes more
+    of them; when all are computed, the next token can be drawn.
+
+    index:     place in the order of arrival.
+    prompt_id: equal for sequences with equal prompts, -1 where prompts are not shared.
+    blocks:    cache blocks of the tokens, in order.
+    """
+
+    index: int
+    request: GenerationRequest
+    stop_ids: frozenset[int]
+    policy_version: int
+    prompt_id: int = -1
+    tokens: list[int] = field(init=False)
+    num_computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    stop_reason: StopReason | None = None
+    num_preempted: int = 0
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt_ids)
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.log_probs)
+
+    @property
+    def longest(self) -> int:
+        """Tokens that must fit the cache: all but the last one drawn, which is never computed."""
+        return self.num_prompt + self.request.sampling.max_tokens - 1
+
+    def append(self, token: int, log_prob: float) -> None:
+        self.tokens.append(token)
+        self.log_probs.append(log_prob)
+        if token in self.stop_ids:
+            self.stop_reason = "stop"
+        elif self.num_generated == self.request.sampling.max_tokens:
+            self.stop_reason = "length"
+
+    def completion(self) -> Completion:
+        assert self.stop_reason is not None
+        return Completion(
+            token_ids=self.tokens[self.num_prompt :],
+            log_probs=self.log_probs,
+            stop_reason=self.stop_reason,
+            policy_version=self.policy_version,
+            num_preempted=self.num_preempted,
+        )

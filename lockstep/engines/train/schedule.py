@@ -1,0 +1,95 @@
+"""Learning-rate schedules: a factor of the peak rate for each training step.
+
+warm-up: step / warm-up steps; then constant, cosine, linear, or warm-up-stable-decay
+"""
+
+import math
+from collections.abc import Callable
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from lockstep.config.model import FSDPOptimizerConfig
+
+
+def get_constant_schedule_with_warmup(optimizer: Optimizer, num_warmup_steps: int, last_epoch: int = -1) -> LambdaLR:
+    return LambdaLR(optimizer, _after_warmup(num_warmup_steps, lambda step: 1.0), last_epoch)
+
+
+def get_cosine_schedule_with_warmup(
+    optimizer: Optimizer,
+    num_warmup_steps: int,
+    num_training_steps: int,
+    min_lr_ratio: float = 0.0,
+    num_cycles: float = 0.5,
+    last_epoch: int = -1,
+    init_lr_ratio: float | None = None,
+) -> LambdaLR:
+    """Cosine from 1 to `min_lr_ratio`; the warm-up rises from `init_lr_ratio` (0 where it is null)."""
+    length = max(1, num_training_steps - num_warmup_steps)
+    mean, swing = (1 + min_lr_ratio) / 2, (1 - min_lr_ratio) / 2
+
+    def factor(step: int) -> float:
+        wave = math.cos(2 * math.pi * num_cycles * (step - num_warmup_steps) / length)
+        return max(min_lr_ratio, mean + swing * wave)
+
+    return LambdaLR(optimizer, _after_warmup(num_warmup_steps, factor, init_lr_ratio or 0.0), last_epoch)
+
+
+def get_linear_schedule_with_warmup(
+    optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int, min_lr_ratio: float = 0.0
+) -> LambdaLR:
+    length = max(1, num_training_steps - num_warmup_steps)
+
+    def factor(step: int) -> float:
+        left = max(0.0, (num_training_steps - step) / length)
+        return min_lr_ratio + (1 - min_lr_ratio) * left
+
+    return LambdaLR(optimizer, _after_warmup(num_warmup_steps, factor))
+
+
+def get_wsd_schedule_with_warmup(
+    optimizer: Optimizer,
+    num_warmup_steps: int,
+    num_training_steps: int,
+    min_lr_ratio: float = 0.0,
+    num_cycles: float = 0.5,
+    last_epoch: int = -1,
+    stable_ratio: float = 0.9,
+) -> LambdaLR:
+    """Warm-up, then constant for `stable_ratio` of the rest, then a cosine fall to `min_lr_ratio`."""
+    rest = max(0, num_training_steps - num_warmup_steps)
+    num_stable = int(rest * stable_ratio)
+    num_decay = rest - num_stable
+
+    def factor(step: int) -> float:
+        done = step - num_warmup_steps - num_stable
+        if done < 0:
+            return 1.0
+        if done >= num_decay:
+            return min_lr_ratio
+        wave = 0.5 * (1 + math.cos(2 * math.pi * num_cycles * done / max(1, num_decay)))
+        return min_lr_ratio + (1 - min_lr_ratio) * max(0.0, wave)
+
+    return LambdaLR(optimizer, _after_warmup(num_warmup_steps, factor), last_epoch)
+
+
+def build_schedule(optimizer: Optimizer, config: FSDPOptimizerConfig) -> LambdaLR:
+    """The schedule of a config whose `total_training_steps` is known."""
+    total, warmup = config.total_training_steps, config.lr_warmup_steps
+    if warmup < 0:
+        warmup = int(config.lr_warmup_steps_ratio * max(total, 0))
+    if config.lr_scheduler_type == "cosine":
+        return get_cosine_schedule_with_warmup(optimizer, warmup, total, config.min_lr_ratio, config.num_cycles)
+    if config.lr_scheduler_type == "linear":
+        return get_linear_schedule_with_warmup(optimizer, warmup, total, config.min_lr_ratio)
+    return get_constant_schedule_with_warmup(optimizer, warmup)
+
+
+def _after_warmup(num_warmup_steps: int, factor: Callable[[int], float], start: float = 0.0) -> Callable[[int], float]:
+    def warm(step: int) -> float:
+        if step < num_warmup_steps:
+            return start + (1.0 - start) * step / max(1.0, num_warmup_steps)
+        return factor(step)
+
+    return warm

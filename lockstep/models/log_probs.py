@@ -1,0 +1,50 @@
+"""Log-probs and entropy of chosen tokens from hidden states, a chunk of positions at a time: the full logits never exist.
+
+    hidden (N, H) ── chunk ──► head ──► logits (C, V) / temperature ──► log p(target) (C), entropy (C)
+
+Each chunk is recomputed in the backward pass, so that memory is one chunk's logits forward and backward.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+LogitsFn = Callable[[Tensor], Tensor]
+"""Hidden states (C, H) -> logits (C, V)."""
+
+CHUNK_ELEMENTS = 1 << 26
+"""Logits held at once: 64 Mi entries are 256 MB in float32."""
+
+
+def token_log_probs(
+    hidden: Tensor, targets: Tensor, logits_fn: LogitsFn, *, temperature: float = 1.0, with_entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """log softmax(logits / temperature)[target] and, if asked for, the entropy of that distribution, both (N) in float32."""
+
+    def chunk(h: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        logits = logits_fn(h).float()
+        if temperature != 1.0:
+            logits = logits / temperature
+        lse = logits.logsumexp(-1)
+        log_probs = logits.gather(-1, y[:, None]).squeeze(-1) - lse
+        if not with_entropy:
+            return log_probs, log_probs
+        return log_probs, lse - (torch.softmax(logits, -1) * logits).sum(-1)
+
+    size = _chunk_rows(hidden, logits_fn)
+    pieces = []
+    for h, y in zip(hidden.split(size), targets.split(size)):
+        if torch.is_grad_enabled() and len(hidden) > size:
+            pieces.append(checkpoint(chunk, h, y, use_reentrant=False))
+        else:
+            pieces.append(chunk(h, y))
+    log_probs = torch.cat([p[0] for p in pieces])
+    return log_probs, torch.cat([p[1] for p in pieces]) if with_entropy else None
+
+
+def _chunk_rows(hidden: Tensor, logits_fn: LogitsFn) -> int:
+    with torch.no_grad():
+        vocabulary = logits_fn(hidden[:1]).shape[-1]
+    return max(1, CHUNK_ELEMENTS // vocabulary)

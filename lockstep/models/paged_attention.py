@@ -1,0 +1,228 @@
+"""Attention over a KV cache of blocks, for decoding with the trainer's own modules.
+
+    step of T tokens ─► write their keys and values to their slots ─► each row attends to the blocks of its table
+
+Tokens of one step lie end to end in a row: first those of sequences that have tokens in the cache already (`CachedRows`), then
+those of sequences that begin here, which see nothing but each other and go through `PackedAttention`.
+Legend: T tokens of the step, N rows, Q new tokens of a row, L cached places of a row, H query heads, HK key heads, G = H / HK.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lockstep.models.attention import PackedAttention, refuse_softcap
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one attention layer puts into the cache for a token."""
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    sliding_window: int | None = None
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.num_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+
+class LayerProbe:
+    """An attention context that only notes the shape of every layer: `layers` by `layer_idx`, in one forward of one token."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, LayerShape] = {}
+
+    def attend(
+        self,
+        layer: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        refuse_softcap(softcap)
+        if hasattr(layer, "sinks"):
+            raise ValueError("attention with sinks is not supported")
+        index = getattr(layer, "layer_idx", None)
+        if index is None or index in self.layers:
+            raise ValueError(f"{type(layer).__name__} has no layer_idx of its own")
+        self.layers[index] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1], key.dtype, sliding_window)
+        groups = query.shape[1] // key.shape[1]
+        return value.repeat_interleave(groups, 1).transpose(1, 2)  # one token sees itself
+
+
+class PagedCache:
+    """Keys and values of `num_blocks` blocks of `block_size` tokens in every layer.
+
+    Each layer holds one tensor (num_blocks * HK, block_size, D) for keys and one for values: the tokens of a block and head lie
+    together, so that picking a table's blocks gives (N, HK, L, D) at once.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[int, LayerShape],
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        self.layers = dict(layers)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.device = device
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+        for index, shape in self.layers.items():
+            rows = num_blocks * shape.num_heads
+            # zeros: masked places are multiplied by 0, which leftover NaN would survive
+            self.keys[index] = torch.zeros(rows, block_size, shape.key_dim, dtype=shape.dtype, device=device)
+            self.values[index] = torch.zeros(rows, block_size, shape.value_dim, dtype=shape.dtype, device=device)
+
+    def grow(self, num_blocks: int) -> None:
+        """Add empty blocks until there are `num_blocks`; the present ones keep their content."""
+        for index, shape in self.layers.items():
+            added = (num_blocks - self.num_blocks) * shape.num_heads
+            for store in (self.keys, self.values):
+                old = store[index]
+                store[index] = torch.cat([old, old.new_zeros(added, *old.shape[1:])])
+        self.num_blocks = num_blocks
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, in all layers: (source, target) pairs."""
+        pairs = torch.tensor(copies, device=self.device)  # (N, 2)
+        for index, shape in self.layers.items():
+            heads = torch.arange(shape.num_heads, device=self.device)
+            source, target = (pairs[:, i, None] * shape.num_heads + heads for i in (0, 1))
+            for store in (self.keys[index], self.values[index]):
+                store[target.flatten()] = store[source.flatten()]
+
+
+class CachedRows:
+    """N rows of the same number of new tokens, with their blocks.
+
+    first:     index of their first token in the step; the rows' tokens follow each other.
+    table:     (N, nb) blocks of each row, padded with any block at the end.
+    positions: (N, Q) place of each new token in its sequence.
+    """
+
+    def __init__(self, first: int, table: Tensor, positions: Tensor) -> None:
+        self.first = first
+        self.table = table
+        self.positions = positions
+        self.num_tokens = positions.numel()
+        self._gather_index: dict[int, Tensor] = {}
+        self._masks: dict[tuple[int, int | None], Tensor] = {}
+
+    def gather_index(self, num_heads: int) -> Tensor:
+        """Rows of the cache tensor that hold these tables: flat (N, HK, nb)."""
+        if num_heads not in self._gather_index:
+            heads = torch.arange(num_heads, device=self.table.device)
+            self._gather_index[num_heads] = (self.table[:, None] * num_heads + heads[:, None]).flatten()
+        return self._gather_index[num_heads]
+
+    def mask(self, length: int, groups: int, window: int | None, dtype: torch.dtype) -> Tensor:
+        """(N, 1, Q * G, L): 0 where a token may look, -inf elsewhere."""
+        if (groups, window) not in self._masks:
+            place = torch.arange(length, device=self.table.device)
+            position = self.positions.repeat_interleave(groups, 1)[:, :, None]
+            hidden = place > position
+            if window is not None:
+                hidden |= place <= position - window
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+            self._masks[groups, window] = mask[:, None]
+        return self._masks[groups, window]
+
+
+class PagedAttention:
+    """The attention context of one step.
+
+    slots:         (T,) place of each token in the cache, block * block_size + offset.
+    cached:        the rows that have tokens in the cache already; together they are the first tokens of the step.
+    fresh_lengths: tokens of each sequence that begins in this step.
+    """
+
+    def __init__(
+        self, cache: PagedCache, slots: Tensor, cached: Sequence[CachedRows], fresh_lengths: Sequence[int]
+    ) -> None:
+        self.cache = cache
+        self.cached = cached
+        self.num_cached = sum(rows.num_tokens for rows in cached)
+        self.fresh = PackedAttention(fresh_lengths, slots.device) if fresh_lengths else None
+        self._slots = slots
+        self._head_slots: dict[int, Tensor] = {}
+
+    def attend(
+        self,
+        layer: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        refuse_softcap(softcap)
+        index: int = layer.layer_idx  # type: ignore[assignment]
+        keys, values = self.cache.keys[index], self.cache.values[index]
+        num_heads = key.shape[1]
+        slots = self._slots_of_heads(num_heads)
+        keys.view(-1, keys.shape[-1]).index_copy_(0, slots, key[0].transpose(0, 1).flatten(0, 1))
+        values.view(-1, values.shape[-1]).index_copy_(0, slots, value[0].transpose(0, 1).flatten(0, 1))
+
+        outputs = [
+            self._attend_cached(rows, query[0], keys, values, num_heads, scaling, sliding_window)
+            for rows in self.cached
+        ]
+        if self.fresh is not None:
+            fresh = (t[:, :, self.num_cached :] for t in (query, key, value))
+            out = self.fresh.attend(layer, *fresh, scaling=scaling, sliding_window=sliding_window, softcap=None)
+            outputs.append(out[0])
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
+
+    def _slots_of_heads(self, num_heads: int) -> Tensor:
+        """(T * HK,) place of each token and head in a layer's tensor seen as (num_blocks * HK * block_size, D)."""
+        if num_heads not in self._head_slots:
+            size = self.cache.block_size
+            heads = torch.arange(num_heads, device=self._slots.device)
+            block, offset = self._slots[:, None] // size, self._slots[:, None] % size
+            self._head_slots[num_heads] = ((block * num_heads + heads) * size + offset).flatten()
+        return self._head_slots[num_heads]
+
+    @staticmethod
+    def _attend_cached(
+        rows: CachedRows,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        num_heads: int,
+        scaling: float,
+        window: int | None,
+    ) -> Tensor:
+        """query (H, T, D) of the whole step -> (N * Q, H, D) of these rows.
+
+        The G query heads of a key head are taken as G more queries, so that keys are not repeated.
+        """
+        num_rows, length_q = rows.positions.shape
+        groups = query.shape[0] // num_heads
+        length = rows.table.shape[1] * keys.shape[1]
+        index = rows.gather_index(num_heads)
+        k = keys.index_select(0, index).view(num_rows, num_heads, length, -1)
+        v = values.index_select(0, index).view(num_rows, num_heads, length, -1)
+        q = query[:, rows.first : rows.first + rows.num_tokens].transpose(0, 1)
+        q = q.reshape(num_rows, length_q, num_heads, groups, -1).transpose(1, 2).flatten(2, 3)  # (N, HK, Q * G, D)
+        mask = rows.mask(length, groups, window, query.dtype)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+        return (
+            out.view(num_rows, num_heads, length_q, groups, -1)
+            .transpose(1, 2)
+            .reshape(rows.num_tokens, num_heads * groups, -1)
+        )

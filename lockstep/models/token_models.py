@@ -1,0 +1,58 @@
+"""The two kinds of model that an engine trains: a policy (log-probs of tokens) and a scalar model (one number a token).
+
+Each is a module whose forward takes `ForwardRows` and does everything that needs its parameters, so that sharding wraps it whole.
+"""
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lockstep.models.loading import logits_fn
+from lockstep.models.log_probs import token_log_probs
+from lockstep.models.packing import ForwardRows
+
+
+class PolicyModel(nn.Module):
+    """A causal language model that gives each response token's log-prob and, if asked for, the entropy at its place."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, rows: ForwardRows, temperature: float = 1.0, with_entropy: bool = False) -> dict[str, Tensor]:
+        hidden = _hidden_states(self.model.get_decoder(), rows)
+        log_probs, entropy = token_log_probs(
+            hidden[rows.predicts],
+            rows.targets,
+            logits_fn(self.model),
+            temperature=temperature,
+            with_entropy=with_entropy,
+        )
+        out = {"log_probs": rows.spread(log_probs)}
+        if entropy is not None:
+            out["entropy"] = rows.spread(entropy)
+        return out
+
+
+class ScalarModel(nn.Module):
+    """A transformer body with a linear head to one number: the value before each response token, or the sequence's score.
+
+    score: named as transformers names it, so that a saved folder opens as a sequence classifier.
+    """
+
+    def __init__(self, body: PreTrainedModel, score: nn.Linear) -> None:
+        super().__init__()
+        self.body = body
+        self.score = score
+
+    def forward(self, rows: ForwardRows, at_end: bool = False) -> dict[str, Tensor]:
+        hidden = _hidden_states(self.body, rows)
+        if at_end:
+            return {"score": self.score(hidden[rows.last]).squeeze(-1).float()}
+        return {"values": rows.spread(self.score(hidden[rows.predicts]).squeeze(-1).float())}
+
+
+def _hidden_states(body: nn.Module, rows: ForwardRows) -> Tensor:
+    out = body(input_ids=rows.input_ids, position_ids=rows.position_ids, use_cache=False, lockstep_context=rows.context)
+    hidden: Tensor = out.last_hidden_state
+    return torch.flatten(hidden, 0, 1)

@@ -1,0 +1,157 @@
+"""Tracker `console`: one line per step, and on a terminal a small live display below the lines.
+
+terminal:  step 12/100 | reward 0.41 | ...      <- scrolls away, one line per step
+           training ━━━━╺━━━━━ 12/100  0:03:10, 23 min 10 s left
+           reward 0.41 ▁▂▃▅▇ | length 83 | ...
+
+elsewhere: only the lines, as plain text without escape codes
+"""
+
+import atexit
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from lockstep.observability.base import Metrics, RunInfo
+from lockstep.observability.step_line import (
+    FIELDS,
+    first_number,
+    format_seconds,
+    one_line,
+    sparkline,
+    step_parts,
+    validation_parts,
+)
+
+STEPS_AVERAGED = 20
+STEPS_DRAWN = 40
+TABLE_ROWS_SHOWN = 5
+CELL_CHARS = 300
+
+
+class ConsoleTracker:
+    """console: where to write; without one standard output, with the live display if that is a terminal."""
+
+    def __init__(self, run: RunInfo, console: Console | None = None) -> None:
+        self._console = console or Console(force_terminal=sys.stdout.isatty())
+        self._total_steps = run.total_steps
+        self._pace = Pace()
+        interactive = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._display = LiveDisplay(self._console, run) if interactive else None
+        atexit.register(self.finish)  # a display that is not stopped leaves the terminal without a cursor
+
+    def log(self, data: Metrics, step: int) -> None:
+        parts = step_parts(data)
+        validation = validation_parts(data)
+        left = None
+        if parts:
+            left = self._pace.seconds_left(data, step, self._total_steps)
+            end = [f"{format_seconds(left)} left"] if left else []
+            self._write(" | ".join([self._step_name(step), *parts, *end]))
+        if validation:
+            self._write(" | ".join([f"validation at {self._step_name(step)}", *validation]), style="bold")
+        if self._display is not None:
+            self._display.update(data, step, parts, validation, left)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        """The first rows, each cell cut to a readable length."""
+        shown = [[one_line(value, CELL_CHARS) for value in row] for row in rows[:TABLE_ROWS_SHOWN]]
+        title = f"{name} at {self._step_name(step)}, {len(shown)} of {len(rows)}"
+        self._write(title)
+        if self._display is None:
+            for row in shown:
+                self._write("  " + " | ".join(f"{column}: {cell}" for column, cell in zip(columns, row)))
+            return
+        table = Table(show_lines=True)
+        for column in columns:
+            table.add_column(Text(column))
+        for row in shown:
+            table.add_row(*map(Text, row))
+        self._console.print(table)
+
+    def finish(self) -> None:
+        atexit.unregister(self.finish)
+        if self._display is not None:
+            self._display.stop()
+
+    def _step_name(self, step: int) -> str:
+        return f"step {step}" if self._total_steps is None else f"step {step}/{self._total_steps}"
+
+    def _write(self, line: str, style: str = "") -> None:
+        """One line as it is: no markup, no wrapping, and no failure where the stream cannot spell a character."""
+        spelled = line.encode(self._console.encoding, "replace").decode(self._console.encoding)
+        self._console.print(Text(spelled, style=style), soft_wrap=True)
+
+
+class Pace:
+    """How long steps take, over the last of them."""
+
+    def __init__(self) -> None:
+        self._durations: deque[float] = deque(maxlen=STEPS_AVERAGED)
+        self._last: tuple[int, float] | None = None
+
+    def seconds_left(self, data: Metrics, step: int, total_steps: int | None) -> float | None:
+        """Counts the step just done. The time between two calls is taken, which includes validation and saving; for
+        the first call, which has none before it, the step's own time."""
+        now = time.monotonic()
+        if self._last is not None and step > self._last[0]:
+            self._durations.append((now - self._last[1]) / (step - self._last[0]))
+        elif self._last is None and (own := first_number(data, ("timing_s/step",))) is not None:
+            self._durations.append(own)
+        self._last = (step, now)
+        if total_steps is None or not self._durations:
+            return None
+        return max(0, total_steps - step) * sum(self._durations) / len(self._durations)
+
+
+class LiveDisplay:
+    """The lines at the bottom of the terminal: progress, the newest numbers, the newest validation."""
+
+    def __init__(self, console: Console, run: RunInfo) -> None:
+        self._rewards: deque[float] = deque(maxlen=STEPS_DRAWN)
+        self._numbers = Text(f"{run.project_name}/{run.experiment_name}: preparing the first step", style="dim")
+        self._validation = Text()
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(bar_width=30),
+            TextColumn("{task.fields[count]}"),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=console,
+        )
+        start = run.start_step or 0
+        total = run.total_steps
+        self._count = (lambda step: f"{step}") if total is None else (lambda step: f"{step}/{total}")
+        self._task = self._progress.add_task("", total=total, completed=start, count=self._count(start), left="")
+        self._live = Live(console=console, refresh_per_second=2, get_renderable=self._render)
+        self._live.start()
+
+    def update(self, data: Metrics, step: int, parts: list[str], validation: list[str], left: float | None) -> None:
+        if parts:
+            if (reward := first_number(data, FIELDS[0].keys)) is not None:
+                self._rewards.append(reward)
+                parts = [f"{parts[0]} {sparkline(list(self._rewards))}", *parts[1:]]
+            self._numbers = Text(" | ".join(parts), overflow="ellipsis", no_wrap=True)
+        if validation:
+            line = " | ".join([f"validation at step {step}", *validation])
+            self._validation = Text(line, style="bold", overflow="ellipsis", no_wrap=True)
+        self._progress.update(
+            self._task, completed=step, count=self._count(step), left=f"{format_seconds(left)} left" if left else ""
+        )
+        self._live.refresh()
+
+    def stop(self) -> None:
+        self._live.stop()
+
+    def _render(self) -> Group:
+        if not self._validation.plain:
+            return Group(self._progress, self._numbers)
+        return Group(self._progress, self._numbers, self._validation)

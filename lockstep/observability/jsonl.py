@@ -1,0 +1,148 @@
+"""Files of one JSON object per line: `metrics.jsonl` of every run, and the `file` tracker.
+
+A line is `{"step": 12, "time": 1735689600.0, "actor/pg_loss": 0.1, ...}`. JSON has no NaN or infinity, so such a number
+is null and the line carries `"non_finite": {"actor/pg_loss": "nan"}` besides.
+"""
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.observability.base import Metrics, RunInfo, plain
+from lockstep.utils.files import atomic_writer, ensure_writable
+
+logger = logging.getLogger(__name__)
+
+PATH_VARIABLE = "LOCKSTEP_FILE_LOGGER_PATH"
+
+
+def json_line(data: Metrics) -> bytes:
+    """`data` as one line of strict JSON. Half of a surrogate pair, which models emit, stays as its JSON escape."""
+    non_finite: dict[str, str] = {}
+    row = {str(key): _finite(plain(value), str(key), non_finite) for key, value in data.items()}
+    if non_finite:
+        row["non_finite"] = non_finite
+    return json.dumps(row, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace") + b"\n"
+
+
+def _finite(value: Any, path: str, non_finite: dict[str, str]) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        non_finite[path] = str(value)
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(item, f"{path}.{key}", non_finite) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item, f"{path}.{index}", non_finite) for index, item in enumerate(value)]
+    return value
+
+
+def truncate_after(path: Path | str, step: int) -> None:
+    """Drop the lines of later steps than `step`, and lines that are no JSON, such as one cut off by a kill.
+
+    A file that is not there is left so. The file is replaced as a whole, so a crash in between loses nothing.
+    """
+    path = Path(path)
+    if not path.exists():
+        return
+    with open(path, "rb") as old, atomic_writer(path) as new:
+        for number, line in enumerate(old, start=1):
+            line_step = _step_of(line)
+            if line_step is None:
+                logger.warning("%s: dropping line %d, which was not written whole", path, number)
+            elif line_step <= step:
+                new.write(line)
+
+
+def _step_of(line: bytes) -> int | None:
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def cut_unfinished_line(path: Path) -> None:
+    """Cut the end of the file back to the last line break."""
+    if not path.exists():
+        return
+    with open(path, "rb+") as file:
+        position = file.seek(0, os.SEEK_END)
+        tail = b""
+        while position > 0 and b"\n" not in tail:
+            position = max(0, position - 65536)
+            file.seek(position)
+            tail = file.read(65536)
+        file.truncate(position + tail.rfind(b"\n") + 1)
+
+
+def prepare(path: Path, start_step: int | None) -> None:
+    """Make an existing file ready to go on with.
+
+    start_step N > 0 drops later lines; 0 begins anew and keeps the earlier run's lines as `<name>.old`; None appends.
+    """
+    if start_step == 0 and path.exists() and path.stat().st_size > 0:
+        path.replace(path.with_name(path.name + ".old"))
+    elif start_step:
+        truncate_after(path, start_step)
+    else:
+        cut_unfinished_line(path)
+
+
+class JsonlFile:
+    """A file that grows by whole lines, each of them handed to the system at once.
+
+    key: what the user set to choose the folder, for the message when the disk is full.
+    """
+
+    def __init__(self, path: Path, key: str, start_step: int | None = None) -> None:
+        ensure_writable(path.parent, key)
+        prepare(path, start_step)
+        self.path = path
+        self.key = key
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the run
+
+    def append(self, data: Metrics, step: int) -> None:
+        head = {"step": step, "time": round(time.time(), 3)}
+        line = memoryview(json_line(head | dict(data) | head))
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            raise OSError(error.errno, f"cannot write {self.path} (chosen by {self.key}): {error.strerror}") from error
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class FileTracker:
+    """Tracker `file`: metrics to $LOCKSTEP_FILE_LOGGER_PATH or `tracker.jsonl` in the run's folder.
+
+    Tables go to `<name>.tables.jsonl` beside it.
+    """
+
+    def __init__(self, run: RunInfo) -> None:
+        chosen = os.environ.get(PATH_VARIABLE)
+        path = Path(chosen).expanduser() if chosen else run.run_dir / "tracker.jsonl"
+        self._start_step = run.start_step
+        self._metrics = JsonlFile(path, PATH_VARIABLE if chosen else "trainer.default_local_dir", run.start_step)
+        self._tables: JsonlFile | None = None
+
+    def log(self, data: Metrics, step: int) -> None:
+        self._metrics.append(data, step)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        if self._tables is None:
+            path = self._metrics.path.with_suffix(".tables.jsonl")
+            self._tables = JsonlFile(path, self._metrics.key, self._start_step)
+        self._tables.append({"name": name, "columns": columns, "rows": rows}, step)
+
+    def finish(self) -> None:
+        self._metrics.close()
+        if self._tables is not None:
+            self._tables.close()

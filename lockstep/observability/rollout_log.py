@@ -1,0 +1,43 @@
+"""The text of a step's rollouts, or of a validation's answers, as `{step}.jsonl`: one answer per line."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.observability.jsonl import json_line
+from lockstep.utils.files import atomic_writer
+
+logger = logging.getLogger(__name__)
+
+
+def dump_generations(
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    gts: Sequence[Any],
+    scores: Sequence[float],
+    reward_extra_infos_dict: Mapping[str, Sequence[Any]],
+    dump_path: Path | str,
+    step: int,
+) -> Path:
+    """Write input, output, gts, score, step and the reward's extras of every answer; returns the file.
+
+    An extra that does not have one value per answer is left out with a warning.
+    """
+    columns: dict[str, Sequence[Any]] = {"input": inputs, "output": outputs, "gts": gts, "score": scores}
+    columns["step"] = [step] * len(inputs)
+    for name, values in columns.items():
+        if len(values) != len(inputs):
+            raise ValueError(f"dump_generations: {len(values)} values of {name} for {len(inputs)} inputs")
+    for name, values in reward_extra_infos_dict.items():
+        if len(values) != len(inputs):
+            logger.warning("rollout log: %s has %d values for %d answers, left out", name, len(values), len(inputs))
+        else:
+            columns.setdefault(name, values)
+    folder = Path(dump_path).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{step}.jsonl"
+    with atomic_writer(path) as file:
+        for row in zip(*columns.values()):
+            file.write(json_line(dict(zip(columns, row))))
+    return path

@@ -1,0 +1,79 @@
+"""Where a run's metrics go: the registry of trackers, and `Tracking`, which hands metrics to those chosen."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from lockstep.observability.base import Metrics, RunInfo, Tracker
+from lockstep.observability.console import ConsoleTracker
+from lockstep.observability.jsonl import FileTracker, JsonlFile
+from lockstep.observability.tensorboard import TensorboardTracker
+from lockstep.observability.wandb import WandbTracker
+from lockstep.registry import Registry
+
+METRICS_FILE = "metrics.jsonl"
+
+TrackerFactory = Callable[[RunInfo], Tracker]
+
+TRACKERS: Registry[TrackerFactory] = Registry("tracker", key="trainer.logger")
+TRACKERS.register("console")(ConsoleTracker)
+TRACKERS.register("file")(FileTracker)
+TRACKERS.register("tensorboard")(TensorboardTracker)
+TRACKERS.register("wandb")(WandbTracker)
+
+
+class Tracking:
+    """All trackers of a run, and `metrics.jsonl` in its folder, which is always written.
+
+    default_backend: names in `TRACKERS`, or `pkg.module:attr` of a factory that takes a RunInfo.
+    start_step:      the step that the run goes on from, 0 for a new run, so that what an earlier process tracked after
+                     it is dropped; None drops nothing.
+
+    Use it as a context manager, or call `finish` at the end.
+    """
+
+    def __init__(
+        self,
+        project_name: str,
+        experiment_name: str,
+        default_backend: list[str],
+        config: dict[str, Any] | None = None,
+        run_dir: Path | str = ".",
+        total_steps: int | None = None,
+        start_step: int | None = None,
+    ) -> None:
+        folder = Path(run_dir).expanduser()
+        run = RunInfo(project_name, experiment_name, folder, config or {}, total_steps, start_step)
+        factories = {name: TRACKERS.get(name) for name in default_backend}
+        with ExitStack() as closing:
+            self._metrics = JsonlFile(folder / METRICS_FILE, "trainer.default_local_dir", start_step)
+            closing.callback(self._metrics.close)
+            self._trackers: dict[str, Tracker] = {}
+            for name, factory in factories.items():
+                self._trackers[name] = factory(run)
+                closing.callback(self._trackers[name].finish)
+            self._closing = closing.pop_all()
+
+    def log(self, data: Metrics, step: int) -> None:
+        self._metrics.append(data, step)
+        for tracker in self._trackers.values():
+            tracker.log(data, step)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        """A small table, such as validation's questions and answers, for the trackers only."""
+        for tracker in self._trackers.values():
+            tracker.log_table(name, columns, rows, step)
+
+    def finish(self) -> None:
+        """Finish all trackers, the others also when one fails; a second call does nothing."""
+        self._closing.close()
+
+    def __enter__(self) -> "Tracking":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.finish()

@@ -1,0 +1,168 @@
+"""Columns of a batch, tensors and object arrays: equality, union, joining, choice of rows, wire format."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+
+def object_array(values: Iterable[Any]) -> np.ndarray:
+    """A 1-D object array with one entry per value; equally long lists stay lists and do not become a second axis."""
+    rows = list(values)
+    array = np.empty(len(rows), dtype=object)
+    for i, row in enumerate(rows):
+        array[i] = row
+    return array
+
+
+def tensors_of(batch: TensorDict | None) -> dict[str, torch.Tensor]:
+    """The columns of a TensorDict as a plain dict; none for None."""
+    return {} if batch is None else {str(key): batch.get(key) for key in batch.keys()}  # noqa: SIM118
+
+
+def deep_equal(a: Any, b: Any) -> bool:
+    """Equality of nested values where NaN equals NaN and tensors and arrays compare by shape and content."""
+    if a is b:
+        return True
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return _tensors_equal(a, b)
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return a.shape == b.shape and all(deep_equal(x, y) for x, y in zip(a.ravel().tolist(), b.ravel().tolist()))
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(deep_equal(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(deep_equal(x, y) for x, y in zip(a, b))
+    if isinstance(a, (torch.Tensor, np.ndarray)) or isinstance(b, (torch.Tensor, np.ndarray)):
+        return False
+    return bool(a == b) or bool(a != a and b != b)
+
+
+def _tensors_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    b = b.to(a.device)
+    return bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
+    """Add the tensors of the second to the first, in place; a tensor that both have must be the same."""
+    if tensor_dict1.batch_size != tensor_dict2.batch_size:
+        raise ValueError(
+            f"union: the batches have {tuple(tensor_dict1.batch_size)} and {tuple(tensor_dict2.batch_size)} rows "
+            f"(keys {sorted(tensor_dict1.keys())} and {sorted(tensor_dict2.keys())})"
+        )
+    mine, theirs = tensors_of(tensor_dict1), tensors_of(tensor_dict2)
+    _refuse_conflicts("batch key", mine, theirs)
+    tensor_dict1.update({k: v for k, v in theirs.items() if k not in mine})
+    return tensor_dict1
+
+
+def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Add the arrays of the second to the first, in place; an array that both have must be the same."""
+    _refuse_conflicts("non-tensor key", tensor_dict1, tensor_dict2)
+    tensor_dict1.update({k: v for k, v in tensor_dict2.items() if k not in tensor_dict1})
+    return tensor_dict1
+
+
+def union_meta_info(meta1: dict[str, Any], meta2: dict[str, Any]) -> dict[str, Any]:
+    """Add the entries of the second to the first, in place; an entry that both have must be the same."""
+    _refuse_conflicts("meta_info key", meta1, meta2)
+    meta1.update({k: v for k, v in meta2.items() if k not in meta1})
+    return meta1
+
+
+def _refuse_conflicts(kind: str, first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
+    for key in second:
+        if key in first and not deep_equal(first[key], second[key]):
+            raise ValueError(f"{kind} {key!r} has different values on the two sides; rename or pop one of them first")
+
+
+def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """[{a: 1}, {a: 2, b: 3}] → {a: [1, 2], b: [3]}: per-worker metrics to lists of their values."""
+    merged: dict[str, list[Any]] = {}
+    for entry in list_of_dict:
+        for key, value in entry.items():
+            merged.setdefault(key, []).append(value)
+    return merged
+
+
+def row_numbers(idxs: Any, num_rows: int) -> np.ndarray:
+    """Row numbers as int64 from a list, array, tensor or range of numbers, or from a mask."""
+    rows = idxs.detach().cpu().numpy() if isinstance(idxs, torch.Tensor) else np.asarray(idxs)
+    if rows.dtype == bool:
+        if rows.shape != (num_rows,):
+            raise ValueError(f"a mask of shape {rows.shape} for a batch of {num_rows} rows")
+        return np.nonzero(rows)[0]
+    if rows.size == 0:
+        return np.zeros(0, dtype=np.int64)
+    if rows.ndim != 1 or not np.issubdtype(rows.dtype, np.integer):
+        raise ValueError(f"rows are chosen by a list of ints or a mask, not by {rows.dtype} of shape {rows.shape}")
+    for row in rows[(rows < -num_rows) | (rows >= num_rows)]:
+        raise IndexError(f"row {row} of a batch of {num_rows} rows")
+    return rows.astype(np.int64)
+
+
+def common_batch_size(tensors: dict[str, torch.Tensor], num_batch_dims: int) -> tuple[int, ...]:
+    """The leading dimensions that all tensors share; a tensor that does not is named."""
+    first = next(iter(tensors))
+    sizes = {k: tuple(v.shape[:num_batch_dims]) for k, v in tensors.items()}
+    for key, size in sizes.items():
+        if len(size) < num_batch_dims or size != sizes[first]:
+            raise ValueError(f"batch key {key!r} has batch size {size}, {first!r} has {sizes[first]}")
+    return sizes[first]
+
+
+def concat_tensors(batches: Sequence[TensorDict]) -> TensorDict:
+    """The rows of all batches in order; a column whose rows differ in shape is named."""
+    columns = {}
+    for key in tensors_of(batches[0]):
+        parts = [batch[key] for batch in batches]
+        for i, part in enumerate(parts):
+            if part.shape[1:] != parts[0].shape[1:]:
+                shapes = f"{tuple(parts[0].shape)} in part 0 and {tuple(part.shape)} in part {i}"
+                raise ValueError(f"concat: batch key {key!r} has shape {shapes}")
+        columns[key] = torch.cat(parts, dim=0)
+    batch_size = (sum(batch.batch_size[0] for batch in batches), *batches[0].batch_size[1:])
+    return TensorDict(columns, batch_size=batch_size)
+
+
+def concat_meta_info(metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One meta_info for joined parts: equal values stay, `metrics` become a dict of lists."""
+    merged: dict[str, Any] = {}
+    metrics: list[dict[str, Any]] = []
+    for meta in metas:
+        for key, value in meta.items():
+            if key == "metrics":
+                metrics.extend(value if isinstance(value, list) else [value] if value is not None else [])
+            elif key in merged and not deep_equal(merged[key], value):
+                raise ValueError(
+                    f"concat: meta_info key {key!r} is {merged[key]!r} in one part and {value!r} in another"
+                )
+            else:
+                merged[key] = value
+    if metrics:
+        merged["metrics"] = list_of_dict_to_dict_of_list(metrics)
+    return merged
+
+
+def pack_tensor(value: Any) -> Any:
+    """A tensor as (dtype, shape, bytes), holding only its own rows even where it is a view of a larger batch.
+
+    Plain pickling would ship the whole storage behind each shard. Anything but a dense tensor is left alone.
+    """
+    if type(value) is not torch.Tensor or value.layout is not torch.strided or value.is_nested:
+        return value
+    flat = value.detach().cpu().contiguous().flatten()
+    return value.dtype, tuple(value.shape), flat.view(torch.uint8).numpy().copy()
+
+
+def unpack_tensor(packed: Any) -> Any:
+    """The inverse of `pack_tensor`; the tensor arrives on the CPU and owns writable memory."""
+    if not isinstance(packed, tuple):
+        return packed
+    dtype, shape, raw = packed
+    if not raw.flags.writeable:
+        raw = raw.copy()
+    return torch.from_numpy(raw).view(dtype).reshape(shape)

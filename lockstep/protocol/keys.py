@@ -1,0 +1,120 @@
+"""Every key of the batch in one table: its shape and type, who writes it, who reads it, what it means.
+
+Shapes: B rows, P prompt length (left-padded), R response length (right-padded), T = P + R.
+
+A worker opens with `require(data, "responses", "advantages")`, so that a stage that was left out is an error by name
+and not a KeyError deep inside a loss.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from lockstep.protocol.data_proto import DataProto
+from lockstep.registry import did_you_mean
+
+
+@dataclass(frozen=True)
+class BatchKey:
+    """One column of the batch.
+
+    name:       the key in `batch` (tensors) or in `non_tensor_batch` (dtype None).
+    shape:      one letter per dimension, see the module's legend.
+    dtype:      of the tensor; None for a column of Python objects.
+    written_by: the stage that adds the key, in the words of an error message.
+    read_by:    the stages that need it.
+    meaning:    one line.
+    """
+
+    name: str
+    shape: str
+    dtype: torch.dtype | None
+    written_by: str
+    read_by: str
+    meaning: str
+
+
+_INT, _FLOAT = torch.int64, torch.float32
+
+_TABLE = (
+    BatchKey("prompts", "BP", _INT, "the rollout", "reward", "prompt tokens, left-padded"),
+    BatchKey("responses", "BR", _INT, "the rollout", "reward, losses", "response tokens, right-padded"),
+    BatchKey("input_ids", "BT", _INT, "the rollout", "every forward", "prompts and responses in one row"),
+    BatchKey("attention_mask", "BT", _INT, "the rollout", "every forward", "1 = token, 0 = padding"),
+    BatchKey(
+        "position_ids", "BT", _INT, "the rollout", "every forward", "position of each token, 0 at the first real one"
+    ),
+    BatchKey(
+        "response_mask",
+        "BR",
+        _INT,
+        "the rollout or the agent loop",
+        "all losses, advantages, metrics",
+        "1 = the policy's own token, its EOS included; 0 = tool, user or padding",
+    ),
+    BatchKey("sampling_seed", "B", _INT, "the trainer", "rollout", "seed of the row's own random stream"),
+    BatchKey(
+        "rollout_log_probs", "BR", _FLOAT, "the rollout", "rollout correction, audit", "log-prob as it was sampled"
+    ),
+    BatchKey("old_log_probs", "BR", _FLOAT, "the actor", "policy loss", "log-prob under the policy before the update"),
+    BatchKey("entropys", "BR", _FLOAT, "the actor", "metrics", "entropy of the policy at each position"),
+    BatchKey("ref_log_prob", "BR", _FLOAT, "the reference policy", "KL", "log-prob under the frozen policy"),
+    BatchKey("values", "BR", _FLOAT, "the critic", "GAE, value loss", "value estimate before each token"),
+    BatchKey("rm_scores", "BR", _FLOAT, "the reward model", "reward", "its score, at the last token of the response"),
+    BatchKey("token_level_scores", "BR", _FLOAT, "the reward", "KL penalty, metrics", "reward before the KL penalty"),
+    BatchKey("token_level_rewards", "BR", _FLOAT, "the controller", "advantages", "reward after the KL penalty"),
+    BatchKey("advantages", "BR", _FLOAT, "the controller", "policy loss", "advantage of each token"),
+    BatchKey("returns", "BR", _FLOAT, "the controller", "value loss", "target of the value estimate"),
+    BatchKey("uid", "B", None, "the trainer", "advantages by group", "one id per prompt, shared by its samples"),
+    BatchKey("index", "B", None, "the data", "metrics, filtering", "number of the row in its data set"),
+    BatchKey("data_source", "B", None, "the data", "reward, validation", "name that chooses the scorer"),
+    BatchKey("reward_model", "B", None, "the data", "reward", '{"style", "ground_truth"}'),
+    BatchKey("extra_info", "B", None, "the data", "reward, agents", "whatever else the data set says of the row"),
+    BatchKey("raw_prompt", "B", None, "the data", "agents, validation", "the prompt as chat messages"),
+    BatchKey("raw_prompt_ids", "B", None, "the data", "rollout", "the prompt as a list of token ids without padding"),
+    BatchKey("agent_name", "B", None, "the data", "agents", "which agent loop answers the row"),
+    BatchKey("tools_kwargs", "B", None, "the data", "agents", "arguments of the row's tools"),
+    BatchKey("interaction_kwargs", "B", None, "the data", "agents", "arguments of the row's interaction"),
+    BatchKey("is_padding", "B", None, "the dispatch", "losses", "True for rows added so that the batch divides evenly"),
+)
+
+BATCH_KEYS: dict[str, BatchKey] = {key.name: key for key in _TABLE}
+
+
+def require(data: DataProto, *names: str) -> None:
+    """Check that the batch has the named keys with the shape and type of the table; the first fault is an error.
+
+    KeyError for a missing key, ValueError for a wrong dtype or shape. P, R and T must agree between the keys.
+    """
+    lengths: dict[str, tuple[int, str]] = {"B": (len(data), "the batch")}
+    for name in names:
+        if name not in BATCH_KEYS:
+            raise KeyError(f"{name!r} is no batch key. {did_you_mean(name, BATCH_KEYS)}")
+        key = BATCH_KEYS[name]
+        shape = _checked_shape(data, key)
+        for letter, length in zip(key.shape, shape):
+            known, owner = lengths.setdefault(letter, (length, repr(name)))
+            if known != length:
+                raise ValueError(f"batch key {name!r} has shape {shape}: {letter} is {length}, but {known} in {owner}")
+    if {"P", "R", "T"} <= lengths.keys() and lengths["P"][0] + lengths["R"][0] != lengths["T"][0]:
+        parts = ", ".join(f"{letter} = {lengths[letter][0]} in {lengths[letter][1]}" for letter in "PRT")
+        raise ValueError(f"batch lengths do not add up to T = P + R: {parts}")
+
+
+def _checked_shape(data: DataProto, key: BatchKey) -> tuple[int, ...]:
+    column = _column(data, key)
+    if column is None:
+        raise KeyError(f"batch key {key.name!r} is missing: it is written by {key.written_by}")
+    if key.dtype is not None and column.dtype != key.dtype:
+        raise ValueError(f"batch key {key.name!r} is {column.dtype}, it must be {key.dtype}")
+    shape = tuple(column.shape)
+    if key.dtype is not None and len(shape) != len(key.shape):
+        raise ValueError(f"batch key {key.name!r} has shape {shape}, it must be ({', '.join(key.shape)})")
+    return shape
+
+
+def _column(data: DataProto, key: BatchKey) -> torch.Tensor | np.ndarray | None:
+    if key.dtype is None:
+        return data.non_tensor_batch.get(key.name)
+    return None if data.batch is None else data.batch.get(key.name, None)

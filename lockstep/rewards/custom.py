@@ -1,0 +1,41 @@
+"""The reward function of `custom_reward_function`: loaded from a file or package, its signature checked at once."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.config.reward import CustomRewardFunctionConfig
+from lockstep.registry import load_object
+
+ComputeScore = Callable[..., Any]
+"""`compute_score(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)`: a number or a dict with
+`score`; may be a coroutine function."""
+
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
+def get_custom_reward_fn(config: CustomRewardFunctionConfig) -> ComputeScore | None:
+    """The user's function with its `reward_kwargs` filled in; None where `custom_reward_function.path` is null."""
+    if config.path is None:
+        return None
+    where = f"custom_reward_function.path={config.path}"
+    try:
+        function = load_object(config.path, config.name)
+    except (ValueError, ImportError, SyntaxError) as error:
+        raise ValueError(f"{where}, name={config.name}: {error}") from error
+    if not callable(function):
+        raise ValueError(f"{where}: {config.name!r} is not a function but {function!r}")
+    clash = set(config.reward_kwargs) & set(ARGUMENTS)
+    if clash:
+        raise ValueError(f"custom_reward_function.reward_kwargs may not set {', '.join(sorted(clash))}: rows give them")
+    signature = inspect.signature(function)
+    try:
+        signature.bind(**dict.fromkeys(ARGUMENTS), **config.reward_kwargs)
+    except TypeError as error:
+        given = "".join(f", {name}" for name in config.reward_kwargs)
+        raise ValueError(
+            f"{where}: {config.name}{signature} cannot be called with ({', '.join(ARGUMENTS)}{given}): {error}. "
+            "Give it these parameters by name, or **kwargs; extra ones come from custom_reward_function.reward_kwargs"
+        ) from error
+    return functools.partial(function, **config.reward_kwargs) if config.reward_kwargs else function

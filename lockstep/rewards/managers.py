@@ -1,0 +1,267 @@
+"""Reward managers: a batch of responses to its (B, R) reward tensor.
+
+DataProto --rows--> compute_score per row --check--> score at the last response token, other results by name
+"""
+
+import asyncio
+import inspect
+import logging
+import math
+import numbers
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypedDict
+
+import numpy as np
+import torch
+
+from lockstep.config.ppo import PPOConfig
+from lockstep.protocol import DataProto
+from lockstep.registry import Registry
+from lockstep.rewards.custom import ComputeScore, get_custom_reward_fn
+from lockstep.rewards.default import UnknownDataSourceError, check_scorer_options, default_compute_score
+
+logger = logging.getLogger(__name__)
+
+
+class RewardResult(TypedDict):
+    reward_tensor: torch.Tensor
+    """(B, R) float32: the score at each response's last token, 0 elsewhere."""
+    reward_extra_info: dict[str, list[Any]]
+    """Per name one value a row; None where a row gave none."""
+
+
+RewardFn = Callable[..., Any]
+"""`reward_fn(data: DataProto, return_dict=False) -> Tensor | RewardResult`."""
+
+REWARD_MANAGERS: Registry[Callable[..., RewardFn]] = Registry("reward manager", "reward_model.reward_manager")
+
+
+@dataclass(frozen=True)
+class ScoringRow:
+    """What the reward function sees of one sample, and the prompt for the log."""
+
+    data_source: str
+    prompt_str: str
+    solution_str: str
+    ground_truth: Any
+    extra_info: dict[str, Any]
+
+    def arguments(self) -> dict[str, Any]:
+        names = ("data_source", "solution_str", "ground_truth", "extra_info")
+        return {name: getattr(self, name) for name in names}
+
+
+@REWARD_MANAGERS.register("naive")
+class NaiveRewardManager:
+    """Scores row by row with one function; coroutine functions run together, `max_concurrency` at a time.
+
+    A function that raises costs that sample its score (0, with `reward_failed` 1) and logs the first traceback of the
+    batch. Where every row of a batch fails, or a result is not a finite number, the run stops: a broken reward must not
+    train in silence.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        num_examine: int,
+        compute_score: ComputeScore | None = None,
+        reward_fn_key: str = "data_source",
+        max_concurrency: int = 64,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.num_examine = num_examine
+        self.compute_score: ComputeScore = compute_score or default_compute_score
+        self.reward_fn_key = reward_fn_key
+        self.max_concurrency = max_concurrency
+
+    def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | RewardResult:
+        assert data.batch is not None
+        if "rm_scores" in data.batch.keys():  # noqa: SIM118 (a TensorDict is not a mapping of its keys)
+            result = RewardResult(reward_tensor=data.batch["rm_scores"], reward_extra_info={})
+            return result if return_dict else result["reward_tensor"]
+        rows = self._rows(data)
+        outcomes = self._score_all(rows)
+        self._report_failures(rows, outcomes)
+        scores, extra_info = self._read_outcomes(rows, outcomes)
+        self._log_examples(rows, scores)
+        reward_tensor = place_scores(scores, last_token_positions(data), data.batch["responses"].shape[1])
+        result = RewardResult(reward_tensor=reward_tensor, reward_extra_info=extra_info)
+        return result if return_dict else reward_tensor
+
+    def _rows(self, data: DataProto) -> list[ScoringRow]:
+        for name in (self.reward_fn_key, "reward_model"):
+            if name not in data.non_tensor_batch:
+                raise ValueError(
+                    f"the batch has no {name!r} to score by; the data files must have that column "
+                    "(data.reward_fn_key names the one that chooses the scorer)"
+                )
+        sources, reward_models = data.non_tensor_batch[self.reward_fn_key], data.non_tensor_batch["reward_model"]
+        extra_infos = data.non_tensor_batch.get("extra_info", [None] * len(data))
+        assert data.batch is not None
+        num_prompt = data.batch["prompts"].shape[1]
+        attended = data.batch["attention_mask"].bool().cpu()
+        prompts, responses = data.batch["prompts"].cpu(), data.batch["responses"].cpu()
+        rows = []
+        for row in range(len(data)):
+            if "ground_truth" not in reward_models[row]:
+                raise ValueError(f"row {row} of data_source {sources[row]!r} has no reward_model.ground_truth")
+            rows.append(
+                ScoringRow(
+                    data_source=sources[row],
+                    prompt_str=self._decode(prompts[row][attended[row, :num_prompt]]),
+                    solution_str=self._decode(responses[row][attended[row, num_prompt:]]),
+                    ground_truth=reward_models[row]["ground_truth"],
+                    extra_info=dict(extra_infos[row] or {}),
+                )
+            )
+        return rows
+
+    def _decode(self, ids: torch.Tensor) -> str:
+        return self.tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+
+    def _score_all(self, rows: list[ScoringRow]) -> list[Any]:
+        """One outcome a row: what the function gave, or the exception that it raised."""
+        if is_async(self.compute_score):
+            return run_coroutine(self._score_together(rows))
+        outcomes: list[Any] = []
+        for row in rows:
+            try:
+                outcomes.append(self.compute_score(**row.arguments()))
+            except Exception as error:  # noqa: BLE001 (boundary to user code; see _report_failures)
+                outcomes.append(error)
+        return outcomes
+
+    async def _score_together(self, rows: list[ScoringRow]) -> list[Any]:
+        slots = asyncio.Semaphore(self.max_concurrency)
+
+        async def score_one(row: ScoringRow) -> Any:
+            async with slots:
+                return await self.compute_score(**row.arguments())
+
+        return await asyncio.gather(*(score_one(row) for row in rows), return_exceptions=True)
+
+    def _report_failures(self, rows: list[ScoringRow], outcomes: list[Any]) -> None:
+        failed = [row for row, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)]
+        for row in failed:
+            # A wrong setting, or an interrupt that gather handed back: not a failure of one sample.
+            if isinstance(outcomes[row], UnknownDataSourceError) or not isinstance(outcomes[row], Exception):
+                raise outcomes[row]
+        if not failed:
+            return
+        first = failed[0]
+        summary = (
+            f"the reward function {function_name(self.compute_score)} failed on {len(failed)} of {len(rows)} samples, "
+            f"first on one of data_source {rows[first].data_source!r}"
+        )
+        if len(failed) == len(rows):
+            raise RuntimeError(f"{summary}: {outcomes[first]!r}") from outcomes[first]
+        logger.warning("%s; they score 0", summary, exc_info=outcomes[first])
+
+    def _read_outcomes(self, rows: list[ScoringRow], outcomes: list[Any]) -> tuple[list[float], dict[str, list[Any]]]:
+        scores: list[float] = []
+        extra_info: dict[str, list[Any]] = {"reward_failed": [0.0] * len(rows)}
+        for number, (row, outcome) in enumerate(zip(rows, outcomes)):
+            if isinstance(outcome, Exception):
+                scores.append(0.0)
+                extra_info["reward_failed"][number] = 1.0
+                continue
+            result = outcome if isinstance(outcome, dict) else {"score": outcome}
+            scores.append(self._number(row, result))
+            for name, value in result.items():
+                if name != "score":
+                    extra_info.setdefault(name, [None] * len(rows))[number] = value
+        return scores, extra_info
+
+    def _number(self, row: ScoringRow, result: dict[str, Any]) -> float:
+        blame = f"the reward function {function_name(self.compute_score)} gave for data_source {row.data_source!r}"
+        if "score" not in result:
+            raise ValueError(f"{blame} a dict without 'score': {sorted(result)}")
+        score = result["score"]
+        if isinstance(score, np.generic) or (isinstance(score, torch.Tensor) and score.numel() == 1):
+            score = score.item()
+        if not isinstance(score, numbers.Real) or not math.isfinite(score):
+            raise ValueError(f"{blame} the score {score!r}; it must be a finite number")
+        return float(score)
+
+    def _log_examples(self, rows: list[ScoringRow], scores: list[float]) -> None:
+        """The first `num_examine` samples of each data source."""
+        shown: dict[str, int] = {}
+        for row, score in zip(rows, scores):
+            shown[row.data_source] = shown.get(row.data_source, 0) + 1
+            if shown[row.data_source] <= self.num_examine:
+                logger.info(
+                    "%s\n[prompt] %s\n[response] %s\n[ground truth] %s\n[score] %s",
+                    row.data_source,
+                    row.prompt_str,
+                    row.solution_str,
+                    row.ground_truth,
+                    score,
+                )
+
+
+def last_token_positions(data: DataProto) -> list[int]:
+    """Index in the response of each row's last token of the policy; 0 for an empty response."""
+    assert data.batch is not None
+    mask = data.batch.get("response_mask", None)
+    if mask is None:
+        mask = data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :]
+    places = torch.arange(mask.shape[1], device=mask.device)
+    return (mask.bool() * places).amax(dim=1).tolist()
+
+
+def place_scores(scores: list[float], positions: list[int], response_length: int) -> torch.Tensor:
+    """(B, R) float32 with each row's score at its position."""
+    reward_tensor = torch.zeros(len(scores), response_length, dtype=torch.float32)
+    reward_tensor[torch.arange(len(scores)), torch.tensor(positions, dtype=torch.int64)] = torch.tensor(
+        scores, dtype=torch.float32
+    )
+    return reward_tensor
+
+
+def is_async(function: Any) -> bool:
+    """Whether calling `function` gives a coroutine; looks through `functools.partial` and callable objects."""
+    while isinstance(function, partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Its result, in an event loop of a thread of its own: the caller may be inside a running loop."""
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="rewards") as pool:
+        return pool.submit(asyncio.run, coroutine).result()
+
+
+def function_name(function: Any) -> str:
+    """`module.name` of a function, for messages."""
+    while isinstance(function, partial):
+        function = function.func
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{getattr(function, '__module__', '?')}.{name}"
+
+
+def load_reward_manager(config: PPOConfig, tokenizer: Any, num_examine: int) -> RewardFn:
+    """The reward manager of `reward_model.reward_manager` with the custom or the default reward function."""
+    compute_score = get_custom_reward_fn(config.custom_reward_function)
+    if compute_score is None:
+        options = config.custom_reward_function.reward_kwargs
+        check_scorer_options(options)
+        compute_score = partial(default_compute_score, **options) if options else default_compute_score
+    manager = REWARD_MANAGERS.get(config.reward_model.reward_manager)
+    arguments = {
+        "tokenizer": tokenizer,
+        "num_examine": num_examine,
+        "compute_score": compute_score,
+        "reward_fn_key": config.data.reward_fn_key,
+        **config.reward_model.reward_kwargs,
+    }
+    try:
+        inspect.signature(manager).bind(**arguments)
+    except TypeError as error:
+        raise ValueError(
+            f"reward_model.reward_manager={config.reward_model.reward_manager} cannot be made with "
+            f"reward_model.reward_kwargs={config.reward_model.reward_kwargs}: {error}"
+        ) from error
+    return manager(**arguments)

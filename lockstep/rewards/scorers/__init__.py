@@ -1,0 +1,1 @@
+"""Built-in scorers: functions of a solution text and its ground truth; `lockstep.rewards.default` chooses one."""

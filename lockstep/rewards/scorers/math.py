@@ -1,0 +1,49 @@
+r"""MATH: the last `\boxed{}` of the solution, compared with the ground truth by math-verify."""
+
+import re
+from functools import lru_cache
+
+from lockstep.rewards.scorers.math_grader import GRADER
+
+BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)|\\boxed\s+(?=[^\s{])")
+SMALL_INTEGER = re.compile(r"-?[0-9]{1,18}")
+MAX_ANSWER_CHARS = 2000
+
+
+def compute_score(solution_str: str, ground_truth: str) -> float:
+    """1 where the last boxed answer equals the ground truth as mathematics, else 0."""
+    answer = last_boxed(solution_str)
+    return float(answer is not None and is_equal(str(ground_truth), answer))
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What the last `\boxed{...}`, `\fbox{...}` or `\boxed x` holds; None without one or with an open brace."""
+    boxes = list(BOX.finditer(text))
+    if not boxes:
+        return None
+    start = boxes[-1].end()
+    if text[start] != "{":
+        return re.split(r"[\s$]", text[start:], maxsplit=1)[0]
+    depth = 0
+    for position in range(start, len(text)):
+        if text[position] == "{":
+            depth += 1
+        elif text[position] == "}":
+            depth -= 1
+            if depth == 0:
+                return text[start + 1 : position].strip()
+    return None
+
+
+@lru_cache(maxsize=16384)
+def is_equal(ground_truth: str, answer: str) -> bool:
+    """Whether two LaTeX answers mean the same; texts that do not parse must agree letter by letter."""
+    gold, given = "".join(ground_truth.split()), "".join(answer.split())
+    if gold == given:
+        return True
+    if not gold or not given or len(given) > MAX_ANSWER_CHARS:
+        return False
+    # Most wrong answers of a batch are plain integers: no need to ask the grader.
+    if SMALL_INTEGER.fullmatch(gold) and SMALL_INTEGER.fullmatch(given):
+        return int(gold) == int(given)
+    return GRADER.is_equal(ground_truth, answer)

@@ -1,0 +1,247 @@
+"""How one call on a worker group becomes one call per worker, and the outputs one result again.
+
+    group.method(data) ─► dispatch_fn ─► one share per rank ─► workers ─► outputs per rank ─► collect_fn ─► result
+
+A worker method declares its mode with `@register`. The modes:
+
+    ONE_TO_ALL                  every rank gets the same arguments             list of all outputs
+    ALL_TO_ALL, DP_COMPUTE      every argument is a list, one item per rank    list of all outputs
+    RANK_ZERO                   rank 0 alone is called                         its output
+    DP_COMPUTE_PROTO            every DataProto is split by rows               the joined DataProto
+    DP_COMPUTE_PROTO_WITH_FUNC  the first argument is a function for all,      the joined DataProto
+                                the others are split by rows
+    DP_COMPUTE_METRIC           every DataProto is split by rows               list of all outputs
+    make_nd_compute_dataproto_dispatch_fn(mesh)
+                                split over the data-parallel ranks of a mesh;  the joined DataProto of one rank
+                                ranks that share a data-parallel rank get      per data-parallel rank
+                                the same rows
+
+Where the rows do not divide evenly, the batch is padded on its way out: the added rows are marked under the batch key
+`is_padding`, which a worker may read (`lockstep.protocol.real_rows`), and are dropped from the joined result.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, StrEnum
+from typing import Any, Protocol, TypedDict, TypeVar
+
+import numpy as np
+
+from lockstep.protocol import PADDING_KEY, DataProto, DataProtoFuture, drop_marked, pad_and_mark
+from lockstep.registry import Registry
+from lockstep.single_controller.futures import Future
+
+Shares = tuple[tuple[Sequence[Any], ...], dict[str, Sequence[Any]]]
+"""Positional and keyword arguments, each a sequence with one item per called rank."""
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class Dispatch(StrEnum):
+    """The modes that are always there; `register_dispatch_mode` adds others by name."""
+
+    RANK_ZERO = "RANK_ZERO"
+    ONE_TO_ALL = "ONE_TO_ALL"
+    ALL_TO_ALL = "ALL_TO_ALL"
+    DP_COMPUTE = "DP_COMPUTE"
+    DP_COMPUTE_PROTO = "DP_COMPUTE_PROTO"
+    DP_COMPUTE_PROTO_WITH_FUNC = "DP_COMPUTE_PROTO_WITH_FUNC"
+    DP_COMPUTE_METRIC = "DP_COMPUTE_METRIC"
+
+
+class Execute(Enum):
+    """Which ranks a call runs on."""
+
+    ALL = "ALL"
+    RANK_ZERO = "RANK_ZERO"
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """How the ranks of a group share the rows of a batch.
+
+    dp_ranks:      for each rank, which part of the rows it gets.
+    collect_ranks: for each part, the rank whose output is the result for it.
+    """
+
+    dp_ranks: list[int]
+    collect_ranks: list[int]
+
+    @property
+    def dp_size(self) -> int:
+        return len(self.collect_ranks)
+
+
+class Group(Protocol):
+    """What dispatch and collect functions may ask of a worker group."""
+
+    @property
+    def world_size(self) -> int: ...
+
+    def mesh(self, name: str) -> Mesh: ...
+
+
+class DispatchMode(TypedDict):
+    """A pair of functions.
+
+    dispatch_fn(group, *args, **kwargs) returns the shares.
+    collect_fn(group, outputs) returns the result; for a non-blocking method the outputs are futures.
+    """
+
+    dispatch_fn: Callable[..., Shares]
+    collect_fn: Callable[[Any, Sequence[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Registration:
+    """What `@register` says of a worker method."""
+
+    mode: DispatchMode
+    execute_mode: Execute
+    blocking: bool
+
+
+def dispatch_one_to_all(worker_group: Group, *args: Any, **kwargs: Any) -> Shares:
+    """The same arguments for every rank."""
+    n = worker_group.world_size
+    return tuple([arg] * n for arg in args), {name: [value] * n for name, value in kwargs.items()}
+
+
+def dispatch_rank_zero(worker_group: Group, *args: Any, **kwargs: Any) -> Shares:
+    """The arguments as they are, for rank 0."""
+    return tuple([arg] for arg in args), {name: [value] for name, value in kwargs.items()}
+
+
+def dispatch_all_to_all(worker_group: Group, *args: Any, **kwargs: Any) -> Shares:
+    """Arguments that are lists of one item per rank already."""
+    n = worker_group.world_size
+    for name, value in _named(args, kwargs):
+        if not isinstance(value, (list, tuple)):
+            raise TypeError(f"{name} is a {type(value).__name__}; it must be a list with one item for each of {n} ranks")
+        if len(value) != n:
+            raise ValueError(f"{name} has {len(value)} items for {n} ranks")
+    return args, kwargs
+
+
+def dispatch_dp_compute_data_proto(worker_group: Group, *args: Any, **kwargs: Any) -> Shares:
+    """Every batch split by rows, one part per rank."""
+    return split_rows(worker_group.world_size, args, kwargs)
+
+
+def dispatch_dp_compute_data_proto_with_func(worker_group: Group, *args: Any, **kwargs: Any) -> Shares:
+    """A function for every rank, then batches split by rows."""
+    if not args or not callable(args[0]):
+        raise TypeError("the first argument must be a function; it is called on every rank with the rank's rows")
+    parts, named_parts = split_rows(worker_group.world_size, args[1:], kwargs)
+    return ([args[0]] * worker_group.world_size, *parts), named_parts
+
+
+def dispatch_nd_compute_dataproto(mesh_name: str, worker_group: Group, *args: Any, **kwargs: Any) -> Shares:
+    """Every batch split over the data-parallel ranks of a mesh."""
+    mesh = worker_group.mesh(mesh_name)
+    parts, named_parts = split_rows(mesh.dp_size, args, kwargs)
+
+    def per_rank(shares: Sequence[Any]) -> list[Any]:
+        # Ranks with the same rows get batch objects of their own, so that one may pop keys and the other still has them.
+        return [s.select() if isinstance(s, DataProto) else s for s in (shares[dp_rank] for dp_rank in mesh.dp_ranks)]
+
+    return tuple(per_rank(p) for p in parts), {name: per_rank(p) for name, p in named_parts.items()}
+
+
+def collect_all_to_all(worker_group: Group, output: Sequence[Any]) -> Sequence[Any]:
+    """All outputs in rank order."""
+    return output
+
+
+def collect_rank_zero(worker_group: Group, output: Sequence[Any]) -> Any:
+    """The only output."""
+    return output[0]
+
+
+def collect_dp_compute_data_proto(worker_group: Group, output: Sequence[Any]) -> DataProto | DataProtoFuture:
+    """The rows of all ranks in order, without padding."""
+    return join_rows(output)
+
+
+def collect_nd_compute_dataproto(
+    mesh_name: str, worker_group: Group, output: Sequence[Any]
+) -> DataProto | DataProtoFuture:
+    """The rows of the mesh's collecting ranks in data-parallel order, without padding."""
+    return join_rows([output[rank] for rank in worker_group.mesh(mesh_name).collect_ranks])
+
+
+def split_rows(num_parts: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Shares:
+    """Cut every batch among the arguments into `num_parts` equal parts, padded and marked where it does not divide."""
+    rows: dict[str, int] = {}
+    for name, value in _named(args, kwargs):
+        if not isinstance(value, (DataProto, DataProtoFuture)):
+            raise TypeError(f"{name} is a {type(value).__name__}; only DataProto is split by rows, put it in meta_info")
+        if isinstance(value, DataProto) and (value.batch is not None or value.non_tensor_batch):
+            rows[name] = len(value)
+    if 0 in rows.values():
+        raise ValueError(f"no rows to split in {', '.join(name for name, num in rows.items() if num == 0)}")
+    if len(set(rows.values())) > 1:
+        raise ValueError(f"batches of one call must have the same number of rows, got {rows}")
+    return tuple(_split(num_parts, arg) for arg in args), {k: _split(num_parts, v) for k, v in kwargs.items()}
+
+
+def _split(num_parts: int, data: DataProto | DataProtoFuture) -> Sequence[Any]:
+    if isinstance(data, DataProtoFuture):
+        return data.split_by([functools.partial(_padded_part, num_parts, i) for i in range(num_parts)])
+    return pad_and_mark(data, num_parts).chunk(num_parts)
+
+
+def _padded_part(num_parts: int, index: int, data: DataProto) -> DataProto:
+    return pad_and_mark(data, num_parts).chunk(num_parts)[index]
+
+
+def join_rows(outputs: Sequence[Any]) -> DataProto | DataProtoFuture:
+    """One batch of the outputs' rows, without padding; a future of it where the outputs are futures."""
+    first = outputs[0]
+    if isinstance(first, Future):
+        return DataProtoFuture(join_real_rows, list(outputs), resolve=type(first).get_all)
+    return join_real_rows(outputs)
+
+
+def join_real_rows(outputs: Sequence[Any]) -> DataProto:
+    """The rows of all outputs in order, less those marked as padding."""
+    for i, output in enumerate(outputs):
+        if not isinstance(output, DataProto):
+            raise TypeError(f"part {i} of the output is a {type(output).__name__}; this dispatch mode joins DataProto")
+    return drop_marked(DataProto.concat(outputs))
+
+
+def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchMode:
+    """The mode that splits over the mesh which workers named by `_register_dispatch_collect_info(mesh_name, ...)`."""
+    return {
+        "dispatch_fn": functools.partial(dispatch_nd_compute_dataproto, mesh_name),
+        "collect_fn": functools.partial(collect_nd_compute_dataproto, mesh_name),
+    }
+
+
+DISPATCH_MODES: Registry[DispatchMode] = Registry("dispatch mode")
+
+
+def register_dispatch_mode(
+    dispatch_mode_name: str, dispatch_fn: Callable[..., Shares], collect_fn: Callable[[Any, Sequence[Any]], Any]
+) -> None:
+    """Add a mode of your own; workers then write `@register(dispatch_mode="its name")`."""
+    DISPATCH_MODES.register(dispatch_mode_name)({"dispatch_fn": dispatch_fn, "collect_fn": collect_fn})
+
+
+def get_predefined_dispatch_fn(dispatch_mode: str) -> DispatchMode:
+    """The two functions of a mode."""
+    return DISPATCH_MODES.get(dispatch_mode)
+
+
+register_dispatch_mode(Dispatch.RANK_ZERO, dispatch_rank_zero, collect_rank_zero)
+register_dispatch_mode(Dispatch.ONE_TO_ALL, dispatch_one_to_all, collect_all_to_all)
+register_dispatch_mode(Dispatch.ALL_TO_ALL, dispatch_all_to_all, collect_all_to_all)
+register_dispatch_mode(Dispatch.DP_COMPUTE, dispatch_all_to_all, collect_all_to_all)
+register_dispatch_mode(Dispatch.DP_COMPUTE_PROTO, dispatch_dp_compute_data_proto, collect_dp_compute_data_proto)
+register_dispatch_mode(
+    Dispatch.DP_COMPUTE_PROTO_WITH_FUNC, dispatch_dp_compute_data_proto_with_func, collect_dp_compute_data_proto
+)
+register_dispatch_mode(Dispatch.DP_COMPUTE_METRIC, dispatch_dp_compute_data_proto, collect_all_to_all)

@@ -1,0 +1,26 @@
+"""What a non-blocking call returns: everything here, and DataProtoFuture, has `get()`."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+
+class Future(ABC):
+    """The output of one call on one worker, perhaps not there yet. Each backend has its own kind."""
+
+    @abstractmethod
+    def get(self) -> Any:
+        """Wait; return the output or raise what the worker raised."""
+
+    @classmethod
+    def get_all(cls, futures: Sequence["Future"]) -> list[Any]:
+        """Wait for several futures of this kind. A backend that can wait for all at once overrides it."""
+        return [future.get() for future in futures]
+
+
+class FutureList(list[Future]):
+    """One future per worker, in rank order."""
+
+    def get(self) -> list[Any]:
+        """Wait for all; their outputs in rank order."""
+        return type(self[0]).get_all(self) if self else []

@@ -1,0 +1,210 @@
+"""Metrics of one training step and of one validation, from the batch, the timers and the scores.
+
+batch                       -> compute_data_metrics        critic/*, response_length/*, prompt_length/*, num_turns/* ..
+batch, seconds per stage    -> compute_timing_metrics      timing_s/*, timing_per_token_ms/*
+token counts, seconds, GPUs -> compute_throughout_metrics  perf/*
+scores of validation        -> process_validation_metrics  {data source: {variable: {metric: value}}}
+                            -> name_validation_metrics     val-core/*, val-aux/*
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.protocol import DataProto
+
+NUM_BOOTSTRAP = 1000
+BOOTSTRAP_SEED = 42
+
+# stages whose cost is per token of the whole sequence; generation's is per response token
+SEQUENCE_STAGES = ("ref", "values", "adv", "update_critic", "update_actor")
+
+ValidationMetrics = dict[str, dict[str, dict[str, float]]]
+
+
+def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
+    """Scores, rewards, advantages, returns and lengths of a step's batch; with `use_critic` the values too.
+
+    Scores and rewards are per sequence and leave out aborted ones (an empty response); advantages, returns and values
+    are per token of the policy. vf_explained_var = 1 - var(returns - values) / var(returns).
+    """
+    tensors = batch.batch
+    assert tensors is not None
+    prompt_B, response_B = _lengths(batch)
+    finished_B = response_B > 0
+    max_response, max_prompt = tensors["responses"].shape[-1], tensors["prompts"].shape[-1]
+    mask = tensors["response_mask"].bool()
+    returns = tensors["returns"][mask]
+
+    metrics = {
+        **_mean_max_min("critic/score", tensors["token_level_scores"].sum(-1)[finished_B]),
+        **_mean_max_min("critic/rewards", tensors["token_level_rewards"].sum(-1)[finished_B]),
+        **_mean_max_min("critic/advantages", tensors["advantages"][mask]),
+        **_mean_max_min("critic/returns", returns),
+    }
+    if use_critic:
+        values = tensors["values"][mask]
+        metrics |= _mean_max_min("critic/values", values)
+        metrics["critic/vf_explained_var"] = 1.0 - _variance(returns - values) / (_variance(returns) + 1e-5)
+    metrics |= {
+        **_length_metrics("response_length", response_B, max_response),
+        **_length_metrics("response_length_non_aborted", response_B[finished_B], max_response),
+        "response/aborted_ratio": (~finished_B).float().mean().item(),
+        **_length_metrics("prompt_length", prompt_B, max_prompt),
+    }
+    for key, name in (("__num_turns__", "num_turns"), ("tool_call_counts", "tool_call_counts")):
+        if key in batch.non_tensor_batch:
+            counts = torch.tensor(batch.non_tensor_batch[key].astype(np.float64))
+            metrics |= _mean_max_min(name, counts)
+    return metrics
+
+
+def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of each stage, and milliseconds per token of the stages whose cost grows with the tokens."""
+    prompt_B, response_B = _lengths(batch)
+    num_response_tokens = response_B.sum().item()
+    num_tokens = {name: prompt_B.sum().item() + num_response_tokens for name in SEQUENCE_STAGES}
+    num_tokens["gen"] = num_response_tokens
+    return {
+        **{f"timing_s/{name}": seconds for name, seconds in timing_raw.items()},
+        **{
+            f"timing_per_token_ms/{name}": 1000.0 * timing_raw[name] / num_tokens[name]
+            for name in timing_raw
+            if num_tokens.get(name, 0) > 0
+        },
+    }
+
+
+def compute_throughout_metrics(batch: DataProto, timing_raw: Mapping[str, float], n_gpus: int) -> dict[str, float]:
+    """Tokens of the step (`meta_info["global_token_num"]` has each sequence's), seconds, tokens per second and GPU."""
+    total_num_tokens = sum(batch.meta_info["global_token_num"])
+    seconds = timing_raw["step"]
+    return {
+        "perf/total_num_tokens": total_num_tokens,
+        "perf/time_per_step": seconds,
+        "perf/throughput": total_num_tokens / (seconds * n_gpus),
+    }
+
+
+def process_validation_metrics(
+    data_sources: Sequence[str], sample_uids: Sequence[Any], infos_dict: Mapping[str, Sequence[Any]]
+) -> ValidationMetrics:
+    """What the answers to each prompt score, averaged over the prompts of a data source.
+
+    infos_dict has one value per answer for each variable; those that are not numbers are left out. With N answers to
+    a prompt: mean@N and std@N over them, and, for n = 2, 4, .. N, the best, the worst and (where `pred` is given) the
+    majority of n answers drawn with replacement, as mean and standard deviation over 1000 draws with a fixed seed. A
+    single answer has mean@1 alone.
+    """
+    rows_of: dict[str, dict[Any, list[int]]] = {}
+    for row, (source, uid) in enumerate(zip(data_sources, sample_uids)):
+        rows_of.setdefault(source, {}).setdefault(uid, []).append(row)
+    numeric = {name: vals for name, vals in infos_dict.items() if len(vals) and _is_number(vals[0])}
+    predictions = infos_dict.get("pred")
+
+    result: ValidationMetrics = {}
+    for source, prompts in rows_of.items():
+        for variable, values in numeric.items():
+            per_prompt = [
+                _prompt_metrics(
+                    np.array([values[row] for row in rows], dtype=np.float64),
+                    None if predictions is None else [predictions[row] for row in rows],
+                )
+                for rows in prompts.values()
+            ]
+            names = dict.fromkeys(name for metrics in per_prompt for name in metrics)
+            result.setdefault(source, {})[variable] = {
+                name: float(np.mean([metrics[name] for metrics in per_prompt if name in metrics])) for name in names
+            }
+    return result
+
+
+def name_validation_metrics(metrics: ValidationMetrics) -> dict[str, float]:
+    """The logged names: `val-core/{data source}/{variable}/{metric}` for what matters, `val-aux/` for the rest.
+
+    Core are mean, majority and best over the largest number of answers, of the variable `acc` or, without one,
+    `reward`.
+    """
+    named = {}
+    for source, variables in metrics.items():
+        core_variable = "acc" if "acc" in variables else "reward"
+        for variable, values in variables.items():
+            largest = max((_num_answers(name) for name in values), default=0)
+            for name, value in values.items():
+                core_metric = name.startswith(("mean@", "maj@", "best@")) and not name.endswith("/std")
+                core = variable == core_variable and core_metric and _num_answers(name) == largest
+                named[f"{'val-core' if core else 'val-aux'}/{source}/{variable}/{name}"] = value
+    return named
+
+
+def _num_answers(name: str) -> int:
+    """n of a name like best@n/mean."""
+    return int(name.split("@")[1].split("/")[0])
+
+
+def _prompt_metrics(values: np.ndarray, predictions: Sequence[Any] | None) -> dict[str, float]:
+    """mean, std, best, worst, majority of the answers to one prompt."""
+    num_answers = len(values)
+    metrics = {f"mean@{num_answers}": float(values.mean())}
+    if num_answers == 1:
+        return metrics
+    metrics[f"std@{num_answers}"] = float(values.std())
+    for n in _subset_sizes(num_answers):
+        draws = np.random.RandomState(BOOTSTRAP_SEED).choice(num_answers, size=(NUM_BOOTSTRAP, n), replace=True)
+        outcomes = {"best": values[draws].max(axis=1), "worst": values[draws].min(axis=1)}
+        if predictions is not None:
+            outcomes["maj"] = np.array([_majority_value(values, predictions, draw) for draw in draws])
+        for name, drawn in outcomes.items():
+            metrics[f"{name}@{n}/mean"] = float(drawn.mean())
+            metrics[f"{name}@{n}/std"] = float(drawn.std())
+    return metrics
+
+
+def _subset_sizes(num_answers: int) -> list[int]:
+    """2, 4, 8, .. and the number itself."""
+    powers = [2**k for k in range(1, num_answers.bit_length()) if 2**k < num_answers]
+    return [*powers, num_answers]
+
+
+def _majority_value(values: np.ndarray, predictions: Sequence[Any], draw: np.ndarray) -> float:
+    """The value of the first drawn answer with the most frequent prediction; a tie goes to the one drawn first."""
+    votes: dict[Any, list[int]] = {}
+    for i in draw:
+        votes.setdefault(predictions[i], []).append(i)
+    winners = max(votes.values(), key=len)
+    return float(values[winners[0]])
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.number | np.bool_)
+
+
+def _lengths(batch: DataProto) -> tuple[Tensor, Tensor]:
+    """Tokens of each prompt and of each response (tool output counts), (B,) float."""
+    assert batch.batch is not None
+    width = batch.batch["responses"].shape[-1]
+    attention_mask = batch.batch["attention_mask"]
+    return attention_mask[:, :-width].sum(-1).float(), attention_mask[:, -width:].sum(-1).float()
+
+
+def _mean_max_min(name: str, values: Tensor) -> dict[str, float]:
+    """Mean, maximum and minimum; 0 where there is no value (every response aborted)."""
+    values = values.detach().float() if values.numel() else torch.zeros(1)
+    return {
+        f"{name}/mean": values.mean().item(),
+        f"{name}/max": values.max().item(),
+        f"{name}/min": values.min().item(),
+    }
+
+
+def _length_metrics(name: str, lengths_B: Tensor, limit: int) -> dict[str, float]:
+    """Mean, maximum, minimum and the share that fills the whole width."""
+    clipped = (lengths_B == limit).float().mean().item() if lengths_B.numel() else 0.0
+    return {**_mean_max_min(name, lengths_B), f"{name}/clip_ratio": clipped}
+
+
+def _variance(values: Tensor) -> float:
+    return values.float().var().item() if values.numel() > 1 else 0.0

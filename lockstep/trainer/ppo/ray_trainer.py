@@ -1,0 +1,416 @@
+"""The PPO loop: one ordinary Python loop on the controller; every arrow is one call on a worker group.
+
+    prompts ─► generate ─► reward ─► old log-probs ─► ref log-probs ─► values ─► advantage ─► update critic ─► update actor
+
+One `DataProto` travels through all of it and gains keys (`protocol/keys.py`). Nothing here knows whether a worker group is in this
+process or on many machines.
+"""
+
+import json
+import logging
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from lockstep.algorithms.kl import apply_kl_penalty, get_kl_controller
+from lockstep.algorithms.losses.aggregate import agg_loss
+from lockstep.algorithms.on_batch import compute_advantage, compute_response_mask
+from lockstep.config.ppo import PPOConfig
+from lockstep.config.schema import to_plain
+from lockstep.data.loader import create_dataloader
+from lockstep.observability.rollout_log import dump_generations
+from lockstep.observability.trackers import Tracking
+from lockstep.protocol import DataProto
+from lockstep.single_controller import (
+    ClassWithInitArgs,
+    LocalWorkerGroup,
+    ResourcePoolManager,
+    Role,
+    Worker,
+    WorkerGroup,
+    create_colocated_worker_cls,
+)
+from lockstep.trainer.audit import check_finite, rollout_gap
+from lockstep.trainer.checkpoint import CheckpointStore, RunLock
+from lockstep.trainer.interrupt import Interrupt
+from lockstep.trainer.ppo.metrics import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
+from lockstep.trainer.ppo.roles import need_critic, need_reference_policy, need_reward_model
+from lockstep.trainer.ppo.validation import ValidationSamples, collect_samples, validation_metrics
+from lockstep.utils.device import resolve_device
+from lockstep.utils.seqlen import get_seqlen_balanced_partitions, log_seqlen_unbalance
+from lockstep.utils.timing import marked_timer
+
+logger = logging.getLogger(__name__)
+
+RewardFn = Callable[..., Any]
+
+
+class PPOTrainer:
+    """Trains a policy by PPO, GRPO or any other registered advantage estimator.
+
+    role_worker_mapping:   Role -> Worker class.
+    resource_pool_manager: which pool each role runs on.
+    reward_fn:             scores a batch of training rollouts; val_reward_fn those of validation (None: no validation).
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        role_worker_mapping: dict[Role, type[Worker]],
+        resource_pool_manager: ResourcePoolManager,
+        ray_worker_group_cls: type[WorkerGroup] = LocalWorkerGroup,
+        reward_fn: RewardFn | None = None,
+        val_reward_fn: RewardFn | None = None,
+        train_dataset: Dataset[Any] | None = None,
+        val_dataset: Dataset[Any] | None = None,
+        train_sampler: Any = None,
+        device_name: str | None = None,
+    ) -> None:
+        if train_dataset is None or reward_fn is None:
+            raise ValueError("PPOTrainer needs train_dataset and reward_fn")
+        self.config = config
+        self.tokenizer = tokenizer
+        self.role_worker_mapping = role_worker_mapping
+        self.resource_pool_manager = resource_pool_manager
+        self.worker_group_cls = ray_worker_group_cls
+        self.device_name = device_name or resolve_device(config.trainer.device)
+        self.reward_fn, self.val_reward_fn = reward_fn, val_reward_fn
+        self.use_critic = need_critic(config)
+        self.use_reference_policy = need_reference_policy(config)
+        self.use_rm = need_reward_model(config)
+        self.kl_ctrl_in_reward = get_kl_controller(config.algorithm.kl_ctrl)
+        data, seed = config.data, config.data.seed if config.data.seed is not None else config.trainer.seed
+        self.train_dataloader = create_dataloader(
+            train_dataset,
+            batch_size=data.train_batch_size,
+            shuffle=data.shuffle,
+            seed=seed,
+            num_workers=data.dataloader_num_workers,
+            drop_last=True,
+            sampler=train_sampler,
+        )
+        self.val_dataset = val_dataset
+        epochs_steps = len(self.train_dataloader) * config.trainer.total_epochs
+        wanted = config.trainer.total_training_steps
+        self.total_training_steps = epochs_steps if wanted is None else min(wanted, epochs_steps)
+        self.run_dir = Path(config.trainer.default_local_dir).expanduser()
+        self.checkpoints = CheckpointStore(self.run_dir, keep=self._checkpoints_to_keep())
+        self.global_steps = 0
+
+    def init_workers(self) -> None:
+        """Create the worker groups, roles of one pool in one process, and load the models."""
+        self.resource_pool_manager.create_resource_pool()
+        by_pool: dict[Any, dict[str, ClassWithInitArgs]] = {}
+        for role, init in self._role_classes().items():
+            pool = self.resource_pool_manager.get_resource_pool(role)
+            by_pool.setdefault(pool, {})[str(role)] = init
+        groups: dict[str, WorkerGroup] = {}
+        for pool, class_dict in by_pool.items():
+            colocated = create_colocated_worker_cls(class_dict)
+            groups |= self.worker_group_cls(pool, colocated).spawn(prefix_set=class_dict.keys())
+        for group in groups.values():
+            group.init_model()
+        self.actor_rollout_wg: Any = groups[str(Role.ActorRollout)]
+        self.ref_policy_wg: Any = groups.get(str(Role.RefPolicy))
+        self.critic_wg: Any = groups.get(str(Role.Critic))
+        self.rm_wg: Any = groups.get(str(Role.RewardModel))
+
+    def _role_classes(self) -> dict[Role, ClassWithInitArgs]:
+        config, device, workers = self.config, self.device_name, self.role_worker_mapping
+        policy, critic = config.actor_rollout_ref, config.critic
+        policy = replace(policy, actor=self._with_schedule_length(policy.actor))
+        roles = {
+            Role.ActorRollout: _init(workers[Role.ActorRollout], config=policy, role="actor_rollout", device=device)
+        }
+        if self.use_reference_policy:
+            roles[Role.RefPolicy] = _init(workers[Role.RefPolicy], config=policy, role="ref", device=device)
+        if self.use_critic:
+            roles[Role.Critic] = _init(workers[Role.Critic], config=self._with_schedule_length(critic), device=device)
+        if self.use_rm:
+            roles[Role.RewardModel] = _init(workers[Role.RewardModel], config=config.reward_model, device=device)
+        return roles
+
+    def _with_schedule_length(self, section: Any) -> Any:
+        """The section with its learning-rate schedule as long as the run, where the user set no length."""
+        if section.optim.total_training_steps > 0:
+            return section
+        return replace(section, optim=replace(section.optim, total_training_steps=self.total_training_steps))
+
+    def fit(self) -> int:
+        """Train to the last step. Returns 0, or 130 where Ctrl-C ended the run after a saved step."""
+        config = self.config.trainer
+        with RunLock(self.run_dir), Interrupt() as interrupt:
+            self.checkpoints.clean_stale()
+            self._load_checkpoint()
+            self._write_config()
+            self.tracking = Tracking(
+                project_name=config.project_name,
+                experiment_name=config.experiment_name,
+                default_backend=config.logger,
+                config=to_plain(self.config),
+                run_dir=self.run_dir,
+                total_steps=self.total_training_steps,
+                start_step=self.global_steps,
+            )
+            try:
+                return self._run(interrupt)
+            finally:
+                self.tracking.finish()
+
+    def _run(self, interrupt: Interrupt) -> int:
+        config = self.config.trainer
+        if self._can_validate and (config.val_only or (config.val_before_train and self.global_steps == 0)):
+            self.tracking.log(data=self._validate(), step=self.global_steps)
+        if config.val_only:
+            return 0
+        for batch_dict in self._training_batches():
+            self.global_steps += 1
+            is_last = self.global_steps >= self.total_training_steps
+            timing: dict[str, float] = {}
+            with marked_timer("step", timing):
+                batch, metrics = self._train_step(DataProto.from_single_dict(batch_dict), timing)
+                if (
+                    self._can_validate
+                    and config.test_freq > 0
+                    and (is_last or self.global_steps % config.test_freq == 0)
+                ):
+                    with marked_timer("testing", timing):
+                        metrics |= self._validate()
+                stopping = interrupt.requested
+                due = config.save_freq > 0 and (is_last or self.global_steps % config.save_freq == 0)
+                if due or (stopping and not is_last):
+                    with marked_timer("save_checkpoint", timing):
+                        self._save_checkpoint()
+            metrics |= self._step_metrics(batch, timing)
+            self.tracking.log(data=metrics, step=self.global_steps)
+            if stopping and not is_last:
+                logger.warning("stopped by the user after step %d; the same command resumes", self.global_steps)
+                return 130
+        return 0
+
+    def _training_batches(self) -> Iterator[dict[str, Any]]:
+        while self.global_steps < self.total_training_steps:
+            for batch_dict in self.train_dataloader:
+                yield batch_dict
+                if self.global_steps >= self.total_training_steps:
+                    return
+
+    def _train_step(self, batch: DataProto, timing: dict[str, float]) -> tuple[DataProto, dict[str, Any]]:
+        """One step of the algorithm, as a list of calls."""
+        algorithm, metrics = self.config.algorithm, {}
+
+        # 1. generate
+        batch = self._samples_of(batch, self.config.actor_rollout_ref.rollout.n, validate=False)
+        with marked_timer("gen", timing):
+            batch = batch.union(self.actor_rollout_wg.generate_sequences(batch))
+        batch.batch.setdefault("response_mask", compute_response_mask(batch))
+        metrics |= self._balance_batch(batch)
+
+        # 2. reward
+        with marked_timer("reward", timing):
+            if self.use_rm:
+                batch = batch.union(self.rm_wg.compute_rm_score(batch))
+            batch.batch["token_level_scores"], extra = self._score(self.reward_fn, batch)
+
+        # 3. log-probs under the policy and under the reference
+        with marked_timer("old_log_prob", timing):
+            batch = batch.union(self.actor_rollout_wg.compute_log_prob(batch))
+        metrics |= self._entropy_metrics(batch) | rollout_gap(batch)
+        if self.use_reference_policy:
+            with marked_timer("ref", timing):
+                batch = batch.union(self.ref_policy_wg.compute_ref_log_prob(batch))
+
+        # 4. values
+        if self.use_critic:
+            with marked_timer("values", timing):
+                batch = batch.union(self.critic_wg.compute_values(batch))
+
+        # 5. advantages, on the controller
+        with marked_timer("adv", timing):
+            if algorithm.use_kl_in_reward:
+                batch, kl_metrics = apply_kl_penalty(batch, self.kl_ctrl_in_reward, algorithm.kl_penalty)
+                metrics |= kl_metrics
+            else:
+                batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
+            batch = compute_advantage(
+                batch,
+                adv_estimator=algorithm.adv_estimator,
+                gamma=algorithm.gamma,
+                lam=algorithm.lam,
+                num_repeat=self.config.actor_rollout_ref.rollout.n,
+                norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+                config=algorithm,
+            )
+        check_finite(batch, "old_log_probs", "ref_log_prob", "values", "token_level_rewards", "advantages", "returns")
+
+        # 6. update the critic
+        if self.use_critic:
+            with marked_timer("update_critic", timing):
+                metrics |= _reduced(self.critic_wg.update_critic(batch))
+
+        # 7. update the actor, once the critic is warm
+        if self.global_steps > self.config.trainer.critic_warmup:
+            with marked_timer("update_actor", timing):
+                metrics |= _reduced(self.actor_rollout_wg.update_actor(batch))
+
+        if self.config.trainer.rollout_data_dir:
+            self._dump_rollouts(batch, extra)
+        return batch, metrics
+
+    def _samples_of(self, batch: DataProto, n: int, *, validate: bool) -> DataProto:
+        """`n` rows for each prompt, with one uid a prompt and a seed of its own for each row."""
+        batch.non_tensor_batch["uid"] = np.array([str(uuid.UUID(int=i)) for i in range(len(batch))], dtype=object)
+        batch = batch.repeat(repeat_times=n, interleave=True)
+        seed = self.config.actor_rollout_ref.rollout.seed
+        words = np.random.SeedSequence([seed, self.global_steps, int(validate)]).generate_state(len(batch), np.uint64)
+        seeds = DataProto.from_dict(tensors={"sampling_seed": torch.from_numpy((words >> 1).astype(np.int64))})
+        seeds.meta_info = {"validate": validate, "global_steps": self.global_steps}
+        return batch.union(seeds)
+
+    def _balance_batch(self, batch: DataProto) -> dict[str, float]:
+        """Let every rank have about the same number of tokens, and say how far apart they are."""
+        lengths = batch.batch["attention_mask"].sum(-1).tolist()
+        batch.meta_info["global_token_num"] = lengths
+        world_size = self.actor_rollout_wg.world_size
+        partitions = get_seqlen_balanced_partitions(lengths, world_size, equal_size=True)
+        if self.config.trainer.balance_batch and world_size > 1:
+            batch.reorder(torch.tensor([i for part in partitions for i in part]))
+        return log_seqlen_unbalance(lengths, partitions, prefix="global_seqlen")
+
+    def _score(self, reward_fn: RewardFn, batch: DataProto) -> tuple[torch.Tensor, dict[str, list[Any]]]:
+        result = reward_fn(batch, return_dict=True)
+        return result["reward_tensor"], result["reward_extra_info"]
+
+    def _entropy_metrics(self, batch: DataProto) -> dict[str, float]:
+        mode = self.config.actor_rollout_ref.actor.loss_agg_mode
+        entropy = agg_loss(batch.batch.pop("entropys"), batch.batch["response_mask"], mode)
+        return {"actor/entropy": float(entropy)}
+
+    def _step_metrics(self, batch: DataProto, timing: dict[str, float]) -> dict[str, Any]:
+        metrics = {
+            "training/global_step": self.global_steps,
+            "training/epoch": (self.global_steps - 1) // len(self.train_dataloader),
+        }
+        metrics |= compute_data_metrics(batch, use_critic=self.use_critic)
+        metrics |= compute_timing_metrics(batch, timing)
+        metrics |= compute_throughout_metrics(batch, timing, n_gpus=self.resource_pool_manager.get_n_gpus())
+        if self.device_name == "cuda":
+            metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
+            metrics["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / 2**30
+        return metrics
+
+    @property
+    def _can_validate(self) -> bool:
+        return self.val_reward_fn is not None and self.val_dataset is not None
+
+    def _validate(self) -> dict[str, float]:
+        assert self.val_reward_fn is not None and self.val_dataset is not None
+        data, val_reward_fn = self.config.data, self.val_reward_fn
+        loader = create_dataloader(
+            self.val_dataset,
+            batch_size=data.val_batch_size or len(self.val_dataset),
+            shuffle=data.validation_shuffle,
+            seed=self.config.trainer.seed,
+            num_workers=0,
+            drop_last=False,
+        )
+        n = self.config.actor_rollout_ref.rollout.val_kwargs.n
+
+        def generate(prompts: DataProto) -> DataProto:
+            prompts = self._samples_of(prompts, n, validate=True)
+            batch = prompts.union(self.actor_rollout_wg.generate_sequences(prompts))
+            return batch.union(self.rm_wg.compute_rm_score(batch)) if self.use_rm else batch
+
+        samples = collect_samples(
+            (DataProto.from_single_dict(b) for b in loader),
+            generate,
+            lambda batch: self._score(val_reward_fn, batch),
+            lambda ids: self.tokenizer.batch_decode(ids, skip_special_tokens=True),
+        )
+        self._show_validation(samples)
+        return validation_metrics(samples)
+
+    def _show_validation(self, samples: ValidationSamples) -> None:
+        config = self.config.trainer
+        if config.validation_data_dir:
+            dump_generations(
+                samples.inputs,
+                samples.outputs,
+                samples.ground_truths,
+                samples.scores,
+                samples.extra,
+                config.validation_data_dir,
+                self.global_steps,
+            )
+        if config.log_val_generations > 0:
+            rows = list(zip(samples.inputs, samples.outputs, samples.scores))[: config.log_val_generations]
+            self.tracking.log_table("val/generations", ["input", "output", "score"], rows, self.global_steps)
+
+    def _dump_rollouts(self, batch: DataProto, extra: dict[str, list[Any]]) -> None:
+        tensors = batch.batch
+        decode = self.tokenizer.batch_decode
+        dump_generations(
+            decode(tensors["prompts"], skip_special_tokens=True),
+            decode(tensors["responses"], skip_special_tokens=True),
+            [(r or {}).get("ground_truth") for r in batch.non_tensor_batch["reward_model"]],
+            tensors["token_level_scores"].sum(-1).tolist(),
+            extra,
+            self.config.trainer.rollout_data_dir,
+            self.global_steps,
+        )
+
+    def _checkpoints_to_keep(self) -> int | None:
+        limits = (self.config.trainer.max_actor_ckpt_to_keep, self.config.trainer.max_critic_ckpt_to_keep)
+        return min((n for n in limits if n is not None), default=None)
+
+    def _save_checkpoint(self) -> None:
+        def write(folder: Path) -> None:
+            self.actor_rollout_wg.save_checkpoint(str(folder / "actor"), self.global_steps)
+            if self.use_critic:
+                self.critic_wg.save_checkpoint(str(folder / "critic"), self.global_steps)
+            torch.save(self.train_dataloader.state_dict(), folder / "data.pt")
+            state = {"global_steps": self.global_steps, "kl_coef": self.kl_ctrl_in_reward.value}
+            (folder / "trainer_state.json").write_text(json.dumps(state))
+
+        self.checkpoints.save(self.global_steps, write)
+
+    def _load_checkpoint(self) -> None:
+        config = self.config.trainer
+        found = self.checkpoints.find(config.resume_mode, config.resume_from_path)
+        if found is None:
+            return
+        self.global_steps, folder = found
+        logger.info("resuming from %s", folder)
+        if self.use_critic:
+            self.critic_wg.load_checkpoint(str(folder / "critic"))
+        self.actor_rollout_wg.load_checkpoint(str(folder / "actor"))
+        self.train_dataloader.load_state_dict(torch.load(folder / "data.pt", weights_only=False))
+        state = json.loads((folder / "trainer_state.json").read_text())
+        self.kl_ctrl_in_reward.value = state["kl_coef"]
+
+    def _write_config(self) -> None:
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        (self.run_dir / "config.yaml").write_text(yaml.safe_dump(to_plain(self.config), sort_keys=False))
+
+
+RayPPOTrainer = PPOTrainer
+"""The seeds' name of the trainer."""
+
+
+def _init(worker: type[Worker], **kwargs: Any) -> ClassWithInitArgs:
+    return ClassWithInitArgs(worker, **kwargs)
+
+
+def _reduced(output: DataProto) -> dict[str, float]:
+    """A worker group's metrics: equal on all ranks where the engine summed them, else their mean."""
+    metrics = output.meta_info["metrics"]
+    return {name: float(np.mean(value)) for name, value in metrics.items()}

@@ -1,0 +1,12 @@
+"""Where to compute."""
+
+import torch
+
+
+def resolve_device(name: str) -> str:
+    """`auto` is cuda where there is a GPU and cpu elsewhere; asking for a GPU that is not there is an error."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("trainer.device=cuda: no CUDA device is visible here; set trainer.device=cpu or auto")
+    return name

@@ -1,0 +1,83 @@
+"""Files that survive a crash: written beside, synced to disk, then renamed into place."""
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+
+@contextmanager
+def atomic_writer(path: Path | str) -> Iterator[BinaryIO]:
+    """A binary file that becomes `path` when the block ends, and leaves nothing behind when the block raises.
+
+    A reader sees the old content or the new, never a part; after the block the new content survives a power cut.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_path(path.parent)
+
+
+def atomic_write_bytes(path: Path | str, data: bytes) -> None:
+    with atomic_writer(path) as file:
+        file.write(data)
+
+
+def atomic_write_text(path: Path | str, text: str) -> None:
+    atomic_write_bytes(path, text.encode("utf-8"))
+
+
+def atomic_write_json(path: Path | str, value: Any) -> None:
+    """`value` as indented JSON; NaN and infinity are refused, because other readers of JSON refuse them."""
+    atomic_write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def fsync_path(path: Path | str) -> None:
+    """Force one file's content, or one folder's entries, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_tree(folder: Path | str) -> None:
+    """Force every file and folder under `folder`, and `folder` itself, to disk; symbolic links are not followed."""
+    for parent, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            path = os.path.join(parent, name)
+            if not os.path.islink(path):
+                fsync_path(path)
+        fsync_path(parent)
+
+
+def sha256(path: Path | str) -> str:
+    """The file's SHA-256 in hexadecimal, read in pieces."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def ensure_writable(folder: Path | str, key: str) -> Path:
+    """Make `folder` and prove that a file can be written there. key: the config key that named it, for the message."""
+    path = Path(folder).expanduser()
+    probe = path / f".writable-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ValueError(f"{key}={folder}: cannot write there ({reason}); set {key} to a writable folder") from error
+    return path

@@ -1,0 +1,46 @@
+"""Sums, means, variances and whitening over the positions a mask selects.
+
+A mask is 0/1 of any dtype (bool, int64, float32) and broadcasts against the values. What stands at a masked position
+never reaches a result of sum, mean or variance, not even as NaN or infinity; in the gradient such positions get
+exactly 0.
+"""
+
+import torch
+from torch import Tensor
+
+Axis = int | tuple[int, ...] | None
+
+
+def masked_sum(values: Tensor, mask: Tensor, axis: Axis = None) -> Tensor:
+    """Sum over the positions where `mask` is 1; an empty mask gives 0."""
+    return torch.where(mask.bool(), values, 0.0).sum(dim=axis)
+
+
+def masked_mean(values: Tensor, mask: Tensor, axis: Axis = None) -> Tensor:
+    """Mean over the positions where `mask` is 1; an empty mask (or an empty row, with `axis`) gives 0."""
+    count = mask.bool().expand_as(values).sum(dim=axis)
+    return masked_sum(values, mask, axis) / count.clamp(min=1)
+
+
+def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
+    """Variance over the positions where `mask` is 1.
+
+    Unbiased (divided by n - 1) needs two positions at least; the biased variance of none or one is 0.
+    """
+    count = mask.bool().expand_as(values).sum()
+    deviation = values - masked_mean(values, mask)
+    if not unbiased:
+        return masked_mean(deviation**2, mask)
+    if count < 2:
+        raise ValueError(f"the unbiased variance needs at least 2 positions with mask 1, the mask has {int(count)}")
+    return masked_sum(deviation**2, mask) / (count - 1)
+
+
+def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+    """Values scaled to unit variance and, with `shift_mean`, moved to mean 0, both taken over the mask.
+
+    Masked positions are transformed like the others: multiply by the mask where they must stay 0. Needs two positions.
+    """
+    mean = masked_mean(values, mask)
+    whitened = (values - mean) * torch.rsqrt(masked_var(values, mask) + 1e-8)
+    return whitened if shift_mean else whitened + mean

@@ -1,0 +1,169 @@
+"""Actor, rollout and reference: the policy in one worker, in the parts that its role names.
+
+role actor_rollout       trains, and generates with the very weights it trains
+role ref                 a frozen copy that only computes log-probs
+role actor_rollout_ref   both
+"""
+
+import logging
+from pathlib import Path
+
+import torch
+
+from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig
+from lockstep.config.model import FSDPEngineConfig
+from lockstep.engines.rollout.base import create_rollout_engine
+from lockstep.engines.train.fsdp import FsdpEngine
+from lockstep.models.export import save_policy
+from lockstep.models.loading import load_causal_lm, model_folder, resolve_dtype
+from lockstep.models.token_models import PolicyModel
+from lockstep.models.tokenizer import eos_token_ids, hf_tokenizer
+from lockstep.models.twin import make_twin, release, share
+from lockstep.protocol import DataProto
+from lockstep.protocol.keys import require
+from lockstep.single_controller import Dispatch, Worker, register
+from lockstep.workers.losses import actor_loss_fn
+from lockstep.workers.rollout_batch import batch_of, requests_of, sampling_params
+from lockstep.workers.updates import MetricMeans, global_batch_info, micro_batching, mini_batches
+
+logger = logging.getLogger(__name__)
+
+_KEY = "actor_rollout_ref.model"
+_ROLES = ("actor", "rollout", "ref", "actor_rollout", "actor_rollout_ref")
+
+
+class ActorRolloutRefWorker(Worker):
+    def __init__(self, config: ActorRolloutRefConfig, role: str, device: str = "cpu") -> None:
+        super().__init__()
+        if role not in _ROLES:
+            raise ValueError(f"role {role!r}: expected one of {', '.join(_ROLES)}")
+        self.config = config
+        self.device = torch.device(device)
+        self.is_actor = role in ("actor", "actor_rollout", "actor_rollout_ref")
+        self.is_rollout = role in ("rollout", "actor_rollout", "actor_rollout_ref")
+        self.is_ref = role in ("ref", "actor_rollout_ref")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        config = self.config
+        folder = model_folder(config.model, _KEY)
+        self.tokenizer = hf_tokenizer(
+            config.model.tokenizer_path or str(folder),
+            trust_remote_code=config.model.trust_remote_code,
+            custom_chat_template=config.model.custom_chat_template,
+        )
+        if self.is_actor or self.is_rollout:
+            self.actor = self._engine(config.actor.fsdp_config, trained=self.is_actor)
+        if self.is_rollout:
+            self.rollout = create_rollout_engine(
+                config.rollout,
+                eos_token_ids=eos_token_ids(self.tokenizer, folder),
+                pad_token_id=self.tokenizer.pad_token_id,
+            )
+            self.twin = make_twin(self.actor.model.model)
+            self.rollout.bind(self.twin)
+        if self.is_ref:
+            self.ref = self._engine(config.ref.fsdp_config, trained=False)
+
+    def _engine(self, fsdp: FSDPEngineConfig, *, trained: bool) -> FsdpEngine:
+        model_config, actor = self.config.model, self.config.actor
+        compute_dtype = resolve_dtype(fsdp.dtype, self.device)
+        dtype = resolve_dtype(fsdp.model_dtype, self.device) if trained else compute_dtype
+        return FsdpEngine(
+            PolicyModel(load_causal_lm(model_config, _KEY, dtype, self.device)),
+            fsdp,
+            actor.optim if trained else None,
+            device=self.device,
+            compute_dtype=compute_dtype,
+            packed=model_config.use_remove_padding,
+            clip_grad=actor.grad_clip,
+            gradient_checkpointing=model_config.enable_gradient_checkpointing,
+        )
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        require(prompts, "raw_prompt_ids", "sampling_seed")
+        sampling = sampling_params(self.config.rollout, validate=prompts.meta_info.get("validate", False))
+        requests = requests_of(prompts, sampling)
+        with self.actor.gathered() as model:
+            share(self.twin, model.model.named_parameters(remove_duplicate=False))
+            self.rollout.wake()
+            completions = self.rollout.generate(requests)
+            if self.config.rollout.free_cache_engine:
+                self.rollout.sleep()
+            release(self.twin)
+        return batch_of(requests, completions, self.config.rollout, self.tokenizer.pad_token_id)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """`old_log_probs` and `entropys` under the policy as it stands."""
+        out = self._log_probs(self.actor, data, with_entropy=True)
+        return DataProto.from_dict(tensors={"old_log_probs": out["log_probs"], "entropys": out["entropy"]})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        out = self._log_probs(self.ref, data, with_entropy=False)
+        return DataProto.from_dict(tensors={"ref_log_prob": out["log_probs"]})
+
+    def _log_probs(self, engine: FsdpEngine, data: DataProto, *, with_entropy: bool) -> dict[str, torch.Tensor]:
+        require(data, "input_ids", "attention_mask", "position_ids", "responses", "response_mask")
+        source = self.config.ref if engine is getattr(self, "ref", None) else self.config.rollout
+        micro = micro_batching(
+            source.log_prob_micro_batch_size_per_gpu,
+            source.log_prob_use_dynamic_bsz,
+            source.log_prob_max_token_len_per_gpu,
+        )
+        engine.onload()
+        out = engine.forward(data.batch, micro, temperature=self._temperature, with_entropy=with_entropy)
+        engine.offload()
+        return out
+
+    @property
+    def _temperature(self) -> float:
+        """Log-probs are those of the distribution that was sampled from; greedy rollouts are scored at 1."""
+        rollout = self.config.rollout
+        return rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def update_actor(self, data: DataProto) -> DataProto:
+        require(data, "input_ids", "responses", "response_mask", "old_log_probs", "advantages")
+        config, engine = self.config.actor, self.actor
+        micro = micro_batching(
+            config.ppo_micro_batch_size_per_gpu, config.use_dynamic_bsz, config.ppo_max_token_len_per_gpu
+        )
+        size = config.ppo_mini_batch_size * config.rollout_n // self.world_size
+        with_entropy = config.entropy_coeff != 0 or config.calculate_entropy
+        means = MetricMeans()
+        engine.onload()
+        for rows in mini_batches(data.batch, size, config.ppo_epochs, config.shuffle, config.data_loader_seed):
+            info = global_batch_info(rows, engine, config.loss_scale_factor)
+            loss_fn = actor_loss_fn(config, info)
+            metrics = engine.forward_backward(
+                rows, loss_fn, micro, temperature=self._temperature, with_entropy=with_entropy
+            )
+            metrics["actor/grad_norm"] = engine.optimizer_step()
+            means.add(metrics)
+        metrics = means.result() | {"actor/lr": engine.learning_rate}
+        if config.use_kl_loss:
+            metrics["actor/kl_coef"] = config.kl_loss_coef
+        engine.schedule_step()
+        engine.offload()
+        if self.is_rollout:
+            self.rollout.policy_version += 1
+        return DataProto(meta_info={"metrics": metrics})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, local_path: str, global_step: int = 0) -> None:
+        folder = Path(local_path)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.actor.onload()
+        self.actor.save(folder)
+        if "hf_model" in self.config.actor.checkpoint.save_contents:
+            save_policy(self.actor.model.model, self.actor.full_state_dict(), self.tokenizer, folder / "huggingface")
+        self.actor.offload()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, local_path: str) -> None:
+        self.actor.onload()
+        self.actor.load(Path(local_path))
+        self.actor.offload()

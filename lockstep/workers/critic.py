@@ -1,0 +1,94 @@
+"""The critic: values of the states before each response token, and their update."""
+
+from pathlib import Path
+
+import torch
+
+from lockstep.config.critic import CriticConfig
+from lockstep.engines.train.fsdp import FsdpEngine
+from lockstep.models.export import save_scalar_model
+from lockstep.models.loading import load_value_model, model_folder, resolve_dtype
+from lockstep.models.token_models import ScalarModel
+from lockstep.models.tokenizer import hf_tokenizer
+from lockstep.protocol import DataProto
+from lockstep.protocol.keys import require
+from lockstep.single_controller import Dispatch, Worker, register
+from lockstep.workers.losses import critic_loss_fn
+from lockstep.workers.updates import MetricMeans, global_batch_info, micro_batching, mini_batches
+
+_KEY = "critic.model"
+
+
+class CriticWorker(Worker):
+    def __init__(self, config: CriticConfig, device: str = "cpu") -> None:
+        super().__init__()
+        self.config = config
+        self.device = torch.device(device)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        model, fsdp = self.config.model, self.config.model.fsdp_config
+        dtype = resolve_dtype(fsdp.model_dtype, self.device)
+        self.tokenizer = hf_tokenizer(
+            model.tokenizer_path or str(model_folder(model, _KEY)), trust_remote_code=model.trust_remote_code
+        )
+        self.engine = FsdpEngine(
+            ScalarModel(*load_value_model(model, _KEY, dtype, self.device, fsdp.seed)),
+            fsdp,
+            self.config.optim,
+            device=self.device,
+            compute_dtype=resolve_dtype(fsdp.dtype, self.device),
+            packed=model.use_remove_padding,
+            clip_grad=self.config.grad_clip,
+            gradient_checkpointing=model.enable_gradient_checkpointing,
+        )
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_values(self, data: DataProto) -> DataProto:
+        require(data, "input_ids", "attention_mask", "position_ids", "responses", "response_mask")
+        config = self.config
+        micro = micro_batching(
+            config.forward_micro_batch_size_per_gpu, config.use_dynamic_bsz, config.forward_max_token_len_per_gpu
+        )
+        self.engine.onload()
+        values = self.engine.forward(data.batch, micro)["values"]
+        self.engine.offload()
+        return DataProto.from_dict(tensors={"values": values})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def update_critic(self, data: DataProto) -> DataProto:
+        require(data, "input_ids", "responses", "response_mask", "values", "returns")
+        config, engine = self.config, self.engine
+        micro = micro_batching(
+            config.ppo_micro_batch_size_per_gpu, config.use_dynamic_bsz, config.ppo_max_token_len_per_gpu
+        )
+        size = config.ppo_mini_batch_size * config.rollout_n // self.world_size
+        means = MetricMeans()
+        engine.onload()
+        for rows in mini_batches(data.batch, size, config.ppo_epochs, config.shuffle, config.data_loader_seed):
+            loss_fn = critic_loss_fn(config, global_batch_info(rows, engine))
+            metrics = engine.forward_backward(rows, loss_fn, micro)
+            metrics["critic/grad_norm"] = engine.optimizer_step()
+            means.add(metrics)
+        metrics = means.result() | {"critic/lr": engine.learning_rate}
+        engine.schedule_step()
+        engine.offload()
+        return DataProto(meta_info={"metrics": metrics})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, local_path: str, global_step: int = 0) -> None:
+        folder = Path(local_path)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.engine.onload()
+        self.engine.save(folder)
+        if "hf_model" in self.config.checkpoint.save_contents:
+            save_scalar_model(
+                self.engine.model.body, self.engine.full_state_dict(), self.tokenizer, folder / "huggingface"
+            )
+        self.engine.offload()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, local_path: str) -> None:
+        self.engine.onload()
+        self.engine.load(Path(local_path))
+        self.engine.offload()

@@ -1,0 +1,84 @@
+"""The reward model: one score a sequence, at its last response token."""
+
+import torch
+from tensordict import TensorDict
+from transformers import PreTrainedTokenizerBase
+
+from lockstep.config.reward import RewardModelConfig
+from lockstep.engines.train.fsdp import FsdpEngine
+from lockstep.models.loading import load_reward_model, model_folder, resolve_dtype
+from lockstep.models.token_models import ScalarModel
+from lockstep.models.tokenizer import hf_tokenizer
+from lockstep.protocol import DataProto
+from lockstep.protocol.keys import require
+from lockstep.single_controller import Dispatch, Worker, register
+from lockstep.workers.updates import micro_batching
+
+_KEY = "reward_model.model"
+
+
+class RewardModelWorker(Worker):
+    def __init__(self, config: RewardModelConfig, device: str = "cpu") -> None:
+        super().__init__()
+        self.config = config
+        self.device = torch.device(device)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        model, fsdp = self.config.model, self.config.model.fsdp_config
+        compute_dtype = resolve_dtype(fsdp.dtype, self.device)
+        self.policy_tokenizer = hf_tokenizer(model.input_tokenizer) if model.input_tokenizer else None
+        self.tokenizer = hf_tokenizer(model.tokenizer_path or str(model_folder(model, _KEY)))
+        self.engine = FsdpEngine(
+            ScalarModel(*load_reward_model(model, _KEY, compute_dtype, self.device)),
+            fsdp,
+            None,
+            device=self.device,
+            compute_dtype=compute_dtype,
+            packed=model.use_remove_padding,
+        )
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_rm_score(self, data: DataProto) -> DataProto:
+        require(data, "input_ids", "attention_mask", "position_ids", "responses", "response_mask")
+        config = self.config
+        micro = micro_batching(
+            config.micro_batch_size_per_gpu, config.use_dynamic_bsz, config.forward_max_token_len_per_gpu
+        )
+        rows = data.batch if self.policy_tokenizer is None else self._encode_anew(data, self.policy_tokenizer)
+        self.engine.onload()
+        score = self.engine.forward(rows, micro, at_end=True)["score"]
+        self.engine.offload()
+        mask = data.batch["response_mask"]
+        place = torch.arange(mask.shape[1])
+        last = (mask * place).amax(-1, keepdim=True)
+        rm_scores = torch.where((place == last) & mask.any(-1, keepdim=True), score[:, None], 0.0)
+        return DataProto.from_dict(tensors={"rm_scores": rm_scores})
+
+    def _encode_anew(self, data: DataProto, policy_tokenizer: PreTrainedTokenizerBase) -> TensorDict:
+        """The conversation in the reward model's own tokens and template, where its tokenizer is not the policy's."""
+        require(data, "raw_prompt")
+        sequences = []
+        for prompt, response, mask in zip(
+            data.non_tensor_batch["raw_prompt"], data.batch["responses"], data.batch["response_mask"]
+        ):
+            answer = policy_tokenizer.decode(response[mask.bool()], skip_special_tokens=True)
+            messages = [*prompt, {"role": "assistant", "content": answer}]
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False)
+            sequences.append(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        width = max(map(len, sequences))
+        input_ids = torch.full((len(sequences), width), self.tokenizer.pad_token_id)
+        attention_mask = torch.zeros_like(input_ids)
+        for i, ids in enumerate(sequences):
+            input_ids[i, : len(ids)] = torch.tensor(ids)
+            attention_mask[i, : len(ids)] = 1
+        return TensorDict(
+            {
+                "input_ids": input_ids,
+                "attention_mask": attention_mask,
+                "position_ids": (attention_mask.cumsum(1) - 1).clamp_min(0),
+                "responses": input_ids[:, -1:],
+                "response_mask": torch.zeros(len(sequences), 1, dtype=torch.int64),
+            },
+            batch_size=[len(sequences)],
+        )

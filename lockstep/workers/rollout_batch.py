@@ -1,0 +1,69 @@
+"""Between the batch and the rollout engine: prompts become requests, completions become batch tensors.
+
+raw_prompt_ids, sampling_seed ──► GenerationRequest … Completion ──► prompts, responses, input_ids, attention_mask,
+                                                                     position_ids, response_mask, rollout_log_probs
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.config.actor_rollout_ref import RolloutConfig
+from lockstep.engines.rollout.base import Completion, GenerationRequest, SamplingParams
+from lockstep.protocol import DataProto
+
+
+def sampling_params(config: RolloutConfig, *, validate: bool) -> SamplingParams:
+    """The sampling of training, or that of `rollout.val_kwargs`."""
+    source = config.val_kwargs if validate else config
+    return SamplingParams(
+        temperature=source.temperature if source.do_sample else 0.0,
+        top_k=source.top_k,
+        top_p=source.top_p,
+        max_tokens=config.response_length,
+        stop_token_ids=tuple(config.stop_token_ids),
+        ignore_eos=config.ignore_eos,
+    )
+
+
+def requests_of(prompts: DataProto, sampling: SamplingParams) -> list[GenerationRequest]:
+    assert prompts.batch is not None
+    seeds = prompts.batch["sampling_seed"].tolist()
+    ids = prompts.non_tensor_batch["raw_prompt_ids"]
+    return [GenerationRequest(prompt_ids=list(p), sampling=sampling, seed=s) for p, s in zip(ids, seeds)]
+
+
+def batch_of(
+    requests: Sequence[GenerationRequest], completions: Sequence[Completion], config: RolloutConfig, pad_token_id: int
+) -> DataProto:
+    """Prompts padded on the left to `rollout.prompt_length`, responses on the right to `rollout.response_length`."""
+    prompts, prompt_mask = _pad([r.prompt_ids for r in requests], config.prompt_length, pad_token_id, left=True)
+    responses, response_mask = _pad([c.token_ids for c in completions], config.response_length, pad_token_id)
+    attention_mask = torch.cat([prompt_mask, response_mask], 1)
+    tensors: dict[str, Tensor] = {
+        "prompts": prompts,
+        "responses": responses,
+        "input_ids": torch.cat([prompts, responses], 1),
+        "attention_mask": attention_mask,
+        "position_ids": (attention_mask.cumsum(1) - 1).clamp_min(0),
+        "response_mask": response_mask,
+        "policy_version": torch.tensor([c.policy_version for c in completions]),
+    }
+    if config.calculate_log_probs:
+        log_probs, _ = _pad([c.log_probs for c in completions], config.response_length, 0.0)
+        tensors["rollout_log_probs"] = log_probs
+    return DataProto.from_dict(tensors=tensors)
+
+
+def _pad(rows: Sequence[Sequence[Any]], width: int, fill: float, *, left: bool = False) -> tuple[Tensor, Tensor]:
+    """(B, width) values and their 0/1 mask."""
+    dtype = torch.float32 if isinstance(fill, float) else torch.int64
+    values = torch.full((len(rows), width), fill, dtype=dtype)
+    mask = torch.zeros(len(rows), width, dtype=torch.int64)
+    for i, row in enumerate(rows):
+        place = slice(width - len(row), width) if left else slice(0, len(row))
+        values[i, place] = torch.tensor(row, dtype=dtype)
+        mask[i, place] = 1
+    return values, mask

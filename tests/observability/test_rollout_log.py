@@ -1,0 +1,44 @@
+"""The rollout log's files."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lockstep.observability.rollout_log import dump_generations
+
+
+def test_dump_generations(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    extras = {"acc": np.array([True, False]), "pred": ["4", None], "odd": [1], "score": ["not", "this"]}
+    path = dump_generations(
+        ["2+2?", "grün"], ["4", "a\nb"], ["4", {"x": 1}], [1.0, float("nan")], extras, tmp_path / "d", 7
+    )
+    assert path == tmp_path / "d/7.jsonl"
+    assert os.listdir(tmp_path / "d") == ["7.jsonl"]
+    assert [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] == [
+        {"input": "2+2?", "output": "4", "gts": "4", "score": 1.0, "step": 7, "acc": True, "pred": "4"},
+        {
+            "input": "grün",
+            "output": "a\nb",
+            "gts": {"x": 1},
+            "score": None,
+            "step": 7,
+            "acc": False,
+            "pred": None,
+            "non_finite": {"score": "nan"},
+        },
+    ]
+    assert "odd has 1 values for 2 answers, left out" in caplog.text
+
+
+def test_dump_generations_replaces_the_file_of_a_repeated_step(tmp_path: Path) -> None:
+    for answer in ("first", "second"):
+        path = dump_generations(["q"], [answer], ["gt"], [0.0], {}, tmp_path, 1)
+    assert json.loads(path.read_text())["output"] == "second"
+
+
+def test_dump_generations_refuses_columns_of_different_length(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="1 values of score for 2 inputs"):
+        dump_generations(["a", "b"], ["c", "d"], [1, 2], [0.0], {}, tmp_path, 1)
