@@ -92,9 +92,12 @@ def explain_unknown_key(name: str, cls: type) -> str:
     if name in sections(cls):
         return "is a section; set its keys."
     known = [*keys(cls), *sections(cls)]
-    leaf = name.rsplit(".", 1)[-1]
-    same_leaf = [key for key in known if key.rsplit(".", 1)[-1] == leaf]
-    guess = nearest(name, same_leaf, cutoff=0.0) or nearest(name, known)
+    section, _, leaf = name.rpartition(".")
+    siblings = [key for key in known if key.rpartition(".")[0] == section]
+    same_leaf = [key for key in known if key.rpartition(".")[2] == leaf]
+    near_sibling = nearest(leaf, [key.rpartition(".")[2] for key in siblings])
+    guess = f"{section}.{near_sibling}".lstrip(".") if near_sibling else None
+    guess = guess or nearest(name, same_leaf, cutoff=0.0) or nearest(name, known, cutoff=0.7)
     return f"no such key. Did you mean {guess}?" if guess else "no such key; docs/config.md lists all."
 
 

@@ -18,9 +18,12 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.utils import logging as hf_logging
 
 from lockstep.config.model import HFModelConfig
 from lockstep.models.attention import ATTENTION_NAME
+
+hf_logging.disable_progress_bar()
 
 _DTYPES = {"float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
 _DTYPES |= {"float16": torch.float16, "fp16": torch.float16}

@@ -132,7 +132,7 @@ class LiveDisplay:
         self._count = (lambda step: f"{step}") if total is None else (lambda step: f"{step}/{total}")
         self._task = self._progress.add_task("", total=total, completed=start, count=self._count(start), left="")
         self._live = Live(console=console, refresh_per_second=2, get_renderable=self._render)
-        self._live.start()
+        self._live.start(refresh=True)
 
     def update(self, data: Metrics, step: int, parts: list[str], validation: list[str], left: float | None) -> None:
         if parts:

@@ -15,7 +15,7 @@ class TensorboardTracker:
         chosen = os.environ.get("TENSORBOARD_DIR")
         key = "TENSORBOARD_DIR" if chosen else "trainer.default_local_dir"
         folder = ensure_writable(chosen or run.run_dir / "tensorboard", key)
-        purge_step = None if run.start_step is None else run.start_step + 1
+        purge_step = run.start_step + 1 if run.start_step else run.start_step  # a new run voids step 0 as well
         self._writer: Any = SummaryWriter(str(folder), purge_step=purge_step)
 
     def log(self, data: Metrics, step: int) -> None:

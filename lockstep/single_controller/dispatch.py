@@ -119,7 +119,9 @@ def dispatch_all_to_all(worker_group: Group, *args: Any, **kwargs: Any) -> Share
     n = worker_group.world_size
     for name, value in _named(args, kwargs):
         if not isinstance(value, (list, tuple)):
-            raise TypeError(f"{name} is a {type(value).__name__}; it must be a list with one item for each of {n} ranks")
+            raise TypeError(
+                f"{name} is a {type(value).__name__}; it must be a list with one item for each of {n} ranks"
+            )
         if len(value) != n:
             raise ValueError(f"{name} has {len(value)} items for {n} ranks")
     return args, kwargs
@@ -245,3 +247,95 @@ register_dispatch_mode(
     Dispatch.DP_COMPUTE_PROTO_WITH_FUNC, dispatch_dp_compute_data_proto_with_func, collect_dp_compute_data_proto
 )
 register_dispatch_mode(Dispatch.DP_COMPUTE_METRIC, dispatch_dp_compute_data_proto, collect_all_to_all)
+
+_REGISTRATION = "_lockstep_registration"
+
+
+def register(
+    dispatch_mode: str | DispatchMode = Dispatch.ALL_TO_ALL,
+    execute_mode: Execute = Execute.ALL,
+    blocking: bool = True,
+    materialize_futures: bool = True,
+) -> Callable[[Method], Method]:
+    """Decorator: make a worker method callable on its worker group.
+
+    dispatch_mode:       a name of `Dispatch` or of `register_dispatch_mode`, or the two functions themselves.
+    execute_mode:        RANK_ZERO calls rank 0 alone with the arguments as they are and returns its output.
+    blocking:            False returns at once something with `get()`.
+    materialize_futures: the worker waits for DataProtoFuture arguments before the method begins.
+    """
+    if Execute.RANK_ZERO is execute_mode:
+        whole = (Dispatch.RANK_ZERO, Dispatch.ONE_TO_ALL, Dispatch.ALL_TO_ALL)
+        if not isinstance(dispatch_mode, str) or dispatch_mode not in whole:
+            raise ValueError(
+                f"execute_mode RANK_ZERO would lose the other ranks' share of dispatch_mode {dispatch_mode}"
+            )
+        dispatch_mode = Dispatch.RANK_ZERO
+    if dispatch_mode == Dispatch.RANK_ZERO:
+        execute_mode = Execute.RANK_ZERO
+    mode = DISPATCH_MODES.get(dispatch_mode) if isinstance(dispatch_mode, str) else dispatch_mode
+    registration = Registration(mode, execute_mode, blocking)
+
+    def decorate(method: Method) -> Method:
+        # What follows runs on the worker, around the method.
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            args, kwargs = _materialize(args, kwargs) if materialize_futures else (args, kwargs)
+            marks = _padding_marks(args, kwargs)
+            return _mark_output(method(self, *args, **kwargs), marks, method.__qualname__)
+
+        @functools.wraps(method)
+        async def call_async(self: Any, *args: Any, **kwargs: Any) -> Any:
+            args, kwargs = _materialize(args, kwargs) if materialize_futures else (args, kwargs)
+            marks = _padding_marks(args, kwargs)
+            return _mark_output(await method(self, *args, **kwargs), marks, method.__qualname__)
+
+        wrapper: Any = call_async if inspect.iscoroutinefunction(method) else call
+        setattr(wrapper, _REGISTRATION, registration)
+        return wrapper
+
+    return decorate
+
+
+def registered_methods(worker_cls: type) -> dict[str, Registration]:
+    """Every method of the class that carries `@register`."""
+    found = {name: getattr(getattr(worker_cls, name), _REGISTRATION, None) for name in dir(worker_cls)}
+    return {name: registration for name, registration in found.items() if registration is not None}
+
+
+def _materialize(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def value(arg: Any) -> Any:
+        return arg.get() if isinstance(arg, (DataProtoFuture, Future)) else arg
+
+    return tuple(value(arg) for arg in args), {name: value(arg) for name, arg in kwargs.items()}
+
+
+def _padding_marks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> np.ndarray | None:
+    """The padding marks of the rows that came in; None where nothing was padded."""
+    for _, value in _named(args, kwargs):
+        if isinstance(value, DataProto) and PADDING_KEY in value.non_tensor_batch:
+            return value.non_tensor_batch[PADDING_KEY]
+    return None
+
+
+def _mark_output(output: Any, marks: np.ndarray | None, method: str) -> Any:
+    """The output with the marks of the input rows, so that the collecting side can drop those of padding."""
+    if marks is None or not isinstance(output, DataProto) or PADDING_KEY in output.non_tensor_batch:
+        return output
+    if output.batch is None and not output.non_tensor_batch:
+        return output
+    num_real = len(marks) - int(marks.sum())
+    if len(output) == num_real:  # the method left the padding out
+        marks = np.zeros(num_real, dtype=bool)
+    elif len(output) != len(marks):
+        raise ValueError(
+            f"{method} returned {len(output)} rows for {len(marks)}, {len(marks) - num_real} of them padding, so that it "
+            f"is not known which rows to drop; call it with a batch that the number of ranks divides"
+        )
+    marked = output.select()
+    marked.non_tensor_batch[PADDING_KEY] = marks
+    return marked
+
+
+def _named(args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [(f"argument {i}", arg) for i, arg in enumerate(args)] + [(f"argument {k!r}", v) for k, v in kwargs.items()]

@@ -217,6 +217,9 @@ def test_tensorboard_drops_steps_after_the_resumed_one(tmp_path: Path, monkeypat
             for step in range(start_step + 1, 3):
                 tracking.log({"x": value}, step=step)
     assert read_scalars(tmp_path / "events")["x"] == [(1, 1.0), (2, 2.0)]
+    with Tracking("p", "e", ["tensorboard"], {}, tmp_path, start_step=0) as tracking:
+        tracking.log({"x": 3.0}, step=0)
+    assert read_scalars(tmp_path / "events")["x"] == [(0, 3.0)]
 
 
 class FakeWandb(types.ModuleType):

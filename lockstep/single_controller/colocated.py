@@ -1,0 +1,55 @@
+"""Several roles in one process: one worker class that holds a worker of each role.
+
+create_colocated_worker_cls({"actor": A, "critic": C}) ─► group with actor_update, critic_update, ...
+group.spawn(["actor", "critic"])                       ─► {"actor": group with update, "critic": group with update}
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from lockstep.single_controller.dispatch import registered_methods
+from lockstep.single_controller.worker import Worker
+from lockstep.single_controller.worker_group import ClassWithInitArgs
+
+
+class ColocatedWorker(Worker):
+    """Base of the made classes. Calls to `{role}_{method}` go to the role's own worker."""
+
+    roles: ClassVar[dict[str, ClassWithInitArgs]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.worker_dict: dict[str, Worker] = {}
+        for role, cls_with_init in self.roles.items():
+            try:
+                self.worker_dict[role] = cls_with_init()
+            except Exception as error:
+                error.add_note(f"raised while the worker of role {role!r} was constructed")
+                raise
+
+
+def create_colocated_worker_cls(class_dict: dict[str, ClassWithInitArgs]) -> ClassWithInitArgs:
+    """A worker class that holds every role of `class_dict`, ready to be given to a worker group."""
+    if not class_dict:
+        raise ValueError("create_colocated_worker_cls: no roles")
+    members: dict[str, Any] = {"roles": dict(class_dict)}
+    for role, cls_with_init in class_dict.items():
+        if not issubclass(cls_with_init.cls, Worker):
+            raise TypeError(f"role {role!r}: {cls_with_init.cls.__name__} is not a Worker")
+        for name in registered_methods(cls_with_init.cls):
+            if f"{role}_{name}" in members:
+                raise ValueError(f"role {role!r} method {name!r}: another role has a method {role}_{name} already")
+            members[f"{role}_{name}"] = _forward(role, name, getattr(cls_with_init.cls, name))
+    made = type("Colocated_" + "_".join(class_dict), (ColocatedWorker,), members)
+    return type(next(iter(class_dict.values())))(made)
+
+
+def _forward(role: str, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that calls the role's worker; `wraps` carries the registration over."""
+
+    @functools.wraps(method)
+    def call(self: ColocatedWorker, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.worker_dict[role], name)(*args, **kwargs)
+
+    return call

@@ -1,0 +1,51 @@
+"""The local backend: workers are plain objects in this process and run one after another, so that `breakpoint()` works.
+
+Arguments and outputs are passed by reference. Several workers are allowed where their methods need no collectives.
+"""
+
+import asyncio
+import inspect
+from typing import Any
+
+from lockstep.single_controller.futures import Future
+from lockstep.single_controller.worker import placed_at
+from lockstep.single_controller.worker_group import Backend, ClassWithInitArgs, ResourcePool, WorkerGroup
+
+
+class LocalFuture(Future):
+    """An output that is there already, or the exception that came instead of it."""
+
+    def __init__(self, value: Any = None, error: Exception | None = None) -> None:
+        self._value = value
+        self._error = error
+
+    def get(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+class LocalWorkerGroup(WorkerGroup):
+    """Workers in this process. A non-blocking call has run when it returns; what it raised comes out of `get`."""
+
+    def _start_workers(self) -> list[Any]:
+        workers = []
+        for place in self.resource_pool.places():
+            with placed_at(place):
+                try:
+                    workers.append(self.cls_with_init())
+                except Exception as error:
+                    error.add_note(self.failure_note(place.rank, "__init__"))
+                    raise
+        return workers
+
+    def _submit(self, rank: int, method_name: str, args: list[Any], kwargs: dict[str, Any]) -> LocalFuture:
+        try:
+            output = getattr(self.workers[rank], method_name)(*args, **kwargs)
+            return LocalFuture(asyncio.run(output) if inspect.iscoroutine(output) else output)
+        except Exception as error:  # noqa: BLE001 - the boundary between worker and controller
+            error.add_note(self.failure_note(rank, method_name))
+            return LocalFuture(error=error)
+
+
+LOCAL = Backend("local", ResourcePool, ClassWithInitArgs, LocalWorkerGroup)

@@ -1,0 +1,221 @@
+"""Other spellings, unsupported keys, and whole configurations of the public system."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from lockstep.config.compat import ALIASES, NO_EFFECT, REFUSED_VALUES, UNSUPPORTED, VALUE_ALIASES
+from lockstep.config.compose import load_config
+from lockstep.config.errors import ConfigError
+from lockstep.config.ppo import PPOConfig
+from lockstep.config.schema import keys, sections
+
+
+def load(overrides: list[str], **kwargs: object) -> PPOConfig:
+    return load_config(PPOConfig, overrides, run_checks=False, **kwargs)  # type: ignore[arg-type]
+
+
+def test_the_tables_name_real_keys_and_do_not_hide_any() -> None:
+    known = {*keys(PPOConfig), *sections(PPOConfig)}
+    assert {target for target in ALIASES.values() if target not in UNSUPPORTED} <= known
+    assert {*VALUE_ALIASES, *REFUSED_VALUES} <= known
+    assert not known & {*ALIASES, *UNSUPPORTED, *NO_EFFECT}
+
+
+def test_an_alias_is_read_with_one_notice(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        config = load(["critic.optim.warmup_steps=10", "critic.optim.warmup_steps=11"])
+    assert config.critic.optim.lr_warmup_steps == 11
+    assert caplog.messages == ["critic.optim.warmup_steps is read as critic.optim.lr_warmup_steps"]
+
+
+def test_aliases_of_keys_sections_and_values() -> None:
+    config = load(
+        [
+            "actor.max_grad_norm=0.5",
+            "actor.ppo_micro_batch_size=4",
+            "actor.fsdp_config.param_offload=true",
+            "rollout.max_new_tokens=77",
+            "critic.fsdp_config={param_offload: true}",
+            "critic.optim.warmup_style=cosine",
+            "ray_kwargs.ray_init.num_cpus=3",
+            "ray_kwargs.timeline_json_file=t.json",
+            "reward_manager.name=batch",
+            "algorithm.kl_penalty=k3",
+        ]
+    )
+    actor = config.actor_rollout_ref.actor
+    assert (actor.grad_clip, actor.ppo_micro_batch_size_per_gpu, actor.fsdp_config.param_offload) == (0.5, 4, True)
+    assert config.data.max_response_length == config.actor_rollout_ref.rollout.response_length == 77
+    assert config.critic.model.fsdp_config.param_offload and config.critic.optim.lr_scheduler_type == "cosine"
+    assert (config.ray_init.num_cpus, config.ray_init.timeline_json_file) == (3, "t.json")
+    assert (config.reward_model.reward_manager, config.algorithm.kl_penalty) == ("batch", "low_var_kl")
+
+
+def test_a_later_layer_wins_whatever_its_spelling(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text("actor_rollout_ref: {rollout: {max_new_tokens: 100, name: vllm}}\n")
+    config = load(["data.max_response_length=50", "rollout.name=embedded"], config_name="my", config_dir=tmp_path)
+    assert config.actor_rollout_ref.rollout.response_length == 50
+
+
+def test_two_spellings_that_disagree_in_one_file(tmp_path: Path) -> None:
+    text = "rollout: {max_new_tokens: 100}\ndata: {max_response_length: 50}\n"
+    (tmp_path / "my.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"data\.max_response_length=50: contradicts rollout\.max_new_tokens=100"):
+        load([], config_name="my", config_dir=tmp_path)
+
+
+def test_values_that_ask_for_nothing_pass_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        load(
+            [
+                "+trainer.default_hdfs_dir=null",
+                "+actor_rollout_ref.model.lora_rank=0",
+                "+actor_rollout_ref.rollout.multi_turn={enable: false, max_user_turns: 4}",
+                "+critic.optim.warmup_style=null",
+                "+algorithm.rollout_correction.rollout_is=null",
+                "+algorithm.rollout_correction.rollout_is_threshold=2.0",
+            ]
+        )
+    assert caplog.messages == []
+
+
+def test_what_is_not_built_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(
+            [
+                "multi_turn.enable=true",
+                "model.lora_rank=8",
+                "actor.strategy=megatron",
+                "rollout.name=sglang",
+                "trainer.profile_steps=[1]",
+                "global_profiler.tool=nsys",
+            ]
+        )
+    assert [str(problem) for problem in caught.value.problems] == [
+        "multi_turn.enable=true: this build generates single-turn responses; set multi_turn.enable=false",
+        "model.lora_rank=8: this build trains all parameters; set lora_rank=0",
+        "trainer.profile_steps=[1]: this build has no profiler hooks; set null",
+        "global_profiler.tool=nsys: this build has no profiler hooks; leave it off",
+        "actor_rollout_ref.actor.strategy=megatron: this build trains with FSDP2; set fsdp",
+        "actor_rollout_ref.rollout.name=sglang: this build generates with its own engines; set embedded (or hf)",
+    ]
+
+
+def test_a_request_can_be_taken_back_on_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text("rollout: {multi_turn: {enable: true}, quantization: fp8}\n")
+    load(["multi_turn.enable=false", "~rollout.quantization"], config_name="my", config_dir=tmp_path)
+
+
+def test_settings_without_effect_are_noted(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        load(["rollout.agent.num_workers=4", "actor_rollout_ref.actor.entropy_checkpointing=true"])
+    assert "rollout.agent has no effect: responses are generated within the worker" in caplog.messages
+
+
+def test_no_critic() -> None:
+    assert load(["critic=null"]).critic.enable is False
+
+
+GROUPED = """\
+algorithm: {{adv_estimator: grpo, gamma: 1.0, use_kl_in_reward: false}}
+data:
+  train_files: ['{train}']
+  val_files: ['{val}']
+  train_batch_size: 64
+  max_prompt_length: 32
+  max_response_length: 32
+actor_rollout_ref:
+  model: {{path: {model}, use_remove_padding: true, enable_gradient_checkpointing: true, lora_rank: 0}}
+  actor:
+    strategy: fsdp
+    ppo_mini_batch_size: 16
+    clip_ratio_low: 0.8
+    clip_ratio_high: 1.2
+    optim: {{lr: 1e-6, warmup_steps: 10, total_training_steps: 1000}}
+    fsdp_config: {{param_offload: true, optimizer_offload: true}}
+  rollout: {{name: {engine}, mode: async, tensor_model_parallel_size: {tp}, n: 16, temperature: 1.0, top_p: 0.9}}
+trainer:
+  nnodes: 1
+  n_gpus_per_node: {gpus}
+  total_epochs: 1
+  save_freq: 100
+  test_freq: 50
+  default_hdfs_dir: null
+  logger: [console, wandb]
+"""
+
+WITH_CRITIC = """
+algorithm: {{adv_estimator: gae, gamma: 0.99, lam: 0.95, use_kl_in_reward: true, kl_ctrl: {{kl_coef: 0.01}}}}
+critic:
+  strategy: fsdp
+  ppo_mini_batch_size: 16
+  optim: {{lr: 5e-6}}
+  fsdp_config: {{param_offload: true}}
+data: {{train_files: '{train}', train_batch_size: 64}}
+actor_rollout_ref: {{model: {{path: {model}}}, actor: {{ppo_mini_batch_size: 16}}}}
+"""
+
+
+def test_a_grpo_configuration(files: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "grpo.yaml").write_text(GROUPED.format(**files, engine="embedded", tp=1, gpus=1))
+    with caplog.at_level(logging.WARNING):
+        config = load_config(PPOConfig, [], config_name="grpo", config_dir=tmp_path)
+    assert config.actor_rollout_ref.actor.clip_ratio_low == 0.8
+    assert config.actor_rollout_ref.actor.optim.lr_warmup_steps == 10
+    assert "the ratio is clipped at 1-0.8=0.2; write 0.2 to clip at 0.8" in caplog.text
+    assert "the ratio is clipped at 1+1.2=2.2; write 0.2 to clip at 1.2" in caplog.text
+
+
+def test_a_configuration_for_eight_devices_says_all_that_must_change(files: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "grpo.yaml").write_text(GROUPED.format(**files, engine="vllm", tp=4, gpus=8))
+    with pytest.raises(ConfigError) as caught:
+        load_config(PPOConfig, [], config_name="grpo", config_dir=tmp_path)
+    assert {problem.key for problem in caught.value.problems} == {
+        "actor_rollout_ref.rollout.name",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size",
+        "trainer.n_gpus_per_node",
+    }
+    changes = ["rollout.name=embedded", "rollout.tensor_model_parallel_size=1", "trainer.n_gpus_per_node=1"]
+    load_config(PPOConfig, changes, config_name="grpo", config_dir=tmp_path)
+
+
+def test_a_configuration_with_a_critic(files: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "gae.yaml").write_text(WITH_CRITIC.format(**files))
+    config = load_config(PPOConfig, [], config_name="gae", config_dir=tmp_path)
+    assert config.critic.model.fsdp_config.param_offload and config.critic.optim.lr == 5e-6
+    assert config.algorithm.kl_ctrl.kl_coef == 0.01
+
+
+def test_the_first_command_that_people_type(files: dict[str, str]) -> None:
+    config = load_config(
+        PPOConfig,
+        [
+            f"data.train_files={files['train']}",
+            f"data.val_files={files['val']}",
+            "data.train_batch_size=16",
+            "data.max_prompt_length=512",
+            "data.max_response_length=256",
+            f"actor_rollout_ref.model.path={files['model']}",
+            "actor_rollout_ref.actor.optim.lr=1e-6",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+            "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
+            "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+            "actor_rollout_ref.rollout.gpu_memory_utilization=0.4",
+            "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4",
+            f"critic.model.path={files['model']}",
+            "critic.optim.lr=1e-5",
+            "critic.ppo_micro_batch_size_per_gpu=4",
+            "algorithm.kl_ctrl.kl_coef=0.001",
+            "trainer.logger=console",
+            "trainer.val_before_train=False",
+            "trainer.n_gpus_per_node=1",
+            "trainer.nnodes=1",
+            "trainer.save_freq=10",
+            "trainer.test_freq=10",
+            "trainer.total_epochs=3",
+        ],
+    )
+    assert config.trainer.logger == ["console"] and config.critic.forward_micro_batch_size_per_gpu == 4

@@ -1,0 +1,184 @@
+"""Files, presets and overrides become one configuration."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from lockstep.config.compose import load_config, to_yaml
+from lockstep.config.errors import ConfigError
+from lockstep.config.ppo import PPOConfig
+
+
+def load(overrides: list[str], **kwargs: object) -> PPOConfig:
+    return load_config(PPOConfig, overrides, run_checks=False, **kwargs)  # type: ignore[arg-type]
+
+
+def test_every_form_of_override() -> None:
+    config = load(
+        [
+            "data.train_files=x.parquet",
+            "data.val_files=['/a b/v.parquet','w.parquet']",
+            "actor_rollout_ref.actor.optim.lr=1e-6",
+            "+trainer.experiment_name='a, b'",
+            "++trainer.logger=[console,tensorboard]",
+            "trainer.total_training_steps=null",
+            "trainer.val_before_train=False",
+            "+data.apply_chat_template_kwargs={enable_thinking: false}",
+            "data.apply_chat_template_kwargs.depth=2",
+            "actor_rollout_ref.actor.optim.betas=[0.9,0.95]",
+            "critic.model.path=${actor_rollout_ref.model.path}",
+            "actor_rollout_ref.model.path=/m",
+        ]
+    )
+    assert config.data.train_files == ["x.parquet"]
+    assert config.data.val_files == ["/a b/v.parquet", "w.parquet"]
+    assert config.actor_rollout_ref.actor.optim.lr == 1e-6
+    assert config.trainer.experiment_name == "a, b"
+    assert config.trainer.logger == ["console", "tensorboard"]
+    assert config.trainer.total_training_steps is None
+    assert config.trainer.val_before_train is False
+    assert config.data.apply_chat_template_kwargs == {"enable_thinking": False, "depth": 2}
+    assert config.actor_rollout_ref.actor.optim.betas == (0.9, 0.95)
+    assert config.critic.model.path == "/m"
+
+
+def test_the_last_override_wins() -> None:
+    assert load(["trainer.seed=1", "trainer.seed=2"]).trainer.seed == 2
+
+
+def test_a_tilde_gives_back_the_default() -> None:
+    assert load(["trainer.seed=7", "~trainer.seed"]).trainer.seed == 1
+    assert load(["algorithm=grpo", "~actor_rollout_ref.rollout"]).actor_rollout_ref.rollout.n == 1
+    with pytest.raises(ConfigError, match="~trainer.sed: no such key. Did you mean trainer.seed"):
+        load(["~trainer.sed"])
+
+
+def test_home_folder_in_paths() -> None:
+    config = load(["data.train_files=[~/a.parquet,~/b.parquet]", "actor_rollout_ref.model.path=~/m"])
+    assert config.data.train_files == [f"{Path.home()}/a.parquet", f"{Path.home()}/b.parquet"]
+    assert config.actor_rollout_ref.model.path == f"{Path.home()}/m"
+
+
+def test_environment_in_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_TEST_SEED", "11")
+    assert load(["trainer.seed=${oc.env:LOCKSTEP_TEST_SEED}"]).trainer.seed == 11
+
+
+@pytest.mark.parametrize("prefix", ["", "+", "++"])
+def test_an_unknown_key_names_the_nearest(prefix: str) -> None:
+    with pytest.raises(ConfigError, match=r"data\.train_file=x: no such key\. Did you mean data\.train_files\?"):
+        load([f"{prefix}data.train_file=x"])
+
+
+def test_a_key_without_its_section_is_found_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"adv_estimator=grpo: no such key\. Did you mean algorithm\.adv_estimator\?"):
+        load(["adv_estimator=grpo"])
+
+
+def test_internal_fields_cannot_be_set() -> None:
+    with pytest.raises(ConfigError, match="global_batch_info"):
+        load(["actor_rollout_ref.actor.global_batch_info={dp_size: 2}"])
+
+
+def test_an_override_that_cannot_be_read() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(["trainer.seed", "trainer.project_name=a=b", "trainer.seed=1,2", "trainer.sed=1"])
+    text = str(caught.value)
+    assert "4 problems" in text
+    assert "trainer.project_name=a=b: cannot be read" in text and "quote" in text
+    assert "write a list as [a,b]" in text
+
+
+def test_problems_of_every_kind_come_together(files: dict[str, str]) -> None:
+    overrides = [
+        f"data.train_files={files['train']}",
+        f"actor_rollout_ref.model.path={files['model']}",
+        "trainer.n_gpus_per_node=8",
+        "trainer.sed=1",
+        "actor_rollout_ref.actor.optim.lr=abc",
+        "trainer.device=npu",
+        "trainer.default_hdfs_dir=hdfs",
+        "data.train_batch_size=10",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        load_config(PPOConfig, overrides)
+    assert sorted(problem.key for problem in caught.value.problems) == [
+        "actor_rollout_ref.actor.optim.lr",
+        "actor_rollout_ref.actor.ppo_mini_batch_size",
+        "trainer.default_hdfs_dir",
+        "trainer.device",
+        "trainer.n_gpus_per_node",
+        "trainer.sed",
+    ]
+    assert "trainer.n_gpus_per_node=8: this build trains with one worker; set 1" in str(caught.value)
+
+
+def test_presets() -> None:
+    config = load(["algorithm=grpo", "actor_rollout_ref.rollout.n=8"])
+    assert config.algorithm.adv_estimator == "grpo"
+    assert config.actor_rollout_ref.actor.use_kl_loss and config.actor_rollout_ref.rollout.n == 8
+    assert load(["+algorithm=ppo"]).algorithm.adv_estimator == "gae"
+    with pytest.raises(ConfigError, match=r"algorithm=gpro: no such preset\. Known: grpo, ppo\."):
+        load(["algorithm=gpro"])
+    with pytest.raises(ConfigError, match="critic=fsdp: is a section"):
+        load(["critic=fsdp"])
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_a_file_of_the_user(tmp_path: Path) -> None:
+    path = write(tmp_path, "my.yaml", "trainer:\n  total_epochs: 2\n  seed: 5\ncritic:\n  optim: {lr: 5e-6}\ndata:\n")
+    for arguments in ({"config_name": "my", "config_dir": tmp_path}, {"config_name": str(path)}):
+        config = load(["trainer.seed=6"], **arguments)
+        assert (config.trainer.total_epochs, config.trainer.seed, config.critic.optim.lr) == (2, 6, 5e-6)
+
+
+def test_a_file_may_build_on_presets_and_groups_of_its_own(tmp_path: Path) -> None:
+    text = "defaults:\n  - algorithm: grpo\n  - _self_\ntrainer: {total_epochs: 2}\n"
+    write(tmp_path, "my.yaml", text)
+    write(tmp_path, "size/tiny.yaml", "# @package _global_\ndata: {train_batch_size: 8}\n")
+    config = load(["size=tiny"], config_name="my", config_dir=tmp_path)
+    assert (config.algorithm.adv_estimator, config.data.train_batch_size) == ("grpo", 8)
+    assert load(["algorithm=ppo"], config_name="my", config_dir=tmp_path).algorithm.adv_estimator == "gae"
+
+
+def test_dotted_names_in_a_file(tmp_path: Path) -> None:
+    write(tmp_path, "my.yaml", "trainer.seed: 3\nactor_rollout_ref:\n  actor.optim.lr: 2e-6\n")
+    config = load([], config_name="my", config_dir=tmp_path)
+    assert (config.trainer.seed, config.actor_rollout_ref.actor.optim.lr) == (3, 2e-6)
+
+
+def test_an_unknown_key_in_a_file(tmp_path: Path) -> None:
+    write(tmp_path, "my.yaml", "trainer:\n  total_epoch: 2\nextra:\n  a: 1\n  b: 2\n")
+    with pytest.raises(ConfigError) as caught:
+        load([], config_name="my", config_dir=tmp_path)
+    assert [problem.key for problem in caught.value.problems] == ["trainer.total_epoch", "extra"]
+
+
+def test_a_file_that_is_not_there_or_not_yaml(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--config-name=none: no none\.yaml.*Known: ppo_trainer"):
+        load([], config_name="none")
+    with pytest.raises(ConfigError, match="--config-dir"):
+        load([], config_name="my", config_dir=tmp_path / "nowhere")
+    write(tmp_path, "bad.yaml", "a: [1\n")
+    with pytest.raises(ConfigError, match="--config-name=bad"):
+        load([], config_name="bad", config_dir=tmp_path)
+
+
+def test_yaml_round_trip(tmp_path: Path) -> None:
+    config = load(["algorithm=grpo", "trainer.experiment_name='1'", "data.train_files=[a.parquet]", "trainer.seed=9"])
+    write(tmp_path, "saved.yaml", to_yaml(config))
+    assert load([], config_name="saved", config_dir=tmp_path) == config
+
+
+def test_hydras_own_keys_pass_with_a_notice(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        load(["hydra.run.dir=/tmp/x"])
+    assert "hydra.run.dir has no effect" in caplog.text

@@ -1,0 +1,23 @@
+"""The reference page is current, and every key has a meaning."""
+
+from pathlib import Path
+
+from lockstep.config.ppo import PPOConfig
+from lockstep.config.reference import field_docs, reference
+from lockstep.config.schema import keys
+
+PAGE = Path(__file__).parents[2] / "docs" / "config.md"
+
+
+def test_every_key_says_what_it_means() -> None:
+    assert [key.name for key in keys(PPOConfig).values() if not field_docs(key.owner).get(key.field)] == []
+
+
+def test_the_page_is_current() -> None:
+    assert PAGE.read_text() == reference(), "run `make docs-config`"
+
+
+def test_the_page_hides_what_users_cannot_set() -> None:
+    assert "global_batch_info" not in reference()
+    assert "| `lr` | `float` | `1e-05` | Peak learning rate. |" in reference()
+    assert "| `response_length` | `int` | follows `data.max_response_length` |" in reference()

@@ -1,0 +1,125 @@
+"""Dataclasses as a schema: defaults, types, problems collected."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pytest
+from omegaconf import II
+
+from lockstep.config.errors import ConfigError
+from lockstep.config.ppo import PPOConfig
+from lockstep.config.schema import coerce, defaults, keys, sections, to_dataclass, to_plain
+
+
+@dataclass(frozen=True)
+class Inner:
+    rate: float = 0.5
+    follows: float = II("inner.rate")
+    hidden: dict[str, Any] = field(default_factory=dict, metadata={"internal": True})
+
+
+@dataclass(frozen=True)
+class Outer:
+    inner: Inner = field(default_factory=Inner)
+    size: int | None = None
+    names: list[str] = field(default_factory=list)
+    pair: tuple[float, float] = (0.1, 0.2)
+    kind: Literal["red", "green"] = "red"
+    free: dict[str, Any] = field(default_factory=dict)
+
+
+def test_defaults_are_nested_and_keep_interpolations() -> None:
+    assert defaults(Outer) == {
+        "inner": {"rate": 0.5, "follows": "${inner.rate}"},
+        "size": None,
+        "names": [],
+        "pair": [0.1, 0.2],
+        "kind": "red",
+        "free": {},
+    }
+
+
+def test_internal_fields_are_no_keys() -> None:
+    assert "inner.hidden" not in keys(Outer)
+    assert list(sections(Outer)) == ["inner"]
+
+
+def test_an_instance_resolves_interpolations() -> None:
+    config = to_dataclass(Outer, {"inner": {"rate": "1e-6"}, "names": "one", "pair": [1, 2], "free": {"a": {"b": 1}}})
+    assert config == Outer(inner=Inner(rate=1e-6, follows=1e-6), names=["one"], pair=(1.0, 2.0), free={"a": {"b": 1}})
+    assert to_dataclass(Outer, to_plain(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("value", "annotation", "expected"),
+    [
+        ("1e-6", float, 1e-6),
+        (3, float, 3.0),
+        (1e3, int, 1000),
+        ("12", int, 12),
+        ("True", bool, True),
+        (7, str, "7"),
+        (None, int | None, None),
+        ("None", str | None, None),
+        ("4", int | None, 4),
+        ("x", list[str], ["x"]),
+        (None, list[str], []),
+        ([1, "2"], list[int], [1, 2]),
+        (None, dict[str, Any], {}),
+    ],
+)
+def test_values_are_brought_to_their_type(value: Any, annotation: Any, expected: Any) -> None:
+    assert coerce(value, annotation) == expected
+    assert type(coerce(value, annotation)) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "annotation", "message"),
+    [
+        ("x", int, "an integer"),
+        (1.5, int, "an integer"),
+        (float("inf"), int, "an integer"),
+        (True, int, "an integer"),
+        (True, float, "a number"),
+        (1, bool, "true or false"),
+        (None, str, "text"),
+        (False, str, "text"),
+        ("x", int | None, "an integer or null"),
+        ("gren", Literal["red", "green"], "one of red, green; did you mean green?"),
+        (["a", 1.5], list[int], "a list, each item an integer"),
+        ([1.0], tuple[float, float], "a list of 2, each item a number"),
+        ("x", dict[str, Any], "a mapping"),
+    ],
+)
+def test_a_wrong_value_is_told_what_is_allowed(value: Any, annotation: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("?", r"\?")):
+        coerce(value, annotation)
+
+
+def test_all_problems_are_collected() -> None:
+    with pytest.raises(ConfigError) as caught:
+        to_dataclass(Outer, {"inner": {"rate": "fast", "rat": 1}, "size": "big", "kind": "blue", "colour": 1})
+    assert {problem.key for problem in caught.value.problems} == {"inner.rate", "inner.rat", "size", "kind", "colour"}
+    text = str(caught.value)
+    assert text.startswith("5 problems in the configuration:")
+    assert "inner.rate=fast: must be a number" in text  # and inner.follows, which follows it, is not named
+    assert "inner.rat=1: no such key. Did you mean inner.rate?" in text
+    assert "size=big: must be an integer or null" in text
+
+
+def test_a_broken_interpolation_names_its_key() -> None:
+    with pytest.raises(ConfigError, match=r"size=\$\{nowhere\}: the interpolation fails"):
+        to_dataclass(Outer, {"size": "${nowhere}"})
+
+
+def test_a_value_left_open_in_a_file_must_be_given() -> None:
+    with pytest.raises(ConfigError, match=r"size=\?\?\?: must be given"):
+        to_dataclass(Outer, {"size": "???"})
+
+
+def test_the_whole_configuration_has_consistent_defaults() -> None:
+    config = to_dataclass(PPOConfig, {"data": {"max_response_length": 64}})
+    assert config.actor_rollout_ref.rollout.response_length == 64
+    assert config.actor_rollout_ref.actor.clip_ratio_high == config.actor_rollout_ref.actor.clip_ratio == 0.2
+    assert config.critic.ppo_mini_batch_size == 256
+    assert config.trainer.default_local_dir == "checkpoints/lockstep_examples/gsm8k"

@@ -1,0 +1,133 @@
+"""The loader's order depends on (seed, epoch) alone and is resumed exactly, wherever it was interrupted."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from lockstep.data.loader import StatefulLoader, create_dataloader, shuffled_order
+
+
+PINNED = [1, 3, 0, 7, 6, 5, 2, 4]
+
+
+class Numbers(Dataset[dict[str, Any]]):
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, item: int) -> dict[str, Any]:
+        return {"index": item}
+
+
+def make_loader(num_rows: int = 11, batch_size: int = 3, **changes: Any) -> StatefulLoader:
+    arguments: dict[str, Any] = {"shuffle": True, "seed": 5, "num_workers": 0, "drop_last": True} | changes
+    return create_dataloader(Numbers(num_rows), batch_size, **arguments)
+
+
+def take(loader: StatefulLoader, num_batches: int) -> list[list[int]]:
+    """The next batches, over epoch ends if need be; the state is then as it is while the last of them is worked on."""
+    taken: list[list[int]] = []
+    while len(taken) < num_batches:
+        for batch in loader:
+            taken.append(batch["index"].tolist())
+            if len(taken) == num_batches:
+                break
+    return taken
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_resume_equals_uninterrupted_over_three_epochs(drop_last: bool) -> None:
+    per_epoch = 3 if drop_last else 4
+    whole = take(make_loader(drop_last=drop_last), 3 * per_epoch)
+    for interrupted_after in range(3 * per_epoch):
+        first = make_loader(drop_last=drop_last)
+        head = take(first, interrupted_after)
+        second = make_loader(drop_last=drop_last)
+        second.load_state_dict(first.state_dict())
+        assert head + take(second, 3 * per_epoch - interrupted_after) == whole
+
+
+def test_worker_processes_do_not_change_the_order() -> None:
+    whole = take(make_loader(), 5)
+    loader = make_loader(num_workers=2)
+    head = take(loader, 2)
+    resumed = make_loader(num_workers=2)
+    resumed.load_state_dict(loader.state_dict())
+    assert head + take(resumed, 3) == whole
+
+
+def test_a_state_taken_in_the_last_batch_starts_the_next_epoch() -> None:
+    loader = make_loader(num_rows=6)
+    states = [loader.state_dict() for _ in loader]
+    assert [(state["epoch"], state["position"]) for state in states] == [(0, 3), (1, 0)]
+    assert len(list(loader)) == 2  # a whole second epoch, not an empty one
+
+
+def test_every_epoch_is_a_new_permutation_of_all_rows() -> None:
+    loader = make_loader(drop_last=False)
+    epochs = [[i for batch in loader for i in batch["index"]] for _ in range(3)]
+    assert all(sorted(epoch) == list(range(11)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert epochs == [shuffled_order(11, 5, epoch) for epoch in range(3)]
+    assert epochs[0] != shuffled_order(11, 6, 0)
+
+
+def test_the_permutation_is_the_same_on_every_machine() -> None:
+    assert shuffled_order(8, seed=0, epoch=0) == PINNED
+
+
+def test_unshuffled_order_and_lengths() -> None:
+    assert take(make_loader(shuffle=False, drop_last=False), 4) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10]]
+    assert len(make_loader(drop_last=False)) == 4 and len(make_loader()) == 3
+
+
+def test_iterating_does_not_move_the_global_rng() -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    take(make_loader(), 4)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_sampler_replaces_the_order() -> None:
+    loader = make_loader(num_rows=4, batch_size=2, sampler=lambda epoch: [3, 2, 1, 0] if epoch == 0 else [0, 0, 1, 1])
+    assert take(loader, 4) == [[3, 2], [1, 0], [0, 0], [1, 1]]
+
+
+def test_another_batch_size_goes_on_at_the_same_row() -> None:
+    loader = make_loader(num_rows=10, batch_size=2, shuffle=False)
+    take(loader, 2)
+    larger = make_loader(num_rows=10, batch_size=3, shuffle=False)
+    larger.load_state_dict(loader.state_dict())
+    assert take(larger, 3) == [[4, 5, 6], [7, 8, 9], [0, 1, 2]]
+    too_large = make_loader(num_rows=10, batch_size=8, shuffle=False)
+    too_large.load_state_dict(loader.state_dict())
+    assert take(too_large, 1) == [list(range(8))]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_rows": 12}, "number of rows was 11 and is now 12"),
+        ({"seed": 6}, r"data\.seed was 5 and is now 6"),
+        ({"shuffle": False}, r"data\.shuffle was True and is now False.*resume_mode=disable"),
+    ],
+)
+def test_a_state_of_another_order_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_loader(**changes).load_state_dict(make_loader().state_dict())
+
+
+def test_impossible_settings_are_named() -> None:
+    with pytest.raises(ValueError, match=r"data\.train_batch_size=3, but the dataset has only 2 rows"):
+        make_loader(num_rows=2)
+    assert len(make_loader(num_rows=2, drop_last=False)) == 1
+    with pytest.raises(ValueError, match="the dataset is empty"):
+        make_loader(num_rows=0, drop_last=False)
+    with pytest.raises(ValueError, match="must be at least 1, not 0"):
+        make_loader(batch_size=0)
+    with pytest.raises(ValueError, match=r"data\.seed=-1"):
+        make_loader(seed=-1)

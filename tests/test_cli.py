@@ -1,0 +1,85 @@
+"""The `lockstep` command and the command line that training programs share."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lockstep import __version__, cli
+from lockstep.config.commandline import config_from_command_line
+
+
+def run(*arguments: str, program: str = "lockstep.cli") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", program, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"lockstep {__version__}\n"
+    assert cli.main(["--help"]) == 0
+    usage = capsys.readouterr().out
+    assert all(program in usage for program in cli.PROGRAMS)
+    assert cli.main([]) == 2
+
+
+def test_an_unknown_program_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["docter"]) == 2
+    assert capsys.readouterr().err == "lockstep: no program 'docter'; did you mean doctor?\n"
+
+
+def test_a_wrong_key_ends_with_2_and_no_traceback() -> None:
+    result = run("ppo", "bad.key=1", "trainer.sed=2")
+    assert result.returncode == 2
+    assert "bad.key=1: no such key" in result.stderr and "Did you mean trainer.seed?" in result.stderr
+    assert "Traceback" not in result.stderr and result.stdout == ""
+
+
+def test_neither_a_wrong_key_nor_cfg_waits_for_torch() -> None:
+    script = (
+        "import sys\nfrom lockstep import cli\n"
+        "try:\n    cli.main(sys.argv[1:])\nexcept SystemExit as end:\n    assert end.code == 2\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    for arguments in (["ppo", "bad.key=1"], ["ppo", "--cfg", "job"], ["--help"]):
+        result = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60)
+        assert result.returncode == 0, result.stderr
+
+
+def test_cfg_job_prints_the_resolved_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["ppo", "--cfg", "job", "data.max_response_length=33"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["actor_rollout_ref"]["rollout"]["response_length"] == 33
+    assert "global_batch_info" not in printed["critic"]
+
+
+def test_ppo_help_points_to_the_reference(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["ppo", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "key=value" in text and "docs/config.md" in text
+
+
+def test_options_may_stand_between_overrides(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "train.jsonl").write_text("")
+    (tmp_path / "my.yaml").write_text(f"data: {{train_files: {tmp_path}/train.jsonl}}\ntrainer: {{seed: 4}}\n")
+    model = f"actor_rollout_ref.model.path={tmp_path}/model"
+    for option in ("--config-path", "--config-dir"):
+        config = config_from_command_line([model, "--config-name=my", option, str(tmp_path), "trainer.test_freq=-1"])
+        assert config is not None and config.trainer.seed == 4
+
+
+def test_a_wrong_option_ends_with_2() -> None:
+    with pytest.raises(SystemExit) as end:
+        config_from_command_line(["--multirun"])
+    assert end.value.code == 2
+
+
+def test_doctor_reports_versions_and_the_device(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("torch", "python", "memory", "liger-kernel"))
+    assert cli.main(["doctor", "now"]) == 2

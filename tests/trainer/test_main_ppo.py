@@ -1,0 +1,154 @@
+"""The training command from end to end: algorithms, what a run leaves behind, what resumes, what is refused."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from lockstep.trainer.main_ppo import main
+
+GRPO = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=3"]
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What a run computed, without what the clock says."""
+    return [{k: v for k, v in r.items() if not k.startswith(("time", "timing", "perf/"))} for r in rows]
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        GRPO,
+        ["algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"],
+        ["algorithm.adv_estimator=reinforce_plus_plus", "actor_rollout_ref.actor.use_kl_loss=true"],
+        [*GRPO, "actor_rollout_ref.actor.use_dynamic_bsz=true", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=96"],
+        [*GRPO, "actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.actor.entropy_coeff=0.01"],
+        [*GRPO, "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16", "actor_rollout_ref.model.use_remove_padding=false"],
+    ],
+    ids=["grpo", "gae", "reinforce_plus_plus", "dynamic", "hf", "bf16-padded"],
+)
+def test_algorithms_and_engines_train(overrides: list[str], tmp_path: Path, extra: list[str]) -> None:
+    assert main([*overrides, *extra, "trainer.total_training_steps=2", "trainer.val_before_train=false"]) == 0
+    rows = metrics_of(tmp_path / "run")
+    assert [r["step"] for r in rows] == [1, 2]
+    assert all(r["actor/grad_norm"] > 0 for r in rows)
+    assert all(r["training/rollout_log_probs_gap"] < (0.1 if "bfloat16" in str(extra) else 1e-4) for r in rows)
+    if "gae" in str(extra):
+        assert all(r["critic/vf_loss"] > 0 and r["critic/grad_norm"] > 0 for r in rows)
+        assert rows[0]["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-5)
+
+
+def test_a_run_leaves_metrics_config_and_checkpoints_that_transformers_opens(overrides: list[str], tmp_path: Path) -> None:
+    dumps = [f"trainer.rollout_data_dir={tmp_path}/rollouts", f"trainer.validation_data_dir={tmp_path}/val"]
+    command = [*overrides, *dumps, "trainer.save_freq=2", "trainer.test_freq=2", "trainer.total_training_steps=3"]
+    assert main([*command, "trainer.max_actor_ckpt_to_keep=1", "critic.enable=true"]) == 0
+    run = tmp_path / "run"
+    rows = metrics_of(run)
+    assert [r["step"] for r in rows] == [0, 1, 2, 3]
+    assert "val-core/openai/gsm8k/reward/mean@1" in rows[0] and "val-core/openai/gsm8k/reward/mean@1" in rows[2]
+    for name in ("critic/score/mean", "actor/pg_loss", "actor/entropy", "response_length/mean", "timing_s/gen", "perf/throughput"):
+        assert name in rows[1], name
+    assert (run / "config.yaml").is_file()
+    assert [p.name for p in run.glob("global_step_*")] == ["global_step_3"]
+    assert (run / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
+    step = run / "global_step_3"
+    AutoModelForCausalLM.from_pretrained(step / "actor" / "huggingface")
+    critic = AutoModelForSequenceClassification.from_pretrained(step / "critic" / "huggingface")
+    assert critic.config.num_labels == 1
+    assert AutoTokenizer.from_pretrained(step / "actor" / "huggingface").chat_template
+    rollouts = [json.loads(line) for line in (tmp_path / "rollouts" / "1.jsonl").read_text().splitlines()]
+    assert len(rollouts) == 4 and {"input", "output", "gts", "score", "step"} <= set(rollouts[0])
+    assert (tmp_path / "val" / "0.jsonl").is_file()
+
+
+@pytest.mark.parametrize("estimator", ["gae", "grpo"])
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(overrides: list[str], tmp_path: Path, estimator: str) -> None:
+    kl = ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=10"]
+    command = [*overrides, *kl, f"algorithm.adv_estimator={estimator}", "actor_rollout_ref.rollout.n=2"]
+    command += ["trainer.save_freq=2", "trainer.total_training_steps=6", "trainer.test_freq=3"]
+    command += ["actor_rollout_ref.actor.optim.lr_scheduler_type=cosine"]
+    whole, parts = f"trainer.default_local_dir={tmp_path}/whole", f"trainer.default_local_dir={tmp_path}/parts"
+    assert main([*command, whole]) == 0
+    killed = run_until_killed([*command, parts], tmp_path / "parts" / "global_step_4")
+    assert killed == -signal.SIGKILL
+    assert main([*command, parts]) == 0
+    assert untimed(metrics_of(tmp_path / "parts")) == untimed(metrics_of(tmp_path / "whole"))
+
+
+def run_until_killed(command: list[str], appears: Path) -> int:
+    """Start the command and kill -9 it as soon as a folder appears."""
+    process = subprocess.Popen([sys.executable, "-m", "lockstep.trainer.main_ppo", *command], stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not appears.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.kill()
+    return process.wait()
+
+
+def test_killed_while_a_checkpoint_is_written(overrides: list[str], tmp_path: Path) -> None:
+    command = [*overrides, "trainer.save_freq=1", "trainer.total_training_steps=4", "trainer.val_before_train=false"]
+    whole, parts = f"trainer.default_local_dir={tmp_path}/whole", f"trainer.default_local_dir={tmp_path}/parts"
+    assert main([*command, whole]) == 0
+    (tmp_path / "parts").mkdir()
+    process = subprocess.Popen([sys.executable, "-m", "lockstep.trainer.main_ppo", *command, parts], stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "parts").glob(".staging-global_step_3-*")) and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    process.kill()
+    process.wait()
+    assert main([*command, parts]) == 0
+    assert untimed(metrics_of(tmp_path / "parts")) == untimed(metrics_of(tmp_path / "whole"))
+    assert not list((tmp_path / "parts").glob(".staging*"))
+
+
+def test_ctrl_c_saves_and_the_same_command_resumes(overrides: list[str], tmp_path: Path) -> None:
+    command = [*overrides, "trainer.val_before_train=false", "trainer.total_epochs=500"]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lockstep.trainer.main_ppo", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 2/"):
+            break
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err and "the same command resumes" in err
+    (saved,) = (tmp_path / "run").glob("global_step_*")
+    steps = int(saved.name.rpartition("_")[2])
+    assert metrics_of(tmp_path / "run")[-1]["step"] == steps
+    assert main([*command, f"trainer.total_training_steps={steps + 1}"]) == 0
+    assert metrics_of(tmp_path / "run")[-1]["step"] == steps + 1
+
+
+def test_val_only(overrides: list[str], tmp_path: Path) -> None:
+    assert main([*overrides, "trainer.val_only=true"]) == 0
+    assert [r["step"] for r in metrics_of(tmp_path / "run")] == [0]
+
+
+def test_faults_of_the_user_are_told_without_a_traceback(overrides: list[str], tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "bad.py").write_text("def compute_score(a, b):\n    return 0\n")
+    assert main([*overrides, f"custom_reward_function.path={tmp_path}/bad.py"]) == 2
+    err = capsys.readouterr().err
+    assert "custom_reward_function" in err and "Traceback" not in err
+    assert main([*overrides, "actor_rollout_ref.rollout.name=embeded"]) == 2
+    assert "embedded" in capsys.readouterr().err
+    assert main([*overrides, "algorithm.adv_estimator=grop"]) == 2
+    assert "Did you mean 'grpo'?" in capsys.readouterr().err

@@ -1,0 +1,156 @@
+import itertools
+import random
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from lockstep.utils.seqlen import (
+    calculate_workload,
+    get_group_balanced_partitions,
+    get_reverse_idx,
+    get_seqlen_balanced_partitions,
+    log_seqlen_unbalance,
+    rearrange_micro_batches,
+    token_budget_partitions,
+)
+
+
+def lognormal_lengths(num: int, seed: int, longest: int = 4000) -> list[int]:
+    rng = random.Random(seed)
+    return [min(longest, max(1, int(rng.lognormvariate(5.5, 1.0)))) for _ in range(num)]
+
+
+def makespan(lengths: list[int], parts: list[list[int]]) -> int:
+    return max(sum(lengths[i] for i in part) for part in parts)
+
+
+def assert_partition(parts: list[list[int]], num: int) -> None:
+    assert sorted(i for part in parts for i in part) == list(range(num))
+    assert all(parts)
+
+
+def test_two_way_split_by_hand() -> None:
+    parts = get_seqlen_balanced_partitions([8, 7, 6, 5, 4], k_partitions=2, equal_size=False)
+    assert_partition(parts, 5)
+    # differencing gives 16 to 14, the best there is 15 to 15
+    assert makespan([8, 7, 6, 5, 4], parts) == 16
+
+
+@pytest.mark.parametrize("equal_size", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_near_the_optimum_of_all_splits(seed: int, equal_size: bool) -> None:
+    lengths = lognormal_lengths(8, seed)
+    best = min(
+        makespan(lengths, [[i for i in range(8) if bits[i] == side] for side in (0, 1)])
+        for bits in itertools.product((0, 1), repeat=8)
+        if not equal_size or sum(bits) == 4
+    )
+    parts = get_seqlen_balanced_partitions(lengths, 2, equal_size)
+    assert_partition(parts, 8)
+    assert not equal_size or {len(part) for part in parts} == {4}
+    assert makespan(lengths, parts) <= 1.1 * best
+
+
+def test_large_balanced_partition_is_even_and_deterministic() -> None:
+    lengths = lognormal_lengths(512, seed=0)
+    parts = get_seqlen_balanced_partitions(lengths, 8, equal_size=True)
+    assert_partition(parts, 512)
+    assert {len(part) for part in parts} == {64}
+    assert makespan(lengths, parts) <= 1.01 * sum(lengths) / 8
+    assert parts == get_seqlen_balanced_partitions(lengths, 8, equal_size=True)
+
+
+def test_zero_lengths_leave_no_part_empty() -> None:
+    assert_partition(get_seqlen_balanced_partitions([0, 0, 0, 5], 3, equal_size=False), 4)
+
+
+def test_impossible_partitions_are_refused() -> None:
+    with pytest.raises(ValueError, match="4 non-empty parts of 3 sequences"):
+        get_seqlen_balanced_partitions([1, 2, 3], 4, equal_size=False)
+    with pytest.raises(ValueError, match="2 parts of equal size of 3 sequences"):
+        get_seqlen_balanced_partitions([1, 2, 3], 2, equal_size=True)
+    with pytest.raises(ValueError, match="3 non-empty parts of 2 groups"):
+        get_group_balanced_partitions([1, 2, 3], ["a", "a", "b"], 3)
+
+
+def test_groups_stay_together_in_any_order() -> None:
+    lengths = lognormal_lengths(40, seed=1)
+    uids = [f"u{i % 10}" for i in range(40)]
+    parts = get_group_balanced_partitions(lengths, uids, 5)
+    assert_partition(parts, 40)
+    assert [len({uids[i] for i in part}) for part in parts] == [2] * 5
+    assert_partition(get_group_balanced_partitions(lengths, uids, 3), 40)
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("max_tokens", [4000, 4321, 9000, 10**6])
+def test_token_budget_is_kept_with_few_parts(seed: int, max_tokens: int) -> None:
+    lengths = lognormal_lengths(97, seed)
+    parts = token_budget_partitions(lengths, max_tokens)
+    assert_partition(parts, 97)
+    assert makespan(lengths, parts) <= max_tokens
+    assert len(parts) <= 11 / 9 * (-(-sum(lengths) // max_tokens)) + 1
+    assert parts == token_budget_partitions(lengths, max_tokens)
+
+
+def test_token_budget_where_only_pairs_that_fill_it_fit() -> None:
+    lengths = [90, 10, 80, 20, 70, 30, 60, 40]
+    parts = token_budget_partitions(lengths, 100)
+    assert_partition(parts, 8)
+    assert len(parts) == 4 and makespan(lengths, parts) == 100
+
+
+def test_token_budget_with_a_least_number_of_parts_and_without_sequences() -> None:
+    assert len(token_budget_partitions([5, 5, 5, 5], 100, min_parts=3)) == 3
+    assert len(token_budget_partitions([5, 5], 100, min_parts=3)) == 2
+    assert token_budget_partitions([], 100) == []
+
+
+def test_a_sequence_longer_than_the_budget_is_named() -> None:
+    with pytest.raises(
+        ValueError, match=r"sequence 1 has 12 tokens, more than the budget of 10.*max_token_len_per_gpu"
+    ):
+        token_budget_partitions([3, 12, 4], 10)
+
+
+def batch_of(lengths: list[int]) -> TensorDict:
+    mask = (torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)).long()
+    return TensorDict({"row": torch.arange(len(lengths)), "attention_mask": mask}, batch_size=[len(lengths)])
+
+
+def test_micro_batches_restore_the_order() -> None:
+    lengths = lognormal_lengths(24, seed=3, longest=300)
+    micro_batches, rows = rearrange_micro_batches(batch_of(lengths), max_token_len=600)
+    assert [m["row"].tolist() for m in micro_batches] == rows
+    assert all(int(m["attention_mask"].sum()) <= 600 for m in micro_batches)
+    joined = torch.cat([m["row"] for m in micro_batches])
+    assert joined[get_reverse_idx([i for part in rows for i in part])].tolist() == list(range(24))
+
+
+def test_micro_batch_options() -> None:
+    lengths = lognormal_lengths(24, seed=4, longest=300)
+    assert len(rearrange_micro_batches(batch_of(lengths), 10**6, min_num_micro_batch=5)[1]) == 5
+    assert len(rearrange_micro_batches(batch_of(lengths), 10**6, num_batches_divided_by=4)[1]) == 4
+    _, rows = rearrange_micro_batches(batch_of(lengths), 1200, force_group_size=2)
+    assert all(i + 1 in part for part in rows for i in part if i % 2 == 0)
+    costs = [sum(calculate_workload(lengths[i]) for i in part) for part in rows]
+    assert costs == sorted(costs, reverse=True)
+    _, rows = rearrange_micro_batches(batch_of(lengths), 600, use_dynamic_bsz_balance=False)
+    assert [part[0] for part in rows] == sorted(part[0] for part in rows)
+    with pytest.raises(ValueError, match="cannot make 30 micro-batches of 24 rows"):
+        rearrange_micro_batches(batch_of(lengths), 10**6, num_batches_divided_by=30)
+    with pytest.raises(ValueError, match="24 rows do not divide into groups of 5"):
+        rearrange_micro_batches(batch_of(lengths), 10**6, force_group_size=5)
+
+
+def test_unbalance_metrics_by_hand() -> None:
+    metrics = log_seqlen_unbalance([10, 20, 1, 3], [[0, 3], [1, 2]], "global_seqlen")
+    assert metrics == {
+        "global_seqlen/min": 4,
+        "global_seqlen/max": 30,
+        "global_seqlen/minmax_diff": 26,
+        "global_seqlen/balanced_min": 13,
+        "global_seqlen/balanced_max": 21,
+        "global_seqlen/mean": 17.0,
+    }
