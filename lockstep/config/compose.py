@@ -187,12 +187,23 @@ def _split(
     return presets, values
 
 
-def _compose_files(name: str, folder: Path | None, presets: Sequence[str]) -> dict[str, Any]:
+def _compose_files(name: str, folder: Path | None, presets: Sequence[str]) -> Mapping[str, Any]:
     """The YAML file `name` and the chosen presets, merged by Hydra; interpolations stay as text."""
+    if folder is None:  # the package's own files do not change while it runs
+        return _composed_presets(name, tuple(presets))
+    return _composed(name, folder, presets)
+
+
+@cache
+def _composed_presets(name: str, presets: tuple[str, ...]) -> Mapping[str, Any]:
+    return _composed(name, PRESETS, presets)
+
+
+def _composed(name: str, folder: Path, presets: Sequence[str]) -> dict[str, Any]:
     search = [f"hydra.searchpath=['file://{PRESETS}']"]
     chosen: list[str] = []
     try:
-        with initialize_config_dir(str(folder or PRESETS), job_name="lockstep", version_base=None):
+        with initialize_config_dir(str(folder), job_name="lockstep", version_base=None):
             for preset in presets:
                 try:
                     compose(name, [*search, *chosen, preset])

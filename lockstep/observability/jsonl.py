@@ -67,6 +67,14 @@ def _step_of(line: bytes) -> int | None:
         return None
 
 
+def last_step(path: Path) -> int | None:
+    """The step of the last line; None where there is none."""
+    if not path.exists():
+        return None
+    lines = path.read_bytes().splitlines(keepends=True)
+    return _step_of(lines[-1]) if lines else None
+
+
 def cut_unfinished_line(path: Path) -> None:
     """Cut the end of the file back to the last line break."""
     if not path.exists():

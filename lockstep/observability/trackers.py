@@ -8,7 +8,7 @@ from typing import Any
 
 from lockstep.observability.base import Metrics, RunInfo, Tracker
 from lockstep.observability.console import ConsoleTracker
-from lockstep.observability.jsonl import FileTracker, JsonlFile
+from lockstep.observability.jsonl import FileTracker, JsonlFile, last_step
 from lockstep.observability.tensorboard import TensorboardTracker
 from lockstep.observability.wandb import WandbTracker
 from lockstep.registry import Registry
@@ -30,6 +30,7 @@ class Tracking:
     default_backend: names in `TRACKERS`, or `pkg.module:attr` of a factory that takes a RunInfo.
     start_step:      the step that the run goes on from, 0 for a new run, so that what an earlier process tracked after
                      it is dropped; None drops nothing.
+    last_step:       the last step that an earlier process of a resumed run had tracked.
 
     Use it as a context manager, or call `finish` at the end.
     """
@@ -48,6 +49,7 @@ class Tracking:
         run = RunInfo(project_name, experiment_name, folder, config or {}, total_steps, start_step)
         factories = {name: TRACKERS.get(name) for name in default_backend}
         with ExitStack() as closing:
+            self.last_step = last_step(folder / METRICS_FILE) if start_step else None
             self._metrics = JsonlFile(folder / METRICS_FILE, "trainer.default_local_dir", start_step)
             closing.callback(self._metrics.close)
             self._trackers: dict[str, Tracker] = {}

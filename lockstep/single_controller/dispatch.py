@@ -230,7 +230,7 @@ def register_dispatch_mode(
     dispatch_mode_name: str, dispatch_fn: Callable[..., Shares], collect_fn: Callable[[Any, Sequence[Any]], Any]
 ) -> None:
     """Add a mode of your own; workers then write `@register(dispatch_mode="its name")`."""
-    DISPATCH_MODES.register(dispatch_mode_name)({"dispatch_fn": dispatch_fn, "collect_fn": collect_fn})
+    DISPATCH_MODES.register(str(dispatch_mode_name))({"dispatch_fn": dispatch_fn, "collect_fn": collect_fn})
 
 
 def get_predefined_dispatch_fn(dispatch_mode: str) -> DispatchMode:
@@ -299,7 +299,7 @@ def register(
 
 def registered_methods(worker_cls: type) -> dict[str, Registration]:
     """Every method of the class that carries `@register`."""
-    found = {name: getattr(getattr(worker_cls, name), _REGISTRATION, None) for name in dir(worker_cls)}
+    found = {name: getattr(getattr(worker_cls, name, None), _REGISTRATION, None) for name in dir(worker_cls)}
     return {name: registration for name, registration in found.items() if registration is not None}
 
 
@@ -324,13 +324,13 @@ def _mark_output(output: Any, marks: np.ndarray | None, method: str) -> Any:
         return output
     if output.batch is None and not output.non_tensor_batch:
         return output
-    num_real = len(marks) - int(marks.sum())
-    if len(output) == num_real:  # the method left the padding out
-        marks = np.zeros(num_real, dtype=bool)
+    num_padding = int(marks.sum())
+    if len(output) == len(marks) - num_padding or num_padding == 0:  # the method left the padding out, or had none
+        marks = np.zeros(len(output), dtype=bool)
     elif len(output) != len(marks):
         raise ValueError(
-            f"{method} returned {len(output)} rows for {len(marks)}, {len(marks) - num_real} of them padding, so that it "
-            f"is not known which rows to drop; call it with a batch that the number of ranks divides"
+            f"{method} returned {len(output)} rows for {len(marks)}, {num_padding} of them padding, so that it is not "
+            f"known which rows to drop; call it with a batch that the number of ranks divides"
         )
     marked = output.select()
     marked.non_tensor_batch[PADDING_KEY] = marks

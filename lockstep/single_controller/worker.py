@@ -25,7 +25,7 @@ class Place:
     local_world_size: int = 1
 
 
-_place: ContextVar[Place] = ContextVar("place", default=Place())
+_place: ContextVar[Place] = ContextVar("place", default=Place())  # noqa: B039 - Place is frozen
 
 
 @contextmanager

@@ -95,7 +95,7 @@ class WorkerGroup(ABC):
         if resource_pool.world_size < 1:
             raise ValueError(f"resource pool {resource_pool.name_prefix!r} has no processes")
         self._set_up(resource_pool, cls_with_init, name)
-        self.workers = self._start_workers()
+        self.workers.extend(self._start_workers())
 
     def _set_up(
         self, resource_pool: ResourcePool, cls_with_init: ClassWithInitArgs, name: str | None, method_prefix: str = ""

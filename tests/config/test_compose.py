@@ -50,7 +50,7 @@ def test_the_last_override_wins() -> None:
 def test_a_tilde_gives_back_the_default() -> None:
     assert load(["trainer.seed=7", "~trainer.seed"]).trainer.seed == 1
     assert load(["algorithm=grpo", "~actor_rollout_ref.rollout"]).actor_rollout_ref.rollout.n == 1
-    with pytest.raises(ConfigError, match="~trainer.sed: no such key. Did you mean trainer.seed"):
+    with pytest.raises(ConfigError, match=r"~trainer\.sed: no such key\. Did you mean trainer\.seed"):
         load(["~trainer.sed"])
 
 

@@ -8,7 +8,6 @@ from torch.utils.data import Dataset
 
 from lockstep.data.loader import StatefulLoader, create_dataloader, shuffled_order
 
-
 PINNED = [1, 3, 0, 7, 6, 5, 2, 4]
 
 

@@ -1,8 +1,12 @@
 import itertools
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tensordict import TensorDict
 
 from lockstep.utils.seqlen import (
@@ -49,7 +53,8 @@ def test_near_the_optimum_of_all_splits(seed: int, equal_size: bool) -> None:
     parts = get_seqlen_balanced_partitions(lengths, 2, equal_size)
     assert_partition(parts, 8)
     assert not equal_size or {len(part) for part in parts} == {4}
-    assert makespan(lengths, parts) <= 1.1 * best
+    # the method's proven worst case on two parts
+    assert makespan(lengths, parts) <= 7 / 6 * best
 
 
 def test_large_balanced_partition_is_even_and_deterministic() -> None:
@@ -142,6 +147,33 @@ def test_micro_batch_options() -> None:
         rearrange_micro_batches(batch_of(lengths), 10**6, num_batches_divided_by=30)
     with pytest.raises(ValueError, match="24 rows do not divide into groups of 5"):
         rearrange_micro_batches(batch_of(lengths), 10**6, force_group_size=5)
+
+
+def test_ranks_make_equally_many_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks as two threads, whose all-reduce meets at a barrier: a rank that left the loop alone would break it."""
+    meet = threading.Barrier(2, timeout=20)
+    sent: list[torch.Tensor] = []
+
+    def all_reduce(tensor: torch.Tensor, op: Any, group: Any) -> None:
+        sent.append(tensor.clone())
+        meet.wait()
+        tensor.copy_(torch.stack(sent).amax(dim=0))
+        if meet.wait() == 0:
+            sent.clear()
+        meet.wait()
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
+    short, long = [10] * 16, [90, 60] * 8
+    with ThreadPoolExecutor(2) as pool:
+        made = list(
+            pool.map(
+                lambda lengths: rearrange_micro_batches(batch_of(lengths), 100, dp_group="ranks")[1], (short, long)
+            )  # type: ignore[arg-type]
+        )
+    assert [len(rows) for rows in made] == [16, 16]
+    for rows in made:
+        assert_partition(rows, 16)
 
 
 def test_unbalance_metrics_by_hand() -> None:

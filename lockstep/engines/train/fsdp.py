@@ -160,14 +160,14 @@ class FsdpEngine(TrainEngine):
             torch.cuda.empty_cache()
 
     def save(self, folder: Path) -> None:
-        dcp.save(self._state(), checkpoint_id=str(folder / "shards"))
+        dcp.save(self._state(), checkpoint_id=str(folder / "shards"), no_dist=not dist.is_initialized())
         if self.optimizer is not None:
             rank = dist.get_rank() if dist.is_initialized() else 0
             torch.save({"schedule": self.schedule.state_dict(), "rng": _rng_state()}, folder / f"extra_rank_{rank}.pt")
 
     def load(self, folder: Path) -> None:
         state = self._state()
-        dcp.load(state, checkpoint_id=str(folder / "shards"))
+        dcp.load(state, checkpoint_id=str(folder / "shards"), no_dist=not dist.is_initialized())
         set_model_state_dict(self.model, state["model"])
         if self.optimizer is not None:
             set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])

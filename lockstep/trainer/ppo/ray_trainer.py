@@ -150,7 +150,7 @@ class PPOTrainer:
         config = self.config.trainer
         with RunLock(self.run_dir), Interrupt() as interrupt:
             self.checkpoints.clean_stale()
-            self._load_checkpoint()
+            saved_metrics = self._load_checkpoint()
             self._write_config()
             self.tracking = Tracking(
                 project_name=config.project_name,
@@ -161,6 +161,8 @@ class PPOTrainer:
                 total_steps=self.total_training_steps,
                 start_step=self.global_steps,
             )
+            if (self.tracking.last_step or 0) < self.global_steps:
+                self.tracking.log(data=saved_metrics, step=self.global_steps)
             try:
                 return self._run(interrupt)
             finally:
@@ -178,24 +180,23 @@ class PPOTrainer:
             timing: dict[str, float] = {}
             with marked_timer("step", timing):
                 batch, metrics = self._train_step(DataProto.from_single_dict(batch_dict), timing)
-                if (
-                    self._can_validate
-                    and config.test_freq > 0
-                    and (is_last or self.global_steps % config.test_freq == 0)
-                ):
+                if self._can_validate and self._is_due(config.test_freq, is_last):
                     with marked_timer("testing", timing):
                         metrics |= self._validate()
-                stopping = interrupt.requested
-                due = config.save_freq > 0 and (is_last or self.global_steps % config.save_freq == 0)
-                if due or (stopping and not is_last):
-                    with marked_timer("save_checkpoint", timing):
-                        self._save_checkpoint()
             metrics |= self._step_metrics(batch, timing)
+            stopping = interrupt.requested and not is_last
+            if stopping or self._is_due(config.save_freq, is_last):
+                with marked_timer("save_checkpoint", timing):
+                    self._save_checkpoint(metrics)
+                metrics["timing_s/save_checkpoint"] = timing["save_checkpoint"]
             self.tracking.log(data=metrics, step=self.global_steps)
-            if stopping and not is_last:
+            if stopping:
                 logger.warning("stopped by the user after step %d; the same command resumes", self.global_steps)
                 return 130
         return 0
+
+    def _is_due(self, frequency: int, is_last: bool) -> bool:
+        return frequency > 0 and (is_last or self.global_steps % frequency == 0)
 
     def _training_batches(self) -> Iterator[dict[str, Any]]:
         while self.global_steps < self.total_training_steps:
@@ -372,22 +373,25 @@ class PPOTrainer:
         limits = (self.config.trainer.max_actor_ckpt_to_keep, self.config.trainer.max_critic_ckpt_to_keep)
         return min((n for n in limits if n is not None), default=None)
 
-    def _save_checkpoint(self) -> None:
+    def _save_checkpoint(self, metrics: dict[str, Any]) -> None:
+        """metrics: those of the step, kept so that none is lost if the process dies before it has tracked them."""
+
         def write(folder: Path) -> None:
             self.actor_rollout_wg.save_checkpoint(str(folder / "actor"), self.global_steps)
             if self.use_critic:
                 self.critic_wg.save_checkpoint(str(folder / "critic"), self.global_steps)
             torch.save(self.train_dataloader.state_dict(), folder / "data.pt")
-            state = {"global_steps": self.global_steps, "kl_coef": self.kl_ctrl_in_reward.value}
+            state = {"global_steps": self.global_steps, "kl_coef": self.kl_ctrl_in_reward.value, "metrics": metrics}
             (folder / "trainer_state.json").write_text(json.dumps(state))
 
         self.checkpoints.save(self.global_steps, write)
 
-    def _load_checkpoint(self) -> None:
+    def _load_checkpoint(self) -> dict[str, Any]:
+        """Go on from the checkpoint that the config asks for; returns the metrics of its step."""
         config = self.config.trainer
         found = self.checkpoints.find(config.resume_mode, config.resume_from_path)
         if found is None:
-            return
+            return {}
         self.global_steps, folder = found
         logger.info("resuming from %s", folder)
         if self.use_critic:
@@ -396,6 +400,8 @@ class PPOTrainer:
         self.train_dataloader.load_state_dict(torch.load(folder / "data.pt", weights_only=False))
         state = json.loads((folder / "trainer_state.json").read_text())
         self.kl_ctrl_in_reward.value = state["kl_coef"]
+        metrics: dict[str, Any] = state["metrics"]
+        return metrics
 
     def _write_config(self) -> None:
         self.run_dir.mkdir(parents=True, exist_ok=True)

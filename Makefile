@@ -1,0 +1,50 @@
+# make setup   a virtual environment with everything for development
+# make demo    train a small model from scratch on this machine
+# make test    every check that a change must pass
+# make lint    the checks without the tests
+# `make setup PYTHON=python3.12` chooses the interpreter (3.11 or newer).
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+TORCH := $(shell grep '^torch==' constraints.txt)
+PYTEST_ARGS ?=
+
+.PHONY: setup demo test lint format docs-config clean
+
+setup: $(READY)
+
+# torch comes first and by its exact version, so that nothing else chooses one.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "$(PYTHON) is older than 3.11; name another one: make setup PYTHON=python3.11"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(TORCH)
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/lockstep demo
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# The tests are many small computations: one thread each is fastest.
+test: export OMP_NUM_THREADS := 1
+test: lint
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs-config: setup
+	$(BIN)/python -m lockstep.config.reference > docs/config.md
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find lockstep tests -name __pycache__ -type d -prune -exec rm -rf {} +

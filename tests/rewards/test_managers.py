@@ -1,0 +1,215 @@
+"""The naive manager: where scores are put, what is collected, and when a bad reward function stops the run."""
+
+import asyncio
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.config.ppo import PPOConfig
+from lockstep.config.reward import CustomRewardFunctionConfig, RewardModelConfig
+from lockstep.protocol import DataProto
+from lockstep.rewards.managers import REWARD_MANAGERS, NaiveRewardManager, load_reward_manager
+from tests.tiny import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+PAD, EOS = TOKENIZER.pad_token_id, TOKENIZER.eos_token_id
+PROMPT_LENGTH, RESPONSE_LENGTH = 6, 10
+
+
+def make_batch(responses: list[str], sources: list[str] | None = None, **columns: Any) -> DataProto:
+    """Prompts `1+1=` padded left, responses ended by eos and padded right."""
+    prompt = TOKENIZER("1+1=")["input_ids"]
+    prompts = torch.tensor([[PAD] * (PROMPT_LENGTH - len(prompt)) + prompt] * len(responses))
+    rows = [TOKENIZER(text)["input_ids"] + [EOS] for text in responses]
+    padded = torch.tensor([row + [PAD] * (RESPONSE_LENGTH - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (RESPONSE_LENGTH - len(row)) for row in rows])
+    prompt_mask = (torch.arange(PROMPT_LENGTH) >= PROMPT_LENGTH - len(prompt)).long().expand(len(rows), -1)
+    tensors = {
+        "prompts": prompts,
+        "responses": padded,
+        "attention_mask": torch.cat([prompt_mask, mask], dim=1),
+        "response_mask": mask,
+    }
+    objects = {
+        "data_source": sources or ["openai/gsm8k"] * len(rows),
+        "reward_model": [{"style": "rule", "ground_truth": "2"}] * len(rows),
+        "extra_info": [{"index": i} for i in range(len(rows))],
+    }
+    return DataProto.from_dict(tensors, {k: v for k, v in (objects | columns).items() if v is not None})
+
+
+def run(compute_score: Any, data: DataProto, **options: Any) -> Any:
+    return NaiveRewardManager(TOKENIZER, 0, compute_score, **options)(data, return_dict=True)
+
+
+def test_score_stands_at_the_last_response_token() -> None:
+    data = make_batch(["#### 2", "#### 3", "#### 2 .."])
+    reward = NaiveRewardManager(TOKENIZER, num_examine=0)(data)
+    expected = torch.zeros(3, RESPONSE_LENGTH)
+    expected[0, 6] = 1.0  # six letters, then eos
+    expected[2, 9] = 1.0
+    assert torch.equal(reward, expected) and reward.dtype == torch.float32
+
+
+def test_without_response_mask_the_attention_mask_decides() -> None:
+    data = make_batch(["#### 2"])
+    data.pop(["response_mask"])
+    assert NaiveRewardManager(TOKENIZER, 0)(data)[0, 6] == 1.0
+
+
+def test_trailing_tool_tokens_are_read_but_do_not_carry_the_score() -> None:
+    data = make_batch(["#### 2"])
+    data.batch["response_mask"][0, 3:] = 0
+    assert NaiveRewardManager(TOKENIZER, 0)(data).nonzero().tolist() == [[0, 2]]
+
+
+def test_function_sees_text_without_special_tokens_and_its_own_extra_info() -> None:
+    seen: list[dict[str, Any]] = []
+
+    def spy(**arguments: Any) -> float:
+        arguments["extra_info"]["mark"] = True
+        seen.append(arguments)
+        return 0.0
+
+    data = make_batch(["two"])
+    run(spy, data)
+    assert seen == [
+        {
+            "data_source": "openai/gsm8k",
+            "solution_str": "two",
+            "ground_truth": "2",
+            "extra_info": {"index": 0, "mark": True},
+        }
+    ]
+    assert data.non_tensor_batch["extra_info"][0] == {"index": 0}
+
+
+def test_dict_results_fill_extra_info_with_none_where_absent() -> None:
+    def judge(solution_str: str, **_: Any) -> Any:
+        return {"score": 0.5, "acc": True, "pred": solution_str} if solution_str == "a" else 1
+
+    result = run(judge, make_batch(["a", "b"]))
+    assert result["reward_tensor"].sum(dim=1).tolist() == [0.5, 1.0]
+    assert result["reward_extra_info"] == {"reward_failed": [0.0, 0.0], "acc": [True, None], "pred": ["a", None]}
+
+
+def test_rm_scores_are_taken_as_they_are() -> None:
+    data = make_batch(["a", "b"], data_source=None, reward_model=None)
+    data.batch["rm_scores"] = torch.rand(2, RESPONSE_LENGTH)
+    result = run(None, data)
+    assert torch.equal(result["reward_tensor"], data.batch["rm_scores"])
+    assert result["reward_extra_info"] == {}
+
+
+async def slow_score(solution_str: str, running: list[int], **_: Any) -> float:
+    running[0] += 1
+    running[1] = max(running[1], running[0])
+    await asyncio.sleep(0.01)
+    running[0] -= 1
+    if solution_str == "bad":
+        raise ValueError("no opinion")
+    return float(len(solution_str))
+
+
+def test_coroutine_functions_run_together_up_to_the_limit() -> None:
+    running = [0, 0]
+    result = run(partial(slow_score, running=running), make_batch(["a", "bb", "bad", "c"] * 3), max_concurrency=5)
+    assert result["reward_tensor"].sum(dim=1).tolist() == [1.0, 2.0, 0.0, 1.0] * 3
+    assert result["reward_extra_info"]["reward_failed"] == [0.0, 0.0, 1.0, 0.0] * 3
+    assert running == [0, 5]
+
+
+def test_coroutine_functions_work_inside_a_running_loop() -> None:
+    async def main() -> Any:
+        return run(partial(slow_score, running=[0, 0]), make_batch(["abc"]))
+
+    assert asyncio.run(main())["reward_tensor"].sum() == 3.0
+
+
+def fail_on_b(solution_str: str, **_: Any) -> float:
+    if solution_str == "b":
+        raise KeyError("no b")
+    return 1.0
+
+
+def test_one_failure_costs_one_sample_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        result = run(fail_on_b, make_batch(["a", "b", "b"]))
+    assert result["reward_tensor"].sum(dim=1).tolist() == [1.0, 0.0, 0.0]
+    assert result["reward_extra_info"] == {"reward_failed": [0.0, 1.0, 1.0]}
+    (record,) = caplog.records
+    assert "fail_on_b failed on 2 of 3 samples" in record.getMessage() and "no b" in caplog.text
+
+
+def test_failure_of_a_whole_batch_stops_the_run() -> None:
+    with pytest.raises(RuntimeError, match=r"fail_on_b failed on 2 of 2 samples.*'openai/gsm8k'.*KeyError") as caught:
+        run(fail_on_b, make_batch(["b", "b"]))
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_unknown_data_source_stops_the_run_even_in_a_mixture() -> None:
+    with pytest.raises(ValueError, match=r"no scorer for data_source 'mine'.*custom_reward_function\.path"):
+        run(None, make_batch(["#### 2", "#### 2"], sources=["openai/gsm8k", "mine"]))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "message"),
+    [
+        (float("nan"), "the score nan; it must be a finite number"),
+        (float("inf"), "the score inf"),
+        ("1.0", "the score '1.0'"),
+        (None, "the score None"),
+        ({"acc": 1}, r"a dict without 'score': \['acc'\]"),
+        ({"score": None}, "the score None"),
+    ],
+)
+def test_results_that_are_no_finite_number_stop_the_run(outcome: Any, message: str) -> None:
+    def odd(**_: Any) -> Any:
+        return outcome
+
+    with pytest.raises(ValueError, match=rf"odd gave for data_source 'openai/gsm8k' {message}"):
+        run(odd, make_batch(["a"]))
+
+
+def test_numbers_of_numpy_and_torch_are_numbers() -> None:
+    outcomes = iter([torch.tensor(0.25), torch.tensor([0.5]).numpy()[0], True])
+    result = run(lambda **_: next(outcomes), make_batch(["a", "b", "c"]))
+    assert result["reward_tensor"].sum(dim=1).tolist() == [0.25, 0.5, 1.0]
+
+
+def test_examples_are_logged_per_data_source(caplog: pytest.LogCaptureFixture) -> None:
+    data = make_batch(["#### 2", "#### 3", "#### 4"], sources=["openai/gsm8k", "openai/gsm8k", "aime24"])
+    with caplog.at_level(logging.INFO):
+        NaiveRewardManager(TOKENIZER, 1)(data)
+    assert len(caplog.records) == 2
+    assert "[prompt] 1+1=\n[response] #### 2\n[ground truth] 2\n[score] 1.0" in caplog.text
+
+
+def test_missing_columns_are_named() -> None:
+    with pytest.raises(ValueError, match=r"no 'data_source' to score by.*data\.reward_fn_key"):
+        run(None, make_batch(["a"], data_source=None))
+    with pytest.raises(ValueError, match=r"row 0 of data_source 'openai/gsm8k' has no reward_model\.ground_truth"):
+        run(None, make_batch(["a"], reward_model=[{"style": "rule"}]))
+
+
+def test_load_reward_manager(tmp_path: Path) -> None:
+    data = make_batch(["It is 2"])
+    assert load_reward_manager(PPOConfig(), TOKENIZER, 0)(data).sum() == 0.0
+    flexible = PPOConfig(custom_reward_function=CustomRewardFunctionConfig(reward_kwargs={"method": "flexible"}))
+    assert load_reward_manager(flexible, TOKENIZER, 0)(data).sum() == 1.0
+    (tmp_path / "mine.py").write_text("def compute_score(bonus, **kwargs):\n    return bonus\n")
+    custom = CustomRewardFunctionConfig(str(tmp_path / "mine.py"), reward_kwargs={"bonus": 7})
+    assert load_reward_manager(PPOConfig(custom_reward_function=custom), TOKENIZER, 0)(data).sum() == 7.0
+
+
+def test_load_reward_manager_refuses_unknown_names() -> None:
+    with pytest.raises(ValueError, match=r"reward_model\.reward_manager=niave.*Did you mean 'naive'"):
+        load_reward_manager(PPOConfig(reward_model=RewardModelConfig(reward_manager="niave")), TOKENIZER, 0)
+    odd = PPOConfig(reward_model=RewardModelConfig(reward_kwargs={"workers": 3}))
+    with pytest.raises(ValueError, match=r"reward_model\.reward_kwargs=.*unexpected keyword argument 'workers'"):
+        load_reward_manager(odd, TOKENIZER, 0)
+    assert "naive" in REWARD_MANAGERS

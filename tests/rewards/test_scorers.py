@@ -1,0 +1,159 @@
+"""Scorers on hand-made solutions, and the mathematics grader under threads, runaway input and a killed child."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from lockstep.rewards.default import SCORERS, check_scorer_options, default_compute_score, find_scorer
+from lockstep.rewards.scorers import gsm8k, math, math_dapo, math_grader
+
+
+@pytest.mark.parametrize(
+    ("text", "strict", "flexible"),
+    [
+        ("so #### 72", "72", "72"),
+        ("#### 1,234", "1234", "1,234"),
+        ("#### -5 then #### 6", "6", "6"),
+        ("The answer is 42", None, "42"),
+        ("####  12", None, "12"),
+        ("I think. So , it is.", None, None),
+        ("it is 3.5", None, "3.5"),
+        ("", None, None),
+        ("#### 5" + "y" * 300, None, None),
+    ],
+)
+def test_gsm8k_extraction(text: str, strict: str | None, flexible: str | None) -> None:
+    assert gsm8k.extract_solution(text, "strict") == strict
+    assert gsm8k.extract_solution(text, "flexible") == flexible
+
+
+def test_gsm8k_scores() -> None:
+    assert gsm8k.compute_score("#### 72", "72") == 1.0
+    assert gsm8k.compute_score("#### 71", "72", format_score=0.1) == 0.1
+    assert gsm8k.compute_score("It is 72", "72", format_score=0.1) == 0.0
+    assert gsm8k.compute_score("It is 72", "72", method="flexible", score=2.0) == 2.0
+    with pytest.raises(ValueError, match="choose strict or flexible"):
+        gsm8k.compute_score("1", "1", method="loose")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"so $\boxed{\frac{1}{2}}$.", r"\frac{1}{2}"),
+        (r"\boxed{1} and then \boxed{2}", "2"),
+        (r"\fbox{ 7 }", "7"),
+        (r"$\boxed 5$ is it", "5"),
+        (r"\boxed{\frac{1}{2}", None),
+        ("no box 3", None),
+        (r"\boxed", None),
+    ],
+)
+def test_last_boxed(text: str, answer: str | None) -> None:
+    assert math.last_boxed(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "ground_truth", "score"),
+    [
+        (r"\frac{2}{4}", "0.5", 1.0),
+        (r"2\sqrt{3}", r"\sqrt{12}", 1.0),
+        ("(x+1)^2", "x^2+2x+1", 1.0),
+        ("1,000", "1000", 1.0),
+        ("042", "42", 1.0),
+        ("x = 5", "5", 1.0),
+        (r"\text{Evelyn}", "Evelyn", 1.0),
+        ("(1, 2)", "(2, 1)", 0.0),
+        ("7", "8", 0.0),
+        ("", "8", 0.0),
+        (r"\frac{1}{", "1", 0.0),
+        ("9" * 3000, "9", 0.0),
+    ],
+)
+def test_math_compares_as_mathematics(answer: str, ground_truth: str, score: float) -> None:
+    assert math.compute_score(rf"Hence \boxed{{{answer}}}.", ground_truth) == score
+
+
+def test_math_without_a_box_scores_nothing() -> None:
+    assert math.compute_score("The answer is 3.", "3") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "score", "pred"),
+    [
+        ("So.\nAnswer: 7", 1.0, "7"),
+        ("Answer: 4\nAnswer: $7$", 1.0, "7"),
+        (r"Answer: \boxed{7}", 1.0, "7"),
+        (r"thus \boxed{7}", 1.0, "7"),
+        ("Answer: 8", -1.0, "8"),
+        ("I do not know", -1.0, "[INVALID]"),
+    ],
+)
+def test_math_dapo(text: str, score: float, pred: str) -> None:
+    assert math_dapo.compute_score(text, "7") == {"score": score, "acc": score > 0, "pred": pred}
+
+
+def test_grader_limits_time_outside_the_main_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores: list[float] = []
+    begun = time.monotonic()
+    for answer in (r"9^{9^{9^{9}}}", r"\frac{3}{6}"):
+        thread = threading.Thread(target=lambda a=answer: scores.append(math.compute_score(rf"\boxed{{{a}}}", "0.500")))
+        thread.start()
+        thread.join(timeout=30)
+    assert scores == [0.0, 1.0]
+    assert time.monotonic() - begun < 25
+
+
+def test_grader_survives_the_death_of_its_child() -> None:
+    grader = math_grader.MathGrader()
+    assert grader.is_equal("0.5", r"\frac12")
+    assert grader._child is not None
+    os.kill(grader._child.pid, signal.SIGKILL)
+    grader._child.wait()
+    assert grader.is_equal("0.5", r"\frac12")
+    grader.close()
+
+
+def test_a_stuck_child_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    grader = math_grader.MathGrader()
+    assert grader.is_equal("0.5", r"\frac12")
+    assert grader._child is not None
+    os.kill(grader._child.pid, signal.SIGSTOP)
+    monkeypatch.setattr(math_grader, "REPLY_TIMEOUT_S", 0.2)
+    assert not grader.is_equal("0.5", r"\frac12")
+    monkeypatch.undo()
+    assert grader.is_equal("0.5", r"\frac12")
+    grader.close()
+
+
+def test_default_routes_by_data_source() -> None:
+    assert default_compute_score("openai/gsm8k", "#### 5", "5") == 1.0
+    assert default_compute_score("HuggingFaceH4/MATH-500", r"\boxed{x^2}", "x^2") == 1.0
+    assert default_compute_score("aime2025", r"\boxed{7}", "7") == {"score": 1.0, "acc": True, "pred": "7"}
+    assert find_scorer("aime24") is find_scorer("math_dapo") is math_dapo.compute_score
+    assert find_scorer("numina_olympiads") is math.compute_score
+
+
+def test_options_reach_the_scorer_that_takes_them() -> None:
+    options = {"method": "flexible", "format_score": 0.1}
+    check_scorer_options(options)
+    assert default_compute_score("openai/gsm8k", "It is 5", "5", None, **options) == 1.0
+    assert default_compute_score("openai/gsm8k", "It is 6", "5", None, **options) == 0.1
+    assert default_compute_score("lighteval/MATH", r"\boxed{5}", "5", None, **options) == 1.0
+    with pytest.raises(ValueError, match=r"reward_kwargs\.metod: no built-in scorer takes it. Did you mean 'method'"):
+        check_scorer_options({"metod": "flexible"})
+
+
+def test_unknown_data_source_names_the_way_out() -> None:
+    with pytest.raises(ValueError, match=r"'openai/gsm8'\. Did you mean 'openai/gsm8k'.*custom_reward_function\.path"):
+        default_compute_score("openai/gsm8", "#### 5", "5")
+
+
+def test_a_registered_scorer_is_used() -> None:
+    @SCORERS.register("tests/length-*")
+    def length(solution_str: str, ground_truth: str) -> float:
+        return float(len(solution_str))
+
+    assert default_compute_score("tests/length-a", "four", "") == 4.0

@@ -1,0 +1,55 @@
+"""Declaring modes with @register, without any group."""
+
+import pytest
+
+from lockstep.protocol import DataProto
+from lockstep.single_controller import Dispatch, Execute, Worker, register, register_dispatch_mode
+from lockstep.single_controller.dispatch import get_predefined_dispatch_fn, registered_methods
+
+
+def test_every_mode_has_its_functions() -> None:
+    for mode in Dispatch:
+        assert set(get_predefined_dispatch_fn(mode)) == {"dispatch_fn", "collect_fn"}
+
+
+def test_unknown_and_duplicate_modes() -> None:
+    with pytest.raises(
+        ValueError, match=r"'DP_COMPUTE_PROTOS': no such dispatch mode. Did you mean 'DP_COMPUTE_PROTO'"
+    ):
+        register(dispatch_mode="DP_COMPUTE_PROTOS")
+    with pytest.raises(ValueError, match="'ONE_TO_ALL' is registered already"):
+        register_dispatch_mode("ONE_TO_ALL", lambda group: ((), {}), lambda group, outputs: outputs)
+
+
+def test_rank_zero_does_not_go_with_split_batches() -> None:
+    with pytest.raises(
+        ValueError, match="RANK_ZERO would lose the other ranks' share of dispatch_mode DP_COMPUTE_PROTO"
+    ):
+        register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, execute_mode=Execute.RANK_ZERO)
+
+
+def test_registered_methods_include_inherited_ones() -> None:
+    class Child(Worker):
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+        def mine(self) -> None: ...
+
+    methods = registered_methods(Child)
+    assert {"mine", "execute_func_rank_zero", "_query_dispatch_collect_info"} <= methods.keys()
+    assert not methods["mine"].blocking and methods["execute_func_rank_zero"].execute_mode is Execute.RANK_ZERO
+
+
+def test_a_worker_works_without_a_group() -> None:
+    class Alone(Worker):
+        @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+        def rows(self, data: DataProto) -> int:
+            return len(data) + self.rank + self.world_size
+
+    assert Alone().rows(DataProto.from_dict(non_tensors={"uid": ["a"]})) == 2
+
+
+def test_a_mesh_is_registered_once() -> None:
+    worker = Worker()
+    worker._register_dispatch_collect_info("actor", 0, True)
+    worker._register_dispatch_collect_info("actor", 0, True)
+    with pytest.raises(ValueError, match="mesh 'actor' is registered already"):
+        worker._register_dispatch_collect_info("actor", 1, True)

@@ -1,0 +1,95 @@
+"""The project as a whole: its files load, its modules import, its pages and pins agree."""
+
+import importlib
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+import lockstep
+from lockstep.config.compose import PRESETS, load_config
+from lockstep.config.ppo import PPOConfig
+
+ROOT = Path(__file__).parents[1]
+OPTIONAL = ("ray", "peft", "wandb", "vllm", "sglang", "liger_kernel")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def project_files(suffix: str) -> Iterator[Path]:
+    for folder, folders, names in os.walk(ROOT):
+        folders[:] = [name for name in folders if not name.startswith(".") or name in (".ci", ".github")]
+        yield from (Path(folder) / name for name in names if name.endswith(suffix))
+
+
+def test_every_yaml_file_can_be_read() -> None:
+    for path in [*project_files(".yaml"), *project_files(".yml")]:
+        yaml.safe_load(path.read_text())
+
+
+@pytest.mark.parametrize("path", sorted(PRESETS.glob("*/*.yaml")), ids=lambda path: f"{path.parent.name}={path.stem}")
+def test_every_preset_composes(path: Path) -> None:
+    load_config(PPOConfig, [f"{path.parent.name}={path.stem}"], run_checks=False)
+
+
+def test_every_example_configuration_composes() -> None:
+    for path in (ROOT / "examples").glob("**/*.yaml"):
+        load_config(PPOConfig, [], config_name=path.stem, config_dir=path.parent, run_checks=False)
+
+
+def test_every_module_imports_without_the_extras() -> None:
+    modules = [module.name for module in pkgutil.walk_packages(lockstep.__path__, "lockstep.")]
+    script = (
+        "import importlib, sys\n"
+        f"sys.modules.update(dict.fromkeys({OPTIONAL!r}))\n"  # None there makes the import fail
+        f"for name in {modules!r}:\n    importlib.import_module(name)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    silent = [
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "lockstep").rglob("*.py")
+        if path.stat().st_size and not path.read_text().startswith('"""')
+    ]
+    assert silent == []
+
+
+def test_pins_lie_within_the_ranges_and_every_dependency_is_explained() -> None:
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    versions = {canonicalize_name(name): version for name, version in pins.items()}
+    page = (ROOT / "docs" / "dependencies.md").read_text().lower()
+    extras = PROJECT["optional-dependencies"]
+    for text in [*PROJECT["dependencies"], *(item for extra in extras.values() for item in extra)]:
+        requirement = Requirement(text)
+        name = canonicalize_name(requirement.name)
+        assert name in page, f"docs/dependencies.md does not explain {name}"
+        if name in versions:
+            assert requirement.specifier.contains(versions[name]), f"constraints.txt pins {name} outside {text}"
+    unpinned = {canonicalize_name(Requirement(text).name) for text in PROJECT["dependencies"]} - set(versions)
+    assert not unpinned
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    broken = []
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+            if "://" not in target and not (page.parent / target).exists():
+                broken.append(f"{page.name}: {target}")
+    assert broken == []
+
+
+def test_the_command_is_the_cli() -> None:
+    module, _, attribute = PROJECT["scripts"]["lockstep"].partition(":")
+    assert callable(getattr(importlib.import_module(module), attribute))
