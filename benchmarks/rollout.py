@@ -54,7 +54,11 @@ def make_requests(count: int, vocab_size: int, seed: int) -> list[GenerationRequ
 def run_embedded(model: Any, requests: list[GenerationRequest]) -> tuple[Result, list[list[int]]]:
     started = time.perf_counter()
     config = RolloutConfig(
-        name="embedded", prompt_length=PROMPT_TOKENS[1], response_length=NEW_TOKENS[1], max_num_seqs=len(requests), seed=0
+        name="embedded",
+        prompt_length=PROMPT_TOKENS[1],
+        response_length=NEW_TOKENS[1],
+        max_num_seqs=len(requests),
+        seed=0,
     )
     engine = EmbeddedEngine(config, eos_token_ids=(), pad_token_id=0)
     engine.bind(model)
@@ -66,9 +70,7 @@ def run_embedded(model: Any, requests: list[GenerationRequest]) -> tuple[Result,
     return Result("lockstep embedded", seconds, num_tokens(outputs) / seconds, startup), outputs
 
 
-def run_transformers(
-    model: Any, requests: list[GenerationRequest], batch_size: int
-) -> tuple[Result, list[list[int]]]:
+def run_transformers(model: Any, requests: list[GenerationRequest], batch_size: int) -> tuple[Result, list[list[int]]]:
     model.set_attn_implementation("sdpa")
     model.generation_config = GenerationConfig()
     started = time.perf_counter()
@@ -77,7 +79,9 @@ def run_transformers(
 
     def generate() -> list[list[int]]:
         outputs: list[list[int]] = [[] for _ in requests]
-        order = sorted(range(len(requests)), key=lambda i: (requests[i].sampling.max_tokens, len(requests[i].prompt_ids)))
+        order = sorted(
+            range(len(requests)), key=lambda i: (requests[i].sampling.max_tokens, len(requests[i].prompt_ids))
+        )
         for first in range(0, len(order), batch_size):
             members = order[first : first + batch_size]
             for i, tokens in zip(members, generate_padded(model, [requests[i] for i in members])):
@@ -151,7 +155,9 @@ def main() -> None:
         table.add_column(column, justify="left" if column == "engine" else "right")
     for r in results:
         ratio = "" if r is embedded else f"{embedded.tokens_per_s / r.tokens_per_s:.2f}x"
-        table.add_row(r.name, f"{r.tokens_per_s:.1f}", f"{r.seconds:.1f}", f"{r.startup_s:.2f}", ratio, f"{r.same_tokens:.1%}")
+        table.add_row(
+            r.name, f"{r.tokens_per_s:.1f}", f"{r.seconds:.1f}", f"{r.startup_s:.2f}", ratio, f"{r.same_tokens:.1%}"
+        )
     console = Console()
     console.print(table)
     summary: dict[str, Any] = {"results": [asdict(r) for r in results]}

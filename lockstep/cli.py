@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from lockstep import __version__
-from lockstep.config.commandline import config_from_command_line
 from lockstep.config.errors import nearest
 
 USAGE = """\
@@ -26,7 +25,7 @@ usage: lockstep PROGRAM [arguments]
   --help              show this message and exit; `lockstep PROGRAM --help` explains a program
 """
 
-REQUIRED = ("torch", "transformers", "tensordict", "hydra-core", "omegaconf", "torchdata", "pyarrow", "math-verify")
+REQUIRED = ("torch", "transformers", "tensordict", "hydra-core", "omegaconf", "pyarrow", "math-verify")
 EXTRAS = {"ray": "ray", "peft": "lora", "wandb": "wandb", "vllm": "vllm", "sglang": "sglang", "liger-kernel": "gpu"}
 """Optional distribution to the extra that installs it."""
 
@@ -50,9 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _ppo(argv: list[str]) -> int:
-    # A wrong configuration is told before the seconds that importing the trainer takes.
-    if config_from_command_line(argv) is None:
-        return 0
     from lockstep.trainer import main_ppo
 
     return main_ppo.main(argv)

@@ -34,9 +34,13 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-SIZES: dict[str, Any] = dict(
-    hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
-)
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 def tiny_config(kind: str = "qwen2", vocab_size: int = 259, **changes: Any) -> Any:

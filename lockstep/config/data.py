@@ -45,7 +45,7 @@ class DataConfig:
     filter_overlong_prompts: bool = False
     """Drop rows whose prompt is longer than `max_prompt_length` when the files are read."""
     filter_overlong_prompts_workers: int = 1
-    """Processes that measure prompts for the filter."""
+    """Accepted and not needed: the tokenizer measures prompts in threads of its own."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
     """What to do with a prompt that is too long."""
     return_raw_chat: bool = True

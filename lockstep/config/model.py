@@ -50,11 +50,11 @@ class FSDPOptimizerConfig:
     lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
     """Schedule after the warm-up."""
     lr_warmup_steps: int = -1
-    """Warm-up in optimizer steps; -1 takes `lr_warmup_steps_ratio`."""
+    """Warm-up in training steps; -1 takes `lr_warmup_steps_ratio`."""
     lr_warmup_steps_ratio: float = 0.0
-    """Warm-up as a share of all optimizer steps."""
+    """Warm-up as a share of all training steps."""
     total_training_steps: int = -1
-    """Length of the schedule in optimizer steps; -1 for the length of the run."""
+    """Length of the schedule in training steps; -1 for the length of the run."""
     min_lr_ratio: float = 0.0
     """Cosine and linear: the last learning rate as a share of the peak."""
     num_cycles: float = 0.5

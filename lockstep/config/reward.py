@@ -44,4 +44,4 @@ class CustomRewardFunctionConfig:
     name: str = "compute_score"
     """The function in that file."""
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Extra keyword arguments of every call."""
+    """Extra keyword arguments of every call; with `path: null` those of the built-in scorers, such as `method: flexible`."""

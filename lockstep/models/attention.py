@@ -9,6 +9,8 @@ checkpointing keeps for its recomputation.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -70,18 +72,23 @@ class PackedAttention:
 
     lengths: tokens of each sequence in order; they sum to T.
 
-    On CUDA one variable-length kernel serves all of them. Elsewhere sequences of similar length are padded to rows: to the right,
-    so that the causal mask alone keeps padding out.
+    In half precision on CUDA one variable-length kernel serves all of them. Elsewhere sequences of similar length are padded to
+    rows: to the right, so that the causal mask alone keeps padding out.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         self.lengths = list(lengths)
         self.max_length = max(self.lengths)
-        starts = [0]
-        for n in self.lengths:
-            starts.append(starts[-1] + n)
-        self.cu_seqlens = torch.tensor(starts, dtype=torch.int32, device=device)
-        self._buckets = None if device.type == "cuda" else _length_buckets(self.lengths, starts, device)
+        self._starts = [0, *accumulate(self.lengths)]
+        self._device = device
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        return torch.tensor(self._starts, dtype=torch.int32, device=self._device)
+
+    @cached_property
+    def buckets(self) -> "list[_Rows]":
+        return _length_buckets(self.lengths, self._starts, self._device)
 
     def attend(
         self,
@@ -97,9 +104,9 @@ class PackedAttention:
         refuse_softcap(softcap)
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # (T, H, D)
         window = sliding_window if sliding_window is not None and sliding_window < self.max_length else None
-        if self._buckets is None:
-            return self._varlen(q, k, v, scaling, window)[None]
-        return self._bucketed(q, k, v, scaling, window)[None]
+        varlen = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+        attend = self._varlen if varlen else self._bucketed
+        return attend(q, k, v, scaling, window)[None]
 
     def _varlen(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
@@ -109,16 +116,19 @@ class PackedAttention:
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         left = -1 if window is None else window - 1
         cu, longest = self.cu_seqlens, self.max_length
-        out: Tensor = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scaling, window_size=(left, 0))
+        out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scaling, window_size=(left, 0))
+        assert isinstance(out, Tensor)  # a pair only where auxiliary outputs are asked for
         return out
 
     def _bucketed(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
-        assert self._buckets is not None
         out = torch.zeros_like(q)
-        for rows in self._buckets:  # rows (N, L): token index of each place, clamped where it is padding
+        for rows in self.buckets:  # rows (N, L): token index of each place, clamped where it is padding
             mask = sliding_mask(rows.index.shape[1], window, q.device) if window is not None else None
+            query, key, value = (t[rows.index].transpose(1, 2) for t in (q, k, v))
             o = F.scaled_dot_product_attention(
-                *(t[rows.index].transpose(1, 2) for t in (q, k, v)),
+                query,
+                key,
+                value,
                 attn_mask=mask,
                 is_causal=mask is None,
                 scale=scaling,

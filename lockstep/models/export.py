@@ -1,4 +1,4 @@
-"""Write a folder that transformers' `from_pretrained` opens: a policy as a causal LM, a critic as a one-label sequence classifier."""
+"""Write a folder that `from_pretrained` opens: a policy as a causal LM, a critic as a one-label sequence classifier."""
 
 import copy
 from pathlib import Path

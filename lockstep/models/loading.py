@@ -6,7 +6,7 @@ folder ──► causal LM  |  (body, value head)  |  (body, reward head)
 import importlib
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -91,7 +91,7 @@ def load_reward_model(
         raise ValueError(f"{key}.path={config.path!r} has no one-label `score` head, so it is not a reward model")
     hf_config.num_labels = 1
     model = _from_pretrained(AutoModelForSequenceClassification, config, hf_config, key, dtype, device)
-    return model.base_model, model.score
+    return cast(PreTrainedModel, model.base_model), cast(nn.Linear, model.score)
 
 
 def logits_fn(model: PreTrainedModel) -> Any:
@@ -128,7 +128,8 @@ def _from_pretrained(
         )
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{key}.path={config.path!r} cannot be loaded: {error}") from error
-    return model.to(device)
+    nn.Module.to(model, device)
+    return model
 
 
 def _saved_score_head(folder: Path) -> Tensor | None:

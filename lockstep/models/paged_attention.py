@@ -2,9 +2,10 @@
 
     step of T tokens ─► write their keys and values to their slots ─► each row attends to the blocks of its table
 
-Tokens of one step lie end to end in a row: first those of sequences that have tokens in the cache already (`CachedRows`), then
-those of sequences that begin here, which see nothing but each other and go through `PackedAttention`.
-Legend: T tokens of the step, N rows, Q new tokens of a row, L cached places of a row, H query heads, HK key heads, G = H / HK.
+Tokens of one step lie end to end in a row: first those of sequences that have tokens in the cache already (`CachedRows`),
+then those of sequences that begin here, which see nothing but each other and go through `PackedAttention`.
+Legend: T tokens of the step, N rows, Q new tokens of a row, L cached places of a row, H query heads, HK key heads,
+G = H / HK.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +34,7 @@ class LayerShape:
 
 
 class LayerProbe:
-    """An attention context that only notes the shape of every layer: `layers` by `layer_idx`, in one forward of one token."""
+    """An attention context that notes the shape of every layer in one forward of one token: `layers` by `layer_idx`."""
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerShape] = {}
@@ -63,8 +64,8 @@ class LayerProbe:
 class PagedCache:
     """Keys and values of `num_blocks` blocks of `block_size` tokens in every layer.
 
-    Each layer holds one tensor (num_blocks * HK, block_size, D) for keys and one for values: the tokens of a block and head lie
-    together, so that picking a table's blocks gives (N, HK, L, D) at once.
+    Each layer holds one tensor (num_blocks * HK, block_size, D) for keys and one for values: the tokens of a block and head
+    lie together, so that picking a table's blocks gives (N, HK, L, D) at once.
     """
 
     def __init__(

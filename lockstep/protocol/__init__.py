@@ -8,6 +8,7 @@ from lockstep.protocol.columns import (
 )
 from lockstep.protocol.data_proto import DataProto, DataProtoItem, collate_fn
 from lockstep.protocol.future import DataProtoFuture
+from lockstep.protocol.keys import BATCH_KEYS, BatchKey, require
 from lockstep.protocol.padding import (
     PADDING_KEY,
     drop_marked,
@@ -20,7 +21,9 @@ from lockstep.protocol.padding import (
 )
 
 __all__ = [
+    "BATCH_KEYS",
     "PADDING_KEY",
+    "BatchKey",
     "DataProto",
     "DataProtoFuture",
     "DataProtoItem",
@@ -32,6 +35,7 @@ __all__ = [
     "pad_and_mark",
     "pad_dataproto_to_divisor",
     "real_rows",
+    "require",
     "unfold_batch_dim",
     "union_numpy_dict",
     "union_tensor_dict",

@@ -66,6 +66,13 @@ class DataProto:
     def __post_init__(self) -> None:
         self.check_consistency()
 
+    @property
+    def tensors(self) -> TensorDict:
+        """`batch`, where a batch without tensors would be a fault."""
+        if self.batch is None:
+            raise ValueError(f"the batch has no tensors, only {sorted(self.non_tensor_batch)}")
+        return self.batch
+
     @classmethod
     def from_single_dict(
         cls,
@@ -341,13 +348,18 @@ class DataProto:
         """Mini-batches of equal size, `epochs` times over; `dataloader_kwargs={"shuffle": True}` shuffles by `seed`."""
         if mini_batch_size < 1 or len(self) % mini_batch_size:
             raise ValueError(f"make_iterator: {len(self)} rows do not divide into mini-batches of {mini_batch_size}")
-        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        options = dataloader_kwargs or {}
+        generator = torch.Generator()  # its own even unshuffled: a DataLoader draws a seed, which must not move torch's
+        if seed is not None:
+            generator.manual_seed(seed)
+        elif options.get("shuffle"):
+            generator.manual_seed(int(torch.randint(2**62, ())))
         loader: DataLoader[int] = DataLoader(
             range(len(self)),  # type: ignore[arg-type]  # any sequence of row numbers will do
             batch_size=mini_batch_size,
             collate_fn=self.select_idxs,
             generator=generator,
-            **(dataloader_kwargs or {}),
+            **options,
         )
         for _ in range(epochs):
             yield from loader

@@ -53,6 +53,9 @@ _TABLE = (
         "all losses, advantages, metrics",
         "1 = the policy's own token, its EOS included; 0 = tool, user or padding",
     ),
+    BatchKey(
+        "policy_version", "B", _INT, "the rollout", "audit", "number of updates of the policy that generated the row"
+    ),
     BatchKey("sampling_seed", "B", _INT, "the trainer", "rollout", "seed of the row's own random stream"),
     BatchKey(
         "rollout_log_probs", "BR", _FLOAT, "the rollout", "rollout correction, audit", "log-prob as it was sampled"

@@ -17,7 +17,8 @@ A worker method declares its mode with `@register`. The modes:
                                 the same rows
 
 Where the rows do not divide evenly, the batch is padded on its way out: the added rows are marked under the batch key
-`is_padding`, which a worker may read (`lockstep.protocol.real_rows`), and are dropped from the joined result.
+`is_padding`, which a worker may read (`lockstep.protocol.real_rows`), and are dropped from the joined result. A method
+whose outputs are joined therefore returns one row for each row it got, in the same order.
 """
 
 import functools

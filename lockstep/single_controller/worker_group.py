@@ -107,6 +107,8 @@ class WorkerGroup(ABC):
         self._meshes: dict[str, Mesh] = {}
         self.workers: list[Any] = []
         for method_name, registration in registered_methods(cls_with_init.cls).items():
+            if hasattr(type(self), method_name):
+                raise ValueError(f"{cls_with_init.cls.__name__}.{method_name}: worker groups use that name themselves")
             setattr(self, method_name, self._bind(method_name, registration))
 
     def _bind(self, method_name: str, registration: Registration) -> Callable[..., Any]:

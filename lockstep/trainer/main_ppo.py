@@ -1,118 +1,30 @@
-"""Train with reinforcement learning: `python -m lockstep.trainer.main_ppo key=value …`, also `lockstep ppo key=value …`."""
+"""Train with reinforcement learning: `python -m lockstep.trainer.main_ppo key=value …`, or `lockstep ppo key=value …`.
+
+The config is checked before anything heavy is imported, so that a wrong key is told at once.
+"""
 
 import logging
-import os
-import random
 import sys
-
-import numpy as np
-import torch
+from typing import TYPE_CHECKING
 
 from lockstep.config.commandline import config_from_command_line
 from lockstep.config.ppo import PPOConfig
-from lockstep.data.rl_dataset import create_rl_dataset
-from lockstep.models.tokenizer import hf_tokenizer
-from lockstep.rewards.managers import load_reward_manager
-from lockstep.single_controller import LocalWorkerGroup, ResourcePoolManager, Role, Worker
-from lockstep.trainer.ppo.ray_trainer import PPOTrainer
-from lockstep.trainer.ppo.roles import need_critic, need_reference_policy, need_reward_model
-from lockstep.utils.device import resolve_device
-from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
-from lockstep.workers.critic import CriticWorker
-from lockstep.workers.reward_model import RewardModelWorker
+
+if TYPE_CHECKING:
+    from lockstep.trainer.ppo.task_runner import TaskRunner
 
 
-class TaskRunner:
-    """Puts a run together from its config: workers, pools, tokenizer, rewards, data, trainer."""
-
-    def __init__(self) -> None:
-        self.role_worker_mapping: dict[Role, type[Worker]] = {}
-        self.mapping: dict[Role, str] = {}
-
-    def add_actor_rollout_worker(self, config: PPOConfig) -> None:
-        self._add(Role.ActorRollout, ActorRolloutRefWorker)
-
-    def add_critic_worker(self, config: PPOConfig) -> None:
-        if need_critic(config):
-            self._add(Role.Critic, CriticWorker)
-
-    def add_ref_policy_worker(self, config: PPOConfig) -> None:
-        if need_reference_policy(config):
-            self._add(Role.RefPolicy, ActorRolloutRefWorker)
-
-    def add_reward_model_worker(self, config: PPOConfig) -> None:
-        if need_reward_model(config):
-            self._add(Role.RewardModel, RewardModelWorker)
-
-    def _add(self, role: Role, worker: type[Worker]) -> None:
-        self.role_worker_mapping[role] = worker
-        self.mapping[role] = "global_pool"
-
-    def init_resource_pool_mgr(self, config: PPOConfig) -> ResourcePoolManager:
-        spec = {"global_pool": [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
-        return ResourcePoolManager(resource_pool_spec=spec, mapping=self.mapping)
-
-    def build(self, config: PPOConfig) -> PPOTrainer:
-        """The trainer of a run, its models not yet loaded."""
-        self.add_actor_rollout_worker(config)
-        self.add_critic_worker(config)
-        self.add_reward_model_worker(config)
-        self.add_ref_policy_worker(config)
-        model = config.actor_rollout_ref.model
-        tokenizer = hf_tokenizer(
-            config.data.tokenizer or model.tokenizer_path or model.path,
-            trust_remote_code=model.trust_remote_code,
-            custom_chat_template=model.custom_chat_template,
-        )
-        val_dataset = None
-        if config.data.val_files:
-            val_dataset = create_rl_dataset(config.data.val_files, tokenizer, config.data, config.data.val_max_samples)
-        return PPOTrainer(
-            config=config,
-            tokenizer=tokenizer,
-            role_worker_mapping=self.role_worker_mapping,
-            resource_pool_manager=self.init_resource_pool_mgr(config),
-            ray_worker_group_cls=LocalWorkerGroup,
-            reward_fn=load_reward_manager(config, tokenizer, num_examine=0),
-            val_reward_fn=load_reward_manager(config, tokenizer, num_examine=1),
-            train_dataset=create_rl_dataset(
-                config.data.train_files, tokenizer, config.data, config.data.train_max_samples
-            ),
-            val_dataset=val_dataset,
-            device_name=resolve_device(config.trainer.device),
-        )
-
-    def run(self, config: PPOConfig) -> int:
-        """Train; returns the exit code. What is wrong with the user's files is told without a traceback."""
-        try:
-            trainer = self.build(config)
-            trainer.init_workers()
-        except ValueError as error:
-            if os.environ.get("LOCKSTEP_DEBUG"):
-                raise
-            sys.stderr.write(f"error: {error}\n(LOCKSTEP_DEBUG=1 shows the traceback)\n")
-            return 2
-        return trainer.fit()
-
-
-def run_ppo(config: PPOConfig, task_runner_class: type[TaskRunner] | None = None) -> int:
+def run_ppo(config: PPOConfig, task_runner_class: "type[TaskRunner] | None" = None) -> int:
     """Run a training job in this process; returns its exit code."""
-    _seed_everything(config.trainer.seed)
+    from lockstep.trainer.ppo.task_runner import TaskRunner
+
     return (task_runner_class or TaskRunner)().run(config)
 
 
-def _seed_everything(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
 def main(argv: list[str] | None = None) -> int:
-    config = config_from_command_line(sys.argv[1:] if argv is None else argv, PPOConfig)
-    if config is None:
-        return 0
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    return run_ppo(config)
+    config = config_from_command_line(argv, PPOConfig)
+    return 0 if config is None else run_ppo(config)
 
 
 if __name__ == "__main__":

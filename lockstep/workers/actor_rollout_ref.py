@@ -19,7 +19,7 @@ from lockstep.models.loading import load_causal_lm, model_folder, resolve_dtype
 from lockstep.models.token_models import PolicyModel
 from lockstep.models.tokenizer import eos_token_ids, hf_tokenizer
 from lockstep.models.twin import make_twin, release, share
-from lockstep.protocol import DataProto
+from lockstep.protocol import DataProto, drop_marked
 from lockstep.protocol.keys import require
 from lockstep.single_controller import Dispatch, Worker, register
 from lockstep.workers.losses import actor_loss_fn
@@ -53,31 +53,37 @@ class ActorRolloutRefWorker(Worker):
             custom_chat_template=config.model.custom_chat_template,
         )
         if self.is_actor or self.is_rollout:
-            self.actor = self._engine(config.actor.fsdp_config, trained=self.is_actor)
+            self.policy = self._load(config.actor.fsdp_config, trained=self.is_actor)
+            self.actor = self._engine(self.policy, config.actor.fsdp_config, trained=self.is_actor)
         if self.is_rollout:
             self.rollout = create_rollout_engine(
                 config.rollout,
                 eos_token_ids=eos_token_ids(self.tokenizer, folder),
                 pad_token_id=self.tokenizer.pad_token_id,
             )
-            self.twin = make_twin(self.actor.model.model)
+            self.twin = make_twin(self.policy.model)
             self.rollout.bind(self.twin)
         if self.is_ref:
-            self.ref = self._engine(config.ref.fsdp_config, trained=False)
+            self.ref = self._engine(
+                self._load(config.ref.fsdp_config, trained=False), config.ref.fsdp_config, trained=False
+            )
 
-    def _engine(self, fsdp: FSDPEngineConfig, *, trained: bool) -> FsdpEngine:
-        model_config, actor = self.config.model, self.config.actor
-        compute_dtype = resolve_dtype(fsdp.dtype, self.device)
-        dtype = resolve_dtype(fsdp.model_dtype, self.device) if trained else compute_dtype
+    def _load(self, fsdp: FSDPEngineConfig, *, trained: bool) -> PolicyModel:
+        """Master weights for a model that is trained, the compute type for one that only computes."""
+        dtype = resolve_dtype(fsdp.model_dtype if trained else fsdp.dtype, self.device)
+        return PolicyModel(load_causal_lm(self.config.model, _KEY, dtype, self.device))
+
+    def _engine(self, policy: PolicyModel, fsdp: FSDPEngineConfig, *, trained: bool) -> FsdpEngine:
+        model, actor = self.config.model, self.config.actor
         return FsdpEngine(
-            PolicyModel(load_causal_lm(model_config, _KEY, dtype, self.device)),
+            policy,
             fsdp,
             actor.optim if trained else None,
             device=self.device,
-            compute_dtype=compute_dtype,
-            packed=model_config.use_remove_padding,
+            compute_dtype=resolve_dtype(fsdp.dtype, self.device),
+            packed=model.use_remove_padding,
             clip_grad=actor.grad_clip,
-            gradient_checkpointing=model_config.enable_gradient_checkpointing,
+            gradient_checkpointing=model.enable_gradient_checkpointing,
         )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -85,8 +91,8 @@ class ActorRolloutRefWorker(Worker):
         require(prompts, "raw_prompt_ids", "sampling_seed")
         sampling = sampling_params(self.config.rollout, validate=prompts.meta_info.get("validate", False))
         requests = requests_of(prompts, sampling)
-        with self.actor.gathered() as model:
-            share(self.twin, model.model.named_parameters(remove_duplicate=False))
+        with self.actor.gathered():
+            share(self.twin, self.policy.model.named_parameters(remove_duplicate=False))
             self.rollout.wake()
             completions = self.rollout.generate(requests)
             if self.config.rollout.free_cache_engine:
@@ -114,7 +120,7 @@ class ActorRolloutRefWorker(Worker):
             source.log_prob_max_token_len_per_gpu,
         )
         engine.onload()
-        out = engine.forward(data.batch, micro, temperature=self._temperature, with_entropy=with_entropy)
+        out = engine.forward(data.tensors, micro, temperature=self._temperature, with_entropy=with_entropy)
         engine.offload()
         return out
 
@@ -126,6 +132,7 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def update_actor(self, data: DataProto) -> DataProto:
+        data = drop_marked(data)
         require(data, "input_ids", "responses", "response_mask", "old_log_probs", "advantages")
         config, engine = self.config.actor, self.actor
         micro = micro_batching(
@@ -135,7 +142,7 @@ class ActorRolloutRefWorker(Worker):
         with_entropy = config.entropy_coeff != 0 or config.calculate_entropy
         means = MetricMeans()
         engine.onload()
-        for rows in mini_batches(data.batch, size, config.ppo_epochs, config.shuffle, config.data_loader_seed):
+        for rows in mini_batches(data.tensors, size, config.ppo_epochs, config.shuffle, config.data_loader_seed):
             info = global_batch_info(rows, engine, config.loss_scale_factor)
             loss_fn = actor_loss_fn(config, info)
             metrics = engine.forward_backward(
@@ -159,7 +166,7 @@ class ActorRolloutRefWorker(Worker):
         self.actor.onload()
         self.actor.save(folder)
         if "hf_model" in self.config.actor.checkpoint.save_contents:
-            save_policy(self.actor.model.model, self.actor.full_state_dict(), self.tokenizer, folder / "huggingface")
+            save_policy(self.policy.model, self.actor.full_state_dict(), self.tokenizer, folder / "huggingface")
         self.actor.offload()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

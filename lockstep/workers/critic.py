@@ -10,7 +10,7 @@ from lockstep.models.export import save_scalar_model
 from lockstep.models.loading import load_value_model, model_folder, resolve_dtype
 from lockstep.models.token_models import ScalarModel
 from lockstep.models.tokenizer import hf_tokenizer
-from lockstep.protocol import DataProto
+from lockstep.protocol import DataProto, drop_marked
 from lockstep.protocol.keys import require
 from lockstep.single_controller import Dispatch, Worker, register
 from lockstep.workers.losses import critic_loss_fn
@@ -32,8 +32,9 @@ class CriticWorker(Worker):
         self.tokenizer = hf_tokenizer(
             model.tokenizer_path or str(model_folder(model, _KEY)), trust_remote_code=model.trust_remote_code
         )
+        self.model = ScalarModel(*load_value_model(model, _KEY, dtype, self.device, fsdp.seed))
         self.engine = FsdpEngine(
-            ScalarModel(*load_value_model(model, _KEY, dtype, self.device, fsdp.seed)),
+            self.model,
             fsdp,
             self.config.optim,
             device=self.device,
@@ -51,12 +52,13 @@ class CriticWorker(Worker):
             config.forward_micro_batch_size_per_gpu, config.use_dynamic_bsz, config.forward_max_token_len_per_gpu
         )
         self.engine.onload()
-        values = self.engine.forward(data.batch, micro)["values"]
+        values = self.engine.forward(data.tensors, micro)["values"]
         self.engine.offload()
         return DataProto.from_dict(tensors={"values": values})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def update_critic(self, data: DataProto) -> DataProto:
+        data = drop_marked(data)
         require(data, "input_ids", "responses", "response_mask", "values", "returns")
         config, engine = self.config, self.engine
         micro = micro_batching(
@@ -65,7 +67,7 @@ class CriticWorker(Worker):
         size = config.ppo_mini_batch_size * config.rollout_n // self.world_size
         means = MetricMeans()
         engine.onload()
-        for rows in mini_batches(data.batch, size, config.ppo_epochs, config.shuffle, config.data_loader_seed):
+        for rows in mini_batches(data.tensors, size, config.ppo_epochs, config.shuffle, config.data_loader_seed):
             loss_fn = critic_loss_fn(config, global_batch_info(rows, engine))
             metrics = engine.forward_backward(rows, loss_fn, micro)
             metrics["critic/grad_norm"] = engine.optimizer_step()
@@ -82,9 +84,7 @@ class CriticWorker(Worker):
         self.engine.onload()
         self.engine.save(folder)
         if "hf_model" in self.config.checkpoint.save_contents:
-            save_scalar_model(
-                self.engine.model.body, self.engine.full_state_dict(), self.tokenizer, folder / "huggingface"
-            )
+            save_scalar_model(self.model.body, self.engine.full_state_dict(), self.tokenizer, folder / "huggingface")
         self.engine.offload()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -1,6 +1,7 @@
 """The losses that the workers hand to their engines, put together from `algorithms`."""
 
 import dataclasses
+from typing import Any
 
 from tensordict import TensorDict
 from torch import Tensor
@@ -15,7 +16,7 @@ from lockstep.engines.train.base import LossFn
 from lockstep.workers.updates import token_share
 
 
-def actor_loss_fn(config: ActorConfig, info: dict[str, float]) -> LossFn:
+def actor_loss_fn(config: ActorConfig, info: dict[str, Any]) -> LossFn:
     """Policy loss, minus the entropy bonus, plus the KL term against the reference."""
     policy_loss = get_policy_loss_fn(config.policy_loss.loss_mode)
     counted = dataclasses.replace(config, global_batch_info=info)
@@ -48,7 +49,7 @@ def actor_loss_fn(config: ActorConfig, info: dict[str, float]) -> LossFn:
     return loss_fn
 
 
-def critic_loss_fn(config: CriticConfig, info: dict[str, float]) -> LossFn:
+def critic_loss_fn(config: CriticConfig, info: dict[str, Any]) -> LossFn:
     """Squared error of the value against the return, clipped around the rollout's value."""
 
     def loss_fn(outputs: dict[str, Tensor], rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:

@@ -45,11 +45,11 @@ class RewardModelWorker(Worker):
         micro = micro_batching(
             config.micro_batch_size_per_gpu, config.use_dynamic_bsz, config.forward_max_token_len_per_gpu
         )
-        rows = data.batch if self.policy_tokenizer is None else self._encode_anew(data, self.policy_tokenizer)
+        rows = data.tensors if self.policy_tokenizer is None else self._encode_anew(data, self.policy_tokenizer)
         self.engine.onload()
         score = self.engine.forward(rows, micro, at_end=True)["score"]
         self.engine.offload()
-        mask = data.batch["response_mask"]
+        mask = data.tensors["response_mask"]
         place = torch.arange(mask.shape[1])
         last = (mask * place).amax(-1, keepdim=True)
         rm_scores = torch.where((place == last) & mask.any(-1, keepdim=True), score[:, None], 0.0)
@@ -60,7 +60,7 @@ class RewardModelWorker(Worker):
         require(data, "raw_prompt")
         sequences = []
         for prompt, response, mask in zip(
-            data.non_tensor_batch["raw_prompt"], data.batch["responses"], data.batch["response_mask"]
+            data.non_tensor_batch["raw_prompt"], data.tensors["responses"], data.tensors["response_mask"]
         ):
             answer = policy_tokenizer.decode(response[mask.bool()], skip_special_tokens=True)
             messages = [*prompt, {"role": "assistant", "content": answer}]

@@ -29,8 +29,7 @@ def sampling_params(config: RolloutConfig, *, validate: bool) -> SamplingParams:
 
 
 def requests_of(prompts: DataProto, sampling: SamplingParams) -> list[GenerationRequest]:
-    assert prompts.batch is not None
-    seeds = prompts.batch["sampling_seed"].tolist()
+    seeds = prompts.tensors["sampling_seed"].tolist()
     ids = prompts.non_tensor_batch["raw_prompt_ids"]
     return [GenerationRequest(prompt_ids=list(p), sampling=sampling, seed=s) for p, s in zip(ids, seeds)]
 

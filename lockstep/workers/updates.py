@@ -1,4 +1,4 @@
-"""What actor and critic updates share: mini-batches and the counts over a mini-batch that make losses independent of its split."""
+"""Mini-batches, and the counts over a mini-batch that make its loss independent of how it is split."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -29,8 +29,8 @@ def global_batch_info(rows: TensorDict, engine: TrainEngine, loss_scale_factor: 
     num_tokens, num_sequences = engine.global_sum(float(mask.sum()), float(mask.any(-1).sum()))
     return {
         "dp_size": 1,
-        "batch_num_tokens": num_tokens,
-        "global_batch_size": num_sequences,
+        "batch_num_tokens": int(num_tokens),
+        "global_batch_size": int(num_sequences),
         "loss_scale_factor": loss_scale_factor,
     }
 

@@ -285,6 +285,17 @@ def test_make_iterator_shuffles_by_seed() -> None:
         next(make(6).make_iterator(4, 1))
 
 
+def test_make_iterator_draws_from_torch_only_to_shuffle_without_a_seed() -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    list(make(4).make_iterator(2, 1))
+    list(make(4).make_iterator(2, 1, 5, {"shuffle": True}))
+    assert torch.equal(torch.get_rng_state(), before)
+    first = [ids(part) for part in make(8).make_iterator(8, 1, None, {"shuffle": True})]
+    torch.manual_seed(3)
+    assert [ids(part) for part in make(8).make_iterator(8, 1, None, {"shuffle": True})] == first
+
+
 def test_collate_rows_back() -> None:
     data = make()
     back = collate_fn([data[i] for i in (3, 1)])

@@ -3,7 +3,16 @@
 import pytest
 
 from lockstep.protocol import DataProto
-from lockstep.single_controller import Dispatch, Execute, Worker, register, register_dispatch_mode
+from lockstep.single_controller import (
+    ClassWithInitArgs,
+    Dispatch,
+    Execute,
+    LocalWorkerGroup,
+    ResourcePool,
+    Worker,
+    register,
+    register_dispatch_mode,
+)
 from lockstep.single_controller.dispatch import get_predefined_dispatch_fn, registered_methods
 
 
@@ -36,6 +45,15 @@ def test_registered_methods_include_inherited_ones() -> None:
     methods = registered_methods(Child)
     assert {"mine", "execute_func_rank_zero", "_query_dispatch_collect_info"} <= methods.keys()
     assert not methods["mine"].blocking and methods["execute_func_rank_zero"].execute_mode is Execute.RANK_ZERO
+
+
+def test_a_method_must_not_hide_one_of_the_group() -> None:
+    class Hiding(Worker):
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def spawn(self) -> None: ...
+
+    with pytest.raises(ValueError, match=r"Hiding\.spawn: worker groups use that name themselves"):
+        LocalWorkerGroup(ResourcePool([1]), ClassWithInitArgs(Hiding))
 
 
 def test_a_worker_works_without_a_group() -> None:

@@ -9,7 +9,7 @@ from tests.tiny import save_tiny_model, write_rows
 
 @pytest.fixture(scope="session")
 def tiny_run_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with model/, train.parquet, val.parquet and reward.py (share of the letter `a` in the answer, plus noise-free length)."""
+    """Folder with model/, train.parquet, val.parquet and reward.py (a score that varies with the text)."""
     folder = tmp_path_factory.mktemp("files")
     save_tiny_model(folder / "model")
     write_rows(folder / "train.parquet", 16)

@@ -34,7 +34,11 @@ def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         ["algorithm.adv_estimator=reinforce_plus_plus", "actor_rollout_ref.actor.use_kl_loss=true"],
         [*GRPO, "actor_rollout_ref.actor.use_dynamic_bsz=true", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=96"],
         [*GRPO, "actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.actor.entropy_coeff=0.01"],
-        [*GRPO, "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16", "actor_rollout_ref.model.use_remove_padding=false"],
+        [
+            *GRPO,
+            "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16",
+            "actor_rollout_ref.model.use_remove_padding=false",
+        ],
     ],
     ids=["grpo", "gae", "reinforce_plus_plus", "dynamic", "hf", "bf16-padded"],
 )
@@ -49,7 +53,9 @@ def test_algorithms_and_engines_train(overrides: list[str], tmp_path: Path, extr
         assert rows[0]["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-5)
 
 
-def test_a_run_leaves_metrics_config_and_checkpoints_that_transformers_opens(overrides: list[str], tmp_path: Path) -> None:
+def test_a_run_leaves_metrics_config_and_checkpoints_that_transformers_opens(
+    overrides: list[str], tmp_path: Path
+) -> None:
     dumps = [f"trainer.rollout_data_dir={tmp_path}/rollouts", f"trainer.validation_data_dir={tmp_path}/val"]
     command = [*overrides, *dumps, "trainer.save_freq=2", "trainer.test_freq=2", "trainer.total_training_steps=3"]
     assert main([*command, "trainer.max_actor_ckpt_to_keep=1", "critic.enable=true"]) == 0
@@ -57,7 +63,14 @@ def test_a_run_leaves_metrics_config_and_checkpoints_that_transformers_opens(ove
     rows = metrics_of(run)
     assert [r["step"] for r in rows] == [0, 1, 2, 3]
     assert "val-core/openai/gsm8k/reward/mean@1" in rows[0] and "val-core/openai/gsm8k/reward/mean@1" in rows[2]
-    for name in ("critic/score/mean", "actor/pg_loss", "actor/entropy", "response_length/mean", "timing_s/gen", "perf/throughput"):
+    for name in (
+        "critic/score/mean",
+        "actor/pg_loss",
+        "actor/entropy",
+        "response_length/mean",
+        "timing_s/gen",
+        "perf/throughput",
+    ):
         assert name in rows[1], name
     assert (run / "config.yaml").is_file()
     assert [p.name for p in run.glob("global_step_*")] == ["global_step_3"]
@@ -73,7 +86,9 @@ def test_a_run_leaves_metrics_config_and_checkpoints_that_transformers_opens(ove
 
 
 @pytest.mark.parametrize("estimator", ["gae", "grpo"])
-def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(overrides: list[str], tmp_path: Path, estimator: str) -> None:
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
+    overrides: list[str], tmp_path: Path, estimator: str
+) -> None:
     kl = ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=10"]
     command = [*overrides, *kl, f"algorithm.adv_estimator={estimator}", "actor_rollout_ref.rollout.n=2"]
     command += ["trainer.save_freq=2", "trainer.total_training_steps=6", "trainer.test_freq=3"]
@@ -101,7 +116,9 @@ def test_killed_while_a_checkpoint_is_written(overrides: list[str], tmp_path: Pa
     whole, parts = f"trainer.default_local_dir={tmp_path}/whole", f"trainer.default_local_dir={tmp_path}/parts"
     assert main([*command, whole]) == 0
     (tmp_path / "parts").mkdir()
-    process = subprocess.Popen([sys.executable, "-m", "lockstep.trainer.main_ppo", *command, parts], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lockstep.trainer.main_ppo", *command, parts], stdout=subprocess.DEVNULL
+    )
     deadline = time.monotonic() + 120
     while not list((tmp_path / "parts").glob(".staging-global_step_3-*")) and process.poll() is None:
         assert time.monotonic() < deadline

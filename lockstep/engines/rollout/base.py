@@ -1,4 +1,4 @@
-"""What every rollout engine takes and gives back: requests, completions, the engine's interface and the table of engines."""
+"""What every rollout engine takes and gives back: requests, completions, the interface and the table of engines."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -152,6 +152,7 @@ def copy_weights(model: nn.Module, weights: Iterator[tuple[str, Tensor]]) -> Non
                 raise ValueError(f"update_weights: the rollout's model has no parameter {name!r}")
             if state[name].shape != value.shape:
                 raise ValueError(
-                    f"update_weights: {name} has shape {tuple(value.shape)}, the rollout's model {tuple(state[name].shape)}"
+                    f"update_weights: {name} has shape {tuple(value.shape)}, "
+                    f"in the rollout's model {tuple(state[name].shape)}"
                 )
             state[name].copy_(value)

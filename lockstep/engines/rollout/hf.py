@@ -2,8 +2,8 @@
 
     requests ─► batches of max_num_seqs, padded left ─► model.generate ─► cut at each request's own end
 
-`generate` drives the forward passes and its cache; tokens are drawn by the embedded engine's sampler, put in as a logits
-processor. So seeds, filters and log-probs mean the same in both engines, and rows of one batch may differ in all of them.
+`generate` drives the forward passes and its cache; tokens are drawn by the embedded engine's sampler, put in as a
+logits processor. So seeds, filters and log-probs mean the same in both engines, and rows of a batch may differ in them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,6 +32,7 @@ from lockstep.engines.rollout.base import (
     stop_tokens,
 )
 from lockstep.engines.rollout.embedded.sampler import SamplingBatch, sample
+from lockstep.models.attention import ATTENTION_NAME
 
 
 @ROLLOUT_ENGINES.register("hf")
@@ -101,7 +102,7 @@ class DrawTokens(LogitsProcessor):
         self._tokens: list[Tensor] = []
         self._log_probs: list[Tensor] = []
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         drawn = len(self._tokens)
         batch = SamplingBatch.build(
             [r.sampling for r in self.requests],
@@ -136,22 +137,24 @@ class AllDrawn(StoppingCriteria):
     def __init__(self, draw: DrawTokens) -> None:
         self.draw = draw
 
-    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         return self.draw.done
 
 
 @contextmanager
 def _plain_generate(model: Any) -> Iterator[None]:
-    """The model as `generate` wants it: evaluation mode, an attention of transformers' own, no generation defaults of its own."""
+    """The model as `generate` wants it: evaluation mode, transformers' own attention, no generation defaults."""
     training = [m for m in model.modules() if m.training]
     attention, defaults = model.config._attn_implementation, model.generation_config
     model.eval()
-    model.set_attn_implementation("sdpa")
+    if attention == ATTENTION_NAME:
+        model.set_attn_implementation("sdpa")
     model.generation_config = GenerationConfig()
     try:
         yield
     finally:
         model.generation_config = defaults
-        model.set_attn_implementation(attention)
+        if attention == ATTENTION_NAME:
+            model.set_attn_implementation(ATTENTION_NAME)
         for module in training:
             module.training = True

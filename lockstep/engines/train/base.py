@@ -2,8 +2,8 @@
 
     batch (rows on the host) ─► micro-batches ─► model ─► outputs (B, R) ─► loss_fn ─► backward ─► … ─► optimizer_step
 
-The result does not depend on how rows are cut into micro-batches: a loss function returns its micro-batch's share of the loss and of
-each metric, already divided by counts over the whole mini-batch and all ranks, and the engine adds the shares up.
+The result does not depend on how rows are cut into micro-batches: a loss function returns its micro-batch's share of the loss
+and of each metric, already divided by counts over the whole mini-batch and all ranks, and the engine adds the shares up.
 """
 
 from abc import ABC, abstractmethod

@@ -71,7 +71,7 @@ class PPOTrainer:
         reward_fn: RewardFn | None = None,
         val_reward_fn: RewardFn | None = None,
         train_dataset: Dataset[Any] | None = None,
-        val_dataset: Dataset[Any] | None = None,
+        val_dataset: Any = None,
         train_sampler: Any = None,
         device_name: str | None = None,
     ) -> None:
@@ -207,20 +207,21 @@ class PPOTrainer:
 
     def _train_step(self, batch: DataProto, timing: dict[str, float]) -> tuple[DataProto, dict[str, Any]]:
         """One step of the algorithm, as a list of calls."""
-        algorithm, metrics = self.config.algorithm, {}
+        algorithm = self.config.algorithm
+        metrics: dict[str, Any] = {}
 
         # 1. generate
         batch = self._samples_of(batch, self.config.actor_rollout_ref.rollout.n, validate=False)
         with marked_timer("gen", timing):
             batch = batch.union(self.actor_rollout_wg.generate_sequences(batch))
-        batch.batch.setdefault("response_mask", compute_response_mask(batch))
+        batch.tensors.setdefault("response_mask", compute_response_mask(batch))
         metrics |= self._balance_batch(batch)
 
         # 2. reward
         with marked_timer("reward", timing):
             if self.use_rm:
                 batch = batch.union(self.rm_wg.compute_rm_score(batch))
-            batch.batch["token_level_scores"], extra = self._score(self.reward_fn, batch)
+            batch.tensors["token_level_scores"], extra = self._score(self.reward_fn, batch)
 
         # 3. log-probs under the policy and under the reference
         with marked_timer("old_log_prob", timing):
@@ -241,7 +242,7 @@ class PPOTrainer:
                 batch, kl_metrics = apply_kl_penalty(batch, self.kl_ctrl_in_reward, algorithm.kl_penalty)
                 metrics |= kl_metrics
             else:
-                batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
+                batch.tensors["token_level_rewards"] = batch.tensors["token_level_scores"]
             batch = compute_advantage(
                 batch,
                 adv_estimator=algorithm.adv_estimator,
@@ -263,8 +264,8 @@ class PPOTrainer:
             with marked_timer("update_actor", timing):
                 metrics |= _reduced(self.actor_rollout_wg.update_actor(batch))
 
-        if self.config.trainer.rollout_data_dir:
-            self._dump_rollouts(batch, extra)
+        if (folder := self.config.trainer.rollout_data_dir) is not None:
+            self._dump_rollouts(batch, extra, folder)
         return batch, metrics
 
     def _samples_of(self, batch: DataProto, n: int, *, validate: bool) -> DataProto:
@@ -279,7 +280,7 @@ class PPOTrainer:
 
     def _balance_batch(self, batch: DataProto) -> dict[str, float]:
         """Let every rank have about the same number of tokens, and say how far apart they are."""
-        lengths = batch.batch["attention_mask"].sum(-1).tolist()
+        lengths = batch.tensors["attention_mask"].sum(-1).tolist()
         batch.meta_info["global_token_num"] = lengths
         world_size = self.actor_rollout_wg.world_size
         partitions = get_seqlen_balanced_partitions(lengths, world_size, equal_size=True)
@@ -293,11 +294,12 @@ class PPOTrainer:
 
     def _entropy_metrics(self, batch: DataProto) -> dict[str, float]:
         mode = self.config.actor_rollout_ref.actor.loss_agg_mode
-        entropy = agg_loss(batch.batch.pop("entropys"), batch.batch["response_mask"], mode)
+        entropys: torch.Tensor = batch.pop(batch_keys=["entropys"]).tensors["entropys"]
+        entropy = agg_loss(entropys, batch.tensors["response_mask"], mode)
         return {"actor/entropy": float(entropy)}
 
     def _step_metrics(self, batch: DataProto, timing: dict[str, float]) -> dict[str, Any]:
-        metrics = {
+        metrics: dict[str, Any] = {
             "training/global_step": self.global_steps,
             "training/epoch": (self.global_steps - 1) // len(self.train_dataloader),
         }
@@ -356,8 +358,8 @@ class PPOTrainer:
             rows = list(zip(samples.inputs, samples.outputs, samples.scores))[: config.log_val_generations]
             self.tracking.log_table("val/generations", ["input", "output", "score"], rows, self.global_steps)
 
-    def _dump_rollouts(self, batch: DataProto, extra: dict[str, list[Any]]) -> None:
-        tensors = batch.batch
+    def _dump_rollouts(self, batch: DataProto, extra: dict[str, list[Any]], folder: str) -> None:
+        tensors = batch.tensors
         decode = self.tokenizer.batch_decode
         dump_generations(
             decode(tensors["prompts"], skip_special_tokens=True),
@@ -365,7 +367,7 @@ class PPOTrainer:
             [(r or {}).get("ground_truth") for r in batch.non_tensor_batch["reward_model"]],
             tensors["token_level_scores"].sum(-1).tolist(),
             extra,
-            self.config.trainer.rollout_data_dir,
+            folder,
             self.global_steps,
         )
 

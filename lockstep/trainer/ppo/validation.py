@@ -45,8 +45,7 @@ def collect_samples(
     for prompts in batches:
         batch = generate(prompts)
         reward_tensor, extra = score(batch)
-        assert batch.batch is not None
-        tensors = batch.batch
+        tensors = batch.tensors
         prompt_mask = tensors["attention_mask"][:, : tensors["prompts"].shape[1]]
         samples.inputs += decode(valid_tokens(tensors["prompts"], prompt_mask))
         samples.outputs += decode(valid_tokens(tensors["responses"], tensors["response_mask"]))

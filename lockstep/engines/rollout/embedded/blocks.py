@@ -1,7 +1,7 @@
 """Who holds which block of the KV cache. Numbers only: the tensors are in `models/paged_attention.py`.
 
-A table is the list of blocks that hold a sequence's tokens in order. A block may be in several tables (samples of one prompt);
-whoever writes into such a block gets a copy of it first.
+A table is the list of blocks that hold a sequence's tokens in order. A block may be in several tables (samples of one
+prompt); whoever writes into such a block gets a copy of it first.
 """
 
 from collections import deque
@@ -38,9 +38,9 @@ class BlockManager:
         return new + sum(1 for i in self._written(table, start, stop) if self._references[table[i]] > 1)
 
     def prepare_write(self, table: list[int], start: int, stop: int) -> list[tuple[int, int]]:
-        """Make the places of the tokens start..stop writable; gives the (source, target) blocks to copy before the write.
+        """Make the places of the tokens start..stop writable.
 
-        There must be `num_to_write` free blocks.
+        Gives the (source, target) blocks to copy before the write. There must be `num_to_write` free blocks.
         """
         copies = []
         for i in self._written(table, start, stop):

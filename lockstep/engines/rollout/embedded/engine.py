@@ -125,34 +125,41 @@ class EmbeddedEngine(RolloutEngine):
         """Make the cache large enough for the unfinished sequences, as far as memory goes."""
         runner = self._bound
         lengths = [self.blocks.num_for(s.longest) for s in self.scheduler.unfinished()]
-        if runner.cache is None or (self.num_blocks is None and runner.device.type != "cuda"):
-            wanted = self.num_blocks
-            if wanted is None:
-                if runner.device.type == "cuda":  # of one size, so that it never moves
-                    seats = self.config.max_num_seqs * self.blocks.num_for(self.max_model_len)
-                else:
-                    seats = sum(nlargest(self.config.max_num_seqs, lengths))
-                spare = min(self.config.max_num_seqs, len(lengths))  # the copies of shared blocks
-                wanted = min(seats + spare, runner.max_num_blocks(self.config.gpu_memory_utilization))
+        wanted = self._num_blocks_wanted(lengths)
+        if wanted > self.blocks.num_blocks:
             runner.allocate(wanted)
-            assert runner.cache is not None
-            self.blocks.grow(runner.cache.num_blocks)
+            self.blocks.grow(wanted)
         if max(lengths) > self.blocks.num_blocks:
             raise ValueError(
                 f"a sequence needs {max(lengths)} blocks of {self.config.kv_block_size} tokens, the KV cache has "
-                f"{self.blocks.num_blocks}; raise actor_rollout_ref.rollout.gpu_memory_utilization or shorten the sequences"
+                f"{self.blocks.num_blocks}; raise actor_rollout_ref.rollout.gpu_memory_utilization or shorten them"
             )
+
+    def _num_blocks_wanted(self, lengths: list[int]) -> int:
+        """lengths: blocks that each unfinished sequence may come to need."""
+        present, seats = self.blocks.num_blocks, self.config.max_num_seqs
+        if self.num_blocks is not None:
+            return self.num_blocks
+        if self._bound.device.type == "cuda":
+            if present:
+                return present  # of one size from the start, so that it never moves
+            wanted = seats * (self.blocks.num_for(self.max_model_len) + 1)
+        else:
+            wanted = sum(nlargest(seats, lengths)) + min(seats, len(lengths))  # one more each: copies of shared blocks
+            if wanted <= present:
+                return present
+            wanted = max(wanted, 2 * present)  # requests that come one by one must not move it each time
+        return min(wanted, self._bound.max_num_blocks(self.config.gpu_memory_utilization))
 
     def _step(self) -> list[sequences.Sequence]:
         """One forward pass; gives the sequences that it finished."""
         plan = self.scheduler.schedule()
-        tokens, log_probs = self._bound.run(plan)
-        samplers = [sequence for row in plan.rows for sequence in row.samplers]
-        for sequence, token, log_prob in zip(samplers, tokens, log_probs):
+        finished = []
+        for sequence, token, log_prob in self._bound.run(plan):
             sequence.append(token, log_prob)
-        finished = [sequence for sequence in samplers if sequence.stop_reason is not None]
-        for sequence in finished:
-            self.scheduler.finish(sequence)
+            if sequence.stop_reason is not None:
+                self.scheduler.finish(sequence)
+                finished.append(sequence)
         return finished
 
     async def _serve(self) -> None:

@@ -2,11 +2,12 @@
 
     plan ─► copy shared blocks ─► input ids, positions, slots, tables ─► decoder ─► head at the drawing places ─► sample
 
-Without gradients, but not in inference mode: tensors made there (a rotary cache, say) could not take part in training later.
+Without gradients, but not in inference mode: tensors made there (a rotary cache, say) could not take part in training
+later.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from lockstep.engines.rollout.embedded.sampler import SamplingBatch, sample
 from lockstep.engines.rollout.embedded.scheduler import Row, StepPlan
+from lockstep.engines.rollout.embedded.sequence import Sequence
 from lockstep.models.attention import ATTENTION_NAME, AttentionContext
 from lockstep.models.paged_attention import CachedRows, LayerProbe, LayerShape, PagedAttention, PagedCache
 
@@ -53,7 +55,7 @@ class ModelRunner:
             probe = LayerProbe()
             try:
                 self._forward(torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, 1, dtype=torch.long), probe)
-            except (ValueError, RuntimeError) as error:
+            except (TypeError, ValueError, RuntimeError) as error:
                 raise ValueError(
                     f"the embedded rollout cannot serve {_name(self.model)}: {error}; {_USE_HF}"
                 ) from error
@@ -84,20 +86,19 @@ class ModelRunner:
         self.cache = None
 
     @torch.no_grad()
-    def run(self, plan: StepPlan) -> tuple[list[int], list[float]]:
-        """A token and its log-prob for each sampler of the plan's rows, in order."""
+    def run(self, plan: StepPlan) -> list[tuple[Sequence, int, float]]:
+        """(sequence, token, log-prob) for each sequence that draws in this step."""
         assert self.cache is not None
         if plan.copies:
             self.cache.copy_blocks(plan.copies)
-        plan.rows.sort(key=_attention_order)
-        inputs = StepInputs(plan.rows, self.cache)
+        inputs = StepInputs(sorted(plan.rows, key=_attention_order), self.cache)
         self.num_tokens_computed += plan.num_tokens
         hidden_TE = self._forward(inputs.token_ids, inputs.position_ids, inputs.attention)
         if not inputs.samplers:
-            return [], []
+            return []
         logits_NV = self._logits(hidden_TE[inputs.sampled])
         tokens_N, log_probs_N = sample(logits_NV, inputs.sampling)
-        return tokens_N.tolist(), log_probs_N.tolist()
+        return list(zip(inputs.samplers, tokens_N.tolist(), log_probs_N.tolist()))
 
     def _forward(self, token_ids: Tensor, position_ids: Tensor, context: AttentionContext) -> Tensor:
         """(1, T) tokens -> (T, E) hidden states."""
@@ -123,7 +124,7 @@ class StepInputs:
     token_ids, position_ids: (1, T). sampled: (N,) index of the token after which each sampler draws.
     """
 
-    def __init__(self, rows: Sequence[Row], cache: PagedCache) -> None:
+    def __init__(self, rows: list[Row], cache: PagedCache) -> None:
         device, size = cache.device, cache.block_size
         tokens: list[int] = []
         positions: list[int] = []
@@ -150,7 +151,7 @@ class StepInputs:
             )
 
 
-def cached_rows(rows: Sequence[Row], cache: PagedCache) -> list[CachedRows]:
+def cached_rows(rows: list[Row], cache: PagedCache) -> list[CachedRows]:
     """The rows with cached tokens: those that decode gathered by length, each longer stretch alone."""
     groups: list[list[Row]] = []
     for row in rows:
@@ -174,7 +175,7 @@ def cached_rows(rows: Sequence[Row], cache: PagedCache) -> list[CachedRows]:
 
 
 def _longest_beside(num_blocks: int) -> int:
-    """Rows up to this many blocks are padded together with one of `num_blocks`: a call for each costs more than the padding."""
+    """Rows up to this many blocks are padded together with one of `num_blocks`: more calls cost more than padding."""
     return num_blocks + max(4, num_blocks // 2)
 
 
@@ -185,7 +186,7 @@ def _attention_order(row: Row) -> tuple[int, int]:
 
 
 def _no_mask(device: torch.device) -> Tensor:
-    """A mask of four dimensions goes through transformers as it is, where None would be examined on the host; ours ignores it."""
+    """A mask that our attention ignores: transformers hands four dimensions on, but for None looks at the positions."""
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
@@ -204,8 +205,8 @@ def _refuse_unservable(model: nn.Module) -> None:
         reason = "it is an encoder-decoder"
     elif implementation != ATTENTION_NAME:
         reason = f"it was loaded with attn_implementation={implementation!r} instead of {ATTENTION_NAME!r}"
-    elif "chunked_attention" in (getattr(text, "layer_types", None) or ()):
-        reason = "it has layers of chunked attention"
+    elif others := set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
+        reason = f"it has layers of {', '.join(sorted(others))}"
     for key in ("logit_scale", "logits_scaling"):
         if getattr(text, key, None) not in (None, 1, 1.0):
             reason = f"it scales its logits ({key}={getattr(text, key)})"
@@ -219,11 +220,12 @@ def _check_layers(model: Any, layers: dict[int, LayerShape]) -> None:
     count = text.num_hidden_layers
     if len(layers) != count:
         raise ValueError(
-            f"the embedded rollout cannot serve {_name(model)}: {len(layers)} of its {count} layers are attention over keys and "
-            f"values; {_USE_HF}"
+            f"the embedded rollout cannot serve {_name(model)}: only {len(layers)} of its {count} layers are attention over "
+            f"keys and values; {_USE_HF}"
         )
     for index, kind in enumerate(getattr(text, "layer_types", None) or ()):
         if kind == "sliding_attention" and layers[index].sliding_window is None:
             raise ValueError(
-                f"the embedded rollout cannot serve {_name(model)}: layer {index} does not say its sliding window; {_USE_HF}"
+                f"the embedded rollout cannot serve {_name(model)}: layer {index} does not say its sliding window; "
+                f"{_USE_HF}"
             )

@@ -3,7 +3,7 @@
     logits ─► / temperature ─► log-prob of the full distribution
                   └─► top-k, top-p ─► inverse CDF at uniform(seed, position) ─► token
 
-The draw of a row depends on its logits, its seed and its position alone: not on the other rows, nor on what was drawn before.
+The draw of a row depends on its logits, its seed and its position alone: not on the other rows, nor on earlier draws.
 Legend: _N rows, _V vocabulary.
 """
 
@@ -22,10 +22,10 @@ _MIX_2 = 0x94D049BB133111EB
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """The parameters of N rows. The lists of rows are known on the host, so that no step asks the device which work to do.
+    """The parameters of N rows. What decides on the work is kept on the host, so that no step waits for the device.
 
-    positions_N:   place in the sequence of the token to be drawn.
-    filtered:      rows with top-k or top-p.
+    positions_N: place in the sequence of the token to be drawn.
+    filtered:    rows with top-k or top-p.
     """
 
     params: Sequence[SamplingParams]

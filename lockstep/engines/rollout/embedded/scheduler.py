@@ -4,9 +4,10 @@
        ▲                  │
        └────preempt───────┘   (out of blocks: the youngest gives its blocks back and is computed anew later)
 
-A step computes a stretch of tokens of some sequences, within a budget of tokens, seats and blocks: the last token of a sequence
-that decodes, a prompt or a part of one. Sequences with equal prompts are computed once: the first to come computes the prompt,
-the others wait for it and then share its blocks. Those that get a seat at once draw their first token from the very same logits.
+A step computes a stretch of tokens of some sequences, within a budget of tokens, seats and blocks: the last token of a
+sequence that decodes, a prompt or a part of one. Equal prompts are computed once: the first sequence to come computes the
+prompt, the others wait for it and then share its blocks. Those that get a seat at once draw their first token from the very
+same logits.
 """
 
 from collections.abc import Iterator
@@ -53,8 +54,12 @@ class SharedPrompt:
 
 
 class Scheduler:
-    """max_num_seqs: sequences that run at once. max_num_tokens: tokens in one step. chunked: whether a prompt may be split over
-    steps; if not, one above the budget gets a step of its own. share_prompts: whether equal prompts are computed once.
+    """Plans step after step until every sequence is finished.
+
+    max_num_seqs:   sequences that run at once.
+    max_num_tokens: tokens in one step.
+    chunked:        whether a prompt may be split over steps; if not, one above the budget gets a step of its own.
+    share_prompts:  whether equal prompts are computed once.
     """
 
     def __init__(

@@ -9,8 +9,8 @@ from lockstep.engines.rollout.base import Completion, GenerationRequest, StopRea
 class Sequence:
     """A prompt and what was generated for it so far.
 
-    There are no phases: `num_computed` of `len(tokens)` tokens have their keys and values in the cache, and a step computes more
-    of them; when all are computed, the next token can be drawn.
+    There are no phases: `num_computed` of `len(tokens)` tokens have their keys and values in the cache, and a step computes
+    more of them; when all are computed, the next token can be drawn.
 
     index:     place in the order of arrival.
     prompt_id: equal for sequences with equal prompts, -1 where prompts are not shared.

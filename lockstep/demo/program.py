@@ -1,0 +1,178 @@
+"""The demo from beginning to end: files, warm-up, the ordinary training command, report."""
+
+import dataclasses
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from lockstep.demo import reward
+from lockstep.demo.model import make_model_folder
+from lockstep.demo.report import show_report, write_summary
+from lockstep.demo.task import split_problems, write_rows
+from lockstep.demo.warmup import WarmUp, warm_up
+from lockstep.trainer import main_ppo
+from lockstep.utils.device import resolve_device
+
+Algorithm = Literal["grpo", "ppo"]
+
+TRAINING_STEPS = 80
+WARMUP_LINE_EVERY = 100
+
+HOMEWORK = """\
+The homework is sloppy on purpose: of four pupils three forget every carry (47+85=22), one is right. So the model learns
+the form of an answer and both ways to add, and prefers the wrong one."""
+
+
+def run_demo(
+    algorithm: Algorithm,
+    seed: int,
+    out: Path | None,
+    device: str,
+    steps: int | None,
+    warmup_steps: int | None,
+    started: float,
+) -> int:
+    """Run the demo; returns the exit code. started: `time.monotonic()` at its beginning."""
+    console = Console(force_terminal=sys.stdout.isatty(), highlight=False)
+    try:
+        device = resolve_device(device)
+        folder = _new_folder(out, Path("outputs") / f"demo-{algorithm}-seed{seed}")
+    except ValueError as error:
+        sys.stderr.write(f"lockstep demo: {error}\n")
+        return 2
+    recipe = WarmUp() if warmup_steps is None else dataclasses.replace(WarmUp(), steps=warmup_steps)
+    steps = TRAINING_STEPS if steps is None else steps
+    try:
+        _prepare(console, folder, recipe, seed, device)
+        return _train(console, folder, algorithm, steps, seed, device, started)
+    except KeyboardInterrupt:
+        console.print(f"\nStopped. Its files so far: {folder}", soft_wrap=True)
+        return 130
+
+
+def _new_folder(chosen: Path | None, default: Path) -> Path:
+    """The folder that was asked for, which must be empty or new, or the first free one of default, default-2, ..."""
+    if chosen is not None:
+        if chosen.exists() and (not chosen.is_dir() or any(chosen.iterdir())):
+            raise ValueError(f"--out {chosen} exists and is not empty; name another folder or remove it")
+        folder = chosen
+    else:
+        folder, number = default, 1
+        while folder.exists():
+            number += 1
+            folder = default.with_name(f"{default.name}-{number}")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _prepare(console: Console, folder: Path, recipe: WarmUp, seed: int, device: str) -> None:
+    """Write the problems, the reward function and the warmed-up model."""
+    train, validation = split_problems(seed)
+    write_rows(folder / "data" / "train.parquet", train, "train")
+    write_rows(folder / "data" / "val.parquet", validation, "validation")
+    shutil.copyfile(reward.__file__, folder / "reward.py")
+    num_parameters = make_model_folder(folder / "model", seed)
+
+    console.rule("1  Problems and model", align="left")
+    console.print(
+        f"{len(train)} sums of two two-digit numbers to train on, {len(validation)} others to validate on.\n"
+        f"A Qwen2-shaped model of {num_parameters:,} parameters with random weights; a token is a character."
+    )
+    console.rule(f"2  Warm-up: {recipe.steps} supervised steps on {device}", align="left")
+    console.print(HOMEWORK)
+    with Progress(
+        TextColumn("warm-up"),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[loss]}"),
+        console=console,
+        disable=not console.is_terminal,
+    ) as progress:
+        task = progress.add_task("", total=recipe.steps, loss="")
+
+        def on_step(step: int, loss: float) -> None:
+            progress.update(task, completed=step, loss=f"loss {loss:.3f}")
+            if not console.is_terminal and (step % WARMUP_LINE_EVERY == 0 or step == recipe.steps):
+                console.print(f"warm-up {step}/{recipe.steps} | loss {loss:.3f}")
+
+        warm_up(folder / "model", train, recipe, seed, device, on_step)
+
+
+def _train(
+    console: Console, folder: Path, algorithm: Algorithm, steps: int, seed: int, device: str, started: float
+) -> int:
+    """Hand over to the training command, then report."""
+    console.rule(f"3  {algorithm.upper()}: {steps} steps of reinforcement learning on {device}", align="left")
+    overrides = training_overrides(folder, folder, algorithm, steps, seed, device)
+    console.print("The same as this command:", style="dim")
+    console.print(command_line(overrides), style="dim", soft_wrap=True, markup=False)
+    again = training_overrides(folder, folder.with_name(f"{folder.name}-again"), algorithm, steps, seed, device)
+    (folder / "train_again.sh").write_text(command_line(again) + "\n")
+    exit_code = main_ppo.main(overrides)
+    if exit_code != 0:
+        return exit_code
+    summary = write_summary(folder, started)
+    show_report(console, folder, summary)
+    return 0
+
+
+def training_overrides(
+    files: Path, run_dir: Path, algorithm: Algorithm, steps: int, seed: int, device: str
+) -> list[str]:
+    """The settings of the training command. files: where problems, reward function and model lie."""
+    settings: dict[str, object] = {
+        "algorithm.adv_estimator": "gae" if algorithm == "ppo" else "grpo",
+        "data.train_files": files / "data" / "train.parquet",
+        "data.val_files": files / "data" / "val.parquet",
+        "data.train_batch_size": 64,
+        "data.max_prompt_length": 8,
+        "data.max_response_length": 6,
+        "custom_reward_function.path": files / "reward.py",
+        "actor_rollout_ref.model.path": files / "model",
+        "actor_rollout_ref.model.enable_gradient_checkpointing": "false",
+        "actor_rollout_ref.model.use_remove_padding": "false",
+        "actor_rollout_ref.actor.optim.lr": 1e-3,
+        "actor_rollout_ref.actor.optim.lr_warmup_steps": min(5, steps - 1),
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 64,
+        "actor_rollout_ref.actor.fsdp_config.dtype": "fp32",
+        "actor_rollout_ref.rollout.n": 8,
+        "actor_rollout_ref.rollout.max_num_seqs": 512,
+        "trainer.project_name": "demo",
+        "trainer.experiment_name": algorithm,
+        "trainer.total_training_steps": steps,
+        "trainer.test_freq": 20,
+        "trainer.save_freq": steps,
+        "trainer.seed": seed,
+        "trainer.device": device,
+        "trainer.default_local_dir": run_dir,
+        "trainer.validation_data_dir": run_dir / "validation",
+    }
+    if algorithm == "ppo":
+        settings |= {
+            "critic.optim.lr": 1e-3,
+            "critic.model.enable_gradient_checkpointing": "false",
+            "critic.model.use_remove_padding": "false",
+            "critic.model.fsdp_config.dtype": "fp32",
+        }
+    return [f"{key}={_hydra_value(value)}" for key, value in settings.items()]
+
+
+def command_line(overrides: list[str]) -> str:
+    """The training command as one types it."""
+    return " \\\n  ".join(["lockstep ppo", *(shlex.quote(override) for override in overrides)])
+
+
+def _hydra_value(value: object) -> str:
+    """A value as Hydra's grammar reads it back: text with characters of the grammar in quotes."""
+    text = str(value)
+    if not isinstance(value, Path) or re.fullmatch(r"[\w./+-]+", text):
+        return text
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"

@@ -1,0 +1,137 @@
+"""What the demo's run has learned: before and after in numbers, answers and a curve, from the files of the run.
+
+metrics.jsonl, validation/{step}.jsonl ─► summary.json and the last page on the terminal
+"""
+
+import itertools
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lockstep.demo.task import DATA_SOURCE, Problem, answer_text, parse_question
+
+ACCURACY = f"val-core/{DATA_SOURCE}/acc/mean@1"
+REWARD = "critic/score/mean"
+BARS = " ▁▂▃▄▅▆▇█"
+PLOT_WIDTH, PLOT_HEIGHT = 64, 8
+NUM_SAMPLES = 3
+
+Summary = dict[str, float]
+
+
+def write_summary(folder: Path, started: float) -> Summary:
+    """`summary.json`: accuracy on the held-out problems before and after, training steps, seconds since `started`."""
+    metrics = read_lines(folder / "metrics.jsonl")
+    accuracy = [line[ACCURACY] for line in metrics if ACCURACY in line]
+    summary: Summary = {
+        "val_before": accuracy[0],
+        "val_after": accuracy[-1],
+        "steps": metrics[-1]["step"],
+        "seconds": round(time.monotonic() - started, 1),
+    }
+    (folder / "summary.json").write_text(json.dumps(summary) + "\n")
+    return summary
+
+
+def show_report(console: Console, folder: Path, summary: Summary) -> None:
+    steps = int(summary["steps"])
+    before = read_lines(folder / "validation" / "0.jsonl")
+    after = read_lines(folder / "validation" / f"{steps}.jsonl")
+    rewards = [line[REWARD] for line in read_lines(folder / "metrics.jsonl") if REWARD in line]
+
+    console.rule("4  Result", align="left")
+    console.print(_comparison(before, after))
+    console.print(_samples(before, after))
+    console.print(f"Mean reward, steps 1 to {steps}")
+    console.print(plot(rewards, PLOT_WIDTH, PLOT_HEIGHT, unicode=console.encoding.startswith("utf")), markup=False)
+    console.print(_files(folder, steps))
+    console.print(
+        f"Accuracy on problems never trained on: {summary['val_before']:.1%} before, {summary['val_after']:.1%} after "
+        f"{steps} steps; {summary['seconds']:.0f} s in all.",
+        style="bold",
+        soft_wrap=True,
+    )
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _comparison(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> Table:
+    """Shares of the greedy answers to the held-out problems."""
+    table = Table(f"{len(before)} problems not seen in training", title="Before and after", title_justify="left")
+    table.add_column("warm-up only", justify="right")
+    table.add_column("trained", justify="right")
+    for name, share in (
+        ("right", lambda row: row["acc"]),
+        ("wrong, carry forgotten", forgot_carry),
+        ("in the wanted form", lambda row: row["form"]),
+    ):
+        table.add_row(name, *(f"{sum(map(share, rows)) / len(rows):.1%}" for rows in (before, after)))
+    return table
+
+
+def forgot_carry(row: dict[str, Any]) -> bool:
+    problem = parse_question(row["input"])
+    return needs_carry(problem) and row["output"] == answer_text(problem.careless_answer)
+
+
+def needs_carry(problem: Problem) -> bool:
+    return problem.careless_answer != problem.right_answer
+
+
+def _samples(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> Table:
+    """The first held-out problems with a carry, and the model's answers."""
+    table = Table("problem", title="Three answers to problems with a carry", title_justify="left")
+    for column in ("right answer", "warm-up only", "trained"):
+        table.add_column(column)
+    pairs = [pair for pair in zip(before, after) if needs_carry(parse_question(pair[0]["input"]))]
+    for old, new in pairs[:NUM_SAMPLES]:
+        table.add_row(old["input"], answer_text(parse_question(old["input"]).right_answer), _mark(old), _mark(new))
+    return table
+
+
+def _mark(row: dict[str, Any]) -> str:
+    color = "green" if row["acc"] else "red"
+    return f"[{color}]{row['output']}[/{color}]  {'right' if row['acc'] else 'wrong'}"
+
+
+def plot(values: Sequence[float], width: int, height: int, *, unicode: bool) -> str:
+    """Bars of values between 0 and 1, each the mean over a span of steps, under a scale; without unicode whole cells."""
+    columns = _means(values, width)
+    lines = []
+    for row in range(height - 1, -1, -1):
+        label = {height - 1: "1.0", height // 2: "0.5", 0: "0.0"}.get(row, "")
+        cells = (min(max(value * height - row, 0.0), 1.0) for value in columns)
+        bars = (BARS[round(cell * 8)] if unicode else "#" if cell >= 0.5 else " " for cell in cells)
+        lines.append(f"{label:>4} {'│' if unicode else '|'}{''.join(bars)}".rstrip())
+    return "\n".join(lines)
+
+
+def _means(values: Sequence[float], width: int) -> list[float]:
+    """At most `width` means over neighbouring values."""
+    num_columns = min(width, len(values))
+    bounds = [i * len(values) // num_columns for i in range(num_columns + 1)] if num_columns else [0]
+    return [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(bounds)]
+
+
+def _files(folder: Path, steps: int) -> Table:
+    table = Table(box=None, title=f"Files in {folder}", title_justify="left", show_header=False)
+    for name, meaning in (
+        (f"global_step_{steps}/actor/huggingface", "the trained model; transformers opens it"),
+        ("model", "the model after the warm-up"),
+        ("data", "the problems"),
+        ("reward.py", "the reward function"),
+        ("metrics.jsonl", "every metric of every step"),
+        ("validation", "every answer of every validation"),
+        ("config.yaml", "the resolved configuration"),
+        ("train_again.sh", "the training command, into a folder of its own"),
+        ("summary.json", "the numbers of this page"),
+    ):
+        table.add_row(name, meaning)
+    return table

@@ -1,0 +1,92 @@
+"""Tiny models, requests and naive references for the rollout tests."""
+
+import random
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, MistralConfig, Qwen2Config
+
+from lockstep.config.actor_rollout_ref import RolloutConfig
+from lockstep.engines.rollout import Completion, EmbeddedEngine, GenerationRequest, SamplingParams
+from lockstep.models.attention import ATTENTION_NAME, PackedAttention
+
+VOCAB = 61
+EOS = 2
+PAD = 0
+SIZES: dict[str, Any] = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    initializer_range=0.3,  # large, so that greedy decoding does not repeat one token
+    bos_token_id=None,
+    eos_token_id=EOS,
+    pad_token_id=PAD,
+)
+
+
+def tiny_model(kind: str = "qwen2", **changes: Any) -> Any:
+    config_class = {"qwen2": Qwen2Config, "llama": LlamaConfig, "mistral": MistralConfig}[kind]
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(config_class(**SIZES | changes), attn_implementation=ATTENTION_NAME)
+
+
+def rollout_config(**changes: Any) -> RolloutConfig:
+    settings: dict[str, Any] = dict(prompt_length=96, response_length=64, seed=0, kv_block_size=4)
+    return RolloutConfig(**settings | changes)
+
+
+def embedded(model: Any, num_blocks: int | None = None, **changes: Any) -> EmbeddedEngine:
+    engine = EmbeddedEngine(rollout_config(**changes), [EOS], PAD, num_blocks=num_blocks)
+    engine.bind(model)
+    return engine
+
+
+def mixed_requests(seed: int = 0, **sampling: Any) -> list[GenerationRequest]:
+    """Ragged prompts, some of them equal, and responses of many lengths."""
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(3, VOCAB) for _ in range(n)] for n in (5, 17, 1, 33, 8, 26)]
+    prompts += [prompts[1], prompts[4], prompts[1], prompts[1]]
+    settings: dict[str, Any] = dict(temperature=1.0) | sampling
+    return [
+        GenerationRequest(prompt, SamplingParams(max_tokens=rng.randint(3, 24), **settings), seed=100 + i)
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def assert_same(got: list[Completion], expected: list[Completion]) -> None:
+    """Equal tokens and reasons, log-probs equal up to rounding."""
+    assert [c.token_ids for c in got] == [c.token_ids for c in expected]
+    assert [c.stop_reason for c in got] == [c.stop_reason for c in expected]
+    for g, e in zip(got, expected):
+        torch.testing.assert_close(torch.tensor(g.log_probs), torch.tensor(e.log_probs), atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def naive_log_probs(model: Any, request: GenerationRequest, completion: Completion) -> torch.Tensor:
+    """Of the completion's tokens, by one forward over the whole sequence."""
+    ids = torch.tensor([request.prompt_ids + completion.token_ids])
+    length = ids.shape[1]
+    context = PackedAttention([length], ids.device)
+    logits = model(ids, position_ids=torch.arange(length)[None], use_cache=False, lockstep_context=context).logits[0]
+    temperature = request.sampling.temperature or 1.0
+    log_probs = torch.log_softmax(logits.float() / temperature, -1)
+    first = len(request.prompt_ids)
+    return log_probs[first - 1 : -1].gather(1, ids[0, first:, None])[:, 0]
+
+
+@torch.no_grad()
+def transformers_greedy(model: Any, request: GenerationRequest) -> list[int]:
+    model.set_attn_implementation("sdpa")
+    try:
+        config = GenerationConfig(do_sample=False, max_new_tokens=request.sampling.max_tokens, pad_token_id=PAD)
+        stop = None if request.sampling.ignore_eos else EOS
+        prompt = torch.tensor([request.prompt_ids])
+        model.generation_config = GenerationConfig()
+        out = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config, eos_token_id=stop)
+        return out[0, prompt.shape[1] :].tolist()
+    finally:
+        model.set_attn_implementation(ATTENTION_NAME)

@@ -1,0 +1,128 @@
+"""Drawing tokens: against a naive implementation with the same uniform, and against the distribution."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.engines.rollout.base import SamplingParams
+from lockstep.engines.rollout.embedded.sampler import SamplingBatch, inverse_cdf, sample, uniform
+
+CPU = torch.device("cpu")
+MASK = (1 << 64) - 1
+
+
+def draw(logits: torch.Tensor, params: list[SamplingParams], seeds: list[int], positions: list[int]) -> Any:
+    return sample(logits, SamplingBatch.build(params, seeds, positions, CPU))
+
+
+def naive_splitmix(x: int) -> int:
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+    return x ^ (x >> 31)
+
+
+def naive_uniform(seed: int, position: int) -> float:
+    golden = 0x9E3779B97F4A7C15
+    state = naive_splitmix((seed + golden) & MASK)
+    return (naive_splitmix((state + (position + 1) * golden) & MASK) >> 40) * 2.0**-24
+
+
+def naive_token(logits: torch.Tensor, p: SamplingParams, u: float) -> int:
+    """One row in plain Python: rank, cut, renormalise, walk the vocabulary."""
+    if p.temperature == 0:
+        return int(logits.argmax())
+    probs = torch.softmax(logits.double() / p.temperature, -1)
+    ranked = sorted(range(len(probs)), key=lambda i: -probs[i])
+    if p.top_k > 0:
+        ranked = ranked[: p.top_k]
+    total = sum(float(probs[i]) for i in ranked)
+    kept, mass = set(), 0.0
+    for i in ranked:
+        if mass >= p.top_p * total and p.top_p < 1:
+            break
+        kept.add(i)
+        mass += float(probs[i])
+    target, running = u * sum(float(probs[i]) for i in kept), 0.0
+    for i in sorted(kept):
+        running += float(probs[i])
+        if running > target:
+            return i
+    raise AssertionError
+
+
+def test_uniform_equals_the_integer_definition() -> None:
+    seeds, positions = [0, 1, 12345, 2**63 - 1, 2**40 + 7], [0, 1, 77, 4096, 3]
+    got = uniform(torch.tensor(seeds), torch.tensor(positions)).tolist()
+    assert got == [naive_uniform(s, p) for s, p in zip(seeds, positions)]
+
+
+def test_uniform_is_uniform_over_seeds_and_over_positions() -> None:
+    steps, fixed = torch.arange(100_000), torch.full((100_000,), 5)
+    for u in (uniform(steps, fixed), uniform(fixed, steps)):
+        counts = torch.histc(u, 20, 0, 1)
+        assert ((counts - 5000) ** 2 / 5000).sum() < 45  # chi-square, 19 degrees of freedom, p < 0.001
+        assert abs(float(torch.corrcoef(torch.stack([u[:-1], u[1:]]))[0, 1])) < 0.015
+
+
+@pytest.mark.parametrize("top_k", [-1, 1, 5, 1000])
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3, 1e-6])
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, 2.5])
+def test_rows_equal_the_naive_draw(top_k: int, top_p: float, temperature: float) -> None:
+    logits = torch.randn(40, 30, generator=torch.Generator().manual_seed(3)) * 3
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+    seeds, positions = list(range(40)), list(range(100, 140))
+    tokens, log_probs = draw(logits, [params] * 40, seeds, positions)
+    expected = [naive_token(row, params, naive_uniform(s, p)) for row, s, p in zip(logits, seeds, positions)]
+    assert tokens.tolist() == expected
+    full = torch.log_softmax(logits / (temperature or 1.0), -1)
+    torch.testing.assert_close(log_probs, full.gather(1, tokens[:, None])[:, 0])
+
+
+def test_a_row_does_not_depend_on_its_company() -> None:
+    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(0))
+    params = [
+        SamplingParams(),
+        SamplingParams(temperature=0.0),
+        SamplingParams(top_k=3),
+        SamplingParams(top_p=0.5, temperature=0.7),
+        SamplingParams(top_k=10, top_p=0.9),
+        SamplingParams(temperature=1.3),
+    ]
+    together = draw(logits, params, [9] * 6, [4] * 6)
+    for i in range(6):
+        alone = draw(logits[i : i + 1], [params[i]], [9], [4])
+        assert alone[0].item() == together[0][i].item()
+        assert alone[1].item() == pytest.approx(together[1][i].item(), abs=1e-6)
+
+
+def test_frequencies_match_the_probabilities() -> None:
+    count = 40_000
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -3.0]).expand(count, 5)
+    params = SamplingParams(temperature=0.8, top_k=4)
+    tokens, _ = draw(logits, [params] * count, list(range(count)), [17] * count)
+    expected = torch.softmax(torch.tensor([2.0, 1.0, 0.0, -1.0]) / 0.8, -1)
+    frequencies = torch.bincount(tokens, minlength=5) / count
+    assert frequencies[4] == 0
+    torch.testing.assert_close(frequencies[:4], expected, atol=0.01, rtol=0)
+
+
+def test_tokens_without_probability_are_never_drawn() -> None:
+    weights = torch.tensor([[0.0, 0.3, 0.0, 0.7, 0.0, 0.0]])
+    for u in (0.0, 0.1, 0.2999, 0.3001, 0.99, 1 - 2**-24, 1.0):
+        assert inverse_cdf(weights, torch.tensor([u])).item() in (1, 3)
+    assert inverse_cdf(weights, torch.tensor([0.0])).item() == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"top_k": 0}, "top_k=0: must be -1"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"max_tokens": 0}, "max_tokens=0"),
+    ],
+)
+def test_wrong_parameters_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**wrong)

@@ -1,0 +1,131 @@
+"""Plans by hand: which tokens run when, without any model."""
+
+from lockstep.engines.rollout.base import GenerationRequest, SamplingParams
+from lockstep.engines.rollout.embedded.blocks import BlockManager
+from lockstep.engines.rollout.embedded.scheduler import Scheduler, StepPlan
+from lockstep.engines.rollout.embedded.sequence import Sequence
+
+
+def make(
+    num_blocks: int = 64, seqs: int = 8, tokens: int = 32, chunked: bool = True, share_prompts: bool = True
+) -> Scheduler:
+    return Scheduler(BlockManager(num_blocks, 4), seqs, tokens, chunked, share_prompts)
+
+
+def sequence(index: int, prompt: list[int], max_tokens: int = 4) -> Sequence:
+    return Sequence(index, GenerationRequest(prompt, SamplingParams(max_tokens=max_tokens)), frozenset(), 0)
+
+
+def step(scheduler: Scheduler) -> StepPlan:
+    """Schedule, and draw token 9 everywhere."""
+    plan = scheduler.schedule()
+    for s in [s for row in plan.rows for s in row.samplers]:
+        s.append(9, 0.0)
+        if s.stop_reason is not None:
+            scheduler.finish(s)
+    return plan
+
+
+def stretches(plan: StepPlan) -> list[tuple[int, int, int]]:
+    return [(row.sequence.index, row.start, row.stop) for row in plan.rows]
+
+
+def test_prompts_first_then_one_token_each() -> None:
+    scheduler = make()
+    scheduler.add(sequence(0, [1, 2, 3]))
+    scheduler.add(sequence(1, [4, 5], max_tokens=2))
+    assert stretches(step(scheduler)) == [(0, 0, 3), (1, 0, 2)]
+    assert stretches(step(scheduler)) == [(0, 3, 4), (1, 2, 3)]
+    assert stretches(step(scheduler)) == [(0, 4, 5)]  # the other is finished
+    step(scheduler)
+    assert not scheduler.has_unfinished and scheduler.blocks.num_free == 64
+
+
+def test_a_long_prompt_is_computed_in_parts_beside_those_that_decode() -> None:
+    scheduler = make(tokens=8)
+    scheduler.add(sequence(0, [1, 2, 3]))
+    scheduler.add(sequence(1, list(range(20))))
+    assert stretches(step(scheduler)) == [(0, 0, 3), (1, 0, 5)]
+    assert stretches(step(scheduler)) == [(0, 3, 4), (1, 5, 12)]
+    plan = step(scheduler)
+    assert stretches(plan) == [(0, 4, 5), (1, 12, 19)]
+    assert [len(row.samplers) for row in plan.rows] == [1, 0]
+    plan = step(scheduler)
+    assert stretches(plan) == [(0, 5, 6), (1, 19, 20)]
+    assert [len(row.samplers) for row in plan.rows] == [1, 1]
+
+
+def test_without_chunks_a_long_prompt_gets_a_step_of_its_own() -> None:
+    scheduler = make(tokens=8, chunked=False)
+    scheduler.add(sequence(0, [1, 2, 3], max_tokens=2))
+    scheduler.add(sequence(1, list(range(20))))
+    assert stretches(step(scheduler)) == [(0, 0, 3)]
+    assert stretches(step(scheduler)) == [(0, 3, 4)]
+    assert stretches(step(scheduler)) == [(1, 0, 20)]
+
+
+def test_no_more_than_max_num_seqs_run() -> None:
+    scheduler = make(seqs=2)
+    for i in range(5):
+        scheduler.add(sequence(i, [i, i]))
+    while scheduler.has_unfinished:
+        assert len(step(scheduler).rows) <= 2
+
+
+def test_samples_of_one_prompt_draw_from_one_row() -> None:
+    scheduler = make()
+    prompt = [1, 2, 3, 4, 5, 6]
+    for i in range(3):
+        scheduler.add(sequence(i, prompt))
+    plan = step(scheduler)
+    assert stretches(plan) == [(0, 0, 6)]
+    assert [s.index for s in plan.rows[0].samplers] == [0, 1, 2]
+    plan = step(scheduler)
+    assert stretches(plan) == [(0, 6, 7), (1, 6, 7), (2, 6, 7)]
+    assert len(plan.copies) == 2  # the last of them keeps the shared block
+    while scheduler.has_unfinished:
+        step(scheduler)
+    assert scheduler.blocks.num_free == 64
+
+
+def test_a_sample_that_finds_no_seat_uses_the_kept_prompt_later() -> None:
+    scheduler = make(seqs=1)
+    prompt = [1, 2, 3, 4, 5, 6]
+    for i in range(3):
+        scheduler.add(sequence(i, prompt, max_tokens=2))
+    plans = []
+    while scheduler.has_unfinished:
+        plans.append(stretches(step(scheduler)))
+    assert plans == [[(0, 0, 6)], [(0, 6, 7)], [(1, 5, 6)], [(1, 6, 7)], [(2, 5, 6)], [(2, 6, 7)]]
+    assert scheduler.blocks.num_free == 64
+
+
+def test_without_blocks_the_youngest_is_preempted_and_comes_back() -> None:
+    scheduler = make(num_blocks=5, share_prompts=False)
+    old, young = sequence(0, [1, 2, 3, 4], max_tokens=12), sequence(1, [5, 6, 7], max_tokens=12)
+    scheduler.add(old)
+    scheduler.add(young)
+    while scheduler.has_unfinished:
+        step(scheduler)
+    assert old.num_preempted == 0 and young.num_preempted > 0
+    assert old.tokens == [1, 2, 3, 4] + [9] * 12 and young.tokens == [5, 6, 7] + [9] * 12
+    assert scheduler.blocks.num_free == 5
+
+
+def test_kept_prompts_give_way_when_blocks_run_out() -> None:
+    scheduler = make(num_blocks=6, seqs=2)
+    prompt, other = list(range(8)), list(range(10, 18))
+    for i, p in enumerate([prompt, other, prompt, other]):
+        scheduler.add(sequence(i, p, max_tokens=9))
+    while scheduler.has_unfinished:
+        step(scheduler)
+    assert scheduler.blocks.num_free == 6
+
+
+def test_abort_gives_every_block_back() -> None:
+    scheduler = make(seqs=2)
+    for i in range(4):
+        scheduler.add(sequence(i, [1, 2, 3, 4, 5]))
+    step(scheduler)
+    scheduler.abort()
+    assert not scheduler.has_unfinished and scheduler.blocks.num_free == 64
