@@ -27,7 +27,8 @@ class AlgoConfig:
     norm_adv_by_std_in_grpo: bool = True
     """Divide group-relative advantages by the group's standard deviation; false gives Dr.GRPO."""
     use_kl_in_reward: bool = False
-    """Subtract a KL penalty against the reference policy from each token's reward."""
+    """Subtract a KL penalty against the reference policy from each token's reward; on where a key of `kl_ctrl` is set and
+    this one is not."""
     kl_penalty: str = "kl"
     """KL estimator of the penalty: kl (k1), abs, mse (k2), low_var_kl (k3)."""
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)

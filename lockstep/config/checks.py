@@ -145,6 +145,12 @@ def _build_limits(values: Values) -> Iterator[Problem]:
             yield Problem(name, value, ONE_WORKER)
         if leaf == "ulysses_sequence_parallel_size" and value > 1:
             yield Problem(name, value, "this build keeps each sequence on one worker; set 1")
+        if leaf == "offload_policy" and value:
+            yield Problem(
+                name, value, "this build offloads between phases; set param_offload and optimizer_offload instead"
+            )
+        if leaf == "async_save" and value:
+            yield Problem(name, value, "this build writes a checkpoint before it goes on; set false")
     if not values["actor_rollout_ref.hybrid_engine"]:
         yield Problem("actor_rollout_ref.hybrid_engine", False, "actor and rollout share one worker; set true")
 

@@ -205,6 +205,22 @@ def canonical_name(cls: type, written: str) -> str:
     return name
 
 
+def implied_values(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Values that follow from what is set, with a notice each.
+
+    A KL coefficient that controls nothing is never what its author meant, so it turns the penalty in the reward on; an
+    explicit `algorithm.use_kl_in_reward` decides otherwise.
+    """
+    coefficients = sorted(name for name in values if name.startswith("algorithm.kl_ctrl."))
+    if not coefficients or "algorithm.use_kl_in_reward" in values:
+        return {}, []
+    notice = (
+        f"{coefficients[0]} is set, so the KL penalty in the reward is on; "
+        "algorithm.use_kl_in_reward=false trains without it"
+    )
+    return {"algorithm.use_kl_in_reward": True}, [notice]
+
+
 def refused_values(values: Mapping[str, Any]) -> list[Problem]:
     """Problems with values that name something which this build does not have."""
     return [

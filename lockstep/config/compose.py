@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.config.checks import check
-from lockstep.config.compat import Layer, canonical_layer, canonical_name, refused_values
+from lockstep.config.compat import Layer, canonical_layer, canonical_name, implied_values, refused_values
 from lockstep.config.errors import NO_VALUE, ConfigError, Problem
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import build, explain_unknown_key, is_mapping_key, keys, sections, set_in, to_plain
@@ -89,6 +89,9 @@ def load_config(
     for override in values:
         _apply(override, settings, cls)
 
+    implied, notices = implied_values(settings.values)
+    settings.values |= implied
+    settings.notices += notices
     refused = refused_values(settings.values)
     for problem in refused:
         del settings.values[problem.key]

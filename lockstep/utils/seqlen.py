@@ -4,7 +4,9 @@ Everything is deterministic and works on lengths alone; a partition is a list of
 """
 
 import heapq
-from collections.abc import Sequence
+import itertools
+import operator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +19,9 @@ Number = TypeVar("Number", int, Tensor)
 # The cost of a sequence of length s is about LINEAR * s + s^2: the linear layers' share against attention's, in the
 # proportion of a 7B model (hidden size 4096: 6 * hidden).
 LINEAR_COST = 24576
+
+# how many numbers of micro-batches are tried between the least possible and what greedy packing needs
+MAX_TRIES = 8
 
 
 def calculate_workload(seqlen: Number) -> Number:
@@ -76,7 +81,7 @@ def token_budget_partitions(
     greedy = _first_fit_decreasing(lengths, max_tokens)
     num_large = sum(2 * length > max_tokens for length in lengths)
     fewest = max(-(-sum(lengths) // max_tokens), num_large, min(min_parts, len(lengths)), 1)
-    for num_parts in range(fewest, len(lengths) + 1):
+    for num_parts in _counts_to_try(fewest, len(greedy), len(lengths)):
         parts = get_seqlen_balanced_partitions(costs, num_parts, equal_size=False)
         if any(_total(lengths, part) > max_tokens for part in parts):
             if num_parts != len(greedy):
@@ -84,6 +89,26 @@ def token_budget_partitions(
             parts = greedy
         return sorted(parts, key=lambda part: (-_total(costs, part), part))
     raise AssertionError("one sequence in each part fits the budget")
+
+
+def agreed_partitions(
+    lengths: Sequence[int],
+    max_tokens: int,
+    group: "dist.ProcessGroup | None" = None,
+    min_parts: int = 1,
+    divisor: int = 1,
+    costs: Sequence[int] | None = None,
+) -> Partitions:
+    """`token_budget_partitions` of as many parts on every rank of `group`, their number a multiple of `divisor`.
+
+    Ranks whose forwards and backwards meet in collectives must run equally many. Collective over `group`.
+    """
+    parts = token_budget_partitions(lengths, max_tokens, min_parts, costs)
+    while (wanted := _wanted_count(len(parts), divisor, group)) is not None:
+        if wanted > len(lengths):
+            raise ValueError(f"cannot make {wanted} micro-batches of {len(lengths)} rows or groups of rows")
+        parts = token_budget_partitions(lengths, max_tokens, wanted, costs)
+    return parts
 
 
 def rearrange_micro_batches(
@@ -112,13 +137,10 @@ def rearrange_micro_batches(
     units = [list(range(i, i + force_group_size)) for i in range(0, len(seqlens), force_group_size)]
     lengths = [_total(seqlens, unit) for unit in units]
     costs = [sum(calculate_workload(seqlens[i]) for i in unit) for unit in units]
-    parts = token_budget_partitions(lengths, max_token_len, min_num_micro_batch or 1, costs)
-    divisor = num_batches_divided_by or 1
     group = dp_group if same_micro_num_in_dp else None
-    while (wanted := _wanted_count(len(parts), divisor, group)) is not None:
-        if wanted > len(units):
-            raise ValueError(f"cannot make {wanted} micro-batches of {len(units)} rows or groups of rows")
-        parts = token_budget_partitions(lengths, max_token_len, wanted, costs)
+    parts = agreed_partitions(
+        lengths, max_token_len, group, min_num_micro_batch or 1, num_batches_divided_by or 1, costs
+    )
     if not use_dynamic_bsz_balance:
         parts = sorted(parts)
     rows = [[i for u in part for i in units[u]] for part in parts]
@@ -154,24 +176,32 @@ def _total(amounts: Sequence[int], part: Sequence[int]) -> int:
 
 
 def _largest_differencing(costs: Sequence[int], k: int, equal_size: bool) -> Partitions:
-    """Merge the two partial solutions of widest spread, largest part to smallest, until one is left."""
-    order = sorted(range(len(costs)), key=lambda i: (costs[i], i))
-    starts = range(0, len(order), k if equal_size else 1)
-    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
-    for tie, start in enumerate(starts):
-        items = reversed(order[start : start + (k if equal_size else 1)])
-        solution = [(costs[i], [i]) for i in items]
-        solution += [(0, []) for _ in range(k - len(solution))]
-        heap.append((solution[-1][0] - solution[0][0], tie, solution))
+    """Merge the two partial solutions of widest spread, largest part onto smallest, until one is left.
+
+    A solution is its non-empty parts as (sum, items), largest first; up to k of them, the others are empty.
+    """
+    order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
+    step = k if equal_size else 1
+    solutions = [[(costs[i], [i]) for i in order[start : start + step]] for start in range(0, len(order), step)]
+    heap = [(-_spread(solution, k), tie, solution) for tie, solution in enumerate(solutions)]
     heapq.heapify(heap)
-    tie = len(heap)
+    ties = itertools.count(len(heap))
     while len(heap) > 1:
         wide, other = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
-        merged = [(a + b, i + j) for (a, i), (b, j) in zip(wide, reversed(other))]
-        merged.sort(key=lambda part: -part[0])
-        heapq.heappush(heap, (merged[-1][0] - merged[0][0], tie, merged))
-        tie += 1
-    return [items for _, items in heap[0][2]]
+        # of k places, `other` fills the last ones from the back: its first parts stand beside empty places of `wide`
+        alone = k - len(other)
+        beside = max(0, k - len(wide))
+        merged = wide[:alone] + other[:beside]
+        merged += [(a + b, i + j) for (a, i), (b, j) in zip(wide[alone:], reversed(other[beside:]))]
+        merged.sort(key=operator.itemgetter(0), reverse=True)
+        heapq.heappush(heap, (-_spread(merged, k), next(ties), merged))
+    parts = [items for _, items in heap[0][2]]
+    return parts + [[] for _ in range(k - len(parts))]
+
+
+def _spread(solution: list[tuple[int, list[int]]], k: int) -> int:
+    """Largest less smallest sum of the k parts."""
+    return solution[0][0] - (solution[-1][0] if len(solution) == k else 0)
 
 
 def _fill_empty(parts: Partitions, costs: Sequence[int]) -> None:
@@ -182,6 +212,16 @@ def _fill_empty(parts: Partitions, costs: Sequence[int]) -> None:
             cheapest = min(fullest, key=lambda i: (costs[i], i))
             fullest.remove(cheapest)
             part.append(cheapest)
+
+
+def _counts_to_try(fewest: int, greedy: int, most: int) -> Iterator[int]:
+    """Numbers of parts from `fewest` up: a few on the way to `greedy`, which is sure to fit, else all up to `most`."""
+    if fewest > greedy:
+        yield from range(fewest, most + 1)
+        return
+    stride = -(-max(greedy - fewest, 1) // MAX_TRIES)
+    yield from range(fewest, greedy, stride)
+    yield greedy
 
 
 def _first_fit_decreasing(lengths: Sequence[int], max_tokens: int) -> Partitions:

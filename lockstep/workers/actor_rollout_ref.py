@@ -164,7 +164,7 @@ class ActorRolloutRefWorker(Worker):
         folder = Path(local_path)
         folder.mkdir(parents=True, exist_ok=True)
         self.actor.onload()
-        self.actor.save(folder)
+        self.actor.save(folder, self.config.actor.checkpoint.save_contents)
         if "hf_model" in self.config.actor.checkpoint.save_contents:
             save_policy(self.policy.model, self.actor.full_state_dict(), self.tokenizer, folder / "huggingface")
         self.actor.offload()
@@ -172,5 +172,5 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, local_path: str) -> None:
         self.actor.onload()
-        self.actor.load(Path(local_path))
+        self.actor.load(Path(local_path), self.config.actor.checkpoint.load_contents)
         self.actor.offload()

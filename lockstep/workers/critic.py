@@ -82,7 +82,7 @@ class CriticWorker(Worker):
         folder = Path(local_path)
         folder.mkdir(parents=True, exist_ok=True)
         self.engine.onload()
-        self.engine.save(folder)
+        self.engine.save(folder, self.config.checkpoint.save_contents)
         if "hf_model" in self.config.checkpoint.save_contents:
             save_scalar_model(self.model.body, self.engine.full_state_dict(), self.tokenizer, folder / "huggingface")
         self.engine.offload()
@@ -90,5 +90,5 @@ class CriticWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, local_path: str) -> None:
         self.engine.onload()
-        self.engine.load(Path(local_path))
+        self.engine.load(Path(local_path), self.config.checkpoint.load_contents)
         self.engine.offload()

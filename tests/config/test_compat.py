@@ -219,3 +219,14 @@ def test_the_first_command_that_people_type(files: dict[str, str]) -> None:
         ],
     )
     assert config.trainer.logger == ["console"] and config.critic.forward_micro_batch_size_per_gpu == 4
+
+
+def test_a_kl_coefficient_turns_the_penalty_on_unless_told_otherwise(caplog: pytest.LogCaptureFixture) -> None:
+    on = load_config(overrides=["algorithm.kl_ctrl.kl_coef=0.01"], run_checks=False)
+    assert on.algorithm.use_kl_in_reward
+    assert "the KL penalty in the reward is on" in caplog.text
+    off = load_config(
+        overrides=["algorithm.kl_ctrl.kl_coef=0.01", "algorithm.use_kl_in_reward=false"], run_checks=False
+    )
+    assert not off.algorithm.use_kl_in_reward
+    assert not load_config(run_checks=False).algorithm.use_kl_in_reward

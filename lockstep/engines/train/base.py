@@ -7,7 +7,7 @@ and of each metric, already divided by counts over the whole mini-batch and all 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,9 @@ from torch import Tensor, nn
 
 LossFn = Callable[[dict[str, Tensor], TensorDict], tuple[Tensor, dict[str, Tensor]]]
 """(model outputs of a micro-batch, its rows) -> (its share of the loss, its share of each metric)."""
+
+PARTS = ("model", "optimizer", "extra")
+"""What an engine's checkpoint holds."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +76,9 @@ class TrainEngine(ABC):
         """Bring it back."""
 
     @abstractmethod
-    def save(self, folder: Path) -> None:
-        """Write model, optimizer, schedule and RNG state."""
+    def save(self, folder: Path, contents: Collection[str] = PARTS) -> None:
+        """Write the named parts: model, optimizer, extra (schedule and RNG state)."""
 
     @abstractmethod
-    def load(self, folder: Path) -> None:
-        """Read what `save` wrote, at any world size."""
+    def load(self, folder: Path, contents: Collection[str] = PARTS) -> None:
+        """Read the named parts of what `save` wrote, at any world size."""

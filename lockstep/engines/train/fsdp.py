@@ -4,7 +4,8 @@ At world size 1 with one type for both there is nothing to shard or cast, and th
 """
 
 import random
-from collections.abc import Iterator
+import warnings
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -27,10 +28,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig
-from lockstep.engines.train.base import LossFn, MicroBatching, TrainEngine
+from lockstep.engines.train.base import PARTS, LossFn, MicroBatching, TrainEngine
 from lockstep.engines.train.schedule import build_schedule
 from lockstep.models.packing import ForwardRows, forward_rows, sequence_lengths
-from lockstep.utils.seqlen import token_budget_partitions
+from lockstep.utils.seqlen import agreed_partitions
+
+# without a process group one process writes and reads a checkpoint alone, as it should
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 class FsdpEngine(TrainEngine):
@@ -159,21 +163,25 @@ class FsdpEngine(TrainEngine):
         if self.config.param_offload or self.config.optimizer_offload:
             torch.cuda.empty_cache()
 
-    def save(self, folder: Path) -> None:
-        dcp.save(self._state(), checkpoint_id=str(folder / "shards"), no_dist=not dist.is_initialized())
-        if self.optimizer is not None:
-            rank = dist.get_rank() if dist.is_initialized() else 0
-            torch.save({"schedule": self.schedule.state_dict(), "rng": _rng_state()}, folder / f"extra_rank_{rank}.pt")
+    def save(self, folder: Path, contents: Collection[str] = PARTS) -> None:
+        state = self._state(contents)
+        if state:
+            dcp.save(state, checkpoint_id=str(folder / "shards"), no_dist=not dist.is_initialized())
+        if "extra" in contents and self.optimizer is not None:
+            torch.save({"schedule": self.schedule.state_dict(), "rng": _rng_state()}, _extra_file(folder, _rank()))
 
-    def load(self, folder: Path) -> None:
-        state = self._state()
-        dcp.load(state, checkpoint_id=str(folder / "shards"), no_dist=not dist.is_initialized())
-        set_model_state_dict(self.model, state["model"])
-        if self.optimizer is not None:
+    def load(self, folder: Path, contents: Collection[str] = PARTS) -> None:
+        state = self._state(contents)
+        if state:
+            dcp.load(state, checkpoint_id=str(folder / "shards"), no_dist=not dist.is_initialized())
+        if "model" in state:
+            set_model_state_dict(self.model, state["model"])
+        if "optimizer" in state:
+            assert self.optimizer is not None
             set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
-            rank = dist.get_rank() if dist.is_initialized() else 0
-            extra_file = folder / f"extra_rank_{rank}.pt"
-            extra = torch.load(extra_file if extra_file.exists() else folder / "extra_rank_0.pt", weights_only=False)
+        if "extra" in contents and self.optimizer is not None:
+            own = _extra_file(folder, _rank())
+            extra = torch.load(own if own.exists() else _extra_file(folder, 0), weights_only=False)
             self.schedule.load_state_dict(extra["schedule"])
             _set_rng_state(extra["rng"])
 
@@ -182,15 +190,17 @@ class FsdpEngine(TrainEngine):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         return cast(dict[str, Tensor], get_model_state_dict(self.model, options=options))
 
-    def _state(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"model": get_model_state_dict(self.model)}
-        if self.optimizer is not None:
+    def _state(self, contents: Collection[str]) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        if "model" in contents:
+            state["model"] = get_model_state_dict(self.model)
+        if "optimizer" in contents and self.optimizer is not None:
             state["optimizer"] = get_optimizer_state_dict(self.model, self.optimizer)
         return state
 
     def _partitions(self, batch: TensorDict, micro: MicroBatching) -> list[list[int]]:
         if micro.max_tokens is not None:
-            return token_budget_partitions(sequence_lengths(batch), micro.max_tokens)
+            return agreed_partitions(sequence_lengths(batch), micro.max_tokens)
         size = micro.num_rows or len(batch)
         return [list(range(i, min(i + size, len(batch)))) for i in range(0, len(batch), size)]
 
@@ -233,6 +243,14 @@ def _move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> N
         for name, value in state.items():
             if isinstance(value, Tensor) and name != "step":
                 state[name] = value.to(device, non_blocking=True)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _extra_file(folder: Path, rank: int) -> Path:
+    return folder / f"extra_rank_{rank}.pt"
 
 
 def _rng_state() -> dict[str, Any]:

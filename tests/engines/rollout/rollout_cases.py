@@ -86,7 +86,9 @@ def transformers_greedy(model: Any, request: GenerationRequest) -> list[int]:
         stop = None if request.sampling.ignore_eos else EOS
         prompt = torch.tensor([request.prompt_ids])
         model.generation_config = GenerationConfig()
-        out = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config, eos_token_id=stop)
+        out = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), generation_config=config, eos_token_id=stop
+        )
         return out[0, prompt.shape[1] :].tolist()
     finally:
         model.set_attn_implementation(ATTENTION_NAME)

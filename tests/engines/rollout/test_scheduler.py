@@ -1,5 +1,8 @@
 """Plans by hand: which tokens run when, without any model."""
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from lockstep.engines.rollout.base import GenerationRequest, SamplingParams
 from lockstep.engines.rollout.embedded.blocks import BlockManager
 from lockstep.engines.rollout.embedded.scheduler import Scheduler, StepPlan
@@ -129,3 +132,59 @@ def test_abort_gives_every_block_back() -> None:
     step(scheduler)
     scheduler.abort()
     assert not scheduler.has_unfinished and scheduler.blocks.num_free == 64
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_whatever_is_planned_every_row_finds_its_own_tokens_in_its_blocks(data: st.DataObject) -> None:
+    """Plays the plans on a cache that holds tokens: copies first, then the writes, then every row looks at what it sees."""
+    size = data.draw(st.integers(1, 5), label="block size")
+    draw_length = st.integers(1, 9)
+    prompts = [
+        [100 * i + n for n in range(data.draw(draw_length))]
+        for i in range(data.draw(st.integers(1, 4), label="prompts"))
+    ]
+    sequences = [
+        sequence(i, data.draw(st.sampled_from(prompts)), data.draw(draw_length))
+        for i in range(data.draw(st.integers(1, 10)))
+    ]
+    longest = max(-(-s.longest // size) for s in sequences)
+    num_blocks = longest + data.draw(st.integers(0, 8), label="spare blocks")
+    scheduler = Scheduler(
+        BlockManager(num_blocks, size),
+        max_num_seqs=data.draw(st.integers(1, 6), label="seats"),
+        max_num_tokens=data.draw(st.integers(1, 12), label="budget"),
+        chunked=data.draw(st.booleans(), label="chunked"),
+        share_prompts=data.draw(st.booleans(), label="share"),
+    )
+    late = data.draw(st.integers(0, len(sequences)), label="how many come later")
+    for s in sequences[late:]:
+        scheduler.add(s)
+    memory: dict[tuple[int, int], int] = {}
+    for num_steps in range(2000):
+        if num_steps == 3:
+            for s in sequences[:late]:
+                scheduler.add(s)
+        if not scheduler.has_unfinished:
+            if num_steps > 3:
+                break
+            continue
+        plan = scheduler.schedule()
+        before = dict(memory)
+        for source, target in plan.copies:
+            for offset in range(size):
+                memory[target, offset] = before.get((source, offset), -1)
+        for row in plan.rows:
+            for p in range(row.start, row.stop):
+                memory[row.sequence.blocks[p // size], p % size] = row.sequence.tokens[p]
+        for s in scheduler.running:
+            seen = [memory[s.blocks[p // size], p % size] for p in range(s.num_computed)]
+            assert seen == s.tokens[: s.num_computed]
+        for s in [s for row in plan.rows for s in row.samplers]:
+            assert s.num_computed == len(s.tokens)
+            s.append(1000 * s.index + len(s.tokens), 0.0)
+            if s.stop_reason is not None:
+                scheduler.finish(s)
+    assert not scheduler.has_unfinished, "the schedule does not come to an end"
+    assert all(s.num_generated == s.request.sampling.max_tokens for s in sequences)
+    assert scheduler.blocks.num_free == num_blocks

@@ -77,6 +77,9 @@ class Scheduler:
             int, Sequence
         ] = {}  # prompt_id -> the running sequence that computes this prompt for others
         self._shared: dict[int, SharedPrompt] = {}
+        self._computed_now: set[int] = (
+            set()
+        )  # prompts that the step being planned completes: no block of them can be copied yet
 
     @property
     def has_unfinished(self) -> bool:
@@ -114,6 +117,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         plan = StepPlan()
         budget = self.max_num_tokens
+        self._computed_now.clear()
         admitted = list(self.running)
         for sequence in admitted:
             length = self._length(sequence, budget, plan)
@@ -163,8 +167,9 @@ class Scheduler:
         for sequence in list(self._waiting) if len(self.running) < self.max_num_seqs else ():
             if len(self.running) >= self.max_num_seqs or budget <= 0:
                 return
-            if sequence not in self._waiting or sequence.prompt_id in self._leaders:
-                continue  # it has just been forked, or another computes its prompt
+            being_computed = sequence.prompt_id in self._leaders or sequence.prompt_id in self._computed_now
+            if sequence not in self._waiting or being_computed:  # the first: it has just been forked
+                continue
             shared = self._shared.get(sequence.prompt_id)
             if shared is not None:
                 sequence.num_computed = min(shared.num_tokens, len(sequence.tokens) - 1)
@@ -198,6 +203,7 @@ class Scheduler:
         if self._leaders.get(prompt_id) is not leader or leader.num_computed < leader.num_prompt:
             return
         del self._leaders[prompt_id]
+        self._computed_now.add(prompt_id)
         room = self.blocks.num_free
         for follower in self._waiting.with_prompt(prompt_id):
             if follower.num_generated == 0 and len(self.running) < self.max_num_seqs and room > 0:

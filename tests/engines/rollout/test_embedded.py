@@ -1,0 +1,304 @@
+"""The embedded engine: equal to transformers and to a naive forward, whatever the schedule."""
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, GraniteConfig, MambaConfig, Qwen3NextConfig
+
+from lockstep.engines.rollout import (
+    Completion,
+    EmbeddedEngine,
+    GenerationRequest,
+    SamplingParams,
+    create_rollout_engine,
+)
+from lockstep.models.attention import ATTENTION_NAME, PackedAttention
+from tests.engines.rollout.rollout_cases import (
+    EOS,
+    SIZES,
+    VOCAB,
+    assert_same,
+    embedded,
+    mixed_requests,
+    naive_log_probs,
+    rollout_config,
+    tiny_model,
+    transformers_greedy,
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def expected(model: Any) -> list[Completion]:
+    """What the requests of `mixed_requests` give when each runs alone."""
+    engine = embedded(model, max_num_seqs=1, enable_prefix_caching=False)
+    return [engine.generate([request])[0] for request in mixed_requests()]
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_greedy_equals_transformers(kind: str, ignore_eos: bool) -> None:
+    model = tiny_model(kind)
+    requests = mixed_requests(temperature=0.0, ignore_eos=ignore_eos)
+    completions = embedded(model).generate(requests)
+    assert [c.token_ids for c in completions] == [transformers_greedy(model, r) for r in requests]
+    assert len({t for c in completions for t in c.token_ids}) > 10  # the model does not say one word only
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7}, {"top_k": 5, "top_p": 0.8}, {"temperature": 0.0}])
+def test_log_probs_equal_a_full_forward(kind: str, sampling: dict[str, Any]) -> None:
+    model = tiny_model(kind)
+    requests = mixed_requests(**sampling)
+    for request, completion in zip(requests, embedded(model).generate(requests)):
+        got = torch.tensor(completion.log_probs)
+        torch.testing.assert_close(got, naive_log_probs(model, request, completion), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"max_num_seqs": 1},
+        {"max_num_seqs": 3},
+        {"kv_block_size": 1},
+        {"kv_block_size": 16},
+        {"max_num_batched_tokens": 7},
+        {"max_num_batched_tokens": 1, "max_num_seqs": 4},
+        {"max_num_batched_tokens": 7, "enable_chunked_prefill": False},
+        {"enable_prefix_caching": False},
+        {"enable_prefix_caching": False, "max_num_batched_tokens": 5, "kv_block_size": 3},
+    ],
+)
+def test_the_schedule_does_not_change_the_result(
+    model: Any, expected: list[Completion], changes: dict[str, Any]
+) -> None:
+    assert_same(embedded(model, **changes).generate(mixed_requests()), expected)
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_preemption_does_not_change_the_result(model: Any, expected: list[Completion], share: bool) -> None:
+    engine = embedded(model, num_blocks=20, enable_prefix_caching=share)
+    completions = engine.generate(mixed_requests())
+    assert sum(c.num_preempted for c in completions) > 0
+    assert_same(completions, expected)
+    assert engine.blocks.num_free == 20
+
+
+def test_the_order_of_requests_does_not_change_the_result(model: Any, expected: list[Completion]) -> None:
+    order = list(range(len(expected)))
+    random.Random(4).shuffle(order)
+    requests = mixed_requests()
+    shuffled = embedded(model, max_num_seqs=4).generate([requests[i] for i in order])
+    assert_same(shuffled, [expected[i] for i in order])
+
+
+def test_a_second_call_finds_nothing_of_the_first(model: Any, expected: list[Completion]) -> None:
+    engine = embedded(model)
+    for _ in range(2):
+        assert_same(engine.generate(mixed_requests()), expected)
+    engine.sleep()
+    engine.wake()
+    assert_same(engine.generate(mixed_requests()), expected)
+
+
+def test_samples_of_one_prompt_compute_it_once(model: Any) -> None:
+    prompt, new = list(range(3, 26)), 6
+    requests = [GenerationRequest(prompt, SamplingParams(max_tokens=new, ignore_eos=True), seed=i) for i in range(8)]
+    decoded = 8 * (new - 1)  # the last token of each is never computed
+    shared, alone = embedded(model), embedded(model, enable_prefix_caching=False)
+    assert_same(shared.generate(requests), alone.generate(requests))
+    assert shared.runner is not None and shared.runner.num_tokens_computed == 23 + decoded
+    assert alone.runner is not None and alone.runner.num_tokens_computed == 8 * 23 + decoded
+    few_seats = embedded(model, max_num_seqs=3)
+    few_seats.generate(requests)
+    assert few_seats.runner is not None and few_seats.runner.num_tokens_computed == 23 + 5 + decoded
+    assert len({tuple(c.token_ids) for c in shared.generate(requests)}) > 1
+
+
+def test_stop_tokens_end_a_response_and_belong_to_it(model: Any) -> None:
+    free = SamplingParams(max_tokens=30, ignore_eos=True)
+    request = GenerationRequest([5, 6, 7], free, seed=3)
+    engine = embedded(model)
+    [tokens] = [c.token_ids for c in engine.generate([request])]
+    assert len(tokens) == 30
+    end = tokens.index(tokens[9]) + 1
+    stopping = SamplingParams(max_tokens=30, stop_token_ids=(tokens[9],))
+    [stopped] = engine.generate([GenerationRequest([5, 6, 7], stopping, seed=3)])
+    if EOS not in tokens[:end]:
+        assert stopped.token_ids == tokens[:end] and stopped.stop_reason == "stop"
+        assert len(stopped.log_probs) == end
+    with_eos = EmbeddedEngine(rollout_config(), [tokens[4]], 0)
+    with_eos.bind(model)
+    [at_eos] = with_eos.generate([GenerationRequest([5, 6, 7], SamplingParams(max_tokens=30), seed=3)])
+    assert at_eos.token_ids == tokens[: tokens.index(tokens[4]) + 1] and at_eos.stop_reason == "stop"
+    [ignored] = with_eos.generate([request])
+    assert ignored.token_ids == tokens and ignored.stop_reason == "length"
+
+
+def test_one_token(model: Any) -> None:
+    [completion] = embedded(model).generate([GenerationRequest([7], SamplingParams(max_tokens=1, ignore_eos=True))])
+    assert len(completion.token_ids) == len(completion.log_probs) == 1 and completion.stop_reason == "length"
+
+
+def test_no_requests(model: Any) -> None:
+    assert embedded(model).generate([]) == []
+
+
+def test_too_long_and_empty_requests_are_refused(model: Any) -> None:
+    engine = embedded(model, max_model_len=20)
+    good = GenerationRequest([1] * 15, SamplingParams(max_tokens=5))
+    with pytest.raises(
+        ValueError, match=r"request 1: 15 prompt tokens \+ max_tokens 6 = 21 exceed .*rollout.max_model_len"
+    ):
+        engine.generate([good, GenerationRequest([1] * 15, SamplingParams(max_tokens=6))])
+    with pytest.raises(ValueError, match="request 0: the prompt has no tokens"):
+        engine.generate([GenerationRequest([], SamplingParams())])
+    assert len(engine.generate([good])) == 1
+
+
+def test_a_sequence_that_no_cache_holds_is_refused_and_the_engine_goes_on(model: Any) -> None:
+    engine = embedded(model, num_blocks=3)
+    with pytest.raises(ValueError, match="needs 5 blocks of 4 tokens, the KV cache has 3"):
+        engine.generate([GenerationRequest([1] * 10, SamplingParams(max_tokens=10))])
+    assert len(engine.generate([GenerationRequest([1] * 5, SamplingParams(max_tokens=3))])) == 1
+
+
+@pytest.mark.parametrize("changes", [{}, {"max_num_batched_tokens": 6}, {"enable_prefix_caching": False}])
+def test_sliding_window(changes: dict[str, Any]) -> None:
+    model = tiny_model("mistral", sliding_window=6)
+    requests = mixed_requests(temperature=0.0)
+    completions = embedded(model, **changes).generate(requests)
+    assert [c.token_ids for c in completions] == [transformers_greedy(model, r) for r in requests]
+
+
+def test_training_goes_on_after_generating() -> None:
+    model = tiny_model(attention_dropout=0.3)
+    model.train()
+    model.gradient_checkpointing_enable()
+    model.model.layers[0].eval()  # a frozen part keeps its mode
+    requests = mixed_requests(temperature=0.0)
+    engine = embedded(model)
+    before = engine.generate(requests)
+    assert model.training and model.model.layers[1].training and not model.model.layers[0].training
+    assert_same(engine.generate(requests), before)  # no dropout
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    ids = torch.tensor([requests[3].prompt_ids])
+    context = PackedAttention([ids.shape[1]], ids.device)
+    for _ in range(2):
+        position_ids = torch.arange(ids.shape[1])[None]
+        logits = model(ids, position_ids=position_ids, use_cache=False, lockstep_context=context).logits
+        torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert not any(t.is_inference() for t in [*model.parameters(), *model.buffers()])
+    optimizer.step()
+    after = engine.generate(requests)
+    assert [c.token_ids for c in after] != [c.token_ids for c in before]
+    assert [c.token_ids for c in after] == [transformers_greedy(model.eval(), r) for r in requests]
+
+
+def test_requests_that_come_one_by_one_run_together(model: Any, expected: list[Completion]) -> None:
+    engine = embedded(model)
+    steps = []
+
+    async def ask(request: GenerationRequest, delay_s: float) -> Completion:
+        await asyncio.sleep(delay_s)
+        return await engine.generate_one(request)
+
+    async def main() -> list[Completion]:
+        original = engine._step
+        engine._step = lambda: steps.append(1) or original()  # type: ignore[method-assign, func-returns-value]
+        return await asyncio.gather(*(ask(r, 0.003 * i) for i, r in enumerate(mixed_requests())))
+
+    assert_same(asyncio.run(main()), expected)
+    assert len(steps) < sum(len(c.token_ids) for c in expected)
+    assert_same(asyncio.run(main()), expected)  # in another event loop
+
+
+def test_an_error_reaches_those_who_wait(model: Any) -> None:
+    engine = embedded(model, num_blocks=2)
+
+    async def main() -> list[Any]:
+        long, short = ([1] * 12, SamplingParams(max_tokens=4)), ([1] * 3, SamplingParams(max_tokens=2))
+        failed = await asyncio.gather(engine.generate_one(GenerationRequest(*long)), return_exceptions=True)
+        return [*failed, await engine.generate_one(GenerationRequest(*short))]
+
+    error, completion = asyncio.run(main())
+    assert isinstance(error, ValueError) and "the KV cache has 2" in str(error)
+    assert len(completion.token_ids) <= 2
+
+
+def test_completions_carry_the_policy_version(model: Any) -> None:
+    engine = embedded(model)
+    engine.policy_version = 7
+    assert {c.policy_version for c in engine.generate(mixed_requests())} == {7}
+
+
+def test_update_weights_copies_by_name() -> None:
+    source, target = tiny_model(), tiny_model()
+    with torch.no_grad():
+        for p in source.parameters():
+            p.mul_(1.1)
+    requests = mixed_requests(temperature=0.0)
+    engine = embedded(target)
+    engine.update_weights(iter(source.state_dict().items()))
+    assert_same(engine.generate(requests), embedded(source).generate(requests))
+    with pytest.raises(ValueError, match="no parameter 'nothing'"):
+        engine.update_weights(iter([("nothing", torch.zeros(1))]))
+    with pytest.raises(ValueError, match=r"model.norm.weight has shape \(3,\)"):
+        engine.update_weights(iter([("model.norm.weight", torch.zeros(3))]))
+
+
+def test_generating_without_a_model_is_refused() -> None:
+    engine = create_rollout_engine(rollout_config(name="embedded"), [EOS], 0)
+    with pytest.raises(RuntimeError, match="call bind"):
+        engine.generate([GenerationRequest([1], SamplingParams())])
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_an_engine_that_is_not_there_is_refused_by_name(name: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"actor_rollout_ref.rollout.name={name}: no such rollout engine.*embedded, hf"
+    ):
+        create_rollout_engine(rollout_config(name=name), [EOS], 0)
+
+
+def gpt_oss() -> Any:
+    return GptOssConfig(**SIZES | {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8})
+
+
+def qwen3_next() -> Any:
+    small = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8, "head_dim": 8}
+    return Qwen3NextConfig(**SIZES | small)
+
+
+@pytest.mark.parametrize(
+    ("make_config", "reason"),
+    [
+        (lambda: Gemma2Config(**SIZES, head_dim=8), "soft-capping"),
+        (gpt_oss, "sinks"),
+        (qwen3_next, "layers of linear_attention"),
+        (lambda: GraniteConfig(**SIZES, logits_scaling=4.0), "scales its logits"),
+        (lambda: MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, state_size=4), ""),
+    ],
+)
+def test_architectures_that_cannot_be_served_are_refused(make_config: Any, reason: str) -> None:
+    config = make_config()
+    attention = {} if config.model_type == "mamba" else {"attn_implementation": ATTENTION_NAME}
+    model = AutoModelForCausalLM.from_config(config, **attention)
+    with pytest.raises(ValueError, match=f"{reason}.*actor_rollout_ref.rollout.name=hf"):
+        embedded(model).generate([GenerationRequest([3, 4], SamplingParams(max_tokens=2))])
+
+
+def test_a_model_of_another_attention_is_refused() -> None:
+    model = tiny_model()
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="attn_implementation='sdpa' instead of 'lockstep'"):
+        embedded(model)

@@ -1,0 +1,78 @@
+"""The engine on transformers' generate gives what the embedded engine gives."""
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, MambaConfig
+
+from lockstep.engines.rollout import GenerationRequest, HFEngine, SamplingParams
+from tests.engines.rollout.rollout_cases import (
+    EOS,
+    PAD,
+    VOCAB,
+    assert_same,
+    embedded,
+    mixed_requests,
+    rollout_config,
+    tiny_model,
+)
+
+
+def hf(model: Any, **changes: Any) -> HFEngine:
+    engine = HFEngine(rollout_config(**changes), [EOS], PAD)
+    engine.bind(model)
+    return engine
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"temperature": 0.8, "top_k": 7, "top_p": 0.9}])
+def test_equals_embedded(kind: str, sampling: dict[str, Any]) -> None:
+    model = tiny_model(kind)
+    requests = mixed_requests(**sampling)
+    expected = embedded(model).generate(requests)
+    assert_same(hf(model).generate(requests), expected)
+    assert_same(hf(model, max_num_seqs=3).generate(requests), expected)
+
+
+def test_rows_may_differ_in_stops_and_parameters() -> None:
+    model = tiny_model()
+    requests = [
+        GenerationRequest([5, 6], SamplingParams(max_tokens=20, ignore_eos=True), 1),
+        GenerationRequest([5, 6, 9], SamplingParams(temperature=0.0, max_tokens=20, stop_token_ids=(7, 8, 9, 10)), 2),
+        GenerationRequest([5], SamplingParams(top_k=3, max_tokens=1), 3),
+    ]
+    assert_same(hf(model).generate(requests), embedded(model).generate(requests))
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = tiny_model().train()
+    model.generation_config = defaults = GenerationConfig(max_new_tokens=3, eos_token_id=5, repetition_penalty=2.0)
+    requests = mixed_requests(temperature=0.0)
+    completions = hf(model).generate(requests)
+    assert model.training and model.config._attn_implementation == "lockstep"
+    assert model.generation_config is defaults
+    assert_same(completions, embedded(model).generate(requests))
+
+
+def test_serves_a_model_without_attention() -> None:
+    torch.manual_seed(0)
+    config = MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, state_size=4)
+    model = AutoModelForCausalLM.from_config(config)
+    [completion] = hf(model).generate([GenerationRequest([3, 4], SamplingParams(max_tokens=5, ignore_eos=True))])
+    assert len(completion.token_ids) == 5
+
+
+def test_edges() -> None:
+    model = tiny_model()
+    engine = hf(model, max_model_len=10)
+    engine.policy_version = 3
+    assert engine.generate([]) == []
+    with pytest.raises(ValueError, match="exceed the longest sequence 10"):
+        engine.generate([GenerationRequest([1] * 9, SamplingParams(max_tokens=2))])
+    request = GenerationRequest([4, 5], SamplingParams(max_tokens=3))
+    assert asyncio.run(engine.generate_one(request)) == engine.generate([request])[0]
+    assert engine.generate([request])[0].policy_version == 3
+    with pytest.raises(RuntimeError, match="call bind"):
+        HFEngine(rollout_config(), [EOS], PAD).generate([request])
