@@ -25,7 +25,7 @@ TRAINING_STEPS = 80
 WARMUP_LINE_EVERY = 100
 
 HOMEWORK = """\
-The homework is sloppy on purpose: of four pupils three forget every carry (47+85=22), one is right. So the model learns
+The homework is sloppy on purpose: of four pupils three forget every carry (47+85=022), one is right. So the model learns
 the form of an answer and both ways to add, and prefers the wrong one."""
 
 

@@ -3,8 +3,8 @@
 import re
 from typing import Any
 
-FORM = re.compile(r"=(\d+)")
-"""The wanted form: the sign, then the number, then nothing."""
+FORM = re.compile(r"=(\d{3})")
+"""The wanted form: the sign, then the number in three digits, then nothing."""
 
 
 def compute_score(
@@ -16,5 +16,5 @@ def compute_score(
     form: whether the answer has the wanted form, right or wrong.
     """
     match = FORM.fullmatch(solution_str)
-    right = float(match is not None and match.group(1) == ground_truth)
+    right = float(match is not None and int(match.group(1)) == int(ground_truth))
     return {"score": right, "acc": right, "form": float(match is not None)}

@@ -32,13 +32,13 @@ class Problem:
 
     @property
     def careless_answer(self) -> int:
-        """Each column added by itself and no carry taken along: 47+85 gives 22. Right where nothing is carried."""
+        """Each column added by itself and no carry taken along: 47+85 gives 022. Right where nothing is carried."""
         return (self.a // 10 + self.b // 10) % 10 * 10 + (self.a + self.b) % 10
 
 
 def answer_text(number: int) -> str:
-    """The answer in the wanted form."""
-    return f"={number}"
+    """The answer in the wanted form: the sign and three digits."""
+    return f"={number:03d}"
 
 
 def parse_question(text: str) -> Problem:

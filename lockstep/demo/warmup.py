@@ -23,7 +23,7 @@ from lockstep.models.token_models import PolicyModel
 from lockstep.models.tokenizer import hf_tokenizer
 
 ANSWER_TOKENS = 5
-"""The longest answer: the sign, three digits, the end token."""
+"""An answer: the sign, three digits, the end token."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class WarmUp:
     careless: share of the homework in which no carry is taken along.
     """
 
-    steps: int = 500
+    steps: int = 400
     batch_size: int = 256
     lr: float = 4e-3
     careless: float = 0.75
@@ -86,7 +86,7 @@ class Homework:
             i = self._random.randrange(len(self._prompts))
             answer = self._careless[i] if self._random.random() < self.careless else self._right[i]
             prompts.append(self._prompts[i])
-            answers.append(answer + [self._pad] * (ANSWER_TOKENS - len(answer)))
+            answers.append(answer)
         responses = torch.tensor(answers)
         input_ids = torch.cat([torch.tensor(prompts), responses], 1)
         attention_mask = (input_ids != self._pad).long()

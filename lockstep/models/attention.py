@@ -67,6 +67,11 @@ AttentionInterface.register(ATTENTION_NAME, lockstep_attention)
 AttentionMaskInterface.register(ATTENTION_NAME, lambda *args, **kwargs: None)
 
 
+def no_mask(device: torch.device) -> Tensor:
+    """A mask that our attention ignores: transformers hands four dimensions on as they are, but for None looks at the positions."""
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+
+
 class PackedAttention:
     """Causal attention over sequences that lie end to end in one row of T tokens.
 

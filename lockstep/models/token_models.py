@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lockstep.models.attention import no_mask
 from lockstep.models.loading import logits_fn
 from lockstep.models.log_probs import token_log_probs
 from lockstep.models.packing import ForwardRows
@@ -53,6 +54,12 @@ class ScalarModel(nn.Module):
 
 
 def _hidden_states(body: nn.Module, rows: ForwardRows) -> Tensor:
-    out = body(input_ids=rows.input_ids, position_ids=rows.position_ids, use_cache=False, lockstep_context=rows.context)
+    out = body(
+        input_ids=rows.input_ids,
+        position_ids=rows.position_ids,
+        attention_mask=no_mask(rows.input_ids.device),
+        use_cache=False,
+        lockstep_context=rows.context,
+    )
     hidden: Tensor = out.last_hidden_state
     return torch.flatten(hidden, 0, 1)

@@ -4,6 +4,7 @@ The trainer's module may be sharded, in training mode and checkpointing its acti
 mode. Nothing is copied: after `share` both hold the same tensors, so an optimizer step is seen by the next decoded token.
 """
 
+import copy
 from collections.abc import Iterable
 
 import torch
@@ -14,7 +15,9 @@ from transformers import PreTrainedModel
 def make_twin(model: PreTrainedModel) -> PreTrainedModel:
     """A module of the same architecture whose parameters hold no memory until `share`."""
     with torch.device("meta"):
-        twin = type(model)._from_config(model.config, attn_implementation=model.config._attn_implementation)
+        twin = type(model)._from_config(
+            copy.deepcopy(model.config), attn_implementation=model.config._attn_implementation
+        )
     for name, buffer in model.named_buffers():
         _set(twin, name, buffer)
     return twin.eval().requires_grad_(False)

@@ -20,7 +20,7 @@ class SamplingParams:
     """How the tokens of one request are drawn.
 
     temperature:    divides the logits; 0 takes the likeliest token.
-    top_k:          draw from the k likeliest tokens; -1 for all.
+    top_k:          draw from the k likeliest tokens; -1 or 0 for all.
     top_p:          draw from the smallest set of likeliest tokens whose probability reaches p.
     max_tokens:     most tokens to generate, the stop token included.
     stop_token_ids: tokens that end the response beside the model's end-of-sequence tokens.
@@ -37,8 +37,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.temperature < 0:
             raise ValueError(f"temperature={self.temperature}: must be 0 (greedy) or more")
-        if self.top_k != -1 and self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k}: must be -1 (all tokens) or at least 1")
+        if self.top_k < -1:
+            raise ValueError(f"top_k={self.top_k}: must be -1 or 0 (all tokens) or at least 1")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}: must lie in (0, 1]")
         if self.max_tokens < 1:
@@ -51,7 +51,7 @@ class SamplingParams:
     @property
     def filtered(self) -> bool:
         """Whether part of the distribution is cut off before the draw."""
-        return not self.greedy and (self.top_k != -1 or self.top_p < 1)
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import json
 import logging
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lockstep.algorithms.kl import apply_kl_penalty, get_kl_controller
 from lockstep.algorithms.losses.aggregate import agg_loss
-from lockstep.algorithms.on_batch import compute_advantage, compute_response_mask
+from lockstep.algorithms.on_batch import compute_advantage
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import to_plain
 from lockstep.data.loader import create_dataloader
@@ -38,7 +39,7 @@ from lockstep.single_controller import (
     WorkerGroup,
     create_colocated_worker_cls,
 )
-from lockstep.trainer.audit import check_finite, rollout_gap
+from lockstep.trainer.audit import check_finite, check_policy_version, rollout_gap
 from lockstep.trainer.checkpoint import CheckpointStore, RunLock
 from lockstep.trainer.interrupt import Interrupt
 from lockstep.trainer.ppo.metrics import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
@@ -105,6 +106,8 @@ class PPOTrainer:
         self.run_dir = Path(config.trainer.default_local_dir).expanduser()
         self.checkpoints = CheckpointStore(self.run_dir, keep=self._checkpoints_to_keep())
         self.global_steps = 0
+        self.num_updates = 0
+        self._closing: ExitStack | None = None
 
     def init_workers(self) -> None:
         """Create the worker groups, roles of one pool in one process, and load the models."""
@@ -145,13 +148,14 @@ class PPOTrainer:
             return section
         return replace(section, optim=replace(section.optim, total_training_steps=self.total_training_steps))
 
-    def fit(self) -> int:
-        """Train to the last step. Returns 0, or 130 where Ctrl-C ended the run after a saved step."""
+    def start(self) -> None:
+        """Take the run's folder, go on from its checkpoint and open the trackers."""
         config = self.config.trainer
-        with RunLock(self.run_dir), Interrupt() as interrupt:
+        with ExitStack() as closing:
+            closing.enter_context(RunLock(self.run_dir))
             self.checkpoints.clean_stale()
             saved_metrics = self._load_checkpoint()
-            self._write_config()
+            (self.run_dir / "config.yaml").write_text(yaml.safe_dump(to_plain(self.config), sort_keys=False))
             self.tracking = Tracking(
                 project_name=config.project_name,
                 experiment_name=config.experiment_name,
@@ -161,12 +165,18 @@ class PPOTrainer:
                 total_steps=self.total_training_steps,
                 start_step=self.global_steps,
             )
+            closing.callback(self.tracking.finish)
             if (self.tracking.last_step or 0) < self.global_steps:
                 self.tracking.log(data=saved_metrics, step=self.global_steps)
-            try:
-                return self._run(interrupt)
-            finally:
-                self.tracking.finish()
+            self._closing = closing.pop_all()
+
+    def fit(self) -> int:
+        """Train to the last step. Returns 0, or 130 where Ctrl-C ended the run."""
+        if self._closing is None:
+            self.start()
+        assert self._closing is not None
+        with self._closing, Interrupt() as interrupt:
+            return self._run(interrupt)
 
     def _run(self, interrupt: Interrupt) -> int:
         config = self.config.trainer
@@ -174,6 +184,10 @@ class PPOTrainer:
             self.tracking.log(data=self._validate(), step=self.global_steps)
         if config.val_only:
             return 0
+        if interrupt.requested:
+            return 130
+        if self.global_steps >= self.total_training_steps:
+            logger.info("nothing to do: the run is at step %d of %d", self.global_steps, self.total_training_steps)
         for batch_dict in self._training_batches():
             self.global_steps += 1
             is_last = self.global_steps >= self.total_training_steps
@@ -214,7 +228,7 @@ class PPOTrainer:
         batch = self._samples_of(batch, self.config.actor_rollout_ref.rollout.n, validate=False)
         with marked_timer("gen", timing):
             batch = batch.union(self.actor_rollout_wg.generate_sequences(batch))
-        batch.tensors.setdefault("response_mask", compute_response_mask(batch))
+        check_policy_version(batch, self.num_updates)
         metrics |= self._balance_batch(batch)
 
         # 2. reward
@@ -263,6 +277,7 @@ class PPOTrainer:
         if self.global_steps > self.config.trainer.critic_warmup:
             with marked_timer("update_actor", timing):
                 metrics |= _reduced(self.actor_rollout_wg.update_actor(batch))
+            self.num_updates += 1
 
         if (folder := self.config.trainer.rollout_data_dir) is not None:
             self._dump_rollouts(batch, extra, folder)
@@ -404,10 +419,6 @@ class PPOTrainer:
         self.kl_ctrl_in_reward.value = state["kl_coef"]
         metrics: dict[str, Any] = state["metrics"]
         return metrics
-
-    def _write_config(self) -> None:
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        (self.run_dir / "config.yaml").write_text(yaml.safe_dump(to_plain(self.config), sort_keys=False))
 
 
 RayPPOTrainer = PPOTrainer

@@ -86,6 +86,7 @@ class TaskRunner:
         try:
             trainer = self.build(config)
             trainer.init_workers()
+            trainer.start()
         except ValueError as error:
             if os.environ.get("LOCKSTEP_DEBUG"):
                 raise

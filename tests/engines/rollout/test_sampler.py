@@ -65,7 +65,7 @@ def test_uniform_is_uniform_over_seeds_and_over_positions() -> None:
         assert abs(float(torch.corrcoef(torch.stack([u[:-1], u[1:]]))[0, 1])) < 0.015
 
 
-@pytest.mark.parametrize("top_k", [-1, 1, 5, 1000])
+@pytest.mark.parametrize("top_k", [-1, 0, 1, 5, 1000])
 @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3, 1e-6])
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, 2.5])
 def test_rows_equal_the_naive_draw(top_k: int, top_p: float, temperature: float) -> None:
@@ -118,7 +118,7 @@ def test_tokens_without_probability_are_never_drawn() -> None:
     ("wrong", "message"),
     [
         ({"temperature": -1.0}, "temperature=-1.0"),
-        ({"top_k": 0}, "top_k=0: must be -1"),
+        ({"top_k": -2}, "top_k=-2: must be -1 or 0"),
         ({"top_p": 0.0}, "top_p=0.0"),
         ({"max_tokens": 0}, "max_tokens=0"),
     ],

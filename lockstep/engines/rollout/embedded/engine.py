@@ -30,7 +30,11 @@ from lockstep.engines.rollout.embedded.scheduler import Scheduler
 
 @ROLLOUT_ENGINES.register("embedded")
 class EmbeddedEngine(RolloutEngine):
-    """num_blocks: size of the KV cache; None sizes it by the requests at hand, within `gpu_memory_utilization`."""
+    """Continuous batching over a paged KV cache, with the parameters of the model that `bind` names.
+
+    num_blocks: size of the KV cache; None sizes it by need (CPU: the requests at hand; CUDA: `max_num_seqs` sequences of the
+                greatest length) within `gpu_memory_utilization`.
+    """
 
     def __init__(
         self,

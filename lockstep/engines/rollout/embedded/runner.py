@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.engines.rollout.embedded.sampler import SamplingBatch, sample
-from lockstep.engines.rollout.embedded.scheduler import Row, StepPlan
+from lockstep.engines.rollout.embedded.sampler import sample
+from lockstep.engines.rollout.embedded.scheduler import StepPlan
 from lockstep.engines.rollout.embedded.sequence import Sequence
-from lockstep.models.attention import ATTENTION_NAME, AttentionContext
-from lockstep.models.paged_attention import CachedRows, LayerProbe, LayerShape, PagedAttention, PagedCache
-
-_USE_HF = "use actor_rollout_ref.rollout.name=hf for this model"
+from lockstep.engines.rollout.embedded.step_inputs import StepInputs
+from lockstep.engines.rollout.embedded.support import check_config, check_layers, refusal
+from lockstep.models.attention import AttentionContext
+from lockstep.models.paged_attention import LayerProbe, LayerShape, PagedCache
 
 
 class ModelRunner:
     def __init__(self, model: nn.Module, block_size: int) -> None:
-        _refuse_unservable(model)
+        check_config(model)
         self.model: Any = model
         self.block_size = block_size
         self.cache: PagedCache | None = None
@@ -56,10 +56,8 @@ class ModelRunner:
             try:
                 self._forward(torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, 1, dtype=torch.long), probe)
             except (TypeError, ValueError, RuntimeError) as error:
-                raise ValueError(
-                    f"the embedded rollout cannot serve {_name(self.model)}: {error}; {_USE_HF}"
-                ) from error
-            _check_layers(self.model, probe.layers)
+                raise refusal(self.model, str(error)) from error
+            check_layers(self.model, probe.layers)
             self._layers = probe.layers
         return self._layers
 
@@ -91,7 +89,7 @@ class ModelRunner:
         assert self.cache is not None
         if plan.copies:
             self.cache.copy_blocks(plan.copies)
-        inputs = StepInputs(sorted(plan.rows, key=_attention_order), self.cache)
+        inputs = StepInputs(plan.rows, self.cache)
         self.num_tokens_computed += plan.num_tokens
         hidden_TE = self._forward(inputs.token_ids, inputs.position_ids, inputs.attention)
         if not inputs.samplers:
@@ -118,114 +116,6 @@ class ModelRunner:
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
-class StepInputs:
-    """A plan's rows as tensors.
-
-    token_ids, position_ids: (1, T). sampled: (N,) index of the token after which each sampler draws.
-    """
-
-    def __init__(self, rows: list[Row], cache: PagedCache) -> None:
-        device, size = cache.device, cache.block_size
-        tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        sampled: list[int] = []
-        self.samplers = [s for row in rows for s in row.samplers]
-        for row in rows:
-            blocks = row.sequence.blocks
-            tokens += row.sequence.tokens[row.start : row.stop]
-            positions += range(row.start, row.stop)
-            slots += [blocks[p // size] * size + p % size for p in range(row.start, row.stop)]
-            sampled += [len(tokens) - 1] * len(row.samplers)
-        self.token_ids = torch.tensor([tokens])
-        self.position_ids = torch.tensor([positions])
-        self.sampled = torch.tensor(sampled, device=device)
-        fresh = [row.stop - row.start for row in rows if row.start == 0]
-        self.attention = PagedAttention(cache, torch.tensor(slots, device=device), cached_rows(rows, cache), fresh)
-        if self.samplers:
-            self.sampling = SamplingBatch.build(
-                [s.request.sampling for s in self.samplers],
-                [s.request.seed for s in self.samplers],
-                [len(s.tokens) for s in self.samplers],
-                device,
-            )
-
-
-def cached_rows(rows: list[Row], cache: PagedCache) -> list[CachedRows]:
-    """The rows with cached tokens: those that decode gathered by length, each longer stretch alone."""
-    groups: list[list[Row]] = []
-    for row in rows:
-        if row.start == 0:
-            break
-        decodes = row.stop - row.start == 1
-        if groups and decodes and len(row.sequence.blocks) <= _longest_beside(len(groups[-1][0].sequence.blocks)):
-            groups[-1].append(row)
-        else:
-            groups.append([row])
-    result, first = [], 0
-    for group in groups:
-        width = max(len(row.sequence.blocks) for row in group)
-        table = [row.sequence.blocks + [0] * (width - len(row.sequence.blocks)) for row in group]
-        positions = [list(range(row.start, row.stop)) for row in group]
-        result.append(
-            CachedRows(first, torch.tensor(table, device=cache.device), torch.tensor(positions, device=cache.device))
-        )
-        first += sum(row.stop - row.start for row in group)
-    return result
-
-
-def _longest_beside(num_blocks: int) -> int:
-    """Rows up to this many blocks are padded together with one of `num_blocks`: more calls cost more than padding."""
-    return num_blocks + max(4, num_blocks // 2)
-
-
-def _attention_order(row: Row) -> tuple[int, int]:
-    if row.start == 0:
-        return 2, 0
-    return (0, len(row.sequence.blocks)) if row.stop - row.start == 1 else (1, 0)
-
-
 def _no_mask(device: torch.device) -> Tensor:
     """A mask that our attention ignores: transformers hands four dimensions on, but for None looks at the positions."""
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
-
-
-def _name(model: nn.Module) -> str:
-    return type(model).__name__
-
-
-def _refuse_unservable(model: nn.Module) -> None:
-    config = getattr(model, "config", None)
-    if config is None or not hasattr(model, "get_decoder"):
-        raise ValueError(f"the embedded rollout cannot serve {_name(model)}: it is no transformers causal LM")
-    text: Any = config.get_text_config()
-    implementation = text._attn_implementation
-    reason = None
-    if config.is_encoder_decoder:
-        reason = "it is an encoder-decoder"
-    elif implementation != ATTENTION_NAME:
-        reason = f"it was loaded with attn_implementation={implementation!r} instead of {ATTENTION_NAME!r}"
-    elif others := set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
-        reason = f"it has layers of {', '.join(sorted(others))}"
-    for key in ("logit_scale", "logits_scaling"):
-        if getattr(text, key, None) not in (None, 1, 1.0):
-            reason = f"it scales its logits ({key}={getattr(text, key)})"
-    if reason is not None:
-        raise ValueError(f"the embedded rollout cannot serve {_name(model)}: {reason}; {_USE_HF}")
-
-
-def _check_layers(model: Any, layers: dict[int, LayerShape]) -> None:
-    """Every decoder layer must have attended: one that did not keeps a state that this cache does not hold."""
-    text = model.config.get_text_config()
-    count = text.num_hidden_layers
-    if len(layers) != count:
-        raise ValueError(
-            f"the embedded rollout cannot serve {_name(model)}: only {len(layers)} of its {count} layers are attention over "
-            f"keys and values; {_USE_HF}"
-        )
-    for index, kind in enumerate(getattr(text, "layer_types", None) or ()):
-        if kind == "sliding_attention" and layers[index].sliding_window is None:
-            raise ValueError(
-                f"the embedded rollout cannot serve {_name(model)}: layer {index} does not say its sliding window; "
-                f"{_USE_HF}"
-            )

@@ -73,13 +73,11 @@ class Scheduler:
         self.running: list[Sequence] = []  # in the order of admission
         self._waiting = WaitingQueue()
         self._prompt_ids: dict[tuple[int, ...], int] = {}
-        self._leaders: dict[
-            int, Sequence
-        ] = {}  # prompt_id -> the running sequence that computes this prompt for others
+        # By prompt_id: the running sequence that computes the prompt for others; the prompts kept for those that wait;
+        # the prompts that the step being planned completes, of which no block can be copied yet.
+        self._leaders: dict[int, Sequence] = {}
         self._shared: dict[int, SharedPrompt] = {}
-        self._computed_now: set[int] = (
-            set()
-        )  # prompts that the step being planned completes: no block of them can be copied yet
+        self._computed_now: set[int] = set()
 
     @property
     def has_unfinished(self) -> bool:
@@ -164,13 +162,16 @@ class Scheduler:
         return row
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
-        for sequence in list(self._waiting) if len(self.running) < self.max_num_seqs else ():
+        """Seat those that wait, in order, while there are seats, budget and blocks."""
+        if len(self.running) >= self.max_num_seqs:
+            return
+        for sequence in list(self._waiting):
             if len(self.running) >= self.max_num_seqs or budget <= 0:
                 return
-            being_computed = sequence.prompt_id in self._leaders or sequence.prompt_id in self._computed_now
-            if sequence not in self._waiting or being_computed:  # the first: it has just been forked
-                continue
-            shared = self._shared.get(sequence.prompt_id)
+            prompt_id = sequence.prompt_id
+            if sequence not in self._waiting or prompt_id in self._leaders or prompt_id in self._computed_now:
+                continue  # it has just been forked, or its prompt is being computed
+            shared = self._shared.get(prompt_id)
             if shared is not None:
                 sequence.num_computed = min(shared.num_tokens, len(sequence.tokens) - 1)
                 sequence.blocks = self.blocks.share(shared.blocks, sequence.num_computed)
@@ -186,7 +187,7 @@ class Scheduler:
                 return
             self._take_seat(sequence)
             if shared is None and self.share_prompts and sequence.num_generated == 0:
-                self._leaders[sequence.prompt_id] = sequence
+                self._leaders[prompt_id] = sequence
             budget -= length
             self._fork(self._enter(plan, sequence, length))
 

@@ -1,0 +1,90 @@
+"""Whole configurations as users of the public system write them, scaled down, train here."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lockstep.trainer.main_ppo import main
+
+GRPO_CONFIG = """
+algorithm:
+  adv_estimator: grpo
+  gamma: 1.0
+  use_kl_in_reward: false
+data:
+  train_files: ['{files}/train.parquet']
+  val_files: ['{files}/val.parquet']
+  train_batch_size: 8
+  max_prompt_length: 48
+  max_response_length: 8
+actor_rollout_ref:
+  model:
+    path: {files}/model
+    use_remove_padding: true
+    enable_gradient_checkpointing: true
+  actor:
+    strategy: fsdp
+    ppo_mini_batch_size: 4
+    clip_ratio_low: 0.8
+    clip_ratio_high: 1.2
+    optim:
+      lr: 1e-6
+    fsdp_config:
+      param_offload: true
+      optimizer_offload: true
+  rollout:
+    mode: async
+    tensor_model_parallel_size: 1
+    n: 4
+    temperature: 1.0
+    top_p: 0.9
+custom_reward_function: {{path: {files}/reward.py}}
+trainer:
+  nnodes: 1
+  n_gpus_per_node: 1
+  total_epochs: 1
+  save_freq: 100
+  test_freq: 50
+  logger: [console, tensorboard]
+"""
+
+PPO_CONFIG = """
+algorithm:
+  adv_estimator: gae
+  gamma: 0.99
+  lam: 0.95
+  use_kl_in_reward: true
+  kl_ctrl:
+    kl_coef: 0.01
+critic:
+  strategy: fsdp
+  ppo_mini_batch_size: 4
+  optim:
+    lr: 5e-6
+  fsdp_config:
+    param_offload: true
+"""
+
+
+def train(config: str, files: Path, folder: Path, *overrides: str) -> list[dict[str, Any]]:
+    (folder / "run.yaml").write_text(config.format(files=files))
+    assert main(["--config-name", str(folder / "run.yaml"), f"trainer.default_local_dir={folder}/out", *overrides]) == 0
+    return [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_grpo_with_offload_and_async_mode(tiny_run_files: Path, tmp_path: Path) -> None:
+    rows = train(GRPO_CONFIG, tiny_run_files, tmp_path)
+    assert [r["step"] for r in rows] == [0, 1, 2]
+    assert rows[1]["actor/grad_norm"] > 0
+    assert "val-core/openai/gsm8k/reward/mean@1" in rows[2]
+    assert (tmp_path / "out" / "global_step_2" / "manifest.json").is_file()
+
+
+def test_ppo_with_gae_and_kl_in_the_reward(tiny_run_files: Path, tmp_path: Path) -> None:
+    merged = yaml.safe_load(GRPO_CONFIG.format(files=tiny_run_files)) | yaml.safe_load(PPO_CONFIG)
+    rows = train(yaml.safe_dump(merged), tiny_run_files, tmp_path, "actor_rollout_ref.rollout.n=1")
+    assert rows[1]["critic/vf_loss"] > 0
+    assert rows[1]["actor/reward_kl_penalty_coeff"] == 0.01
+    assert "timing_s/ref" in rows[1] and "timing_s/values" in rows[1]
