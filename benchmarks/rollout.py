@@ -151,16 +151,26 @@ def main() -> None:
         results.append(result)
 
     table = Table(title=f"{len(requests)} requests, {num_tokens(reference)} tokens, {args.dtype} on {args.device}")
-    for column in ("engine", "tokens/s", "seconds", "start-up s", "embedded is faster by", "same tokens"):
+    for column in ("engine", "tokens/s", "seconds", "start-up s", "embedded is", "same tokens"):
         table.add_column(column, justify="left" if column == "engine" else "right")
     for r in results:
-        ratio = "" if r is embedded else f"{embedded.tokens_per_s / r.tokens_per_s:.2f}x"
+        ratio = "" if r is embedded else f"{embedded.tokens_per_s / r.tokens_per_s:.2f}x faster"
         table.add_row(
             r.name, f"{r.tokens_per_s:.1f}", f"{r.seconds:.1f}", f"{r.startup_s:.2f}", ratio, f"{r.same_tokens:.1%}"
         )
     console = Console()
+    console.width = max(console.width, 110)
     console.print(table)
-    summary: dict[str, Any] = {"results": [asdict(r) for r in results]}
+    summary: dict[str, Any] = {
+        "model": args.model,
+        "requests": len(requests),
+        "tokens": num_tokens(reference),
+        "device": args.device,
+        "dtype": args.dtype,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "results": [asdict(r) for r in results],
+    }
     if results[1:]:
         summary["ratio"] = embedded.tokens_per_s / max(r.tokens_per_s for r in results[1:])
         console.print(f"embedded / best of transformers: {summary['ratio']:.2f}x")

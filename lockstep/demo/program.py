@@ -21,12 +21,13 @@ from lockstep.utils.device import resolve_device
 
 Algorithm = Literal["grpo", "ppo"]
 
-TRAINING_STEPS = 80
+TRAINING_STEPS = 70
 WARMUP_LINE_EVERY = 100
 
-HOMEWORK = """\
-The homework is sloppy on purpose: of four pupils three forget every carry (47+85=022), one is right. So the model learns
-the form of an answer and both ways to add, and prefers the wrong one."""
+HOMEWORK = (
+    "Its homework is sloppy on purpose: of four pupils three forget every carry (47+85=022) and one is right (47+85=132). "
+    "So the model learns the form of an answer and both ways to add, and prefers the wrong one."
+)
 
 
 def run_demo(
@@ -81,7 +82,7 @@ def _prepare(console: Console, folder: Path, recipe: WarmUp, seed: int, device: 
 
     console.rule("1  Problems and model", align="left")
     console.print(
-        f"{len(train)} sums of two two-digit numbers to train on, {len(validation)} others to validate on.\n"
+        f"{len(train)} sums of two two-digit numbers to train on, {len(validation)} others to validate on. "
         f"A Qwen2-shaped model of {num_parameters:,} parameters with random weights; a token is a character."
     )
     console.rule(f"2  Warm-up: {recipe.steps} supervised steps on {device}", align="left")
@@ -117,6 +118,7 @@ def _train(
     (folder / "train_again.sh").write_text(command_line(again) + "\n")
     exit_code = main_ppo.main(overrides)
     if exit_code != 0:
+        console.print("Training did not reach its end; the command above goes on from the last checkpoint.")
         return exit_code
     summary = write_summary(folder, started)
     show_report(console, folder, summary)
@@ -131,7 +133,7 @@ def training_overrides(
         "algorithm.adv_estimator": "gae" if algorithm == "ppo" else "grpo",
         "data.train_files": files / "data" / "train.parquet",
         "data.val_files": files / "data" / "val.parquet",
-        "data.train_batch_size": 64,
+        "data.train_batch_size": 128,
         "data.max_prompt_length": 8,
         "data.max_response_length": 6,
         "custom_reward_function.path": files / "reward.py",
@@ -140,10 +142,12 @@ def training_overrides(
         "actor_rollout_ref.model.use_remove_padding": "false",
         "actor_rollout_ref.actor.optim.lr": 1e-3,
         "actor_rollout_ref.actor.optim.lr_warmup_steps": min(5, steps - 1),
+        "actor_rollout_ref.actor.optim.lr_scheduler_type": "cosine",
+        "actor_rollout_ref.actor.optim.min_lr_ratio": 0.1,
         "actor_rollout_ref.actor.ppo_mini_batch_size": 64,
         "actor_rollout_ref.actor.fsdp_config.dtype": "fp32",
         "actor_rollout_ref.rollout.n": 8,
-        "actor_rollout_ref.rollout.max_num_seqs": 512,
+        "actor_rollout_ref.rollout.max_num_seqs": 1024,
         "trainer.project_name": "demo",
         "trainer.experiment_name": algorithm,
         "trainer.total_training_steps": steps,
@@ -155,7 +159,11 @@ def training_overrides(
         "trainer.validation_data_dir": run_dir / "validation",
     }
     if algorithm == "ppo":
+        # A critic judges each answer by itself, so samples of one prompt add nothing over samples of other prompts.
         settings |= {
+            "data.train_batch_size": 1024,
+            "actor_rollout_ref.actor.ppo_mini_batch_size": 512,
+            "actor_rollout_ref.rollout.n": 1,
             "critic.optim.lr": 1e-3,
             "critic.model.enable_gradient_checkpointing": "false",
             "critic.model.use_remove_padding": "false",

@@ -33,7 +33,7 @@ class WarmUp:
     careless: share of the homework in which no carry is taken along.
     """
 
-    steps: int = 400
+    steps: int = 500
     batch_size: int = 256
     lr: float = 4e-3
     careless: float = 0.75

@@ -56,6 +56,8 @@ def lockstep_attention(
             f"{type(module).__name__} got no attention context: the model does not hand keyword arguments down to its "
             "attention layers, or was called outside the engines. Use actor_rollout_ref.rollout.name=hf for such a model."
         )
+    if kwargs.get("s_aux") is not None:
+        raise ValueError(f"{type(module).__name__} attends with sinks, which is not supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = lockstep_context.attend(
         module, query, key, value, scaling=scale, sliding_window=sliding_window, softcap=softcap
@@ -126,7 +128,7 @@ class PackedAttention:
         return out
 
     def _bucketed(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
-        out = torch.zeros_like(q)
+        out = v.new_zeros(*q.shape[:2], v.shape[-1])
         for rows in self.buckets:  # rows (N, L): token index of each place, clamped where it is padding
             mask = sliding_mask(rows.index.shape[1], window, q.device) if window is not None else None
             query, key, value = (t[rows.index].transpose(1, 2) for t in (q, k, v))

@@ -4,7 +4,15 @@ import random
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, MistralConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.engines.rollout import Completion, EmbeddedEngine, GenerationRequest, SamplingParams
@@ -28,8 +36,17 @@ SIZES: dict[str, Any] = dict(
 )
 
 
+CONFIGS: dict[str, Any] = {
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "granite": lambda **sizes: GraniteConfig(**sizes, logits_scaling=4.0),
+}
+
+
 def tiny_model(kind: str = "qwen2", **changes: Any) -> Any:
-    config_class = {"qwen2": Qwen2Config, "llama": LlamaConfig, "mistral": MistralConfig}[kind]
+    config_class = CONFIGS[kind]
     torch.manual_seed(1)
     return AutoModelForCausalLM.from_config(config_class(**SIZES | changes), attn_implementation=ATTENTION_NAME)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, GraniteConfig, MambaConfig, Qwen3NextConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, MambaConfig, Qwen3NextConfig
 
 from lockstep.engines.rollout import (
     Completion,
@@ -42,7 +42,7 @@ def expected(model: Any) -> list[Completion]:
     return [engine.generate([request])[0] for request in mixed_requests()]
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "mistral", "granite"])
 @pytest.mark.parametrize("ignore_eos", [False, True])
 def test_greedy_equals_transformers(kind: str, ignore_eos: bool) -> None:
     model = tiny_model(kind)
@@ -52,7 +52,7 @@ def test_greedy_equals_transformers(kind: str, ignore_eos: bool) -> None:
     assert len({t for c in completions for t in c.token_ids}) > 10  # the model does not say one word only
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "mistral", "granite"])
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7}, {"top_k": 5, "top_p": 0.8}, {"temperature": 0.0}])
 def test_log_probs_equal_a_full_forward(kind: str, sampling: dict[str, Any]) -> None:
     model = tiny_model(kind)
@@ -285,7 +285,6 @@ def qwen3_next() -> Any:
         (lambda: Gemma2Config(**SIZES, head_dim=8), "soft-capping"),
         (gpt_oss, "sinks"),
         (qwen3_next, "layers of linear_attention"),
-        (lambda: GraniteConfig(**SIZES, logits_scaling=4.0), "scales its logits"),
         (lambda: MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, state_size=4), ""),
     ],
 )

@@ -20,6 +20,7 @@ from lockstep.engines.rollout.embedded.sequence import Sequence
 from lockstep.engines.rollout.embedded.step_inputs import StepInputs
 from lockstep.engines.rollout.embedded.support import check_config, check_layers, refusal
 from lockstep.models.attention import AttentionContext
+from lockstep.models.loading import logits_fn
 from lockstep.models.paged_attention import LayerProbe, LayerShape, PagedCache
 
 
@@ -27,6 +28,7 @@ class ModelRunner:
     def __init__(self, model: nn.Module, block_size: int) -> None:
         check_config(model)
         self.model: Any = model
+        self._logits = logits_fn(self.model)
         self.block_size = block_size
         self.cache: PagedCache | None = None
         self.num_tokens_computed = 0
@@ -109,11 +111,6 @@ class ModelRunner:
         )
         hidden: Tensor = output.last_hidden_state
         return hidden[0]
-
-    def _logits(self, hidden_NE: Tensor) -> Tensor:
-        logits: Tensor = self.model.get_output_embeddings()(hidden_NE)
-        softcap = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
-        return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
 def _no_mask(device: torch.device) -> Tensor:

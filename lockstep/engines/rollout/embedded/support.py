@@ -30,9 +30,6 @@ def check_config(model: nn.Module) -> None:
         )
     if others := set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
         raise refusal(model, f"it has layers of {', '.join(sorted(others))}")
-    for key in ("logit_scale", "logits_scaling"):
-        if getattr(text, key, None) not in (None, 1, 1.0):
-            raise refusal(model, f"it scales its logits ({key}={getattr(text, key)})")
 
 
 def check_layers(model: Any, layers: Mapping[int, LayerShape]) -> None:

@@ -1,0 +1,216 @@
+"""The demo: its problems, reward and homework, and a very short run of the whole."""
+
+import json
+import random
+import shlex
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lockstep import cli
+from lockstep.config.compose import load_config
+from lockstep.config.ppo import PPOConfig
+from lockstep.demo.model import make_model_folder, make_tokenizer
+from lockstep.demo.program import Algorithm, command_line, training_overrides
+from lockstep.demo.report import forgot_carry, plot
+from lockstep.demo.reward import compute_score
+from lockstep.demo.task import Problem, answer_text, parse_question, split_problems, write_rows
+from lockstep.demo.warmup import Homework, WarmUp, warm_up
+
+
+@pytest.mark.parametrize(
+    "a, b, right, careless", [(47, 85, 132, 22), (12, 34, 46, 46), (55, 55, 110, 0), (91, 18, 109, 9)]
+)
+def test_a_careless_pupil_adds_the_columns_without_a_carry(a: int, b: int, right: int, careless: int) -> None:
+    problem = Problem(a, b)
+    assert (problem.right_answer, problem.careless_answer) == (right, careless)
+    assert parse_question(problem.question) == problem
+
+
+@pytest.mark.parametrize("seed", [0, 1, 7])
+def test_validation_problems_are_in_training_neither_as_they_are_nor_turned_round(seed: int) -> None:
+    train, validation = split_problems(seed)
+    assert len(train) + len(validation) == len({*train, *validation}) == 90 * 90
+    assert 512 <= len(validation) <= 513
+    seen = {frozenset((p.a, p.b)) for p in train}
+    assert not any(frozenset((p.a, p.b)) in seen for p in validation)
+    assert split_problems(seed) == (train, validation)
+    assert split_problems(seed + 1)[1] != validation
+    right_anyway = sum(p.careless_answer == p.right_answer for p in validation) / len(validation)
+    assert 0.15 < right_anyway < 0.35  # what a model scores that never carries: 0.244 over all problems
+
+
+def test_rows_have_the_columns_of_training_files(tmp_path: Path) -> None:
+    write_rows(tmp_path / "new" / "rows.parquet", [Problem(47, 85)], "train")
+    assert pq.read_table(tmp_path / "new" / "rows.parquet").to_pylist() == [
+        {
+            "data_source": "sums",
+            "prompt": [{"role": "user", "content": "47+85"}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": "132"},
+            "extra_info": {"split": "train", "index": 0},
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    "answer, truth, score, form",
+    [
+        ("=132", "132", 1.0, 1.0),
+        ("=057", "57", 1.0, 1.0),
+        ("=022", "132", 0.0, 1.0),
+        ("=57", "57", 0.0, 0.0),
+        ("132", "132", 0.0, 0.0),
+        ("=132=", "132", 0.0, 0.0),
+        ("=132\n", "132", 0.0, 0.0),
+        ("", "132", 0.0, 0.0),
+    ],
+)
+def test_only_the_right_number_in_the_wanted_form_is_rewarded(
+    answer: str, truth: str, score: float, form: float
+) -> None:
+    assert compute_score("sums", answer, truth) == {"score": score, "acc": score, "form": form}
+
+
+def test_a_character_is_a_token_and_the_template_adds_two() -> None:
+    tokenizer = make_tokenizer()
+    messages = [{"role": "user", "content": "47+85"}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert text == "<|user|>47+85<|assistant|>"
+    ids = tokenizer.encode(text)
+    assert len(ids) == 7
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "47+85"
+    answered = [*messages, {"role": "assistant", "content": "=132"}]
+    assert tokenizer.apply_chat_template(answered, tokenize=False) == text + "=132<|end|>"
+    assert tokenizer.encode("4x") == [tokenizer.convert_tokens_to_ids("4"), tokenizer.unk_token_id]
+
+
+def test_homework_mixes_careless_and_right_answers() -> None:
+    tokenizer = make_tokenizer()
+    problem = Problem(47, 85)
+    for careless, expected in ((0.0, "=132"), (1.0, "=022")):
+        batch = Homework(tokenizer, [problem], careless, seed=0).draw(4)
+        assert tokenizer.batch_decode(batch["input_ids"]) == [f"<|user|>47+85<|assistant|>{expected}<|end|>"] * 4
+        assert batch["response_mask"].all() and batch["responses"].shape == (4, 5)
+    mixed = Homework(tokenizer, [problem], 0.75, seed=0).draw(1000)
+    right = sum(text.startswith("=132") for text in tokenizer.batch_decode(mixed["responses"]))
+    assert right / 1000 == pytest.approx(0.25, abs=0.05)
+
+
+def test_warm_up_minimises_transformers_own_loss_and_writes_the_model_back(tmp_path: Path) -> None:
+    num_parameters = make_model_folder(tmp_path / "model", seed=3)
+    assert num_parameters < 200_000
+    train, _ = split_problems(seed=3)
+    recipe = WarmUp(steps=12, batch_size=32)
+    batch = Homework(make_tokenizer(), train, recipe.careless, seed=3).draw(32)
+    labels = torch.cat([torch.full((32, 7), -100), batch["responses"]], 1)
+    fresh = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        expected = fresh(input_ids=batch["input_ids"], labels=labels).loss.item()
+
+    losses: list[float] = []
+    warm_up(tmp_path / "model", train, recipe, seed=3, device="cpu", on_step=lambda step, loss: losses.append(loss))
+    assert len(losses) == 12
+    assert losses[0] == pytest.approx(expected, abs=1e-5)
+    assert losses[-1] < losses[0] - 0.3
+    warm = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        assert warm(input_ids=batch["input_ids"], labels=labels).loss.item() < expected - 0.3
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").chat_template
+
+
+def test_plot_draws_means_between_zero_and_one() -> None:
+    assert plot([0.0, 0.5, 1.0], width=64, height=2, unicode=False).splitlines() == [" 1.0 |  #", " 0.0 | ##"]
+    assert plot([0.0, 0.25, 1.0], width=64, height=2, unicode=True).splitlines() == [" 1.0 │  █", " 0.0 │ ▄█"]
+    rising = [i / 1000 for i in range(1000)]
+    assert max(len(line) for line in plot(rising, width=10, height=4, unicode=True).splitlines()) == 16
+    assert plot([], width=10, height=2, unicode=True)
+
+
+def test_only_a_wrong_answer_counts_as_a_forgotten_carry() -> None:
+    assert forgot_carry({"input": "47+85", "output": "=022"})
+    assert not forgot_carry({"input": "47+85", "output": "=132"})
+    assert not forgot_carry({"input": "12+34", "output": "=046"})
+
+
+def test_overrides_carry_any_folder_name() -> None:
+    folder = Path("it's a {run}, with=signs")
+    for algorithm in ("grpo", "ppo"):
+        overrides = training_overrides(folder, folder, algorithm, steps=1, seed=2, device="cpu")
+        config = load_config(PPOConfig, overrides, run_checks=False)
+        assert config.trainer.default_local_dir == str(folder)
+        assert config.data.train_files == [str(folder / "data" / "train.parquet")]
+        assert shlex.split(command_line(overrides).replace("\\\n", ""))[2:] == overrides
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_a_short_demo_leaves_its_files_and_shows_its_sections(
+    algorithm: Algorithm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    options = ["--algorithm", algorithm, "--out", str(out), "--device", "cpu", "--steps", "2", "--warmup-steps", "3"]
+    assert cli.main(["demo", *options]) == 0
+    shown = capsys.readouterr().out
+    for section in ("Problems and model", "Warm-up: 3 supervised", f"{algorithm.upper()}: 2 steps", "Before and after"):
+        assert section in shown
+    for text in (
+        "sloppy on purpose",
+        "lockstep ppo",
+        "Three answers",
+        "Mean reward, steps 1 to 2",
+        "Files in",
+        "never",
+    ):
+        assert text in shown
+
+    summary = json.loads((out / "summary.json").read_text())
+    assert list(summary) == ["val_before", "val_after", "steps", "seconds"]
+    assert summary["steps"] == 2 and summary["seconds"] > 0
+    assert 0 <= summary["val_before"] <= 1 and 0 <= summary["val_after"] <= 1
+    assert len((out / "metrics.jsonl").read_text().splitlines()) == 3
+    assert len((out / "validation" / "2.jsonl").read_text().splitlines()) >= 512
+    AutoModelForCausalLM.from_pretrained(out / "global_step_2" / "actor" / "huggingface")
+    assert (out / "global_step_2" / "critic").is_dir() == (algorithm == "ppo")
+
+    again = shlex.split((out / "train_again.sh").read_text().replace("\\\n", ""))
+    config = load_config(PPOConfig, again[2:])
+    assert again[:2] == ["lockstep", "ppo"]
+    assert config.trainer.default_local_dir == f"{out}-again"
+    assert config.algorithm.adv_estimator == ("gae" if algorithm == "ppo" else "grpo")
+
+
+def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.txt").write_text("keep")
+    assert cli.main(["demo", "--out", str(tmp_path)]) == 2
+    assert "is not empty; name another folder or remove it" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize("option", [["--steps", "0"], ["--seed", "-1"], ["--algorithm", "dpo"]])
+def test_wrong_options_are_refused(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["demo", *option])
+    assert stopped.value.code == 2
+    assert option[0] in capsys.readouterr().err
+
+
+def test_the_default_folder_is_the_first_free_one(tmp_path: Path) -> None:
+    from lockstep.demo.program import _new_folder
+
+    default = tmp_path / "outputs" / "demo"
+    assert [_new_folder(None, default).name for _ in range(3)] == ["demo", "demo-2", "demo-3"]
+    chosen = _new_folder(tmp_path / "empty", default)
+    assert _new_folder(chosen, default) == chosen
+
+
+def test_random_answers_score_the_same_by_form_and_by_number() -> None:
+    """Every answer that the homework can hold has the wanted form."""
+    draw = random.Random(0)
+    for _ in range(50):
+        problem = Problem(draw.randrange(10, 100), draw.randrange(10, 100))
+        for number in (problem.right_answer, problem.careless_answer):
+            result = compute_score("sums", answer_text(number), str(problem.right_answer))
+            assert result == {"score": float(number == problem.right_answer), "acc": result["score"], "form": 1.0}
