@@ -5,6 +5,7 @@ folder ──► causal LM  |  (body, value head)  |  (body, reward head)
 
 import importlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -94,7 +95,7 @@ def load_reward_model(
     return cast(PreTrainedModel, model.base_model), cast(nn.Linear, model.score)
 
 
-def logits_fn(model: PreTrainedModel) -> Any:
+def logits_fn(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     """Hidden states -> logits, with the final soft-capping or scaling that some architectures apply after the head."""
     head = model.get_output_embeddings()
     config = model.config.get_text_config()

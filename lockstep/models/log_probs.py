@@ -19,19 +19,30 @@ CHUNK_ELEMENTS = 1 << 26
 
 
 def token_log_probs(
-    hidden: Tensor, targets: Tensor, logits_fn: LogitsFn, *, temperature: float = 1.0, with_entropy: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """log softmax(logits / temperature)[target] and, if asked for, the entropy of that distribution, both (N) in float32."""
+    hidden: Tensor,
+    targets: Tensor,
+    logits_fn: LogitsFn,
+    *,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    with_sum_pi_squared: bool = False,
+) -> dict[str, Tensor]:
+    """Statistics (N) in float32 of the distributions p = softmax(logits / temperature).
 
-    def chunk(h: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    log_probs: log p[target]; entropy: -Σ p log p; sum_pi_squared: Σ p². The last two only where asked for.
+    """
+
+    def chunk(h: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         logits = logits_fn(h).float()
         if temperature != 1.0:
             logits = logits / temperature
         lse = logits.logsumexp(-1)
-        log_probs = logits.gather(-1, y[:, None]).squeeze(-1) - lse
-        if not with_entropy:
-            return log_probs, log_probs
-        return log_probs, lse - (torch.softmax(logits, -1) * logits).sum(-1)
+        out = [logits.gather(-1, y[:, None]).squeeze(-1) - lse]
+        if with_entropy:
+            out.append(lse - (torch.softmax(logits, -1) * logits).sum(-1))
+        if with_sum_pi_squared:
+            out.append(((2 * logits).logsumexp(-1) - 2 * lse).exp())
+        return tuple(out)
 
     size = _chunk_rows(hidden, logits_fn)
     pieces = []
@@ -40,8 +51,8 @@ def token_log_probs(
             pieces.append(checkpoint(chunk, h, y, use_reentrant=False))
         else:
             pieces.append(chunk(h, y))
-    log_probs = torch.cat([p[0] for p in pieces])
-    return log_probs, torch.cat([p[1] for p in pieces]) if with_entropy else None
+    names = ["log_probs"] + ["entropy"] * with_entropy + ["sum_pi_squared"] * with_sum_pi_squared
+    return {name: torch.cat(parts) for name, parts in zip(names, zip(*pieces))}
 
 
 def _chunk_rows(hidden: Tensor, logits_fn: LogitsFn) -> int:

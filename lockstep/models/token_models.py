@@ -3,6 +3,8 @@
 Each is a module whose forward takes `ForwardRows` and does everything that needs its parameters, so that sharding wraps it whole.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -14,25 +16,17 @@ from lockstep.models.packing import ForwardRows
 
 
 class PolicyModel(nn.Module):
-    """A causal language model that gives each response token's log-prob and, if asked for, the entropy at its place."""
+    """A causal language model that gives each response token's log-prob and, if asked for, more about its distribution."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, rows: ForwardRows, temperature: float = 1.0, with_entropy: bool = False) -> dict[str, Tensor]:
+    def forward(self, rows: ForwardRows, **options: Any) -> dict[str, Tensor]:
+        """options: those of `token_log_probs`."""
         hidden = _hidden_states(self.model.get_decoder(), rows)
-        log_probs, entropy = token_log_probs(
-            hidden[rows.predicts],
-            rows.targets,
-            logits_fn(self.model),
-            temperature=temperature,
-            with_entropy=with_entropy,
-        )
-        out = {"log_probs": rows.spread(log_probs)}
-        if entropy is not None:
-            out["entropy"] = rows.spread(entropy)
-        return out
+        flat = token_log_probs(hidden[rows.predicts], rows.targets, logits_fn(self.model), **options)
+        return {name: rows.spread(values) for name, values in flat.items()}
 
 
 class ScalarModel(nn.Module):

@@ -89,7 +89,8 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         require(prompts, "raw_prompt_ids", "sampling_seed")
-        sampling = sampling_params(self.config.rollout, validate=prompts.meta_info.get("validate", False))
+        validate, greedy = prompts.meta_info["validate"], prompts.meta_info["greedy"]
+        sampling = sampling_params(self.config.rollout, validate=validate, greedy=greedy)
         requests = requests_of(prompts, sampling)
         with self.actor.gathered():
             share(self.twin, self.policy.model.named_parameters(remove_duplicate=False))

@@ -15,11 +15,11 @@ from lockstep.engines.rollout.base import Completion, GenerationRequest, Samplin
 from lockstep.protocol import DataProto
 
 
-def sampling_params(config: RolloutConfig, *, validate: bool) -> SamplingParams:
-    """The sampling of training, or that of `rollout.val_kwargs`."""
+def sampling_params(config: RolloutConfig, *, validate: bool, greedy: bool) -> SamplingParams:
+    """The sampling of training, or that of `rollout.val_kwargs`; `greedy` overrules both."""
     source = config.val_kwargs if validate else config
     return SamplingParams(
-        temperature=source.temperature if source.do_sample else 0.0,
+        temperature=source.temperature if source.do_sample and not greedy else 0.0,
         top_k=source.top_k,
         top_p=source.top_p,
         max_tokens=config.response_length,

@@ -32,6 +32,7 @@ def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         GRPO,
         ["algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"],
         ["algorithm.adv_estimator=reinforce_plus_plus", "actor_rollout_ref.actor.use_kl_loss=true"],
+        ["algorithm.adv_estimator=remax", "actor_rollout_ref.rollout.n=2"],
         [*GRPO, "actor_rollout_ref.actor.use_dynamic_bsz=true", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=96"],
         [*GRPO, "actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.actor.entropy_coeff=0.01"],
         [
@@ -40,7 +41,7 @@ def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "actor_rollout_ref.model.use_remove_padding=false",
         ],
     ],
-    ids=["grpo", "gae", "reinforce_plus_plus", "dynamic", "hf", "bf16-padded"],
+    ids=["grpo", "gae", "reinforce_plus_plus", "remax", "dynamic", "hf", "bf16-padded"],
 )
 def test_algorithms_and_engines_train(overrides: list[str], tmp_path: Path, extra: list[str]) -> None:
     assert main([*overrides, *extra, "trainer.total_training_steps=2", "trainer.val_before_train=false"]) == 0

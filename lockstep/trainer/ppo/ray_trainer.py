@@ -8,8 +8,7 @@ process or on many machines.
 
 import json
 import logging
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ import yaml
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from lockstep.algorithms.advantages import required_inputs
 from lockstep.algorithms.kl import apply_kl_penalty, get_kl_controller
 from lockstep.algorithms.losses.aggregate import agg_loss
 from lockstep.algorithms.on_batch import compute_advantage
@@ -44,14 +44,13 @@ from lockstep.trainer.checkpoint import CheckpointStore, RunLock
 from lockstep.trainer.interrupt import Interrupt
 from lockstep.trainer.ppo.metrics import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
 from lockstep.trainer.ppo.roles import need_critic, need_reference_policy, need_reward_model
-from lockstep.trainer.ppo.validation import ValidationSamples, collect_samples, validation_metrics
+from lockstep.trainer.ppo.sampling import RewardFn, Sampling
+from lockstep.trainer.ppo.validation import Answers
 from lockstep.utils.device import resolve_device
 from lockstep.utils.seqlen import get_seqlen_balanced_partitions, log_seqlen_unbalance
 from lockstep.utils.timing import marked_timer
 
 logger = logging.getLogger(__name__)
-
-RewardFn = Callable[..., Any]
 
 
 class PPOTrainer:
@@ -106,6 +105,7 @@ class PPOTrainer:
         self.run_dir = Path(config.trainer.default_local_dir).expanduser()
         self.checkpoints = CheckpointStore(self.run_dir, keep=self._checkpoints_to_keep())
         self.global_steps = 0
+        self.epoch = 0
         self.num_updates = 0
         self._closing: ExitStack | None = None
 
@@ -126,6 +126,7 @@ class PPOTrainer:
         self.ref_policy_wg: Any = groups.get(str(Role.RefPolicy))
         self.critic_wg: Any = groups.get(str(Role.Critic))
         self.rm_wg: Any = groups.get(str(Role.RewardModel))
+        self.sampling = Sampling(self.config, self.actor_rollout_wg, self.rm_wg)
 
     def _role_classes(self) -> dict[Role, ClassWithInitArgs]:
         config, device, workers = self.config, self.device_name, self.role_worker_mapping
@@ -188,12 +189,13 @@ class PPOTrainer:
             return 130
         if self.global_steps >= self.total_training_steps:
             logger.info("nothing to do: the run is at step %d of %d", self.global_steps, self.total_training_steps)
-        for batch_dict in self._training_batches():
+        prompts = self._prompts()
+        while self.global_steps < self.total_training_steps:
             self.global_steps += 1
-            is_last = self.global_steps >= self.total_training_steps
+            is_last = self.global_steps == self.total_training_steps
             timing: dict[str, float] = {}
             with marked_timer("step", timing):
-                batch, metrics = self._train_step(DataProto.from_single_dict(batch_dict), timing)
+                batch, metrics = self._train_step(prompts, timing)
                 if self._can_validate and self._is_due(config.test_freq, is_last):
                     with marked_timer("testing", timing):
                         metrics |= self._validate()
@@ -212,30 +214,21 @@ class PPOTrainer:
     def _is_due(self, frequency: int, is_last: bool) -> bool:
         return frequency > 0 and (is_last or self.global_steps % frequency == 0)
 
-    def _training_batches(self) -> Iterator[dict[str, Any]]:
-        while self.global_steps < self.total_training_steps:
+    def _prompts(self) -> Iterator[DataProto]:
+        """Batches of prompts, epoch after epoch."""
+        while True:
+            self.epoch = self.train_dataloader.epoch
             for batch_dict in self.train_dataloader:
-                yield batch_dict
-                if self.global_steps >= self.total_training_steps:
-                    return
+                yield DataProto.from_single_dict(batch_dict)
 
-    def _train_step(self, batch: DataProto, timing: dict[str, float]) -> tuple[DataProto, dict[str, Any]]:
+    def _train_step(self, prompts: Iterator[DataProto], timing: dict[str, float]) -> tuple[DataProto, dict[str, Any]]:
         """One step of the algorithm, as a list of calls."""
         algorithm = self.config.algorithm
         metrics: dict[str, Any] = {}
 
-        # 1. generate
-        batch = self._samples_of(batch, self.config.actor_rollout_ref.rollout.n, validate=False)
-        with marked_timer("gen", timing):
-            batch = batch.union(self.actor_rollout_wg.generate_sequences(batch))
-        check_policy_version(batch, self.num_updates)
+        # 1. and 2. generate and reward
+        batch = self._scored_samples(next(prompts), timing)
         metrics |= self._balance_batch(batch)
-
-        # 2. reward
-        with marked_timer("reward", timing):
-            if self.use_rm:
-                batch = batch.union(self.rm_wg.compute_rm_score(batch))
-            batch.tensors["token_level_scores"], extra = self._score(self.reward_fn, batch)
 
         # 3. log-probs under the policy and under the reference
         with marked_timer("old_log_prob", timing):
@@ -280,18 +273,21 @@ class PPOTrainer:
             self.num_updates += 1
 
         if (folder := self.config.trainer.rollout_data_dir) is not None:
-            self._dump_rollouts(batch, extra, folder)
+            self._dump_answers(self._answers([batch]), folder)
         return batch, metrics
 
-    def _samples_of(self, batch: DataProto, n: int, *, validate: bool) -> DataProto:
-        """`n` rows for each prompt, with one uid a prompt and a seed of its own for each row."""
-        batch.non_tensor_batch["uid"] = np.array([str(uuid.UUID(int=i)) for i in range(len(batch))], dtype=object)
-        batch = batch.repeat(repeat_times=n, interleave=True)
-        seed = self.config.actor_rollout_ref.rollout.seed
-        words = np.random.SeedSequence([seed, self.global_steps, int(validate)]).generate_state(len(batch), np.uint64)
-        seeds = DataProto.from_dict(tensors={"sampling_seed": torch.from_numpy((words >> 1).astype(np.int64))})
-        seeds.meta_info = {"validate": validate, "global_steps": self.global_steps}
-        return batch.union(seeds)
+    def _scored_samples(self, prompts: DataProto, timing: dict[str, float], draw: int = 0) -> DataProto:
+        n, step = self.config.actor_rollout_ref.rollout.n, self.global_steps
+        with marked_timer("gen", timing):
+            batch = self.sampling.generate(prompts, n=n, step=step, draw=draw)
+        check_policy_version(batch, self.num_updates)
+        with marked_timer("reward", timing):
+            batch = self.sampling.score(batch, self.reward_fn)
+        if "reward_baselines" in required_inputs(self.config.algorithm.adv_estimator):
+            with marked_timer("gen_max", timing):
+                baselines = self.sampling.greedy_baselines(prompts, self.reward_fn, n=n, step=step, draw=draw)
+                batch.tensors["reward_baselines"] = baselines
+        return batch
 
     def _balance_batch(self, batch: DataProto) -> dict[str, float]:
         """Let every rank have about the same number of tokens, and say how far apart they are."""
@@ -303,20 +299,15 @@ class PPOTrainer:
             batch.reorder(torch.tensor([i for part in partitions for i in part]))
         return log_seqlen_unbalance(lengths, partitions, prefix="global_seqlen")
 
-    def _score(self, reward_fn: RewardFn, batch: DataProto) -> tuple[torch.Tensor, dict[str, list[Any]]]:
-        result = reward_fn(batch, return_dict=True)
-        return result["reward_tensor"], result["reward_extra_info"]
-
     def _entropy_metrics(self, batch: DataProto) -> dict[str, float]:
         mode = self.config.actor_rollout_ref.actor.loss_agg_mode
-        entropys: torch.Tensor = batch.pop(batch_keys=["entropys"]).tensors["entropys"]
-        entropy = agg_loss(entropys, batch.tensors["response_mask"], mode)
+        entropy = agg_loss(batch.tensors["entropys"], batch.tensors["response_mask"], mode)
         return {"actor/entropy": float(entropy)}
 
     def _step_metrics(self, batch: DataProto, timing: dict[str, float]) -> dict[str, Any]:
         metrics: dict[str, Any] = {
             "training/global_step": self.global_steps,
-            "training/epoch": (self.global_steps - 1) // len(self.train_dataloader),
+            "training/epoch": self.epoch,
         }
         metrics |= compute_data_metrics(batch, use_critic=self.use_critic)
         metrics |= compute_timing_metrics(batch, timing)
@@ -343,45 +334,37 @@ class PPOTrainer:
         )
         n = self.config.actor_rollout_ref.rollout.val_kwargs.n
 
-        def generate(prompts: DataProto) -> DataProto:
-            prompts = self._samples_of(prompts, n, validate=True)
-            batch = prompts.union(self.actor_rollout_wg.generate_sequences(prompts))
-            return batch.union(self.rm_wg.compute_rm_score(batch)) if self.use_rm else batch
+        def scored() -> Iterator[DataProto]:
+            for draw, batch_dict in enumerate(loader):
+                prompts = DataProto.from_single_dict(batch_dict)
+                batch = self.sampling.generate(prompts, n=n, step=self.global_steps, draw=draw, validate=True)
+                yield self.sampling.score(batch, val_reward_fn)
 
-        samples = collect_samples(
-            (DataProto.from_single_dict(b) for b in loader),
-            generate,
-            lambda batch: self._score(val_reward_fn, batch),
-            lambda ids: self.tokenizer.batch_decode(ids, skip_special_tokens=True),
-        )
-        self._show_validation(samples)
-        return validation_metrics(samples)
-
-    def _show_validation(self, samples: ValidationSamples) -> None:
-        config = self.config.trainer
-        if config.validation_data_dir:
-            dump_generations(
-                samples.inputs,
-                samples.outputs,
-                samples.ground_truths,
-                samples.scores,
-                samples.extra,
-                config.validation_data_dir,
-                self.global_steps,
-            )
+        answers, config = self._answers(scored()), self.config.trainer
+        if config.validation_data_dir is not None:
+            self._dump_answers(answers, config.validation_data_dir)
         if config.log_val_generations > 0:
-            rows = list(zip(samples.inputs, samples.outputs, samples.scores))[: config.log_val_generations]
+            rows = list(zip(answers.inputs, answers.outputs, answers.scores))[: config.log_val_generations]
             self.tracking.log_table("val/generations", ["input", "output", "score"], rows, self.global_steps)
+        return answers.metrics()
 
-    def _dump_rollouts(self, batch: DataProto, extra: dict[str, list[Any]], folder: str) -> None:
-        tensors = batch.tensors
-        decode = self.tokenizer.batch_decode
+    def _answers(self, batches: Iterable[DataProto]) -> Answers:
+        answers = Answers()
+        for batch in batches:
+            answers.add(batch, self._decode)
+        return answers
+
+    def _decode(self, rows: list[torch.Tensor]) -> list[str]:
+        texts: list[str] = self.tokenizer.batch_decode([row.tolist() for row in rows], skip_special_tokens=True)
+        return texts
+
+    def _dump_answers(self, answers: Answers, folder: str) -> None:
         dump_generations(
-            decode(tensors["prompts"], skip_special_tokens=True),
-            decode(tensors["responses"], skip_special_tokens=True),
-            [(r or {}).get("ground_truth") for r in batch.non_tensor_batch["reward_model"]],
-            tensors["token_level_scores"].sum(-1).tolist(),
-            extra,
+            answers.inputs,
+            answers.outputs,
+            answers.ground_truths,
+            answers.scores,
+            answers.extra,
             folder,
             self.global_steps,
         )

@@ -9,10 +9,11 @@ later.
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from lockstep.engines.rollout.embedded.sampler import sample
 from lockstep.engines.rollout.embedded.scheduler import StepPlan
@@ -28,7 +29,7 @@ class ModelRunner:
     def __init__(self, model: nn.Module, block_size: int) -> None:
         check_config(model)
         self.model: Any = model
-        self._logits = logits_fn(self.model)
+        self._logits = logits_fn(cast(PreTrainedModel, model))
         self.block_size = block_size
         self.cache: PagedCache | None = None
         self.num_tokens_computed = 0

@@ -1,0 +1,75 @@
+"""The first two stages of a step: samples for a batch of prompts, and their scores.
+
+prompts ─► n rows each, with uid and seed ─► generate ─► reward model ─► reward function ─► token_level_scores
+"""
+
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.config.ppo import PPOConfig
+from lockstep.protocol import DataProto, object_array
+
+RewardFn = Callable[..., Any]
+"""(batch, return_dict=True) -> {"reward_tensor": (B, R), "reward_extra_info": {name: list}}."""
+
+EXTRA_KEYS = "reward_extra_keys"
+"""meta_info: names of the columns that the reward function added."""
+
+
+class Sampling:
+    """Generates and scores through worker groups.
+
+    rm_wg: None where no reward model is used.
+    """
+
+    def __init__(self, config: PPOConfig, actor_rollout_wg: Any, rm_wg: Any) -> None:
+        self.config = config
+        self.actor_rollout_wg = actor_rollout_wg
+        self.rm_wg = rm_wg
+
+    def generate(
+        self, prompts: DataProto, *, n: int, step: int, draw: int = 0, validate: bool = False, greedy: bool = False
+    ) -> DataProto:
+        """`n` answers to each prompt; samples of one prompt share a uid.
+
+        draw: number of the batch of prompts within the step. A sample's random stream is fixed by (rollout.seed, step,
+        draw, its row), so that it does not depend on how rows are spread or on what ran before.
+        """
+        uids = [str(uuid.UUID(int=(draw << 64) + i)) for i in range(len(prompts))]
+        prompts.non_tensor_batch["uid"] = object_array(uids)
+        batch = prompts.repeat(repeat_times=n, interleave=True)
+        entropy = [self.config.actor_rollout_ref.rollout.seed, step, draw, int(validate)]
+        words = np.random.SeedSequence(entropy).generate_state(len(batch), np.uint64)
+        batch = batch.union(
+            DataProto.from_dict(tensors={"sampling_seed": torch.from_numpy((words >> 1).astype(np.int64))})
+        )
+        batch.meta_info |= {"validate": validate, "greedy": greedy, "global_steps": step}
+        return batch.union(self.actor_rollout_wg.generate_sequences(batch))
+
+    def score(self, batch: DataProto, reward_fn: RewardFn) -> DataProto:
+        """Write `token_level_scores` and what else the reward function tells of each row."""
+        if self.rm_wg is not None:
+            batch = batch.union(self.rm_wg.compute_rm_score(batch))
+        result = reward_fn(batch, return_dict=True)
+        extra: dict[str, list[Any]] = result["reward_extra_info"]
+        batch.tensors["token_level_scores"] = result["reward_tensor"]
+        batch.non_tensor_batch |= {name: object_array(values) for name, values in extra.items()}
+        batch.meta_info[EXTRA_KEYS] = sorted(extra)
+        return batch
+
+    def greedy_baselines(
+        self, prompts: DataProto, reward_fn: RewardFn, *, n: int, step: int, draw: int
+    ) -> torch.Tensor:
+        """(B * n) score of each prompt's greedy answer, for ReMax."""
+        greedy = self.generate(prompts, n=1, step=step, draw=draw, greedy=True)
+        scores: torch.Tensor = self.score(greedy, reward_fn).tensors["token_level_scores"].sum(-1)
+        return scores.repeat_interleave(n)
+
+
+def extra_columns(batch: DataProto) -> dict[str, list[Any]]:
+    """What the reward function told of each row."""
+    return {name: list(batch.non_tensor_batch[name]) for name in batch.meta_info[EXTRA_KEYS]}

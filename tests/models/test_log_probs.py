@@ -1,0 +1,36 @@
+"""Chunked statistics of token distributions against the plain formulas, and their gradients."""
+
+import pytest
+import torch
+
+from lockstep.models.log_probs import token_log_probs
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 3, 100])
+def test_statistics_and_gradients_equal_the_plain_formulas(chunk_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.models.log_probs.CHUNK_ELEMENTS", 11 * chunk_rows)
+    torch.manual_seed(0)
+    head = torch.nn.Linear(5, 11)
+    hidden = torch.randn(7, 5, requires_grad=True)
+    targets = torch.randint(0, 11, (7,))
+    out = token_log_probs(hidden, targets, head, temperature=0.7, with_entropy=True, with_sum_pi_squared=True)
+    weights = torch.randn(3, 7)
+    sum(w @ v for w, v in zip(weights, out.values())).backward()
+    got = [hidden.grad.clone(), head.weight.grad.clone()]
+    hidden.grad = head.weight.grad = None
+
+    p = torch.softmax(head(hidden) / 0.7, -1)
+    plain = {
+        "log_probs": p.log().gather(1, targets[:, None])[:, 0],
+        "entropy": -(p * p.log()).sum(-1),
+        "sum_pi_squared": (p**2).sum(-1),
+    }
+    sum(w @ v for w, v in zip(weights, plain.values())).backward()
+    for name, value in plain.items():
+        torch.testing.assert_close(out[name], value)
+    torch.testing.assert_close(got, [hidden.grad, head.weight.grad])
+
+
+def test_only_what_is_asked_for() -> None:
+    head = torch.nn.Linear(5, 11)
+    assert list(token_log_probs(torch.randn(2, 5), torch.tensor([1, 2]), head)) == ["log_probs"]
