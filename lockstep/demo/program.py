@@ -21,11 +21,11 @@ from lockstep.utils.device import resolve_device
 
 Algorithm = Literal["grpo", "ppo"]
 
-TRAINING_STEPS = 70
-WARMUP_LINE_EVERY = 100
+TRAINING_STEPS: dict[Algorithm, int] = {"grpo": 70, "ppo": 50}
+WARMUP_LINE_EVERY = 150
 
 HOMEWORK = (
-    "Its homework is sloppy on purpose: of four pupils three forget every carry (47+85=022) and one is right (47+85=132). "
+    "Its homework is sloppy on purpose: of three pupils two forget every carry (47+85=022) and one is right (47+85=132). "
     "So the model learns the form of an answer and both ways to add, and prefers the wrong one."
 )
 
@@ -43,12 +43,12 @@ def run_demo(
     console = Console(force_terminal=sys.stdout.isatty(), highlight=False)
     try:
         device = resolve_device(device)
-        folder = _new_folder(out, Path("outputs") / f"demo-{algorithm}-seed{seed}")
+        folder = new_folder(out, Path("outputs") / f"demo-{algorithm}-seed{seed}")
     except ValueError as error:
         sys.stderr.write(f"lockstep demo: {error}\n")
         return 2
     recipe = WarmUp() if warmup_steps is None else dataclasses.replace(WarmUp(), steps=warmup_steps)
-    steps = TRAINING_STEPS if steps is None else steps
+    steps = TRAINING_STEPS[algorithm] if steps is None else steps
     try:
         _prepare(console, folder, recipe, seed, device)
         return _train(console, folder, algorithm, steps, seed, device, started)
@@ -57,7 +57,7 @@ def run_demo(
         return 130
 
 
-def _new_folder(chosen: Path | None, default: Path) -> Path:
+def new_folder(chosen: Path | None, default: Path) -> Path:
     """The folder that was asked for, which must be empty or new, or the first free one of default, default-2, ..."""
     if chosen is not None:
         if chosen.exists() and (not chosen.is_dir() or any(chosen.iterdir())):

@@ -106,7 +106,7 @@ def plot(values: Sequence[float], width: int, height: int, *, unicode: bool) -> 
     columns = _means(values, width)
     lines = []
     for row in range(height - 1, -1, -1):
-        label = {height - 1: "1.0", height // 2: "0.5", 0: "0.0"}.get(row, "")
+        label = {height // 2: "0.5", height - 1: "1.0", 0: "0.0"}.get(row, "")
         cells = (min(max(value * height - row, 0.0), 1.0) for value in columns)
         bars = (BARS[round(cell * 8)] if unicode else "#" if cell >= 0.5 else " " for cell in cells)
         lines.append(f"{label:>4} {'│' if unicode else '|'}{''.join(bars)}".rstrip())

@@ -33,10 +33,10 @@ class WarmUp:
     careless: share of the homework in which no carry is taken along.
     """
 
-    steps: int = 500
-    batch_size: int = 256
-    lr: float = 4e-3
-    careless: float = 0.75
+    steps: int = 900
+    batch_size: int = 128
+    lr: float = 3e-3
+    careless: float = 2 / 3
 
 
 def warm_up(
