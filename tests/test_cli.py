@@ -37,6 +37,24 @@ def test_a_wrong_key_ends_with_2_and_no_traceback() -> None:
     assert "Traceback" not in result.stderr and result.stdout == ""
 
 
+def test_what_is_not_built_is_said_with_everything_else(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.model.lora_rank=8", "trainer.logger=[trackio]"]
+    with pytest.raises(SystemExit) as end:
+        config_from_command_line([*asked, "algorithm.adv_estimator=grpo", "rollout.n=1"])
+    assert end.value.code == 2
+    text = capsys.readouterr().err
+    assert text.count("not in this build") == 3
+    assert "data.train_files: must name" in text and "actor_rollout_ref.rollout.n=1: grpo compares" in text
+
+
+def test_a_configuration_of_another_program_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "grpo.yaml").write_text("defaults: [ppo_trainer, _self_]\nalgorithm: {adv_estimator: grpo}\n")
+    arguments = ["ppo", "--config-path", str(tmp_path), "--config-name", "grpo", "--cfg", "job", "+rollout.n=8"]
+    assert cli.main(arguments) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert (printed["algorithm"]["adv_estimator"], printed["actor_rollout_ref"]["rollout"]["n"]) == ("grpo", 8)
+
+
 def test_neither_a_wrong_key_nor_cfg_waits_for_torch() -> None:
     script = (
         "import sys\nfrom lockstep import cli\n"

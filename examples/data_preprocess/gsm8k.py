@@ -5,46 +5,31 @@
 The ground truth is the number after `####` in the published answer; the question gets an instruction to end likewise.
 """
 
-import argparse
-import json
-import logging
-from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+from rows import make_row, parse_arguments, read_examples, run, write_rows
 
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 
 
-def make_row(example: dict[str, str], index: int, split: str) -> dict[str, Any]:
+def row_of(example: dict[str, str], index: int, split: str, data_source: str) -> dict[str, Any]:
     """One published example as a training row."""
     question, answer = example["question"], example["answer"]
     _, marker, number = answer.rpartition("#### ")
     if not marker:
-        raise ValueError(f"example {index}: the answer has no '#### <number>': {answer!r}")
-    return {
-        "data_source": "openai/gsm8k",
-        "prompt": [{"role": "user", "content": f"{question} {INSTRUCTION}"}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": number.strip().replace(",", "")},
-        "extra_info": {"split": split, "index": index, "answer": answer, "question": question},
-    }
+        raise SystemExit(f"example {index}: the answer has no '#### <number>': {answer!r}")
+    extra = {"split": split, "index": index, "answer": answer, "question": question}
+    return make_row(data_source, f"{question} {INSTRUCTION}", "math", number.strip().replace(",", ""), extra)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Convert GSM8K's jsonl to training rows in parquet.")
-    parser.add_argument("--input", type=Path, required=True, help="train.jsonl or test.jsonl as published")
-    parser.add_argument("--output", type=Path, required=True, help="parquet file to write")
-    parser.add_argument("--split", required=True, help="name of the split, kept in extra_info")
-    arguments = parser.parse_args(argv)
-    lines = arguments.input.read_text(encoding="utf-8").splitlines()
-    rows = [make_row(json.loads(line), index, arguments.split) for index, line in enumerate(lines) if line.strip()]
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(rows), arguments.output)
-    logging.info("wrote %d rows to %s", len(rows), arguments.output)
+    arguments = parse_arguments(
+        "Convert GSM8K's jsonl to training rows in parquet.", argv, split="train", data_source="openai/gsm8k"
+    )
+    examples = read_examples(arguments.input, "question", "answer")
+    rows = [row_of(example, i, arguments.split, arguments.data_source) for i, example in enumerate(examples)]
+    write_rows(rows, arguments.output)
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    main()
+    run(main)

@@ -1,19 +1,40 @@
 """`actor_rollout_ref.*`: the policy that is trained, its rollout and its frozen reference."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from omegaconf import II
 
+from lockstep.config.algorithm import RolloutCorrectionConfig
 from lockstep.config.model import CheckpointConfig, Dtype, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 
 _ACTOR = "actor_rollout_ref.actor"
+_CORRECTION = "algorithm.rollout_correction"
+
+
+def _followed_correction() -> RolloutCorrectionConfig:
+    """`algorithm.rollout_correction`, key by key."""
+    return RolloutCorrectionConfig(**{f.name: II(f"{_CORRECTION}.{f.name}") for f in fields(RolloutCorrectionConfig)})
 
 
 @dataclass(frozen=True)
 class PolicyLossConfig:
     loss_mode: str = "vanilla"
-    """Policy loss by registered name, or outside code as `module:function` or `file.py:function`."""
+    """Policy loss by registered name (vanilla, gspo, sapo, cispo, gpg, geo_mean, clip_cov, kl_cov, dppo_tv, dppo_kl, dro,
+    bypass_mode), or outside code as `module:function` or `file.py:function`."""
+    clip_cov_ratio: float = 0.0002
+    """clip_cov: share of the mini-batch's tokens whose gradient is dropped."""
+    clip_cov_lb: float = 1.0
+    """clip_cov: least covariance of a token that may be dropped."""
+    clip_cov_ub: float = 5.0
+    """clip_cov: largest covariance of a token that may be dropped."""
+    kl_cov_ratio: float = 0.0002
+    """kl_cov: share of the mini-batch's tokens, those of largest covariance, that pay a KL penalty."""
+    ppo_kl_coef: float = 0.1
+    """kl_cov: weight of that penalty."""
+    dro_beta: float = 0.1
+    """dro: weight of the squared log-ratio."""
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=_followed_correction)
 
 
 @dataclass(frozen=True)
@@ -41,7 +62,11 @@ class ActorConfig:
     clip_ratio_high: float = II(f"{_ACTOR}.clip_ratio")
     """Distance above 1 at which the ratio is clipped (0.28 clips at 1.28)."""
     clip_ratio_c: float = 3.0
-    """Dual clip: bound on the ratio where the advantage is negative."""
+    """Dual clip: bound on the ratio where the advantage is negative; dppo_tv and dppo_kl hold every ratio under it."""
+    tau_pos: float = 1.0
+    """sapo: temperature of the gate where the advantage is positive."""
+    tau_neg: float = 1.05
+    """sapo: temperature of the gate elsewhere."""
     loss_agg_mode: str = "token-mean"
     """How token losses become one number: token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean,
     seq-mean-token-sum-norm."""
@@ -51,6 +76,9 @@ class ActorConfig:
     """Weight of the entropy bonus."""
     calculate_entropy: bool = False
     """Report the entropy even where `entropy_coeff` is 0."""
+    calculate_sum_pi_squared: bool = False
+    """Compute the sum of squared probabilities at each position (batch key `sum_pi_squared`) with the old log-probs; on
+    where the advantage estimator needs it."""
     use_kl_loss: bool = False
     """Add a KL term against the reference policy to the loss."""
     kl_loss_coef: float = 0.001
@@ -92,7 +120,7 @@ class SamplingConfig:
 class RolloutConfig:
     name: str = "embedded"
     """Rollout engine: embedded (the trainer's own weights) or hf (transformers' generate)."""
-    mode: Literal["sync", "async"] = "sync"
+    mode: Literal["sync", "async"] = "async"
     """How agents call the engine; a single-turn rollout is the same in both."""
     n: int = 1
     """Samples per prompt."""
@@ -149,6 +177,9 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class RefConfig:
+    enable: bool | None = None
+    """False trains without a reference policy, so that a KL term is an error; otherwise it is loaded where one asks for
+    it."""
     strategy: Literal["fsdp", "fsdp2"] = II(f"{_ACTOR}.strategy")
     """Engine of the forward pass."""
     log_prob_micro_batch_size_per_gpu: int | None = None

@@ -7,13 +7,16 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.compat import NOT_IN_BUILD
 from lockstep.config.errors import NO_VALUE, Problem, show
+from lockstep.config.implied import GROUP_ESTIMATORS
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import defaults, get_in, keys, to_plain
 
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _REF = "actor_rollout_ref.ref"
+_SAMPLER = ("data.sampler.class_path", "data.sampler.class_name")
 
 Values = Mapping[str, Any]
 """Dotted key to value."""
@@ -59,6 +62,7 @@ RANGES: dict[str, Range] = {
     "target_kl": POSITIVE,
     "clip_ratio_c": POSITIVE,
     "loss_scale_factor": POSITIVE,
+    "timeout_s": POSITIVE,
     "clip_grad": POSITIVE,
     "grad_clip": POSITIVE,
     "lr": NOT_NEGATIVE,
@@ -73,6 +77,15 @@ RANGES: dict[str, Range] = {
     "critic_warmup": NOT_NEGATIVE,
     "dataloader_num_workers": NOT_NEGATIVE,
     "log_val_generations": NOT_NEGATIVE,
+    "max_num_gen_batches": NOT_NEGATIVE,
+    "egpo_lambda": NOT_NEGATIVE,
+    "ppo_kl_coef": NOT_NEGATIVE,
+    "dro_beta": NOT_NEGATIVE,
+    "egpo_alpha": POSITIVE,
+    "tau_pos": POSITIVE,
+    "tau_neg": POSITIVE,
+    "clip_cov_ratio": UNIT,
+    "kl_cov_ratio": UNIT,
     "gamma": UNIT,
     "lam": UNIT,
     "lr_warmup_steps_ratio": UNIT,
@@ -87,8 +100,9 @@ RANGES: dict[str, Range] = {
 }
 """Field name to the values that it allows, wherever the field stands; null always passes."""
 
-ONE_WORKER = "this build trains with one worker; set 1"
 PARTS = ("model", "optimizer", "extra", "hf_model")
+KL_ESTIMATORS = ("kl", "abs", "mse", "low_var_kl")
+AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
 def check(config: PPOConfig) -> tuple[list[Problem], list[str]]:
@@ -97,7 +111,7 @@ def check(config: PPOConfig) -> tuple[list[Problem], list[str]]:
     followed = _followed(values)
     problems = [
         problem
-        for part in (_ranges, _build_limits, _files, _batches, _lengths, _sampling, _contents)
+        for part in (_ranges, _build_limits, _files, _algorithm, _batches, _lengths, _sampling, _contents)
         for problem in part(values)
         if problem.key not in followed
     ]
@@ -138,21 +152,24 @@ def _ranges(values: Values) -> Iterator[Problem]:
         yield Problem("trainer.total_training_steps", steps, "must be 1 or more, or null for all epochs")
 
 
+_BUILD_LIMITS: dict[str, tuple[Any, str]] = {
+    "nnodes": (1, "one worker trains; set 1"),
+    "n_gpus_per_node": (1, "one worker trains; set 1"),
+    "tensor_model_parallel_size": (1, "the rollout runs on one worker; set 1"),
+    "ulysses_sequence_parallel_size": (1, "each sequence stays on one worker; set 1"),
+    "offload_policy": (False, "offloading happens between phases; set param_offload and optimizer_offload instead"),
+    "async_save": (False, "a checkpoint is written before the run goes on; set false"),
+    "hybrid_engine": (True, "actor and rollout share one worker; set true"),
+}
+"""Field name to the one value that it takes for now, wherever the field stands, and what to do."""
+
+
 def _build_limits(values: Values) -> Iterator[Problem]:
     for name, value in values.items():
-        leaf = name.rsplit(".", 1)[-1]
-        if leaf in ("nnodes", "n_gpus_per_node", "tensor_model_parallel_size") and value > 1:
-            yield Problem(name, value, ONE_WORKER)
-        if leaf == "ulysses_sequence_parallel_size" and value > 1:
-            yield Problem(name, value, "this build keeps each sequence on one worker; set 1")
-        if leaf == "offload_policy" and value:
-            yield Problem(
-                name, value, "this build offloads between phases; set param_offload and optimizer_offload instead"
-            )
-        if leaf == "async_save" and value:
-            yield Problem(name, value, "this build writes a checkpoint before it goes on; set false")
-    if not values["actor_rollout_ref.hybrid_engine"]:
-        yield Problem("actor_rollout_ref.hybrid_engine", False, "actor and rollout share one worker; set true")
+        only, hint = _BUILD_LIMITS.get(name.rsplit(".", 1)[-1], (value, ""))
+        out_of_range = only == 1 and not isinstance(value, bool) and value < 1  # which `_ranges` says
+        if value != only and not out_of_range:
+            yield Problem(name, value, f"{NOT_IN_BUILD}: {hint}")
 
 
 def _files(values: Values) -> Iterator[Problem]:
@@ -167,12 +184,17 @@ def _files(values: Values) -> Iterator[Problem]:
         yield from _model_folder(values, "critic.model.path", "the model whose body the critic takes")
     if values["reward_model.enable"]:
         yield from _model_folder(values, "reward_model.model.path", "the reward model")
-    for name in ("custom_reward_function.path", "data.custom_cls.path"):
+    for name in ("custom_reward_function.path", "data.custom_cls.path", _SAMPLER[0]):
         path = values[name]
         if path and path.endswith(".py") and not Path(path).is_file():
             yield Problem(name, path, "no such file")
-    if values["data.custom_cls.path"] and not values["data.custom_cls.name"]:
-        yield Problem("data.custom_cls.name", NO_VALUE, "must name the class in data.custom_cls.path")
+    for path, name in (("data.custom_cls.path", "data.custom_cls.name"), _SAMPLER):
+        if values[path] and not values[name]:
+            yield Problem(name, NO_VALUE, f"must name the class in {path}")
+    if values[_SAMPLER[0]] and values["data.dataloader_num_workers"] > 0:
+        message = "a sampler of your own works in the controller; set 0"
+        workers = values["data.dataloader_num_workers"]
+        yield Problem("data.dataloader_num_workers", workers, message, also=_SAMPLER)
     if values["trainer.resume_mode"] == "resume_path":
         path = values["trainer.resume_from_path"]
         if not path:
@@ -190,6 +212,40 @@ def _model_folder(values: Values, name: str, what: str) -> Iterator[Problem]:
         yield Problem(name, path, "no such folder; a model of the hub must be downloaded first, then give its folder")
     elif not (Path(path) / "config.json").is_file():
         yield Problem(name, path, "the folder has no config.json, so it is not a Hugging Face model")
+
+
+def _algorithm(values: Values) -> Iterator[Problem]:
+    estimator = values["algorithm.adv_estimator"]
+    if estimator == "gae" and values["critic.enable"] is False:
+        message = "gae takes its values from a critic; leave critic.enable null, or choose another adv_estimator"
+        yield Problem("critic.enable", False, message, also=("algorithm.adv_estimator",))
+    if estimator in GROUP_ESTIMATORS and values[f"{_ROLLOUT}.n"] == 1:
+        message = f"{estimator} compares the samples of one prompt, and there is one; set 2 or more"
+        yield Problem(f"{_ROLLOUT}.n", 1, message, also=("algorithm.adv_estimator",))
+    for name in ("algorithm.use_kl_in_reward", f"{_ACTOR}.use_kl_loss"):
+        if values[name] and values[f"{_REF}.enable"] is False:
+            message = f"KL is measured against a reference policy, and {_REF}.enable is false; leave that null"
+            yield Problem(name, True, message, also=(f"{_REF}.enable",))
+    for name in ("actor", "critic"):
+        section = _ACTOR if name == "actor" else "critic"
+        if values[f"{section}.rollout_n"] != values[f"{_ROLLOUT}.n"]:
+            message = f"must be {_ROLLOUT}.n={values[f'{_ROLLOUT}.n']}; set that key alone"
+            yield Problem(f"{section}.rollout_n", values[f"{section}.rollout_n"], message, also=(f"{_ROLLOUT}.n",))
+        mode = values[f"{section}.loss_agg_mode"]
+        if mode not in AGGREGATIONS:
+            yield Problem(f"{section}.loss_agg_mode", mode, f"must be one of {', '.join(AGGREGATIONS)}")
+    if values["algorithm.filter_groups.enable"] and values[f"{_ROLLOUT}.n"] == 1 and estimator not in GROUP_ESTIMATORS:
+        message = "samples of one prompt are compared, and there is one; set 2 or more"
+        yield Problem(f"{_ROLLOUT}.n", 1, message, also=("algorithm.filter_groups.enable",))
+    for field in ("rollout_is", "rollout_rs", "bypass_mode"):
+        name = f"algorithm.rollout_correction.{field}"
+        if values[name] and not values[f"{_ROLLOUT}.calculate_log_probs"]:
+            message = f"needs the rollout's own log-probs; set {_ROLLOUT}.calculate_log_probs=true"
+            yield Problem(name, values[name], message, also=(f"{_ROLLOUT}.calculate_log_probs",))
+    for name in ("algorithm.kl_penalty", f"{_ACTOR}.kl_loss_type"):
+        if values[name].removesuffix("+") not in KL_ESTIMATORS:
+            message = f"must be one of {', '.join(KL_ESTIMATORS)}; + at the end takes the gradient of mse"
+            yield Problem(name, values[name], message)
 
 
 def _batches(values: Values) -> Iterator[Problem]:
@@ -266,8 +322,6 @@ def _warnings(values: Values) -> Iterator[str]:
             f"write {high - 1:.4g} to clip at {high:g}"
         )
     samples = values[f"{_ROLLOUT}.n"]
-    if values["algorithm.adv_estimator"] == "grpo" and samples == 1:
-        yield f"{_ROLLOUT}.n=1: grpo compares the samples of one prompt, and there is one; set 2 or more"
     if samples > 1 and not values[f"{_ROLLOUT}.do_sample"]:
         yield f"{_ROLLOUT}.do_sample=false: the {samples} samples of a prompt will be the same"
     if values[f"{_ROLLOUT}.response_length"] != values["data.max_response_length"]:
@@ -280,5 +334,7 @@ def _warnings(values: Values) -> Iterator[str]:
             "trainer.resume_from_path counts only with trainer.resume_mode=resume_path, "
             f"and that is {values['trainer.resume_mode']}"
         )
+    if values["algorithm.use_kl_in_reward"] and values[f"{_ACTOR}.use_kl_loss"]:
+        yield f"algorithm.use_kl_in_reward and {_ACTOR}.use_kl_loss are both on: KL counts in the reward and in the loss"
     if values["trainer.test_freq"] > 0 and not values["data.val_files"]:
         yield f"trainer.test_freq={values['trainer.test_freq']} without data.val_files: there is nothing to validate on"

@@ -5,16 +5,33 @@ VALUE_ALIASES  other spellings of a value
 UNSUPPORTED    keys for what this build does not have: values that ask for nothing pass in silence, others are a problem
 REFUSED_VALUES values of real keys for what this build does not have
 NO_EFFECT      keys that tune what is settled otherwise here: dropped, with a notice
+
+`canonical` reads settings by these tables. A key that becomes real leaves its table; a test says so.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from lockstep.config.errors import NO_VALUE, Problem, show
-from lockstep.config.schema import explain_unknown_key, keys, sections
+NOT_IN_BUILD = "not in this build"
+"""How the message about a missing feature begins."""
 
 _ARR = "actor_rollout_ref"
+_ROLES = (f"{_ARR}.actor", f"{_ARR}.ref", "critic", "reward_model")
+_MODELS = (f"{_ARR}.model", "critic.model", "reward_model.model")
+_ENGINES = (
+    f"{_ARR}.actor.fsdp_config",
+    f"{_ARR}.ref.fsdp_config",
+    "critic.model.fsdp_config",
+    "reward_model.model.fsdp_config",
+)
+_OPTIMIZERS = (f"{_ARR}.actor.optim", "critic.optim")
+
+
+def _in_each(sections: tuple[str, ...], entries: Mapping[str, Any]) -> dict[str, Any]:
+    """The same entries in every one of `sections`."""
+    return {f"{section}.{name}": entry for section in sections for name, entry in entries.items()}
+
 
 ALIASES: dict[str, str] = {
     "actor": f"{_ARR}.actor",
@@ -22,6 +39,9 @@ ALIASES: dict[str, str] = {
     "ref": f"{_ARR}.ref",
     "model": f"{_ARR}.model",
     "multi_turn": f"{_ARR}.rollout.multi_turn",
+    "profile_steps": "trainer.profile_steps",
+    "controller_nsight_options": "trainer.controller_nsight_options",
+    "worker_nsight_options": "trainer.worker_nsight_options",
     "ray_kwargs.ray_init": "ray_init",
     "ray_kwargs.timeline_json_file": "ray_init.timeline_json_file",
     "reward.custom_reward_function": "custom_reward_function",
@@ -32,20 +52,20 @@ ALIASES: dict[str, str] = {
     f"{_ARR}.actor.max_grad_norm": f"{_ARR}.actor.grad_clip",
     f"{_ARR}.actor.ppo_micro_batch_size": f"{_ARR}.actor.ppo_micro_batch_size_per_gpu",
     f"{_ARR}.actor.use_remove_padding": f"{_ARR}.model.use_remove_padding",
-    f"{_ARR}.actor.optim.warmup_steps": f"{_ARR}.actor.optim.lr_warmup_steps",
-    f"{_ARR}.actor.optim.warmup_style": f"{_ARR}.actor.optim.lr_scheduler_type",
     f"{_ARR}.rollout.log_prob_micro_batch_size": f"{_ARR}.rollout.log_prob_micro_batch_size_per_gpu",
     f"{_ARR}.ref.log_prob_micro_batch_size": f"{_ARR}.ref.log_prob_micro_batch_size_per_gpu",
     "critic.fsdp_config": "critic.model.fsdp_config",
     "critic.max_grad_norm": "critic.grad_clip",
     "critic.ppo_micro_batch_size": "critic.ppo_micro_batch_size_per_gpu",
     "critic.forward_micro_batch_size": "critic.forward_micro_batch_size_per_gpu",
-    "critic.optim.warmup_steps": "critic.optim.lr_warmup_steps",
-    "critic.optim.warmup_style": "critic.optim.lr_scheduler_type",
     "reward_model.micro_batch_size": "reward_model.micro_batch_size_per_gpu",
+} | {
+    f"{section}.{written}": f"{section}.{name}"
+    for section in _OPTIMIZERS
+    for written, name in {"warmup_steps": "lr_warmup_steps", "warmup_style": "lr_scheduler_type"}.items()
 }
 
-_KL_NAMES = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
+_KL_NAMES = {"k1": "kl", "k2": "mse", "k3": "low_var_kl", "k1+": "kl+", "k2+": "mse+", "k3+": "low_var_kl+"}
 
 VALUE_ALIASES: dict[str, dict[str, str]] = {
     "algorithm.kl_penalty": _KL_NAMES,
@@ -57,241 +77,224 @@ VALUE_ALIASES: dict[str, dict[str, str]] = {
 class Unsupported:
     """A public key or section for something that this build does not have.
 
-    reason:   what the user hears.
+    reason:   what there is instead, and what to set.
     harmless: values that ask for nothing.
     switches: for a section, the keys that turn it on; the others mean nothing while these are harmless.
     """
 
     reason: str
     harmless: tuple[Any, ...] = (None, False)
-    switches: tuple[str, ...] = field(default=())
+    switches: tuple[str, ...] = ()
+
+    @property
+    def message(self) -> str:
+        return f"{NOT_IN_BUILD}: {self.reason}"
 
     def asks(self, value: Any) -> bool:
-        """Whether `value` asks for what is not there."""
+        """Whether `value` asks for what is not there. One that follows another key asks for nothing by itself."""
         if isinstance(value, Mapping):
-            return any(self.asks(item) for item in value.values())
+            return any(self.asks(item) for name, item in value.items() if name != "_target_")
+        if isinstance(value, str) and (value.startswith("${") or value == "???"):
+            return False
         return not any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in self.harmless)
 
 
-_LORA = Unsupported("this build trains all parameters; set lora_rank=0", harmless=(None, False, 0))
-_PROFILER = Unsupported("this build has no profiler hooks; leave it off", switches=("enable",))
-_VISION = Unsupported("this build trains text models only; leave it out")
+_LORA = Unsupported("all parameters are trained; set lora_rank=0", harmless=(None, False, 0))
+_PROFILER = Unsupported("there are no profiler hooks; leave it off", switches=("enable",))
+_MTP = Unsupported(
+    "models predict one token at a time; set enable=false", switches=("enable", "enable_train", "enable_rollout")
+)
+_ONE_WORKER = Unsupported("training and rollout share one worker; set 1", harmless=(None, 1))
+_ROUTING = Unsupported("experts' routing is not recorded; leave it disabled", (None, False, "disabled"), ("mode",))
+_MEGATRON = Unsupported("models are trained with FSDP2; set strategy=fsdp and leave Megatron's keys out")
+_OTHER_PROGRAM = Unsupported("it is a key of the programs that generate and evaluate; leave it out to train")
+_OWN_MANAGER = Unsupported(
+    "a reward manager of your own enters as reward_model.reward_manager=path/to/file.py:Class",
+    harmless=(None, "register"),
+)
 
 UNSUPPORTED: dict[str, Unsupported] = {
     f"{_ARR}.rollout.multi_turn": Unsupported(
-        "this build generates single-turn responses; set multi_turn.enable=false", switches=("enable",)
+        "responses are single-turn; set multi_turn.enable=false", switches=("enable",)
     ),
-    f"{_ARR}.model.lora_rank": _LORA,
     f"{_ARR}.model.lora_adapter_path": _LORA,
-    "critic.model.lora_rank": _LORA,
-    f"{_ARR}.rollout.quantization": Unsupported("this build decodes with the trainer's own weights; leave it out"),
-    f"{_ARR}.rollout.data_parallel_size": Unsupported("this build trains with one worker; set 1", harmless=(None, 1)),
-    f"{_ARR}.rollout.pipeline_model_parallel_size": Unsupported(
-        "this build trains with one worker; set 1", harmless=(None, 1)
+    f"{_ARR}.model.hf_config_path": Unsupported("the model's config.json is read from model.path; set null"),
+    f"{_ARR}.model.mtp": _MTP,
+    f"{_ARR}.rollout.mtp": _MTP,
+    f"{_ARR}.rollout.quantization": Unsupported("the rollout decodes with the trainer's own weights; leave it out"),
+    f"{_ARR}.rollout.quantization_config_file": Unsupported(
+        "the rollout decodes with the trainer's own weights; leave it out"
     ),
-    f"{_ARR}.rollout.skip_rollout": Unsupported("this build always generates; set false"),
-    f"{_ARR}.actor.freeze_vision_tower": _VISION,
-    f"{_ARR}.actor.profiler": _PROFILER,
+    f"{_ARR}.rollout.data_parallel_size": _ONE_WORKER,
+    f"{_ARR}.rollout.expert_parallel_size": _ONE_WORKER,
+    f"{_ARR}.rollout.pipeline_model_parallel_size": _ONE_WORKER,
+    f"{_ARR}.rollout.skip_rollout": Unsupported("every step generates; set false"),
+    f"{_ARR}.rollout.over_sample_rate": Unsupported("a step waits for all its samples; set 0", (None, False, 0)),
+    f"{_ARR}.rollout.scheduling_policy": Unsupported("requests run in the order they come; set fcfs", (None, "fcfs")),
+    f"{_ARR}.rollout.enable_rollout_routing_replay": Unsupported("experts' routing is not recorded; set false"),
+    f"{_ARR}.rollout.trace": Unsupported(
+        "there is no tracing service; trainer.rollout_data_dir writes every rollout", switches=("backend",)
+    ),
+    f"{_ARR}.rollout.prometheus": Unsupported(
+        "metrics go to trainer.logger; set prometheus.enable=false", switches=("enable",)
+    ),
+    f"{_ARR}.actor.freeze_vision_tower": Unsupported("models are text models; leave it out"),
+    f"{_ARR}.actor.use_prefix_grouper": Unsupported("a shared prompt is computed once in the rollout only; set false"),
     f"{_ARR}.rollout.profiler": _PROFILER,
-    f"{_ARR}.ref.profiler": _PROFILER,
     f"{_ARR}.profiler": _PROFILER,
-    "critic.profiler": _PROFILER,
-    "reward_model.profiler": _PROFILER,
-    "global_profiler": Unsupported("this build has no profiler hooks; leave it off", switches=("tool", "steps")),
-    "trainer.profile_steps": Unsupported("this build has no profiler hooks; set null"),
+    "global_profiler": Unsupported("there are no profiler hooks; leave it off", switches=("tool", "steps")),
+    "trainer.profile_steps": Unsupported("there are no profiler hooks; set null"),
     "trainer.default_hdfs_dir": Unsupported(
         "checkpoints are written to local or mounted folders; set default_local_dir"
     ),
-    "trainer.del_local_ckpt_after_load": Unsupported("this build keeps the checkpoint that it loads; set false"),
+    "trainer.del_local_ckpt_after_load": Unsupported("the checkpoint that is loaded is kept; set false"),
+    "trainer.esi_redundant_time": Unsupported("no cloud instance's end is watched; set 0", (None, False, 0)),
+    "resource_pool_spec": Unsupported("all models share the one worker; leave it out"),
+    "reward_manager.source": _OWN_MANAGER,
+    "reward_manager.module": Unsupported(_OWN_MANAGER.reason, switches=("path",)),
+    "reward_model.reward_loop_source": _OWN_MANAGER,
+    "reward_model.reward_loop_module_path": _OWN_MANAGER,
+    "reward_model.reward_loop_class_name": _OWN_MANAGER,
     "reward_model.enable_resource_pool": Unsupported("all models share the worker's device; set false"),
-    "reward_model.sandbox_fusion": Unsupported("this build has no code sandbox; leave url null", switches=("url",)),
+    "reward_model.rollout": Unsupported("a reward model is a classifier, and generates nothing", switches=("name",)),
+    "reward_model.max_length": Unsupported("the reward model reads the whole sequence; set null"),
+    "reward_model.ulysses_sequence_parallel_size": _ONE_WORKER,
+    "reward_model.sandbox_fusion": Unsupported("there is no code sandbox; leave url null", switches=("url",)),
     "reward_model.launch_reward_fn_async": Unsupported("rewards are computed within the step; set false"),
-    "algorithm.use_pf_ppo": Unsupported("this build does not resample batches by preference; set false"),
-    "algorithm.rollout_correction": Unsupported(
-        "this build does not correct rollout log-probs; leave rollout_is and rollout_rs null",
-        switches=("rollout_is", "rollout_rs", "bypass_mode"),
-    ),
-    "algorithm.filter_groups": Unsupported("this build does not filter groups; set enable=false", switches=("enable",)),
-    "data.sampler": Unsupported("this build samples prompts uniformly; leave it null", switches=("class_path",)),
-    "data.datagen": Unsupported("this build reads prompts from files; leave it null", switches=("path",)),
+    "data.tool_config_path": Unsupported("responses are single-turn; set null"),
+    "data.path": _OTHER_PROGRAM,
+    "data.output_path": _OTHER_PROGRAM,
+    "data.n_samples": _OTHER_PROGRAM,
+    "data.batch_size": _OTHER_PROGRAM,
+    "data.response_key": _OTHER_PROGRAM,
+    "data.data_source_key": _OTHER_PROGRAM,
+    "data.reward_model_key": _OTHER_PROGRAM,
+    "data.datagen": Unsupported("prompts are read from files; leave it null", switches=("path",)),
     "transfer_queue": Unsupported("batches travel in the controller's memory; set enable=false", switches=("enable",)),
 }
+UNSUPPORTED |= _in_each(
+    _ROLES,
+    {"profiler": _PROFILER, "megatron": _MEGATRON, "load_weight": Unsupported(_MEGATRON.reason, (None, False, True))},
+)
+UNSUPPORTED |= _in_each(_ROLES[:2], {"router_replay": _ROUTING})
+UNSUPPORTED |= _in_each(
+    _MODELS[:2],
+    {
+        "lora_rank": _LORA,
+        "lora": Unsupported(_LORA.reason, _LORA.harmless, switches=("rank", "adapter_path")),
+        "enable_activation_offload": Unsupported(
+            "activations are recomputed instead; set enable_gradient_checkpointing=true"
+        ),
+        "tiled_mlp": Unsupported("layers run whole; set enabled=false", switches=("enabled",)),
+    },
+)
+UNSUPPORTED |= _in_each(
+    _ENGINES,
+    {
+        "strategy": Unsupported("models are trained with FSDP2; set fsdp", (None, "fsdp", "fsdp2")),
+        "full_determinism": Unsupported("GPU kernels are not forced to be deterministic; set false"),
+    },
+)
+UNSUPPORTED |= _in_each(
+    _OPTIMIZERS,
+    {
+        "optimizer_impl": Unsupported("the optimizer is torch.optim.AdamW; set torch.optim", (None, "torch.optim")),
+        "override_optimizer_config": Unsupported("AdamW has the keys beside this one; set those (betas, weight_decay)"),
+        **dict.fromkeys(
+            (
+                "lr_warmup_init",
+                "lr_decay_steps",
+                "lr_decay_style",
+                "min_lr",
+                "weight_decay_incr_style",
+                "lr_wsd_decay_style",
+                "lr_wsd_decay_steps",
+                "use_checkpoint_opt_param_scheduler",
+            ),
+            Unsupported("it is Megatron's; set lr_scheduler_type, lr_warmup_steps and min_lr_ratio", (None, False, 0)),
+        ),
+    },
+)
 
 REFUSED_VALUES: dict[str, dict[str, str]] = {
-    f"{section}.strategy": {"megatron": "this build trains with FSDP2; set fsdp"}
-    for section in (f"{_ARR}.actor", f"{_ARR}.ref", "critic", "reward_model")
+    f"{section}.strategy": {"megatron": "models are trained with FSDP2; set fsdp"} for section in _ROLES
 } | {
     f"{_ARR}.rollout.name": dict.fromkeys(
-        ("vllm", "sglang", "trtllm"), "this build generates with its own engines; set embedded (or hf)"
+        ("vllm", "sglang", "trtllm", "tgi"),
+        "responses are generated with the trainer's own weights; set embedded (or hf)",
     ),
-    "trainer.device": {"npu": "this build runs on cuda and cpu"},
+    "trainer.device": {"npu": "training runs on cuda and cpu"},
+    "trainer.logger": dict.fromkeys(
+        ("vemlp_wandb", "clearml", "trackio", "rl_insight"),
+        "take one of console, file, tensorboard, wandb, mlflow, swanlab",
+    ),
+    "algorithm.kl_penalty": {"full": "KL is estimated from the sampled tokens; set kl, abs, mse or low_var_kl"},
+    f"{_ARR}.actor.kl_loss_type": {"full": "KL is estimated from the sampled tokens; set kl, abs, mse or low_var_kl"},
 }
 
 _ALWAYS_CHUNKED = "entropy and log-probs are always computed in chunks"
+_AS_THEY_ARE = "layers run as they are"
+_FUSED = "the output head is always fused with the loss"
 _OTHER_ENGINE = "it tunes an engine that keeps weights of its own"
 _ONE_PROCESS = "responses are generated within the worker"
+_READ_DIRECTLY = "files are read directly"
+_TEXT = "prompts are text"
+_NO_ADAPTER = "there is no adapter without lora_rank"
+_PROFILING = "it counts only with trainer.profile_steps"
 
 NO_EFFECT: dict[str, str] = {
-    f"{_ARR}.actor.entropy_from_logits_with_chunking": _ALWAYS_CHUNKED,
-    f"{_ARR}.actor.entropy_checkpointing": _ALWAYS_CHUNKED,
-    f"{_ARR}.ref.entropy_from_logits_with_chunking": _ALWAYS_CHUNKED,
-    f"{_ARR}.ref.entropy_checkpointing": _ALWAYS_CHUNKED,
-    f"{_ARR}.actor.use_torch_compile": "layers run as they are",
-    f"{_ARR}.ref.use_torch_compile": "layers run as they are",
-    f"{_ARR}.model.use_fused_kernels": "the output head is always fused with the loss",
+    f"{_ARR}.actor.use_fused_kernels": _FUSED,
+    f"{_ARR}.actor.sum_pi_squared_checkpointing": _ALWAYS_CHUNKED,
+    f"{_ARR}.ref.rollout_n": f"it follows {_ARR}.rollout.n",
+    f"{_ARR}.model.use_fused_kernels": _FUSED,
+    f"{_ARR}.model.fused_kernel_options": _FUSED,
     f"{_ARR}.model.use_liger": "kernels are chosen by the device",
-    f"{_ARR}.model.use_shm": "weights are read from the folder directly",
-    f"{_ARR}.model.lora_alpha": "there is no adapter without lora_rank",
-    f"{_ARR}.model.target_modules": "there is no adapter without lora_rank",
-    f"{_ARR}.model.exclude_modules": "there is no adapter without lora_rank",
-    f"{_ARR}.actor.fsdp_config.use_orig_params": "FSDP2 always keeps the original parameters",
     f"{_ARR}.rollout.load_format": _OTHER_ENGINE,
     f"{_ARR}.rollout.disable_log_stats": _OTHER_ENGINE,
     f"{_ARR}.rollout.engine_kwargs": _OTHER_ENGINE,
     f"{_ARR}.rollout.layered_summon": _OTHER_ENGINE,
+    f"{_ARR}.rollout.layer_name_map": _OTHER_ENGINE,
     f"{_ARR}.rollout.checkpoint_engine": _OTHER_ENGINE,
+    f"{_ARR}.rollout.multi_stage_wake_up": _OTHER_ENGINE,
+    f"{_ARR}.rollout.skip_tokenizer_init": _OTHER_ENGINE,
+    f"{_ARR}.rollout.cudagraph_capture_sizes": "CUDA graphs are captured as batch sizes come up",
+    f"{_ARR}.rollout.logprobs_mode": "log-probs are always those of the policy at the sampling temperature",
+    f"{_ARR}.rollout.skip_dump_dir": "it counts only with skip_rollout",
     f"{_ARR}.rollout.agent": _ONE_PROCESS,
     f"{_ARR}.nccl_timeout": _ONE_PROCESS,
+    "critic.nccl_timeout": _ONE_PROCESS,
+    "reward_model.nccl_timeout": _ONE_PROCESS,
+    "reward_model.n_gpus_per_node": "it counts only with enable_resource_pool",
+    "reward_model.nnodes": "it counts only with enable_resource_pool",
+    "reward_model.use_reward_loop": "there is one way to compute rewards",
+    "reward_model.num_workers": "reward_model.reward_kwargs.num_workers says how many processes score",
+    "reward_model.model.use_fused_kernels": _FUSED,
     "data.return_raw_input_ids": "the prompt's tokens are always kept",
     "data.return_full_prompt": "the prompt's messages are always kept",
-    "data.image_key": "prompts are text",
-    "data.video_key": "prompts are text",
-    "data.use_shm": "rows are read from the files directly",
-    "trainer.controller_nsight_options": "it counts only with trainer.profile_steps",
-    "trainer.worker_nsight_options": "it counts only with trainer.profile_steps",
+    "data.return_multi_modal_inputs": _TEXT,
+    "data.image_key": _TEXT,
+    "data.image_patch_size": _TEXT,
+    "data.video_key": _TEXT,
+    "data.use_shm": _READ_DIRECTLY,
+    "trainer.controller_nsight_options": _PROFILING,
+    "trainer.worker_nsight_options": _PROFILING,
     "trainer.ray_wait_register_center_timeout": _ONE_PROCESS,
     "trainer.use_legacy_worker_impl": "there is one worker implementation",
 }
-
-_SPELLED = {*ALIASES, *UNSUPPORTED, *NO_EFFECT}
-
-
-@dataclass
-class Layer:
-    """One source of settings (a file, an override) in canonical spelling.
-
-    values:      canonical key to value; only real keys.
-    unsupported: canonical key to the problem with what it asks for, or None where it asks for nothing.
-    problems:    unknown keys and contradictions.
-    notices:     what was read differently from how it was written.
-    """
-
-    values: dict[str, Any] = field(default_factory=dict)
-    unsupported: dict[str, Problem | None] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
-
-
-def canonical_layer(cls: type, tree: Mapping[str, Any]) -> Layer:
-    """Nested settings as a user wrote them (dotted names allowed anywhere), in the spelling of `cls`."""
-    layer = Layer()
-    spelled: dict[str, str] = {}
-    for written, name, value in _settings(cls, tree, "", "", layer):
-        value = _canonical_value(name, value, layer)
-        if name in spelled and layer.values[name] != value:
-            other = f"{spelled[name]}={show(layer.values[name])}"
-            layer.problems.append(Problem(written, value, f"contradicts {other}, which sets the same thing"))
-        spelled[name] = written
-        layer.values[name] = value
-    return layer
-
-
-def canonical_name(cls: type, written: str) -> str:
-    """The canonical spelling of a dotted key."""
-    name = ""
-    for part in written.split("."):
-        name = f"{name}.{part}" if name else part
-        name = _alias(cls, name) or name
-    return name
-
-
-def implied_values(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Values that follow from what is set, with a notice each.
-
-    A KL coefficient that controls nothing is never what its author meant, so it turns the penalty in the reward on; an
-    explicit `algorithm.use_kl_in_reward` decides otherwise.
-    """
-    coefficients = sorted(name for name in values if name.startswith("algorithm.kl_ctrl."))
-    if not coefficients or "algorithm.use_kl_in_reward" in values:
-        return {}, []
-    notice = (
-        f"{coefficients[0]} is set, so the KL penalty in the reward is on; "
-        "algorithm.use_kl_in_reward=false trains without it"
-    )
-    return {"algorithm.use_kl_in_reward": True}, [notice]
-
-
-def refused_values(values: Mapping[str, Any]) -> list[Problem]:
-    """Problems with values that name something which this build does not have."""
-    return [
-        Problem(name, values[name], reasons[values[name]])
-        for name, reasons in REFUSED_VALUES.items()
-        if isinstance(values.get(name), str) and values[name] in reasons
-    ]
-
-
-def _alias(cls: type, name: str) -> str | None:
-    return None if name in keys(cls) or name in sections(cls) else ALIASES.get(name)
-
-
-def _settings(
-    cls: type, tree: Mapping[str, Any], written: str, name: str, layer: Layer
-) -> Iterator[tuple[str, str, Any]]:
-    """Every setting in `tree` as (key as written, canonical key, value); the rest goes to `layer`."""
-    for part, value in tree.items():
-        if "." in str(part):
-            first, rest = str(part).split(".", 1)
-            part, value = first, {rest: value}
-        if part == "_target_":
-            continue
-        written_here = f"{written}.{part}" if written else str(part)
-        name_here = f"{name}.{part}" if name else str(part)
-        target = _alias(cls, name_here)
-        if target and value is None:
-            continue
-        if target:
-            below = ".*" if isinstance(value, Mapping) else ""
-            layer.notices.append(f"{written_here}{below} is read as {target}{below}")
-        yield from _setting(cls, value, written_here, target or name_here, layer)
-
-
-def _setting(cls: type, value: Any, written: str, name: str, layer: Layer) -> Iterator[tuple[str, str, Any]]:
-    if name in keys(cls):
-        yield written, name, value
-    elif name in UNSUPPORTED:
-        layer.unsupported.update(_asked(UNSUPPORTED[name], value, written, name))
-    elif name in NO_EFFECT:
-        if value is not None:
-            layer.notices.append(f"{written} has no effect: {NO_EFFECT[name]}")
-    elif name == "critic" and value is None:
-        yield written, "critic.enable", False
-    elif name in sections(cls) and value is None:
-        return
-    elif isinstance(value, Mapping) and (name in sections(cls) or any(key.startswith(f"{name}.") for key in _SPELLED)):
-        yield from _settings(cls, value, written, name, layer)
-    else:
-        layer.problems.append(_unknown(cls, value, written, name))
-
-
-def _unknown(cls: type, value: Any, written: str, name: str) -> Problem:
-    while isinstance(value, Mapping) and len(value) == 1:  # name a.b.c=1 in full, but a whole section once
-        part, value = next(iter(value.items()))
-        written, name = f"{written}.{part}", f"{name}.{part}"
-    shown = NO_VALUE if isinstance(value, Mapping) else value
-    return Problem(written, shown, explain_unknown_key(name, cls))
-
-
-def _asked(entry: Unsupported, value: Any, written: str, name: str) -> Iterator[tuple[str, Problem | None]]:
-    if isinstance(value, Mapping) and entry.switches:
-        for switch in entry.switches:
-            if switch in value:
-                yield from _asked(entry, value[switch], f"{written}.{switch}", f"{name}.{switch}")
-    else:
-        yield name, Problem(written, value, entry.reason) if entry.asks(value) else None
-
-
-def _canonical_value(name: str, value: Any, layer: Layer) -> Any:
-    if isinstance(value, str) and value in VALUE_ALIASES.get(name, {}):
-        layer.notices.append(f"{name}={value} is read as {VALUE_ALIASES[name][value]}")
-        return VALUE_ALIASES[name][value]
-    return value
+NO_EFFECT |= _in_each(
+    (*_ROLES[:2], *_ENGINES),
+    {
+        "entropy_from_logits_with_chunking": _ALWAYS_CHUNKED,
+        "entropy_checkpointing": _ALWAYS_CHUNKED,
+        "use_torch_compile": _AS_THEY_ARE,
+    },
+)
+NO_EFFECT |= _in_each(
+    _ENGINES,
+    {
+        "use_orig_params": "FSDP2 always keeps the original parameters",
+        "forward_only": "the role decides whether a model is trained",
+    },
+)
+NO_EFFECT |= _in_each(_MODELS, {"use_shm": _READ_DIRECTLY})
+NO_EFFECT |= _in_each(_MODELS[:2], dict.fromkeys(("lora_alpha", "target_modules", "exclude_modules"), _NO_ADAPTER))

@@ -22,9 +22,10 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lockstep.config.canonical import Layer, canonical_layer, canonical_name, merged, refused_values
 from lockstep.config.checks import check
-from lockstep.config.compat import Layer, canonical_layer, canonical_name, implied_values, refused_values
 from lockstep.config.errors import NO_VALUE, ConfigError, Problem
+from lockstep.config.implied import implied_values
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import build, explain_unknown_key, is_mapping_key, keys, sections, set_in, to_plain
 
@@ -33,6 +34,7 @@ C = TypeVar("C")
 
 PRESETS = Path(__file__).parent / "presets"
 DEFAULT_NAME = "ppo_trainer"
+IDLE_NAMED_ONE_BY_ONE = 8
 _HOME = re.compile(r"(?<=[=\[,])~/")
 """Where a value begins with the home folder, which Hydra's grammar does not know."""
 
@@ -45,16 +47,18 @@ class _Settings:
     unsupported: dict[str, Problem | None] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
+    idle: dict[str, str] = field(default_factory=dict)
 
     def add(self, layer: Layer, cls: type) -> None:
         for name, value in layer.values.items():
             old = self.values.get(name)
             both_mappings = isinstance(old, Mapping) and isinstance(value, Mapping)
             merge = is_mapping_key(keys(cls)[name]) and both_mappings
-            self.values[name] = _merged(old, value) if merge else value
+            self.values[name] = merged(old, value) if merge else value
         self.unsupported.update(layer.unsupported)
         self.problems += layer.problems
         self.notices += [notice for notice in layer.notices if notice not in self.notices]
+        self.idle |= layer.idle
 
     def remove(self, name: str) -> bool:
         """Forget what was set at or below `name`, so that the default holds again; whether anything was."""
@@ -94,7 +98,7 @@ def load_config(
     settings.notices += notices
     refused = refused_values(settings.values)
     for problem in refused:
-        del settings.values[problem.key]
+        settings.values.pop(problem.key, None)
     tree: dict[str, Any] = {}
     for key, value in settings.values.items():
         set_in(tree, key, _expand_home(value))
@@ -106,7 +110,7 @@ def load_config(
         touched = {canonical_name(cls, problem.key) for problem in problems}
         failed, warnings = check(config)
         problems += [problem for problem in failed if touched.isdisjoint({problem.key, *problem.also})]
-    for notice in [*settings.notices, *warnings]:
+    for notice in [*settings.notices, *_idle_notices(settings.idle), *warnings]:
         say_once(notice)
     if problems:
         raise ConfigError(problems)
@@ -117,6 +121,13 @@ def load_config(
 def say_once(notice: str) -> None:
     """Log a notice, once in the life of the process."""
     logger.warning(notice)
+
+
+def _idle_notices(idle: Mapping[str, str]) -> list[str]:
+    """What has no effect: each with its reason, or in one line where a whole configuration came over."""
+    if len(idle) <= IDLE_NAMED_ONE_BY_ONE:
+        return [f"{name} has no effect: {reason}" for name, reason in idle.items()]
+    return [f"{len(idle)} settings have no effect here (docs/config.md says why): {', '.join(sorted(idle))}"]
 
 
 def to_yaml(config: Any) -> str:
@@ -227,13 +238,15 @@ def _apply(override: Override, settings: _Settings, cls: type) -> None:
         if not settings.remove(canonical) and canonical not in keys(cls) and canonical not in sections(cls):
             settings.problems.append(Problem(f"~{name}", NO_VALUE, explain_unknown_key(canonical, cls)))
     else:
-        settings.add(canonical_layer(cls, {name: override.value()}), cls)
+        settings.add(canonical_layer(cls, {name: _value(override)}), cls)
 
 
-def _merged(old: Any, new: Any) -> Any:
-    if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
-        return new
-    return {**old, **{key: _merged(old.get(key), value) for key, value in new.items()}}
+def _value(override: Override) -> Any:
+    """The value as written: Hydra reads 0.5_2 as the number 0.52, and here it may be two bounds."""
+    value = override.value()
+    written = (override.input_line or "").partition("=")[2].strip()
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return written if is_number and "_" in written else value
 
 
 def _expand_home(value: Any) -> Any:

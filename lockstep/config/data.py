@@ -13,13 +13,21 @@ class CustomClassConfig:
 
 
 @dataclass(frozen=True)
+class SamplerConfig:
+    class_path: str | None = None
+    """Python file (or `pkg://module`) that holds a sampler of the training rows; null shuffles as `shuffle` says."""
+    class_name: str | None = None
+    """The sampler's class in that file, a subclass of `AbstractSampler`; needs `dataloader_num_workers=0`."""
+
+
+@dataclass(frozen=True)
 class DataConfig:
     train_files: list[str] = field(default_factory=list)
     """Training prompts: one parquet or jsonl file, or a list of them."""
     val_files: list[str] = field(default_factory=list)
     """Validation prompts; an empty list trains without validation."""
     train_max_samples: int = -1
-    """Use this many training rows; -1 for all."""
+    """Use this many training rows; -1 for all. The first ones, or a draw by `seed` where that is set and `shuffle` is on."""
     val_max_samples: int = -1
     """Use this many validation rows; -1 for all."""
     prompt_key: str = "prompt"
@@ -57,3 +65,48 @@ class DataConfig:
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Extra arguments of the chat template, such as `enable_thinking`."""
     custom_cls: CustomClassConfig = field(default_factory=CustomClassConfig)
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A value by name, as custom dataset and sampler classes ask for it."""
+        return getattr(self, name, default)
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
+
+@dataclass(frozen=True)
+class SFTDataConfig:
+    """Rows of supervised training: conversations, or pairs of a prompt and a response."""
+
+    messages_key: str = "messages"
+    """Column that holds a conversation's messages."""
+    tools_key: str = "tools"
+    """Column that holds the conversation's tool schemas (a list, or JSON text); may be absent."""
+    enable_thinking_key: str = "enable_thinking"
+    """Column whose value goes to the chat template as `enable_thinking`; may be absent."""
+    prompt_key: str = "prompt"
+    """Column of the prompt, for rows that are pairs."""
+    response_key: str = "response"
+    """Column of the response, for rows that are pairs."""
+    prompt_dict_keys: list[str] | None = None
+    """Where the prompt's column holds an object: the way to the text in it."""
+    response_dict_keys: list[str] | None = None
+    """Where the response's column holds an object: the way to the text in it."""
+    max_length: int = 1024
+    """Longest sequence in tokens."""
+    truncation: Literal["error", "left", "right", "middle"] = "error"
+    """What to do with a sequence that is too long."""
+    pad_mode: Literal["right", "no_padding"] = "right"
+    """`right` pads every sequence to `max_length`; `no_padding` leaves it as long as it is."""
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Extra arguments of the chat template."""
+    ignore_input_ids_mismatch: bool = False
+    """Train on each turn as the template writes it alone, where it writes earlier turns differently in a conversation."""
+    shuffle: bool = False
+    """Draw the rows of `max_samples` at random."""
+    seed: int | None = None
+    """Seed of that draw; without it the first rows are taken."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return getattr(self, name, default)

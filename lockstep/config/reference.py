@@ -108,7 +108,10 @@ def _compatibility() -> Iterator[str]:
         yield from (f"| `{name}={value}` | `{name}={target}` |" for value, target in values.items())
     yield ""
     yield "## Not in this build\n"
-    yield "Accepted where they ask for nothing (null, false, a section that is switched off); an error otherwise.\n"
+    yield (
+        "Accepted where they ask for nothing (null, false, their default in the public system, a section that is switched "
+        "off); an error that says so otherwise.\n"
+    )
     yield "| key | why |"
     yield "|---|---|"
     yield from (f"| `{name}` | {entry.reason} |" for name, entry in UNSUPPORTED.items())

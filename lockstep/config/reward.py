@@ -32,9 +32,12 @@ class RewardModelConfig:
     forward_max_token_len_per_gpu: int = II("critic.forward_max_token_len_per_gpu")
     """Tokens in one micro-batch."""
     reward_manager: str = "naive"
-    """Reward manager by registered name."""
+    """Reward manager: `naive`, `batch`, `dapo`, `prime`, or a class of yours as `module:Class` or `file.py:Class`."""
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Extra arguments of the reward manager."""
+    """Extra arguments of the reward manager, such as `num_workers` or `overlong_buffer_cfg`."""
+    timeout_s: float | None = 300.0
+    """Seconds for one call of the reward function; beyond them the sample fails (score 0, counted). null waits for ever,
+    and calls the function within the trainer's process."""
 
 
 @dataclass(frozen=True)
@@ -44,4 +47,5 @@ class CustomRewardFunctionConfig:
     name: str = "compute_score"
     """The function in that file."""
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Extra keyword arguments of every call; with `path: null` those of the built-in scorers, such as `method: flexible`."""
+    """Extra keyword arguments of every call; with `path: null` those of the built-in scorers, such as `method: flexible`,
+    and `scorer`, which names one (`math_reward`, `module:function`) for all rows or by `data_source`."""

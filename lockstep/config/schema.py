@@ -237,7 +237,7 @@ def _coerce_scalar(value: Any, annotation: Any) -> Any:
             if number and int(value) == value:
                 return int(value)
         elif annotation is float:
-            if number or text is not None:
+            if number or (text is not None and "_" not in text):  # 0.5_2 is two bounds, not 0.52
                 return float(value)
         elif annotation is str and (number or isinstance(value, str)):
             return str(value)

@@ -15,7 +15,8 @@ class TrainerConfig:
     experiment_name: str = "gsm8k"
     """Name of the run."""
     logger: list[str] = field(default_factory=lambda: ["console"])
-    """Trackers: console, file, tensorboard, wandb. `metrics.jsonl` in `default_local_dir` is always written."""
+    """Trackers: console, file, tensorboard, wandb, mlflow, swanlab, or `module:Class`. `metrics.jsonl` in `default_local_dir`
+    is always written."""
     log_val_generations: int = 0
     """Validation answers that trackers show."""
     rollout_data_dir: str | None = None

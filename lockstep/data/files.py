@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -26,8 +27,21 @@ class FileRow:
         return f"{self.file}, row {self.number}"
 
 
-def read_rows(data_files: str | Path | list[str], max_samples: int = -1) -> list[FileRow]:
-    """The rows of all files in order, the first `max_samples` of them if that is not negative."""
+def read_rows(data_files: str | Path | list[str], max_samples: int = -1, draw_seed: int | None = None) -> list[FileRow]:
+    """The rows of all files in order, `max_samples` of them if that is not negative.
+
+    Those are the first ones, or with `draw_seed` a draw that depends on it and on the number of rows alone.
+    """
+    if max_samples < 0 or draw_seed is None:
+        return _read_first(data_files, max_samples)
+    rows = _read_first(data_files, -1)
+    if max_samples >= len(rows):
+        return rows
+    drawn = np.random.default_rng(draw_seed).choice(len(rows), size=max_samples, replace=False)
+    return [rows[i] for i in drawn]
+
+
+def _read_first(data_files: str | Path | list[str], max_samples: int) -> list[FileRow]:
     files = [data_files] if isinstance(data_files, str | Path) else list(data_files)
     if not files:
         raise ValueError("no data file given; set data.train_files (data.val_files) to a parquet or jsonl file")
@@ -41,6 +55,11 @@ def read_rows(data_files: str | Path | list[str], max_samples: int = -1) -> list
         if len(rows) == before:
             raise ValueError(f"{file} holds no rows; remove it from data.train_files (data.val_files) or fill it")
     return rows
+
+
+def without_none(struct: dict[str, Any] | None, keep: str | None = None) -> dict[str, Any]:
+    """Parquet gives every row the fields of all rows, absent ones as null; those are taken out again."""
+    return {name: value for name, value in (struct or {}).items() if value is not None or name == keep}
 
 
 def _iter_file(path: Path) -> Iterator[dict[str, Any]]:

@@ -8,7 +8,7 @@ A row: `data_source`, `prompt` ([{role, content}, ...]), `reward_model` ({style,
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,8 @@ from jinja2 import TemplateError
 from torch.utils.data import Dataset
 
 from lockstep.config.data import DataConfig
-from lockstep.data.files import FileRow, read_rows
+from lockstep.data.files import FileRow, read_rows, without_none
+from lockstep.data.settings import from_mapping
 from lockstep.data.tensors import truncate_ids
 from lockstep.protocol import object_array
 from lockstep.registry import load_object
@@ -38,16 +39,22 @@ class RLHFDataset(Dataset[dict[str, Any]]):
     """Rows of one or several files, each with its prompt as messages and as token ids.
 
     All rows are checked when the dataset is made, so that a bad row stops the run before it starts.
+
+    A script may give `config` as a mapping with some of the keys. Then, as in the public system, overlong prompts are
+    dropped unless it says `filter_overlong_prompts: false`, and neither cut nor refused unless it has `truncation`.
     """
 
     def __init__(
         self,
         data_files: str | Path | list[str],
         tokenizer: "PreTrainedTokenizerBase",
-        config: DataConfig,
+        config: DataConfig | Mapping[str, Any],
         processor: Any = None,
         max_samples: int = -1,
     ) -> None:
+        self.limits_length = isinstance(config, DataConfig) or "truncation" in config
+        if not isinstance(config, DataConfig):
+            config = from_mapping(DataConfig, config, filter_overlong_prompts=True, shuffle=False)
         if processor is not None:
             raise ValueError("prompts with images or videos are not supported: RLHFDataset takes no processor")
         if not getattr(tokenizer, "chat_template", None):
@@ -58,12 +65,13 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         self.tokenizer = tokenizer
         self.config = config
         # The position before filtering is the row's index where its extra_info gives none.
-        self.rows = list(enumerate(read_rows(data_files, max_samples)))
+        self.rows = list(enumerate(read_rows(data_files, max_samples, config.seed if config.shuffle else None)))
         for _, row in self.rows:
             check_row(row, config)
+        check_ground_truths([row for _, row in self.rows], config)
         if config.filter_overlong_prompts:
             self.rows = self._without_overlong(self.rows)
-        elif config.truncation == "error":
+        elif config.truncation == "error" and self.limits_length:
             self._refuse_overlong(self.rows)
 
     def __len__(self) -> int:
@@ -79,14 +87,16 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         sample["extra_info"] = extra_info
         if self.config.return_raw_chat:
             sample["raw_prompt"] = messages
-        sample["raw_prompt_ids"] = truncate_ids(ids, self.config.max_prompt_length, self.config.truncation)
+        if self.limits_length:
+            ids = truncate_ids(ids, self.config.max_prompt_length, self.config.truncation)
+        sample["raw_prompt_ids"] = ids
         sample["index"] = position if index is None else index
-        sample["tools_kwargs"] = _without_none(extra_info.get("tools_kwargs"))
-        sample["interaction_kwargs"] = _without_none(extra_info.get("interaction_kwargs"))
+        sample["tools_kwargs"] = without_none(extra_info.get("tools_kwargs"))
+        sample["interaction_kwargs"] = without_none(extra_info.get("interaction_kwargs"))
         return sample
 
     def _messages(self, row: FileRow) -> Messages:
-        return [_without_none(message, keep="content") for message in row.columns[self.config.prompt_key]]
+        return [without_none(message, keep="content") for message in row.columns[self.config.prompt_key]]
 
     def _encode(self, rows: Sequence[FileRow]) -> list[list[int]]:
         """Token ids of the prompts, with the head of the answer that is to be generated."""
@@ -158,6 +168,12 @@ def check_row(row: FileRow, config: DataConfig) -> None:
             f"{row.place}: 'reward_model' must be an object with `style` and `ground_truth`, "
             f"not {row.columns['reward_model']!r}"
         )
+    reward_model = row.columns["reward_model"]
+    if reward_model.get("style") == "rule" and reward_model.get("ground_truth") is None:
+        raise ValueError(
+            f"{row.place}: 'reward_model' has style 'rule' and no 'ground_truth' to judge an answer by; add it, or set "
+            "style 'model' where a reward model judges"
+        )
     for name in MEDIA_COLUMNS:
         if row.columns.get(name):
             raise ValueError(f"{row.place} has {name!r}: only text prompts are supported; remove the column")
@@ -167,6 +183,34 @@ def check_row(row: FileRow, config: DataConfig) -> None:
             f"{row.place}: {config.prompt_key!r} must be a list of messages "
             f'[{{"role": "user", "content": "..."}}, ...], but {problem}; data.prompt_key names the column'
         )
+
+
+def check_ground_truths(rows: Sequence[FileRow], config: DataConfig) -> None:
+    """Refuse a ground truth of another scalar type than the rows before have for the same scorer.
+
+    A scorer compares values of one type: where most rows hold "72", a row with 72 would never be answered right.
+    """
+    first: dict[str, tuple[str, FileRow]] = {}
+    for row in rows:
+        kind = _scalar_kind(row.columns["reward_model"].get("ground_truth"))
+        if kind is None:
+            continue
+        source = str(row.columns[config.reward_fn_key])
+        known, known_row = first.setdefault(source, (kind, row))
+        if kind != known:
+            raise ValueError(
+                f"{row.place}: reward_model.ground_truth is {row.columns['reward_model']['ground_truth']!r} ({kind}), "
+                f"but {known_row.columns['reward_model']['ground_truth']!r} ({known}) in {known_row.place}, which has "
+                f"the same {config.reward_fn_key} {source!r}; write them all as one type (the built-in scorers: text)"
+            )
+
+
+def _scalar_kind(value: Any) -> str | None:
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, int | float):
+        return "number"
+    return "text" if isinstance(value, str) else None
 
 
 def _message_problem(prompt: Any) -> str | None:
@@ -182,11 +226,6 @@ def _message_problem(prompt: Any) -> str | None:
         if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
             return f"the content of message {number} is of type {type(message.get('content')).__name__}, not text"
     return None
-
-
-def _without_none(struct: dict[str, Any] | None, keep: str | None = None) -> dict[str, Any]:
-    """Parquet gives every row the fields of all rows, absent ones as null; those are taken out again."""
-    return {name: value for name, value in (struct or {}).items() if value is not None or name == keep}
 
 
 def collate_fn(samples: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor | np.ndarray]:
@@ -216,7 +255,7 @@ def create_rl_dataset(
             raise ValueError(f"data.custom_cls.path={custom.path} needs data.custom_cls.name, the class in it")
         try:
             cls = load_object(custom.path, custom.name)
-        except (ValueError, ImportError) as error:
+        except (ValueError, ImportError, SyntaxError) as error:
             raise ValueError(f"data.custom_cls.path={custom.path}: {error}") from error
         if not (isinstance(cls, type) and issubclass(cls, Dataset)):
             raise ValueError(f"data.custom_cls.name={custom.name} must be a subclass of torch.utils.data.Dataset")

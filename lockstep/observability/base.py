@@ -1,9 +1,12 @@
 """What every tracker is told about the run, and what it must do."""
 
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+
+from lockstep.utils.files import atomic_write_text, ensure_writable
 
 Metrics = Mapping[str, Any]
 """Metric name -> number; a number may be a Python, numpy or zero-dimensional torch one. Text is allowed."""
@@ -35,6 +38,32 @@ class Tracker(Protocol):
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None: ...
 
     def finish(self) -> None: ...
+
+
+def import_service(module: str, extra: str) -> Any:
+    """The package of a tracker that is installed by `extra`."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f'trainer.logger names {extra}, which is not installed: pip install "lockstep-rl[{extra}]", or take it '
+            "out of trainer.logger"
+        ) from error
+
+
+class RunIdFile:
+    """The id that a service gave the run, kept as `<service>_run_id.txt` in the run's folder for a later process."""
+
+    def __init__(self, run: RunInfo, service: str) -> None:
+        self._path = ensure_writable(run.run_dir, "trainer.default_local_dir") / f"{service}_run_id.txt"
+        self._resumed = bool(run.start_step)
+
+    def earlier(self) -> str | None:
+        """The id of the run that this one goes on from."""
+        return self._path.read_text().strip() if self._resumed and self._path.exists() else None
+
+    def keep(self, run_id: str) -> None:
+        atomic_write_text(self._path, run_id)
 
 
 def plain(value: Any) -> Any:

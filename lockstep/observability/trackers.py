@@ -9,6 +9,8 @@ from typing import Any
 from lockstep.observability.base import Metrics, RunInfo, Tracker
 from lockstep.observability.console import ConsoleTracker
 from lockstep.observability.jsonl import FileTracker, JsonlFile, last_step
+from lockstep.observability.mlflow import MlflowTracker
+from lockstep.observability.swanlab import SwanlabTracker
 from lockstep.observability.tensorboard import TensorboardTracker
 from lockstep.observability.wandb import WandbTracker
 from lockstep.registry import Registry
@@ -22,6 +24,8 @@ TRACKERS.register("console")(ConsoleTracker)
 TRACKERS.register("file")(FileTracker)
 TRACKERS.register("tensorboard")(TensorboardTracker)
 TRACKERS.register("wandb")(WandbTracker)
+TRACKERS.register("mlflow")(MlflowTracker)
+TRACKERS.register("swanlab")(SwanlabTracker)
 
 
 class Tracking:

@@ -13,9 +13,13 @@ ComputeScore = Callable[..., Any]
 `score`; may be a coroutine function."""
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+"""Of a function that scores a whole batch and returns a list; see the batch manager."""
 
 
-def get_custom_reward_fn(config: CustomRewardFunctionConfig) -> ComputeScore | None:
+def get_custom_reward_fn(
+    config: CustomRewardFunctionConfig, arguments: tuple[str, ...] = ARGUMENTS
+) -> ComputeScore | None:
     """The user's function with its `reward_kwargs` filled in; None where `custom_reward_function.path` is null."""
     if config.path is None:
         return None
@@ -26,16 +30,16 @@ def get_custom_reward_fn(config: CustomRewardFunctionConfig) -> ComputeScore | N
         raise ValueError(f"{where}, name={config.name}: {error}") from error
     if not callable(function):
         raise ValueError(f"{where}: {config.name!r} is not a function but {function!r}")
-    clash = set(config.reward_kwargs) & set(ARGUMENTS)
+    clash = set(config.reward_kwargs) & set(arguments)
     if clash:
         raise ValueError(f"custom_reward_function.reward_kwargs may not set {', '.join(sorted(clash))}: rows give them")
     signature = inspect.signature(function)
     try:
-        signature.bind(**dict.fromkeys(ARGUMENTS), **config.reward_kwargs)
+        signature.bind(**dict.fromkeys(arguments), **config.reward_kwargs)
     except TypeError as error:
         given = "".join(f", {name}" for name in config.reward_kwargs)
         raise ValueError(
-            f"{where}: {config.name}{signature} cannot be called with ({', '.join(ARGUMENTS)}{given}): {error}. "
+            f"{where}: {config.name}{signature} cannot be called with ({', '.join(arguments)}{given}): {error}. "
             "Give it these parameters by name, or **kwargs; extra ones come from custom_reward_function.reward_kwargs"
         ) from error
     return functools.partial(function, **config.reward_kwargs) if config.reward_kwargs else function

@@ -1,39 +1,65 @@
-"""The default reward function: the scorer that is registered for a row's `data_source`."""
+"""The default reward function: the scorer that is registered for a row's `data_source`.
 
+default_compute_score(data_source, solution_str, ground_truth) --SCORERS or `scorer`--> scorer --> number or dict
+"""
+
+import importlib
 import inspect
-from collections.abc import Callable
+import pkgutil
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
-from lockstep.registry import Registry, did_you_mean
-from lockstep.rewards.scorers import gsm8k, math, math_dapo
+from lockstep.registry import Registry, did_you_mean, load_object
+from lockstep.rewards import scorers
+from lockstep.rewards.scorers import (
+    geo3k,
+    gsm8k,
+    math,
+    math_dapo,
+    multiple_choice,
+    prime_code,
+    prime_math,
+    rlla,
+    search_r1_like_qa_em,
+)
 
 ScoreResult = float | int | bool | dict[str, Any]
 """A number, or a dict with `score` whose further entries are logged."""
 
-Scorer = Callable[..., ScoreResult]
-"""`scorer(solution_str, ground_truth, **options)`."""
+Scorer = Callable[..., Any]
+"""`scorer(solution_str, ground_truth, **options)`: a ScoreResult, or a tuple that begins with the score. It gets the row's
+`data_source` and `extra_info` too where it has parameters of these names."""
 
 SCORERS: Registry[Scorer] = Registry("scorer")
 """By `data_source`; a name may hold `*` for any text."""
 
-SCORERS.register("openai/gsm8k")(gsm8k.compute_score)
+ROUTES: dict[Scorer, tuple[str, ...]] = {
+    gsm8k.compute_score: ("openai/gsm8k",),
+    math.compute_score: ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"),
+    math_dapo.compute_score: ("math_dapo", "math", "math_dapo_reasoning", "aime*"),
+    prime_math.compute_score: (
+        *("numina_aops_forum", "numina_synthetic_math", "numina_amc_aime"),
+        *("numina_synthetic_amc", "numina_cn_k12", "numina_olympiads"),
+    ),
+    partial(prime_code.compute_score, continuous=True): ("codecontests", "apps", "codeforces", "taco"),
+    geo3k.compute_score: ("hiyouga/geometry3k",),
+    search_r1_like_qa_em.compute_score: (
+        *("searchR1_nq", "searchR1_triviaqa", "searchR1_popqa", "searchR1_hotpotqa"),
+        *("searchR1_2wikimultihopqa", "searchR1_musique", "searchR1_bamboogle"),
+    ),
+    multiple_choice.compute_score: (
+        *("multiple_choice", "cais/mmlu*", "TIGER-Lab/MMLU-Pro", "Idavidrein/gpqa*", "allenai/ai2_arc*"),
+    ),
+    rlla.compute_score: ("rlla*",),
+}
 
-for _name in (
-    "lighteval/MATH",
-    "DigitalLearningGmbH/MATH-lighteval",
-    "HuggingFaceH4/MATH-500",
-    "numina_aops_forum",
-    "numina_synthetic_math",
-    "numina_amc_aime",
-    "numina_synthetic_amc",
-    "numina_cn_k12",
-    "numina_olympiads",
-):
-    SCORERS.register(_name)(math.compute_score)
+for _scorer, _names in ROUTES.items():
+    for _name in _names:
+        SCORERS.register(_name)(_scorer)
 
-for _name in ("math_dapo", "math", "math_dapo_reasoning", "aime*"):
-    SCORERS.register(_name)(math_dapo.compute_score)
+ROW_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 class UnknownDataSourceError(ValueError):
@@ -49,22 +75,75 @@ def find_scorer(data_source: str) -> Scorer:
             return SCORERS.get(pattern)
     raise UnknownDataSourceError(
         f"no scorer for data_source {data_source!r}. {did_you_mean(data_source, SCORERS)} "
-        "Set custom_reward_function.path to a file with your own compute_score"
+        "Set custom_reward_function.path to a file with your own compute_score, or name a built-in scorer with "
+        "custom_reward_function.reward_kwargs.scorer"
     )
 
 
+def named_scorer(name: str) -> Scorer:
+    """`compute_score` of the built-in scorer `name`, or the function behind `module:function`."""
+    if ":" in name:
+        return load_object(name)
+    known = builtin_names()
+    if name not in known:
+        raise ValueError(
+            f"custom_reward_function.reward_kwargs.scorer={name}: no such scorer. {did_you_mean(name, known)}"
+        )
+    return importlib.import_module(f"{scorers.__name__}.{name}").compute_score
+
+
+def builtin_names() -> list[str]:
+    """The modules of `lockstep.rewards.scorers` that score."""
+    helpers = ("code_judge", "latex", "latex_text", "math_grader", "math_grader_child", "symbolic")
+    return [module.name for module in pkgutil.iter_modules(scorers.__path__) if module.name not in helpers]
+
+
+def choose_scorer(data_source: str, scorer: str | Mapping[str, str] | None) -> Scorer:
+    """What `scorer` names, for all rows or by the patterns of `data_source` that it holds; else the registered one."""
+    if isinstance(scorer, str):
+        return named_scorer(scorer)
+    for pattern, name in (scorer or {}).items():
+        if fnmatchcase(data_source, pattern):
+            return named_scorer(name)
+    return find_scorer(data_source)
+
+
 def default_compute_score(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None, **kwargs: Any
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    scorer: str | Mapping[str, str] | None = None,
+    **kwargs: Any,
 ) -> ScoreResult:
     """Score by `data_source`; of `kwargs` each scorer gets those that it takes, such as `method` of gsm8k."""
-    scorer = find_scorer(data_source)
-    options = {name: value for name, value in kwargs.items() if name in _option_names(scorer)}
-    return scorer(solution_str, ground_truth, **options)
+    function = choose_scorer(data_source, scorer)
+    parameters = _parameters(function)
+    given = {"data_source": data_source, "extra_info": extra_info, **kwargs}
+    options = {name: given[name] for name in parameters if name in given}
+    if "solution_str" in parameters:
+        result = function(solution_str=solution_str, ground_truth=ground_truth, **options)
+    else:
+        result = function(solution_str, ground_truth, **options)
+    return float(result[0]) if isinstance(result, tuple) else result
+
+
+def default_compute_scores(
+    data_sources: list[str],
+    solution_strs: list[str],
+    ground_truths: list[Any],
+    extra_infos: list[dict[str, Any] | None],
+    **kwargs: Any,
+) -> list[ScoreResult]:
+    """The default reward function in the form of the batch manager."""
+    rows = zip(data_sources, solution_strs, ground_truths, extra_infos)
+    return [default_compute_score(*row, **kwargs) for row in rows]
 
 
 def check_scorer_options(options: dict[str, Any]) -> None:
-    """Refuse an option that no registered scorer takes."""
-    known = {name for source in SCORERS for name in _option_names(SCORERS.get(source))}
+    """Refuse a scorer that does not exist and an option that no scorer takes."""
+    functions = _scorers_in_use(options.get("scorer"))
+    known = {"scorer", *(name for function in functions for name in _parameters(function))} - set(ROW_ARGUMENTS)
     for name in options:
         if name not in known:
             raise ValueError(
@@ -72,5 +151,16 @@ def check_scorer_options(options: dict[str, Any]) -> None:
             )
 
 
-def _option_names(scorer: Scorer) -> list[str]:
-    return list(inspect.signature(scorer).parameters)[2:]
+def outside_scorers(scorer: str | Mapping[str, str] | None = None) -> list[Scorer]:
+    """The scorers in use that are not ours. Ours limit their own time and keep what may crash in other processes."""
+    functions = _scorers_in_use(scorer)
+    return [f for f in functions if not getattr(f, "func", f).__module__.startswith(scorers.__name__)]
+
+
+def _scorers_in_use(scorer: str | Mapping[str, str] | None) -> list[Scorer]:
+    named = [scorer] if isinstance(scorer, str) else list((scorer or {}).values())
+    return [*(SCORERS.get(source) for source in SCORERS), *(named_scorer(name) for name in named)]
+
+
+def _parameters(function: Scorer) -> list[str]:
+    return list(inspect.signature(function).parameters)

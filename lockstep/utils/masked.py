@@ -1,9 +1,11 @@
-"""Sums, means, variances and whitening over the positions a mask selects.
+"""Sums, means, variances and whitening over the positions a mask selects, and the mask of a response.
 
 A mask is 0/1 of any dtype (bool, int64, float32) and broadcasts against the values. What stands at a masked position
 never reaches a result of sum, mean or variance, not even as NaN or infinity; in the gradient such positions get
 exactly 0.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -44,3 +46,12 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
     mean = masked_mean(values, mask)
     whitened = (values - mean) * torch.rsqrt(masked_var(values, mask) + 1e-8)
     return whitened if shift_mean else whitened + mean
+
+
+def get_response_mask(
+    response_id: Tensor, eos_token: int | Sequence[int] = 2, dtype: torch.dtype = torch.int64
+) -> Tensor:
+    """1 up to a row's first end-of-sequence token and at it, 0 after; all 1 in a row without one. Shapes (B, R)."""
+    ends = torch.as_tensor(eos_token, device=response_id.device)
+    is_end = torch.isin(response_id, ends).long()
+    return (is_end.cumsum(dim=-1) - is_end == 0).to(dtype)

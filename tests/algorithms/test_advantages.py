@@ -8,15 +8,15 @@ from torch import Tensor
 from lockstep.algorithms.advantages import (
     ADVANTAGE_ESTIMATORS,
     AdvantageEstimator,
+    check_inputs,
     get_adv_estimator_fn,
-    group_ids,
-    group_mean_std,
     needs_groups,
     needs_values,
     register_adv_est,
     required_inputs,
 )
 from lockstep.config.algorithm import AlgoConfig
+from lockstep.utils.groupwise import as_torch_index, group_mean_std
 from lockstep.utils.masked import masked_mean, masked_var
 
 UIDS = np.array(["b", "a", "b", "a", "b", "c"], dtype=object)
@@ -94,7 +94,7 @@ def test_dr_grpo_leaves_the_deviation_out() -> None:
 def test_equal_scores_give_no_advantage() -> None:
     rewards, mask = outcome([0.7] * 6)
     groups = np.array([0, 0, 0, 1, 1, 1])
-    for name in ("grpo", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg"):
+    for name in ("grpo", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "maxrl"):
         advantages, _ = get_adv_estimator_fn(name)(token_level_rewards=rewards, response_mask=mask, index=groups)
         assert advantages.abs().max() < 1e-6, name
 
@@ -178,6 +178,9 @@ def test_rows_may_come_in_any_order_and_inputs_stay(name: str) -> None:
         "values": torch.randn(8, 5, generator=generator),
         "index": np.array(["x", "y", "x", "z", "y", "z", "x", "y"], dtype=object),
         "reward_baselines": torch.randn(8, generator=generator),
+        "old_log_probs": -torch.rand(8, 5, generator=generator),
+        "sum_pi_squared": torch.rand(8, 5, generator=generator),
+        "entropys": torch.rand(8, 5, generator=generator),
         "gamma": 0.9,
         "lam": 0.8,
     }
@@ -198,7 +201,7 @@ def test_rows_may_come_in_any_order_and_inputs_stay(name: str) -> None:
 
 
 def test_group_statistics() -> None:
-    ids = group_ids(UIDS)
+    ids = as_torch_index(UIDS)
     assert ids.tolist() == [0, 1, 0, 1, 0, 2]
     mean, std, count = group_mean_std(torch.tensor(SCORES), ids)
     assert mean.tolist() == [1.0, 1.5, 0.0]
@@ -206,6 +209,121 @@ def test_group_statistics() -> None:
     assert count.tolist() == [3, 2, 1]
     _, floored, _ = group_mean_std(torch.ones(2), torch.tensor([0, 0]), eps=1e-6)
     assert floored.tolist() == pytest.approx([1e-3])
+
+
+def test_maxrl_by_hand() -> None:
+    rewards, mask = outcome([1.0, 0.0, 0.0, 0.0, 0.0, -1.0, 3.0])
+    index = np.array(["a", "a", "a", "a", "b", "b", "c"])
+    advantages, returns = get_adv_estimator_fn("maxrl")(token_level_rewards=rewards, response_mask=mask, index=index)
+    # one success of four counts 3; a group without success, below 0 or of one has nothing to say
+    assert per_row(advantages, mask) == pytest.approx([3.0, -1.0, -1.0, -1.0, 0.0, 0.0, 0.0], abs=1e-4)
+    assert torch.equal(advantages, returns)
+
+
+def test_egpo_adds_entropy_up_to_a_part_of_the_advantage() -> None:
+    rewards, mask = outcome([1.0, 0.0, 0.0, 5.0, 5.0])
+    index = np.array(["a", "a", "a", "b", "b"])
+    entropys = torch.tensor([0.1, 0.3, 9.0, 1.0, 1.0]).unsqueeze(1).expand(5, 3).clone()
+    entropys[mask == 0] = 100.0
+    estimator = get_adv_estimator_fn("egpo")
+    advantages, _ = estimator(token_level_rewards=rewards, response_mask=mask, index=index, entropys=entropys)
+    base, _ = get_adv_estimator_fn("grpo")(token_level_rewards=rewards, response_mask=mask, index=index)
+    a = base[:, 0].tolist()
+    assert a[1] == pytest.approx(-1 / math.sqrt(3), abs=1e-4)
+    want = [a[0] + 0.4 * 0.1, a[1] + 0.4 * abs(a[1]) / 2, a[2] + 0.4 * abs(a[2]) / 2, 0.0, 0.0]
+    assert per_row(advantages, mask) == pytest.approx(want, abs=1e-6)
+    config = AlgoConfig(egpo_lambda=1.0, egpo_alpha=1.0)
+    advantages, _ = estimator(
+        token_level_rewards=rewards, response_mask=mask, index=index, entropys=entropys, config=config
+    )
+    assert advantages[2, 0].item() == pytest.approx(0.0, abs=1e-6)  # at most |A|: the sign stays
+
+
+def test_gdpo_normalizes_each_reward_by_itself() -> None:
+    rewards, mask = outcome([0.0] * 4)
+    index = np.array(["a", "a", "b", "b"])
+    columns = {"right": np.array([1, 0, 1, 0], dtype=object), "short": np.array([100.0, 0.0, 0.0, 100.0], dtype=object)}
+    config = AlgoConfig(gdpo_reward_keys=["right", "short"], gdpo_reward_weights=[1.0, 0.5])
+    advantages, _ = get_adv_estimator_fn("gdpo")(
+        token_level_rewards=rewards, response_mask=mask, index=index, config=config, non_tensor_batch=columns
+    )
+    one = 1 / math.sqrt(2)  # of two samples each is one deviation / sqrt 2 off the mean, whatever the unit
+    total = torch.tensor([1.5, -1.5, 0.5, -0.5]).unsqueeze(1).expand(4, 3)[mask.bool()] * one
+    torch.testing.assert_close(advantages[mask.bool()], (total - total.mean()) / total.std(), atol=1e-4, rtol=1e-4)
+
+
+def test_gdpo_says_what_is_wrong_with_its_keys() -> None:
+    rewards, mask = outcome([0.0, 1.0])
+    columns = {"acc": np.array([1.0, float("nan")], dtype=object), "text": np.array(["a", "b"], dtype=object)}
+
+    def run(**keys: list[str] | list[float]) -> None:
+        get_adv_estimator_fn("gdpo")(
+            token_level_rewards=rewards,
+            response_mask=mask,
+            index=np.array([0, 0]),
+            config=AlgoConfig(**keys),  # type: ignore[arg-type]
+            non_tensor_batch=columns,
+        )
+
+    with pytest.raises(ValueError, match=r"gdpo_reward_keys names 'ac', which the reward.*Did you mean 'acc'"):
+        run(gdpo_reward_keys=["ac"])
+    with pytest.raises(ValueError, match="'acc' holds a value that is not finite"):
+        run(gdpo_reward_keys=["acc"])
+    with pytest.raises(ValueError, match="'text' must be one number for each row"):
+        run(gdpo_reward_keys=["text"])
+    with pytest.raises(ValueError, match=r"gdpo_reward_weights=\[1\.0, 2\.0\]: needs one weight for each of the 1"):
+        run(gdpo_reward_keys=["acc"], gdpo_reward_weights=[1.0, 2.0])
+
+
+def otb_inputs(mask: Tensor) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    rewards, noise, squares = torch.rand(3, *mask.shape, generator=generator)
+    return {"token_level_rewards": rewards * mask, "old_log_probs": -noise, "sum_pi_squared": squares}
+
+
+def test_optimal_token_baseline_by_a_loop() -> None:
+    lengths = [4, 2, 3, 3, 1]
+    mask = (torch.arange(5) < torch.tensor(lengths).unsqueeze(1)).long()
+    given, index = otb_inputs(mask), np.array(["a", "a", "a", "b", "c"])
+    advantages, returns = get_adv_estimator_fn("optimal_token_baseline")(response_mask=mask, index=index, **given)
+    energy = 1 - 2 * given["old_log_probs"].exp() + given["sum_pi_squared"]
+    for row, length in enumerate(lengths):
+        for t in range(length):
+            togo = {i: given["token_level_rewards"][i, t:].sum() for i in range(3)}
+            spent = {i: energy[i, : t + 1].sum() for i in range(3) if t < lengths[i]}
+            baseline = sum(togo[i] * w for i, w in spent.items()) / (sum(spent.values()) + 1e-8)
+            if row > 2 or t == 3:  # alone in the group, or alone at the position
+                baseline = 0.0
+            own = given["token_level_rewards"][row, t:].sum()
+            assert returns[row, t].item() == pytest.approx(own.item(), abs=1e-6)
+            assert advantages[row, t].item() == pytest.approx((own - baseline).item(), abs=1e-5)
+
+
+def test_tir_optimal_token_baseline_steps_over_tool_tokens() -> None:
+    mask = torch.tensor([[1, 0, 0, 1, 1, 0], [1, 1, 0, 1, 0, 0]])
+    given, index = otb_inputs(mask), np.array([0, 0])
+    places = torch.tensor([[0, 3, 4], [0, 1, 3]])
+    cut = {name: value.gather(1, places) for name, value in given.items()}
+    with_tools, _ = get_adv_estimator_fn("tir_optimal_token_baseline")(response_mask=mask, index=index, **given)
+    without, _ = get_adv_estimator_fn("optimal_token_baseline")(
+        response_mask=torch.ones(2, 3, dtype=torch.int64), index=index, **cut
+    )
+    torch.testing.assert_close(with_tools.gather(1, places), without)
+    assert (with_tools * (1 - mask)).abs().sum() == 0
+
+
+def test_what_a_run_must_compute_is_checked_beforehand() -> None:
+    check_inputs("egpo", {"index", "entropys"})
+    check_inputs("gae", {"values"})
+    with pytest.raises(ValueError, match=r"adv_estimator=egpo needs what this run does not compute: entropys \("):
+        check_inputs("egpo", {"index"})
+    with pytest.raises(
+        ValueError, match=r"sum_pi_squared \(set actor_rollout_ref\.actor\.calculate_sum_pi_squared=true"
+    ):
+        check_inputs("optimal_token_baseline", {"index", "old_log_probs"})
+    with pytest.raises(ValueError, match=r"reward_baselines \(they come from a greedy rollout"):
+        check_inputs("remax", set())
+    assert required_inputs("optimal_token_baseline") >= {"old_log_probs", "sum_pi_squared", "index"}
 
 
 def test_what_estimators_need_is_their_signature() -> None:

@@ -1,6 +1,7 @@
 """Loss and gradient of a mini-batch do not change with the way it is cut into micro-batches and spread over ranks."""
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,25 +11,56 @@ from lockstep.algorithms.kl import kl_penalty
 from lockstep.algorithms.losses import (
     LOSS_AGG_MODES,
     POLICY_LOSSES,
+    PREPARATIONS,
     agg_loss,
     compute_entropy_loss,
     compute_value_loss,
     count_batch,
     get_policy_loss_fn,
+    prepare_policy_loss,
 )
-from lockstep.config.actor_rollout_ref import ActorConfig
+from lockstep.config.actor_rollout_ref import ActorConfig, PolicyLossConfig
+from lockstep.config.algorithm import RolloutCorrectionConfig
 
 Batch = dict[str, Tensor]
 LossFn = Callable[[Tensor, Batch, str, dict[str, int]], Tensor]
 NUM_ROWS, WIDTH, NUM_WORDS = 11, 7, 5
+PREPARED = ("row_weights", "dropped", "penalized")
+
+
+def actor_config(counts: dict[str, int]) -> ActorConfig:
+    """Bounds between which some tokens of the batch lie and others do not, for each of the losses."""
+    correction = RolloutCorrectionConfig(
+        rollout_is="sequence", rollout_rs="token_k2,seq_mean_k3", rollout_rs_threshold="2.0,3.0", loss_type="reinforce"
+    )
+    policy_loss = PolicyLossConfig(
+        clip_cov_ratio=0.2, clip_cov_lb=0.05, clip_cov_ub=2.0, kl_cov_ratio=0.2, rollout_correction=correction
+    )
+    return ActorConfig(
+        clip_ratio_low=0.2,
+        clip_ratio_high=0.28,
+        clip_ratio_c=1.5,
+        policy_loss=policy_loss,
+        global_batch_info=counts,
+    )
 
 
 def policy_loss(name: str) -> LossFn:
     def loss(log_prob: Tensor, rows: Batch, mode: str, counts: dict[str, int]) -> Tensor:
-        config = ActorConfig(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=1.5, global_batch_info=counts)
-        return get_policy_loss_fn(name)(rows["old"], log_prob, rows["advantages"], rows["mask"], mode, config)[0]
+        prepared = {key: rows[key] for key in PREPARED if key in rows}
+        function: Any = get_policy_loss_fn(name)
+        value, _ = function(
+            rows["old"], log_prob, rows["advantages"], rows["mask"], mode, actor_config(counts), **prepared
+        )
+        return cast(Tensor, value)
 
     return loss
+
+
+def prepared(name: str, batch: Batch, **how: Any) -> Batch:
+    """The batch with what the loss must know of all of it."""
+    rows = {"old_log_probs": batch["old"], "advantages": batch["advantages"], "response_mask": batch["mask"]}
+    return batch | prepare_policy_loss(name, rows, actor_config({}), **how)
 
 
 def kl_loss(log_prob: Tensor, rows: Batch, mode: str, counts: dict[str, int]) -> Tensor:
@@ -44,6 +76,8 @@ def entropy_loss(log_prob: Tensor, rows: Batch, mode: str, counts: dict[str, int
 
 
 LOSSES: dict[str, LossFn] = {name: policy_loss(name) for name in POLICY_LOSSES}
+COUNTED = ("bypass_mode",)
+"""Losses of which a call without counts divides by other numbers: those of the tokens that it did not reject."""
 LOSSES |= {"kl": kl_loss, "value": value_loss, "entropy": entropy_loss}
 
 
@@ -71,14 +105,14 @@ def cut_anywhere(generator: torch.Generator) -> list[Tensor]:
 def test_micro_batches_sum_to_the_whole(name: str, mode: str, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     start, batch = make_batch(generator)
-    loss_fn = LOSSES[name]
+    loss_fn, batch = LOSSES[name], prepared(name, batch)
 
     whole = start.clone().requires_grad_(True)
-    want = loss_fn(whole, batch, mode, {})
+    counts = count_batch(batch["mask"])
+    want = loss_fn(whole, batch, mode, counts if name in COUNTED else {})
     want.backward()
 
     cut = start.clone().requires_grad_(True)
-    counts = count_batch(batch["mask"])
     total = torch.zeros((), dtype=torch.float64)
     for rows in cut_anywhere(generator):
         loss = loss_fn(cut[rows], {key: value[rows] for key, value in batch.items()}, mode, counts)
@@ -95,8 +129,8 @@ def test_micro_batches_sum_to_the_whole(name: str, mode: str, seed: int) -> None
 def test_averaging_over_ranks_gives_the_whole(name: str, mode: str) -> None:
     generator = torch.Generator().manual_seed(9)
     start, batch = make_batch(generator)
-    loss_fn = LOSSES[name]
-    want = loss_fn(start, batch, mode, {})
+    loss_fn, batch = LOSSES[name], prepared(name, batch)
+    want = loss_fn(start, batch, mode, count_batch(batch["mask"]) if name in COUNTED else {})
     ranks = [rows for rows in cut_anywhere(generator) if len(rows)]
     counts = count_batch(batch["mask"], dp_size=len(ranks))
     losses = [loss_fn(start[rows], {k: v[rows] for k, v in batch.items()}, mode, counts) for rows in ranks]
@@ -104,11 +138,44 @@ def test_averaging_over_ranks_gives_the_whole(name: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-def test_wider_padding_changes_nothing(mode: str) -> None:
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_wider_padding_changes_nothing(name: str, mode: str) -> None:
     start, batch = make_batch(torch.Generator().manual_seed(4))
     counts = count_batch(batch["mask"])
     pad = (0, 5)
     wide = {key: torch.nn.functional.pad(batch[key], pad) for key in ("mask", "old", "advantages")}
-    narrow_loss = LOSSES["vanilla"](start, batch, mode, counts)
-    wide_loss = LOSSES["vanilla"](torch.nn.functional.pad(start, pad), wide, mode, counts)
+    narrow_loss = LOSSES[name](start, prepared(name, batch), mode, counts)
+    wide_loss = LOSSES[name](torch.nn.functional.pad(start, pad), prepared(name, wide), mode, counts)
     torch.testing.assert_close(wide_loss, narrow_loss)
+
+
+@pytest.mark.parametrize("name", sorted(PREPARATIONS))
+def test_ranks_prepare_what_the_whole_mini_batch_does(name: str) -> None:
+    """Each rank sees its rows and, through `gather`, the others' values; the parts make up the whole."""
+    _, batch = make_batch(torch.Generator().manual_seed(5))
+    whole = prepared(name, batch, seed=7)
+    ranks = torch.arange(NUM_ROWS).tensor_split(3)
+    parts = [{key: value[rows] for key, value in batch.items()} for rows in ranks]
+
+    def gather_of(rank: int) -> Callable[[Tensor], tuple[Tensor, int]]:
+        def gather(values: Tensor) -> tuple[Tensor, int]:
+            mine = parts[rank]
+            (key,) = [k for k in ("old", "advantages") if torch.equal(mine[k][mine["mask"].bool()], values)] or ["rows"]
+            others = [p[key][p["mask"].bool()] if key != "rows" else torch.ones(len(p["old"])) for p in parts]
+            return torch.cat(others), sum(len(part) for part in others[:rank])
+
+        return gather
+
+    for rank, rows in enumerate(ranks):
+        mine = prepared(name, parts[rank], seed=7, gather=gather_of(rank))
+        for key in PREPARED:
+            if key in whole:
+                assert torch.equal(mine[key], whole[key][rows])
+
+
+def test_a_draw_is_named_by_its_seed() -> None:
+    _, batch = make_batch(torch.Generator().manual_seed(5))
+    same = [prepared("clip_cov", batch, seed=3)["dropped"] for _ in range(2)]
+    other = [prepared("clip_cov", batch, seed=seed)["dropped"] for seed in range(4, 9)]
+    assert torch.equal(*same) and same[0].any()
+    assert not all(torch.equal(same[0], draw) for draw in other)

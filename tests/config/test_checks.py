@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config.checks import RANGES
+from lockstep.config.checks import AGGREGATIONS, KL_ESTIMATORS, RANGES
 from lockstep.config.compose import load_config
 from lockstep.config.errors import ConfigError
+from lockstep.config.implied import GROUP_ESTIMATORS
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import keys
 
@@ -20,6 +21,16 @@ def test_ranges_name_real_fields() -> None:
     assert set(RANGES) <= {key.field for key in keys(PPOConfig).values()}
 
 
+def test_names_are_those_of_the_algorithms() -> None:
+    from lockstep.algorithms.advantages.registry import ADVANTAGE_ESTIMATORS
+    from lockstep.algorithms.kl import KL_ESTIMATORS as KNOWN_ESTIMATORS
+    from lockstep.algorithms.losses.aggregate import LOSS_AGG_MODES
+
+    assert set(ADVANTAGE_ESTIMATORS) >= GROUP_ESTIMATORS
+    assert AGGREGATIONS == LOSS_AGG_MODES
+    assert set(KL_ESTIMATORS) == set(KNOWN_ESTIMATORS) - {"k1", "k2", "k3"}
+
+
 def test_what_must_be_given() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(PPOConfig, [])
@@ -28,6 +39,7 @@ def test_what_must_be_given() -> None:
 
 ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"
+REF = "actor_rollout_ref.ref"
 
 
 @pytest.mark.parametrize(
@@ -50,9 +62,41 @@ ACTOR = "actor_rollout_ref.actor"
         (["trainer.save_freq=0"], "trainer.save_freq=0: must be 1 or more, or -1 for never"),
         (["trainer.total_training_steps=0"], "trainer.total_training_steps=0: must be 1 or more, or null"),
         (["trainer.resume_mode=resume_path"], "trainer.resume_from_path: must be the global_step_N folder"),
-        (["trainer.nnodes=2"], "trainer.nnodes=2: this build trains with one worker; set 1"),
-        ([f"{ACTOR}.ulysses_sequence_parallel_size=4"], "this build keeps each sequence on one worker; set 1"),
-        (["actor_rollout_ref.hybrid_engine=false"], "hybrid_engine=false: actor and rollout share one worker"),
+        (["critic.enable=false"], "critic.enable=false: gae takes its values from a critic"),
+        (["critic=null"], "critic.enable=false: gae takes its values from a critic"),
+        (["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=1"], f"{ROLLOUT}.n=1: grpo compares the samples of one prompt"),
+        (["algorithm.adv_estimator=rloo", f"{ROLLOUT}.n=1"], f"{ROLLOUT}.n=1: rloo compares the samples of one prompt"),
+        ([f"{ACTOR}.use_kl_loss=true", f"{REF}=null"], f"{ACTOR}.use_kl_loss=true: KL is measured against a reference"),
+        (["algorithm.use_kl_in_reward=true", "ref=null"], f"reference policy, and {REF}.enable is false"),
+        ([f"{ACTOR}.rollout_n=4"], f"{ACTOR}.rollout_n=4: must be {ROLLOUT}.n=1"),
+        ([f"{ACTOR}.loss_agg_mode=mean"], f"{ACTOR}.loss_agg_mode=mean: must be one of token-mean, token-sum"),
+        ([f"{ACTOR}.kl_loss_type=k4"], f"{ACTOR}.kl_loss_type=k4: must be one of kl, abs, mse, low_var_kl"),
+        (
+            ["algorithm.filter_groups.enable=true"],
+            f"{ROLLOUT}.n=1: samples of one prompt are compared, and there is one",
+        ),
+        (
+            ["algorithm.rollout_correction.rollout_is=token", f"{ROLLOUT}.calculate_log_probs=false"],
+            "algorithm.rollout_correction.rollout_is=token: needs the rollout's own log-probs",
+        ),
+        (
+            ["data.sampler.class_path=pkg://m"],
+            "data.sampler.class_name: must name the class in data.sampler.class_path",
+        ),
+        (
+            ["data.sampler={class_path: pkg://m, class_name: A}", "data.dataloader_num_workers=2"],
+            "data.dataloader_num_workers=2: a sampler of your own works in the controller; set 0",
+        ),
+        (
+            ["algorithm.kl_penalty=full"],
+            "algorithm.kl_penalty=full: not in this build: KL is estimated from the sampled",
+        ),
+        (["trainer.nnodes=2"], "trainer.nnodes=2: not in this build: one worker trains; set 1"),
+        ([f"{ACTOR}.ulysses_sequence_parallel_size=4"], "not in this build: each sequence stays on one worker; set 1"),
+        (
+            ["actor_rollout_ref.hybrid_engine=false"],
+            "hybrid_engine=false: not in this build: actor and rollout share one worker",
+        ),
         (["reward_model.enable=true"], "reward_model.model.path: must be the folder of the reward model"),
         (["custom_reward_function.path=nowhere.py"], "custom_reward_function.path=nowhere.py: no such file"),
         (["data.custom_cls.path=pkg://m"], "data.custom_cls.name: must name the class"),
@@ -90,7 +134,8 @@ def test_no_check_speaks_of_a_key_that_is_mistyped_already(minimal: list[str]) -
     ("overrides", "message"),
     [
         ([f"{ACTOR}.clip_ratio_low=0.8"], "clip_ratio_low=0.8 is a distance: the ratio is clipped at 1-0.8=0.2"),
-        (["algorithm.adv_estimator=grpo"], f"{ROLLOUT}.n=1: grpo compares the samples of one prompt"),
+        (["algorithm.adv_estimator=grpo"], f"{ROLLOUT}.n is not set, and grpo compares the samples of a prompt: 5"),
+        ([f"{ACTOR}.use_kl_loss=true", "algorithm.use_kl_in_reward=true"], "KL counts in the reward and in the loss"),
         ([f"{ROLLOUT}.n=4", f"{ROLLOUT}.do_sample=false"], "the 4 samples of a prompt will be the same"),
         ([f"{ROLLOUT}.response_length=64"], "response_length=64 differs from data.max_response_length=512"),
         (["trainer.resume_from_path=x"], "counts only with trainer.resume_mode=resume_path, and that is auto"),
@@ -103,3 +148,50 @@ def test_what_is_likely_not_meant_is_a_warning(
     with caplog.at_level(logging.WARNING):
         load_config(PPOConfig, [*minimal, *overrides])
     assert message in caplog.text
+
+
+def test_impossible_combinations_are_reported_at_once(minimal: list[str]) -> None:
+    overrides = [
+        "algorithm.adv_estimator=grpo",
+        f"{ROLLOUT}.n=1",
+        f"{ACTOR}.use_kl_loss=true",
+        f"{REF}=null",
+        "data.train_batch_size=100",
+        f"{ACTOR}.ppo_mini_batch_size=64",
+        f"{ACTOR}.use_dynamic_bsz=true",
+        f"{ACTOR}.ppo_max_token_len_per_gpu=1000",
+        f"{ROLLOUT}.name=vllm",
+        f"{ROLLOUT}.multi_turn.enable=true",
+        "trainer.n_gpus_per_node=8",
+        "trainer.logger=[console,vemlp_wandb]",
+        "actor_rollout_ref.model.lora_rank=16",
+        "data.train_file=x",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        load_config(PPOConfig, [*minimal, *overrides])
+    assert {problem.key for problem in caught.value.problems} == {
+        f"{ROLLOUT}.n",
+        f"{ACTOR}.use_kl_loss",
+        f"{ACTOR}.ppo_mini_batch_size",
+        f"{ACTOR}.ppo_max_token_len_per_gpu",
+        f"{ROLLOUT}.name",
+        f"{ROLLOUT}.multi_turn.enable",
+        "trainer.n_gpus_per_node",
+        "trainer.logger",
+        "actor_rollout_ref.model.lora_rank",
+        "data.train_file",
+    }
+    assert len(caught.value.problems) == 10
+    not_built = [problem.key for problem in caught.value.problems if "not in this build" in problem.message]
+    assert not_built == [
+        "actor_rollout_ref.rollout.multi_turn.enable",
+        "actor_rollout_ref.model.lora_rank",
+        "actor_rollout_ref.rollout.name",
+        "trainer.logger",
+        "trainer.n_gpus_per_node",
+    ]
+
+
+def test_a_run_may_say_that_it_has_no_reference(minimal: list[str]) -> None:
+    config = load_config(PPOConfig, [*minimal, "ref=null"])
+    assert config.actor_rollout_ref.ref.enable is False

@@ -18,7 +18,7 @@ def load(overrides: list[str], **kwargs: object) -> PPOConfig:
 
 def test_the_tables_name_real_keys_and_do_not_hide_any() -> None:
     known = {*keys(PPOConfig), *sections(PPOConfig)}
-    assert {target for target in ALIASES.values() if target not in UNSUPPORTED} <= known
+    assert {target for target in ALIASES.values() if target not in {*UNSUPPORTED, *NO_EFFECT}} <= known
     assert {*VALUE_ALIASES, *REFUSED_VALUES} <= known
     assert not known & {*ALIASES, *UNSUPPORTED, *NO_EFFECT}
 
@@ -91,15 +91,19 @@ def test_what_is_not_built_is_refused_by_name() -> None:
                 "rollout.name=sglang",
                 "trainer.profile_steps=[1]",
                 "global_profiler.tool=nsys",
+                "trainer.logger=[console,clearml]",
             ]
         )
     assert [str(problem) for problem in caught.value.problems] == [
-        "multi_turn.enable=true: this build generates single-turn responses; set multi_turn.enable=false",
-        "model.lora_rank=8: this build trains all parameters; set lora_rank=0",
-        "trainer.profile_steps=[1]: this build has no profiler hooks; set null",
-        "global_profiler.tool=nsys: this build has no profiler hooks; leave it off",
-        "actor_rollout_ref.actor.strategy=megatron: this build trains with FSDP2; set fsdp",
-        "actor_rollout_ref.rollout.name=sglang: this build generates with its own engines; set embedded (or hf)",
+        "multi_turn.enable=true: not in this build: responses are single-turn; set multi_turn.enable=false",
+        "model.lora_rank=8: not in this build: all parameters are trained; set lora_rank=0",
+        "trainer.profile_steps=[1]: not in this build: there are no profiler hooks; set null",
+        "global_profiler.tool=nsys: not in this build: there are no profiler hooks; leave it off",
+        "actor_rollout_ref.actor.strategy=megatron: not in this build: models are trained with FSDP2; set fsdp",
+        "actor_rollout_ref.rollout.name=sglang: not in this build: responses are generated with the trainer's own weights; "
+        "set embedded (or hf)",
+        "trainer.logger=[console,clearml]: clearml is not in this build: take one of console, file, tensorboard, wandb, "
+        "mlflow, swanlab",
     ]
 
 
@@ -112,6 +116,11 @@ def test_settings_without_effect_are_noted(caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level(logging.WARNING):
         load(["rollout.agent.num_workers=4", "actor_rollout_ref.actor.entropy_checkpointing=true"])
     assert "rollout.agent has no effect: responses are generated within the worker" in caplog.messages
+
+
+def test_a_spelling_that_only_follows_another_key_is_left_open() -> None:
+    config = load(["actor.use_remove_padding='${oc.select:actor_rollout_ref.model.use_remove_padding,false}'"])
+    assert config.actor_rollout_ref.model.use_remove_padding
 
 
 def test_no_critic() -> None:

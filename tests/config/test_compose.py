@@ -26,6 +26,8 @@ def test_every_form_of_override() -> None:
             "trainer.val_before_train=False",
             "+data.apply_chat_template_kwargs={enable_thinking: false}",
             "data.apply_chat_template_kwargs.depth=2",
+            "reward_model.reward_kwargs.overlong_buffer_cfg.enable=true",
+            "reward_model.reward_kwargs.overlong_buffer_cfg.len=4",
             "actor_rollout_ref.actor.optim.betas=[0.9,0.95]",
             "critic.model.path=${actor_rollout_ref.model.path}",
             "actor_rollout_ref.model.path=/m",
@@ -39,6 +41,7 @@ def test_every_form_of_override() -> None:
     assert config.trainer.total_training_steps is None
     assert config.trainer.val_before_train is False
     assert config.data.apply_chat_template_kwargs == {"enable_thinking": False, "depth": 2}
+    assert config.reward_model.reward_kwargs == {"overlong_buffer_cfg": {"enable": True, "len": 4}}
     assert config.actor_rollout_ref.actor.optim.betas == (0.9, 0.95)
     assert config.critic.model.path == "/m"
 
@@ -49,7 +52,7 @@ def test_the_last_override_wins() -> None:
 
 def test_a_tilde_gives_back_the_default() -> None:
     assert load(["trainer.seed=7", "~trainer.seed"]).trainer.seed == 1
-    assert load(["algorithm=grpo", "~actor_rollout_ref.rollout"]).actor_rollout_ref.rollout.n == 1
+    assert load(["rollout.n=3", "~actor_rollout_ref.rollout"]).actor_rollout_ref.rollout.n == 1
     with pytest.raises(ConfigError, match=r"~trainer\.sed: no such key\. Did you mean trainer\.seed"):
         load(["~trainer.sed"])
 
@@ -112,7 +115,7 @@ def test_problems_of_every_kind_come_together(files: dict[str, str]) -> None:
         "trainer.n_gpus_per_node",
         "trainer.sed",
     ]
-    assert "trainer.n_gpus_per_node=8: this build trains with one worker; set 1" in str(caught.value)
+    assert "trainer.n_gpus_per_node=8: not in this build: one worker trains; set 1" in str(caught.value)
 
 
 def test_presets() -> None:
@@ -122,8 +125,24 @@ def test_presets() -> None:
     assert load(["+algorithm=ppo"]).algorithm.adv_estimator == "gae"
     with pytest.raises(ConfigError, match=r"algorithm=gpro: no such preset\. Known: grpo, ppo\."):
         load(["algorithm=gpro"])
-    with pytest.raises(ConfigError, match="critic=fsdp: is a section"):
-        load(["critic=fsdp"])
+    with pytest.raises(ConfigError, match="trainer=fsdp: is a section"):
+        load(["trainer=fsdp"])
+
+
+def test_presets_that_other_configurations_name(tmp_path: Path) -> None:
+    assert load(["actor_rollout_ref=fsdp", "critic=fsdp", "data=rlhf"]) == load([])
+    write(tmp_path, "my.yaml", "defaults: [{actor@actor_rollout_ref.actor: dp_actor}, _self_]\n")
+    assert load([], config_name="my", config_dir=tmp_path) == load([])
+    write(tmp_path, "mine.yaml", "defaults: [ppo_trainer, _self_]\ntrainer: {seed: 3}\n")
+    assert load([], config_name="mine", config_dir=tmp_path).trainer.seed == 3
+    with pytest.raises(ConfigError, match="strategy=megatron: not in this build"):
+        load(["actor_rollout_ref=megatron"])
+
+
+def test_two_bounds_are_not_a_number() -> None:
+    for written in ("0.5_2.0", "0.5_2", "'0.5_2'"):
+        correction = load([f"algorithm.rollout_correction.rollout_rs_threshold={written}"]).algorithm.rollout_correction
+        assert correction.rollout_rs_threshold == written.strip("'")
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -150,8 +169,11 @@ def test_a_file_may_build_on_presets_and_groups_of_its_own(tmp_path: Path) -> No
 
 
 def test_dotted_names_in_a_file(tmp_path: Path) -> None:
-    write(tmp_path, "my.yaml", "trainer.seed: 3\nactor_rollout_ref:\n  actor.optim.lr: 2e-6\n")
+    below = "reward_model.reward_kwargs.overlong_buffer_cfg"
+    text = f"trainer.seed: 3\nactor_rollout_ref:\n  actor.optim.lr: 2e-6\n{below}.enable: true\n{below}.len: 4\n"
+    write(tmp_path, "my.yaml", text)
     config = load([], config_name="my", config_dir=tmp_path)
+    assert config.reward_model.reward_kwargs == {"overlong_buffer_cfg": {"enable": True, "len": 4}}
     assert (config.trainer.seed, config.actor_rollout_ref.actor.optim.lr) == (3, 2e-6)
 
 

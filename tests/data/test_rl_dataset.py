@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from lockstep.config.data import CustomClassConfig, DataConfig
 from lockstep.data.rl_dataset import RLHFDataset, collate_fn, create_rl_dataset
@@ -87,6 +88,32 @@ def test_nulls_that_parquet_adds_are_taken_out_again(tmp_path: Path) -> None:
     assert dataset[1]["interaction_kwargs"] == {}
 
 
+def test_max_samples_is_a_seeded_draw_when_rows_are_shuffled(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.parquet", [make_row(str(i)) for i in range(9)])
+
+    def drawn(**changes: Any) -> list[str]:
+        dataset = RLHFDataset(file, TOKENIZER, DataConfig(**changes), max_samples=4)
+        return [dataset[i]["raw_prompt"][0]["content"] for i in range(len(dataset))]
+
+    expected = np.random.default_rng(7).choice(9, size=4, replace=False)
+    assert drawn(shuffle=True, seed=7) == [str(i) for i in expected] == drawn(shuffle=True, seed=7)
+    assert drawn(shuffle=False, seed=7) == drawn(shuffle=True, seed=None) == [*"0123"]
+    assert len(RLHFDataset(file, TOKENIZER, DataConfig(seed=7), max_samples=20)) == 9
+
+
+def test_a_mapping_as_config(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = write(tmp_path / "a.jsonl", [make_row("x"), make_row("x" * 99)])
+    short = OmegaConf.create({"max_prompt_length": 40, "cache_dir": "/tmp/x"})
+    assert len(RLHFDataset(file, TOKENIZER, short)) == 1
+    assert "DataConfig does not use these settings: cache_dir" in caplog.text
+    whole = RLHFDataset(file, TOKENIZER, {"max_prompt_length": 40, "filter_overlong_prompts": False})
+    assert len(whole) == 2 and whole[1]["raw_prompt_ids"] == prompt_ids("x" * 99)
+    cut = {"max_prompt_length": 40, "filter_overlong_prompts": False, "truncation": "left"}
+    assert len(RLHFDataset(file, TOKENIZER, cut)[1]["raw_prompt_ids"]) == 40
+    with pytest.raises(ValueError, match="truncation"):
+        RLHFDataset(file, TOKENIZER, {"truncation": "top"})
+
+
 @pytest.mark.parametrize("truncation", ["left", "right", "middle"])
 def test_long_prompts_are_cut_as_configured(tmp_path: Path, truncation: Any) -> None:
     file = write(tmp_path / "a.jsonl", [make_row("0123456789" * 3)])
@@ -131,6 +158,11 @@ def test_collate_keeps_lists_of_equal_length_as_objects() -> None:
         ({"data_source": ...}, r"row 1 has no 'data_source'; set data\.reward_fn_key"),
         ({"reward_model": ...}, r"row 1 has no 'reward_model'; add one"),
         ({"reward_model": "rule"}, r"row 1: 'reward_model' must be an object with `style` and `ground_truth`"),
+        ({"reward_model": {"style": "rule"}}, r"row 1: 'reward_model' has style 'rule' and no 'ground_truth'"),
+        (
+            {"reward_model": {"style": "rule", "ground_truth": 72}},
+            r"row 1: reward_model\.ground_truth is 72 \(number\), but '2' \(text\) in .*row 0.* 'openai/gsm8k'; write them",
+        ),
         ({"prompt": "1+1="}, r"row 1: 'prompt' must be a list of messages .*it is of type str; data\.prompt_key"),
         ({"prompt": []}, "it is empty"),
         ({"prompt": ["hello"]}, "message 0 is of type str"),
@@ -144,6 +176,18 @@ def test_bad_rows_are_named(tmp_path: Path, changes: dict[str, Any], message: st
     file = write(tmp_path / "a.jsonl", [make_row(images=[]), make_row(**changes)])
     with pytest.raises(ValueError, match=message):
         RLHFDataset(file, TOKENIZER, DataConfig())
+
+
+def test_ground_truths_of_several_types_for_several_scorers(tmp_path: Path) -> None:
+    truths = [("a", "72"), ("b", 72), ("b", 7.5), ("c", {"target": ["x"]}), ("c", ["x"]), ("d", None)]
+    rows = [
+        make_row(
+            data_source=source, reward_model={"style": "model" if truth is None else "rule", "ground_truth": truth}
+        )
+        for source, truth in truths
+    ]
+    dataset = RLHFDataset(write(tmp_path / "a.jsonl", rows), TOKENIZER, DataConfig())
+    assert [dataset[i]["reward_model"]["ground_truth"] for i in range(6)] == [truth for _, truth in truths]
 
 
 def test_bad_files_are_named(tmp_path: Path) -> None:
@@ -194,7 +238,7 @@ def test_custom_class(tmp_path: Path) -> None:
         "from lockstep.data.rl_dataset import RLHFDataset\n"
         "class Upper(RLHFDataset):\n"
         "    def __getitem__(self, item):\n"
-        "        return super().__getitem__(item) | {'ability': 'MATH'}\n"
+        "        return super().__getitem__(item) | {'ability': 'MATH', 'key': self.config.get('prompt_key')}\n"
         "def function(): pass\n"
     )
     file = write(tmp_path / "a.jsonl", [make_row()])
@@ -202,12 +246,15 @@ def test_custom_class(tmp_path: Path) -> None:
     def create(name: str | None, path: Path = module) -> Any:
         return create_rl_dataset(file, TOKENIZER, DataConfig(custom_cls=CustomClassConfig(str(path), name)))
 
-    assert create("Upper")[0]["ability"] == "MATH"
+    assert create("Upper")[0]["ability"] == "MATH" and create("Upper")[0]["key"] == "prompt"
     assert type(create_rl_dataset(file, TOKENIZER, DataConfig())) is RLHFDataset
     with pytest.raises(ValueError, match=r"data\.custom_cls\.name=function must be a subclass"):
         create("function")
     with pytest.raises(ValueError, match=r"data\.custom_cls\.path=.*no attribute 'Uper'.*Did you mean 'Upper'"):
         create("Uper")
+    (tmp_path / "broken.py").write_text("class Upper(:")
+    with pytest.raises(ValueError, match=r"data\.custom_cls\.path=.*broken\.py.*invalid syntax"):
+        create("Upper", tmp_path / "broken.py")
     with pytest.raises(ValueError, match=r"needs data\.custom_cls\.name"):
         create(None)
     with pytest.raises(ValueError, match=r"data\.custom_cls\.path=.*no file"):

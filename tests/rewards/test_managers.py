@@ -1,4 +1,4 @@
-"""The naive manager: where scores are put, what is collected, and when a bad reward function stops the run."""
+"""The reward managers: where scores are put, what is collected, and when a bad reward function stops the run."""
 
 import asyncio
 import logging
@@ -12,7 +12,14 @@ import torch
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.reward import CustomRewardFunctionConfig, RewardModelConfig
 from lockstep.protocol import DataProto
-from lockstep.rewards.managers import REWARD_MANAGERS, NaiveRewardManager, load_reward_manager
+from lockstep.rewards.managers import (
+    REWARD_MANAGERS,
+    BatchRewardManager,
+    DapoRewardManager,
+    NaiveRewardManager,
+    PrimeRewardManager,
+    load_reward_manager,
+)
 from tests.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -212,4 +219,168 @@ def test_load_reward_manager_refuses_unknown_names() -> None:
     odd = PPOConfig(reward_model=RewardModelConfig(reward_kwargs={"workers": 3}))
     with pytest.raises(ValueError, match=r"reward_model\.reward_kwargs=.*unexpected keyword argument 'workers'"):
         load_reward_manager(odd, TOKENIZER, 0)
-    assert "naive" in REWARD_MANAGERS
+    assert list(REWARD_MANAGERS) == ["batch", "dapo", "naive", "prime"]
+
+
+def with_file(folder: Path, source: str, manager: str = "naive", timeout_s: float = 300.0, **reward_kwargs: Any) -> Any:
+    """The loaded manager with the `compute_score` of a file."""
+    path = folder / "reward_file.py"
+    path.write_text(source)
+    return load_reward_manager(
+        PPOConfig(
+            reward_model=RewardModelConfig(reward_manager=manager, reward_kwargs=reward_kwargs, timeout_s=timeout_s),
+            custom_reward_function=CustomRewardFunctionConfig(str(path)),
+        ),
+        TOKENIZER,
+        0,
+    )
+
+
+HANGS = """
+import os, time
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "hang":
+        time.sleep(10_000)
+    if solution_str == "crash":
+        os.abort()
+    return {"score": 1.0, "acc": True}
+"""
+
+
+@pytest.mark.parametrize("manager", ["naive", "dapo", "prime"])
+def test_hanging_and_crashing_functions_cost_their_samples(tmp_path: Path, manager: str) -> None:
+    reward_fn = with_file(tmp_path, HANGS, manager, timeout_s=0.5, num_workers=2)
+    result = reward_fn(make_batch(["a", "hang", "b", "crash", "c"]), return_dict=True)
+    assert result["reward_tensor"].sum(dim=1).tolist() == [1.0, 0.0, 1.0, 0.0, 1.0]
+    assert result["reward_extra_info"]["reward_failed"] == [0.0, 1.0, 0.0, 1.0, 0.0]
+    assert result["reward_extra_info"]["acc"] == [True, None, True, None, True]
+    with pytest.raises(RuntimeError, match=r"failed on 1 of 1 samples.*reward_model\.timeout_s=0\.5"):
+        reward_fn(make_batch(["hang"]))
+
+
+def test_prime_scores_by_data_source_in_other_processes() -> None:
+    data = make_batch(["#### 2", "#### 3", "Answer: 2"], sources=["openai/gsm8k", "openai/gsm8k", "aime24"])
+    manager = PrimeRewardManager(TOKENIZER, 0, num_workers=1)
+    result = manager(data, return_dict=True)
+    assert result["reward_tensor"].sum(dim=1).tolist() == [1.0, 0.0, 1.0]
+    assert result["reward_extra_info"]["pred"] == [None, None, "2"]
+    with pytest.raises(ValueError, match="no scorer for data_source 'mine'"):
+        manager(make_batch(["a"], sources=["mine"]))
+
+
+def test_prime_refuses_what_other_processes_cannot_find() -> None:
+    with pytest.raises(ValueError, match="cannot be called in another process"):
+        PrimeRewardManager(TOKENIZER, 0, lambda **_: 1.0)
+
+
+def test_batch_function_sees_all_rows_at_once() -> None:
+    seen: list[dict[str, Any]] = []
+
+    def lengths(**columns: Any) -> list[Any]:
+        seen.append(columns)
+        return [{"score": len(text), "half": len(text) / 2} for text in columns["solution_strs"]]
+
+    result = BatchRewardManager(TOKENIZER, 0, lengths)(make_batch(["a", "bbb"]), return_dict=True)
+    assert result["reward_tensor"].sum(dim=1).tolist() == [1.0, 3.0]
+    assert result["reward_extra_info"] == {"reward_failed": [0.0, 0.0], "half": [0.5, 1.5]}
+    assert seen == [
+        {
+            "data_sources": ["openai/gsm8k"] * 2,
+            "solution_strs": ["a", "bbb"],
+            "ground_truths": ["2", "2"],
+            "extra_infos": [{"index": 0}, {"index": 1}],
+        }
+    ]
+
+
+def test_batch_function_that_fails_is_called_row_by_row() -> None:
+    calls: list[int] = []
+
+    def picky(solution_strs: list[str], **_: Any) -> list[Any]:
+        calls.append(len(solution_strs))
+        if "b" in solution_strs:
+            raise KeyError("no b")
+        return [ValueError("no c") if text == "c" else 1.0 for text in solution_strs]
+
+    result = BatchRewardManager(TOKENIZER, 0, picky)(make_batch(["a", "b", "c", "d"]), return_dict=True)
+    assert calls == [4, 1, 1, 1, 1]
+    assert result["reward_tensor"].sum(dim=1).tolist() == [1.0, 0.0, 0.0, 1.0]
+    assert result["reward_extra_info"] == {"reward_failed": [0.0, 1.0, 1.0, 0.0]}
+
+
+def test_batch_manager_from_the_config(tmp_path: Path) -> None:
+    data = make_batch(["#### 2", "bb"])
+    config = PPOConfig(reward_model=RewardModelConfig(reward_manager="batch"))
+    assert load_reward_manager(config, TOKENIZER, 0)(data).sum(dim=1).tolist() == [1.0, 0.0]
+    arrays = "import numpy\ndef compute_score(solution_strs, **kw):\n    return numpy.ones(len(solution_strs))\n"
+    assert with_file(tmp_path, arrays, "batch")(data).sum(dim=1).tolist() == [1.0, 1.0]
+    (tmp_path / "other").mkdir()
+    with pytest.raises(ValueError, match=r"cannot be called with \(data_sources, solution_strs, .*missing"):
+        with_file(tmp_path / "other", "def compute_score(data_source):\n    return 0\n", "batch")
+    with pytest.raises(ValueError, match=r"<lambda> gave 1 scores for 2 rows; .*reward_manager=batch wants a list"):
+        BatchRewardManager(TOKENIZER, 0, lambda **_: [1.0])(data)
+    with pytest.raises(ValueError, match=r"gave a float for 2 rows"):
+        BatchRewardManager(TOKENIZER, 0, lambda **_: 1.0)(data)
+
+
+def test_dapo_penalty_grows_within_the_buffer() -> None:
+    """Ten tokens at most, a buffer of four: 7 tokens cost a quarter, 10 all, of the factor 2."""
+    buffer = {"enable": True, "len": 4, "penalty_factor": 2.0, "log": True}
+    manager = DapoRewardManager(TOKENIZER, 0, lambda **_: 1.0, max_resp_len=10, overlong_buffer_cfg=buffer)
+    result = manager(make_batch(["a", "a" * 5, "a" * 6, "a" * 9]), return_dict=True)
+    assert result["reward_tensor"].sum(dim=1).tolist() == [1.0, 1.0, 0.5, -1.0]
+    assert result["reward_extra_info"] == {
+        "reward_failed": [0.0] * 4,
+        "acc": [1.0] * 4,
+        "overlong_reward": [0.0, 0.0, -0.5, -2.0],
+        "overlong": [False, False, True, True],
+    }
+
+
+def test_dapo_without_a_buffer_is_naive_with_acc() -> None:
+    outcomes = iter([0.5, {"score": 1.0, "acc": 0.0}, {"score": 2.0}])
+    manager = DapoRewardManager(
+        TOKENIZER, 0, lambda **_: next(outcomes), overlong_buffer_cfg={"enable": False, "len": 4}
+    )
+    result = manager(make_batch(["a", "b", "c"]), return_dict=True)
+    assert result["reward_tensor"].sum(dim=1).tolist() == [0.5, 1.0, 2.0]
+    assert result["reward_extra_info"]["acc"] == [0.5, 0.0, None]
+
+
+def test_dapo_takes_the_longest_response_from_the_data_section() -> None:
+    def load(**buffer: Any) -> Any:
+        model = RewardModelConfig(
+            reward_manager="dapo", reward_kwargs={"overlong_buffer_cfg": {"enable": True, **buffer}}
+        )
+        return load_reward_manager(PPOConfig(reward_model=model), TOKENIZER, 0)
+
+    assert load(len=4).max_resp_len == PPOConfig().data.max_response_length
+    with pytest.raises(ValueError, match=r"overlong_buffer_cfg\.len=100000: it must be from 1 to the longest response"):
+        load(len=100_000)
+    with pytest.raises(
+        ValueError, match=r"overlong_buffer_cfg\.penality_factor: no such key. Did you mean 'penalty_factor'"
+    ):
+        load(len=4, penality_factor=1.0)
+    with pytest.raises(
+        ValueError, match=r"overlong_buffer_cfg\.enable needs reward_model\.reward_kwargs\.max_resp_len"
+    ):
+        DapoRewardManager(TOKENIZER, 0, overlong_buffer_cfg={"enable": True, "len": 4})
+
+
+def test_outside_managers(tmp_path: Path) -> None:
+    (tmp_path / "managers_of_mine.py").write_text(
+        "class Mine:\n"
+        "    def __init__(self, tokenizer, num_examine, compute_score, reward_fn_key='data_source', **kwargs):\n"
+        "        self.kwargs = kwargs\n"
+        "    def __call__(self, data, return_dict=False):\n"
+        "        return self.kwargs\n"
+    )
+    model = RewardModelConfig(reward_manager=f"{tmp_path}/managers_of_mine.py:Mine", reward_kwargs={"weight": 3})
+    assert load_reward_manager(PPOConfig(reward_model=model), TOKENIZER, 0)(None) == {"weight": 3}
+
+
+def test_rollout_columns_reach_the_function() -> None:
+    seen: list[Any] = []
+    columns = {"__num_turns__": [3], "reward_scores": [{"tool": 0.5}]}
+    run(lambda extra_info, **_: seen.append(extra_info) or 0.0, make_batch(["a"], **columns))
+    assert seen == [{"index": 0, "num_turns": 3, "rollout_reward_scores": {"tool": 0.5}}]

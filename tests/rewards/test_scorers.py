@@ -7,8 +7,15 @@ import time
 
 import pytest
 
-from lockstep.rewards.default import SCORERS, check_scorer_options, default_compute_score, find_scorer
-from lockstep.rewards.scorers import gsm8k, math, math_dapo, math_grader
+from lockstep.rewards.default import (
+    SCORERS,
+    builtin_names,
+    check_scorer_options,
+    default_compute_score,
+    find_scorer,
+    named_scorer,
+)
+from lockstep.rewards.scorers import gsm8k, math, math_dapo, math_grader, prime_math
 
 
 @pytest.mark.parametrize(
@@ -133,7 +140,35 @@ def test_default_routes_by_data_source() -> None:
     assert default_compute_score("HuggingFaceH4/MATH-500", r"\boxed{x^2}", "x^2") == 1.0
     assert default_compute_score("aime2025", r"\boxed{7}", "7") == {"score": 1.0, "acc": True, "pred": "7"}
     assert find_scorer("aime24") is find_scorer("math_dapo") is math_dapo.compute_score
-    assert find_scorer("numina_olympiads") is math.compute_score
+    assert find_scorer("numina_olympiads") is prime_math.compute_score
+    assert default_compute_score("numina_cn_k12", "The answer is 3.", "3") == 1.0
+    assert default_compute_score("searchR1_nq", "<answer>The Paris</answer>", {"target": ["paris"]}) == 1.0
+    assert default_compute_score("cais/mmlu_high_school", "Answer: B", "B") == {"score": 1.0, "acc": True, "pred": "B"}
+    wanted = "<think>a</think>\n<response>b</response>"
+    assert default_compute_score("rlla", wanted, wanted, None)["score"] == 1.0  # type: ignore[index]
+    tests = {"inputs": ["1", "2"], "outputs": ["1", "9"]}
+    assert default_compute_score("taco", "print(input())", tests) == 0.5
+
+
+def test_scorer_option_names_another_scorer() -> None:
+    loose = r"\boxed{2\sqrt{3}}", r"\sqrt{12}"
+    assert default_compute_score("lighteval/MATH", *loose) == 1.0
+    assert default_compute_score("lighteval/MATH", *loose, scorer="math_reward") == 0.0
+    by_source = {"lighteval/*": "math_reward"}
+    assert default_compute_score("lighteval/MATH", *loose, scorer=by_source) == 0.0
+    assert default_compute_score("HuggingFaceH4/MATH-500", *loose, scorer=by_source) == 1.0
+    assert default_compute_score("anything", "abc", "abc", scorer="operator:eq") is True
+    check_scorer_options({"scorer": "multiple_choice"})
+    with pytest.raises(
+        ValueError, match=r"reward_kwargs\.scorer=math_rewrd: no such scorer. Did you mean 'math_reward'"
+    ):
+        check_scorer_options({"scorer": "math_rewrd"})
+
+
+def test_every_builtin_name_scores() -> None:
+    for name in builtin_names():
+        assert callable(named_scorer(name)), name
+    assert {"gsm8k", "math_reward", "math_verify", "prime_math", "prime_code"} <= set(builtin_names())
 
 
 def test_options_reach_the_scorer_that_takes_them() -> None:
@@ -153,7 +188,11 @@ def test_unknown_data_source_names_the_way_out() -> None:
 
 def test_a_registered_scorer_is_used() -> None:
     @SCORERS.register("tests/length-*")
-    def length(solution_str: str, ground_truth: str) -> float:
-        return float(len(solution_str))
+    def length(response: str, truth: str, extra_info: dict[str, float] | None = None) -> tuple[float, str]:
+        return len(response) + (extra_info or {}).get("bonus", 0.0), "further elements are left out"
 
-    assert default_compute_score("tests/length-a", "four", "") == 4.0
+    try:
+        assert default_compute_score("tests/length-a", "four", "") == 4.0
+        assert default_compute_score("tests/length-b", "four", "", {"bonus": 0.5}) == 4.5
+    finally:
+        SCORERS._entries.pop("tests/length-*")

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.advantages.groups import group_ids, group_mean_std
 from lockstep.algorithms.advantages.registry import AdvantageEstimator, register_adv_est
+from lockstep.utils.groupwise import as_torch_index, group_mean_std
 
 
 @register_adv_est(AdvantageEstimator.GPG)
@@ -20,7 +20,7 @@ def compute_gpg_outcome_advantage(
     """
     with torch.no_grad():
         scores_B = token_level_rewards.sum(dim=-1)
-        ids_B = group_ids(index, scores_B.device)
+        ids_B = as_torch_index(index, scores_B.device)
         mean_G, _, _ = group_mean_std(scores_B, ids_B)
         alpha = len(scores_B) / scores_B.count_nonzero().clamp(min=1)
         advantages = (alpha * (scores_B - mean_G[ids_B]) / f_norm).unsqueeze(-1) * response_mask

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.advantages.groups import group_ids, group_mean_std
 from lockstep.algorithms.advantages.registry import AdvantageEstimator, register_adv_est
 from lockstep.config.algorithm import AlgoConfig
+from lockstep.utils.groupwise import as_torch_index, group_mean_std
 
 
 @register_adv_est(AdvantageEstimator.GRPO_VECTORIZED)
@@ -30,7 +30,7 @@ def compute_grpo_outcome_advantage(
     """
     with torch.no_grad():
         scores_B = token_level_rewards.sum(dim=-1)
-        ids_B = group_ids(index, scores_B.device)
+        ids_B = as_torch_index(index, scores_B.device)
         mean_G, std_G, _ = group_mean_std(scores_B, ids_B, eps=0.0)
         advantages_B = scores_B - mean_G[ids_B]
         if norm_adv_by_std_in_grpo:
@@ -56,7 +56,7 @@ def compute_grpo_passk_outcome_advantage(
     """
     with torch.no_grad():
         scores_B = token_level_rewards.sum(dim=-1)
-        ids_B = group_ids(index, scores_B.device)
+        ids_B = as_torch_index(index, scores_B.device)
         _, std_G, count_G = group_mean_std(scores_B, ids_B, eps=0.0)
         if (count_G < 2).any():
             raise ValueError(

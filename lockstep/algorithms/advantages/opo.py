@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.advantages.groups import group_ids, group_sum
 from lockstep.algorithms.advantages.registry import AdvantageEstimator, register_adv_est
+from lockstep.utils.groupwise import as_torch_index, group_sum
 
 
 @register_adv_est(AdvantageEstimator.OPO)
@@ -21,7 +21,7 @@ def compute_opo_outcome_advantage(
     with torch.no_grad():
         scores_B = token_level_rewards.sum(dim=-1)
         length_B = response_mask.sum(dim=-1).to(scores_B.dtype)
-        ids_B = group_ids(index, scores_B.device)
+        ids_B = as_torch_index(index, scores_B.device)
         count_G = group_sum(torch.ones_like(scores_B), ids_B)
         baseline_G = group_sum(length_B * scores_B, ids_B) / group_sum(length_B, ids_B).clamp(min=1)
         baseline_G = baseline_G.masked_fill(count_G == 1, 0.0)

@@ -5,7 +5,7 @@ with `algorithm.adv_estimator`; add one with `@register_adv_est("name")` or name
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from enum import StrEnum
 
 from torch import Tensor
@@ -33,6 +33,11 @@ class AdvantageEstimator(StrEnum):
     RLOO_VECTORIZED = "rloo_vectorized"
     OPO = "opo"
     GPG = "gpg"
+    GDPO = "gdpo"
+    OPTIMAL_TOKEN_BASELINE = "optimal_token_baseline"
+    TIR_OPTIMAL_TOKEN_BASELINE = "tir_optimal_token_baseline"
+    MAXRL = "maxrl"
+    EGPO = "egpo"
 
 
 ADVANTAGE_ESTIMATORS: Registry[AdvantageFn] = Registry("advantage estimator", key="algorithm.adv_estimator")
@@ -53,6 +58,31 @@ def required_inputs(name: str) -> set[str]:
     parameters = inspect.signature(get_adv_estimator_fn(name)).parameters.values()
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {p.name for p in parameters if p.kind in named and p.default is inspect.Parameter.empty}
+
+
+_PROVIDERS = {
+    "values": "set critic.enable=true or leave it null",
+    "reward_baselines": "they come from a greedy rollout of each prompt",
+    "entropys": "they come with the old log-probs, which algorithm.rollout_correction.bypass_mode leaves out",
+    "old_log_probs": "they come from the actor's forward over the rollout",
+    "sum_pi_squared": "set actor_rollout_ref.actor.calculate_sum_pi_squared=true; it comes with the old log-probs, which "
+    "algorithm.rollout_correction.bypass_mode leaves out",
+    "index": "it is the uid of the prompt",
+}
+"""Input to where it comes from."""
+
+_ALWAYS = {"token_level_rewards", "response_mask", "gamma", "lam", "config", "batch", "non_tensor_batch"}
+
+
+def check_inputs(name: str, provided: Collection[str]) -> None:
+    """ValueError where the estimator needs a batch key that will not be there; `index` stands for uid.
+
+    To be called before training with the keys that the run is going to write.
+    """
+    missing = sorted(required_inputs(name) - _ALWAYS - set(provided))
+    if missing:
+        reasons = "; ".join(f"{key} ({_PROVIDERS.get(key, 'no stage of the run writes it')})" for key in missing)
+        raise ValueError(f"algorithm.adv_estimator={name} needs what this run does not compute: {reasons}")
 
 
 def needs_values(name: str) -> bool:

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.advantages.groups import group_ids, group_mean_std
 from lockstep.algorithms.advantages.registry import AdvantageEstimator, register_adv_est
 from lockstep.config.algorithm import AlgoConfig
+from lockstep.utils.groupwise import as_torch_index, group_mean_std
 from lockstep.utils.masked import masked_whiten
 
 
@@ -49,7 +49,7 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     """
     with torch.no_grad():
         scores_B = token_level_rewards.sum(dim=-1)
-        ids_B = group_ids(index, scores_B.device)
+        ids_B = as_torch_index(index, scores_B.device)
         mean_G, _, _ = group_mean_std(scores_B, ids_B)
         centred = (scores_B - mean_G[ids_B]).unsqueeze(-1) * response_mask
         advantages = masked_whiten(centred, response_mask) * response_mask

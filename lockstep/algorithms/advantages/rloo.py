@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.advantages.groups import group_ids, group_sum
 from lockstep.algorithms.advantages.registry import AdvantageEstimator, register_adv_est
+from lockstep.utils.groupwise import as_torch_index, group_sum
 
 
 @register_adv_est(AdvantageEstimator.RLOO)
@@ -32,7 +32,7 @@ def _leave_one_out(
     """A = s - (sum of the group - s) / (n - 1), or `alone` times s where n = 1; returns are the advantages."""
     with torch.no_grad():
         scores_B = token_level_rewards.sum(dim=-1)
-        ids_B = group_ids(index, scores_B.device)
+        ids_B = as_torch_index(index, scores_B.device)
         count_B = group_sum(torch.ones_like(scores_B), ids_B)[ids_B]
         others_B = (group_sum(scores_B, ids_B)[ids_B] - scores_B) / (count_B - 1).clamp(min=1)
         advantages_B = torch.where(count_B > 1, scores_B - others_B, alone * scores_B)

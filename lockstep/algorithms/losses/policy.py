@@ -1,16 +1,18 @@
 """Policy losses: the registry, and PPO's clipped loss under the name `vanilla`.
 
 Select one with `actor_rollout_ref.actor.policy_loss.loss_mode`; add one with `@register_policy_loss("name")` or name
-outside code as `module:function`. Every loss has the signature `PolicyLossFn`.
+outside code as `module:function`. Every loss has the signature `PolicyLossFn`; one that needs statistics of the whole
+mini-batch is registered with a `prepare` (see `preparation.py`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lockstep.algorithms.losses.aggregate import agg_loss
+from lockstep.algorithms.losses.preparation import Gather, MiniBatch, Prepare, one_rank
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.registry import Registry
 from lockstep.utils.masked import masked_mean
@@ -40,14 +42,46 @@ class PolicyLossFn(Protocol):
 POLICY_LOSSES: Registry[PolicyLossFn] = Registry("policy loss", key="actor_rollout_ref.actor.policy_loss.loss_mode")
 
 
-def register_policy_loss(name: str) -> Callable[[PolicyLossFn], PolicyLossFn]:
-    """Decorator: make the function selectable as `name`."""
-    return POLICY_LOSSES.register(name)
+PREPARATIONS: dict[str, Prepare] = {}
+"""Name of a policy loss to what it must know of the whole mini-batch."""
+
+
+def register_policy_loss(name: str, prepare: Prepare | None = None) -> Callable[[PolicyLossFn], PolicyLossFn]:
+    """Decorator: make the function selectable as `name`; `prepare` gives it tensors of the whole mini-batch."""
+
+    def enter(loss: PolicyLossFn) -> PolicyLossFn:
+        POLICY_LOSSES.register(name)(loss)
+        if prepare is not None:
+            PREPARATIONS[name] = prepare
+        return loss
+
+    return enter
 
 
 def get_policy_loss_fn(name: str) -> PolicyLossFn:
     """The policy loss registered as `name`, or outside code where `name` is `module:function`."""
     return POLICY_LOSSES.get(name)
+
+
+def prepare_policy_loss(
+    name: str, rows: Mapping[str, Tensor], config: ActorConfig, seed: int = 0, gather: Gather = one_rank
+) -> dict[str, Tensor]:
+    """What the loss `name` takes beside its signature, one entry per row; call once for each mini-batch.
+
+    Put the tensors among the rows and hand each micro-batch's part to the loss under the same names. Most losses take
+    none. Without them a loss takes its statistics over the call's own rows.
+    """
+    prepare = PREPARATIONS.get(name)
+    return {} if prepare is None else prepare(MiniBatch(rows, seed, gather), config)
+
+
+def log_ratio_of(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
+    """log_prob - old_log_prob, held within +-20."""
+    return (log_prob - old_log_prob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def weighted(loss_mat: Tensor, rollout_is_weights: Tensor | None) -> Tensor:
+    return loss_mat if rollout_is_weights is None else loss_mat * rollout_is_weights
 
 
 def batch_counts(config: ActorConfig) -> dict[str, Any]:
@@ -108,16 +142,14 @@ def compute_policy_loss(
     low = cliprange if cliprange_low is None else cliprange_low
     high = cliprange if cliprange_high is None else cliprange_high
 
-    log_ratio = (log_prob - old_log_prob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio = log_ratio_of(log_prob, old_log_prob)
     ratio = torch.exp(log_ratio)
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - low, 1 + high)
     ppo = torch.maximum(unclipped, clipped)
     bound = -advantages * clip_ratio_c
     loss_mat = torch.where(advantages < 0, torch.minimum(ppo, bound), ppo)
-    if rollout_is_weights is not None:
-        loss_mat = loss_mat * rollout_is_weights
-    loss = agg_loss(loss_mat, response_mask, loss_agg_mode, **counts)
+    loss = agg_loss(weighted(loss_mat, rollout_is_weights), response_mask, loss_agg_mode, **counts)
 
     with torch.no_grad():
         clipfrac = masked_mean((clipped > unclipped).float(), response_mask)

@@ -1,27 +1,23 @@
-"""Reward managers: a batch of responses to its (B, R) reward tensor.
+"""The naive reward manager: a batch of responses to its (B, R) reward tensor, row by row with one function.
 
 DataProto --rows--> compute_score per row --check--> score at the last response token, other results by name
 """
 
-import asyncio
-import inspect
 import logging
 import math
 import numbers
-from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypedDict
+from typing import Any, ClassVar, TypedDict
 
 import numpy as np
 import torch
 
-from lockstep.config.ppo import PPOConfig
 from lockstep.protocol import DataProto
 from lockstep.registry import Registry
-from lockstep.rewards.custom import ComputeScore, get_custom_reward_fn
-from lockstep.rewards.default import UnknownDataSourceError, check_scorer_options, default_compute_score
+from lockstep.rewards.calls import Outcome, function_name, make_caller
+from lockstep.rewards.custom import ARGUMENTS, ComputeScore
+from lockstep.rewards.default import UnknownDataSourceError, default_compute_score
 
 logger = logging.getLogger(__name__)
 
@@ -39,15 +35,23 @@ RewardFn = Callable[..., Any]
 REWARD_MANAGERS: Registry[Callable[..., RewardFn]] = Registry("reward manager", "reward_model.reward_manager")
 
 
+ROLLOUT_COLUMNS = {"__num_turns__": "num_turns", "reward_scores": "rollout_reward_scores"}
+"""What a rollout with several turns says of itself, and the name under which `extra_info` has it."""
+
+
 @dataclass(frozen=True)
 class ScoringRow:
-    """What the reward function sees of one sample, and the prompt for the log."""
+    """What the reward function sees of one sample, and the prompt for the log.
+
+    num_tokens: of the response, those of tools and its end included.
+    """
 
     data_source: str
     prompt_str: str
     solution_str: str
     ground_truth: Any
     extra_info: dict[str, Any]
+    num_tokens: int
 
     def arguments(self) -> dict[str, Any]:
         names = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -58,10 +62,15 @@ class ScoringRow:
 class NaiveRewardManager:
     """Scores row by row with one function; coroutine functions run together, `max_concurrency` at a time.
 
-    A function that raises costs that sample its score (0, with `reward_failed` 1) and logs the first traceback of the
-    batch. Where every row of a batch fails, or a result is not a finite number, the run stops: a broken reward must not
-    train in silence.
+    A call that raises, ends its process or takes longer than `timeout_s` costs that sample its score (0, with
+    `reward_failed` 1); the first traceback of the batch is logged. Where every row of a batch fails, or a result is not a
+    finite number, the run stops: a broken reward must not train in silence. `lockstep.rewards.calls` says where a
+    function runs.
     """
+
+    score_arguments: ClassVar[tuple[str, ...]] = ARGUMENTS
+    """How the manager calls the reward function; checked when a run starts."""
+    always_workers: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -69,13 +78,15 @@ class NaiveRewardManager:
         num_examine: int,
         compute_score: ComputeScore | None = None,
         reward_fn_key: str = "data_source",
+        timeout_s: float | None = None,
         max_concurrency: int = 64,
+        num_workers: int = 1,
     ) -> None:
         self.tokenizer = tokenizer
         self.num_examine = num_examine
         self.compute_score: ComputeScore = compute_score or default_compute_score
         self.reward_fn_key = reward_fn_key
-        self.max_concurrency = max_concurrency
+        self.call_all = make_caller(self.compute_score, timeout_s, num_workers, max_concurrency, self.always_workers)
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | RewardResult:
         assert data.batch is not None
@@ -86,6 +97,7 @@ class NaiveRewardManager:
         outcomes = self._score_all(rows)
         self._report_failures(rows, outcomes)
         scores, extra_info = self._read_outcomes(rows, outcomes)
+        self._shape(rows, scores, extra_info)
         self._log_examples(rows, scores)
         reward_tensor = place_scores(scores, last_token_positions(data), data.batch["responses"].shape[1])
         result = RewardResult(reward_tensor=reward_tensor, reward_extra_info=extra_info)
@@ -100,6 +112,11 @@ class NaiveRewardManager:
                 )
         sources, reward_models = data.non_tensor_batch[self.reward_fn_key], data.non_tensor_batch["reward_model"]
         extra_infos = data.non_tensor_batch.get("extra_info", [None] * len(data))
+        added = {
+            name: data.non_tensor_batch[column]
+            for column, name in ROLLOUT_COLUMNS.items()
+            if column in data.non_tensor_batch
+        }
         assert data.batch is not None
         num_prompt = data.batch["prompts"].shape[1]
         attended = data.batch["attention_mask"].bool().cpu()
@@ -114,7 +131,8 @@ class NaiveRewardManager:
                     prompt_str=self._decode(prompts[row][attended[row, :num_prompt]]),
                     solution_str=self._decode(responses[row][attended[row, num_prompt:]]),
                     ground_truth=reward_models[row]["ground_truth"],
-                    extra_info=dict(extra_infos[row] or {}),
+                    extra_info=dict(extra_infos[row] or {}) | {name: column[row] for name, column in added.items()},
+                    num_tokens=int(attended[row, num_prompt:].sum()),
                 )
             )
         return rows
@@ -122,32 +140,14 @@ class NaiveRewardManager:
     def _decode(self, ids: torch.Tensor) -> str:
         return self.tokenizer.decode(ids.tolist(), skip_special_tokens=True)
 
-    def _score_all(self, rows: list[ScoringRow]) -> list[Any]:
-        """One outcome a row: what the function gave, or the exception that it raised."""
-        if is_async(self.compute_score):
-            return run_coroutine(self._score_together(rows))
-        outcomes: list[Any] = []
-        for row in rows:
-            try:
-                outcomes.append(self.compute_score(**row.arguments()))
-            except Exception as error:  # noqa: BLE001 (boundary to user code; see _report_failures)
-                outcomes.append(error)
-        return outcomes
-
-    async def _score_together(self, rows: list[ScoringRow]) -> list[Any]:
-        slots = asyncio.Semaphore(self.max_concurrency)
-
-        async def score_one(row: ScoringRow) -> Any:
-            async with slots:
-                return await self.compute_score(**row.arguments())
-
-        return await asyncio.gather(*(score_one(row) for row in rows), return_exceptions=True)
+    def _score_all(self, rows: list[ScoringRow]) -> list[Outcome]:
+        """One outcome a row: what the function gave, or the exception that it cost."""
+        return self.call_all([row.arguments() for row in rows])
 
     def _report_failures(self, rows: list[ScoringRow], outcomes: list[Any]) -> None:
-        failed = [row for row, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)]
+        failed = [row for row, outcome in enumerate(outcomes) if isinstance(outcome, Exception)]
         for row in failed:
-            # A wrong setting, or an interrupt that gather handed back: not a failure of one sample.
-            if isinstance(outcomes[row], UnknownDataSourceError) or not isinstance(outcomes[row], Exception):
+            if isinstance(outcomes[row], UnknownDataSourceError):  # a wrong setting, not a failure of one sample
                 raise outcomes[row]
         if not failed:
             return
@@ -174,6 +174,9 @@ class NaiveRewardManager:
                 if name != "score":
                     extra_info.setdefault(name, [None] * len(rows))[number] = value
         return scores, extra_info
+
+    def _shape(self, rows: list[ScoringRow], scores: list[float], extra_info: dict[str, list[Any]]) -> None:
+        """For managers that change scores by more than the text: changes both in place."""
 
     def _number(self, row: ScoringRow, result: dict[str, Any]) -> float:
         blame = f"the reward function {function_name(self.compute_score)} gave for data_source {row.data_source!r}"
@@ -219,49 +222,3 @@ def place_scores(scores: list[float], positions: list[int], response_length: int
         scores, dtype=torch.float32
     )
     return reward_tensor
-
-
-def is_async(function: Any) -> bool:
-    """Whether calling `function` gives a coroutine; looks through `functools.partial` and callable objects."""
-    while isinstance(function, partial):
-        function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
-
-
-def run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Its result, in an event loop of a thread of its own: the caller may be inside a running loop."""
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="rewards") as pool:
-        return pool.submit(asyncio.run, coroutine).result()
-
-
-def function_name(function: Any) -> str:
-    """`module.name` of a function, for messages."""
-    while isinstance(function, partial):
-        function = function.func
-    name = getattr(function, "__qualname__", type(function).__qualname__)
-    return f"{getattr(function, '__module__', '?')}.{name}"
-
-
-def load_reward_manager(config: PPOConfig, tokenizer: Any, num_examine: int) -> RewardFn:
-    """The reward manager of `reward_model.reward_manager` with the custom or the default reward function."""
-    compute_score = get_custom_reward_fn(config.custom_reward_function)
-    if compute_score is None:
-        options = config.custom_reward_function.reward_kwargs
-        check_scorer_options(options)
-        compute_score = partial(default_compute_score, **options) if options else default_compute_score
-    manager = REWARD_MANAGERS.get(config.reward_model.reward_manager)
-    arguments = {
-        "tokenizer": tokenizer,
-        "num_examine": num_examine,
-        "compute_score": compute_score,
-        "reward_fn_key": config.data.reward_fn_key,
-        **config.reward_model.reward_kwargs,
-    }
-    try:
-        inspect.signature(manager).bind(**arguments)
-    except TypeError as error:
-        raise ValueError(
-            f"reward_model.reward_manager={config.reward_model.reward_manager} cannot be made with "
-            f"reward_model.reward_kwargs={config.reward_model.reward_kwargs}: {error}"
-        ) from error
-    return manager(**arguments)

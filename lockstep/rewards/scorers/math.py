@@ -3,6 +3,7 @@ r"""MATH: the last `\boxed{}` of the solution, compared with the ground truth by
 import re
 from functools import lru_cache
 
+from lockstep.rewards.scorers.latex import closing_brace
 from lockstep.rewards.scorers.math_grader import GRADER
 
 BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)|\\boxed\s+(?=[^\s{])")
@@ -24,15 +25,8 @@ def last_boxed(text: str) -> str | None:
     start = boxes[-1].end()
     if text[start] != "{":
         return re.split(r"[\s$]", text[start:], maxsplit=1)[0]
-    depth = 0
-    for position in range(start, len(text)):
-        if text[position] == "{":
-            depth += 1
-        elif text[position] == "}":
-            depth -= 1
-            if depth == 0:
-                return text[start + 1 : position].strip()
-    return None
+    end = closing_brace(text, start)
+    return None if end is None else text[start + 1 : end].strip()
 
 
 @lru_cache(maxsize=16384)

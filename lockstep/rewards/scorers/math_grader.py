@@ -1,9 +1,9 @@
-r"""math-verify in a process of its own: its time limits hold in every thread, a runaway expression harms nobody.
+r"""Mathematical equality in a process of its own: time limits hold in every thread, a runaway expression harms nobody.
 
 math-verify limits its time with SIGALRM, which works in a main thread only, and `\boxed{9^{9^{9}}}` keeps sympy busy
-for hours. So this file is also the program of a child process that compares answers in *its* main thread:
+for hours. So questions go to a child (`math_grader_child`) that answers them in *its* main thread:
 
-    MathGrader.is_equal --{"gold", "answer"} line--> child: parse, verify --{"equal"} line--> bool
+    MathGrader.ask --{"task", "gold", "answer"} line--> child --{"value"} line--> reply
 """
 
 import atexit
@@ -14,14 +14,22 @@ import select
 import subprocess
 import sys
 import threading
+from pathlib import Path
+from typing import Any, NamedTuple
 
 logger = logging.getLogger(__name__)
 
-STEP_TIMEOUT_S = 3
-"""math-verify's limit for one parse and for one comparison."""
 REPLY_TIMEOUT_S = 60
 """Beyond it the child is taken for stuck and is replaced; covers the child's start."""
-CHILD_MEMORY_BYTES = 4 * 1024**3
+COMMAND = [sys.executable, "-P", "-m", "lockstep.rewards.scorers.math_grader_child"]
+PACKAGE_ROOT = str(Path(__file__).parents[3])
+
+
+class Agreement(NamedTuple):
+    """plainly: as text or as sympy expressions; within_tolerance: leniently, as numbers within 1e-4."""
+
+    plainly: bool
+    within_tolerance: bool
 
 
 class MathGrader:
@@ -34,7 +42,19 @@ class MathGrader:
 
     def is_equal(self, gold: str, answer: str) -> bool:
         """Whether math-verify finds `answer` equal to `gold`; an answer that outlasts the limits is not."""
-        question = json.dumps({"gold": gold, "answer": answer}).encode() + b"\n"
+        return bool(self.ask("equal", gold, answer))
+
+    def is_found(self, gold: str, text: str) -> bool:
+        """Whether the answer that math-verify finds in a whole text equals `gold`."""
+        return bool(self.ask("found", gold, text))
+
+    def agreement(self, gold: str, answer: str) -> Agreement:
+        """How `answer` agrees with `gold` by `lockstep.rewards.scorers.symbolic`."""
+        return Agreement(*(self.ask("agreement", gold, answer) or (False, False)))
+
+    def ask(self, task: str, gold: str, answer: str) -> Any:
+        """The child's value for a task; None where it was stuck."""
+        question = json.dumps({"task": task, "gold": gold, "answer": answer}).encode() + b"\n"
         with self._lock:
             # A stuck or killed child costs this answer its point; two broken pipes in a row are a broken installation.
             for _ in range(2):
@@ -47,29 +67,29 @@ class MathGrader:
                     self._stop()
                     continue
                 return self._read_reply(child, answer)
-        raise RuntimeError(f"the math grader does not start: run `{sys.executable} -P {__file__}` to see why")
+        raise RuntimeError(f"the math grader does not start: run `{' '.join(COMMAND)}` to see why")
 
-    def _read_reply(self, child: subprocess.Popen[bytes], answer: str) -> bool:
+    def _read_reply(self, child: subprocess.Popen[bytes], answer: str) -> Any:
         assert child.stdout is not None
         ready, _, _ = select.select([child.stdout], [], [], REPLY_TIMEOUT_S)
         line = child.stdout.readline() if ready else b""
         if line:
             reply = json.loads(line)
             if "error" in reply:
-                raise RuntimeError(f"the math grader failed on {answer!r}: {reply['error']}")
-            return bool(reply["equal"])
+                raise RuntimeError(f"the math grader failed on {answer[:200]!r}: {reply['error']}")
+            return reply["value"]
         self._stop()
         if not ready:
             logger.warning("the math grader was stuck on %.200r; the answer counts as wrong", answer)
-            return False
+            return None
         raise RuntimeError(f"the math grader ended with exit code {child.returncode} on {answer[:200]!r}")
 
     def _running_child(self) -> subprocess.Popen[bytes]:
         # After a fork the pipes belong to the parent process.
         if self._child is None or self._owner_pid != os.getpid() or self._child.poll() is not None:
-            # -P: this folder holds a math.py, which must not stand in for the standard one.
-            command = [sys.executable, "-P", __file__]
-            self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            paths = [PACKAGE_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+            self._child = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
             self._owner_pid = os.getpid()
         return self._child
 
@@ -88,34 +108,3 @@ class MathGrader:
 GRADER = MathGrader()
 """The one grader of this process."""
 atexit.register(GRADER.close)
-
-
-def serve() -> None:
-    """The child: answer questions from stdin until it closes."""
-    import resource
-    import signal
-
-    from math_verify import parse, verify
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; the child ends with its stdin
-    if sys.platform == "linux":
-        resource.setrlimit(resource.RLIMIT_AS, (CHILD_MEMORY_BYTES, CHILD_MEMORY_BYTES))
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    replies, sys.stdout = sys.stdout, sys.stderr
-    for line in sys.stdin:
-        question = json.loads(line)
-        try:
-            gold, answer = (
-                parse(rf"\boxed{{{question[side]}}}", parsing_timeout=STEP_TIMEOUT_S) for side in ("gold", "answer")
-            )
-            reply: dict[str, bool | str] = {"equal": bool(verify(gold, answer, timeout_seconds=STEP_TIMEOUT_S))}
-        except (MemoryError, RecursionError):
-            reply = {"equal": False}
-        except Exception as error:  # noqa: BLE001 (process boundary: the parent raises it)
-            reply = {"error": repr(error)}
-        replies.write(json.dumps(reply) + "\n")
-        replies.flush()
-
-
-if __name__ == "__main__":
-    serve()

@@ -72,6 +72,7 @@ class PPOTrainer:
         val_reward_fn: RewardFn | None = None,
         train_dataset: Dataset[Any] | None = None,
         val_dataset: Any = None,
+        collate_fn: Any = None,
         train_sampler: Any = None,
         device_name: str | None = None,
     ) -> None:
@@ -97,8 +98,10 @@ class PPOTrainer:
             num_workers=data.dataloader_num_workers,
             drop_last=True,
             sampler=train_sampler,
+            collate_fn=collate_fn,
         )
         self.val_dataset = val_dataset
+        self.collate_fn = collate_fn
         epochs_steps = len(self.train_dataloader) * config.trainer.total_epochs
         wanted = config.trainer.total_training_steps
         self.total_training_steps = epochs_steps if wanted is None else min(wanted, epochs_steps)
@@ -196,6 +199,7 @@ class PPOTrainer:
             timing: dict[str, float] = {}
             with marked_timer("step", timing):
                 batch, metrics = self._train_step(prompts, timing)
+                self.train_dataloader.on_batch_end(batch)
                 if self._can_validate and self._is_due(config.test_freq, is_last):
                     with marked_timer("testing", timing):
                         metrics |= self._validate()
@@ -331,6 +335,7 @@ class PPOTrainer:
             seed=self.config.trainer.seed,
             num_workers=0,
             drop_last=False,
+            collate_fn=self.collate_fn,
         )
         n = self.config.actor_rollout_ref.rollout.val_kwargs.n
 

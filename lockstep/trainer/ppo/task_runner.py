@@ -9,6 +9,7 @@ import torch
 
 from lockstep.config.ppo import PPOConfig
 from lockstep.data.rl_dataset import create_rl_dataset
+from lockstep.data.sampler import create_rl_sampler
 from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.rewards.managers import load_reward_manager
 from lockstep.single_controller import LocalWorkerGroup, ResourcePoolManager, Role, Worker
@@ -56,15 +57,16 @@ class TaskRunner:
         self.add_critic_worker(config)
         self.add_reward_model_worker(config)
         self.add_ref_policy_worker(config)
-        model = config.actor_rollout_ref.model
+        model, data = config.actor_rollout_ref.model, config.data
         tokenizer = hf_tokenizer(
-            config.data.tokenizer or model.tokenizer_path or model.path,
+            data.tokenizer or model.tokenizer_path or model.path,
             trust_remote_code=model.trust_remote_code,
             custom_chat_template=model.custom_chat_template,
         )
         val_dataset = None
-        if config.data.val_files:
-            val_dataset = create_rl_dataset(config.data.val_files, tokenizer, config.data, config.data.val_max_samples)
+        if data.val_files:
+            val_dataset = create_rl_dataset(data.val_files, tokenizer, data, data.val_max_samples)
+        train_dataset = create_rl_dataset(data.train_files, tokenizer, data, data.train_max_samples)
         return PPOTrainer(
             config=config,
             tokenizer=tokenizer,
@@ -73,10 +75,9 @@ class TaskRunner:
             ray_worker_group_cls=LocalWorkerGroup,
             reward_fn=load_reward_manager(config, tokenizer, num_examine=0),
             val_reward_fn=load_reward_manager(config, tokenizer, num_examine=1),
-            train_dataset=create_rl_dataset(
-                config.data.train_files, tokenizer, config.data, config.data.train_max_samples
-            ),
+            train_dataset=train_dataset,
             val_dataset=val_dataset,
+            train_sampler=create_rl_sampler(data, train_dataset),
             device_name=resolve_device(config.trainer.device),
         )
 

@@ -1,0 +1,104 @@
+"""The optimal token baseline: one baseline for every position, weighted by the gradient energy spent up to it."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.algorithms.advantages.registry import AdvantageEstimator, register_adv_est
+from lockstep.utils.groupwise import as_torch_index, group_sum
+
+
+@register_adv_est(AdvantageEstimator.OPTIMAL_TOKEN_BASELINE)
+def compute_optimal_token_baseline_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: np.ndarray,
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor,
+    rollout_is_weights: Tensor | None = None,
+    handle_zero_tail: bool = True,
+    epsilon: float = 1e-8,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """OTB (arXiv:2602.07078): A_t = G_t - B_t, with one baseline B_t per prompt and position.
+
+    B_t = sum_i G_t W_t / (sum_i W_t + epsilon) over the group's samples i, G_t the undiscounted return to go
+    W_t = sum over j <= t of 1 - 2 p_j + sum_v p_j(v)^2, the squared length of the gradient in the logits so far
+
+    `sum_pi_squared` (B, R) is that last sum. `rollout_is_weights` enter the energy squared. With `handle_zero_tail`,
+    positions that only the longest sample of a group reaches have baseline 0, since it would be their own return; so
+    has a group of one. Lengths are counted in own tokens: where tool output stands between them, take
+    `tir_optimal_token_baseline`. Returns are G.
+    """
+    with torch.no_grad():
+        energy = _energy(old_log_probs, sum_pi_squared, rollout_is_weights)
+        return _against_baseline(token_level_rewards, energy, response_mask, index, handle_zero_tail, epsilon)
+
+
+@register_adv_est(AdvantageEstimator.TIR_OPTIMAL_TOKEN_BASELINE)
+def compute_multi_turn_optimal_token_baseline_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: np.ndarray,
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor,
+    rollout_is_weights: Tensor | None = None,
+    handle_zero_tail: bool = True,
+    epsilon: float = 1e-8,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """OTB for responses with tool output in them: the k-th own token of one sample meets the k-th of the others."""
+    with torch.no_grad():
+        energy = _energy(old_log_probs, sum_pi_squared, rollout_is_weights)
+        mask = response_mask.bool()
+        # own tokens first, each row in its order; `argsort` of that order leads back
+        order = torch.argsort((~mask).long(), dim=-1, stable=True)
+        back = torch.argsort(order, dim=-1)
+        advantages, returns = _against_baseline(
+            token_level_rewards.gather(-1, order),
+            energy.gather(-1, order),
+            response_mask.gather(-1, order),
+            index,
+            handle_zero_tail,
+            epsilon,
+        )
+        return advantages.gather(-1, back), returns.gather(-1, back)
+
+
+def _energy(old_log_probs: Tensor, sum_pi_squared: Tensor, rollout_is_weights: Tensor | None) -> Tensor:
+    """|onehot - p|^2 of each token, (B, R)."""
+    energy = 1.0 - 2.0 * torch.exp(old_log_probs) + sum_pi_squared
+    return energy if rollout_is_weights is None else energy * rollout_is_weights**2
+
+
+def _against_baseline(
+    rewards: Tensor, energy: Tensor, response_mask: Tensor, index: np.ndarray, handle_zero_tail: bool, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    mask = response_mask.to(rewards.dtype)
+    returns = (rewards * mask).flip(-1).cumsum(-1).flip(-1)
+    # a sample that has ended weighs nothing further on
+    weights = (energy * mask).cumsum(-1) * mask
+    ids_B = as_torch_index(index, rewards.device)
+    baseline = (group_sum(returns * weights, ids_B) / (group_sum(weights, ids_B) + epsilon))[ids_B]
+    baseline = baseline * _compared(response_mask, ids_B, handle_zero_tail)
+    return (returns - baseline) * mask, returns * mask
+
+
+def _compared(response_mask: Tensor, ids_B: Tensor, handle_zero_tail: bool) -> Tensor:
+    """(B, R): whether the row has others of its group beside it at the position.
+
+    False in a group of one and, with `handle_zero_tail`, in the longest row from the length of the second longest on.
+    """
+    length_B = response_mask.bool().sum(dim=-1)
+    compared = torch.ones_like(response_mask, dtype=torch.bool)
+    for group in range(int(ids_B.max()) + 1 if len(ids_B) else 0):
+        rows = (ids_B == group).nonzero().squeeze(-1)
+        if len(rows) == 1:
+            compared[rows] = False
+            continue
+        (longest, second), places = torch.topk(length_B[rows], 2)
+        if handle_zero_tail and longest > second:
+            compared[rows[places[0]], second:] = False
+    return compared

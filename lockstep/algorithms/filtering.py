@@ -1,0 +1,48 @@
+"""Which prompts of a scored batch teach anything: those whose samples do not all score the same."""
+
+import torch
+from torch import Tensor
+
+from lockstep.protocol import DataProto
+from lockstep.registry import did_you_mean
+from lockstep.utils.groupwise import as_torch_index
+
+_SUMS = {"score": "token_level_scores", "seq_reward": "token_level_scores", "seq_final_reward": "token_level_rewards"}
+"""Metric to the (B, R) key whose sum it is."""
+
+
+def keep_informative_groups(batch: DataProto, metric: str | None = None) -> list[int]:
+    """The rows, in their order, of the groups (by uid) whose samples differ in `metric` (DAPO, arXiv:2503.14476).
+
+    metric: score or seq_reward, the row's reward before the KL penalty (also for None); seq_final_reward, the one after
+    it; or a column that the reward function returned, such as acc. A group of one is kept: there is nothing to compare.
+    """
+    values_B = _metric(batch, metric or "score")
+    ids_B = as_torch_index(batch.non_tensor_batch["uid"])
+    keep: list[int] = []
+    for group in range(int(ids_B.max()) + 1 if len(ids_B) else 0):
+        rows = (ids_B == group).nonzero().squeeze(-1)
+        values = values_B[rows]
+        if len(rows) == 1 or values.max() > values.min():
+            keep += rows.tolist()
+    return sorted(keep)
+
+
+def _metric(batch: DataProto, metric: str) -> Tensor:
+    if metric in _SUMS:
+        key = _SUMS[metric]
+        if key not in batch.tensors:
+            raise ValueError(
+                f"algorithm.filter_groups.metric={metric}: {key} is not there yet when groups are filtered"
+            )
+        total: Tensor = batch.tensors[key].sum(dim=-1)
+        return total.cpu()
+    if metric not in batch.non_tensor_batch:
+        known = [*_SUMS, *batch.non_tensor_batch]
+        raise ValueError(
+            f"algorithm.filter_groups.metric={metric}: the reward function did not return it. {did_you_mean(metric, known)}"
+        )
+    try:
+        return torch.tensor([float(value) for value in batch.non_tensor_batch[metric]], dtype=torch.float64)
+    except (TypeError, ValueError):
+        raise ValueError(f"algorithm.filter_groups.metric={metric}: must be one number for each row") from None

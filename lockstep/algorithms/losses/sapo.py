@@ -1,0 +1,34 @@
+"""SAPO: a smooth gate on the ratio in the place of a clip."""
+
+import torch
+from torch import Tensor
+
+from lockstep.algorithms.losses.aggregate import agg_loss
+from lockstep.algorithms.losses.policy import batch_counts, log_ratio_of, register_policy_loss, weighted
+from lockstep.config.actor_rollout_ref import ActorConfig
+from lockstep.utils.masked import masked_mean
+
+
+@register_policy_loss("sapo")
+def compute_policy_loss_sapo(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    config: ActorConfig,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """SAPO (arXiv:2511.20347): L = -A (4 / tau) sigmoid(tau (r - 1)).
+
+    tau is `config.tau_pos` where A > 0 and `config.tau_neg` elsewhere. At r = 1 the slope is 1, as without a gate; far
+    from it the gradient fades. Always aggregated by seq-mean-token-mean, whatever `loss_agg_mode` says.
+    """
+    log_ratio = log_ratio_of(log_prob, old_log_prob)
+    tau = torch.where(advantages > 0, config.tau_pos, config.tau_neg)
+    gate = torch.sigmoid(tau * (torch.exp(log_ratio) - 1.0)) * (4.0 / tau)
+    loss_mat = weighted(-advantages * gate, rollout_is_weights)
+    loss = agg_loss(loss_mat, response_mask, "seq-mean-token-mean", **batch_counts(config))
+    nothing = torch.zeros_like(loss.detach())
+    ppo_kl = masked_mean(-log_ratio.detach(), response_mask)
+    return loss, {"actor/pg_clipfrac": nothing, "actor/ppo_kl": ppo_kl, "actor/pg_clipfrac_lower": nothing}

@@ -1,0 +1,45 @@
+"""PF-PPO: the batch that is trained on is drawn anew from the scored samples, by their scores (arXiv:2409.06957)."""
+
+import torch
+from torch import Tensor
+
+from lockstep.protocol import DataProto
+from lockstep.registry import did_you_mean
+
+METHODS = ("pow", "max_min", "max_random")
+
+
+def pf_ppo_weights(scores_B: Tensor, reweight_method: str = "pow", weight_pow: float = 2.0) -> Tensor:
+    """How likely each sample is drawn, up to a factor, (B,).
+
+    pow         |s| to the power `weight_pow`
+    max_min     1 for the best and the worst score of the batch, 0 for the others
+    max_random  0.4 for the best score, 0.1 for the others
+    """
+    if reweight_method == "pow":
+        weights_B = scores_B.abs() ** weight_pow
+    elif reweight_method == "max_min":
+        weights_B = ((scores_B == scores_B.max()) | (scores_B == scores_B.min())).to(scores_B.dtype)
+    elif reweight_method == "max_random":
+        weights_B = torch.where(scores_B == scores_B.max(), 0.4, 0.1)
+    else:
+        raise ValueError(
+            f"algorithm.pf_ppo.reweight_method={reweight_method}: no such method. "
+            f"{did_you_mean(reweight_method, METHODS)}"
+        )
+    return weights_B.clamp(min=1e-8)
+
+
+def compute_pf_ppo_reweight_data(
+    data: DataProto, reweight_method: str = "pow", weight_pow: float = 2.0, seed: int | None = None
+) -> DataProto:
+    """As many rows as `data` has, drawn with replacement by `pf_ppo_weights` of their token_level_scores.
+
+    Where every score is 0 each row is equally likely. To be called once advantages are there, so that groups are whole
+    when they are compared. `seed` names the draw; None takes torch's own stream.
+    """
+    scores_B = data.tensors["token_level_scores"].sum(dim=-1).cpu()
+    weights_B = pf_ppo_weights(scores_B, reweight_method, weight_pow)
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    rows = torch.multinomial(weights_B, len(weights_B), replacement=True, generator=generator)
+    return data.select_idxs(rows)

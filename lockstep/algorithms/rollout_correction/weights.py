@@ -1,0 +1,103 @@
+"""Importance weights of tokens and sequences, truncated."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from lockstep.algorithms.rollout_correction.summary import Metrics, clamped_std, extremes, of_sequences, share
+from lockstep.utils.masked import masked_mean, masked_sum
+
+# exp of a larger log-ratio says nothing more, but overflows
+MAX_LOG_RATIO = 20.0
+
+_KEY = "algorithm.rollout_correction.rollout_is_threshold"
+
+
+def compute_rollout_correction_weights(
+    log_ratio: Tensor,
+    response_mask: Tensor,
+    rollout_is: str = "token",
+    rollout_is_threshold: str | float = 2.0,
+    rollout_is_batch_normalize: bool = False,
+) -> tuple[Tensor, Metrics]:
+    """Weights (B, R), 0 outside the mask and without gradient, and their statistics.
+
+    token      w_t = min(r_t, threshold)                          truncated importance sampling
+    sequence   the same of the product of a row's ratios, on all its tokens
+
+    A threshold `low_high` sets weights outside the two to 0 instead (IcePop). With `rollout_is_batch_normalize` the
+    weights are divided by their mean, over tokens or over sequences.
+    """
+    if rollout_is not in ("token", "sequence"):
+        raise ValueError(
+            f"algorithm.rollout_correction.rollout_is={rollout_is}: must be one of token, sequence, or null"
+        )
+    low, high = _bounds(rollout_is_threshold)
+    log_weight = log_ratio.detach()
+    if rollout_is == "sequence":
+        log_weight = masked_sum(log_weight, response_mask, axis=-1).unsqueeze(-1).expand_as(log_ratio)
+    raw = torch.exp(log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)) * response_mask
+    weights = raw.clamp(max=high) if low is None else torch.where((raw >= low) & (raw <= high), raw, 0.0)
+    metrics = _statistics(weights, raw, log_weight, response_mask, rollout_is, low, high)
+    if rollout_is_batch_normalize:
+        factor = _mean_weight(weights, response_mask, rollout_is)
+        weights = weights / factor
+        metrics["rollout_is_batch_norm_factor"] = factor
+    return weights, metrics
+
+
+def _bounds(threshold: str | float) -> tuple[float | None, float]:
+    """(low, high) of `high` or `low_high`."""
+    parts = str(threshold).split("_")
+    try:
+        numbers = [float(part) for part in parts]
+    except ValueError:
+        numbers = []
+    if isinstance(threshold, bool) or len(numbers) not in (1, 2) or min(numbers) <= 0 or numbers[0] > numbers[-1]:
+        raise ValueError(f"{_KEY}={threshold}: must be a number above 0, or two as low_high")
+    return (numbers[0] if len(numbers) == 2 else None), numbers[-1]
+
+
+def _mean_weight(weights: Tensor, response_mask: Tensor, rollout_is: str) -> Tensor:
+    """Mean over tokens, or over sequences that have any; 1 where it is 0."""
+    if rollout_is == "token":
+        mean = masked_mean(weights, response_mask)
+    else:
+        mean = masked_mean(masked_mean(weights, response_mask, axis=-1), response_mask.any(dim=-1))
+    return torch.where(mean > 1e-8, mean, 1.0)
+
+
+def _statistics(
+    weights: Tensor,
+    raw: Tensor,
+    log_weight: Tensor,
+    response_mask: Tensor,
+    rollout_is: str,
+    low: float | None,
+    high: float,
+) -> Metrics:
+    low_mark = 1.0 / high if low is None else low
+    mean = masked_mean(weights, response_mask)
+    metrics: Metrics = {"rollout_is_mean": mean}
+    if rollout_is == "sequence":
+        log_B = log_weight[:, 0]
+        metrics["rollout_is_max"] = log_B.max().clamp(max=MAX_LOG_RATIO).exp()
+        metrics["rollout_is_min"] = log_B.min().exp()
+        metrics["rollout_is_ratio_fraction_high"] = share(log_B > math.log(high))
+        metrics["rollout_is_ratio_fraction_low"] = share(log_B < math.log(low_mark))
+    else:
+        metrics["rollout_is_max"], metrics["rollout_is_min"] = extremes(weights, response_mask)
+        metrics["rollout_is_ratio_fraction_high"] = masked_mean((raw > high).float(), response_mask)
+        metrics["rollout_is_ratio_fraction_low"] = masked_mean((raw < low_mark).float(), response_mask)
+    metrics["rollout_is_std"] = clamped_std(weights, response_mask, 0.0, high)
+    metrics["rollout_is_eff_sample_size"] = 1.0 / masked_mean((weights / (mean + 1e-8)) ** 2, response_mask)
+    mean_B = masked_mean(weights, response_mask, axis=-1)
+    metrics |= of_sequences("rollout_is", mean_B, ideal=1.0)
+    # of the weights before truncation: afterwards none is above the threshold
+    raw_B = masked_mean(raw, response_mask, axis=-1)
+    metrics["rollout_is_seq_fraction_high"] = share(raw_B > high)
+    metrics["rollout_is_seq_fraction_low"] = share(raw_B < low_mark)
+    if low is not None:
+        metrics["rollout_is_oob_ratio"] = masked_mean(((raw < low) | (raw > high)).float(), response_mask)
+    return metrics

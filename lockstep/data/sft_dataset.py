@@ -1,0 +1,266 @@
+"""Sequences for supervised training: rows to token ids with a mask of the tokens that the loss counts.
+
+    row --pieces--> [(text, is it the assistant's?), ...] --tokenize--> ids, loss_mask --cut, pad--> sample
+
+`loss_mask` is 1 at a token that the model should have written, with what ends its turn. `MultiTurnSFTDataset` reads
+conversations, `SFTDataset` pairs of a prompt and a response; a sample is the same in both: `input_ids`, `position_ids`,
+`loss_mask` and, where it is padded, `attention_mask`, each (max_length,) int64.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jinja2 import TemplateError
+from torch.utils.data import Dataset
+
+from lockstep.config.data import SFTDataConfig
+from lockstep.data.files import FileRow, read_rows, without_none
+from lockstep.data.settings import from_mapping
+from lockstep.data.tensors import kept_ends
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Piece = tuple[str, bool]
+"""Text of a sequence, and whether the model should have written it."""
+
+
+class _SupervisedRows(Dataset[dict[str, torch.Tensor]]):
+    """What both kinds of rows share: reading, checking, tokenizing, cutting and padding."""
+
+    def __init__(
+        self,
+        parquet_files: str | Path | list[str],
+        tokenizer: "PreTrainedTokenizerBase",
+        config: SFTDataConfig | Mapping[str, Any],
+        processor: Any = None,
+        max_samples: int = -1,
+    ) -> None:
+        if processor is not None:
+            raise ValueError(f"{type(self).__name__} takes no processor: images and videos are not supported")
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError("the tokenizer has no chat template; set model.custom_chat_template")
+        self.tokenizer = tokenizer
+        self.config = config if isinstance(config, SFTDataConfig) else sft_settings(config)
+        if self.config.pad_mode == "right" and tokenizer.pad_token_id is None:
+            raise ValueError("data.pad_mode=right, but the tokenizer has no pad token; set one in its config")
+        self.rows = read_rows(parquet_files, max_samples, self.config.seed if self.config.shuffle else None)
+        for row in self.rows:
+            self.check(row)
+        if self.config.truncation == "error":
+            for row in self.rows:
+                self._kept(row, sum(len(ids) for ids, _ in self._tokens(row)))
+
+    def check(self, row: FileRow) -> None:
+        """Refuse a row that cannot be read."""
+        raise NotImplementedError
+
+    def pieces(self, row: FileRow) -> list[Piece]:
+        """The row's whole text."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
+        row = self.rows[item]
+        ids: list[int] = []
+        loss_mask: list[int] = []
+        for piece, is_target in self._tokens(row):
+            ids += piece
+            loss_mask += [int(is_target)] * len(piece)
+        # A cut sequence keeps the positions that its tokens had in the whole one.
+        positions = self._kept(row, len(ids))
+        sample = {
+            "input_ids": [ids[i] for i in positions],
+            "position_ids": positions,
+            "loss_mask": [loss_mask[i] for i in positions],
+        }
+        if self.config.pad_mode == "no_padding":
+            return {name: torch.tensor(values, dtype=torch.int64) for name, values in sample.items()}
+        padding = self.config.max_length - len(positions)
+        sample["attention_mask"] = [1] * len(positions)
+        fill = {"input_ids": self.tokenizer.pad_token_id}
+        return {
+            name: torch.tensor(values + [fill.get(name, 0)] * padding, dtype=torch.int64)
+            for name, values in sample.items()
+        }
+
+    def _tokens(self, row: FileRow) -> Iterator[tuple[list[int], bool]]:
+        pieces = self.pieces(row)
+        encoded = self.tokenizer([text for text, _ in pieces], add_special_tokens=False)["input_ids"]
+        yield from zip(encoded, (is_target for _, is_target in pieces))
+
+    def _kept(self, row: FileRow, length: int) -> list[int]:
+        """The positions that stay when a sequence of `length` tokens is cut."""
+        try:
+            head, tail = kept_ends(length, self.config.max_length, self.config.truncation)
+        except ValueError as error:
+            raise ValueError(
+                f"{row.place}: the sequence has {error} by data.max_length; raise it or set data.truncation=right or left"
+            ) from error
+        return [*range(head), *range(length - tail, length)]
+
+    def render(self, row: FileRow, messages: list[dict[str, Any]], generate: bool = False, **options: Any) -> str:
+        """Messages as the chat template writes them, with the head of the assistant's turn if `generate`."""
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages,
+                add_generation_prompt=generate,
+                tokenize=False,
+                **{**self.config.apply_chat_template_kwargs, **options},
+            )
+        except TemplateError as error:
+            raise ValueError(
+                f"{row.place}: the chat template refuses these messages ({error}); change the row, "
+                "data.apply_chat_template_kwargs or model.custom_chat_template"
+            ) from error
+        assert isinstance(text, str)
+        return text
+
+
+class MultiTurnSFTDataset(_SupervisedRows):
+    """Conversations: the loss counts what the assistant says, in every turn of it."""
+
+    def check(self, row: FileRow) -> None:
+        key = self.config.messages_key
+        messages = row.columns.get(key)
+        if messages is None:
+            raise ValueError(
+                f"{row.place} has no {key!r}; set data.messages_key to the column with the conversation "
+                f"(columns: {', '.join(row.columns)})"
+            )
+        if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
+            raise ValueError(
+                f"{row.place}: {key!r} must be a list of messages "
+                f'[{{"role": "user", "content": "..."}}, ...], not {messages!r:.80}'
+            )
+        if not any(message["role"] == "assistant" for message in messages):
+            raise ValueError(f"{row.place}: {key!r} has no message of the assistant: there is nothing to train on")
+
+    def pieces(self, row: FileRow) -> list[Piece]:
+        messages = [_message(message) for message in row.columns[self.config.messages_key]]
+        options = self._options(row)
+        whole = self.render(row, messages, **options)
+        cuts: list[int] = []
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":
+                for prefix in (
+                    self.render(row, messages[:i], generate=True, **options),
+                    self.render(row, messages[: i + 1], **options),
+                ):
+                    if not whole.startswith(prefix):
+                        return self._turns_alone(row, messages, options)
+                    cuts.append(len(prefix))
+        bounds = [0, *cuts, len(whole)]
+        pieces = [(whole[start:end], i % 2 == 1) for i, (start, end) in enumerate(pairwise(bounds))]
+        return [piece for piece in pieces if piece[0]]
+
+    def _options(self, row: FileRow) -> dict[str, Any]:
+        """What the row itself tells the chat template."""
+        options: dict[str, Any] = {}
+        tools = row.columns.get(self.config.tools_key)
+        if tools is not None:
+            tools = json.loads(tools) if isinstance(tools, str) else tools
+            options["tools"] = [_deep_without_none(json.loads(t) if isinstance(t, str) else t) for t in tools]
+        thinking = row.columns.get(self.config.enable_thinking_key)
+        if thinking is not None:
+            options["enable_thinking"] = bool(thinking)
+        return options
+
+    def _turns_alone(self, row: FileRow, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[Piece]:
+        """Each turn as the template writes it by itself, for templates that write earlier turns differently."""
+        if not self.config.ignore_input_ids_mismatch:
+            raise ValueError(
+                f"{row.place}: the chat template writes a turn of the assistant differently once more messages follow "
+                "(some take earlier reasoning out), so there is no one sequence to train on. Set "
+                "data.ignore_input_ids_mismatch=true to train on each turn as it is written alone"
+            )
+        user = {"role": "user", "content": ""}
+        one, two = self.render(row, [user]), self.render(row, [user, user])
+        default_system = one[: 2 * len(one) - len(two)]
+        head = self.render(row, [user], generate=True, **options)[len(self.render(row, [user], **options)) :]
+        pieces: list[Piece] = []
+        for i, turn in enumerate(_turns(messages)):
+            text = self.render(row, turn, **(options if i == 0 else {}))
+            text = text if i == 0 else text.removeprefix(default_system)
+            if turn[0]["role"] != "assistant":
+                pieces.append((text, False))
+            elif text.startswith(head):
+                pieces += [(head, False), (text[len(head) :], True)]
+            else:
+                raise ValueError(
+                    f"{row.place}: a turn of the assistant does not begin with the chat template's {head!r}"
+                )
+        return pieces
+
+
+class SFTDataset(_SupervisedRows):
+    """Pairs: the prompt is one message of the user, the loss counts the response and the end-of-sequence token."""
+
+    def check(self, row: FileRow) -> None:
+        for name, key, way in self._columns():
+            self._text(row, name, key, way)
+        if self.tokenizer.eos_token is None:
+            raise ValueError("the tokenizer has no eos token to end a response with; set one in its config")
+
+    def pieces(self, row: FileRow) -> list[Piece]:
+        prompt, response = (self._text(row, *column) for column in self._columns())
+        asked = self.render(row, [{"role": "user", "content": prompt}], generate=True)
+        return [(asked, False), (f"{response}{self.tokenizer.eos_token}", True)]
+
+    def _columns(self) -> list[tuple[str, str, list[str]]]:
+        config = self.config
+        return [
+            ("prompt", config.prompt_key, config.prompt_dict_keys or []),
+            ("response", config.response_key, config.response_dict_keys or []),
+        ]
+
+    def _text(self, row: FileRow, name: str, key: str, way: list[str]) -> str:
+        value: Any = row.columns
+        for step in (key, *way):
+            if not isinstance(value, Mapping) or value.get(step) is None:
+                raise ValueError(
+                    f"{row.place} has no {'.'.join((key, *way))!r}; set data.{name}_key (and data.{name}_dict_keys) to "
+                    f"the column with the {name} (columns: {', '.join(row.columns)})"
+                )
+            value = value[step]
+        if not isinstance(value, str):
+            raise ValueError(
+                f"{row.place}: {'.'.join((key, *way))!r} must be text, not {type(value).__name__}; "
+                f"data.{name}_dict_keys leads to the text in an object"
+            )
+        return value
+
+
+def sft_settings(config: Mapping[str, Any]) -> SFTDataConfig:
+    """Settings from a mapping; the keys below `multiturn` count as if they stood beside it."""
+    flat = {**config, **without_none(config.get("multiturn"))}
+    flat.pop("multiturn", None)
+    flat.pop("enable", None)
+    return from_mapping(SFTDataConfig, flat)
+
+
+def _turns(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Each message of the assistant by itself, and what stands between two of them together."""
+    turns: list[list[dict[str, Any]]] = []
+    for message in messages:
+        if turns and message["role"] != "assistant" and turns[-1][0]["role"] != "assistant":
+            turns[-1].append(message)
+        else:
+            turns.append([message])
+    return turns
+
+
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    return {"content": "", **_deep_without_none(message)}
+
+
+def _deep_without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _deep_without_none(item) for name, item in value.items() if item is not None}
+    return [_deep_without_none(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,38 @@
+"""Tracker `swanlab`: the one place that imports it. $SWANLAB_MODE (online, local, offline, disabled), $SWANLAB_API_KEY and
+its other variables hold; logs go to $SWANLAB_LOG_DIR or `swanlog/` in the run's folder."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from lockstep.observability.base import Metrics, RunIdFile, RunInfo, import_service, plain
+
+
+class SwanlabTracker:
+    """A resumed run goes on in the same SwanLab run: its id is kept as `swanlab_run_id.txt` in the run's folder."""
+
+    def __init__(self, run: RunInfo) -> None:
+        self._swanlab = import_service("swanlab", "swanlab")
+        run_id = RunIdFile(run, "swanlab")
+        earlier = run_id.earlier()
+        self._run = self._swanlab.init(
+            project=run.project_name,
+            name=run.experiment_name,
+            config=run.config,
+            log_dir=os.environ.get("SWANLAB_LOG_DIR") or str(run.run_dir / "swanlog"),
+            id=earlier,
+            resume="allow" if earlier else None,
+        )
+        run_id.keep(str(self._run.id))
+
+    def log(self, data: Metrics, step: int) -> None:
+        numbers = {name: plain(value) for name, value in data.items()}
+        self._run.log({name: value for name, value in numbers.items() if isinstance(value, (int, float))}, step=step)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        table = self._swanlab.echarts.Table()
+        table.add(list(columns), [[str(plain(value)) for value in row] for row in rows])
+        self._run.log({name: table}, step=step)
+
+    def finish(self) -> None:
+        self._run.finish()

@@ -1,0 +1,51 @@
+"""The batch reward manager: one call scores all rows, for functions that work better on many texts at once."""
+
+from typing import Any, ClassVar
+
+from lockstep.rewards.calls import Outcome, function_name
+from lockstep.rewards.custom import BATCH_ARGUMENTS, ComputeScore
+from lockstep.rewards.default import default_compute_scores
+from lockstep.rewards.managers.naive import REWARD_MANAGERS, NaiveRewardManager, ScoringRow
+
+
+@REWARD_MANAGERS.register("batch")
+class BatchRewardManager(NaiveRewardManager):
+    """Calls `compute_score(data_sources, solution_strs, ground_truths, extra_infos, **reward_kwargs) -> list`.
+
+    Each element is a number or a dict with `score`, or an exception for a row that failed. `timeout_s` limits the whole
+    call. A call that raises or takes too long is made again row by row, so that only the rows that cause it fail.
+    """
+
+    score_arguments: ClassVar[tuple[str, ...]] = BATCH_ARGUMENTS
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        num_examine: int,
+        compute_score: ComputeScore | None = None,
+        reward_fn_key: str = "data_source",
+        timeout_s: float | None = None,
+    ) -> None:
+        super().__init__(tokenizer, num_examine, compute_score or default_compute_scores, reward_fn_key, timeout_s)
+
+    def _score_all(self, rows: list[ScoringRow]) -> list[Outcome]:
+        outcomes = self._score_together(rows)
+        if isinstance(outcomes, Exception):
+            if len(rows) == 1:
+                return [outcomes]
+            return [outcome for row in rows for outcome in self._score_all([row])]
+        return outcomes
+
+    def _score_together(self, rows: list[ScoringRow]) -> list[Outcome] | Exception:
+        columns = zip(*(row.arguments().values() for row in rows))
+        (result,) = self.call_all([dict(zip(BATCH_ARGUMENTS, map(list, columns)))])
+        if isinstance(result, Exception):
+            return result
+        scores = result.tolist() if hasattr(result, "tolist") else result
+        if not isinstance(scores, (list, tuple)) or len(scores) != len(rows):
+            got = f"{len(scores)} scores" if isinstance(scores, (list, tuple)) else f"a {type(scores).__name__}"
+            raise ValueError(
+                f"the reward function {function_name(self.compute_score)} gave {got} for {len(rows)} rows; "
+                "reward_model.reward_manager=batch wants a list with one score a row"
+            )
+        return list(scores)

@@ -1,0 +1,33 @@
+"""The prime reward manager: many samples at a time, each in a process that can be stopped."""
+
+import os
+from typing import Any, ClassVar
+
+from lockstep.rewards.custom import ComputeScore
+from lockstep.rewards.managers.naive import REWARD_MANAGERS, NaiveRewardManager
+
+MAX_DEFAULT_WORKERS = 16
+TIMEOUT_S = 300.0
+
+
+@REWARD_MANAGERS.register("prime")
+class PrimeRewardManager(NaiveRewardManager):
+    """As naive, in `num_workers` worker processes, for scorers that take their time or run programs.
+
+    The function must be found by its name in a fresh process: defined at the top of a module or of the file of
+    `custom_reward_function.path`. A call that hangs or crashes costs its own sample.
+    """
+
+    always_workers: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        num_examine: int,
+        compute_score: ComputeScore | None = None,
+        reward_fn_key: str = "data_source",
+        timeout_s: float | None = TIMEOUT_S,
+        num_workers: int | None = None,
+    ) -> None:
+        workers = num_workers if num_workers is not None else min(os.cpu_count() or 1, MAX_DEFAULT_WORKERS)
+        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key, timeout_s, num_workers=workers)

@@ -1,0 +1,222 @@
+"""The judge's program: runs one program on the inputs of its tests, each in a process of its own.
+
+A file of the standard library alone, started as `python -I code_judge.py` with the task as JSON on stdin:
+
+    judge --unshare--> namespace without network --fork an input--> limits, stdin and stdout as files, the program
+
+It prints one outcome an input, `{"result": ...}` or `{"error": "..."}`. The outputs that are wanted never come here: a
+program must not find them in its own process.
+"""
+
+import contextlib
+import ctypes
+import json
+import math
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+from typing import Any
+
+PRELUDE = """
+import bisect, collections, copy, datetime, functools, heapq, itertools, math, operator, os, random, re, string, sys, time
+from bisect import *
+from collections import *
+from functools import *
+from heapq import *
+from itertools import *
+from math import *
+from typing import *
+sys.setrecursionlimit(100_000)
+pow = __builtins__["pow"] if isinstance(__builtins__, dict) else __builtins__.pow
+"""
+"""What solutions of programming contests take for imported."""
+
+MAX_FILE_BYTES = 16 * 2**20
+MAX_ERROR_CHARS = 300
+MAX_OUTPUT_CHARS = 2**20
+CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x08000000, 0x10000000, 0x20000000, 0x40000000
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    task = json.load(sys.stdin)
+    die_with_parent()
+    if not enter_namespaces():
+        reply(run_all(task, alone=False))
+        return
+    # The first process in a new PID namespace is its init: when it ends, the kernel ends all others there.
+    init = os.fork()
+    if init == 0:
+        die_with_parent()
+        reply(run_all(task, alone=True))
+        os._exit(0)
+    os.waitpid(init, 0)
+
+
+def reply(outcomes: list[dict[str, Any]]) -> None:
+    sys.stdout.write(json.dumps(outcomes))
+    sys.stdout.flush()
+
+
+def enter_namespaces() -> bool:
+    """Leave network and process table behind; False where the kernel does not let us."""
+    user, group = os.getuid(), os.getgid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if sys.platform != "linux" or libc.unshare(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWPID | CLONE_NEWIPC) != 0:
+        return False
+    try:
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+    except OSError:
+        pass  # unmapped ids: the program then runs as nobody
+    return True
+
+
+def die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def run_all(task: dict[str, Any], alone: bool) -> list[dict[str, Any]]:
+    """Outcomes in order; beyond `num_always` inputs they end with the first failure."""
+    outcomes: list[dict[str, Any]] = []
+    for number, given in enumerate(task["inputs"]):
+        if number >= task["num_always"] and any("error" in outcome for outcome in outcomes):
+            break
+        outcomes.append(run_apart(task, given, alone))
+    return outcomes
+
+
+def run_apart(task: dict[str, Any], given: Any, alone: bool) -> dict[str, Any]:
+    """One input in a forked process; what it leaves behind is killed."""
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)
+        limit_resources(task["test_timeout_s"], task["memory_mb"])
+        outcome = json.dumps(attempt(task, given), default=str)
+        with open(outcome_file(os.getpid()), "w") as file:
+            file.write(outcome)
+        os._exit(0)
+    finished = wait_until(child, time.monotonic() + task["test_timeout_s"])
+    kill_all(child, alone)
+    if not finished:
+        os.waitpid(child, 0)
+        return {"error": f"took longer than {task['test_timeout_s']} s"}
+    try:
+        with open(outcome_file(child)) as file:
+            return dict(json.load(file))
+    except (OSError, ValueError, TypeError):
+        return {"error": "ended before it answered"}
+
+
+def outcome_file(child: int) -> str:
+    return f"outcome-{child}.json"
+
+
+def attempt(task: dict[str, Any], given: Any) -> dict[str, Any]:
+    """The result, or what went wrong in one line."""
+    try:
+        if task["fn_name"]:
+            return {"result": call(task["program"], task["fn_name"], given)}
+        return {"result": run(task["program"], given)}
+    except BaseException:  # noqa: BLE001 (the program may raise anything, SystemExit too)
+        return {"error": traceback.format_exc().strip().rpartition("\n")[2][:MAX_ERROR_CHARS]}
+
+
+def wait_until(child: int, deadline: float) -> bool:
+    pause_s = 0.001
+    while os.waitpid(child, os.WNOHANG)[0] == 0:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.02)
+    return True
+
+
+def kill_all(child: int, alone: bool) -> None:
+    """The test's process group, or in a namespace of our own every other process."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(-1, signal.SIGKILL) if alone else os.killpg(child, signal.SIGKILL)
+
+
+def limit_resources(timeout_s: float, memory_mb: int) -> None:
+    memory = memory_mb * 2**20
+    limits = {
+        resource.RLIMIT_CPU: math.ceil(timeout_s) + 1,
+        resource.RLIMIT_AS: memory,
+        resource.RLIMIT_FSIZE: MAX_FILE_BYTES,
+        resource.RLIMIT_NOFILE: 64,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_NPROC: 64,
+    }
+    for name, most in limits.items():
+        try:
+            resource.setrlimit(name, (most, most))
+        except (ValueError, OSError):
+            continue  # a lower hard limit holds already
+
+
+def call(program: str, name: str, given: Any) -> Any:
+    """What the function, or the method of `class Solution`, returns."""
+    arguments = [read_json(line) for line in given.split("\n")] if isinstance(given, str) else list(given)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    space = namespace("solution")
+    exec(compile(program, "solution.py", "exec"), space)
+    holder = space["Solution"]() if "class Solution" in program and "Solution" in space else None
+    function = getattr(holder, name) if holder is not None else space[name]
+    return as_json(function(*arguments))
+
+
+def run(program: str, given: Any) -> str:
+    """What the program prints with `given` on its standard input."""
+    with open(f"stdin-{os.getpid()}", "w+") as file:
+        file.write(given if isinstance(given, str) else "\n".join(map(str, given)))
+        file.flush()
+        os.lseek(file.fileno(), 0, os.SEEK_SET)
+        os.dup2(file.fileno(), 0)
+    printed = f"stdout-{os.getpid()}"
+    with open(printed, "w") as file:
+        os.dup2(file.fileno(), 1)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 (lives as long as the process)
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    try:
+        exec(compile(program, "solution.py", "exec"), namespace("__main__"))
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            raise
+    finally:
+        sys.stdout.flush()
+    with open(printed, errors="replace") as file:
+        return file.read(MAX_OUTPUT_CHARS)
+
+
+def namespace(name: str) -> dict[str, Any]:
+    space: dict[str, Any] = {"__name__": name}
+    exec(PRELUDE, space)
+    return space
+
+
+def read_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def as_json(value: Any) -> Any:
+    """Tuples as lists and keys as texts, all the way down: JSON knows no others."""
+    if isinstance(value, (list, tuple)):
+        return [as_json(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): as_json(item) for key, item in value.items()}
+    return value
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+r"""Geometry3K: nine tenths for the last `\boxed{}` being right, one tenth for `<think>…</think>` before a box."""
+
+import re
+
+from lockstep.rewards.scorers.latex import closing_brace
+from lockstep.rewards.scorers.math_grader import GRADER
+
+THOUGHT_AND_BOX = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
+BOX = r"\boxed{"
+
+
+def compute_score(solution_str: str, ground_truth: str, use_boxed: bool = True, format_score: float = 0.1) -> float:
+    """The weighted sum of both; `use_boxed: false` takes the whole text for the answer."""
+    answer = _last_boxed(solution_str) if use_boxed else solution_str
+    correct = answer is not None and GRADER.agreement(str(ground_truth), answer).plainly
+    well_formed = THOUGHT_AND_BOX.fullmatch(solution_str) is not None
+    return (1.0 - format_score) * correct + format_score * well_formed
+
+
+def _last_boxed(text: str) -> str | None:
+    start = text.rfind(BOX)
+    end = closing_brace(text, start) if start >= 0 else None
+    return None if end is None else text[start + len(BOX) : end].strip()

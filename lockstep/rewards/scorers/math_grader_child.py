@@ -1,0 +1,80 @@
+"""The grader's child process: answers questions of `MathGrader` from stdin until it closes."""
+
+import json
+import logging
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+from lockstep.rewards.scorers.symbolic import agree_plainly, agree_within_tolerance
+
+STEP_TIMEOUT_S = 3
+"""Limit for one parse and for one comparison."""
+MEMORY_BYTES = 4 * 1024**3
+
+
+class StepTimeoutError(BaseException):
+    """Not an Exception: sympy's own handlers let it through."""
+
+
+def equal(gold: str, answer: str) -> bool:
+    """Two LaTeX answers, by math-verify."""
+    golds, answers = (parse(rf"\boxed{{{text}}}", parsing_timeout=STEP_TIMEOUT_S) for text in (gold, answer))
+    return bool(verify(golds, answers, timeout_seconds=STEP_TIMEOUT_S))
+
+
+def found(gold: str, text: str) -> bool:
+    """A LaTeX answer and the whole text of a solution, by math-verify."""
+    golds = parse(rf"\boxed{{{gold}}}", [LatexExtractionConfig()], parsing_timeout=STEP_TIMEOUT_S)
+    answers = parse(text, [ExprExtractionConfig(), LatexExtractionConfig()], parsing_timeout=STEP_TIMEOUT_S)
+    return bool(verify(golds, answers, timeout_seconds=STEP_TIMEOUT_S))
+
+
+def agreement(gold: str, answer: str) -> tuple[bool, bool]:
+    """Two answers, by the rules of `symbolic`; the lenient ones are asked where the plain ones say no."""
+    plainly = _limited(agree_plainly, gold, answer)
+    return plainly, plainly or _limited(agree_within_tolerance, gold, answer)
+
+
+def _limited(agree: Callable[[str, str], bool], gold: str, answer: str) -> bool:
+    signal.signal(signal.SIGALRM, _raise_timeout)
+    signal.setitimer(signal.ITIMER_REAL, STEP_TIMEOUT_S)
+    try:
+        return agree(gold, answer)
+    except StepTimeoutError:
+        return False
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _raise_timeout(signum: int, frame: Any) -> None:
+    raise StepTimeoutError
+
+
+TASKS: dict[str, Callable[[str, str], Any]] = {"equal": equal, "found": found, "agreement": agreement}
+
+
+def serve() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; the child ends with its stdin
+    if sys.platform == "linux":
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    replies, sys.stdout = sys.stdout, sys.stderr
+    for line in sys.stdin:
+        question = json.loads(line)
+        try:
+            reply: dict[str, Any] = {"value": TASKS[question["task"]](question["gold"], question["answer"])}
+        except (MemoryError, RecursionError):
+            reply = {"value": None}
+        except Exception as error:  # noqa: BLE001 (process boundary: the parent raises it)
+            reply = {"error": repr(error)}
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+
+
+if __name__ == "__main__":
+    serve()

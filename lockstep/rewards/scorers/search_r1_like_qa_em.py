@@ -1,0 +1,54 @@
+"""Search QA: the text in the last `<answer>` tags, equal to one of the accepted answers without case and articles."""
+
+import re
+import string
+from typing import Any
+
+ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+MAX_TAGS = 10
+"""A response with more answer tags than this guesses: it gets a quarter."""
+
+
+def compute_score(
+    solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+) -> float:
+    """`score` where the last answer is an accepted one, `format_score` for another answer, 0 for none.
+
+    ground_truth: `{"target": answer or list of answers}`, or these alone. `method` has no effect; callers pass it.
+    """
+    answer = extract_solution(solution_str)
+    if answer is None:
+        return 0.0
+    if normal_form(answer) not in map(normal_form, accepted_answers(ground_truth)):
+        return format_score
+    num_tags = max(solution_str.count("<answer>"), solution_str.count("</answer>"))
+    return score / 4 if num_tags > MAX_TAGS else score
+
+
+def compute_score_subem(
+    solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+) -> float:
+    """As `compute_score`, but an accepted answer need only be part of the answer."""
+    answer = extract_solution(solution_str)
+    if answer is None:
+        return 0.0
+    given = normal_form(answer)
+    return score if any(normal_form(target) in given for target in accepted_answers(ground_truth)) else format_score
+
+
+def extract_solution(solution_str: str) -> str | None:
+    """The text in the last answer tags."""
+    answers = ANSWER.findall(solution_str)
+    return answers[-1].strip() if answers else None
+
+
+def accepted_answers(ground_truth: Any) -> list[str]:
+    """The answers that count, as texts."""
+    target = ground_truth["target"] if isinstance(ground_truth, dict) else ground_truth
+    return [target] if isinstance(target, str) else [str(answer) for answer in target]
+
+
+def normal_form(text: str) -> str:
+    """Lower case, without punctuation and articles, single spaces."""
+    text = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())

@@ -1,0 +1,77 @@
+"""The worker's program: loads a reward function and calls it on rows from stdin until that closes; see worker_pool."""
+
+import asyncio
+import inspect
+import os
+import pickle
+import signal
+import struct
+import traceback
+from typing import Any, BinaryIO
+
+from lockstep.registry import load_object
+
+HEADER = struct.Struct("!Q")
+ORPHAN_GRACE_S = 10.0
+"""A call that hangs ends by itself this long after its limit, should nobody be there to kill it."""
+
+
+def main() -> None:
+    rows, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the function reads nothing
+    os.dup2(2, 1)  # and what it prints goes to stderr
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; a worker ends with its stdin
+    task = receive(rows)
+    try:
+        for reference in task.first:
+            load_object(reference)
+        function = load_object(task.function)
+    except Exception:  # noqa: BLE001 (process boundary: the parent raises it)
+        send(replies, traceback.format_exc())
+        return
+    send(replies, None)
+    while True:
+        try:
+            row, timeout_s = receive(rows)
+        except EOFError:
+            return
+        if timeout_s is not None:
+            signal.setitimer(signal.ITIMER_REAL, timeout_s + ORPHAN_GRACE_S)
+        outcome = attempt(function, {**row, **task.kwargs})
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        send(replies, outcome)
+
+
+def attempt(function: Any, arguments: dict[str, Any]) -> Any:
+    """The result, or the exception with its traceback as a note; whatever cannot be pickled, as text."""
+    try:
+        result = function(**arguments)
+        if inspect.iscoroutine(result):
+            result = asyncio.run(result)
+        pickle.dumps(result)
+        return result
+    except SystemExit as error:
+        return RuntimeError(f"the reward function called exit({error.code!r})")
+    except Exception as error:  # noqa: BLE001 (boundary to user code; the manager reports it)
+        error.add_note(traceback.format_exc())
+        try:
+            return pickle.loads(pickle.dumps(error))
+        except Exception:  # noqa: BLE001 (an exception that does not travel)
+            return RuntimeError(f"{error!r}\n{traceback.format_exc()}")
+
+
+def receive(rows: BinaryIO) -> Any:
+    header = rows.read(HEADER.size)
+    if len(header) < HEADER.size:
+        raise EOFError
+    return pickle.loads(rows.read(*HEADER.unpack(header)))
+
+
+def send(replies: BinaryIO, message: Any) -> None:
+    payload = pickle.dumps(message)
+    replies.write(HEADER.pack(len(payload)) + payload)
+    replies.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""Worker processes that call a reward function: one that hangs or crashes is killed and replaced, its row has failed.
+
+    WorkerPool --pickled row--> worker.py, one call at a time --pickled outcome--> WorkerPool
+
+A worker is a fresh interpreter that imports the function again by its name: nothing is shared with the trainer, neither
+its threads nor its GPU.
+"""
+
+import contextlib
+import os
+import pickle
+import queue
+import select
+import signal
+import struct
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+START_TIMEOUT_S = 300.0
+"""For the worker's interpreter and the imports of the function's module."""
+USER_MODULE = "lockstep_user_"
+"""Prefix of modules that `load_object` made of a file."""
+HEADER = struct.Struct("!Q")
+
+
+@dataclass(frozen=True)
+class WorkerTask:
+    """What a worker calls: `load_object(function)(**kwargs, **row)`, after the modules behind `first` were imported."""
+
+    function: str
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    first: tuple[str, ...] = ()
+
+
+class RewardTimeoutError(RuntimeError):
+    """A call that took longer than `reward_model.timeout_s`."""
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(f"the reward function took longer than reward_model.timeout_s={timeout_s:g}")
+
+
+class WorkerDiedError(RuntimeError):
+    """The reward function ended its process."""
+
+
+class WorkerStartError(RuntimeError):
+    """The function does not load in a worker: a fault of the setting, not of a row."""
+
+
+def worker_task(function: Any, first: list[Any]) -> WorkerTask | None:
+    """The task for `function`; None where it, or one of `first`, is not found by name in another process."""
+    kwargs: dict[str, Any] = {}
+    while isinstance(function, partial) and not function.args:
+        kwargs = {**function.keywords, **kwargs}
+        function = function.func
+    references = [_reference(item) for item in (function, *first)]
+    if any(reference is None for reference in references):
+        return None
+    main, *others = (reference for reference in references if reference is not None)
+    return WorkerTask(main, kwargs, tuple(others))
+
+
+def _reference(function: Any) -> str | None:
+    name, module_name = getattr(function, "__qualname__", ""), getattr(function, "__module__", None) or ""
+    module = sys.modules.get(module_name)
+    if module_name == "__main__" or not name.isidentifier() or getattr(module, name, None) is not function:
+        return None
+    if module_name.startswith(USER_MODULE):
+        return f"{getattr(module, '__file__', '')}:{name}"
+    return f"{module_name}:{name}"
+
+
+class WorkerPool:
+    """Calls rows in up to `num_workers` processes; an outcome is the result or the exception that the row cost."""
+
+    def __init__(self, task: WorkerTask, num_workers: int, timeout_s: float | None) -> None:
+        if num_workers < 1:
+            raise ValueError(f"reward_model.reward_kwargs.num_workers={num_workers}: at least 1")
+        self.task = task
+        self.timeout_s = timeout_s
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        for _ in range(num_workers):
+            self._idle.put(_Worker(task))
+        self._num_workers = num_workers
+
+    def __call__(self, rows: list[dict[str, Any]]) -> list[Any]:
+        if self._num_workers == 1 or len(rows) == 1:
+            return [self._call(row) for row in rows]
+        with ThreadPoolExecutor(self._num_workers, thread_name_prefix="rewards") as threads:
+            return list(threads.map(self._call, rows))
+
+    def _call(self, row: dict[str, Any]) -> Any:
+        worker = self._idle.get()
+        try:
+            return worker.call(row, self.timeout_s)
+        finally:
+            self._idle.put(worker)
+
+    def close(self) -> None:
+        """End the idle workers; they start again with the next call."""
+        for _ in range(self._idle.qsize()):
+            worker = self._idle.get()
+            worker.stop()
+            self._idle.put(worker)
+
+
+class _Worker:
+    """One process, started when it is first needed."""
+
+    def __init__(self, task: WorkerTask) -> None:
+        self.task = task
+        self._process: subprocess.Popen[bytes] | None = None
+        self._kill: Callable[[], Any] | None = None
+
+    def call(self, row: dict[str, Any], timeout_s: float | None) -> Any:
+        try:
+            process = self._running()
+            _send(process, (row, timeout_s))
+            reply = _receive(process, timeout_s)
+        except TimeoutError:
+            self.stop()
+            assert timeout_s is not None
+            return RewardTimeoutError(timeout_s)
+        except (BrokenPipeError, EOFError):
+            code = self.stop()
+            reason = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+            return WorkerDiedError(f"the process of the reward function {self.task.function} {reason}")
+        try:
+            return pickle.loads(reply)
+        except Exception as error:  # noqa: BLE001 (unpickling raises what the classes raise)
+            return TypeError(f"the result of the reward function cannot travel between processes: {error!r}")
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is not None:
+            return self._process
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        self._process = process = subprocess.Popen(
+            [sys.executable, "-m", "lockstep.rewards.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+        self._kill = weakref.finalize(self, _kill_session, process)
+        try:
+            _send(process, self.task)
+            problem = pickle.loads(_receive(process, START_TIMEOUT_S))
+        except (TimeoutError, BrokenPipeError, EOFError) as error:
+            problem = repr(error)
+        if problem is not None:
+            self.stop()
+            raise WorkerStartError(
+                f"the reward function {self.task.function} could not be loaded in a process of its own: {problem}. "
+                "Set reward_model.timeout_s=null to call it within the trainer, without a limit"
+            )
+        return process
+
+    def stop(self) -> int:
+        """Kill the process with all that it started; its exit code."""
+        process, self._process = self._process, None
+        if process is None or self._kill is None:
+            return 0
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=0.2)  # a process that ended by itself says how
+        self._kill()
+        return process.returncode
+
+
+def _kill_session(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+
+def _send(process: subprocess.Popen[bytes], message: Any) -> None:
+    assert process.stdin is not None
+    payload = pickle.dumps(message)
+    process.stdin.write(HEADER.pack(len(payload)) + payload)
+    process.stdin.flush()
+
+
+def _receive(process: subprocess.Popen[bytes], timeout_s: float | None) -> bytes:
+    assert process.stdout is not None
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    file = process.stdout.fileno()
+    (size,) = HEADER.unpack(_read(file, HEADER.size, deadline))
+    return _read(file, size, deadline)
+
+
+def _read(file: int, size: int, deadline: float | None) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        if not select.select([file], [], [], left)[0]:
+            raise TimeoutError
+        chunk = os.read(file, size - len(data))
+        if not chunk:
+            raise EOFError
+        data += chunk
+    return bytes(data)

@@ -1,0 +1,168 @@
+"""Everything that the documents print composes; every key of the public system is known, with its default."""
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from lockstep.config.canonical import canonical_layer
+from lockstep.config.compat import NOT_IN_BUILD
+from lockstep.config.compose import load_config
+from lockstep.config.errors import ConfigError
+from lockstep.config.ppo import PPOConfig
+from lockstep.config.schema import build, get_in, keys, to_plain
+from tests.config.documents import Block, blocks_of
+
+HERE = Path(__file__).parent
+ORIGINALS = os.environ.get("LOCKSTEP_SEEDS")
+
+
+def documented_blocks() -> list[Block]:
+    entries = yaml.safe_load((HERE / "documented_blocks.yaml").read_text())
+    return [Block(entry["from"], entry.get("settings", {}), entry.get("overrides", [])) for entry in entries]
+
+
+def original_blocks() -> list[Block]:
+    """The same from the documents themselves, where their folder is given."""
+    found = []
+    for path in sorted(Path(ORIGINALS or "/nowhere").glob("*.txt")):
+        found += list(blocks_of(path.read_bytes().decode("utf-8", "replace")))
+    return found
+
+
+BLOCKS = [*documented_blocks(), *original_blocks()]
+
+
+def compose(block: Block, folder: Path, base: list[str], run_checks: bool) -> list[str]:
+    """The problems with a block over `base`, as a user would meet them."""
+    (folder / "block.yaml").write_text(yaml.safe_dump(block.settings))
+    try:
+        overrides = [*base, *block.overrides]
+        load_config(PPOConfig, overrides, config_name=str(folder / "block.yaml"), run_checks=run_checks)
+    except ConfigError as error:
+        return [str(problem) for problem in error.problems]
+    return []
+
+
+def set_by(block: Block) -> set[str]:
+    names = [override.lstrip("+").split("=")[0] for override in block.overrides]
+    layers = [canonical_layer(PPOConfig, tree) for tree in (block.settings, dict.fromkeys(names, "x"))]
+    return {name for layer in layers for name in layer.values}
+
+
+def test_there_are_as_many_blocks_as_the_documents_have() -> None:
+    assert len(documented_blocks()) == 48
+    if ORIGINALS:
+        assert len(original_blocks()) == 48
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=[block.place or "original" for block in BLOCKS])
+def test_a_documented_block_composes(block: Block, files: dict[str, str], tmp_path: Path) -> None:
+    assert all(NOT_IN_BUILD in problem for problem in compose(block, tmp_path, [], run_checks=False))
+    already = set_by(block)
+    rest = {  # what a fragment needs beside itself, so that the whole can be checked
+        "data.train_files": files["train"],
+        "actor_rollout_ref.model.path": files["model"],
+        "algorithm.adv_estimator": "grpo" if "critic.enable" in already else "gae",
+        "data.train_batch_size": "64",
+        "actor_rollout_ref.actor.ppo_mini_batch_size": "16",
+    }
+    base = [f"{key}={value}" for key, value in rest.items() if key not in already]
+    if "actor_rollout_ref.actor.ppo_max_token_len_per_gpu" not in already:
+        base.append("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=20000")
+    for problem in compose(block, tmp_path, base, run_checks=True):
+        assert NOT_IN_BUILD in problem or ": no such f" in problem, problem
+
+
+def leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        full = f"{above}.{name}" if above else name
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, full)
+        else:
+            yield full, value
+
+
+PUBLIC = yaml.safe_load((HERE / "public_defaults.yaml").read_text())
+PUBLIC_KEYS = dict(leaves(PUBLIC))
+
+AUTO_DTYPE = "auto takes bfloat16 on CUDA and float32 on CPU"
+LOADABLE = "a checkpoint holds a folder that from_pretrained opens, which resuming does not read"
+NO_MODEL = "there is no model or data to fall back on"
+
+DIFFERS = {
+    "actor_rollout_ref.rollout.name": "the embedded engine is there wherever training is",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": "the embedded engine runs on one worker",
+    "actor_rollout_ref.rollout.calculate_log_probs": "they cost nothing here, and the audit compares them",
+    "actor_rollout_ref.rollout.dtype": AUTO_DTYPE,
+    "actor_rollout_ref.actor.fsdp_config.dtype": AUTO_DTYPE,
+    "actor_rollout_ref.ref.fsdp_config.dtype": AUTO_DTYPE,
+    "critic.model.fsdp_config.dtype": AUTO_DTYPE,
+    "actor_rollout_ref.actor.checkpoint.save_contents": LOADABLE,
+    "critic.checkpoint.save_contents": LOADABLE,
+    "actor_rollout_ref.model.path": NO_MODEL,
+    "critic.model.path": "the critic begins as the actor's model",
+    "critic.model.tokenizer_path": "null is the actor's tokenizer",
+    "critic.model.use_remove_padding": "packing changes no number and saves the padding's work",
+    "reward_model.model.use_remove_padding": "packing changes no number and saves the padding's work",
+    "reward_model.model.path": NO_MODEL,
+    "reward_model.model.input_tokenizer": "null is the same tokenizer",
+    "data.train_files": NO_MODEL,
+    "data.val_files": NO_MODEL,
+    "data.dataloader_num_workers": "prompts are short: processes cost more than they give",
+    "trainer.project_name": "the project's own name",
+    "trainer.default_local_dir": "it holds that name",
+    "trainer.logger": "no account is assumed",
+    "trainer.n_gpus_per_node": "one worker trains",
+    "trainer.device": "auto takes a GPU if there is one",
+}
+"""Defaults of our own, with the reason."""
+
+
+def test_every_public_key_is_known() -> None:
+    assert len(PUBLIC_KEYS) == 556
+    unknown = [name for name, value in PUBLIC_KEYS.items() if canonical_layer(PPOConfig, {name: value}).problems]
+    assert unknown == []
+
+
+def test_defaults_are_those_of_the_public_system() -> None:
+    public = OmegaConf.create(PUBLIC)
+    ours = to_plain(build(PPOConfig, {})[0])
+    different = set()
+    for name in keys(PPOConfig):
+        if name in PUBLIC_KEYS:
+            value = None if PUBLIC_KEYS[name] == "???" else OmegaConf.select(public, name)
+            value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            if value != get_in(ours, name, None):
+                different.add(name)
+    assert different == set(DIFFERS)
+
+
+def test_the_whole_public_configuration_says_what_must_change(files: dict[str, str], tmp_path: Path) -> None:
+    block = Block("public", {**PUBLIC, "defaults": ["_self_"]})
+    paths = [
+        f"data.train_files={files['train']}",
+        f"data.val_files={files['val']}",
+        f"actor_rollout_ref.model.path={files['model']}",
+        f"critic.model.path={files['model']}",
+        "actor_rollout_ref.rollout.name=embedded",
+    ]
+    assert compose(block, tmp_path, paths, run_checks=True) == [
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2: not in this build: the rollout runs on one worker; set 1",
+        "trainer.n_gpus_per_node=8: not in this build: one worker trains; set 1",
+    ]
+
+
+def test_a_public_key_that_is_not_there_says_so_when_it_is_used() -> None:
+    told = 0
+    for name, value in PUBLIC_KEYS.items():
+        layer = canonical_layer(PPOConfig, {name: "something else"})
+        assert layer.problems == []
+        if name not in layer.values and not layer.notices and not layer.idle and not name.endswith("_target_"):
+            told += sum(NOT_IN_BUILD in str(problem) for problem in layer.unsupported.values())
+        assert all(problem is None for problem in canonical_layer(PPOConfig, {name: value}).unsupported.values())
+    assert told > 40

@@ -1,0 +1,75 @@
+"""Every script in examples/ trains, on a tiny model and a few rows."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny import save_tiny_model, write_rows
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPTS = sorted(EXAMPLES.glob("*.sh"))
+SMALL = [
+    "data.train_batch_size=4",
+    "data.max_prompt_length=40",
+    "data.max_response_length=6",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "actor_rollout_ref.rollout.val_kwargs.n=2",
+    "trainer.total_training_steps=1",
+    "trainer.val_before_train=false",
+    "trainer.device=cpu",
+]
+REWARD = (
+    "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return len(solution_str) % 3\n"
+)
+EXPECTED = {
+    "dapo": ["actor/pg_clipfrac_lower", "val-aux/openai/gsm8k/overlong_reward/mean@2"],
+    "grpo": ["actor/pg_loss"],
+    "ppo_single_gpu": ["critic/vf_loss", "actor/reward_kl_penalty"],
+    "reinforce_plus_plus": ["actor/reward_kl_penalty"],
+}
+"""Script to metrics that show what it is about."""
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("examples")
+    save_tiny_model(folder / "model")
+    for name in ("train.parquet", "test.parquet"):
+        write_rows(folder / name, 8)
+    (folder / "reward.py").write_text(REWARD)
+    return {"MODEL": str(folder / "model"), "DATA": str(folder)}
+
+
+def run(script: Path, environment: dict[str, str], *overrides: str) -> subprocess.CompletedProcess[str]:
+    everything = os.environ | {"PYTHON": sys.executable} | environment
+    return subprocess.run([str(script), *overrides], env=everything, capture_output=True, text=True, timeout=120)
+
+
+def train(script: Path, places: dict[str, str], folder: Path) -> list[dict[str, Any]]:
+    reward = f"custom_reward_function.path={places['DATA']}/reward.py"
+    result = run(script, places | {"RUN": str(folder / "run"), "MAX_RESPONSE_LENGTH": "6"}, *SMALL, reward)
+    assert result.returncode == 0, result.stderr
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_there_is_a_script_for_each() -> None:
+    assert [script.stem for script in SCRIPTS] == sorted(EXPECTED)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_a_script_trains(script: Path, places: dict[str, str], tmp_path: Path) -> None:
+    (metrics,) = train(script, places, tmp_path)
+    assert metrics["actor/grad_norm"] > 0
+    assert all(name in metrics for name in EXPECTED[script.stem])
+    assert any(name.startswith("val-core/") for name in metrics)
+    assert (tmp_path / "run" / "global_step_1" / "manifest.json").is_file()
+
+
+def test_a_script_names_what_it_needs(places: dict[str, str]) -> None:
+    result = run(EXAMPLES / "grpo.sh", {"MODEL": places["MODEL"], "DATA": ""})
+    assert result.returncode != 0 and "DATA: the folder that holds train.parquet" in result.stderr
