@@ -4,6 +4,7 @@ ALIASES        other spellings of a key or a section, read as the canonical one 
 VALUE_ALIASES  other spellings of a value
 UNSUPPORTED    keys for what this build does not have: values that ask for nothing pass in silence, others are a problem
 REFUSED_VALUES values of real keys for what this build does not have
+REFUSED_FILES  presets and configuration files for what this build does not have
 NO_EFFECT      keys that tune what is settled otherwise here: dropped, with a notice
 
 `canonical` reads settings by these tables. A key that becomes real leaves its table; a test says so.
@@ -231,6 +232,11 @@ REFUSED_VALUES: dict[str, dict[str, str]] = {
     "algorithm.kl_penalty": {"full": "KL is estimated from the sampled tokens; set kl, abs, mse or low_var_kl"},
     f"{_ARR}.actor.kl_loss_type": {"full": "KL is estimated from the sampled tokens; set kl, abs, mse or low_var_kl"},
 }
+
+REFUSED_FILES: dict[str, str] = dict.fromkeys(
+    ("megatron", "megatron_actor", "megatron_critic", "ppo_megatron_trainer"),
+    f"{NOT_IN_BUILD}: models are trained with FSDP2; take ppo_trainer and fsdp",
+)
 
 _ALWAYS_CHUNKED = "entropy and log-probs are always computed in chunks"
 _AS_THEY_ARE = "layers run as they are"

@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.config.canonical import Layer, canonical_layer, canonical_name, merged, refused_values
 from lockstep.config.checks import check
+from lockstep.config.compat import REFUSED_FILES
 from lockstep.config.errors import NO_VALUE, ConfigError, Problem
 from lockstep.config.implied import implied_values
 from lockstep.config.ppo import PPOConfig
@@ -149,7 +150,8 @@ def _locate(config_name: str | None, config_dir: str | Path | None) -> tuple[str
     if not any((place / f"{name}.yaml").is_file() for place in places):
         known = sorted({file.stem for place in places for file in place.glob("*.yaml")})
         where = " and ".join(str(place) for place in places)
-        raise ConfigError([Problem("--config-name", name, f"no {name}.yaml in {where}. Known: {', '.join(known)}.")])
+        message = f"no {name}.yaml in {where}. Known: {', '.join(known)}."
+        raise ConfigError([Problem("--config-name", name, REFUSED_FILES.get(name, message))])
     return name, folder.resolve() if folder else None
 
 
@@ -197,7 +199,7 @@ def _split(
             presets.append(f"{name}={choice}")
         else:
             message = f"no such preset. Known: {', '.join(options)}." if options else "is a section; set its keys."
-            settings.problems.append(Problem(name, choice, message))
+            settings.problems.append(Problem(name, choice, REFUSED_FILES.get(str(choice), message)))
     return presets, values
 
 

@@ -40,6 +40,8 @@ class DataConfig:
     """Longest response in tokens."""
     train_batch_size: int = 1024
     """Prompts in one training step (times `actor_rollout_ref.rollout.n` sequences)."""
+    gen_batch_size: int | None = None
+    """Prompts that are sampled at a time with `algorithm.filter_groups`; null takes `train_batch_size`."""
     val_batch_size: int | None = None
     """Prompts generated at once in validation; null for all."""
     shuffle: bool = True

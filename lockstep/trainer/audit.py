@@ -35,14 +35,17 @@ def check_policy_version(batch: DataProto, expected: int) -> None:
         raise AuditError(f"rollouts carry policy versions {sorted(versions)}, the trainer is at {expected}")
 
 
-def rollout_gap(batch: DataProto) -> dict[str, float]:
-    """How far the rollout's probabilities are from the trainer's; AuditError where they are of different policies."""
+def rollout_gap(batch: DataProto, *, corrected: bool = False) -> dict[str, float]:
+    """How far the rollout's probabilities are from the trainer's; AuditError where they are of different policies.
+
+    corrected: the difference is expected and corrected for (`algorithm.rollout_correction`), so it is only reported.
+    """
     if "rollout_log_probs" not in batch.tensors:
         return {}
     mask: Tensor = batch.tensors["response_mask"]
     rollout, trainer = batch.tensors["rollout_log_probs"], batch.tensors["old_log_probs"]
     gap = float(masked_mean((rollout - trainer).abs(), mask))
-    if gap > MAX_LOG_PROB_GAP:
+    if gap > MAX_LOG_PROB_GAP and not corrected:
         raise AuditError(
             f"the rollout's log-probs differ from the trainer's by {gap:.3f} a token on average: the rollout does not "
             "run the trainer's weights, or scores another distribution (temperature)"

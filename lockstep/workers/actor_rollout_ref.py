@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from lockstep.algorithms.losses.policy import prepare_policy_loss
 from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig
 from lockstep.config.model import FSDPEngineConfig
 from lockstep.engines.rollout.base import create_rollout_engine
@@ -22,7 +23,7 @@ from lockstep.models.twin import make_twin, release, share
 from lockstep.protocol import DataProto, drop_marked
 from lockstep.protocol.keys import require
 from lockstep.single_controller import Dispatch, Worker, register
-from lockstep.workers.losses import actor_loss_fn
+from lockstep.workers.losses import actor_loss_fn, policy_loss_mode
 from lockstep.workers.rollout_batch import batch_of, requests_of, sampling_params
 from lockstep.workers.updates import MetricMeans, global_batch_info, micro_batching, mini_batches
 
@@ -103,16 +104,18 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """`old_log_probs` and `entropys` under the policy as it stands."""
-        out = self._log_probs(self.actor, data, with_entropy=True)
-        return DataProto.from_dict(tensors={"old_log_probs": out["log_probs"], "entropys": out["entropy"]})
+        """`old_log_probs` and `entropys` (and `sum_pi_squared`, if configured) under the policy as it stands."""
+        more = {"with_entropy": True, "with_sum_pi_squared": self.config.actor.calculate_sum_pi_squared}
+        out = self._log_probs(self.actor, data, **more)
+        names = {"log_probs": "old_log_probs", "entropy": "entropys", "sum_pi_squared": "sum_pi_squared"}
+        return DataProto.from_dict(tensors={names[name]: values for name, values in out.items()})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        out = self._log_probs(self.ref, data, with_entropy=False)
+        out = self._log_probs(self.ref, data)
         return DataProto.from_dict(tensors={"ref_log_prob": out["log_probs"]})
 
-    def _log_probs(self, engine: FsdpEngine, data: DataProto, *, with_entropy: bool) -> dict[str, torch.Tensor]:
+    def _log_probs(self, engine: FsdpEngine, data: DataProto, **options: bool) -> dict[str, torch.Tensor]:
         require(data, "input_ids", "attention_mask", "position_ids", "responses", "response_mask")
         source = self.config.ref if engine is getattr(self, "ref", None) else self.config.rollout
         micro = micro_batching(
@@ -121,7 +124,7 @@ class ActorRolloutRefWorker(Worker):
             source.log_prob_max_token_len_per_gpu,
         )
         engine.onload()
-        out = engine.forward(data.tensors, micro, temperature=self._temperature, with_entropy=with_entropy)
+        out = engine.forward(data.tensors, micro, temperature=self._temperature, **options)
         engine.offload()
         return out
 
@@ -143,9 +146,13 @@ class ActorRolloutRefWorker(Worker):
         with_entropy = config.entropy_coeff != 0 or config.calculate_entropy
         means = MetricMeans()
         engine.onload()
-        for rows in mini_batches(data.tensors, size, config.ppo_epochs, config.shuffle, config.data_loader_seed):
+        batches = mini_batches(data.tensors, size, config.ppo_epochs, config.shuffle, config.data_loader_seed)
+        for number, rows in enumerate(batches):
             info = global_batch_info(rows, engine, config.loss_scale_factor)
-            loss_fn = actor_loss_fn(config, info)
+            seed = (data.meta_info["global_steps"] << 16) + number
+            prepared = prepare_policy_loss(policy_loss_mode(config), rows, config, seed)
+            rows.update(prepared)
+            loss_fn = actor_loss_fn(config, info, prepared)
             metrics = engine.forward_backward(
                 rows, loss_fn, micro, temperature=self._temperature, with_entropy=with_entropy
             )

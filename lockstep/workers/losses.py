@@ -1,6 +1,7 @@
 """The losses that the workers hand to their engines, put together from `algorithms`."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from tensordict import TensorDict
@@ -16,9 +17,19 @@ from lockstep.engines.train.base import LossFn
 from lockstep.workers.updates import token_share
 
 
-def actor_loss_fn(config: ActorConfig, info: dict[str, Any]) -> LossFn:
-    """Policy loss, minus the entropy bonus, plus the KL term against the reference."""
-    policy_loss = get_policy_loss_fn(config.policy_loss.loss_mode)
+def policy_loss_mode(config: ActorConfig) -> str:
+    """`policy_loss.loss_mode`; in bypass mode PPO's loss is the one that corrects against the policy in training."""
+    bypass = config.policy_loss.rollout_correction.bypass_mode and config.policy_loss.loss_mode == "vanilla"
+    return "bypass_mode" if bypass else config.policy_loss.loss_mode
+
+
+def actor_loss_fn(config: ActorConfig, info: dict[str, Any], prepared: Iterable[str] = ()) -> LossFn:
+    """Policy loss, minus the entropy bonus, plus the KL term against the reference.
+
+    prepared: names of the row tensors that `prepare_policy_loss` made for the loss.
+    """
+    policy_loss = get_policy_loss_fn(policy_loss_mode(config))
+    prepared = tuple(prepared)
     counted = dataclasses.replace(config, global_batch_info=info)
 
     def loss_fn(outputs: dict[str, Tensor], rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
@@ -31,6 +42,7 @@ def actor_loss_fn(config: ActorConfig, info: dict[str, Any]) -> LossFn:
             loss_agg_mode=config.loss_agg_mode,
             config=counted,
             rollout_is_weights=rows.get("rollout_is_weights", None),
+            **{name: rows[name] for name in prepared},
         )
         share = token_share(mask, info)
         metrics = {name: share * value for name, value in token_means.items()}  # a user's loss may give plain numbers

@@ -69,7 +69,7 @@ def test_dro_by_hand() -> None:
 
 
 def test_sapo_gates_each_token() -> None:
-    loss, gradient, _ = run("sapo", config(tau_pos=1.0, tau_neg=2.0))
+    loss, _, _ = run("sapo", config(tau_pos=1.0, tau_neg=2.0))
 
     def gate(token: tuple[int, int]) -> float:
         tau = 1.0 if advantage(token) > 0 else 2.0
@@ -235,7 +235,7 @@ def test_masked_positions_may_hold_anything(name: str) -> None:
 
 def test_a_loss_of_ones_own_with_a_preparation() -> None:
     def share(mini_batch: Any, settings: ActorConfig) -> dict[str, Tensor]:
-        everything, start = mini_batch.gather(mini_batch.rows["advantages"].sum(-1))
+        everything, _ = mini_batch.gather(mini_batch.rows["advantages"].sum(-1))
         return {"level": everything.mean().expand(len(mini_batch.rows["advantages"]))}
 
     def loss(*args: Any, level: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, dict[str, Tensor]]:

@@ -1,6 +1,8 @@
 """Programs: what counts as a passed test, and that a program harms neither the judge nor its neighbours."""
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.rewards.scorers.prime_code import compute_score, extract_program, output_agrees, read_tests, result_agrees
+from lockstep.rewards.scorers.prime_code import (
+    JUDGE,
+    compute_score,
+    extract_program,
+    output_agrees,
+    read_tests,
+    result_agrees,
+)
 
 SUM = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}
 
@@ -116,3 +125,21 @@ def test_blocks_and_ground_truths() -> None:
         read_tests({"inputs": []})
     with pytest.raises(ValueError, match="2 inputs and 1 outputs"):
         read_tests({"inputs": ["", ""], "outputs": [""]})
+
+
+def test_the_judge_works_without_namespaces(tmp_path: Path) -> None:
+    """Where the kernel refuses them: the process group is what is left to kill."""
+    mark = tmp_path / "mark"
+    program = f"import os, time\nif os.fork() == 0:\n    time.sleep(1)\n    open({str(mark)!r}, 'w')\nprint(input())"
+    task = {"program": program, "inputs": ["1", "2"], "fn_name": None}
+    task |= {"num_always": 2, "test_timeout_s": 5.0, "memory_mb": 512}
+    script = (
+        f"import importlib.util as u; s = u.spec_from_file_location('judge', {str(JUDGE)!r}); "
+        "m = u.module_from_spec(s); s.loader.exec_module(m); m.enter_namespaces = lambda: False; m.main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", script], input=json.dumps(task), cwd=tmp_path, capture_output=True, text=True
+    )
+    assert json.loads(done.stdout) == [{"result": "1\n"}, {"result": "2\n"}]
+    time.sleep(1.5)
+    assert not mark.exists()

@@ -9,11 +9,13 @@ from lockstep.algorithms.losses.aggregate import agg_loss
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
-    """Entropy in nats of softmax(logits) over the last dimension: logsumexp(z) - sum_v p_v z_v.
+    """Entropy in nats of softmax(logits) over the last dimension: -sum_v p_v log p_v.
 
-    Holds a second matrix of the logits' size; training computes entropies from hidden states in chunks instead.
+    Not logsumexp(z) - sum_v p_v z_v: there a rounding error of the sum of p counts times the largest logit.
+    Holds two more matrices of the logits' size; training computes entropies from hidden states in chunks instead.
     """
-    return torch.logsumexp(logits, dim=-1) - (torch.softmax(logits, dim=-1) * logits).sum(dim=-1)
+    log_p = torch.log_softmax(logits, dim=-1)
+    return -(log_p.exp() * log_p).sum(dim=-1)
 
 
 def compute_entropy_loss(

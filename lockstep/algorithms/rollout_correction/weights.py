@@ -37,7 +37,7 @@ def compute_rollout_correction_weights(
     log_weight = log_ratio.detach()
     if rollout_is == "sequence":
         log_weight = masked_sum(log_weight, response_mask, axis=-1).unsqueeze(-1).expand_as(log_ratio)
-    raw = torch.exp(log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)) * response_mask
+    raw = torch.where(response_mask.bool(), log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), 0.0)
     weights = raw.clamp(max=high) if low is None else torch.where((raw >= low) & (raw <= high), raw, 0.0)
     metrics = _statistics(weights, raw, log_weight, response_mask, rollout_is, low, high)
     if rollout_is_batch_normalize:

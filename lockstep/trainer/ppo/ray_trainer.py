@@ -20,10 +20,13 @@ import yaml
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.algorithms.advantages import required_inputs
+from lockstep.algorithms.advantages import check_inputs, required_inputs
+from lockstep.algorithms.filtering import keep_informative_groups
 from lockstep.algorithms.kl import apply_kl_penalty, get_kl_controller
 from lockstep.algorithms.losses.aggregate import agg_loss
 from lockstep.algorithms.on_batch import compute_advantage
+from lockstep.algorithms.pf_ppo import compute_pf_ppo_reweight_data
+from lockstep.algorithms.rollout_correction import apply_rollout_correction, use_rollout_log_probs
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import to_plain
 from lockstep.data.loader import create_dataloader
@@ -44,7 +47,7 @@ from lockstep.trainer.checkpoint import CheckpointStore, RunLock
 from lockstep.trainer.interrupt import Interrupt
 from lockstep.trainer.ppo.metrics import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
 from lockstep.trainer.ppo.roles import need_critic, need_reference_policy, need_reward_model
-from lockstep.trainer.ppo.sampling import RewardFn, Sampling
+from lockstep.trainer.ppo.sampling import RewardFn, Sampling, extra_metrics
 from lockstep.trainer.ppo.validation import Answers
 from lockstep.utils.device import resolve_device
 from lockstep.utils.seqlen import get_seqlen_balanced_partitions, log_seqlen_unbalance
@@ -89,10 +92,11 @@ class PPOTrainer:
         self.use_reference_policy = need_reference_policy(config)
         self.use_rm = need_reward_model(config)
         self.kl_ctrl_in_reward = get_kl_controller(config.algorithm.kl_ctrl)
+        check_inputs(config.algorithm.adv_estimator, self._batch_keys())
         data, seed = config.data, config.data.seed if config.data.seed is not None else config.trainer.seed
         self.train_dataloader = create_dataloader(
             train_dataset,
-            batch_size=data.train_batch_size,
+            batch_size=data.gen_batch_size or data.train_batch_size,
             shuffle=data.shuffle,
             seed=seed,
             num_workers=data.dataloader_num_workers,
@@ -111,6 +115,15 @@ class PPOTrainer:
         self.epoch = 0
         self.num_updates = 0
         self._closing: ExitStack | None = None
+
+    def _batch_keys(self) -> set[str]:
+        """What advantage estimators can read from this run's batches."""
+        keys = {"index", "old_log_probs", "rollout_log_probs", "reward_baselines", "token_level_scores"}
+        if self.use_critic:
+            keys.add("values")
+        if not self.config.algorithm.rollout_correction.bypass_mode:
+            keys |= {"entropys", "sum_pi_squared"}
+        return keys
 
     def init_workers(self) -> None:
         """Create the worker groups, roles of one pool in one process, and load the models."""
@@ -134,7 +147,10 @@ class PPOTrainer:
     def _role_classes(self) -> dict[Role, ClassWithInitArgs]:
         config, device, workers = self.config, self.device_name, self.role_worker_mapping
         policy, critic = config.actor_rollout_ref, config.critic
-        policy = replace(policy, actor=self._with_schedule_length(policy.actor))
+        actor = self._with_schedule_length(policy.actor)
+        if "sum_pi_squared" in required_inputs(config.algorithm.adv_estimator):
+            actor = replace(actor, calculate_sum_pi_squared=True)
+        policy = replace(policy, actor=actor)
         roles = {
             Role.ActorRollout: _init(workers[Role.ActorRollout], config=policy, role="actor_rollout", device=device)
         }
@@ -227,17 +243,21 @@ class PPOTrainer:
 
     def _train_step(self, prompts: Iterator[DataProto], timing: dict[str, float]) -> tuple[DataProto, dict[str, Any]]:
         """One step of the algorithm, as a list of calls."""
-        algorithm = self.config.algorithm
+        algorithm, correction = self.config.algorithm, self.config.algorithm.rollout_correction
         metrics: dict[str, Any] = {}
 
         # 1. and 2. generate and reward
-        batch = self._scored_samples(next(prompts), timing)
+        batch = self._collect(prompts, timing, metrics)
         metrics |= self._balance_batch(batch)
 
         # 3. log-probs under the policy and under the reference
         with marked_timer("old_log_prob", timing):
-            batch = batch.union(self.actor_rollout_wg.compute_log_prob(batch))
-        metrics |= self._entropy_metrics(batch) | rollout_gap(batch)
+            if correction.bypass_mode:
+                batch = use_rollout_log_probs(batch)
+            else:
+                batch = batch.union(self.actor_rollout_wg.compute_log_prob(batch))
+                metrics |= self._entropy_metrics(batch)
+        metrics |= rollout_gap(batch, corrected=correction.rollout_is is not None or correction.rollout_rs is not None)
         if self.use_reference_policy:
             with marked_timer("ref", timing):
                 batch = batch.union(self.ref_policy_wg.compute_ref_log_prob(batch))
@@ -254,6 +274,8 @@ class PPOTrainer:
                 metrics |= kl_metrics
             else:
                 batch.tensors["token_level_rewards"] = batch.tensors["token_level_scores"]
+            batch, correction_metrics = apply_rollout_correction(batch, correction)
+            metrics |= correction_metrics
             batch = compute_advantage(
                 batch,
                 adv_estimator=algorithm.adv_estimator,
@@ -263,6 +285,9 @@ class PPOTrainer:
                 norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
                 config=algorithm,
             )
+            if algorithm.use_pf_ppo:
+                rule = algorithm.pf_ppo
+                batch = compute_pf_ppo_reweight_data(batch, rule.reweight_method, rule.weight_pow, self.global_steps)
         check_finite(batch, "old_log_probs", "ref_log_prob", "values", "token_level_rewards", "advantages", "returns")
 
         # 6. update the critic
@@ -279,6 +304,31 @@ class PPOTrainer:
         if (folder := self.config.trainer.rollout_data_dir) is not None:
             self._dump_answers(self._answers([batch]), folder)
         return batch, metrics
+
+    def _collect(self, prompts: Iterator[DataProto], timing: dict[str, float], metrics: dict[str, Any]) -> DataProto:
+        """The scored samples of one batch; with `filter_groups`, of as many as it takes to fill it with groups that differ."""
+        rule, n = self.config.algorithm.filter_groups, self.config.actor_rollout_ref.rollout.n
+        batch = self._scored_samples(next(prompts), timing)
+        if not rule.enable:
+            return batch
+        wanted, draws = self.config.data.train_batch_size * n, 1
+        kept = [batch[keep_informative_groups(batch, rule.metric)]]
+        while sum(map(len, kept)) < wanted:
+            if 0 < rule.max_num_gen_batches <= draws:
+                raise ValueError(
+                    f"algorithm.filter_groups.max_num_gen_batches={rule.max_num_gen_batches}: so many batches held only "
+                    f"{sum(map(len, kept)) // n} of {wanted // n} prompts whose samples differ in score; the prompts are too "
+                    "hard or too easy for the policy"
+                )
+            batch = self._scored_samples(next(prompts), timing, draw=draws)
+            kept.append(batch[keep_informative_groups(batch, rule.metric)])
+            draws += 1
+            if draws % 10 == 0:
+                logger.warning(
+                    "filter_groups: %d batches sampled, %d of %d rows kept", draws, sum(map(len, kept)), wanted
+                )
+        metrics["train/num_gen_batches"] = draws
+        return DataProto.concat(kept)[:wanted]
 
     def _scored_samples(self, prompts: DataProto, timing: dict[str, float], draw: int = 0) -> DataProto:
         n, step = self.config.actor_rollout_ref.rollout.n, self.global_steps
@@ -313,7 +363,7 @@ class PPOTrainer:
             "training/global_step": self.global_steps,
             "training/epoch": self.epoch,
         }
-        metrics |= compute_data_metrics(batch, use_critic=self.use_critic)
+        metrics |= extra_metrics(batch) | compute_data_metrics(batch, use_critic=self.use_critic)
         metrics |= compute_timing_metrics(batch, timing)
         metrics |= compute_throughout_metrics(batch, timing, n_gpus=self.resource_pool_manager.get_n_gpus())
         if self.device_name == "cuda":

@@ -70,6 +70,16 @@ class Sampling:
         return scores.repeat_interleave(n)
 
 
+def extra_metrics(batch: DataProto) -> dict[str, float]:
+    """Means of the reward function's numeric columns, as `reward/{name}/mean`."""
+    metrics = {}
+    for name, values in extra_columns(batch).items():
+        numbers = [float(value) for value in values if isinstance(value, bool | int | float)]
+        if numbers:
+            metrics[f"reward/{name}/mean"] = sum(numbers) / len(numbers)
+    return metrics
+
+
 def extra_columns(batch: DataProto) -> dict[str, list[Any]]:
     """What the reward function told of each row."""
     return {name: list(batch.non_tensor_batch[name]) for name in batch.meta_info[EXTRA_KEYS]}

@@ -3,6 +3,8 @@
 import os
 import random
 import sys
+from collections.abc import Sized
+from typing import cast
 
 import numpy as np
 import torch
@@ -77,7 +79,7 @@ class TaskRunner:
             val_reward_fn=load_reward_manager(config, tokenizer, num_examine=1),
             train_dataset=train_dataset,
             val_dataset=val_dataset,
-            train_sampler=create_rl_sampler(data, train_dataset),
+            train_sampler=create_rl_sampler(data, cast(Sized, train_dataset)),
             device_name=resolve_device(config.trainer.device),
         )
 

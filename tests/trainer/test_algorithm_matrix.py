@@ -1,0 +1,113 @@
+"""Every advantage estimator with a policy loss, and every policy loss with an estimator, trains two steps of the real trainer."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lockstep.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from lockstep.algorithms.losses.policy import POLICY_LOSSES
+from lockstep.trainer.main_ppo import main
+
+SETTINGS = {
+    "gdpo": ["algorithm.gdpo_reward_keys=[acc,length]"],
+    "gae": ["algorithm.use_kl_in_reward=true"],
+    "bypass_mode": ["algorithm.rollout_correction.bypass_mode=true", "algorithm.rollout_correction.rollout_is=token"],
+}
+CASES = [(name, "vanilla") for name in ADVANTAGE_ESTIMATORS] + [
+    ("grpo", name) for name in POLICY_LOSSES if name != "vanilla"
+]
+
+
+@pytest.fixture(scope="module")
+def reward(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("reward") / "reward.py"
+    path.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    score = sum(ord(c) % 7 for c in solution_str) % 11 / 10\n"
+        "    return {'score': score, 'acc': float(score > 0.5), 'length': float(len(solution_str) % 3)}\n"
+    )
+    return path
+
+
+def run(overrides: list[str], tmp_path: Path, *extra: str) -> list[dict[str, float]]:
+    command = [*overrides, "trainer.total_training_steps=2", "trainer.val_before_train=false", *extra]
+    assert main(command) == 0
+    return [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(("estimator", "loss"), CASES)
+def test_two_steps_are_finite_and_move_the_policy(
+    overrides: list[str], tmp_path: Path, reward: Path, estimator: str, loss: str
+) -> None:
+    rows = run(
+        overrides,
+        tmp_path,
+        f"custom_reward_function.path={reward}",
+        f"algorithm.adv_estimator={estimator}",
+        f"actor_rollout_ref.actor.policy_loss.loss_mode={loss}",
+        "actor_rollout_ref.rollout.n=3",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+        *SETTINGS.get(estimator, []),
+        *SETTINGS.get(loss, []),
+    )
+    assert [r["step"] for r in rows] == [1, 2]
+    assert all("non_finite" not in r for r in rows)
+    assert all(r["actor/grad_norm"] > 0 for r in rows)
+
+
+def test_rollout_correction_and_particle_filter(overrides: list[str], tmp_path: Path) -> None:
+    rows = run(
+        overrides,
+        tmp_path,
+        "algorithm.adv_estimator=rloo",
+        "actor_rollout_ref.rollout.n=3",
+        "algorithm.rollout_correction.rollout_is=sequence",
+        "algorithm.rollout_correction.rollout_rs=token_k1",
+        "algorithm.rollout_correction.rollout_rs_threshold=2.0",
+        "algorithm.use_pf_ppo=true",
+    )
+    assert rows[0]["rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=1e-3)
+    assert rows[0]["actor/grad_norm"] > 0
+
+
+def test_group_filter_samples_until_the_batch_is_full(overrides: list[str], tmp_path: Path, reward: Path) -> None:
+    rows = run(
+        overrides,
+        tmp_path,
+        f"custom_reward_function.path={reward}",
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.n=2",
+        "algorithm.filter_groups.enable=true",
+        "algorithm.filter_groups.metric=acc",
+        f"trainer.rollout_data_dir={tmp_path}/rollouts",
+    )
+    assert rows[0]["train/num_gen_batches"] >= 1
+    dumped = [json.loads(line) for line in (tmp_path / "rollouts" / "1.jsonl").read_text().splitlines()]
+    assert len(dumped) == 8
+    for first, second in zip(dumped[::2], dumped[1::2]):
+        assert first["acc"] != second["acc"]
+
+
+def test_group_filter_gives_up_with_a_reason(overrides: list[str], tmp_path: Path) -> None:
+    (tmp_path / "constant.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
+    )
+    with pytest.raises(ValueError, match="max_num_gen_batches=2.*0 of 4 prompts"):
+        run(
+            overrides,
+            tmp_path,
+            f"custom_reward_function.path={tmp_path}/constant.py",
+            "algorithm.adv_estimator=grpo",
+            "actor_rollout_ref.rollout.n=2",
+            "algorithm.filter_groups.enable=true",
+            "algorithm.filter_groups.max_num_gen_batches=2",
+        )
+
+
+def test_an_estimator_without_its_inputs_is_refused_at_the_start(
+    overrides: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    bypass = "algorithm.rollout_correction.bypass_mode=true"
+    assert main([*overrides, "algorithm.adv_estimator=egpo", "actor_rollout_ref.rollout.n=2", bypass]) == 2
+    assert "entropys" in capsys.readouterr().err
