@@ -36,12 +36,17 @@ def token_log_probs(
         logits = logits_fn(h).float()
         if temperature != 1.0:
             logits = logits / temperature
-        lse = logits.logsumexp(-1)
-        out = [logits.gather(-1, y[:, None]).squeeze(-1) - lse]
+        # shifted so that the largest is 0: sums over a large vocabulary of large logits would lose digits of the entropy
+        logits = logits - logits.detach().amax(-1, keepdim=True)
+        log_total = logits.logsumexp(-1)
+        out = [logits.gather(-1, y[:, None]).squeeze(-1) - log_total]
+        if with_entropy or with_sum_pi_squared:
+            weights = logits.exp()
+            total = weights.sum(-1)
         if with_entropy:
-            out.append(lse - (torch.softmax(logits, -1) * logits).sum(-1))
+            out.append(log_total - (weights * logits).sum(-1) / total)
         if with_sum_pi_squared:
-            out.append(((2 * logits).logsumexp(-1) - 2 * lse).exp())
+            out.append((weights**2).sum(-1) / total**2)
         return tuple(out)
 
     size = _chunk_rows(hidden, logits_fn)

@@ -62,8 +62,12 @@ _TABLE = (
     ),
     BatchKey("old_log_probs", "BR", _FLOAT, "the actor", "policy loss", "log-prob under the policy before the update"),
     BatchKey("entropys", "BR", _FLOAT, "the actor", "metrics", "entropy of the policy at each position"),
-    BatchKey("sum_pi_squared", "BR", _FLOAT, "the actor", "token baselines", "sum of squared probabilities at each position"),
-    BatchKey("rollout_is_weights", "BR", _FLOAT, "the controller", "policy loss", "importance weight against the rollout"),
+    BatchKey(
+        "sum_pi_squared", "BR", _FLOAT, "the actor", "token baselines", "sum of squared probabilities at each position"
+    ),
+    BatchKey(
+        "rollout_is_weights", "BR", _FLOAT, "the controller", "policy loss", "importance weight against the rollout"
+    ),
     BatchKey("reward_baselines", "B", _FLOAT, "the trainer", "ReMax", "score of the prompt's greedy answer"),
     BatchKey("ref_log_prob", "BR", _FLOAT, "the reference policy", "KL", "log-prob under the frozen policy"),
     BatchKey("values", "BR", _FLOAT, "the critic", "GAE, value loss", "value estimate before each token"),

@@ -93,7 +93,7 @@ def test_group_filter_gives_up_with_a_reason(overrides: list[str], tmp_path: Pat
     (tmp_path / "constant.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
     )
-    with pytest.raises(ValueError, match="max_num_gen_batches=2.*0 of 4 prompts"):
+    with pytest.raises(ValueError, match=r"max_num_gen_batches=2.*0 of 4 prompts"):
         run(
             overrides,
             tmp_path,

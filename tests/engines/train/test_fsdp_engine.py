@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from lockstep.config.actor_rollout_ref import ActorConfig
+from lockstep.config.compose import load_config
 from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from lockstep.engines.train.base import MicroBatching
 from lockstep.engines.train.fsdp import FsdpEngine
@@ -19,7 +20,10 @@ from lockstep.workers.updates import global_batch_info
 from tests.tiny import random_batch, save_tiny_model
 
 CPU = torch.device("cpu")
-ACTOR = ActorConfig(clip_ratio_low=0.2, clip_ratio_high=0.28, entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1)
+_SETTINGS = {"clip_ratio_high": 0.28, "entropy_coeff": 0.01, "use_kl_loss": "true", "kl_loss_coef": 0.1}
+ACTOR = load_config(
+    overrides=[f"actor_rollout_ref.actor.{key}={value}" for key, value in _SETTINGS.items()], run_checks=False
+).actor_rollout_ref.actor
 SPLITS = [MicroBatching(), MicroBatching(num_rows=1), MicroBatching(num_rows=4), MicroBatching(max_tokens=24)]
 
 
