@@ -86,7 +86,8 @@ def _load_module(module_ref: str) -> Any:
     path = Path(module_ref).expanduser().resolve()
     if not path.is_file():
         raise ValueError(f"no file {path}")
-    name = f"lockstep_user_{path.stem}_{abs(hash(str(path))):x}"
+    # a file that was edited since is another module
+    name = f"lockstep_user_{path.stem}_{abs(hash((str(path), path.stat().st_mtime_ns))):x}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
@@ -95,6 +96,9 @@ def _load_module(module_ref: str) -> Any:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
+    except SyntaxError as error:
+        del sys.modules[name]
+        raise ValueError(f"{path}, line {error.lineno}: SyntaxError: {error.msg}") from error
     except BaseException:
         del sys.modules[name]
         raise

@@ -130,7 +130,7 @@ def _files(folder: Path, steps: int) -> Table:
         ("metrics.jsonl", "every metric of every step"),
         ("validation", "every answer of every validation"),
         ("config.yaml", "the resolved configuration"),
-        ("train_again.sh", "the training command, into a folder of its own"),
+        ("train_again.sh", "the training command, into a new folder"),
         ("summary.json", "the numbers of this page"),
     ):
         table.add_row(name, meaning)

@@ -13,7 +13,7 @@ from lockstep.trainer.main_ppo import main
 from tests.tiny import save_tiny_model, write_rows
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SMALL = [
     "data.train_batch_size=4",
     "data.max_prompt_length=40",

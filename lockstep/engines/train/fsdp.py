@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from tensordict import TensorDict
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -166,14 +167,16 @@ class FsdpEngine(TrainEngine):
     def save(self, folder: Path, contents: Collection[str] = PARTS) -> None:
         state = self._state(contents)
         if state:
-            dcp.save(state, checkpoint_id=str(folder / "shards"), no_dist=not dist.is_initialized())
+            with _plain_errors():
+                dcp.save(state, checkpoint_id=str(folder / "shards"), no_dist=not dist.is_initialized())
         if "extra" in contents and self.optimizer is not None:
             torch.save({"schedule": self.schedule.state_dict(), "rng": _rng_state()}, _extra_file(folder, _rank()))
 
     def load(self, folder: Path, contents: Collection[str] = PARTS) -> None:
         state = self._state(contents)
         if state:
-            dcp.load(state, checkpoint_id=str(folder / "shards"), no_dist=not dist.is_initialized())
+            with _plain_errors():
+                dcp.load(state, checkpoint_id=str(folder / "shards"), no_dist=not dist.is_initialized())
         if "model" in state:
             set_model_state_dict(self.model, state["model"])
         if "optimizer" in state:
@@ -243,6 +246,16 @@ def _move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> N
         for name, value in state.items():
             if isinstance(value, Tensor) and name != "step":
                 state[name] = value.to(device, non_blocking=True)
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """The first rank's own error in place of the BaseException that a distributed checkpoint wraps it in."""
+    try:
+        yield
+    except CheckpointException as error:
+        cause, _ = next(iter(error.failures.values()))
+        raise cause from error
 
 
 def _rank() -> int:
