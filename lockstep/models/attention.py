@@ -9,6 +9,7 @@ checkpointing keeps for its recomputation.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, Protocol
@@ -22,18 +23,22 @@ from transformers.masking_utils import AttentionMaskInterface
 ATTENTION_NAME = "lockstep"
 
 
+@dataclass(frozen=True)
+class LayerOptions:
+    """How one layer attends.
+
+    scaling:        factor of query · key.
+    sliding_window: how many tokens back a query sees, itself included; None for all.
+    softcap:        bound of the attention logits; None for none.
+    """
+
+    scaling: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+
+
 class AttentionContext(Protocol):
-    def attend(
-        self,
-        layer: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: LayerOptions) -> Tensor:
         """query (1, H, T, D), key and value (1, HK, T, D) of one layer (`layer.layer_idx`) -> output (1, T, H, D)."""
 
 
@@ -58,11 +63,8 @@ def lockstep_attention(
         )
     if kwargs.get("s_aux") is not None:
         raise ValueError(f"{type(module).__name__} attends with sinks, which is not supported")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = lockstep_context.attend(
-        module, query, key, value, scaling=scale, sliding_window=sliding_window, softcap=softcap
-    )
-    return out, None
+    how = LayerOptions(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
+    return lockstep_context.attend(module, query, key, value, how), None
 
 
 AttentionInterface.register(ATTENTION_NAME, lockstep_attention)
@@ -97,23 +99,13 @@ class PackedAttention:
     def buckets(self) -> "list[_Rows]":
         return _length_buckets(self.lengths, self._starts, self._device)
 
-    def attend(
-        self,
-        layer: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        refuse_softcap(softcap)
+    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: LayerOptions) -> Tensor:
+        refuse_softcap(how.softcap)
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # (T, H, D)
-        window = sliding_window if sliding_window is not None and sliding_window < self.max_length else None
+        window = how.sliding_window if how.sliding_window is not None and how.sliding_window < self.max_length else None
         varlen = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
         attend = self._varlen if varlen else self._bucketed
-        return attend(q, k, v, scaling, window)[None]
+        return attend(q, k, v, how.scaling, window)[None]
 
     def _varlen(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
@@ -155,26 +147,16 @@ class PaddedAttention:
     def __init__(self, attention_mask: Tensor) -> None:
         self.attention_mask = attention_mask.bool()
 
-    def attend(
-        self,
-        layer: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        refuse_softcap(softcap)
+    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: LayerOptions) -> Tensor:
+        refuse_softcap(how.softcap)
         length = query.shape[2]
-        causal = sliding_mask(length, sliding_window, query.device)
+        causal = sliding_mask(length, how.sliding_window, query.device)
         mask = causal[None, None] & self.attention_mask[:, None, None, :]
         mask = mask | torch.eye(
             length, dtype=torch.bool, device=query.device
         )  # a padding place sees itself: no empty softmax
         out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+            query, key, value, attn_mask=mask, scale=how.scaling, enable_gqa=query.shape[1] != key.shape[1]
         )
         return out.transpose(1, 2)
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.models.attention import PackedAttention, refuse_softcap
+from lockstep.models.attention import LayerOptions, PackedAttention, refuse_softcap
 
 
 @dataclass(frozen=True)
@@ -39,24 +39,14 @@ class LayerProbe:
     def __init__(self) -> None:
         self.layers: dict[int, LayerShape] = {}
 
-    def attend(
-        self,
-        layer: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        refuse_softcap(softcap)
+    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: LayerOptions) -> Tensor:
+        refuse_softcap(how.softcap)
         if hasattr(layer, "sinks"):
             raise ValueError("attention with sinks is not supported")
         index = getattr(layer, "layer_idx", None)
         if index is None or index in self.layers:
             raise ValueError(f"{type(layer).__name__} has no layer_idx of its own")
-        self.layers[index] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1], key.dtype, sliding_window)
+        self.layers[index] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1], key.dtype, how.sliding_window)
         groups = query.shape[1] // key.shape[1]
         return value.repeat_interleave(groups, 1).transpose(1, 2)  # one token sees itself
 
@@ -160,18 +150,8 @@ class PagedAttention:
         self._slots = slots
         self._head_slots: dict[int, Tensor] = {}
 
-    def attend(
-        self,
-        layer: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        refuse_softcap(softcap)
+    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: LayerOptions) -> Tensor:
+        refuse_softcap(how.softcap)
         index: int = layer.layer_idx  # type: ignore[assignment]
         keys, values = self.cache.keys[index], self.cache.values[index]
         num_heads = key.shape[1]
@@ -179,13 +159,10 @@ class PagedAttention:
         keys.view(-1, keys.shape[-1]).index_copy_(0, slots, key[0].transpose(0, 1).flatten(0, 1))
         values.view(-1, values.shape[-1]).index_copy_(0, slots, value[0].transpose(0, 1).flatten(0, 1))
 
-        outputs = [
-            self._attend_cached(rows, query[0], keys, values, num_heads, scaling, sliding_window)
-            for rows in self.cached
-        ]
+        outputs = [self._attend_cached(rows, query[0], keys, values, num_heads, how) for rows in self.cached]
         if self.fresh is not None:
-            fresh = (t[:, :, self.num_cached :] for t in (query, key, value))
-            out = self.fresh.attend(layer, *fresh, scaling=scaling, sliding_window=sliding_window, softcap=None)
+            q, k, v = (t[:, :, self.num_cached :] for t in (query, key, value))
+            out = self.fresh.attend(layer, q, k, v, how)
             outputs.append(out[0])
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
 
@@ -205,8 +182,7 @@ class PagedAttention:
         keys: Tensor,
         values: Tensor,
         num_heads: int,
-        scaling: float,
-        window: int | None,
+        how: LayerOptions,
     ) -> Tensor:
         """query (H, T, D) of the whole step -> (N * Q, H, D) of these rows.
 
@@ -220,8 +196,8 @@ class PagedAttention:
         v = values.index_select(0, index).view(num_rows, num_heads, length, -1)
         q = query[:, rows.first : rows.first + rows.num_tokens].transpose(0, 1)
         q = q.reshape(num_rows, length_q, num_heads, groups, -1).transpose(1, 2).flatten(2, 3)  # (N, HK, Q * G, D)
-        mask = rows.mask(length, groups, window, query.dtype)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+        mask = rows.mask(length, groups, how.sliding_window, query.dtype)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=how.scaling)
         return (
             out.view(num_rows, num_heads, length_q, groups, -1)
             .transpose(1, 2)

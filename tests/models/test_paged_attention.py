@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.models.attention import sliding_mask
+from lockstep.models.attention import LayerOptions, sliding_mask
 from lockstep.models.paged_attention import CachedRows, LayerProbe, LayerShape, PagedAttention, PagedCache
 
 HEADS, KEY_HEADS, KEY_DIM, VALUE_DIM = 6, 2, 8, 8
@@ -22,7 +22,7 @@ def layer(index: int = 0) -> nn.Module:
 def attend(context: PagedAttention, at: nn.Module, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     """(T, heads, dim) -> (T, H, value dim)."""
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-    return context.attend(at, q, k, v, scaling=SCALE, sliding_window=window, softcap=None)[0]
+    return context.attend(at, q, k, v, LayerOptions(SCALE, window, None))[0]
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
@@ -94,12 +94,12 @@ def test_blocks_are_copied_and_kept_when_the_cache_grows() -> None:
 def test_the_probe_notes_shapes_and_refuses_what_it_cannot_tell_apart() -> None:
     probe = LayerProbe()
     q, k, v = (t.transpose(0, 1)[None] for t in random_sequence(1, 0))
-    out = probe.attend(layer(4), q, k, v, scaling=SCALE, sliding_window=5, softcap=None)
+    out = probe.attend(layer(4), q, k, v, LayerOptions(SCALE, 5, None))
     assert out.shape == (1, 1, HEADS, VALUE_DIM)
     assert torch.equal(out[0, 0, 0], v[0, 0, 0]) and torch.equal(out[0, 0, -1], v[0, -1, 0])
     assert probe.layers == {4: LayerShape(KEY_HEADS, KEY_DIM, VALUE_DIM, torch.float32, 5)}
     assert probe.layers[4].bytes_per_token == 2 * (8 + 8) * 4
     with pytest.raises(ValueError, match="layer_idx"):
-        probe.attend(layer(4), q, k, v, scaling=SCALE, sliding_window=None, softcap=None)
+        probe.attend(layer(4), q, k, v, LayerOptions(SCALE, None, None))
     with pytest.raises(ValueError, match="soft-capping"):
-        probe.attend(layer(5), q, k, v, scaling=SCALE, sliding_window=None, softcap=30.0)
+        probe.attend(layer(5), q, k, v, LayerOptions(SCALE, None, 30.0))

@@ -21,7 +21,6 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.algorithms.advantages import check_inputs, required_inputs
-from lockstep.algorithms.filtering import keep_informative_groups
 from lockstep.algorithms.kl import apply_kl_penalty, get_kl_controller
 from lockstep.algorithms.losses.aggregate import agg_loss
 from lockstep.algorithms.on_batch import compute_advantage
@@ -142,7 +141,7 @@ class PPOTrainer:
         self.ref_policy_wg: Any = groups.get(str(Role.RefPolicy))
         self.critic_wg: Any = groups.get(str(Role.Critic))
         self.rm_wg: Any = groups.get(str(Role.RewardModel))
-        self.sampling = Sampling(self.config, self.actor_rollout_wg, self.rm_wg)
+        self.sampling = Sampling(self.config, self.actor_rollout_wg, self.rm_wg, self.reward_fn)
 
     def _role_classes(self) -> dict[Role, ClassWithInitArgs]:
         config, device, workers = self.config, self.device_name, self.role_worker_mapping
@@ -247,8 +246,9 @@ class PPOTrainer:
         metrics: dict[str, Any] = {}
 
         # 1. and 2. generate and reward
-        batch = self._collect(prompts, timing, metrics)
-        metrics |= self._balance_batch(batch)
+        batch, sampling_metrics = self.sampling.collect(prompts, step=self.global_steps, timing=timing)
+        check_policy_version(batch, self.num_updates)
+        metrics |= sampling_metrics | self._balance_batch(batch)
 
         # 3. log-probs under the policy and under the reference
         with marked_timer("old_log_prob", timing):
@@ -304,44 +304,6 @@ class PPOTrainer:
         if (folder := self.config.trainer.rollout_data_dir) is not None:
             self._dump_answers(self._answers([batch]), folder)
         return batch, metrics
-
-    def _collect(self, prompts: Iterator[DataProto], timing: dict[str, float], metrics: dict[str, Any]) -> DataProto:
-        """The scored samples of one batch; with `filter_groups`, of as many as it takes to fill it with groups that differ."""
-        rule, n = self.config.algorithm.filter_groups, self.config.actor_rollout_ref.rollout.n
-        batch = self._scored_samples(next(prompts), timing)
-        if not rule.enable:
-            return batch
-        wanted, draws = self.config.data.train_batch_size * n, 1
-        kept = [batch[keep_informative_groups(batch, rule.metric)]]
-        while sum(map(len, kept)) < wanted:
-            if 0 < rule.max_num_gen_batches <= draws:
-                raise ValueError(
-                    f"algorithm.filter_groups.max_num_gen_batches={rule.max_num_gen_batches}: so many batches held only "
-                    f"{sum(map(len, kept)) // n} of {wanted // n} prompts whose samples differ in score; the prompts are too "
-                    "hard or too easy for the policy"
-                )
-            batch = self._scored_samples(next(prompts), timing, draw=draws)
-            kept.append(batch[keep_informative_groups(batch, rule.metric)])
-            draws += 1
-            if draws % 10 == 0:
-                logger.warning(
-                    "filter_groups: %d batches sampled, %d of %d rows kept", draws, sum(map(len, kept)), wanted
-                )
-        metrics["train/num_gen_batches"] = draws
-        return DataProto.concat(kept)[:wanted]
-
-    def _scored_samples(self, prompts: DataProto, timing: dict[str, float], draw: int = 0) -> DataProto:
-        n, step = self.config.actor_rollout_ref.rollout.n, self.global_steps
-        with marked_timer("gen", timing):
-            batch = self.sampling.generate(prompts, n=n, step=step, draw=draw)
-        check_policy_version(batch, self.num_updates)
-        with marked_timer("reward", timing):
-            batch = self.sampling.score(batch, self.reward_fn)
-        if "reward_baselines" in required_inputs(self.config.algorithm.adv_estimator):
-            with marked_timer("gen_max", timing):
-                baselines = self.sampling.greedy_baselines(prompts, self.reward_fn, n=n, step=step, draw=draw)
-                batch.tensors["reward_baselines"] = baselines
-        return batch
 
     def _balance_batch(self, batch: DataProto) -> dict[str, float]:
         """Let every rank have about the same number of tokens, and say how far apart they are."""

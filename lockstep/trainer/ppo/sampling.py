@@ -3,15 +3,21 @@
 prompts ─► n rows each, with uid and seed ─► generate ─► reward model ─► reward function ─► token_level_scores
 """
 
+import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
+from lockstep.algorithms.advantages import required_inputs
+from lockstep.algorithms.filtering import keep_informative_groups
 from lockstep.config.ppo import PPOConfig
 from lockstep.protocol import DataProto, object_array
+from lockstep.utils.timing import marked_timer
+
+logger = logging.getLogger(__name__)
 
 RewardFn = Callable[..., Any]
 """(batch, return_dict=True) -> {"reward_tensor": (B, R), "reward_extra_info": {name: list}}."""
@@ -23,13 +29,56 @@ EXTRA_KEYS = "reward_extra_keys"
 class Sampling:
     """Generates and scores through worker groups.
 
-    rm_wg: None where no reward model is used.
+    rm_wg:     None where no reward model is used.
+    reward_fn: scores training samples; validation brings its own.
     """
 
-    def __init__(self, config: PPOConfig, actor_rollout_wg: Any, rm_wg: Any) -> None:
+    def __init__(self, config: PPOConfig, actor_rollout_wg: Any, rm_wg: Any, reward_fn: RewardFn) -> None:
         self.config = config
         self.actor_rollout_wg = actor_rollout_wg
         self.rm_wg = rm_wg
+        self.reward_fn = reward_fn
+        self.n = config.actor_rollout_ref.rollout.n
+        self.needs_baselines = "reward_baselines" in required_inputs(config.algorithm.adv_estimator)
+
+    def collect(
+        self, prompts: Iterator[DataProto], *, step: int, timing: dict[str, float]
+    ) -> tuple[DataProto, dict[str, float]]:
+        """The scored samples of a step and metrics of how they came about.
+
+        With `algorithm.filter_groups`, batches of prompts are sampled until `data.train_batch_size` of them have samples
+        that differ in score.
+        """
+        rule = self.config.algorithm.filter_groups
+        batch = self.scored(next(prompts), step=step, draw=0, timing=timing)
+        if not rule.enable:
+            return batch, {}
+        wanted, draws = self.config.data.train_batch_size * self.n, 1
+        kept = [batch[keep_informative_groups(batch, rule.metric)]]
+        while (num_kept := sum(map(len, kept))) < wanted:
+            if 0 < rule.max_num_gen_batches <= draws:
+                raise ValueError(
+                    f"algorithm.filter_groups.max_num_gen_batches={rule.max_num_gen_batches}: so many batches held only "
+                    f"{num_kept // self.n} of {wanted // self.n} prompts whose samples differ in score; the prompts are "
+                    "too hard or too easy for the policy"
+                )
+            batch = self.scored(next(prompts), step=step, draw=draws, timing=timing)
+            kept.append(batch[keep_informative_groups(batch, rule.metric)])
+            draws += 1
+            if draws % 10 == 0:
+                logger.warning("filter_groups: %d batches sampled, %d of %d rows kept", draws, num_kept, wanted)
+        return DataProto.concat(kept)[:wanted], {"train/num_gen_batches": draws}
+
+    def scored(self, prompts: DataProto, *, step: int, draw: int, timing: dict[str, float]) -> DataProto:
+        """Samples of one batch of prompts with their scores and, for ReMax, their baselines."""
+        with marked_timer("gen", timing):
+            batch = self.generate(prompts, n=self.n, step=step, draw=draw)
+        with marked_timer("reward", timing):
+            batch = self.score(batch, self.reward_fn)
+        if self.needs_baselines:
+            with marked_timer("gen_max", timing):
+                batch.tensors["reward_baselines"] = self.greedy_baselines(prompts, step=step, draw=draw)
+        return batch
 
     def generate(
         self, prompts: DataProto, *, n: int, step: int, draw: int = 0, validate: bool = False, greedy: bool = False
@@ -61,13 +110,11 @@ class Sampling:
         batch.meta_info[EXTRA_KEYS] = sorted(extra)
         return batch
 
-    def greedy_baselines(
-        self, prompts: DataProto, reward_fn: RewardFn, *, n: int, step: int, draw: int
-    ) -> torch.Tensor:
-        """(B * n) score of each prompt's greedy answer, for ReMax."""
+    def greedy_baselines(self, prompts: DataProto, *, step: int, draw: int) -> torch.Tensor:
+        """(B * n) score of each prompt's greedy answer."""
         greedy = self.generate(prompts, n=1, step=step, draw=draw, greedy=True)
-        scores: torch.Tensor = self.score(greedy, reward_fn).tensors["token_level_scores"].sum(-1)
-        return scores.repeat_interleave(n)
+        scores: torch.Tensor = self.score(greedy, self.reward_fn).tensors["token_level_scores"].sum(-1)
+        return scores.repeat_interleave(self.n)
 
 
 def extra_metrics(batch: DataProto) -> dict[str, float]:
