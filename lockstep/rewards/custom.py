@@ -26,7 +26,7 @@ def get_custom_reward_fn(
     where = f"custom_reward_function.path={config.path}"
     try:
         function = load_object(config.path, config.name)
-    except (ValueError, ImportError, SyntaxError) as error:
+    except (ValueError, ImportError) as error:
         raise ValueError(f"{where}, name={config.name}: {error}") from error
     if not callable(function):
         raise ValueError(f"{where}: {config.name!r} is not a function but {function!r}")

@@ -4,7 +4,7 @@ import pickle
 
 import numpy as np
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.protocol import DataProto, drop_marked, pad_and_mark
@@ -36,10 +36,10 @@ def same(a: DataProto, b: DataProto) -> bool:
 @given(batches(), st.integers(1, 12))
 def test_concat_undoes_split_and_chunk(data: DataProto, n: int) -> None:
     assert same(DataProto.concat(data.split(n)), data)
-    assume(len(data) % n == 0)
-    parts = data.chunk(n)
-    assert len(parts) == n and {len(part) for part in parts} == {len(data) // n}
-    assert same(DataProto.concat(parts), data)
+    if len(data) % n == 0:
+        parts = data.chunk(n)
+        assert len(parts) == n and {len(part) for part in parts} == {len(data) // n}
+        assert same(DataProto.concat(parts), data)
 
 
 @quick
