@@ -151,7 +151,7 @@ class RolloutConfig:
     max_model_len: int | None = None
     """Longest sequence; null is prompt_length + response_length."""
     gpu_memory_utilization: float = 0.5
-    """Share of the device's memory that the KV cache may fill."""
+    """Share of the device's free memory that the KV cache may fill."""
     kv_block_size: int = 16
     """Embedded: tokens in one block of the KV cache."""
     enable_prefix_caching: bool = True

@@ -18,6 +18,18 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _REF = "actor_rollout_ref.ref"
 _SAMPLER = ("data.sampler.class_path", "data.sampler.class_name")
 
+UNREAD = [
+    (f"{_ROLLOUT}.enforce_eager", False, "decoding runs eagerly"),
+    ("ray_init.num_cpus", None, "the run starts no Ray"),
+    ("ray_init.timeline_json_file", None, "the run starts no Ray"),
+    *(
+        (f"{section}.{key}", default, "one worker shards nothing")
+        for section in (f"{_ACTOR}.fsdp_config", f"{_REF}.fsdp_config", "critic.model.fsdp_config")
+        for key, default in (("fsdp_size", -1), ("forward_prefetch", False), ("wrap_policy.min_num_params", 0))
+    ),
+]
+"""(key, default, why another value changes nothing)."""
+
 Values = Mapping[str, Any]
 """Dotted key to value."""
 Range = tuple[Callable[[Any], bool], str]
@@ -36,6 +48,9 @@ RANGES: dict[str, Range] = {
     "response_length": POSITIVE,
     "train_batch_size": POSITIVE,
     "val_batch_size": POSITIVE,
+    "gen_batch_size": POSITIVE,
+    "seed": NOT_NEGATIVE,
+    "betas": (lambda pair: all(0 <= x < 1 for x in pair), "must be two numbers from 0 up to 1"),
     "ppo_mini_batch_size": POSITIVE,
     "ppo_micro_batch_size_per_gpu": POSITIVE,
     "forward_micro_batch_size_per_gpu": POSITIVE,
@@ -60,7 +75,7 @@ RANGES: dict[str, Range] = {
     "filter_overlong_prompts_workers": POSITIVE,
     "horizon": POSITIVE,
     "target_kl": POSITIVE,
-    "clip_ratio_c": POSITIVE,
+    "clip_ratio_c": (lambda x: x > 1, "must be greater than 1"),
     "loss_scale_factor": POSITIVE,
     "timeout_s": POSITIVE,
     "clip_grad": POSITIVE,
@@ -195,6 +210,8 @@ def _files(values: Values) -> Iterator[Problem]:
         message = "a sampler of your own works in the controller; set 0"
         workers = values["data.dataloader_num_workers"]
         yield Problem("data.dataloader_num_workers", workers, message, also=_SAMPLER)
+    if values["trainer.val_only"] and not values["data.val_files"]:
+        yield Problem("trainer.val_only", True, "there is nothing to validate on; set data.val_files")
     if values["trainer.resume_mode"] == "resume_path":
         path = values["trainer.resume_from_path"]
         if not path:
@@ -242,10 +259,31 @@ def _algorithm(values: Values) -> Iterator[Problem]:
         if values[name] and not values[f"{_ROLLOUT}.calculate_log_probs"]:
             message = f"needs the rollout's own log-probs; set {_ROLLOUT}.calculate_log_probs=true"
             yield Problem(name, values[name], message, also=(f"{_ROLLOUT}.calculate_log_probs",))
+    if values["data.gen_batch_size"] is not None and not values["algorithm.filter_groups.enable"]:
+        message = "counts only with algorithm.filter_groups.enable=true; set data.train_batch_size instead"
+        yield Problem("data.gen_batch_size", values["data.gen_batch_size"], message)
+    if values["algorithm.filter_groups.metric"] == "seq_final_reward":
+        message = "groups are filtered before the KL penalty is known; set seq_reward, score or a column of the reward function"
+        yield Problem("algorithm.filter_groups.metric", "seq_final_reward", message)
+    yield from _bypass(values)
     for name in ("algorithm.kl_penalty", f"{_ACTOR}.kl_loss_type"):
         if values[name].removesuffix("+") not in KL_ESTIMATORS:
             message = f"must be one of {', '.join(KL_ESTIMATORS)}; + at the end takes the gradient of mse"
             yield Problem(name, values[name], message)
+
+
+def _bypass(values: Values) -> Iterator[Problem]:
+    section, loss = "algorithm.rollout_correction", f"{_ACTOR}.policy_loss.loss_mode"
+    if not values[f"{section}.bypass_mode"]:
+        return
+    for field in ("rollout_is", "rollout_rs"):
+        name = f"{section}.{field}"
+        if values[name] is not None and values[loss] not in ("vanilla", "bypass_mode"):
+            message = f"in bypass mode the loss corrects, and {values[loss]} does not; set {loss}=vanilla"
+            yield Problem(name, values[name], message, also=(loss,))
+    if values[f"{section}.rollout_is_batch_normalize"]:
+        message = "the mean weight of a mini-batch is not known in bypass mode; set false"
+        yield Problem(f"{section}.rollout_is_batch_normalize", True, message)
 
 
 def _batches(values: Values) -> Iterator[Problem]:
@@ -334,6 +372,11 @@ def _warnings(values: Values) -> Iterator[str]:
             "trainer.resume_from_path counts only with trainer.resume_mode=resume_path, "
             f"and that is {values['trainer.resume_mode']}"
         )
+    for name, default, reason in UNREAD:
+        if values[name] != default:
+            yield f"{name}={values[name]} has no effect in this build: {reason}"
+    if values["reward_model.enable"] and values["custom_reward_function.path"]:
+        yield "reward_model.enable: the model's scores count; custom_reward_function.path is not called"
     if values["algorithm.use_kl_in_reward"] and values[f"{_ACTOR}.use_kl_loss"]:
         yield f"algorithm.use_kl_in_reward and {_ACTOR}.use_kl_loss are both on: KL counts in the reward and in the loss"
     if values["trainer.test_freq"] > 0 and not values["data.val_files"]:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from omegaconf import II
+
 
 @dataclass(frozen=True)
 class TrainerConfig:
@@ -51,8 +53,8 @@ class TrainerConfig:
     """The run's folder: checkpoints, metrics.jsonl, the config."""
     max_actor_ckpt_to_keep: int | None = None
     """Keep this many of the newest checkpoints; null keeps all."""
-    max_critic_ckpt_to_keep: int | None = None
-    """As `max_actor_ckpt_to_keep`; a checkpoint holds both, so the smaller of the two counts."""
+    max_critic_ckpt_to_keep: int | None = II("trainer.max_actor_ckpt_to_keep")
+    """As `max_actor_ckpt_to_keep`; follows it. A checkpoint holds both models, so the larger of the two counts."""
 
 
 @dataclass(frozen=True)

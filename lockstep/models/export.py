@@ -23,10 +23,12 @@ def save_scalar_model(
 ) -> None:
     """state: whole weights of a `ScalarModel` (names begin with `body.` or `score.`)."""
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {_classifier_name(name): tensor.contiguous() for name, tensor in state.items()}
+    prefix = f"{body.base_model_prefix}."
+    weights = {_classifier_name(name, prefix): tensor.contiguous() for name, tensor in state.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config = copy.deepcopy(body.config)
     config.num_labels = 1
+    config.pad_token_id = tokenizer.pad_token_id
     architecture = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
     if architecture is not None:
         config.architectures = [architecture]
@@ -34,5 +36,5 @@ def save_scalar_model(
     tokenizer.save_pretrained(folder)
 
 
-def _classifier_name(name: str) -> str:
-    return "model." + name.removeprefix("body.") if name.startswith("body.") else name
+def _classifier_name(name: str, prefix: str) -> str:
+    return prefix + name.removeprefix("body.") if name.startswith("body.") else name

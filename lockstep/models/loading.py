@@ -4,6 +4,7 @@ folder ──► causal LM  |  (body, value head)  |  (body, reward head)
 """
 
 import importlib
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from transformers.utils import logging as hf_logging
 from lockstep.config.model import HFModelConfig
 from lockstep.models.attention import ATTENTION_NAME
 
+logger = logging.getLogger(__name__)
 hf_logging.disable_progress_bar()
 
 _DTYPES = {"float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
@@ -55,7 +57,18 @@ def load_hf_config(config: HFModelConfig, key: str) -> PretrainedConfig:
         if not hasattr(hf_config, name):
             raise ValueError(f"{key}.override_config.{name}: {type(hf_config).__name__} has no such setting")
         setattr(hf_config, name, value)
+    _turn_dropout_off(hf_config)
     return hf_config
+
+
+def _turn_dropout_off(hf_config: PretrainedConfig) -> None:
+    """A policy that drops units while it is trained is not the one that was sampled: its ratios would be noise."""
+    for name, value in list(vars(hf_config).items()):
+        if name.endswith(("dropout", "pdrop", "dropout_prob")) and isinstance(value, int | float) and value > 0:
+            logger.warning(
+                "%s=%g of %s is set to 0: dropout would change the log-probs", name, value, hf_config.model_type
+            )
+            setattr(hf_config, name, 0.0)
 
 
 def load_causal_lm(config: HFModelConfig, key: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

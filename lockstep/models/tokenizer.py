@@ -12,19 +12,25 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json",
 
 
 def hf_tokenizer(
-    path: str | Path, trust_remote_code: bool = False, custom_chat_template: str | None = None
+    path: str | Path,
+    trust_remote_code: bool = False,
+    custom_chat_template: str | None = None,
+    key: str = "actor_rollout_ref.model",
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer in the local folder `path`, with a pad token; nothing is ever downloaded."""
+    """The tokenizer in the local folder `path`, with a pad token; nothing is ever downloaded.
+
+    key: the config section that the path comes from, for messages.
+    """
     folder = Path(path).expanduser()
     if not str(path) or not folder.is_dir():
         raise ValueError(
-            f"actor_rollout_ref.model.path={str(path)!r}: no such folder (looked for {folder.resolve()}). Models and "
+            f"{key}.path={str(path)!r}: no such folder (looked for {folder.resolve()}). Models and "
             "tokenizers are read from local folders only; download the model first and give its folder."
         )
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ValueError(
-            f"actor_rollout_ref.model.path={str(path)!r}: the folder holds no tokenizer (looked for "
-            f"{', '.join(TOKENIZER_FILES)}). Set actor_rollout_ref.model.tokenizer_path if it lies elsewhere."
+            f"{key}.path={str(path)!r}: the folder holds no tokenizer (looked for "
+            f"{', '.join(TOKENIZER_FILES)}). Set {key}.tokenizer_path if it lies elsewhere."
         )
     tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
     if custom_chat_template is not None:

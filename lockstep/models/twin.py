@@ -5,7 +5,7 @@ mode. Nothing is copied: after `share` both hold the same tensors, so an optimiz
 """
 
 import copy
-from collections.abc import Iterable
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -18,29 +18,21 @@ def make_twin(model: PreTrainedModel) -> PreTrainedModel:
         twin = type(model)._from_config(
             copy.deepcopy(model.config), attn_implementation=model.config._attn_implementation
         )
-    for name, buffer in model.named_buffers():
-        _set(twin, name, buffer)
     return twin.eval().requires_grad_(False)
 
 
-def share(twin: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Let the twin use these tensors (the trainer's own) as its parameters."""
-    seen = set()
-    for name, tensor in weights:
+def share(twin: nn.Module, model: nn.Module) -> None:
+    """Let the twin use the model's own tensors as its parameters and buffers."""
+    for name, tensor in chain(model.named_parameters(remove_duplicate=False), model.named_buffers()):
         _set(twin, name, tensor)
-        seen.add(name)
-    if isinstance(twin, PreTrainedModel):
-        twin.tie_weights()
-    unset = [name for name, p in twin.named_parameters() if p.is_meta]
-    if unset:
-        raise RuntimeError(
-            f"the trainer gave no tensor for {unset[:5]} (of {len(unset)}); given were {sorted(seen)[:5]}"
-        )
+    missing = [name for name, tensor in chain(twin.named_parameters(), twin.named_buffers()) if tensor.is_meta]
+    if missing:
+        raise RuntimeError(f"the trainer's model has no tensor for {missing[:5]} (of {len(missing)})")
 
 
 def release(twin: nn.Module) -> None:
-    """Drop the shared tensors, so that the trainer may free or move them."""
-    for name, parameter in list(twin.named_parameters()):
+    """Drop the shared parameters, so that the trainer may free or move them."""
+    for name, parameter in list(twin.named_parameters(remove_duplicate=False)):
         _set(twin, name, torch.empty_like(parameter, device="meta"))
 
 

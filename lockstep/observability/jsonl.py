@@ -71,8 +71,8 @@ def last_step(path: Path) -> int | None:
     """The step of the last line; None where there is none."""
     if not path.exists():
         return None
-    lines = path.read_bytes().splitlines(keepends=True)
-    return _step_of(lines[-1]) if lines else None
+    steps = map(_step_of, reversed(path.read_bytes().splitlines(keepends=True)))
+    return next((step for step in steps if step is not None), None)
 
 
 def cut_unfinished_line(path: Path) -> None:

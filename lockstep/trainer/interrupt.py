@@ -30,4 +30,4 @@ class Interrupt:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        logger.warning("stopping after this step, with a checkpoint; press Ctrl-C again to stop at once")
+        logger.warning("stopping after this step (a training step is saved first); press Ctrl-C again to stop at once")

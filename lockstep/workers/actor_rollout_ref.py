@@ -94,7 +94,7 @@ class ActorRolloutRefWorker(Worker):
         sampling = sampling_params(self.config.rollout, validate=validate, greedy=greedy)
         requests = requests_of(prompts, sampling)
         with self.actor.gathered():
-            share(self.twin, self.policy.model.named_parameters(remove_duplicate=False))
+            share(self.twin, self.policy.model)
             self.rollout.wake()
             completions = self.rollout.generate(requests)
             if self.config.rollout.free_cache_engine:
@@ -145,12 +145,12 @@ class ActorRolloutRefWorker(Worker):
         size = config.ppo_mini_batch_size * config.rollout_n // self.world_size
         with_entropy = config.entropy_coeff != 0 or config.calculate_entropy
         means = MetricMeans()
-        engine.onload()
-        batches = mini_batches(data.tensors, size, config.ppo_epochs, config.shuffle, config.data_loader_seed)
-        for number, rows in enumerate(batches):
+        engine.onload(optimizer=True)
+        step = data.meta_info["global_steps"]
+        seed = config.data_loader_seed + step if config.shuffle else None
+        for number, rows in enumerate(mini_batches(data.tensors, size, config.ppo_epochs, seed)):
             info = global_batch_info(rows, engine, config.loss_scale_factor)
-            seed = (data.meta_info["global_steps"] << 16) + number
-            prepared = prepare_policy_loss(policy_loss_mode(config), rows, config, seed)
+            prepared = prepare_policy_loss(policy_loss_mode(config), rows, config, seed=(step << 16) + number)
             rows.update(prepared)
             loss_fn = actor_loss_fn(config, info, prepared)
             metrics = engine.forward_backward(
@@ -171,14 +171,16 @@ class ActorRolloutRefWorker(Worker):
     def save_checkpoint(self, local_path: str, global_step: int = 0) -> None:
         folder = Path(local_path)
         folder.mkdir(parents=True, exist_ok=True)
-        self.actor.onload()
+        self.actor.onload(optimizer=True)
         self.actor.save(folder, self.config.actor.checkpoint.save_contents)
         if "hf_model" in self.config.actor.checkpoint.save_contents:
-            save_policy(self.policy.model, self.actor.full_state_dict(), self.tokenizer, folder / "huggingface")
+            weights = self.actor.full_state_dict()
+            if self.rank == 0:
+                save_policy(self.policy.model, weights, self.tokenizer, folder / "huggingface")
         self.actor.offload()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, local_path: str) -> None:
-        self.actor.onload()
+        self.actor.onload(optimizer=True)
         self.actor.load(Path(local_path), self.config.actor.checkpoint.load_contents)
         self.actor.offload()

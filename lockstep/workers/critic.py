@@ -30,7 +30,7 @@ class CriticWorker(Worker):
         model, fsdp = self.config.model, self.config.model.fsdp_config
         dtype = resolve_dtype(fsdp.model_dtype, self.device)
         self.tokenizer = hf_tokenizer(
-            model.tokenizer_path or str(model_folder(model, _KEY)), trust_remote_code=model.trust_remote_code
+            model.tokenizer_path or str(model_folder(model, _KEY)), trust_remote_code=model.trust_remote_code, key=_KEY
         )
         self.model = ScalarModel(*load_value_model(model, _KEY, dtype, self.device, fsdp.seed))
         self.engine = FsdpEngine(
@@ -66,8 +66,9 @@ class CriticWorker(Worker):
         )
         size = config.ppo_mini_batch_size * config.rollout_n // self.world_size
         means = MetricMeans()
-        engine.onload()
-        for rows in mini_batches(data.tensors, size, config.ppo_epochs, config.shuffle, config.data_loader_seed):
+        engine.onload(optimizer=True)
+        seed = config.data_loader_seed + data.meta_info["global_steps"] if config.shuffle else None
+        for rows in mini_batches(data.tensors, size, config.ppo_epochs, seed):
             loss_fn = critic_loss_fn(config, global_batch_info(rows, engine))
             metrics = engine.forward_backward(rows, loss_fn, micro)
             metrics["critic/grad_norm"] = engine.optimizer_step()
@@ -81,14 +82,16 @@ class CriticWorker(Worker):
     def save_checkpoint(self, local_path: str, global_step: int = 0) -> None:
         folder = Path(local_path)
         folder.mkdir(parents=True, exist_ok=True)
-        self.engine.onload()
+        self.engine.onload(optimizer=True)
         self.engine.save(folder, self.config.checkpoint.save_contents)
         if "hf_model" in self.config.checkpoint.save_contents:
-            save_scalar_model(self.model.body, self.engine.full_state_dict(), self.tokenizer, folder / "huggingface")
+            weights = self.engine.full_state_dict()
+            if self.rank == 0:
+                save_scalar_model(self.model.body, weights, self.tokenizer, folder / "huggingface")
         self.engine.offload()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, local_path: str) -> None:
-        self.engine.onload()
+        self.engine.onload(optimizer=True)
         self.engine.load(Path(local_path), self.config.checkpoint.load_contents)
         self.engine.offload()

@@ -28,7 +28,12 @@ class RewardModelWorker(Worker):
         model, fsdp = self.config.model, self.config.model.fsdp_config
         compute_dtype = resolve_dtype(fsdp.dtype, self.device)
         self.policy_tokenizer = hf_tokenizer(model.input_tokenizer) if model.input_tokenizer else None
-        self.tokenizer = hf_tokenizer(model.tokenizer_path or str(model_folder(model, _KEY)))
+        self.tokenizer = hf_tokenizer(
+            model.tokenizer_path or str(model_folder(model, _KEY)),
+            trust_remote_code=model.trust_remote_code,
+            custom_chat_template=model.custom_chat_template,
+            key=_KEY,
+        )
         self.engine = FsdpEngine(
             ScalarModel(*load_reward_model(model, _KEY, compute_dtype, self.device)),
             fsdp,

@@ -14,11 +14,14 @@ def micro_batching(num_rows: int | None, use_dynamic_bsz: bool, max_tokens: int)
     return MicroBatching(max_tokens=max_tokens) if use_dynamic_bsz else MicroBatching(num_rows=num_rows)
 
 
-def mini_batches(batch: TensorDict, size: int, epochs: int, shuffle: bool, seed: int) -> Iterator[TensorDict]:
-    """`epochs` passes over the rows in mini-batches of `size`; the last one of a pass may be smaller."""
-    generator = torch.Generator().manual_seed(seed)
+def mini_batches(batch: TensorDict, size: int, epochs: int, seed: int | None) -> Iterator[TensorDict]:
+    """`epochs` passes over the rows in mini-batches of `size`; the last one of a pass may be smaller.
+
+    seed: of the shuffling before each pass; None keeps the order.
+    """
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
     for _ in range(epochs):
-        order = torch.randperm(len(batch), generator=generator) if shuffle else torch.arange(len(batch))
+        order = torch.arange(len(batch)) if generator is None else torch.randperm(len(batch), generator=generator)
         for rows in order.split(size):
             yield batch[rows]
 

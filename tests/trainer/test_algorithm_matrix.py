@@ -111,3 +111,44 @@ def test_an_estimator_without_its_inputs_is_refused_at_the_start(
     bypass = "algorithm.rollout_correction.bypass_mode=true"
     assert main([*overrides, "algorithm.adv_estimator=egpo", "actor_rollout_ref.rollout.n=2", bypass]) == 2
     assert "entropys" in capsys.readouterr().err
+
+
+def test_a_column_that_some_rows_lack_and_a_row_that_fails_cost_no_run(overrides: list[str], tmp_path: Path) -> None:
+    (tmp_path / "partial.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    total = sum(ord(c) % 7 for c in solution_str)\n"
+        "    if total % 5 == 0:\n"
+        "        raise ValueError('cannot parse')\n"
+        "    extra = {'pred': str(total)} if total % 2 else {}\n"
+        "    return {'score': total % 11 / 10, 'acc': float(total % 3 == 0), **extra}\n"
+    )
+    rows = run(
+        overrides,
+        tmp_path,
+        f"custom_reward_function.path={tmp_path}/partial.py",
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.n=4",
+        "algorithm.filter_groups.enable=true",
+        "algorithm.filter_groups.metric=acc",
+        "data.gen_batch_size=2",
+        "trainer.test_freq=1",
+        "actor_rollout_ref.rollout.val_kwargs.n=4",
+        "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
+        "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
+    )
+    assert rows[0]["train/num_gen_batches"] >= 2
+    assert 0 <= rows[0]["val-core/openai/gsm8k/acc/mean@4"] <= 1
+    assert 0 < rows[0]["reward/reward_failed/mean"] < 1
+
+
+def test_rejected_tokens_keep_the_reward_of_their_sequence(overrides: list[str], tmp_path: Path) -> None:
+    """A threshold that rejects every token trains nothing, but the returns are those of the rewards."""
+    rows = run(
+        overrides,
+        tmp_path,
+        "algorithm.adv_estimator=reinforce_plus_plus",
+        "algorithm.rollout_correction.rollout_rs=token_k1",
+        "algorithm.rollout_correction.rollout_rs_threshold=0.9999999_1.0",
+    )
+    assert rows[0]["rollout_corr/rollout_rs_masked_fraction"] > 0.3
+    assert rows[0]["critic/returns/max"] == pytest.approx(rows[0]["critic/score/max"])

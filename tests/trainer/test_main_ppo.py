@@ -170,3 +170,21 @@ def test_faults_of_the_user_are_told_without_a_traceback(overrides: list[str], t
     assert "embedded" in capsys.readouterr().err
     assert main([*overrides, "algorithm.adv_estimator=grop"]) == 2
     assert "Did you mean 'grpo'?" in capsys.readouterr().err
+
+
+def test_saving_changes_nothing_while_only_the_critic_learns(overrides: list[str], tmp_path: Path) -> None:
+    command = [*overrides, "algorithm.adv_estimator=gae", "trainer.critic_warmup=1", "trainer.total_training_steps=3"]
+    for name, frequency in (("saved", 1), ("unsaved", -1)):
+        assert main([*command, f"trainer.save_freq={frequency}", f"trainer.default_local_dir={tmp_path}/{name}"]) == 0
+    assert untimed(metrics_of(tmp_path / "saved")) == untimed(metrics_of(tmp_path / "unsaved"))
+    again = [*command, f"trainer.default_local_dir={tmp_path}/again", "trainer.resume_mode=resume_path"]
+    assert main([*again, f"trainer.resume_from_path={tmp_path}/saved/global_step_1"]) == 0
+    assert untimed(metrics_of(tmp_path / "again")) == untimed(metrics_of(tmp_path / "saved"))[1:]
+
+
+def test_resuming_without_a_saved_model_is_refused(overrides: list[str], tmp_path: Path, capsys: Any) -> None:
+    short = [*overrides, "trainer.save_freq=1", "trainer.val_before_train=false", "trainer.total_training_steps=1"]
+    exported = "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]"
+    assert main([*short, "algorithm.adv_estimator=reinforce_plus_plus", exported]) == 0
+    assert main([*overrides, "algorithm.adv_estimator=reinforce_plus_plus"]) == 2
+    assert "checkpoint.save_contents" in capsys.readouterr().err

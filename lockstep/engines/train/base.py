@@ -72,8 +72,8 @@ class TrainEngine(ABC):
         """Move what the config asks for to host memory."""
 
     @abstractmethod
-    def onload(self) -> None:
-        """Bring it back."""
+    def onload(self, *, optimizer: bool = False) -> None:
+        """Bring the parameters back and, for an update or a checkpoint, the optimizer's state."""
 
     @abstractmethod
     def save(self, folder: Path, contents: Collection[str] = PARTS) -> None:

@@ -3,6 +3,7 @@
 At world size 1 with one type for both there is nothing to shard or cast, and the module stays as it is.
 """
 
+import atexit
 import random
 import warnings
 from collections.abc import Collection, Iterator
@@ -85,6 +86,8 @@ class FsdpEngine(TrainEngine):
             for rows in self._partitions(batch, micro):
                 order += rows
                 pieces.append(self.model(self._rows(batch[rows]), **options))
+        if isinstance(self.model, FSDPModule):
+            self.model.reshard()  # the root keeps its parameters for a backward that does not come
         back = torch.tensor(order).argsort()
         return {name: torch.cat([p[name] for p in pieces]).cpu()[back] for name in pieces[0]}
 
@@ -148,10 +151,10 @@ class FsdpEngine(TrainEngine):
         for name, tensor in self.model.state_dict().items():
             yield name.partition(".")[2], tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-    def onload(self) -> None:
+    def onload(self, *, optimizer: bool = False) -> None:
         if self.config.param_offload:
             self.model.to(self.device)
-        if self.config.optimizer_offload and self.optimizer is not None:
+        if optimizer and self.config.optimizer_offload and self.optimizer is not None:
             _move_optimizer(self.optimizer, self.device)
 
     def offload(self) -> None:
@@ -165,7 +168,7 @@ class FsdpEngine(TrainEngine):
             torch.cuda.empty_cache()
 
     def save(self, folder: Path, contents: Collection[str] = PARTS) -> None:
-        state = self._state(contents)
+        state = self._state(self._saved_parts(contents))
         if state:
             with _plain_errors():
                 dcp.save(state, checkpoint_id=str(folder / "shards"), no_dist=not dist.is_initialized())
@@ -173,7 +176,10 @@ class FsdpEngine(TrainEngine):
             torch.save({"schedule": self.schedule.state_dict(), "rng": _rng_state()}, _extra_file(folder, _rank()))
 
     def load(self, folder: Path, contents: Collection[str] = PARTS) -> None:
-        state = self._state(contents)
+        held = _held_parts(folder)
+        if "model" in contents and "model" not in held:
+            raise ValueError(f"{folder} holds no model: it was saved without `model` in checkpoint.save_contents")
+        state = self._state([part for part in contents if part in held])
         if state:
             with _plain_errors():
                 dcp.load(state, checkpoint_id=str(folder / "shards"), no_dist=not dist.is_initialized())
@@ -187,6 +193,11 @@ class FsdpEngine(TrainEngine):
             extra = torch.load(own if own.exists() else _extra_file(folder, 0), weights_only=False)
             self.schedule.load_state_dict(extra["schedule"])
             _set_rng_state(extra["rng"])
+
+    def _saved_parts(self, contents: Collection[str]) -> list[str]:
+        """An optimizer that has not stepped has no state; asking it for one would make it take a step."""
+        stepped = self.optimizer is not None and bool(self.optimizer.state)
+        return [part for part in contents if part != "optimizer" or stepped]
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Whole master weights on the host (rank 0), by the module's own names."""
@@ -227,6 +238,7 @@ def _shard(model: nn.Module, config: FSDPEngineConfig, device: torch.device, com
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        atexit.register(dist.destroy_process_group)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for layer in _decoder_layers(model):
@@ -262,6 +274,15 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def _held_parts(folder: Path) -> set[str]:
+    """Parts of the state that a checkpoint's shards hold."""
+    shards = folder / "shards"
+    if not (shards / ".metadata").is_file():
+        return set()
+    names = dcp.FileSystemReader(shards).read_metadata().state_dict_metadata
+    return {name.partition(".")[0] for name in names}
+
+
 def _extra_file(folder: Path, rank: int) -> Path:
     return folder / f"extra_rank_{rank}.pt"
 
@@ -269,7 +290,7 @@ def _extra_file(folder: Path, rank: int) -> Path:
 def _rng_state() -> dict[str, Any]:
     state = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}
     if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state_all()
+        state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
@@ -278,4 +299,4 @@ def _set_rng_state(state: dict[str, Any]) -> None:
     np.random.set_state(state["numpy"])
     random.setstate(state["python"])
     if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+        torch.cuda.set_rng_state(state["cuda"])

@@ -94,7 +94,8 @@ def process_validation_metrics(
 ) -> ValidationMetrics:
     """What the answers to each prompt score, averaged over the prompts of a data source.
 
-    infos_dict has one value per answer for each variable; those that are not numbers are left out. With N answers to
+    infos_dict has one value per answer for each variable, None where an answer has none; variables that are not numbers
+    are left out. With N answers to
     a prompt: mean@N and std@N over them, and, for n = 2, 4, .. N, the best, the worst and (where `pred` is given) the
     majority of n answers drawn with replacement, as mean and standard deviation over 1000 draws with a fixed seed. A
     single answer has mean@1 alone.
@@ -102,19 +103,19 @@ def process_validation_metrics(
     rows_of: dict[str, dict[Any, list[int]]] = {}
     for row, (source, uid) in enumerate(zip(data_sources, sample_uids)):
         rows_of.setdefault(source, {}).setdefault(uid, []).append(row)
-    numeric = {name: vals for name, vals in infos_dict.items() if len(vals) and _is_number(vals[0])}
+    numeric = {name: vals for name, vals in infos_dict.items() if is_numeric(vals)}
     predictions = infos_dict.get("pred")
 
     result: ValidationMetrics = {}
     for source, prompts in rows_of.items():
         for variable, values in numeric.items():
-            per_prompt = [
-                _prompt_metrics(
-                    np.array([values[row] for row in rows], dtype=np.float64),
-                    None if predictions is None else [predictions[row] for row in rows],
-                )
-                for rows in prompts.values()
-            ]
+            per_prompt = []
+            for rows in prompts.values():
+                told = [row for row in rows if values[row] is not None]
+                if told:
+                    numbers = np.array([values[row] for row in told], dtype=np.float64)
+                    answers = None if predictions is None else [predictions[row] for row in told]
+                    per_prompt.append(_prompt_metrics(numbers, answers))
             names = dict.fromkeys(name for metrics in per_prompt for name in metrics)
             result.setdefault(source, {})[variable] = {
                 name: float(np.mean([metrics[name] for metrics in per_prompt if name in metrics])) for name in names
@@ -178,8 +179,10 @@ def _majority_value(values: np.ndarray, predictions: Sequence[Any], draw: np.nda
     return float(values[winners[0]])
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | np.number | np.bool_)
+def is_numeric(values: Sequence[Any]) -> bool:
+    """Whether what is not None is numbers, and there is any."""
+    told = [value for value in values if value is not None]
+    return bool(told) and all(isinstance(value, int | float | np.number | np.bool_) for value in told)
 
 
 def _lengths(batch: DataProto) -> tuple[Tensor, Tensor]:

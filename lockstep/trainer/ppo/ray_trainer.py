@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from lockstep.algorithms.advantages import check_inputs, required_inputs
 from lockstep.algorithms.kl import apply_kl_penalty, get_kl_controller
 from lockstep.algorithms.losses.aggregate import agg_loss
+from lockstep.algorithms.losses.policy import get_policy_loss_fn
 from lockstep.algorithms.on_batch import compute_advantage
 from lockstep.algorithms.pf_ppo import compute_pf_ppo_reweight_data
 from lockstep.algorithms.rollout_correction import apply_rollout_correction, use_rollout_log_probs
@@ -92,10 +93,12 @@ class PPOTrainer:
         self.use_rm = need_reward_model(config)
         self.kl_ctrl_in_reward = get_kl_controller(config.algorithm.kl_ctrl)
         check_inputs(config.algorithm.adv_estimator, self._batch_keys())
+        get_policy_loss_fn(config.actor_rollout_ref.actor.policy_loss.loss_mode)
         data, seed = config.data, config.data.seed if config.data.seed is not None else config.trainer.seed
         self.train_dataloader = create_dataloader(
             train_dataset,
-            batch_size=data.gen_batch_size or data.train_batch_size,
+            batch_size=(data.gen_batch_size if config.algorithm.filter_groups.enable else None)
+            or data.train_batch_size,
             shuffle=data.shuffle,
             seed=seed,
             num_workers=data.dataloader_num_workers,
@@ -257,7 +260,8 @@ class PPOTrainer:
             else:
                 batch = batch.union(self.actor_rollout_wg.compute_log_prob(batch))
                 metrics |= self._entropy_metrics(batch)
-        metrics |= rollout_gap(batch, corrected=correction.rollout_is is not None or correction.rollout_rs is not None)
+                corrected = correction.rollout_is is not None or correction.rollout_rs is not None
+                metrics |= rollout_gap(batch, corrected=corrected)
         if self.use_reference_policy:
             with marked_timer("ref", timing):
                 batch = batch.union(self.ref_policy_wg.compute_ref_log_prob(batch))
@@ -274,8 +278,11 @@ class PPOTrainer:
                 metrics |= kl_metrics
             else:
                 batch.tensors["token_level_rewards"] = batch.tensors["token_level_scores"]
+            all_tokens = batch.tensors["response_mask"]
             batch, correction_metrics = apply_rollout_correction(batch, correction)
             metrics |= correction_metrics
+            # a rejected token trains nothing, but the reward that lies on it belongs to the tokens before it
+            kept_tokens, batch.tensors["response_mask"] = batch.tensors["response_mask"], all_tokens
             batch = compute_advantage(
                 batch,
                 adv_estimator=algorithm.adv_estimator,
@@ -285,20 +292,22 @@ class PPOTrainer:
                 norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
                 config=algorithm,
             )
+            batch.tensors["response_mask"] = kept_tokens
+            chosen = batch
             if algorithm.use_pf_ppo:
                 rule = algorithm.pf_ppo
-                batch = compute_pf_ppo_reweight_data(batch, rule.reweight_method, rule.weight_pow, self.global_steps)
+                chosen = compute_pf_ppo_reweight_data(batch, rule.reweight_method, rule.weight_pow, self.global_steps)
         check_finite(batch, "old_log_probs", "ref_log_prob", "values", "token_level_rewards", "advantages", "returns")
 
         # 6. update the critic
         if self.use_critic:
             with marked_timer("update_critic", timing):
-                metrics |= _reduced(self.critic_wg.update_critic(batch))
+                metrics |= _reduced(self.critic_wg.update_critic(chosen))
 
         # 7. update the actor, once the critic is warm
         if self.global_steps > self.config.trainer.critic_warmup:
             with marked_timer("update_actor", timing):
-                metrics |= _reduced(self.actor_rollout_wg.update_actor(batch))
+                metrics |= _reduced(self.actor_rollout_wg.update_actor(chosen))
             self.num_updates += 1
 
         if (folder := self.config.trainer.rollout_data_dir) is not None:
@@ -388,7 +397,7 @@ class PPOTrainer:
 
     def _checkpoints_to_keep(self) -> int | None:
         limits = (self.config.trainer.max_actor_ckpt_to_keep, self.config.trainer.max_critic_ckpt_to_keep)
-        return min((n for n in limits if n is not None), default=None)
+        return None if None in limits else max(n for n in limits if n is not None)
 
     def _save_checkpoint(self, metrics: dict[str, Any]) -> None:
         """metrics: those of the step, kept so that none is lost if the process dies before it has tracked them."""

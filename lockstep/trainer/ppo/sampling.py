@@ -15,6 +15,7 @@ from lockstep.algorithms.advantages import required_inputs
 from lockstep.algorithms.filtering import keep_informative_groups
 from lockstep.config.ppo import PPOConfig
 from lockstep.protocol import DataProto, object_array
+from lockstep.trainer.ppo.metrics import is_numeric
 from lockstep.utils.timing import marked_timer
 
 logger = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ class Sampling:
             draws += 1
             if draws % 10 == 0:
                 logger.warning("filter_groups: %d batches sampled, %d of %d rows kept", draws, num_kept, wanted)
-        return DataProto.concat(kept)[:wanted], {"train/num_gen_batches": draws}
+        return _joined(kept)[:wanted], {"train/num_gen_batches": draws}
 
     def scored(self, prompts: DataProto, *, step: int, draw: int, timing: dict[str, float]) -> DataProto:
         """Samples of one batch of prompts with their scores and, for ReMax, their baselines."""
@@ -104,7 +105,7 @@ class Sampling:
         if self.rm_wg is not None:
             batch = batch.union(self.rm_wg.compute_rm_score(batch))
         result = reward_fn(batch, return_dict=True)
-        extra: dict[str, list[Any]] = result["reward_extra_info"]
+        extra = {name: _without_gaps(values, result) for name, values in result["reward_extra_info"].items()}
         batch.tensors["token_level_scores"] = result["reward_tensor"]
         batch.non_tensor_batch |= {name: object_array(values) for name, values in extra.items()}
         batch.meta_info[EXTRA_KEYS] = sorted(extra)
@@ -119,12 +120,26 @@ class Sampling:
 
 def extra_metrics(batch: DataProto) -> dict[str, float]:
     """Means of the reward function's numeric columns, as `reward/{name}/mean`."""
-    metrics = {}
-    for name, values in extra_columns(batch).items():
-        numbers = [float(value) for value in values if isinstance(value, bool | int | float)]
-        if numbers:
-            metrics[f"reward/{name}/mean"] = sum(numbers) / len(numbers)
-    return metrics
+    columns = {name: values for name, values in extra_columns(batch).items() if is_numeric(values)}
+    return {f"reward/{name}/mean": float(np.mean([v for v in vs if v is not None])) for name, vs in columns.items()}
+
+
+def _without_gaps(values: list[Any], result: dict[str, Any]) -> list[Any]:
+    """A column of numbers with 0 where scoring the row failed."""
+    failed = result["reward_extra_info"].get("reward_failed", [0.0] * len(values))
+    if not is_numeric(values):
+        return values
+    return [0.0 if value is None and fail else value for value, fail in zip(values, failed)]
+
+
+def _joined(parts: list[DataProto]) -> DataProto:
+    """The parts as one batch; a column that the reward function gave in some of them only holds None in the others."""
+    names = sorted({name for part in parts for name in part.meta_info[EXTRA_KEYS]})
+    for part in parts:
+        part.meta_info[EXTRA_KEYS] = names
+        for name in names:
+            part.non_tensor_batch.setdefault(name, object_array([None] * len(part)))
+    return DataProto.concat(parts)
 
 
 def extra_columns(batch: DataProto) -> dict[str, list[Any]]:

@@ -62,7 +62,7 @@ class TaskRunner:
         model, data = config.actor_rollout_ref.model, config.data
         tokenizer = hf_tokenizer(
             data.tokenizer or model.tokenizer_path or model.path,
-            trust_remote_code=model.trust_remote_code,
+            trust_remote_code=model.trust_remote_code or data.trust_remote_code,
             custom_chat_template=model.custom_chat_template,
         )
         val_dataset = None

@@ -29,9 +29,9 @@ class Answers:
     def add(self, batch: DataProto, decode: Callable[[list[Tensor]], list[str]]) -> None:
         """Append the answers of a scored batch."""
         tensors, columns, done = batch.tensors, batch.non_tensor_batch, len(self.scores)
-        prompt_mask = tensors["attention_mask"][:, : tensors["prompts"].shape[1]]
-        self.inputs += decode(valid_tokens(tensors["prompts"], prompt_mask))
-        self.outputs += decode(valid_tokens(tensors["responses"], tensors["response_mask"]))
+        width = tensors["prompts"].shape[1]
+        self.inputs += decode(valid_tokens(tensors["prompts"], tensors["attention_mask"][:, :width]))
+        self.outputs += decode(valid_tokens(tensors["responses"], tensors["attention_mask"][:, width:]))
         self.scores += tensors["token_level_scores"].sum(-1).tolist()
         self.uids += [f"{done}:{uid}" for uid in columns["uid"]]
         self.data_sources += [str(source) for source in columns["data_source"]]

@@ -20,7 +20,7 @@ from lockstep.engines.rollout.embedded.scheduler import StepPlan
 from lockstep.engines.rollout.embedded.sequence import Sequence
 from lockstep.engines.rollout.embedded.step_inputs import StepInputs
 from lockstep.engines.rollout.embedded.support import check_config, check_layers, refusal
-from lockstep.models.attention import AttentionContext
+from lockstep.models.attention import AttentionContext, no_mask
 from lockstep.models.loading import logits_fn
 from lockstep.models.paged_attention import LayerProbe, LayerShape, PagedCache
 
@@ -106,14 +106,9 @@ class ModelRunner:
         output = self.model.get_decoder()(
             input_ids=token_ids.to(self.device),
             position_ids=position_ids.to(self.device),
-            attention_mask=_no_mask(self.device),
+            attention_mask=no_mask(self.device),
             use_cache=False,
             lockstep_context=context,
         )
         hidden: Tensor = output.last_hidden_state
         return hidden[0]
-
-
-def _no_mask(device: torch.device) -> Tensor:
-    """A mask that our attention ignores: transformers hands four dimensions on, but for None looks at the positions."""
-    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
