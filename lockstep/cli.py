@@ -26,16 +26,7 @@ usage: lockstep PROGRAM [arguments]
 """
 
 REQUIRED = ("torch", "transformers", "tensordict", "hydra-core", "omegaconf", "pyarrow", "math-verify")
-EXTRAS = {
-    "ray": "ray",
-    "peft": "lora",
-    "wandb": "wandb",
-    "mlflow-skinny": "mlflow",
-    "swanlab": "swanlab",
-    "vllm": "vllm",
-    "sglang": "sglang",
-    "liger-kernel": "gpu",
-}
+EXTRAS = {"wandb": "wandb", "mlflow-skinny": "mlflow", "swanlab": "swanlab"}
 """Optional distribution to the extra that installs it."""
 
 

@@ -42,7 +42,10 @@ class Registry(Generic[T]):
         if name in self._entries:
             return self._entries[name]
         if ":" in name:
-            return load_object(name)
+            try:
+                return load_object(name)
+            except (ValueError, ImportError) as error:
+                raise ValueError(f"{self.key}={name}: {error}" if self.key else str(error)) from error
         raise ValueError(self.explain_unknown(name))
 
     def explain_unknown(self, name: str) -> str:
@@ -75,7 +78,8 @@ def load_object(reference: str, default_attr: str | None = None) -> Any:
         raise ValueError(f"{reference!r} names no attribute; write it as {reference}:name")
     module = _load_module(module_ref)
     if not hasattr(module, attr):
-        public = [n for n in vars(module) if not n.startswith("_")]
+        own = getattr(module, "__name__", None)
+        public = [n for n, o in vars(module).items() if not n.startswith("_") and getattr(o, "__module__", own) == own]
         raise ValueError(f"{module_ref!r} has no attribute {attr!r}. {did_you_mean(attr, public)}")
     return getattr(module, attr)
 

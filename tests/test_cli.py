@@ -99,5 +99,5 @@ def test_a_wrong_option_ends_with_2() -> None:
 def test_doctor_reports_versions_and_the_device(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor"]) == 0
     text = capsys.readouterr().out
-    assert all(word in text for word in ("torch", "python", "memory", "liger-kernel"))
+    assert all(word in text for word in ("torch", "python", "memory", "wandb"))
     assert cli.main(["doctor", "now"]) == 2

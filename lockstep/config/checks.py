@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.compat import NOT_IN_BUILD
-from lockstep.config.errors import NO_VALUE, Problem, show
+from lockstep.config.errors import NO_VALUE, Problem, nearest, show
 from lockstep.config.implied import GROUP_ESTIMATORS
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import defaults, get_in, keys, to_plain
@@ -17,6 +17,8 @@ _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _REF = "actor_rollout_ref.ref"
 _SAMPLER = ("data.sampler.class_path", "data.sampler.class_name")
+
+LOGGERS = ("console", "file", "mlflow", "swanlab", "tensorboard", "wandb")
 
 UNREAD = [
     (f"{_ROLLOUT}.enforce_eager", False, "decoding runs eagerly"),
@@ -110,7 +112,7 @@ RANGES: dict[str, Range] = {
     "top_k": COUNT_OR_ALL,
     "train_max_samples": COUNT_OR_ALL,
     "val_max_samples": COUNT_OR_ALL,
-    "save_freq": EVERY_OR_NEVER,
+    "save_freq": (lambda x: x >= -1, "must be 1 or more, -1 for the last step alone, or 0 for never"),
     "test_freq": EVERY_OR_NEVER,
 }
 """Field name to the values that it allows, wherever the field stands; null always passes."""
@@ -126,7 +128,7 @@ def check(config: PPOConfig) -> tuple[list[Problem], list[str]]:
     followed = _followed(values)
     problems = [
         problem
-        for part in (_ranges, _build_limits, _files, _algorithm, _batches, _lengths, _sampling, _contents)
+        for part in (_ranges, _names, _build_limits, _files, _algorithm, _batches, _lengths, _sampling, _contents)
         for problem in part(values)
         if problem.key not in followed
     ]
@@ -272,6 +274,14 @@ def _algorithm(values: Values) -> Iterator[Problem]:
             yield Problem(name, values[name], message)
 
 
+def _names(values: Values) -> Iterator[Problem]:
+    for name in values["trainer.logger"]:
+        if name not in LOGGERS and ":" not in name:
+            guess = nearest(name, LOGGERS)
+            hint = f"did you mean {guess}?" if guess else f"known: {', '.join(LOGGERS)}"
+            yield Problem("trainer.logger", name, f"no such tracker; {hint}")
+
+
 def _bypass(values: Values) -> Iterator[Problem]:
     section, loss = "algorithm.rollout_correction", f"{_ACTOR}.policy_loss.loss_mode"
     if not values[f"{section}.bypass_mode"]:
@@ -367,6 +377,9 @@ def _warnings(values: Values) -> Iterator[str]:
             f"{_ROLLOUT}.response_length={values[f'{_ROLLOUT}.response_length']} differs from "
             f"data.max_response_length={values['data.max_response_length']}; set data.max_response_length alone"
         )
+    validation = f"{_ROLLOUT}.val_kwargs"
+    if values[f"{validation}.n"] > 1 and not values[f"{validation}.do_sample"]:
+        yield f"{validation}.do_sample=false: the {values[f'{validation}.n']} answers to a prompt will be the same"
     if values["trainer.resume_from_path"] and values["trainer.resume_mode"] != "resume_path":
         yield (
             "trainer.resume_from_path counts only with trainer.resume_mode=resume_path, "

@@ -97,7 +97,8 @@ def explain_unknown_key(name: str, cls: type) -> str:
     same_leaf = [key for key in known if key.rpartition(".")[2] == leaf]
     near_sibling = nearest(leaf, [key.rpartition(".")[2] for key in siblings])
     guess = f"{section}.{near_sibling}".lstrip(".") if near_sibling else None
-    guess = guess or nearest(name, same_leaf, cutoff=0.0) or nearest(name, known, cutoff=0.7)
+    elsewhere = [key for key in known if not name.startswith(f"{key}.")]
+    guess = guess or nearest(name, same_leaf, cutoff=0.0) or nearest(name, elsewhere, cutoff=0.7)
     return f"no such key. Did you mean {guess}?" if guess else "no such key; docs/config.md lists all."
 
 

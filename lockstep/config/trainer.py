@@ -44,7 +44,7 @@ class TrainerConfig:
     test_freq: int = -1
     """Validate every so many steps, and after the last one; -1 never."""
     save_freq: int = -1
-    """Save every so many steps, and after the last one; -1 never."""
+    """Save every so many steps, and after the last one; -1 after the last one alone, 0 never."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
     """auto goes on from the newest checkpoint in `default_local_dir`."""
     resume_from_path: str | None = None

@@ -77,6 +77,11 @@ class RLHFDataset(Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self.rows)
 
+    @property
+    def data_sources(self) -> set[str]:
+        """What chooses the rows' scorers."""
+        return {str(row.columns[self.config.reward_fn_key]) for _, row in self.rows}
+
     def __getitem__(self, item: int) -> dict[str, Any]:
         position, row = self.rows[item]
         messages = self._messages(row)

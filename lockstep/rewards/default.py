@@ -6,11 +6,12 @@ default_compute_score(data_source, solution_str, ground_truth) --SCORERS or `sco
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
+from lockstep.config.ppo import PPOConfig
 from lockstep.registry import Registry, did_you_mean, load_object
 from lockstep.rewards import scorers
 from lockstep.rewards.scorers import (
@@ -78,6 +79,16 @@ def find_scorer(data_source: str) -> Scorer:
         "Set custom_reward_function.path to a file with your own compute_score, or name a built-in scorer with "
         "custom_reward_function.reward_kwargs.scorer"
     )
+
+
+def check_data_sources(config: PPOConfig, datasets: Iterable[Any]) -> None:
+    """UnknownDataSourceError where a row would find no scorer; datasets that do not tell their sources are passed over."""
+    if config.custom_reward_function.path is not None:
+        return
+    scorer = config.custom_reward_function.reward_kwargs.get("scorer")
+    for dataset in datasets:
+        for source in getattr(dataset, "data_sources", ()):
+            choose_scorer(source, scorer)
 
 
 def named_scorer(name: str) -> Scorer:

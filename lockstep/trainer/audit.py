@@ -1,10 +1,14 @@
 """Cheap checks on every step that stop a run which would otherwise train wrongly in silence."""
 
+import logging
+
 import torch
 from torch import Tensor
 
 from lockstep.protocol import DataProto
 from lockstep.utils.masked import masked_mean
+
+logger = logging.getLogger(__name__)
 
 MAX_LOG_PROB_GAP = 0.5
 """Mean |log p_rollout - log p_trainer| above which the two cannot be the same policy."""
@@ -25,6 +29,24 @@ def check_finite(batch: DataProto, *keys: str) -> None:
             rows = bad.any(-1).nonzero().flatten().tolist()
             raise AuditError(
                 f"batch key {key!r} is not finite in {len(rows)} of {len(batch)} rows, first row {rows[0]}"
+            )
+
+
+class IdleSteps:
+    """Steps in a row in which every advantage was zero, so that the policy loss taught nothing."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def note(self, batch: DataProto) -> None:
+        """Warn at the 1st, 2nd, 4th, 8th … such step."""
+        taught = bool((batch.tensors["advantages"] * batch.tensors["response_mask"]).any())
+        self.count = 0 if taught else self.count + 1
+        if self.count.bit_count() == 1:
+            logger.warning(
+                "every advantage is zero for %d step(s): all samples of a prompt score the same, so nothing is learned. "
+                "Are the prompts too hard or too easy, or does the scorer not see the answer?",
+                self.count,
             )
 
 

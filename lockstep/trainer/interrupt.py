@@ -9,6 +9,10 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 
+class StopRequested(Exception):
+    """The user wants no more, in the middle of a step."""
+
+
 class Interrupt:
     """While entered, notes a request to stop instead of raising. Only the main thread can catch signals; elsewhere it is inert."""
 

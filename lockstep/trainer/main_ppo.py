@@ -24,7 +24,11 @@ def run_ppo(config: PPOConfig, task_runner_class: "type[TaskRunner] | None" = No
 def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     config = config_from_command_line(argv, PPOConfig)
-    return 0 if config is None else run_ppo(config)
+    try:
+        return 0 if config is None else run_ppo(config)
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped\n")
+        return 130
 
 
 if __name__ == "__main__":

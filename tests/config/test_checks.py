@@ -59,7 +59,10 @@ REF = "actor_rollout_ref.ref"
         ([f"{ROLLOUT}.val_kwargs.do_sample=true"], f"{ROLLOUT}.val_kwargs.temperature=0: nothing can be sampled"),
         ([f"{ROLLOUT}.max_model_len=100"], f"{ROLLOUT}.max_model_len=100: prompt_length + response_length is 1024"),
         ([f"{ROLLOUT}.prompt_length=100"], f"{ROLLOUT}.prompt_length=100: is less than data.max_prompt_length=512"),
-        (["trainer.save_freq=0"], "trainer.save_freq=0: must be 1 or more, or -1 for never"),
+        (
+            ["trainer.save_freq=-2"],
+            "trainer.save_freq=-2: must be 1 or more, -1 for the last step alone, or 0 for never",
+        ),
         (["trainer.total_training_steps=0"], "trainer.total_training_steps=0: must be 1 or more, or null"),
         (["trainer.resume_mode=resume_path"], "trainer.resume_from_path: must be the global_step_N folder"),
         (["critic.enable=false"], "critic.enable=false: gae takes its values from a critic"),

@@ -1,6 +1,8 @@
 """Every advantage estimator with a policy loss, and every policy loss with an estimator, trains two steps of the real trainer."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,20 +91,40 @@ def test_group_filter_samples_until_the_batch_is_full(overrides: list[str], tmp_
         assert first["acc"] != second["acc"]
 
 
-def test_group_filter_gives_up_with_a_reason(overrides: list[str], tmp_path: Path) -> None:
+def test_group_filter_gives_up_with_a_reason(
+    overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "constant.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
     )
-    with pytest.raises(ValueError, match=r"max_num_gen_batches=2.*0 of 4 prompts"):
-        run(
-            overrides,
-            tmp_path,
-            f"custom_reward_function.path={tmp_path}/constant.py",
-            "algorithm.adv_estimator=grpo",
-            "actor_rollout_ref.rollout.n=2",
-            "algorithm.filter_groups.enable=true",
-            "algorithm.filter_groups.max_num_gen_batches=2",
-        )
+    command = [*overrides, f"custom_reward_function.path={tmp_path}/constant.py", "algorithm.adv_estimator=grpo"]
+    command += ["actor_rollout_ref.rollout.n=2", "trainer.val_before_train=false"]
+    limit = "algorithm.filter_groups.max_num_gen_batches=2"
+    assert main([*command, "algorithm.filter_groups.enable=true", limit]) == 1
+    err = capsys.readouterr().err
+    assert limit in err and "0 of 4 prompts" in err
+
+
+def test_group_filter_that_finds_nothing_can_be_stopped(overrides: list[str], tmp_path: Path) -> None:
+    signature = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+    (tmp_path / "constant.py").write_text(signature + "    return 1.0\n")
+    command = [*overrides, f"custom_reward_function.path={tmp_path}/constant.py", "algorithm.adv_estimator=grpo"]
+    command += [
+        "actor_rollout_ref.rollout.n=2",
+        "algorithm.filter_groups.enable=true",
+        "trainer.val_before_train=false",
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lockstep.trainer.main_ppo", *command], stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "8 batches sampled" in line:
+            break
+    process.terminate()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "stopped by the user after step 0" in err and "Traceback" not in err
 
 
 def test_an_estimator_without_its_inputs_is_refused_at_the_start(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lockstep.protocol import DataProto
-from lockstep.trainer.audit import AuditError, check_finite, check_policy_version, rollout_gap
+from lockstep.trainer.audit import AuditError, IdleSteps, check_finite, check_policy_version, rollout_gap
 from tests.tiny import random_batch
 
 
@@ -41,3 +41,13 @@ def test_rollout_log_probs_of_other_weights(batch: DataProto) -> None:
     with pytest.raises(AuditError, match=r"differ from the trainer's by 1\.010"):
         rollout_gap(batch)
     assert rollout_gap(batch, corrected=True)["training/rollout_log_probs_gap"] > 1
+
+
+def test_steps_that_teach_nothing_are_told(batch: DataProto, caplog: pytest.LogCaptureFixture) -> None:
+    idle = IdleSteps()
+    idle.note(batch)
+    assert not caplog.messages
+    batch.tensors["advantages"] *= 1 - batch.tensors["response_mask"]
+    for _ in range(5):
+        idle.note(batch)
+    assert [m.split(":")[0] for m in caplog.messages] == [f"every advantage is zero for {n} step(s)" for n in (1, 2, 4)]

@@ -92,11 +92,31 @@ def test_reward_functions(overrides: list[str], tmp_path: Path, capsys: pytest.C
     assert "SyntaxError" in told("def compute_score(:\n")
 
 
-def test_a_reward_that_is_not_a_number_stops_the_run(overrides: list[str], tmp_path: Path) -> None:
+def test_a_reward_that_is_not_a_number_stops_the_run(
+    overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     signature = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
     (tmp_path / "nan.py").write_text(signature + "    return float('nan')\n")
-    with pytest.raises((ValueError, RuntimeError), match="nan"):
-        main([*overrides, f"custom_reward_function.path={tmp_path}/nan.py", "trainer.val_before_train=false"])
+    assert main([*overrides, f"custom_reward_function.path={tmp_path}/nan.py", "trainer.val_before_train=false"]) == 1
+    err = capsys.readouterr().err
+    assert "the score nan; it must be a finite number" in err and "Traceback" not in err
+    assert "Traceback" in (tmp_path / "run" / "error.txt").read_text()
+
+
+def test_a_data_source_without_a_scorer(
+    overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = write_rows(tmp_path / "mine.jsonl", data_source="my/source")
+    message = refusal(overrides, capsys, f"data.train_files={files}", "custom_reward_function.path=null")
+    assert "my/source" in message and "custom_reward_function.path" in message
+
+
+def test_another_experiment_in_the_folder(overrides: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    short = [*overrides, "trainer.val_before_train=false", "trainer.total_training_steps=1"]
+    assert main([*short, "algorithm.adv_estimator=reinforce_plus_plus"]) == 0
+    message = refusal(short, capsys, "algorithm.adv_estimator=remax")
+    assert "another experiment: algorithm.adv_estimator was reinforce_plus_plus and is remax" in message
+    assert "trainer.default_local_dir" in message and "trainer.resume_mode=disable" in message
 
 
 def test_two_runs_in_one_folder(overrides: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

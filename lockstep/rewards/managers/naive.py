@@ -84,6 +84,7 @@ class NaiveRewardManager:
     ) -> None:
         self.tokenizer = tokenizer
         self.num_examine = num_examine
+        self._told_failure = False
         self.compute_score: ComputeScore = compute_score or default_compute_score
         self.reward_fn_key = reward_fn_key
         self.call_all = make_caller(self.compute_score, timeout_s, num_workers, max_concurrency, self.always_workers)
@@ -158,7 +159,9 @@ class NaiveRewardManager:
         )
         if len(failed) == len(rows):
             raise RuntimeError(f"{summary}: {outcomes[first]!r}") from outcomes[first]
-        logger.warning("%s; they score 0", summary, exc_info=outcomes[first])
+        # the traceback once; a function that fails on some answers would print it on every step
+        logger.warning("%s; they score 0", summary, exc_info=None if self._told_failure else outcomes[first])
+        self._told_failure = True
 
     def _read_outcomes(self, rows: list[ScoringRow], outcomes: list[Any]) -> tuple[list[float], dict[str, list[Any]]]:
         scores: list[float] = []

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
@@ -42,13 +41,14 @@ from lockstep.single_controller import (
     WorkerGroup,
     create_colocated_worker_cls,
 )
-from lockstep.trainer.audit import check_finite, check_policy_version, rollout_gap
+from lockstep.trainer.audit import IdleSteps, check_finite, check_policy_version, rollout_gap
 from lockstep.trainer.checkpoint import CheckpointStore, RunLock
-from lockstep.trainer.interrupt import Interrupt
+from lockstep.trainer.interrupt import Interrupt, StopRequested
 from lockstep.trainer.ppo.metrics import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
 from lockstep.trainer.ppo.roles import need_critic, need_reference_policy, need_reward_model
 from lockstep.trainer.ppo.sampling import RewardFn, Sampling, extra_metrics
 from lockstep.trainer.ppo.validation import Answers
+from lockstep.trainer.run_config import refuse_another_run, write_run_config
 from lockstep.utils.device import resolve_device
 from lockstep.utils.seqlen import get_seqlen_balanced_partitions, log_seqlen_unbalance
 from lockstep.utils.timing import marked_timer
@@ -116,6 +116,7 @@ class PPOTrainer:
         self.global_steps = 0
         self.epoch = 0
         self.num_updates = 0
+        self.idle_steps = IdleSteps()
         self._closing: ExitStack | None = None
 
     def _batch_keys(self) -> set[str]:
@@ -177,7 +178,7 @@ class PPOTrainer:
             closing.enter_context(RunLock(self.run_dir))
             self.checkpoints.clean_stale()
             saved_metrics = self._load_checkpoint()
-            (self.run_dir / "config.yaml").write_text(yaml.safe_dump(to_plain(self.config), sort_keys=False))
+            write_run_config(self.run_dir, self.config)
             self.tracking = Tracking(
                 project_name=config.project_name,
                 experiment_name=config.experiment_name,
@@ -191,6 +192,34 @@ class PPOTrainer:
             if (self.tracking.last_step or 0) < self.global_steps:
                 self.tracking.log(data=saved_metrics, step=self.global_steps)
             self._closing = closing.pop_all()
+        self._announce()
+
+    def _announce(self) -> None:
+        config, roles = self.config, ["actor", "rollout"]
+        roles += (
+            ["reference"] * self.use_reference_policy + ["critic"] * self.use_critic + ["reward model"] * self.use_rm
+        )
+        logger.info(
+            "%s: %d prompts a step x %d samples, %d steps (%d an epoch) on %s; %s of %s",
+            config.algorithm.adv_estimator,
+            config.data.train_batch_size,
+            config.actor_rollout_ref.rollout.n,
+            self.total_training_steps,
+            len(self.train_dataloader),
+            self.device_name,
+            ", ".join(roles),
+            config.actor_rollout_ref.model.path,
+        )
+        logger.info("the run's files: %s", self.run_dir)
+        wanted = config.trainer.total_training_steps
+        if wanted is not None and wanted > self.total_training_steps:
+            logger.warning(
+                "trainer.total_training_steps=%d, but trainer.total_epochs=%d passes over the data end after %d steps; "
+                "raise trainer.total_epochs",
+                wanted,
+                config.trainer.total_epochs,
+                self.total_training_steps,
+            )
 
     def fit(self) -> int:
         """Train to the last step. Returns 0, or 130 where Ctrl-C ended the run."""
@@ -210,20 +239,24 @@ class PPOTrainer:
             return 130
         if self.global_steps >= self.total_training_steps:
             logger.info("nothing to do: the run is at step %d of %d", self.global_steps, self.total_training_steps)
-        prompts = self._prompts()
+        prompts = self._prompts(interrupt)
+        metrics: dict[str, Any] = {}
         while self.global_steps < self.total_training_steps:
             self.global_steps += 1
             is_last = self.global_steps == self.total_training_steps
             timing: dict[str, float] = {}
             with marked_timer("step", timing):
-                batch, metrics = self._train_step(prompts, timing)
+                try:
+                    batch, metrics = self._train_step(prompts, timing)
+                except StopRequested:
+                    return self._stopped_within_a_step(metrics)
                 self.train_dataloader.on_batch_end(batch)
                 if self._can_validate and self._is_due(config.test_freq, is_last):
                     with marked_timer("testing", timing):
                         metrics |= self._validate()
             metrics |= self._step_metrics(batch, timing)
             stopping = interrupt.requested and not is_last
-            if stopping or self._is_due(config.save_freq, is_last):
+            if stopping or (is_last and config.save_freq != 0) or self._is_due(config.save_freq, is_last):
                 with marked_timer("save_checkpoint", timing):
                     self._save_checkpoint(metrics)
                 metrics["timing_s/save_checkpoint"] = timing["save_checkpoint"]
@@ -231,16 +264,27 @@ class PPOTrainer:
             if stopping:
                 logger.warning("stopped by the user after step %d; the same command resumes", self.global_steps)
                 return 130
+        logger.info("done: %d steps; the run's files: %s", self.global_steps, self.run_dir)
         return 0
+
+    def _stopped_within_a_step(self, metrics: dict[str, Any]) -> int:
+        """Save what the last whole step left; metrics: those of that step, empty where there was none."""
+        self.global_steps -= 1
+        if metrics:
+            self._save_checkpoint(metrics)
+        logger.warning("stopped by the user after step %d; the same command resumes", self.global_steps)
+        return 130
 
     def _is_due(self, frequency: int, is_last: bool) -> bool:
         return frequency > 0 and (is_last or self.global_steps % frequency == 0)
 
-    def _prompts(self) -> Iterator[DataProto]:
-        """Batches of prompts, epoch after epoch."""
+    def _prompts(self, interrupt: Interrupt) -> Iterator[DataProto]:
+        """Batches of prompts, epoch after epoch; StopRequested where the user wants no more."""
         while True:
             self.epoch = self.train_dataloader.epoch
             for batch_dict in self.train_dataloader:
+                if interrupt.requested:
+                    raise StopRequested
                 yield DataProto.from_single_dict(batch_dict)
 
     def _train_step(self, prompts: Iterator[DataProto], timing: dict[str, float]) -> tuple[DataProto, dict[str, Any]]:
@@ -297,6 +341,7 @@ class PPOTrainer:
             if algorithm.use_pf_ppo:
                 rule = algorithm.pf_ppo
                 chosen = compute_pf_ppo_reweight_data(batch, rule.reweight_method, rule.weight_pow, self.global_steps)
+        self.idle_steps.note(batch)
         check_finite(batch, "old_log_probs", "ref_log_prob", "values", "token_level_rewards", "advantages", "returns")
 
         # 6. update the critic
@@ -410,14 +455,21 @@ class PPOTrainer:
             state = {"global_steps": self.global_steps, "kl_coef": self.kl_ctrl_in_reward.value, "metrics": metrics}
             (folder / "trainer_state.json").write_text(json.dumps(state))
 
-        self.checkpoints.save(self.global_steps, write)
+        folder = self.checkpoints.save(self.global_steps, write)
+        logger.info("saved %s", folder)
 
     def _load_checkpoint(self) -> dict[str, Any]:
         """Go on from the checkpoint that the config asks for; returns the metrics of its step."""
         config = self.config.trainer
         found = self.checkpoints.find(config.resume_mode, config.resume_from_path)
         if found is None:
+            if config.resume_mode == "disable" and list(self.run_dir.glob("global_step_*")):
+                logger.warning(
+                    "%s holds checkpoints of an earlier run; they stay beside those of this one", self.run_dir
+                )
             return {}
+        if config.resume_mode == "auto":
+            refuse_another_run(self.run_dir, self.config)
         self.global_steps, folder = found
         logger.info("resuming from %s", folder)
         if self.use_critic:

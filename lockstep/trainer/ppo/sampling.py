@@ -66,8 +66,14 @@ class Sampling:
             batch = self.scored(next(prompts), step=step, draw=draws, timing=timing)
             kept.append(batch[keep_informative_groups(batch, rule.metric)])
             draws += 1
-            if draws % 10 == 0:
-                logger.warning("filter_groups: %d batches sampled, %d of %d rows kept", draws, num_kept, wanted)
+            if draws >= 8 and draws.bit_count() == 1:
+                logger.warning(
+                    "filter_groups: %d batches sampled, %d of %d rows kept: most prompts are too hard or too easy; "
+                    "algorithm.filter_groups.max_num_gen_batches sets a limit",
+                    draws,
+                    num_kept,
+                    wanted,
+                )
         return _joined(kept)[:wanted], {"train/num_gen_batches": draws}
 
     def scored(self, prompts: DataProto, *, step: int, draw: int, timing: dict[str, float]) -> DataProto:

@@ -3,6 +3,7 @@
 import os
 import random
 import sys
+import traceback
 from collections.abc import Sized
 from typing import cast
 
@@ -13,8 +14,10 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.data.rl_dataset import create_rl_dataset
 from lockstep.data.sampler import create_rl_sampler
 from lockstep.models.tokenizer import hf_tokenizer
+from lockstep.rewards.default import check_data_sources
 from lockstep.rewards.managers import load_reward_manager
 from lockstep.single_controller import LocalWorkerGroup, ResourcePoolManager, Role, Worker
+from lockstep.trainer.audit import AuditError
 from lockstep.trainer.ppo.ray_trainer import PPOTrainer
 from lockstep.trainer.ppo.roles import need_critic, need_reference_policy, need_reward_model
 from lockstep.utils.device import resolve_device
@@ -69,6 +72,8 @@ class TaskRunner:
         if data.val_files:
             val_dataset = create_rl_dataset(data.val_files, tokenizer, data, data.val_max_samples)
         train_dataset = create_rl_dataset(data.train_files, tokenizer, data, data.train_max_samples)
+        if not need_reward_model(config):
+            check_data_sources(config, [d for d in (train_dataset, val_dataset) if d is not None])
         return PPOTrainer(
             config=config,
             tokenizer=tokenizer,
@@ -76,7 +81,9 @@ class TaskRunner:
             resource_pool_manager=self.init_resource_pool_mgr(config),
             ray_worker_group_cls=LocalWorkerGroup,
             reward_fn=load_reward_manager(config, tokenizer, num_examine=0),
-            val_reward_fn=load_reward_manager(config, tokenizer, num_examine=1),
+            val_reward_fn=load_reward_manager(
+                config, tokenizer, num_examine=0 if config.trainer.log_val_generations else 1
+            ),
             train_dataset=train_dataset,
             val_dataset=val_dataset,
             train_sampler=create_rl_sampler(data, cast(Sized, train_dataset)),
@@ -95,7 +102,13 @@ class TaskRunner:
                 raise
             sys.stderr.write(f"error: {error}\n(LOCKSTEP_DEBUG=1 shows the traceback)\n")
             return 2
-        return trainer.fit()
+        try:
+            return trainer.fit()
+        except (ValueError, AuditError, FloatingPointError) as error:
+            log = trainer.run_dir / "error.txt"
+            log.write_text(traceback.format_exc())
+            sys.stderr.write(f"error: {error}\n(the traceback: {log})\n")
+            return 1
 
 
 def _seed_everything(seed: int) -> None:
