@@ -25,7 +25,10 @@ STEP = {
     "timing_s/step": 1.3,
     "timing_s/gen": 0.9,
 }
-STEP_TEXT = "reward 0.41 | length 346 | loss -0.0123 | ppo kl 0.002 | entropy 1.23 | grad nan | value loss 0.5 | 12,346 tok/s | 1.3 s"
+STEP_TEXT = (
+    "reward 0.41 | length 346 | loss -0.0123 | ppo kl 0.002 | entropy 1.23 | grad nan | value loss 0.5 "
+    "| 12,346 tok/s | 1.3 s"
+)
 
 
 def tracker_into(

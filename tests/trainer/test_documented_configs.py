@@ -88,3 +88,40 @@ def test_ppo_with_gae_and_kl_in_the_reward(tiny_run_files: Path, tmp_path: Path)
     assert rows[1]["critic/vf_loss"] > 0
     assert rows[1]["actor/reward_kl_penalty_coeff"] == 0.01
     assert "timing_s/ref" in rows[1] and "timing_s/values" in rows[1]
+
+
+def test_the_single_gpu_ppo_command_trains_with_critic_and_reference(tiny_run_files: Path, tmp_path: Path) -> None:
+    """As it is documented for the public system, with paths, model and sizes replaced and nothing else."""
+    files = tiny_run_files
+    command = [
+        f"data.train_files={files}/train.parquet",
+        f"data.val_files={files}/val.parquet",
+        "data.train_batch_size=8",
+        "data.max_prompt_length=48",
+        "data.max_response_length=8",
+        f"actor_rollout_ref.model.path={files}/model",
+        "actor_rollout_ref.actor.optim.lr=1e-6",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.4",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4",
+        f"critic.model.path={files}/model",
+        "critic.optim.lr=1e-5",
+        "critic.ppo_micro_batch_size_per_gpu=4",
+        "algorithm.kl_ctrl.kl_coef=0.001",
+        "trainer.logger=console",
+        "trainer.val_before_train=False",
+        "trainer.n_gpus_per_node=1",
+        "trainer.nnodes=1",
+        "trainer.save_freq=10",
+        "trainer.test_freq=10",
+        "trainer.total_epochs=3",
+        f"trainer.default_local_dir={tmp_path}/out",
+    ]
+    assert main(command) == 0
+    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 6]
+    assert all(r["critic/vf_loss"] > 0 and "timing_s/ref" in r and "timing_s/values" in r for r in rows)
+    assert rows[0]["actor/reward_kl_penalty_coeff"] == 0.001
