@@ -86,3 +86,12 @@ def test_pages_link_to_files_that_exist() -> None:
 def test_the_readme_names_files_that_exist() -> None:
     for path in re.findall(r"`(lockstep/[\w/]+\.py)`", (ROOT / "README.md").read_text()):
         assert (ROOT / path).is_file(), path
+
+
+def test_the_documented_estimator_trains(places: dict[str, str], tmp_path: Path) -> None:
+    ((text,),) = [re.findall(r"# centred.py\n.*", b, flags=re.S) for _, b in blocks("python") if "# centred.py" in b]
+    (tmp_path / "centred.py").write_text(text)
+    data, model = places["$DATA"], places["$MODEL"]
+    command = [f"data.train_files={data}/train.parquet", f"actor_rollout_ref.model.path={model}"]
+    command += [f"algorithm.adv_estimator={tmp_path}/centred.py:centred", "actor_rollout_ref.rollout.n=2"]
+    assert main([*command, *SMALL, f"trainer.default_local_dir={tmp_path}/run"]) == 0
