@@ -94,13 +94,12 @@ class PPOTrainer:
         self.kl_ctrl_in_reward = get_kl_controller(config.algorithm.kl_ctrl)
         check_inputs(config.algorithm.adv_estimator, self._batch_keys())
         get_policy_loss_fn(config.actor_rollout_ref.actor.policy_loss.loss_mode)
-        data, seed = config.data, config.data.seed if config.data.seed is not None else config.trainer.seed
+        data = config.data
         self.train_dataloader = create_dataloader(
             train_dataset,
-            batch_size=(data.gen_batch_size if config.algorithm.filter_groups.enable else None)
-            or data.train_batch_size,
+            batch_size=data.gen_batch_size or data.train_batch_size,
             shuffle=data.shuffle,
-            seed=seed,
+            seed=config.trainer.seed if data.seed is None else data.seed,
             num_workers=data.dataloader_num_workers,
             drop_last=True,
             sampler=train_sampler,
@@ -289,7 +288,7 @@ class PPOTrainer:
 
     def _train_step(self, prompts: Iterator[DataProto], timing: dict[str, float]) -> tuple[DataProto, dict[str, Any]]:
         """One step of the algorithm, as a list of calls."""
-        algorithm, correction = self.config.algorithm, self.config.algorithm.rollout_correction
+        correction = self.config.algorithm.rollout_correction
         metrics: dict[str, Any] = {}
 
         # 1. and 2. generate and reward
@@ -317,30 +316,8 @@ class PPOTrainer:
 
         # 5. advantages, on the controller
         with marked_timer("adv", timing):
-            if algorithm.use_kl_in_reward:
-                batch, kl_metrics = apply_kl_penalty(batch, self.kl_ctrl_in_reward, algorithm.kl_penalty)
-                metrics |= kl_metrics
-            else:
-                batch.tensors["token_level_rewards"] = batch.tensors["token_level_scores"]
-            all_tokens = batch.tensors["response_mask"]
-            batch, correction_metrics = apply_rollout_correction(batch, correction)
-            metrics |= correction_metrics
-            # a rejected token trains nothing, but the reward that lies on it belongs to the tokens before it
-            kept_tokens, batch.tensors["response_mask"] = batch.tensors["response_mask"], all_tokens
-            batch = compute_advantage(
-                batch,
-                adv_estimator=algorithm.adv_estimator,
-                gamma=algorithm.gamma,
-                lam=algorithm.lam,
-                num_repeat=self.config.actor_rollout_ref.rollout.n,
-                norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
-                config=algorithm,
-            )
-            batch.tensors["response_mask"] = kept_tokens
-            chosen = batch
-            if algorithm.use_pf_ppo:
-                rule = algorithm.pf_ppo
-                chosen = compute_pf_ppo_reweight_data(batch, rule.reweight_method, rule.weight_pow, self.global_steps)
+            batch, chosen, adv_metrics = self._advantages(batch)
+        metrics |= adv_metrics
         self.idle_steps.note(batch)
         check_finite(batch, "old_log_probs", "ref_log_prob", "values", "token_level_rewards", "advantages", "returns")
 
@@ -358,6 +335,34 @@ class PPOTrainer:
         if (folder := self.config.trainer.rollout_data_dir) is not None:
             self._dump_answers(self._answers([batch]), folder)
         return batch, metrics
+
+    def _advantages(self, batch: DataProto) -> tuple[DataProto, DataProto, dict[str, Any]]:
+        """KL penalty, rollout correction, advantages: (the batch, the rows to train on, metrics)."""
+        algorithm = self.config.algorithm
+        metrics: dict[str, Any] = {}
+        if algorithm.use_kl_in_reward:
+            batch, metrics = apply_kl_penalty(batch, self.kl_ctrl_in_reward, algorithm.kl_penalty)
+        else:
+            batch.tensors["token_level_rewards"] = batch.tensors["token_level_scores"]
+        all_tokens = batch.tensors["response_mask"]
+        batch, correction_metrics = apply_rollout_correction(batch, algorithm.rollout_correction)
+        # a rejected token trains nothing, but the reward that lies on it belongs to the tokens before it
+        kept_tokens, batch.tensors["response_mask"] = batch.tensors["response_mask"], all_tokens
+        batch = compute_advantage(
+            batch,
+            adv_estimator=algorithm.adv_estimator,
+            gamma=algorithm.gamma,
+            lam=algorithm.lam,
+            num_repeat=self.config.actor_rollout_ref.rollout.n,
+            norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+            config=algorithm,
+        )
+        batch.tensors["response_mask"] = kept_tokens
+        chosen = batch
+        if algorithm.use_pf_ppo:
+            rule = algorithm.pf_ppo
+            chosen = compute_pf_ppo_reweight_data(batch, rule.reweight_method, rule.weight_pow, self.global_steps)
+        return batch, chosen, metrics | correction_metrics
 
     def _balance_batch(self, batch: DataProto) -> dict[str, float]:
         """Let every rank have about the same number of tokens, and say how far apart they are."""
