@@ -4,9 +4,12 @@ dispatch.py      modes, `@register`: how arguments are split and outputs joined
 worker.py        Worker: the base of every worker class
 worker_group.py  WorkerGroup: call → dispatch → execute → collect
 local.py         the backend in this process
+ray_backend/     the backend of processes on a Ray cluster; imported, and Ray with it, when first asked for
 colocated.py     several roles in one process
 placement.py     roles to resource pools
 """
+
+from typing import TYPE_CHECKING, Any
 
 from lockstep.single_controller.colocated import ColocatedWorker, create_colocated_worker_cls
 from lockstep.single_controller.dispatch import (
@@ -22,6 +25,23 @@ from lockstep.single_controller.placement import ResourcePoolManager, Role
 from lockstep.single_controller.worker import Place, Worker, placed_at
 from lockstep.single_controller.worker_group import Backend, ClassWithInitArgs, ResourcePool, WorkerGroup
 
+if TYPE_CHECKING:
+    from lockstep.single_controller.ray_backend import (
+        RayClassWithInitArgs,
+        RayResourcePool,
+        RayWorkerGroup,
+        WorkerDiedError,
+        make_ray_backend,
+    )
+
+_OF_RAY_BACKEND = {
+    "RayClassWithInitArgs",
+    "RayResourcePool",
+    "RayWorkerGroup",
+    "WorkerDiedError",
+    "make_ray_backend",
+}
+
 __all__ = [
     "LOCAL",
     "Backend",
@@ -33,14 +53,27 @@ __all__ = [
     "FutureList",
     "LocalWorkerGroup",
     "Place",
+    "RayClassWithInitArgs",
+    "RayResourcePool",
+    "RayWorkerGroup",
     "ResourcePool",
     "ResourcePoolManager",
     "Role",
     "Worker",
+    "WorkerDiedError",
     "WorkerGroup",
     "create_colocated_worker_cls",
     "make_nd_compute_dataproto_dispatch_fn",
+    "make_ray_backend",
     "placed_at",
     "register",
     "register_dispatch_mode",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _OF_RAY_BACKEND:
+        from lockstep.single_controller import ray_backend
+
+        return getattr(ray_backend, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

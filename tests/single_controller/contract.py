@@ -1,11 +1,10 @@
-"""Workers of the contract suite, and the backends that must pass it."""
+"""Workers of the contract suite."""
 
 import numpy as np
 import torch
 
 from lockstep.protocol import DataProto, drop_marked, real_rows
 from lockstep.single_controller import (
-    LOCAL,
     Backend,
     Dispatch,
     Execute,
@@ -15,8 +14,6 @@ from lockstep.single_controller import (
     register,
     register_dispatch_mode,
 )
-
-BACKENDS: dict[str, Backend] = {"local": LOCAL}
 
 
 def make_group(backend: Backend, cls: type[Worker], processes: list[int], *args, **kwargs) -> WorkerGroup:

@@ -1,18 +1,23 @@
 """What every backend of the single controller does: the same calls with hand-computed results."""
 
+import re
 import traceback
 
 import pytest
 import torch
 
 from lockstep.protocol import PADDING_KEY, DataProto, DataProtoFuture
-from lockstep.single_controller import Backend, create_colocated_worker_cls
-from tests.single_controller.contract import BACKENDS, Breaking, Meshed, Scaler, batch, make_group
+from lockstep.single_controller import LOCAL, Backend, create_colocated_worker_cls
+from tests.single_controller.contract import Breaking, Meshed, Scaler, batch, make_group
 
 
-@pytest.fixture(params=sorted(BACKENDS))
+@pytest.fixture(params=["local", "ray"])
 def backend(request: pytest.FixtureRequest) -> Backend:
-    return BACKENDS[request.param]
+    return LOCAL if request.param == "local" else request.getfixturevalue("ray_on_shared_processes")
+
+
+def notes_of(error: BaseException) -> str:
+    return "\n".join(error.__notes__)
 
 
 def test_workers_know_their_place(backend: Backend) -> None:
@@ -173,7 +178,7 @@ def test_colocated_roles_share_workers(backend: Backend) -> None:
         whole.spawn(["tiny"])
     with pytest.raises(LookupError) as caught:
         groups["small"].fail_on(1)
-    assert "raised in worker group 'small' by Scaler.fail_on on rank 1 of 4" in caught.value.__notes__
+    assert "raised in worker group 'small' by Scaler.fail_on on rank 1 of 4" in notes_of(caught.value)
 
 
 def test_colocated_names_must_not_meet(backend: Backend) -> None:
@@ -202,7 +207,7 @@ def test_a_fault_of_a_non_blocking_call_comes_out_of_get(backend: Backend) -> No
     future = group.fail_later(batch(2))
     with pytest.raises(LookupError) as caught:
         future.get()
-    assert "raised in worker group 'Scaler' by Scaler.fail_later on rank 0 of 2" in caught.value.__notes__
+    assert re.search("raised in worker group 'Scaler' by Scaler.fail_later on rank [01] of 2", notes_of(caught.value))
     with pytest.raises(LookupError):
         group.scale(future)
 
@@ -210,7 +215,7 @@ def test_a_fault_of_a_non_blocking_call_comes_out_of_get(backend: Backend) -> No
 def test_a_fault_of_construction(backend: Backend) -> None:
     with pytest.raises(MemoryError) as caught:
         make_group(backend, Breaking, [2])
-    assert "raised in worker group 'Breaking' by Breaking.__init__ on rank 1 of 2" in caught.value.__notes__
+    assert "raised in worker group 'Breaking' by Breaking.__init__ on rank 1 of 2" in notes_of(caught.value)
 
 
 def test_unregistered_and_unknown_methods(backend: Backend) -> None:
@@ -222,5 +227,5 @@ def test_unregistered_and_unknown_methods(backend: Backend) -> None:
 
 
 def test_world_sizes_give_the_same_result(backend: Backend) -> None:
-    outputs = [make_group(backend, Scaler, [n], 3).scale(batch(6)).batch["y"] for n in (1, 2, 3, 4, 7)]
+    outputs = [make_group(backend, Scaler, [n], 3).scale(batch(4)).batch["y"] for n in (1, 2, 3, 4, 5)]
     assert all(torch.equal(outputs[0], other) for other in outputs)

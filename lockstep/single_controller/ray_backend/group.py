@@ -1,0 +1,311 @@
+"""RayWorkerGroup: the workers of one role as Ray actors, one process each.
+
+start      reserve the pool's machines, start one WorkerHost per process, tell each its rank and the master's address,
+           construct the workers
+call       a DataProto goes through the object store, split by rows; an argument that all ranks share is stored once
+future     holds Ray's reference; given to another group, that group's workers fetch the output themselves
+shutdown   ends the processes; the pool's machines are given back with its last group
+"""
+
+import functools
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
+
+from lockstep.single_controller.dispatch import (
+    Execute,
+    collect_dp_compute_data_proto,
+    collect_nd_compute_dataproto,
+    registered_methods,
+)
+from lockstep.single_controller.futures import FutureList
+from lockstep.single_controller.ray_backend.cluster import ray
+from lockstep.single_controller.ray_backend.futures import RayFuture
+from lockstep.single_controller.ray_backend.host import ProcessInfo, WorkerHost
+from lockstep.single_controller.ray_backend.pool import RayResourcePool
+from lockstep.single_controller.ray_backend.wire import pack
+from lockstep.single_controller.worker import Place
+from lockstep.single_controller.worker_group import Backend, ClassWithInitArgs, ResourcePool, WorkerGroup
+
+JOINING = (collect_dp_compute_data_proto, collect_nd_compute_dataproto)
+"""Collect functions that copy the outputs into one batch."""
+
+SMALL = (type(None), bool, int, float, str)
+"""Types of arguments that cost less to send than to store."""
+
+END_S = 5.0
+"""How long `shutdown` waits for processes to be gone."""
+
+
+class RayClassWithInitArgs(ClassWithInitArgs):
+    """A class and the arguments to construct it with, and the options of its actors."""
+
+    def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
+        super().__init__(cls, *args, **kwargs)
+        self.options: dict[str, Any] = {}
+
+    def update_options(self, options: dict[str, Any]) -> None:
+        """Further options of the actors, as Ray names them: {"runtime_env": {...}}, {"resources": {...}}."""
+        self.options.update(options)
+
+
+class Processes:
+    """The actors behind one or several groups: `spawn` makes several on the same ones.
+
+    handles, names, infos: by rank.
+    master:                address and port for `torch.distributed`.
+    pool:                  gets its machines back when the processes have ended; None where this program reserved none.
+    """
+
+    def __init__(self, handles: list[Any], names: list[str], pool: RayResourcePool | None) -> None:
+        self.handles = handles
+        self.names = names
+        self.pool = pool
+        self.infos: list[ProcessInfo] = []
+        self.master = ("", 0)
+
+    def shutdown(self) -> None:
+        """End the processes and wait until they are gone; a second call does nothing."""
+        handles, self.handles[:] = list(self.handles), []
+        if not handles or not ray.is_initialized():
+            return
+        for handle in handles:
+            ray.kill(handle, no_restart=True)
+        gone = [handle.place.remote() for handle in handles]  # fails as soon as Ray knows the actor to be dead
+        ray.wait(gone, num_returns=len(gone), timeout=END_S)
+        if self.pool is not None:
+            self.pool.leave()
+        else:
+            for group in {info.placement_group.id: info.placement_group for info in self.infos}.values():
+                ray.util.remove_placement_group(group)
+
+
+class RayWorkerGroup(WorkerGroup):
+    """One actor per process of the pool.
+
+    name_prefix: begins the actors' names; the pool's name by default.
+    detached:    the actors outlive this program; `from_detached` attaches to them.
+
+    Use it as a context manager, or call `shutdown`, to end the actors before the program does.
+    """
+
+    _processes: Processes
+
+    def __init__(
+        self,
+        resource_pool: RayResourcePool,
+        ray_cls_with_init: ClassWithInitArgs,
+        name: str | None = None,
+        name_prefix: str | None = None,
+        detached: bool = False,
+    ) -> None:
+        self._name_prefix = name_prefix or resource_pool.name_prefix
+        self._detached = detached or resource_pool.detached
+        super().__init__(resource_pool, ray_cls_with_init, name)
+
+    @classmethod
+    def from_detached(
+        cls,
+        name_prefix: str | None = None,
+        worker_names: Sequence[str] = (),
+        ray_cls_with_init: ClassWithInitArgs | None = None,
+        name: str | None = None,
+    ) -> Self:
+        """Attach to running workers by their `worker_names`; `shutdown` then ends them and their reservation as well."""
+        if not worker_names or ray_cls_with_init is None:
+            raise ValueError("from_detached needs worker_names, in rank order, and ray_cls_with_init")
+        try:
+            handles = [ray.get_actor(worker_name) for worker_name in worker_names]
+        except ValueError as error:
+            raise ValueError(
+                f"from_detached: no running worker of that name in the Ray namespace "
+                f"{ray.get_runtime_context().namespace!r}: {error}"
+            ) from None
+        places: list[Place] = ray.get([handle.place.remote() for handle in handles])
+        pool = ResourcePool([p.local_world_size for p in places if p.local_rank == 0], name_prefix=name_prefix or "")
+        if [place.rank for place in places] != list(range(pool.world_size)):
+            raise ValueError(
+                f"from_detached: the workers {list(worker_names)} have ranks {[p.rank for p in places]}; "
+                f"give all {places[0].world_size} names of the group in rank order"
+            )
+        group = object.__new__(cls)
+        group._set_up(pool, ray_cls_with_init, name)
+        group._processes = Processes(handles, list(worker_names), pool=None)
+        group._processes.infos = ray.get([handle.info.remote() for handle in handles])
+        (group._processes.master,) = ray.get([handles[0].master.remote()])
+        group.workers = handles
+        return group
+
+    def _set_up(
+        self, resource_pool: ResourcePool, cls_with_init: ClassWithInitArgs, name: str | None, method_prefix: str = ""
+    ) -> None:
+        super()._set_up(resource_pool, cls_with_init, name, method_prefix)
+        self._joining = {
+            method_prefix + method_name
+            for method_name, registration in registered_methods(cls_with_init.cls).items()
+            if getattr(registration.mode["collect_fn"], "func", registration.mode["collect_fn"]) in JOINING
+        }
+
+    def _start_workers(self) -> list[Any]:
+        self._processes = self._start_processes()
+        handles = self._processes.handles
+        try:
+            self._processes.infos = ray.get([handle.info.remote() for handle in handles])
+            self._processes.master = (self._processes.infos[0].address, ray.get(handles[0].free_port.remote()))
+            construct = ray.put(self.cls_with_init)
+            RayFuture.get_all([self._construct(rank, construct) for rank in range(self.world_size)])
+        except BaseException:  # Ctrl-C as well: no actor may be left behind
+            self.shutdown()
+            raise
+        return handles
+
+    def _start_processes(self) -> Processes:
+        """One actor per bundle of the pool."""
+        pool = self.resource_pool
+        if not isinstance(pool, RayResourcePool):
+            raise TypeError(f"a RayWorkerGroup runs on a RayResourcePool, not on a {type(pool).__name__}")
+        pool.enter(self.name)
+        unique = f"{self._name_prefix}{'_' if self._name_prefix else ''}{self.name}-{uuid.uuid4().hex[:6]}"
+        processes = Processes([], [], pool)
+        try:
+            for i, placement_group in enumerate(pool.get_placement_groups()):
+                for bundle_index in range(pool.store[i]):
+                    name = f"{unique}:{len(processes.names)}"
+                    processes.handles.append(self._start_process(pool, placement_group, bundle_index, name))
+                    processes.names.append(name)
+        except BaseException:
+            processes.shutdown() if processes.handles else pool.leave()
+            raise
+        return processes
+
+    def _start_process(self, pool: RayResourcePool, placement_group: Any, bundle_index: int, name: str) -> Any:
+        options = {
+            "num_cpus": pool.share,
+            "num_gpus": pool.share if pool.use_gpu else 0,
+            "name": name,
+            "lifetime": "detached" if self._detached else None,
+            "scheduling_strategy": ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                placement_group, placement_group_bundle_index=bundle_index
+            ),
+        }
+        options |= getattr(self.cls_with_init, "options", {})
+        return ray.remote(WorkerHost).options(**options).remote()
+
+    def _construct(self, rank: int, construct: Any) -> RayFuture:
+        place = self.resource_pool.places()[rank]
+        address, port = self._processes.master
+        sees_one_gpu = getattr(
+            self.resource_pool, "use_gpu", False
+        )  # and torch takes LOCAL_RANK for the device's number
+        environment = {
+            "RANK": str(place.rank),
+            "WORLD_SIZE": str(place.world_size),
+            "LOCAL_RANK": "0" if sees_one_gpu else str(place.local_rank),
+            "LOCAL_WORLD_SIZE": str(place.local_world_size),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+        }
+        note = self.failure_note(rank, "__init__")
+        ref = self._processes.handles[rank].construct.remote(construct, place, environment, note)
+        return RayFuture(ref, self._site(rank, "__init__"))
+
+    def _execute(
+        self,
+        method_name: str,
+        execute_mode: Execute,
+        shares: Sequence[Sequence[Any]],
+        named_shares: dict[str, Sequence[Any]],
+    ) -> FutureList:
+        shares = [_store_shared(share) for share in shares]
+        named_shares = {name: _store_shared(share) for name, share in named_shares.items()}
+        return super()._execute(method_name, execute_mode, shares, named_shares)
+
+    def _submit(self, rank: int, method_name: str, args: list[Any], kwargs: dict[str, Any]) -> RayFuture:
+        return self._call(rank, method_name, args, kwargs, writable=method_name not in self._joining)
+
+    def _call(
+        self, rank: int, method_name: str, args: Sequence[Any], kwargs: dict[str, Any], writable: bool = True
+    ) -> RayFuture:
+        if not self._processes.handles:
+            raise RuntimeError(f"worker group {self.name!r} is shut down")
+        note = self.failure_note(rank, method_name)
+        packed = {name: pack(arg) for name, arg in kwargs.items()}
+        ref = self.workers[rank].call.remote(method_name, note, *[pack(arg) for arg in args], **packed)
+        return RayFuture(ref, self._site(rank, method_name), writable)
+
+    def failure_note(self, rank: int, method_name: str) -> str:
+        return f"{super().failure_note(rank, method_name)}, {self._node(rank)}"
+
+    def _site(self, rank: int, method_name: str) -> str:
+        method = f"{self.cls_with_init.cls.__name__}.{method_name.removeprefix(self._method_prefix)}"
+        return f"worker group {self.name!r}, rank {rank} of {self.world_size}, {self._node(rank)}, called for {method}"
+
+    def _node(self, rank: int) -> str:
+        info = self._processes.infos[rank]
+        return f"node {info.address}, pid {info.pid}"
+
+    def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> RayFuture:
+        """Call any method of rank 0, registered or not."""
+        return self._call(0, self._method_prefix + method_name, args, kwargs)
+
+    def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """As `execute_rank_zero_async`; its output."""
+        return self.execute_rank_zero_async(method_name, *args, **kwargs).get()
+
+    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> FutureList:
+        """Call any method of every rank, registered or not, with the same arguments."""
+        if self.world_size > 1:
+            args = tuple(_stored(arg) for arg in args)
+            kwargs = {name: _stored(arg) for name, arg in kwargs.items()}
+        method_name = self._method_prefix + method_name
+        return FutureList(self._call(rank, method_name, args, kwargs) for rank in range(self.world_size))
+
+    def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """As `execute_all_async`; the outputs in rank order."""
+        return self.execute_all_async(method_name, *args, **kwargs).get()
+
+    @property
+    def master_address(self) -> str:
+        return self._processes.master[0]
+
+    @property
+    def master_port(self) -> int:
+        return self._processes.master[1]
+
+    @property
+    def worker_names(self) -> list[str]:
+        """The actors' names in rank order, for `from_detached`."""
+        return list(self._processes.names)
+
+    def spawn(self, prefix_set: Iterable[str]) -> dict[str, Self]:
+        groups = super().spawn(prefix_set)
+        for group in groups.values():
+            group._processes = self._processes
+        return groups
+
+    def shutdown(self) -> None:
+        """End the workers, those of groups spawned from the same ones included."""
+        self._processes.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+
+def _store_shared(share: Sequence[Any]) -> Sequence[Any]:
+    """The share of each rank; one that is the same object for all is stored once, and the ranks get the reference."""
+    if len(share) < 2 or any(other is not share[0] for other in share):
+        return share
+    return [_stored(share[0])] * len(share)
+
+
+def _stored(arg: Any) -> Any:
+    return arg if isinstance(arg, SMALL) else ray.put(pack(arg))
+
+
+def make_ray_backend(use_gpu: bool) -> Backend:
+    """Workers as Ray processes, each with a GPU or each on logical CPUs."""
+    pool_class = functools.partial(RayResourcePool, use_gpu=use_gpu)
+    return Backend("ray", pool_class, RayClassWithInitArgs, RayWorkerGroup)

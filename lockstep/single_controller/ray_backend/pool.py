@@ -1,0 +1,91 @@
+"""RayResourcePool: machines reserved as placement groups, one per machine."""
+
+import math
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from lockstep.single_controller.ray_backend.cluster import Bundle, missing, ray, require_machines
+from lockstep.single_controller.worker_group import ResourcePool
+
+
+class RayResourcePool(ResourcePool):
+    """Each entry of `process_on_nodes` is a placement group on one machine, each of its processes a bundle.
+
+    use_gpu:            a bundle has one GPU beside its logical CPU.
+    max_colocate_count: how many worker groups share the bundles; a worker takes that fraction of one.
+    detached:           the reservation outlives this program, for workers that another one attaches to.
+    wait_s:             how long to wait for resources that other programs hold.
+    """
+
+    def __init__(
+        self,
+        process_on_nodes: Sequence[int] | None = None,
+        use_gpu: bool = True,
+        name_prefix: str = "",
+        max_colocate_count: int = 10,
+        detached: bool = False,
+        n_gpus_per_node: int = 8,
+        wait_s: float = 8.0,
+    ) -> None:
+        super().__init__(process_on_nodes, max_colocate_count, n_gpus_per_node, name_prefix)
+        self.use_gpu = use_gpu
+        self.detached = detached
+        self.wait_s = wait_s
+        self._placement_groups: list[Any] = []
+        self._num_groups = 0
+
+    @property
+    def bundle(self) -> Bundle:
+        """What one process of the pool reserves."""
+        return {"CPU": 1, "GPU": 1} if self.use_gpu else {"CPU": 1}
+
+    @property
+    def share(self) -> float:
+        """The part of a bundle that one worker takes. Rounded down: Ray counts in units of 1/10000."""
+        return math.floor(10_000 / self.max_colocate_count) / 10_000
+
+    def get_placement_groups(self) -> list[Any]:
+        """One per machine, reserved at the first call; ValueError where the cluster does not have it."""
+        if self._placement_groups:
+            return self._placement_groups
+        asked = [{name: amount * count for name, amount in self.bundle.items()} for count in self.store]
+        require_machines(self.name_prefix, asked)
+        unique = f"{self.name_prefix or 'pool'}-{uuid.uuid4().hex[:6]}"
+        self._placement_groups = [
+            ray.util.placement_group(
+                [self.bundle] * count,
+                strategy="STRICT_PACK",
+                name=f"{unique}:{i}",
+                lifetime="detached" if self.detached else None,
+            )
+            for i, count in enumerate(self.store)
+        ]
+        end = time.monotonic() + self.wait_s
+        if not all(group.wait(max(0.1, end - time.monotonic())) for group in self._placement_groups):
+            reason = missing(self.name_prefix, asked, busy=True)
+            self.shutdown()
+            raise ValueError(reason)
+        return self._placement_groups
+
+    def enter(self, group_name: str) -> None:
+        """One more worker group runs on the pool."""
+        if self._num_groups >= self.max_colocate_count:
+            raise ValueError(
+                f"worker group {group_name!r}: resource pool {self.name_prefix!r} holds {self._num_groups} groups "
+                f"already, which is its max_colocate_count; raise it or put the roles into one process"
+            )
+        self._num_groups += 1
+
+    def leave(self) -> None:
+        """One worker group less; the last one gives the machines back."""
+        self._num_groups -= 1
+        if self._num_groups == 0:
+            self.shutdown()
+
+    def shutdown(self) -> None:
+        """Give the machines back; workers that still run there end."""
+        for group in self._placement_groups:
+            ray.util.remove_placement_group(group)
+        self._placement_groups = []
