@@ -25,6 +25,8 @@ def parse_arguments(description: str, argv: list[str] | None, **options: str) ->
 
 def read_examples(path: Path, *fields: str) -> list[dict[str, Any]]:
     """The examples of a file; one that lacks a field is an error that names it."""
+    if not path.is_file():
+        raise SystemExit(f"--input {path}: no such file")
     text = path.read_text(encoding="utf-8")
     examples = (
         json.loads(text) if text.lstrip().startswith("[") else [json.loads(s) for s in text.split("\n") if s.strip()]

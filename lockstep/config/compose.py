@@ -164,6 +164,8 @@ def _parse(overrides: Sequence[str]) -> tuple[list[Override], list[Problem]]:
         except HydraException as error:
             reason = str(error).splitlines()[0]
             hint = "write key=value, and quote a value that holds any of = , : [ ] { } ( )"
+            if text.endswith((".yaml", ".yml")):
+                hint = f"a configuration file is given as --config-name {text}"
             problems.append(Problem(text, NO_VALUE, f"cannot be read ({reason}); {hint}"))
             continue
         if override.is_sweep_override():

@@ -206,3 +206,8 @@ def test_hydras_own_keys_pass_with_a_notice(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.WARNING):
         load(["hydra.run.dir=/tmp/x"])
     assert "hydra.run.dir has no effect" in caplog.text
+
+
+def test_a_file_given_as_an_override_is_told_its_option() -> None:
+    with pytest.raises(ConfigError, match=r"a configuration file is given as --config-name my\.yaml"):
+        load_config(overrides=["my.yaml"], run_checks=False)

@@ -168,3 +168,9 @@ def test_reference_solutions_pass_the_made_cases(tmp_path: Path, script: str, so
         for arguments, expected in zip(truth["inputs"], truth["outputs"]):
             result = namespace[truth["fn_name"]](*map(json.loads, arguments.split("\n")))
             assert json.loads(json.dumps(result)) == json.loads(expected)
+
+
+def test_an_input_that_is_not_there(tmp_path: Path) -> None:
+    done = run_script("gsm8k.py", tmp_path / "none.jsonl", tmp_path / "x.parquet")
+    assert done.returncode == 1
+    assert "none.jsonl: no such file" in done.stderr and "Traceback" not in done.stderr
