@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 
+from lockstep.config.checks import LOGGERS
 from lockstep.observability.base import Metrics, RunInfo
 from lockstep.observability.jsonl import JsonlFile, json_line, truncate_after
-from lockstep.observability.trackers import METRICS_FILE, Tracking
+from lockstep.observability.trackers import METRICS_FILE, TRACKERS, Tracking
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -264,3 +265,7 @@ def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.Monke
         "finish",
     ]
     assert fake.calls[4][1]["id"] == "fresh-id" and fake.calls[4][1]["resume"] == "allow"
+
+
+def test_the_config_knows_every_tracker() -> None:
+    assert sorted(LOGGERS) == list(TRACKERS)
