@@ -117,6 +117,17 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointEngineConfig:
+    """How weights reach a rollout that runs in processes of its own."""
+
+    backend: Literal["auto", "naive", "nccl"] = "auto"
+    """naive sends them through Ray's object store, nccl broadcasts them in a process group (gloo on CPU); auto is nccl on GPUs
+    and naive on CPU."""
+    update_weights_bucket_megabytes: int = 2048
+    """Most that is on its way at once."""
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     name: str = "embedded"
     """Rollout engine: embedded (the trainer's own weights) or hf (transformers' generate)."""
@@ -173,6 +184,7 @@ class RolloutConfig:
     log_prob_max_token_len_per_gpu: int = II(f"{_ACTOR}.ppo_max_token_len_per_gpu")
     """Tokens in one such micro-batch."""
     val_kwargs: SamplingConfig = field(default_factory=SamplingConfig)
+    checkpoint_engine: CheckpointEngineConfig = field(default_factory=CheckpointEngineConfig)
 
 
 @dataclass(frozen=True)
@@ -196,7 +208,9 @@ class RefConfig:
 @dataclass(frozen=True)
 class ActorRolloutRefConfig:
     hybrid_engine: bool = True
-    """Actor and rollout share devices; the embedded engine always does."""
+    """Actor and rollout share devices; `trainer.placement` parts them."""
+    nccl_timeout: int = 600
+    """Seconds that a worker waits for the others in a collective operation."""
     model: HFModelConfig = field(default_factory=HFModelConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

@@ -10,6 +10,7 @@ from typing import Any
 from lockstep.config.compat import NOT_IN_BUILD
 from lockstep.config.errors import NO_VALUE, Problem, nearest, show
 from lockstep.config.implied import GROUP_ESTIMATORS
+from lockstep.config.placement import ROLES
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import defaults, get_in, keys, to_plain
 
@@ -22,12 +23,9 @@ LOGGERS = ("console", "file", "mlflow", "swanlab", "tensorboard", "wandb")
 
 UNREAD = [
     (f"{_ROLLOUT}.enforce_eager", False, "decoding runs eagerly"),
-    ("ray_init.num_cpus", None, "the run starts no Ray"),
-    ("ray_init.timeline_json_file", None, "the run starts no Ray"),
     *(
-        (f"{section}.{key}", default, "one worker shards nothing")
+        (f"{section}.wrap_policy.min_num_params", 0, "models are sharded layer by layer")
         for section in (f"{_ACTOR}.fsdp_config", f"{_REF}.fsdp_config", "critic.model.fsdp_config")
-        for key, default in (("fsdp_size", -1), ("forward_prefetch", False), ("wrap_policy.min_num_params", 0))
     ),
 ]
 """(key, default, why another value changes nothing)."""
@@ -35,6 +33,15 @@ UNREAD = [
 Values = Mapping[str, Any]
 """Dotted key to value."""
 Range = tuple[Callable[[Any], bool], str]
+
+_MODEL = "actor_rollout_ref.model"
+_PARALLEL = (
+    (_ACTOR, f"{_ACTOR}.fsdp_config", _MODEL),
+    (_REF, f"{_REF}.fsdp_config", _MODEL),
+    ("critic", "critic.model.fsdp_config", "critic.model"),
+    ("reward_model", "reward_model.model.fsdp_config", "reward_model.model"),
+)
+"""Sections that say how many ranks share a sequence: (section, its engine's, its model's)."""
 
 POSITIVE: Range = (lambda x: x > 0, "must be greater than 0")
 NOT_NEGATIVE: Range = (lambda x: x >= 0, "must be 0 or more")
@@ -69,6 +76,12 @@ RANGES: dict[str, Range] = {
     "kv_block_size": POSITIVE,
     "total_epochs": POSITIVE,
     "nnodes": POSITIVE,
+    "reward_model.nnodes": NOT_NEGATIVE,
+    "max_restarts": NOT_NEGATIVE,
+    "nccl_timeout": POSITIVE,
+    "num_cpus": POSITIVE,
+    "update_weights_bucket_megabytes": POSITIVE,
+    "fsdp_size": COUNT_OR_ALL,
     "n_gpus_per_node": POSITIVE,
     "tensor_model_parallel_size": POSITIVE,
     "ulysses_sequence_parallel_size": POSITIVE,
@@ -115,7 +128,7 @@ RANGES: dict[str, Range] = {
     "save_freq": (lambda x: x >= -1, "must be 1 or more, -1 for the last step alone, or 0 for never"),
     "test_freq": EVERY_OR_NEVER,
 }
-"""Field name to the values that it allows, wherever the field stands; null always passes."""
+"""Field name to the values that it allows, wherever the field stands (a whole key: there); null always passes."""
 
 PARTS = ("model", "optimizer", "extra", "hf_model")
 KL_ESTIMATORS = ("kl", "abs", "mse", "low_var_kl")
@@ -128,7 +141,19 @@ def check(config: PPOConfig) -> tuple[list[Problem], list[str]]:
     followed = _followed(values)
     problems = [
         problem
-        for part in (_ranges, _names, _build_limits, _files, _algorithm, _batches, _lengths, _sampling, _contents)
+        for part in (
+            _ranges,
+            _names,
+            _build_limits,
+            _files,
+            _algorithm,
+            _batches,
+            _lengths,
+            _sampling,
+            _contents,
+            _workers,
+            _sequence_parallel,
+        )
         for problem in part(values)
         if problem.key not in followed
     ]
@@ -161,22 +186,18 @@ def _trains_critic(values: Values) -> bool:
 
 def _ranges(values: Values) -> Iterator[Problem]:
     for name, value in values.items():
-        allowed, message = RANGES.get(name.rsplit(".", 1)[-1], (None, ""))
-        if allowed is not None and value is not None and not allowed(value):
-            yield Problem(name, value, message)
+        rule = RANGES.get(name) or RANGES.get(name.rsplit(".", 1)[-1])
+        if rule is not None and value is not None and not rule[0](value):
+            yield Problem(name, value, rule[1])
     steps = values["trainer.total_training_steps"]
     if steps is not None and steps < 1:
         yield Problem("trainer.total_training_steps", steps, "must be 1 or more, or null for all epochs")
 
 
 _BUILD_LIMITS: dict[str, tuple[Any, str]] = {
-    "nnodes": (1, "one worker trains; set 1"),
-    "n_gpus_per_node": (1, "one worker trains; set 1"),
-    "tensor_model_parallel_size": (1, "the rollout runs on one worker; set 1"),
-    "ulysses_sequence_parallel_size": (1, "each sequence stays on one worker; set 1"),
-    "offload_policy": (False, "offloading happens between phases; set param_offload and optimizer_offload instead"),
+    "tensor_model_parallel_size": (1, "each worker generates with the whole model; set 1"),
     "async_save": (False, "a checkpoint is written before the run goes on; set false"),
-    "hybrid_engine": (True, "actor and rollout share one worker; set true"),
+    "hybrid_engine": (True, "it parts nothing; set true, and trainer.placement=split to part actor and rollout"),
 }
 """Field name to the one value that it takes for now, wherever the field stands, and what to do."""
 
@@ -355,6 +376,48 @@ def _contents(values: Values) -> Iterator[Problem]:
             unknown = [part for part in values[name] if part not in PARTS]
             if unknown:
                 yield Problem(name, values[name], f"{show(unknown)} is not among {', '.join(PARTS)}")
+
+
+def _workers(values: Values) -> Iterator[Problem]:
+    spec, mapping = values["resource_pool_spec"], values["resource_pool_mapping"]
+    if spec and values["trainer.placement"] != "colocate":
+        message = "resource_pool_spec says where roles run; leave one of the two out"
+        yield Problem("trainer.placement", values["trainer.placement"], message, also=("resource_pool_spec",))
+    for pool, machines in spec.items():
+        if not machines or any(count < 1 for count in machines):
+            yield Problem(f"resource_pool_spec.{pool}", machines, "must be processes per machine, such as [8, 8]")
+    for role, pool in mapping.items():
+        if role not in ROLES:
+            yield Problem(f"resource_pool_mapping.{role}", pool, f"is no role; roles are {', '.join(ROLES)}")
+        elif pool not in spec:
+            message = f"is no pool of resource_pool_spec ({', '.join(spec) or 'which is empty'})"
+            yield Problem(f"resource_pool_mapping.{role}", pool, message)
+    if values["reward_model.enable_resource_pool"] and not values["reward_model.nnodes"]:
+        yield Problem("reward_model.nnodes", 0, "must be 1 or more with reward_model.enable_resource_pool")
+    workers = [count for machines in spec.values() for count in machines] if spec else [_num_workers(values)]
+    if values["trainer.controller"] == "local" and max(workers, default=1) > 1:
+        message = "one process holds one worker of a role; set ray or auto"
+        yield Problem("trainer.controller", "local", message, also=("trainer.n_gpus_per_node", "resource_pool_spec"))
+
+
+def _num_workers(values: Values) -> int:
+    return int(values["trainer.n_gpus_per_node"] * values["trainer.nnodes"])
+
+
+def _sequence_parallel(values: Values) -> Iterator[Problem]:
+    for section, engine, model in _PARALLEL:
+        key, engine_key = (f"{part}.ulysses_sequence_parallel_size" for part in (section, engine))
+        size, engine_size = values[key], values[engine_key]
+        if size > 1 and engine_size > 1 and size != engine_size:
+            yield Problem(engine_key, engine_size, f"differs from {key}={size}; set that alone", also=(key,))
+        if max(size, engine_size) > 1 and not values[f"{model}.use_remove_padding"]:
+            message = "a sequence is shared by ranks only where sequences are packed; set true"
+            yield Problem(f"{model}.use_remove_padding", False, message, also=(key,))
+        workers = _num_workers(values)
+        one_pool = not values["resource_pool_spec"] and values["trainer.placement"] == "colocate"
+        if one_pool and size > 0 and workers > 0 and workers % size:
+            message = f"does not divide the {workers} workers (trainer.nnodes * trainer.n_gpus_per_node)"
+            yield Problem(key, size, message, also=("trainer.n_gpus_per_node",))
 
 
 def _warnings(values: Values) -> Iterator[str]:

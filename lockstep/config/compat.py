@@ -105,7 +105,7 @@ _PROFILER = Unsupported("there are no profiler hooks; leave it off", switches=("
 _MTP = Unsupported(
     "models predict one token at a time; set enable=false", switches=("enable", "enable_train", "enable_rollout")
 )
-_ONE_WORKER = Unsupported("training and rollout share one worker; set 1", harmless=(None, 1))
+_ONE_WORKER = Unsupported("each worker generates with the whole model; set 1", harmless=(None, 1))
 _ROUTING = Unsupported("experts' routing is not recorded; leave it disabled", (None, False, "disabled"), ("mode",))
 _MEGATRON = Unsupported("models are trained with FSDP2; set strategy=fsdp and leave Megatron's keys out")
 _OTHER_PROGRAM = Unsupported("it is a key of the programs that generate and evaluate; leave it out to train")
@@ -150,16 +150,13 @@ UNSUPPORTED: dict[str, Unsupported] = {
     ),
     "trainer.del_local_ckpt_after_load": Unsupported("the checkpoint that is loaded is kept; set false"),
     "trainer.esi_redundant_time": Unsupported("no cloud instance's end is watched; set 0", (None, False, 0)),
-    "resource_pool_spec": Unsupported("all models share the one worker; leave it out"),
     "reward_manager.source": _OWN_MANAGER,
     "reward_manager.module": Unsupported(_OWN_MANAGER.reason, switches=("path",)),
     "reward_model.reward_loop_source": _OWN_MANAGER,
     "reward_model.reward_loop_module_path": _OWN_MANAGER,
     "reward_model.reward_loop_class_name": _OWN_MANAGER,
-    "reward_model.enable_resource_pool": Unsupported("all models share the worker's device; set false"),
     "reward_model.rollout": Unsupported("a reward model is a classifier, and generates nothing", switches=("name",)),
     "reward_model.max_length": Unsupported("the reward model reads the whole sequence; set null"),
-    "reward_model.ulysses_sequence_parallel_size": _ONE_WORKER,
     "reward_model.sandbox_fusion": Unsupported("there is no code sandbox; leave url null", switches=("url",)),
     "reward_model.launch_reward_fn_async": Unsupported("rewards are computed within the step; set false"),
     "data.tool_config_path": Unsupported("responses are single-turn; set null"),
@@ -260,18 +257,13 @@ NO_EFFECT: dict[str, str] = {
     f"{_ARR}.rollout.engine_kwargs": _OTHER_ENGINE,
     f"{_ARR}.rollout.layered_summon": _OTHER_ENGINE,
     f"{_ARR}.rollout.layer_name_map": _OTHER_ENGINE,
-    f"{_ARR}.rollout.checkpoint_engine": _OTHER_ENGINE,
+    f"{_ARR}.rollout.checkpoint_engine.engine_kwargs": _OTHER_ENGINE,
     f"{_ARR}.rollout.multi_stage_wake_up": _OTHER_ENGINE,
     f"{_ARR}.rollout.skip_tokenizer_init": _OTHER_ENGINE,
     f"{_ARR}.rollout.cudagraph_capture_sizes": "decoding runs eagerly",
     f"{_ARR}.rollout.logprobs_mode": "log-probs are always those of the policy at the sampling temperature",
     f"{_ARR}.rollout.skip_dump_dir": "it counts only with skip_rollout",
     f"{_ARR}.rollout.agent": _ONE_PROCESS,
-    f"{_ARR}.nccl_timeout": _ONE_PROCESS,
-    "critic.nccl_timeout": _ONE_PROCESS,
-    "reward_model.nccl_timeout": _ONE_PROCESS,
-    "reward_model.n_gpus_per_node": "it counts only with enable_resource_pool",
-    "reward_model.nnodes": "it counts only with enable_resource_pool",
     "reward_model.use_reward_loop": "there is one way to compute rewards",
     "reward_model.num_workers": "reward_model.reward_kwargs.num_workers says how many processes score",
     "reward_model.model.use_fused_kernels": _FUSED,
@@ -284,7 +276,7 @@ NO_EFFECT: dict[str, str] = {
     "data.use_shm": _READ_DIRECTLY,
     "trainer.controller_nsight_options": _PROFILING,
     "trainer.worker_nsight_options": _PROFILING,
-    "trainer.ray_wait_register_center_timeout": _ONE_PROCESS,
+    "trainer.ray_wait_register_center_timeout": "workers are waited for until they answer or die",
     "trainer.use_legacy_worker_impl": "there is one worker implementation",
 }
 NO_EFFECT |= _in_each(

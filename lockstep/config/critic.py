@@ -50,6 +50,8 @@ class CriticConfig:
     """Largest gradient norm."""
     ulysses_sequence_parallel_size: int = 1
     """Ranks that share one sequence."""
+    nccl_timeout: int = II("actor_rollout_ref.nccl_timeout")
+    """Seconds that a worker waits for the others in a collective operation."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     rollout_n: int = II("actor_rollout_ref.rollout.n")
     """Samples per prompt; follows `rollout.n`."""

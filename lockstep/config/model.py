@@ -98,6 +98,12 @@ class FSDPEngineConfig:
     """Seed of what the engine initialises (a fresh value head)."""
 
 
+def sequence_parallel_size(section: Any) -> int:
+    """Ranks that share one sequence, of a section that says so itself or in its engine's configuration."""
+    engine = section.model.fsdp_config if hasattr(section, "model") else section.fsdp_config
+    return max(section.ulysses_sequence_parallel_size, engine.ulysses_sequence_parallel_size)
+
+
 @dataclass(frozen=True)
 class CheckpointConfig:
     save_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra", "hf_model"])

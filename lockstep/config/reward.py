@@ -22,6 +22,16 @@ class RewardModelModelConfig(HFModelConfig):
 class RewardModelConfig:
     enable: bool = False
     """Score responses with a model (batch key `rm_scores`)."""
+    enable_resource_pool: bool = False
+    """Run the reward model on workers of its own, `nnodes` machines with `n_gpus_per_node` each."""
+    n_gpus_per_node: int = 8
+    """Workers per machine, with `enable_resource_pool`."""
+    nnodes: int = 0
+    """Machines, with `enable_resource_pool`."""
+    nccl_timeout: int = II("actor_rollout_ref.nccl_timeout")
+    """Seconds that a worker waits for the others in a collective operation."""
+    ulysses_sequence_parallel_size: int = 1
+    """Ranks that share one sequence."""
     strategy: Literal["fsdp", "fsdp2"] = "fsdp"
     """Engine of the forward pass."""
     model: RewardModelModelConfig = field(default_factory=RewardModelModelConfig)

@@ -1,7 +1,7 @@
 """`trainer.*` and `ray_init.*`: the run itself."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from omegaconf import II
 
@@ -29,8 +29,15 @@ class TrainerConfig:
     """Machines."""
     n_gpus_per_node: int = 1
     """Workers per machine: GPUs, or processes on CPU."""
+    controller: Literal["auto", "local", "ray"] = "auto"
+    """What the workers are: local is this process, ray are processes of a Ray cluster; auto is local for one worker."""
+    placement: Literal["colocate", "hybrid", "split", "standalone"] = "colocate"
+    """How roles share the workers: all of them everywhere; critic and reward model apart; the rollout apart too; each role by
+    itself. `resource_pool_spec` says it in full instead."""
+    max_restarts: int = 0
+    """How often workers that died are started anew, to go on from the last checkpoint."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to train; auto takes a GPU if there is one."""
+    """Where to train; auto takes GPUs if there are any."""
     seed: int = 1
     """Seed of shuffling, sampling and initialisation."""
     balance_batch: bool = True
@@ -59,7 +66,11 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class RayInitConfig:
+    address: str | None = None
+    """Cluster to join (`auto`, `host:port`); null joins the one in RAY_ADDRESS, or starts one on this machine."""
     num_cpus: int | None = None
     """CPUs that a Ray started by the run may use."""
+    runtime_env: dict[str, Any] = field(default_factory=dict)
+    """Environment of the workers as Ray takes it, such as `env_vars` or `working_dir`."""
     timeline_json_file: str | None = None
     """File for Ray's timeline."""

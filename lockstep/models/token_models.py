@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from lockstep.models.attention import no_mask
 from lockstep.models.loading import logits_fn
@@ -15,12 +15,26 @@ from lockstep.models.log_probs import token_log_probs
 from lockstep.models.packing import ForwardRows
 
 
-class PolicyModel(nn.Module):
+class TokenModel(nn.Module):
+    """What both kinds have in common: a transformers model inside, and parameters that it would name otherwise."""
+
+    hf_config: PretrainedConfig
+
+    def hf_name(self, name: str) -> str:
+        """The name by which a Hugging Face folder knows the parameter `name` of this module."""
+        raise NotImplementedError
+
+
+class PolicyModel(TokenModel):
     """A causal language model that gives each response token's log-prob and, if asked for, more about its distribution."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+        self.hf_config = model.config
+
+    def hf_name(self, name: str) -> str:
+        return name.removeprefix("model.")
 
     def forward(self, rows: ForwardRows, **options: Any) -> dict[str, Tensor]:
         """options: those of `token_log_probs`."""
@@ -29,7 +43,7 @@ class PolicyModel(nn.Module):
         return {name: rows.spread(values) for name, values in flat.items()}
 
 
-class ScalarModel(nn.Module):
+class ScalarModel(TokenModel):
     """A transformer body with a linear head to one number: the value before each response token, or the sequence's score.
 
     score: named as transformers names it, so that a saved folder opens as a sequence classifier.
@@ -39,11 +53,15 @@ class ScalarModel(nn.Module):
         super().__init__()
         self.body = body
         self.score = score
+        self.hf_config = body.config
+
+    def hf_name(self, name: str) -> str:
+        return f"{self.body.base_model_prefix}.{name.removeprefix('body.')}" if name.startswith("body.") else name
 
     def forward(self, rows: ForwardRows, at_end: bool = False) -> dict[str, Tensor]:
         hidden = _hidden_states(self.body, rows)
         if at_end:
-            return {"score": self.score(hidden[rows.last]).squeeze(-1).float()}
+            return {"score": rows.spread_last(self.score(hidden[rows.last]).squeeze(-1).float())}
         return {"values": rows.spread(self.score(hidden[rows.predicts]).squeeze(-1).float())}
 
 

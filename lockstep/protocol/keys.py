@@ -76,6 +76,7 @@ _TABLE = (
     BatchKey("token_level_rewards", "BR", _FLOAT, "the controller", "advantages", "reward after the KL penalty"),
     BatchKey("advantages", "BR", _FLOAT, "the controller", "policy loss", "advantage of each token"),
     BatchKey("returns", "BR", _FLOAT, "the controller", "value loss", "target of the value estimate"),
+    BatchKey("mini_batch", "B", _INT, "the trainer's layout of an update", "updates", "mini-batch the row is in"),
     BatchKey("uid", "B", None, "the trainer", "advantages by group", "one id per prompt, shared by its samples"),
     BatchKey("index", "B", None, "the data", "metrics, filtering", "number of the row in its data set"),
     BatchKey("data_source", "B", None, "the data", "reward, validation", "name that chooses the scorer"),

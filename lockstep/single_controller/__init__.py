@@ -19,7 +19,7 @@ from lockstep.single_controller.dispatch import (
     register,
     register_dispatch_mode,
 )
-from lockstep.single_controller.futures import Future, FutureList
+from lockstep.single_controller.futures import Future, FutureList, WorkerDiedError
 from lockstep.single_controller.local import LOCAL, LocalWorkerGroup
 from lockstep.single_controller.placement import ResourcePoolManager, Role
 from lockstep.single_controller.worker import Place, Worker, placed_at
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
         RayClassWithInitArgs,
         RayResourcePool,
         RayWorkerGroup,
-        WorkerDiedError,
         make_ray_backend,
     )
 
@@ -38,7 +37,6 @@ _OF_RAY_BACKEND = {
     "RayClassWithInitArgs",
     "RayResourcePool",
     "RayWorkerGroup",
-    "WorkerDiedError",
     "make_ray_backend",
 }
 

@@ -1,8 +1,12 @@
-"""What a non-blocking call returns: everything here, and DataProtoFuture, has `get()`."""
+"""What a non-blocking call returns, which like DataProtoFuture has `get()`, and the error of a worker that is gone."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
+
+
+class WorkerDiedError(RuntimeError):
+    """The process of a worker has ended."""
 
 
 class Future(ABC):

@@ -182,6 +182,15 @@ class WorkerGroup(ABC):
             groups[role] = group
         return groups
 
+    def shutdown(self) -> None:  # noqa: B027
+        """End the workers, those of groups spawned from the same ones included; nothing where they live in this process."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
     def __getattr__(self, name: str) -> Any:
         # Reached only where no such attribute is set: the methods of the worker class are bound in _set_up.
         if name.startswith("__") or "cls_with_init" not in self.__dict__:

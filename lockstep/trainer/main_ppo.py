@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from lockstep.config.commandline import config_from_command_line
+from lockstep.config.placement import controller_of
 from lockstep.config.ppo import PPOConfig
 
 if TYPE_CHECKING:
@@ -15,7 +16,11 @@ if TYPE_CHECKING:
 
 
 def run_ppo(config: PPOConfig, task_runner_class: "type[TaskRunner] | None" = None) -> int:
-    """Run a training job in this process; returns its exit code."""
+    """Run a training job, in this process or on Ray; returns its exit code."""
+    if controller_of(config) == "ray":
+        from lockstep.trainer.ray_runner import run_on_ray
+
+        return run_on_ray(config, task_runner_class)
     from lockstep.trainer.ppo.task_runner import TaskRunner
 
     return (task_runner_class or TaskRunner)().run(config)

@@ -1,18 +1,19 @@
 """Actor, rollout and reference: the policy in one worker, in the parts that its role names.
 
 role actor_rollout       trains, and generates with the very weights it trains
+role actor, rollout      one of the two, in processes of its own; the rollout's weights are handed over after each update
 role ref                 a frozen copy that only computes log-probs
-role actor_rollout_ref   both
+role actor_rollout_ref   all of it
 """
 
-import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from lockstep.algorithms.losses.policy import prepare_policy_loss
 from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig
-from lockstep.config.model import FSDPEngineConfig
+from lockstep.config.model import FSDPEngineConfig, sequence_parallel_size
 from lockstep.engines.rollout.base import create_rollout_engine
 from lockstep.engines.train.fsdp import FsdpEngine
 from lockstep.models.export import save_policy
@@ -22,18 +23,19 @@ from lockstep.models.tokenizer import eos_token_ids, hf_tokenizer
 from lockstep.models.twin import make_twin, release, share
 from lockstep.protocol import DataProto, drop_marked
 from lockstep.protocol.keys import require
-from lockstep.single_controller import Dispatch, Worker, register
-from lockstep.workers.losses import actor_loss_fn, policy_loss_mode
+from lockstep.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from lockstep.utils.distributed import join_process_group
+from lockstep.workers.losses import actor_loss_fn
 from lockstep.workers.rollout_batch import batch_of, requests_of, sampling_params
-from lockstep.workers.updates import MetricMeans, global_batch_info, micro_batching, mini_batches
-
-logger = logging.getLogger(__name__)
+from lockstep.workers.shared_folder import checkpoint_folder
+from lockstep.workers.updates import MetricMeans, memory_metrics, micro_batching, mini_batches
+from lockstep.workers.weight_hand_over import WeightHandOver
 
 _KEY = "actor_rollout_ref.model"
 _ROLES = ("actor", "rollout", "ref", "actor_rollout", "actor_rollout_ref")
 
 
-class ActorRolloutRefWorker(Worker):
+class ActorRolloutRefWorker(WeightHandOver):
     def __init__(self, config: ActorRolloutRefConfig, role: str, device: str = "cpu") -> None:
         super().__init__()
         if role not in _ROLES:
@@ -47,6 +49,7 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         config = self.config
+        join_process_group(self.rank, self.world_size, self.device, config.nccl_timeout)
         folder = model_folder(config.model, _KEY)
         self.tokenizer = hf_tokenizer(
             config.model.tokenizer_path or str(folder),
@@ -55,26 +58,29 @@ class ActorRolloutRefWorker(Worker):
         )
         if self.is_actor or self.is_rollout:
             self.policy = self._load(config.actor.fsdp_config, trained=self.is_actor)
-            self.actor = self._engine(self.policy, config.actor.fsdp_config, trained=self.is_actor)
+        if self.is_actor:
+            sp = sequence_parallel_size(config.actor)
+            self.actor = self._engine(self.policy, config.actor.fsdp_config, sp, trained=True)
+            self._register_dispatch_collect_info("actor", self.actor.dp_rank, self.actor.sp_rank == 0)
         if self.is_rollout:
             self.rollout = create_rollout_engine(
                 config.rollout,
                 eos_token_ids=eos_token_ids(self.tokenizer, folder),
                 pad_token_id=self.tokenizer.pad_token_id,
             )
-            self.twin = make_twin(self.policy.model)
-            self.rollout.bind(self.twin)
+            self.generator = make_twin(self.policy.model) if self.is_actor else self.policy.model
+            self.rollout.bind(self.generator)
         if self.is_ref:
-            self.ref = self._engine(
-                self._load(config.ref.fsdp_config, trained=False), config.ref.fsdp_config, trained=False
-            )
+            policy, sp = self._load(config.ref.fsdp_config, trained=False), sequence_parallel_size(config.ref)
+            self.ref = self._engine(policy, config.ref.fsdp_config, sp, trained=False)
+            self._register_dispatch_collect_info("ref", self.ref.dp_rank, self.ref.sp_rank == 0)
 
     def _load(self, fsdp: FSDPEngineConfig, *, trained: bool) -> PolicyModel:
         """Master weights for a model that is trained, the compute type for one that only computes."""
         dtype = resolve_dtype(fsdp.model_dtype if trained else fsdp.dtype, self.device)
         return PolicyModel(load_causal_lm(self.config.model, _KEY, dtype, self.device))
 
-    def _engine(self, policy: PolicyModel, fsdp: FSDPEngineConfig, *, trained: bool) -> FsdpEngine:
+    def _engine(self, policy: PolicyModel, fsdp: FSDPEngineConfig, sp: int, *, trained: bool) -> FsdpEngine:
         model, actor = self.config.model, self.config.actor
         return FsdpEngine(
             policy,
@@ -85,24 +91,35 @@ class ActorRolloutRefWorker(Worker):
             packed=model.use_remove_padding,
             clip_grad=actor.grad_clip,
             gradient_checkpointing=model.enable_gradient_checkpointing,
+            sequence_parallel_size=sp,
         )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
+        prompts = drop_marked(prompts)
         require(prompts, "raw_prompt_ids", "sampling_seed")
         validate, greedy = prompts.meta_info["validate"], prompts.meta_info["greedy"]
         sampling = sampling_params(self.config.rollout, validate=validate, greedy=greedy)
         requests = requests_of(prompts, sampling)
-        with self.actor.gathered():
-            share(self.twin, self.policy.model)
+        with self._whole_weights():
             self.rollout.wake()
             completions = self.rollout.generate(requests)
             if self.config.rollout.free_cache_engine:
                 self.rollout.sleep()
-            release(self.twin)
         return batch_of(requests, completions, self.config.rollout, self.tokenizer.pad_token_id)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @contextmanager
+    def _whole_weights(self) -> Iterator[None]:
+        """The generator has its weights for the span of the context: its own, or the actor's, gathered and not copied."""
+        if not self.is_actor:
+            yield
+            return
+        with self.actor.gathered():
+            share(self.generator, self.policy.model)
+            yield
+            release(self.generator)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"), blocking=False)
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """`old_log_probs` and `entropys` (and `sum_pi_squared`, if configured) under the policy as it stands."""
         more = {"with_entropy": True, "with_sum_pi_squared": self.config.actor.calculate_sum_pi_squared}
@@ -110,7 +127,7 @@ class ActorRolloutRefWorker(Worker):
         names = {"log_probs": "old_log_probs", "entropy": "entropys", "sum_pi_squared": "sum_pi_squared"}
         return DataProto.from_dict(tensors={names[name]: values for name, values in out.items()})
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("ref"), blocking=False)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         out = self._log_probs(self.ref, data)
         return DataProto.from_dict(tensors={"ref_log_prob": out["log_probs"]})
@@ -134,31 +151,25 @@ class ActorRolloutRefWorker(Worker):
         rollout = self.config.rollout
         return rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"), blocking=False)
     def update_actor(self, data: DataProto) -> DataProto:
-        data = drop_marked(data)
-        require(data, "input_ids", "responses", "response_mask", "old_log_probs", "advantages")
+        """Train on a batch that `trainer.ppo.mini_batches.lay_out` made."""
+        require(data, "input_ids", "responses", "response_mask", "old_log_probs", "advantages", "mini_batch")
         config, engine = self.config.actor, self.actor
         micro = micro_batching(
             config.ppo_micro_batch_size_per_gpu, config.use_dynamic_bsz, config.ppo_max_token_len_per_gpu
         )
-        size = config.ppo_mini_batch_size * config.rollout_n // self.world_size
         with_entropy = config.entropy_coeff != 0 or config.calculate_entropy
         means = MetricMeans()
         engine.onload(optimizer=True)
-        step = data.meta_info["global_steps"]
-        seed = config.data_loader_seed + step if config.shuffle else None
-        for number, rows in enumerate(mini_batches(data.tensors, size, config.ppo_epochs, seed)):
-            info = global_batch_info(rows, engine, config.loss_scale_factor)
-            prepared = prepare_policy_loss(policy_loss_mode(config), rows, config, seed=(step << 16) + number)
-            rows.update(prepared)
-            loss_fn = actor_loss_fn(config, info, prepared)
+        for rows, info in mini_batches(data, config.loss_scale_factor):
+            loss_fn = actor_loss_fn(config, info, data.meta_info["prepared"])
             metrics = engine.forward_backward(
                 rows, loss_fn, micro, temperature=self._temperature, with_entropy=with_entropy
             )
             metrics["actor/grad_norm"] = engine.optimizer_step()
             means.add(metrics)
-        metrics = means.result() | {"actor/lr": engine.learning_rate}
+        metrics = means.result() | {"actor/lr": engine.learning_rate} | memory_metrics(self.device)
         if config.use_kl_loss:
             metrics["actor/kl_coef"] = config.kl_loss_coef
         engine.schedule_step()
@@ -169,8 +180,7 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, local_path: str, global_step: int = 0) -> None:
-        folder = Path(local_path)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = checkpoint_folder(local_path)
         self.actor.onload(optimizer=True)
         self.actor.save(folder, self.config.actor.checkpoint.save_contents)
         if "hf_model" in self.config.actor.checkpoint.save_contents:

@@ -5,16 +5,19 @@ from pathlib import Path
 import torch
 
 from lockstep.config.critic import CriticConfig
+from lockstep.config.model import sequence_parallel_size
 from lockstep.engines.train.fsdp import FsdpEngine
 from lockstep.models.export import save_scalar_model
 from lockstep.models.loading import load_value_model, model_folder, resolve_dtype
 from lockstep.models.token_models import ScalarModel
 from lockstep.models.tokenizer import hf_tokenizer
-from lockstep.protocol import DataProto, drop_marked
+from lockstep.protocol import DataProto
 from lockstep.protocol.keys import require
-from lockstep.single_controller import Dispatch, Worker, register
+from lockstep.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
+from lockstep.utils.distributed import join_process_group
 from lockstep.workers.losses import critic_loss_fn
-from lockstep.workers.updates import MetricMeans, global_batch_info, micro_batching, mini_batches
+from lockstep.workers.shared_folder import checkpoint_folder
+from lockstep.workers.updates import MetricMeans, micro_batching, mini_batches
 
 _KEY = "critic.model"
 
@@ -28,6 +31,7 @@ class CriticWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         model, fsdp = self.config.model, self.config.model.fsdp_config
+        join_process_group(self.rank, self.world_size, self.device, self.config.nccl_timeout)
         dtype = resolve_dtype(fsdp.model_dtype, self.device)
         self.tokenizer = hf_tokenizer(
             model.tokenizer_path or str(model_folder(model, _KEY)), trust_remote_code=model.trust_remote_code, key=_KEY
@@ -42,9 +46,11 @@ class CriticWorker(Worker):
             packed=model.use_remove_padding,
             clip_grad=self.config.grad_clip,
             gradient_checkpointing=model.enable_gradient_checkpointing,
+            sequence_parallel_size=sequence_parallel_size(self.config),
         )
+        self._register_dispatch_collect_info("critic", self.engine.dp_rank, self.engine.sp_rank == 0)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("critic"), blocking=False)
     def compute_values(self, data: DataProto) -> DataProto:
         require(data, "input_ids", "attention_mask", "position_ids", "responses", "response_mask")
         config = self.config
@@ -56,21 +62,18 @@ class CriticWorker(Worker):
         self.engine.offload()
         return DataProto.from_dict(tensors={"values": values})
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("critic"), blocking=False)
     def update_critic(self, data: DataProto) -> DataProto:
-        data = drop_marked(data)
-        require(data, "input_ids", "responses", "response_mask", "values", "returns")
+        """Train on a batch that `trainer.ppo.mini_batches.lay_out` made."""
+        require(data, "input_ids", "responses", "response_mask", "values", "returns", "mini_batch")
         config, engine = self.config, self.engine
         micro = micro_batching(
             config.ppo_micro_batch_size_per_gpu, config.use_dynamic_bsz, config.ppo_max_token_len_per_gpu
         )
-        size = config.ppo_mini_batch_size * config.rollout_n // self.world_size
         means = MetricMeans()
         engine.onload(optimizer=True)
-        seed = config.data_loader_seed + data.meta_info["global_steps"] if config.shuffle else None
-        for rows in mini_batches(data.tensors, size, config.ppo_epochs, seed):
-            loss_fn = critic_loss_fn(config, global_batch_info(rows, engine))
-            metrics = engine.forward_backward(rows, loss_fn, micro)
+        for rows, info in mini_batches(data):
+            metrics = engine.forward_backward(rows, critic_loss_fn(config, info), micro)
             metrics["critic/grad_norm"] = engine.optimizer_step()
             means.add(metrics)
         metrics = means.result() | {"critic/lr": engine.learning_rate}
@@ -80,8 +83,7 @@ class CriticWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, local_path: str, global_step: int = 0) -> None:
-        folder = Path(local_path)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = checkpoint_folder(local_path)
         self.engine.onload(optimizer=True)
         self.engine.save(folder, self.config.checkpoint.save_contents)
         if "hf_model" in self.config.checkpoint.save_contents:

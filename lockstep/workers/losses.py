@@ -9,18 +9,12 @@ from torch import Tensor
 
 from lockstep.algorithms.kl import kl_penalty
 from lockstep.algorithms.losses.aggregate import agg_loss
-from lockstep.algorithms.losses.policy import get_policy_loss_fn
+from lockstep.algorithms.losses.policy import get_policy_loss_fn, policy_loss_mode
 from lockstep.algorithms.losses.value import compute_value_loss
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.critic import CriticConfig
 from lockstep.engines.train.base import LossFn
 from lockstep.workers.updates import token_share
-
-
-def policy_loss_mode(config: ActorConfig) -> str:
-    """`policy_loss.loss_mode`; in bypass mode PPO's loss is the one that corrects against the policy in training."""
-    bypass = config.policy_loss.rollout_correction.bypass_mode and config.policy_loss.loss_mode == "vanilla"
-    return "bypass_mode" if bypass else config.policy_loss.loss_mode
 
 
 def actor_loss_fn(config: ActorConfig, info: dict[str, Any], prepared: Iterable[str] = ()) -> LossFn:

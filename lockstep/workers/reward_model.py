@@ -4,6 +4,7 @@ import torch
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
+from lockstep.config.model import sequence_parallel_size
 from lockstep.config.reward import RewardModelConfig
 from lockstep.engines.train.fsdp import FsdpEngine
 from lockstep.models.loading import load_reward_model, model_folder, resolve_dtype
@@ -11,7 +12,8 @@ from lockstep.models.token_models import ScalarModel
 from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.protocol import DataProto
 from lockstep.protocol.keys import require
-from lockstep.single_controller import Dispatch, Worker, register
+from lockstep.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
+from lockstep.utils.distributed import join_process_group
 from lockstep.workers.updates import micro_batching
 
 _KEY = "reward_model.model"
@@ -26,6 +28,7 @@ class RewardModelWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         model, fsdp = self.config.model, self.config.model.fsdp_config
+        join_process_group(self.rank, self.world_size, self.device, self.config.nccl_timeout)
         compute_dtype = resolve_dtype(fsdp.dtype, self.device)
         self.policy_tokenizer = hf_tokenizer(model.input_tokenizer) if model.input_tokenizer else None
         self.tokenizer = hf_tokenizer(
@@ -41,9 +44,11 @@ class RewardModelWorker(Worker):
             device=self.device,
             compute_dtype=compute_dtype,
             packed=model.use_remove_padding,
+            sequence_parallel_size=sequence_parallel_size(self.config),
         )
+        self._register_dispatch_collect_info("reward", self.engine.dp_rank, self.engine.sp_rank == 0)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("reward"), blocking=False)
     def compute_rm_score(self, data: DataProto) -> DataProto:
         require(data, "input_ids", "attention_mask", "position_ids", "responses", "response_mask")
         config = self.config

@@ -48,7 +48,7 @@ def batch_of(
         "attention_mask": attention_mask,
         "position_ids": (attention_mask.cumsum(1) - 1).clamp_min(0),
         "response_mask": response_mask,
-        "policy_version": torch.tensor([c.policy_version for c in completions]),
+        "policy_version": torch.tensor([c.policy_version for c in completions], dtype=torch.int64),
     }
     if config.calculate_log_probs:
         log_probs, _ = _pad([c.log_probs for c in completions], config.response_length, 0.0)

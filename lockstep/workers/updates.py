@@ -1,4 +1,4 @@
-"""Mini-batches, and the counts over a mini-batch that make its loss independent of how it is split."""
+"""The mini-batches of an update as the controller laid them out, and the metrics over them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,34 +7,31 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from lockstep.engines.train.base import MicroBatching, TrainEngine
+from lockstep.engines.train.base import MicroBatching
+from lockstep.protocol import DataProto
 
 
 def micro_batching(num_rows: int | None, use_dynamic_bsz: bool, max_tokens: int) -> MicroBatching:
     return MicroBatching(max_tokens=max_tokens) if use_dynamic_bsz else MicroBatching(num_rows=num_rows)
 
 
-def mini_batches(batch: TensorDict, size: int, epochs: int, seed: int | None) -> Iterator[TensorDict]:
-    """`epochs` passes over the rows in mini-batches of `size`; the last one of a pass may be smaller.
-
-    seed: of the shuffling before each pass; None keeps the order.
-    """
-    generator = None if seed is None else torch.Generator().manual_seed(seed)
-    for _ in range(epochs):
-        order = torch.arange(len(batch)) if generator is None else torch.randperm(len(batch), generator=generator)
-        for rows in order.split(size):
-            yield batch[rows]
+def mini_batches(
+    data: DataProto, loss_scale_factor: float | None = None
+) -> Iterator[tuple[TensorDict, dict[str, Any]]]:
+    """This rank's rows of each mini-batch in turn, and the counts over all ranks by which its loss is divided."""
+    number = data.tensors["mini_batch"]
+    for _ in range(data.meta_info["num_repeats"]):
+        for i, counts in enumerate(data.meta_info["mini_batches"]):
+            yield data.tensors[number == i], {"dp_size": 1, **counts, "loss_scale_factor": loss_scale_factor}
 
 
-def global_batch_info(rows: TensorDict, engine: TrainEngine, loss_scale_factor: float | None = None) -> dict[str, Any]:
-    """The counts by which a loss is divided: over the whole mini-batch and all ranks, agreed before the first backward."""
-    mask: Tensor = rows["response_mask"]
-    num_tokens, num_sequences = engine.global_sum(float(mask.sum()), float(mask.any(-1).sum()))
+def memory_metrics(device: torch.device) -> dict[str, float]:
+    """The most memory that this process has taken on its GPU."""
+    if device.type != "cuda":
+        return {}
     return {
-        "dp_size": 1,
-        "batch_num_tokens": int(num_tokens),
-        "global_batch_size": int(num_sequences),
-        "loss_scale_factor": loss_scale_factor,
+        "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated(device) / 2**30,
+        "perf/max_memory_reserved_gb": torch.cuda.max_memory_reserved(device) / 2**30,
     }
 
 

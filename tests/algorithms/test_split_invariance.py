@@ -11,7 +11,6 @@ from lockstep.algorithms.kl import kl_penalty
 from lockstep.algorithms.losses import (
     LOSS_AGG_MODES,
     POLICY_LOSSES,
-    PREPARATIONS,
     agg_loss,
     compute_entropy_loss,
     compute_value_loss,
@@ -147,30 +146,6 @@ def test_wider_padding_changes_nothing(name: str, mode: str) -> None:
     narrow_loss = LOSSES[name](start, prepared(name, batch), mode, counts)
     wide_loss = LOSSES[name](torch.nn.functional.pad(start, pad), prepared(name, wide), mode, counts)
     torch.testing.assert_close(wide_loss, narrow_loss)
-
-
-@pytest.mark.parametrize("name", sorted(PREPARATIONS))
-def test_ranks_prepare_what_the_whole_mini_batch_does(name: str) -> None:
-    """Each rank sees its rows and, through `gather`, the others' values; the parts make up the whole."""
-    _, batch = make_batch(torch.Generator().manual_seed(5))
-    whole = prepared(name, batch, seed=7)
-    ranks = torch.arange(NUM_ROWS).tensor_split(3)
-    parts = [{key: value[rows] for key, value in batch.items()} for rows in ranks]
-
-    def gather_of(rank: int) -> Callable[[Tensor], tuple[Tensor, int]]:
-        def gather(values: Tensor) -> tuple[Tensor, int]:
-            mine = parts[rank]
-            (key,) = [k for k in ("old", "advantages") if torch.equal(mine[k][mine["mask"].bool()], values)] or ["rows"]
-            others = [p[key][p["mask"].bool()] if key != "rows" else torch.ones(len(p["old"])) for p in parts]
-            return torch.cat(others), sum(len(part) for part in others[:rank])
-
-        return gather
-
-    for rank, rows in enumerate(ranks):
-        mine = prepared(name, parts[rank], seed=7, gather=gather_of(rank))
-        for key in PREPARED:
-            if key in whole:
-                assert torch.equal(mine[key], whole[key][rows])
 
 
 def test_a_draw_is_named_by_its_seed() -> None:

@@ -22,7 +22,7 @@ from lockstep.algorithms.losses.policy import (
     prepare_policy_loss,
     register_policy_loss,
 )
-from lockstep.algorithms.losses.preparation import Gather, MiniBatch, Prepare
+from lockstep.algorithms.losses.preparation import MiniBatch, Prepare
 from lockstep.algorithms.losses.sapo import compute_policy_loss_sapo
 from lockstep.algorithms.losses.sequence import compute_policy_loss_geo_mean, compute_policy_loss_gspo
 from lockstep.algorithms.losses.value import compute_value_loss
@@ -31,7 +31,6 @@ __all__ = [
     "LOSS_AGG_MODES",
     "POLICY_LOSSES",
     "PREPARATIONS",
-    "Gather",
     "MiniBatch",
     "PolicyLossFn",
     "Prepare",

@@ -40,29 +40,27 @@ def _largest(covariance_T: Tensor, config: PolicyLossConfig) -> Tensor:
     return chosen
 
 
-def _of_mini_batch(mini_batch: MiniBatch) -> tuple[Tensor, Tensor, slice]:
-    """(mask, covariance of all ranks' tokens, this rank's part of it), from the old log-probs."""
+def _of_mini_batch(mini_batch: MiniBatch) -> tuple[Tensor, Tensor]:
+    """(mask, covariance of its tokens), from the old log-probs."""
     mask = mini_batch.rows["response_mask"].bool()
-    log_probs_T, start = mini_batch.gather(mini_batch.rows["old_log_probs"][mask])
-    advantages_T, _ = mini_batch.gather(mini_batch.rows["advantages"][mask])
-    return mask, _covariance(log_probs_T, advantages_T), slice(start, start + int(mask.sum()))
+    return mask, _covariance(mini_batch.rows["old_log_probs"][mask], mini_batch.rows["advantages"][mask])
 
 
 def choose_clip_cov(mini_batch: MiniBatch, config: ActorConfig) -> dict[str, Tensor]:
     """`dropped` (B, R) bool."""
-    mask, covariance_T, own = _of_mini_batch(mini_batch)
+    mask, covariance_T = _of_mini_batch(mini_batch)
     generator = torch.Generator().manual_seed(mini_batch.seed)
     everything = torch.ones_like(covariance_T, dtype=torch.bool)
     dropped = torch.zeros_like(mask)
-    dropped[mask] = _clip_candidates(covariance_T, everything, config.policy_loss, generator)[own]
+    dropped[mask] = _clip_candidates(covariance_T, everything, config.policy_loss, generator)
     return {"dropped": dropped}
 
 
 def choose_kl_cov(mini_batch: MiniBatch, config: ActorConfig) -> dict[str, Tensor]:
     """`penalized` (B, R) bool."""
-    mask, covariance_T, own = _of_mini_batch(mini_batch)
+    mask, covariance_T = _of_mini_batch(mini_batch)
     penalized = torch.zeros_like(mask)
-    penalized[mask] = _largest(covariance_T, config.policy_loss)[own]
+    penalized[mask] = _largest(covariance_T, config.policy_loss)
     return {"penalized": penalized}
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms.losses.aggregate import agg_loss
-from lockstep.algorithms.losses.preparation import Gather, MiniBatch, Prepare, one_rank
+from lockstep.algorithms.losses.preparation import MiniBatch, Prepare
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.registry import Registry
 from lockstep.utils.masked import masked_mean
@@ -63,16 +63,20 @@ def get_policy_loss_fn(name: str) -> PolicyLossFn:
     return POLICY_LOSSES.get(name)
 
 
-def prepare_policy_loss(
-    name: str, rows: Mapping[str, Tensor], config: ActorConfig, seed: int = 0, gather: Gather = one_rank
-) -> dict[str, Tensor]:
+def policy_loss_mode(config: ActorConfig) -> str:
+    """`policy_loss.loss_mode`; in bypass mode PPO's loss is the one that corrects against the policy in training."""
+    bypass = config.policy_loss.rollout_correction.bypass_mode and config.policy_loss.loss_mode == "vanilla"
+    return "bypass_mode" if bypass else config.policy_loss.loss_mode
+
+
+def prepare_policy_loss(name: str, rows: Mapping[str, Tensor], config: ActorConfig, seed: int = 0) -> dict[str, Tensor]:
     """What the loss `name` takes beside its signature, one entry per row; call once for each mini-batch.
 
     Put the tensors among the rows and hand each micro-batch's part to the loss under the same names. Most losses take
     none. Without them a loss takes its statistics over the call's own rows.
     """
     prepare = PREPARATIONS.get(name)
-    return {} if prepare is None else prepare(MiniBatch(rows, seed, gather), config)
+    return {} if prepare is None else prepare(MiniBatch(rows, seed), config)
 
 
 def log_ratio_of(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:

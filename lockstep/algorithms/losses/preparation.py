@@ -1,9 +1,9 @@
 """What a policy loss must know of the whole mini-batch before the first backward.
 
-A loss sees one micro-batch. One that compares tokens over the mini-batch (clip_cov, kl_cov) or divides by its rows
-(geo_mean) has a preparation beside it: called once for each mini-batch, on the detached columns that are there before
-the forward. Its result is one tensor per row, which travels with the rows into the micro-batches and reaches the loss as
-keyword arguments. So the loss does not depend on the split.
+A loss sees one micro-batch on one rank. One that compares tokens over the mini-batch (clip_cov, kl_cov) or divides by its
+rows (geo_mean) has a preparation beside it: called once for each mini-batch on the controller, where all its rows are, with
+the columns that are there before the forward. Its result is one tensor per row, which travels with the rows into the
+micro-batches and reaches the loss as keyword arguments. So the loss does not depend on the split.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,26 +13,17 @@ from torch import Tensor
 
 from lockstep.config.actor_rollout_ref import ActorConfig
 
-Gather = Callable[[Tensor], tuple[Tensor, int]]
-"""A 1-D tensor of this rank -> (the ranks' tensors one after another, where this rank's begins). Collective."""
-
-
-def one_rank(values: Tensor) -> tuple[Tensor, int]:
-    return values, 0
-
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """This rank's part of a mini-batch.
+    """All rows of a mini-batch.
 
-    rows:   its columns: old_log_probs, advantages, response_mask, ... (B, R).
-    seed:   of random draws; the same on all ranks, another one for each mini-batch.
-    gather: the same of all ranks.
+    rows: columns: old_log_probs, advantages, response_mask, ... (B, R).
+    seed: of random draws; another one for each mini-batch.
     """
 
     rows: Mapping[str, Tensor]
     seed: int = 0
-    gather: Gather = one_rank
 
 
 Prepare = Callable[[MiniBatch, ActorConfig], dict[str, Tensor]]

@@ -43,10 +43,9 @@ def compute_policy_loss_gspo(
 
 
 def row_shares(mini_batch: MiniBatch, config: ActorConfig) -> dict[str, Tensor]:
-    """`row_weights` (B,): 1 / number of rows of the mini-batch, over all ranks."""
-    own = mini_batch.rows["advantages"].new_ones(len(mini_batch.rows["advantages"]))
-    all_rows, _ = mini_batch.gather(own)
-    return {"row_weights": own / max(len(all_rows), 1)}
+    """`row_weights` (B,): 1 / number of rows of the mini-batch."""
+    advantages = mini_batch.rows["advantages"]
+    return {"row_weights": advantages.new_full((len(advantages),), 1 / max(len(advantages), 1))}
 
 
 @register_policy_loss("geo_mean", prepare=row_shares)

@@ -31,11 +31,24 @@ class MicroBatching:
 
 
 class TrainEngine(ABC):
-    """One model with its optimizer on this rank's device."""
+    """One model with its optimizer on this rank's device.
+
+    Ranks stand in groups of equal size that compute on the same rows (sequence parallelism); one group is one data-parallel rank.
+
+    dp_rank, dp_size: which rows this rank computes on, of how many shares.
+    sp_rank:          its place among the ranks that share those rows.
+    """
+
+    dp_rank: int
+    dp_size: int
+    sp_rank: int
 
     @abstractmethod
     def forward(self, batch: TensorDict, micro: MicroBatching, **options: object) -> dict[str, Tensor]:
-        """Outputs for every row, in the order of `batch`, on the host and without gradient."""
+        """Outputs for every row, in the order of `batch`, on the host and without gradient.
+
+        Collective, as all that computes: every rank is given as many rows, if only padding of one token that predicts nothing.
+        """
 
     @abstractmethod
     def forward_backward(
@@ -60,12 +73,16 @@ class TrainEngine(ABC):
         """Each value summed over the data-parallel ranks."""
 
     @abstractmethod
+    def gather_rows(self, tensor: Tensor) -> Tensor:
+        """The rows of all data-parallel ranks in their order; each rank gives as many."""
+
+    @abstractmethod
     def gathered(self) -> AbstractContextManager[nn.Module]:
-        """The model with whole parameters in the compute type, for the span of the context."""
+        """The model with whole parameters in the compute type, for the span of the context; all ranks enter and leave."""
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole parameters by their Hugging Face names, one at a time."""
+        """Whole parameters by their Hugging Face names, one at a time, tied ones once; all ranks go through them together."""
 
     @abstractmethod
     def offload(self) -> None:

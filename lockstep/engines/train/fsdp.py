@@ -1,54 +1,45 @@
 """The training engine on FSDP2: fp32 master weights, a compute copy in the compute type, any world size.
 
+    world = dp x sp; rank = dp_rank * sp + sp_rank. The sp ranks of one dp rank share its rows, a slice of the packed tokens each.
+
 At world size 1 with one type for both there is nothing to shard or cast, and the module stays as it is.
 """
 
-import atexit
-import random
-import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from tensordict import TensorDict
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig
+from lockstep.engines.train import sharding
 from lockstep.engines.train.base import PARTS, LossFn, MicroBatching, TrainEngine
 from lockstep.engines.train.schedule import build_schedule
+from lockstep.engines.train.state import load_extra, load_shards, save_extra, save_shards
 from lockstep.models.packing import ForwardRows, forward_rows, sequence_lengths
+from lockstep.models.token_models import TokenModel
+from lockstep.models.ulysses import SequenceGroup, check_heads
+from lockstep.utils.distributed import current_rank, current_world_size, mesh_of
 from lockstep.utils.seqlen import agreed_partitions
-
-# without a process group one process writes and reads a checkpoint alone, as it should
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 class FsdpEngine(TrainEngine):
-    """model: a `PolicyModel` or `ScalarModel` whose parameters are the master weights, already on `device`.
+    """model: its parameters are the master weights, equal on all ranks and already on `device`; frozen ones stay as they are.
 
     optim: None for a model that only computes (reference, reward model).
     packed: compute on packed tokens rather than on padded rows.
+    sequence_parallel_size: ranks that share one row of packed tokens.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: TokenModel,
         config: FSDPEngineConfig,
         optim: FSDPOptimizerConfig | None,
         *,
@@ -57,25 +48,32 @@ class FsdpEngine(TrainEngine):
         packed: bool,
         clip_grad: float = 1.0,
         gradient_checkpointing: bool = False,
+        sequence_parallel_size: int = 1,
     ) -> None:
         self.config = config
         self.device = device
         self.packed = packed
         self.clip_grad = clip_grad
-        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.world_size = current_world_size()
+        self.sp_size = sequence_parallel_size
+        self.sequence = self._sequence_group(model)
+        self.dp_size = self.world_size // self.sp_size
+        self.dp_rank, self.sp_rank = divmod(current_rank(), self.sp_size)
         self.model = model
-        if gradient_checkpointing and optim is not None:
+        if optim is None:
+            model.requires_grad_(False)
+        elif gradient_checkpointing:
             _enable_gradient_checkpointing(model)
-        if self.world_size > 1 or _parameter_dtype(model) != compute_dtype:
-            _shard(model, config, device, compute_dtype)
+        self._streams = sharding.streams_from_host(config, device)
+        if self.world_size > 1 or self._streams or _parameter_dtype(model) != compute_dtype:
+            sharding.shard(model, config, device, compute_dtype)
         self.optimizer: torch.optim.Optimizer | None = None
         if optim is not None:
+            trained = [p for p in model.parameters() if p.requires_grad]
             self.optimizer = torch.optim.AdamW(
-                model.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
+                trained, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
             )
             self.schedule = build_schedule(self.optimizer, optim)
-        else:
-            model.requires_grad_(False)
         self.offload()
 
     def forward(self, batch: TensorDict, micro: MicroBatching, **options: object) -> dict[str, Tensor]:
@@ -86,8 +84,7 @@ class FsdpEngine(TrainEngine):
             for rows in self._partitions(batch, micro):
                 order += rows
                 pieces.append(self.model(self._rows(batch[rows]), **options))
-        if isinstance(self.model, FSDPModule):
-            self.model.reshard()  # the root keeps its parameters for a backward that does not come
+        sharding.reshard(self.model)
         back = torch.tensor(order).argsort()
         return {name: torch.cat([p[name] for p in pieces]).cpu()[back] for name in pieces[0]}
 
@@ -96,11 +93,15 @@ class FsdpEngine(TrainEngine):
     ) -> dict[str, float]:
         self.model.train()
         totals: dict[str, Tensor] = {}
-        for rows in self._partitions(batch, micro):
+        parts = self._partitions(batch, micro)
+        for number, rows in enumerate(parts, start=1):
             part = batch[rows]
             outputs = self.model(self._rows(part), **options)
             loss, metrics = loss_fn(outputs, part.to(self.device))
-            (loss * self.world_size).backward()  # data-parallel gradients are averaged, the shares of a loss add up
+            sharding.sum_replicas(self.model, number == len(parts))
+            # The loss is the sum of the dp ranks' shares, and the gradient of a share is the sum over its sp ranks, each of which
+            # holds what its own tokens add. So the gradient is the sum over all ranks; FSDP takes their mean.
+            (loss * self.world_size).backward()
             for name, value in metrics.items():
                 totals[name] = totals.get(name, 0.0) + value.detach().float()
         names = sorted(totals)
@@ -108,14 +109,16 @@ class FsdpEngine(TrainEngine):
 
     def optimizer_step(self) -> float:
         assert self.optimizer is not None
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad)
-        value = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        trained = [p for p in self.model.parameters() if p.grad is not None]
+        norm = sharding.whole(torch.nn.utils.get_total_norm([cast(Tensor, p.grad) for p in trained]))
+        value = float(norm)
         if not np.isfinite(value):
             self.optimizer.zero_grad()
             raise FloatingPointError(
                 f"the gradient norm is {value}: the loss or the model produced a number that is not finite. "
                 "No step was taken; the last checkpoint is intact"
             )
+        torch.nn.utils.clip_grads_with_norm_(trained, self.clip_grad, norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return value
@@ -128,37 +131,48 @@ class FsdpEngine(TrainEngine):
         return float(self.schedule.get_last_lr()[0])
 
     def global_sum(self, *values: float) -> tuple[float, ...]:
-        if self.world_size == 1:
+        if self.dp_size == 1 or not values:
             return values
-        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        total = torch.tensor(values, dtype=torch.float64)  # on the host, where the values are
+        if self.sp_rank:
+            total.zero_()  # these rows are counted by the first of the ranks that share them
         dist.all_reduce(total)
         return tuple(total.tolist())
+
+    def gather_rows(self, tensor: Tensor) -> Tensor:
+        if self.dp_size == 1:
+            return tensor
+        rows = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.world_size)]
+        dist.all_gather(rows, tensor.contiguous())
+        return torch.cat(rows[:: self.sp_size])
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
         self.onload()
-        sharded = [m for m in self.model.modules() if isinstance(m, FSDPModule)]
-        for module in sharded:
-            module.unshard()
         try:
-            yield self.model
+            with sharding.gathered(self.model):
+                yield self.model
         finally:
-            for module in sharded:
-                module.reshard()
             self.offload()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self.model.state_dict().items():
-            yield name.partition(".")[2], tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        self.onload()
+        try:
+            for name, parameter in self.model.named_parameters():
+                yield self.model.hf_name(name), sharding.whole(parameter.detach())
+        finally:
+            self.offload()
 
     def onload(self, *, optimizer: bool = False) -> None:
+        if self._streams:
+            return
         if self.config.param_offload:
             self.model.to(self.device)
         if optimizer and self.config.optimizer_offload and self.optimizer is not None:
             _move_optimizer(self.optimizer, self.device)
 
     def offload(self) -> None:
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" or self._streams:
             return
         if self.config.param_offload:
             self.model.to("cpu")
@@ -168,58 +182,46 @@ class FsdpEngine(TrainEngine):
             torch.cuda.empty_cache()
 
     def save(self, folder: Path, contents: Collection[str] = PARTS) -> None:
-        state = self._state(self._saved_parts(contents))
-        if state:
-            with _plain_errors():
-                dcp.save(state, checkpoint_id=str(folder / "shards"), no_dist=not dist.is_initialized())
+        save_shards(folder, contents, self.model, self.optimizer)
         if "extra" in contents and self.optimizer is not None:
-            torch.save({"schedule": self.schedule.state_dict(), "rng": _rng_state()}, _extra_file(folder, _rank()))
+            save_extra(folder, self.schedule)
 
     def load(self, folder: Path, contents: Collection[str] = PARTS) -> None:
-        held = _held_parts(folder)
-        if "model" in contents and "model" not in held:
-            raise ValueError(f"{folder} holds no model: it was saved without `model` in checkpoint.save_contents")
-        state = self._state([part for part in contents if part in held])
-        if state:
-            with _plain_errors():
-                dcp.load(state, checkpoint_id=str(folder / "shards"), no_dist=not dist.is_initialized())
-        if "model" in state:
-            set_model_state_dict(self.model, state["model"])
-        if "optimizer" in state:
-            assert self.optimizer is not None
-            set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
+        load_shards(folder, contents, self.model, self.optimizer)
         if "extra" in contents and self.optimizer is not None:
-            own = _extra_file(folder, _rank())
-            extra = torch.load(own if own.exists() else _extra_file(folder, 0), weights_only=False)
-            self.schedule.load_state_dict(extra["schedule"])
-            _set_rng_state(extra["rng"])
-
-    def _saved_parts(self, contents: Collection[str]) -> list[str]:
-        """An optimizer that has not stepped has no state; asking it for one would make it take a step."""
-        stepped = self.optimizer is not None and bool(self.optimizer.state)
-        return [part for part in contents if part != "optimizer" or stepped]
+            load_extra(folder, self.schedule)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Whole master weights on the host (rank 0), by the module's own names."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         return cast(dict[str, Tensor], get_model_state_dict(self.model, options=options))
 
-    def _state(self, contents: Collection[str]) -> dict[str, Any]:
-        state: dict[str, Any] = {}
-        if "model" in contents:
-            state["model"] = get_model_state_dict(self.model)
-        if "optimizer" in contents and self.optimizer is not None:
-            state["optimizer"] = get_optimizer_state_dict(self.model, self.optimizer)
-        return state
+    def _sequence_group(self, model: TokenModel) -> SequenceGroup | None:
+        size = self.sp_size
+        if size == 1:
+            return None
+        if size < 1 or self.world_size % size:
+            raise ValueError(
+                f"ulysses_sequence_parallel_size={size} does not divide the {self.world_size} ranks of this role; set it to "
+                f"a divisor of {self.world_size}"
+            )
+        if not self.packed:
+            raise ValueError(
+                f"ulysses_sequence_parallel_size={size} shares packed sequences among ranks: set model.use_remove_padding=true"
+            )
+        check_heads(model.hf_config.get_text_config().num_attention_heads, size)
+        return SequenceGroup(mesh_of(self.device, size).get_group("inner"), current_rank() % size, size)
 
     def _partitions(self, batch: TensorDict, micro: MicroBatching) -> list[list[int]]:
+        """Rows of each micro-batch, as many of them on every rank. A token budget is one rank's: `sp_size` ranks have more."""
         if micro.max_tokens is not None:
-            return agreed_partitions(sequence_lengths(batch), micro.max_tokens)
+            group = dist.group.WORLD if self.world_size > 1 else None
+            return agreed_partitions(sequence_lengths(batch), micro.max_tokens * self.sp_size, group)
         size = micro.num_rows or len(batch)
         return [list(range(i, min(i + size, len(batch)))) for i in range(0, len(batch), size)]
 
     def _rows(self, batch: TensorDict) -> ForwardRows:
-        return forward_rows(batch, self.device, packed=self.packed)
+        return forward_rows(batch, self.device, packed=self.packed, sequence=self.sequence)
 
 
 def _parameter_dtype(model: nn.Module) -> torch.dtype:
@@ -233,70 +235,8 @@ def _enable_gradient_checkpointing(model: nn.Module) -> None:
             enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def _shard(model: nn.Module, config: FSDPEngineConfig, device: torch.device, compute_dtype: torch.dtype) -> None:
-    """Shard each decoder layer, then the rest; the gathered parameters are cast to `compute_dtype`."""
-    if not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        atexit.register(dist.destroy_process_group)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    for layer in _decoder_layers(model):
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard_after_forward)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-
-
-def _decoder_layers(model: nn.Module) -> list[nn.Module]:
-    names: set[str] = set()
-    for module in model.modules():
-        names |= set(getattr(module, "_no_split_modules", None) or ())
-    return [m for m in model.modules() if type(m).__name__ in names]
-
-
 def _move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, Tensor) and name != "step":
                 state[name] = value.to(device, non_blocking=True)
-
-
-@contextmanager
-def _plain_errors() -> Iterator[None]:
-    """The first rank's own error in place of the BaseException that a distributed checkpoint wraps it in."""
-    try:
-        yield
-    except CheckpointException as error:
-        cause, _ = next(iter(error.failures.values()))
-        raise cause from error
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _held_parts(folder: Path) -> set[str]:
-    """Parts of the state that a checkpoint's shards hold."""
-    shards = folder / "shards"
-    if not (shards / ".metadata").is_file():
-        return set()
-    names = dcp.FileSystemReader(shards).read_metadata().state_dict_metadata
-    return {name.partition(".")[0] for name in names}
-
-
-def _extra_file(folder: Path, rank: int) -> Path:
-    return folder / f"extra_rank_{rank}.pt"
-
-
-def _rng_state() -> dict[str, Any]:
-    state = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _set_rng_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    np.random.set_state(state["numpy"])
-    random.setstate(state["python"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

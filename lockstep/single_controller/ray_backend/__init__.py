@@ -12,8 +12,8 @@ clones it first; forgetting that is an error by name. With GPUs each process see
 and its LOCAL_RANK is 0.
 """
 
-from lockstep.single_controller.ray_backend.cluster import connect, disconnect
-from lockstep.single_controller.ray_backend.futures import RayFuture, WorkerDiedError, WorkerError
+from lockstep.single_controller.ray_backend.cluster import connect, disconnect, has_gpus
+from lockstep.single_controller.ray_backend.futures import RayFuture, WorkerError
 from lockstep.single_controller.ray_backend.group import RayClassWithInitArgs, RayWorkerGroup, make_ray_backend
 from lockstep.single_controller.ray_backend.pool import RayResourcePool
 
@@ -22,9 +22,9 @@ __all__ = [
     "RayFuture",
     "RayResourcePool",
     "RayWorkerGroup",
-    "WorkerDiedError",
     "WorkerError",
     "connect",
     "disconnect",
+    "has_gpus",
     "make_ray_backend",
 ]

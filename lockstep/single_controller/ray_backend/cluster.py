@@ -42,6 +42,11 @@ def disconnect(timeline_json_file: str | None = None) -> None:
     ray.shutdown()
 
 
+def has_gpus() -> bool:
+    """Whether a machine of the cluster has a GPU."""
+    return bool(ray.cluster_resources().get("GPU", 0))
+
+
 def require_machines(pool: str, asked: Sequence[Bundle]) -> None:
     """ValueError where the living machines cannot hold `asked`, one entry per machine, even when nothing else runs."""
     if not ray.is_initialized():

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.single_controller.futures import Future
+from lockstep.single_controller.futures import Future, WorkerDiedError
 from lockstep.single_controller.ray_backend.cluster import ray
 from lockstep.single_controller.ray_backend.wire import unpack
 
@@ -18,10 +18,6 @@ DEATH_NOTICE_S = 1.0
 """After one rank failed: how long to look for a dead rank that is the reason (its peers lose their connections first)."""
 
 _TOLD = "_lockstep_traceback_told"
-
-
-class WorkerDiedError(RuntimeError):
-    """The process of a worker has ended."""
 
 
 class WorkerError(RuntimeError):

@@ -287,12 +287,6 @@ class RayWorkerGroup(WorkerGroup):
         """End the workers, those of groups spawned from the same ones included."""
         self._processes.shutdown()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.shutdown()
-
 
 def _store_shared(share: Sequence[Any]) -> Sequence[Any]:
     """The share of each rank; one that is the same object for all is stored once, and the ranks get the reference."""

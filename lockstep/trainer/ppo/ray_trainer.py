@@ -8,7 +8,7 @@ process or on many machines.
 
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +22,12 @@ from transformers import PreTrainedTokenizerBase
 from lockstep.algorithms.advantages import check_inputs, required_inputs
 from lockstep.algorithms.kl import apply_kl_penalty, get_kl_controller
 from lockstep.algorithms.losses.aggregate import agg_loss
-from lockstep.algorithms.losses.policy import get_policy_loss_fn
+from lockstep.algorithms.losses.policy import PREPARATIONS, get_policy_loss_fn, policy_loss_mode, prepare_policy_loss
 from lockstep.algorithms.on_batch import compute_advantage
 from lockstep.algorithms.pf_ppo import compute_pf_ppo_reweight_data
 from lockstep.algorithms.rollout_correction import apply_rollout_correction, use_rollout_log_probs
+from lockstep.config.actor_rollout_ref import ActorConfig
+from lockstep.config.critic import CriticConfig
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import to_plain
 from lockstep.data.loader import create_dataloader
@@ -45,12 +47,14 @@ from lockstep.trainer.audit import IdleSteps, check_finite, check_policy_version
 from lockstep.trainer.checkpoint import CheckpointStore, RunLock
 from lockstep.trainer.interrupt import Interrupt, StopRequested
 from lockstep.trainer.ppo.metrics import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
+from lockstep.trainer.ppo.mini_batches import MiniBatches, Prepare, call_balanced, lay_out, spread
 from lockstep.trainer.ppo.roles import need_critic, need_reference_policy, need_reward_model
 from lockstep.trainer.ppo.sampling import RewardFn, Sampling, extra_metrics
 from lockstep.trainer.ppo.validation import Answers
+from lockstep.trainer.ppo.weight_sync import WeightSync
 from lockstep.trainer.run_config import refuse_another_run, write_run_config
 from lockstep.utils.device import resolve_device
-from lockstep.utils.seqlen import get_seqlen_balanced_partitions, log_seqlen_unbalance
+from lockstep.utils.seqlen import log_seqlen_unbalance
 from lockstep.utils.timing import marked_timer
 
 logger = logging.getLogger(__name__)
@@ -61,6 +65,7 @@ class PPOTrainer:
 
     role_worker_mapping:   Role -> Worker class.
     resource_pool_manager: which pool each role runs on.
+    ray_worker_group_cls:  the worker groups of the backend; class_with_init wraps what its workers are made from.
     reward_fn:             scores a batch of training rollouts; val_reward_fn those of validation (None: no validation).
     """
 
@@ -70,7 +75,7 @@ class PPOTrainer:
         tokenizer: PreTrainedTokenizerBase,
         role_worker_mapping: dict[Role, type[Worker]],
         resource_pool_manager: ResourcePoolManager,
-        ray_worker_group_cls: type[WorkerGroup] = LocalWorkerGroup,
+        ray_worker_group_cls: Callable[..., WorkerGroup] = LocalWorkerGroup,
         reward_fn: RewardFn | None = None,
         val_reward_fn: RewardFn | None = None,
         train_dataset: Dataset[Any] | None = None,
@@ -78,6 +83,7 @@ class PPOTrainer:
         collate_fn: Any = None,
         train_sampler: Any = None,
         device_name: str | None = None,
+        class_with_init: Callable[..., ClassWithInitArgs] = ClassWithInitArgs,
     ) -> None:
         if train_dataset is None or reward_fn is None:
             raise ValueError("PPOTrainer needs train_dataset and reward_fn")
@@ -85,7 +91,7 @@ class PPOTrainer:
         self.tokenizer = tokenizer
         self.role_worker_mapping = role_worker_mapping
         self.resource_pool_manager = resource_pool_manager
-        self.worker_group_cls = ray_worker_group_cls
+        self.worker_group_cls, self.class_with_init = ray_worker_group_cls, class_with_init
         self.device_name = device_name or resolve_device(config.trainer.device)
         self.reward_fn, self.val_reward_fn = reward_fn, val_reward_fn
         self.use_critic = need_critic(config)
@@ -116,6 +122,7 @@ class PPOTrainer:
         self.epoch = 0
         self.num_updates = 0
         self.idle_steps = IdleSteps()
+        self._groups: dict[str, WorkerGroup] = {}
         self._closing: ExitStack | None = None
 
     def _batch_keys(self) -> set[str]:
@@ -134,17 +141,31 @@ class PPOTrainer:
         for role, init in self._role_classes().items():
             pool = self.resource_pool_manager.get_resource_pool(role)
             by_pool.setdefault(pool, {})[str(role)] = init
-        groups: dict[str, WorkerGroup] = {}
         for pool, class_dict in by_pool.items():
             colocated = create_colocated_worker_cls(class_dict)
-            groups |= self.worker_group_cls(pool, colocated).spawn(prefix_set=class_dict.keys())
-        for group in groups.values():
+            self._groups |= self.worker_group_cls(pool, colocated).spawn(prefix_set=class_dict.keys())
+        for group in self._groups.values():
             group.init_model()
-        self.actor_rollout_wg: Any = groups[str(Role.ActorRollout)]
+        groups: dict[str, Any] = self._groups
+        together = groups.get(str(Role.ActorRollout))
+        self.actor_rollout_wg: Any = together or groups[str(Role.Actor)]
+        self.rollout_wg: Any = together or groups[str(Role.Rollout)]
         self.ref_policy_wg: Any = groups.get(str(Role.RefPolicy))
         self.critic_wg: Any = groups.get(str(Role.Critic))
         self.rm_wg: Any = groups.get(str(Role.RewardModel))
-        self.sampling = Sampling(self.config, self.actor_rollout_wg, self.rm_wg, self.reward_fn)
+        self.sampling = Sampling(self.config, self.rollout_wg, self.rm_wg, self.reward_fn)
+        self.weight_sync = None if together else WeightSync(self.actor_rollout_wg, self.rollout_wg, self._transport())
+
+    def _transport(self) -> str:
+        """How weights reach a rollout in other processes."""
+        backend = self.config.actor_rollout_ref.rollout.checkpoint_engine.backend
+        return backend if backend != "auto" else "nccl" if self.device_name == "cuda" else "naive"
+
+    def close(self) -> None:
+        """End the workers."""
+        for group in self._groups.values():
+            group.shutdown()
+        self._groups = {}
 
     def _role_classes(self) -> dict[Role, ClassWithInitArgs]:
         config, device, workers = self.config, self.device_name, self.role_worker_mapping
@@ -153,16 +174,16 @@ class PPOTrainer:
         if "sum_pi_squared" in required_inputs(config.algorithm.adv_estimator):
             actor = replace(actor, calculate_sum_pi_squared=True)
         policy = replace(policy, actor=actor)
-        roles = {
-            Role.ActorRollout: _init(workers[Role.ActorRollout], config=policy, role="actor_rollout", device=device)
+        sections: dict[Role, Any] = {
+            Role.Critic: self._with_schedule_length(critic),
+            Role.RewardModel: config.reward_model,
         }
-        if self.use_reference_policy:
-            roles[Role.RefPolicy] = _init(workers[Role.RefPolicy], config=policy, role="ref", device=device)
-        if self.use_critic:
-            roles[Role.Critic] = _init(workers[Role.Critic], config=self._with_schedule_length(critic), device=device)
-        if self.use_rm:
-            roles[Role.RewardModel] = _init(workers[Role.RewardModel], config=config.reward_model, device=device)
-        return roles
+        return {
+            role: self.class_with_init(worker, config=sections[role], device=device)
+            if role in sections
+            else self.class_with_init(worker, config=policy, role=str(role), device=device)
+            for role, worker in workers.items()
+        }
 
     def _with_schedule_length(self, section: Any) -> Any:
         """The section with its learning-rate schedule as long as the run, where the user set no length."""
@@ -177,6 +198,8 @@ class PPOTrainer:
             closing.enter_context(RunLock(self.run_dir))
             self.checkpoints.clean_stale()
             saved_metrics = self._load_checkpoint()
+            if self.weight_sync is not None:
+                self.weight_sync.run(self.num_updates)
             write_run_config(self.run_dir, self.config)
             self.tracking = Tracking(
                 project_name=config.project_name,
@@ -220,13 +243,16 @@ class PPOTrainer:
                 self.total_training_steps,
             )
 
-    def fit(self) -> int:
-        """Train to the last step. Returns 0, or 130 where Ctrl-C ended the run."""
+    def fit(self, interrupt: Interrupt | None = None) -> int:
+        """Train to the last step. Returns 0, or 130 where Ctrl-C ended the run.
+
+        interrupt: notes the wish to stop; by default Ctrl-C and SIGTERM do.
+        """
         if self._closing is None:
             self.start()
         assert self._closing is not None
-        with self._closing, Interrupt() as interrupt:
-            return self._run(interrupt)
+        with self._closing, interrupt or Interrupt() as noted:
+            return self._run(noted)
 
     def _run(self, interrupt: Interrupt) -> int:
         config = self.config.trainer
@@ -294,25 +320,18 @@ class PPOTrainer:
         # 1. and 2. generate and reward
         batch, sampling_metrics = self.sampling.collect(prompts, step=self.global_steps, timing=timing)
         check_policy_version(batch, self.num_updates)
-        metrics |= sampling_metrics | self._balance_batch(batch)
+        metrics |= sampling_metrics | self._seqlen_metrics(batch)
 
-        # 3. log-probs under the policy and under the reference
-        with marked_timer("old_log_prob", timing):
-            if correction.bypass_mode:
-                batch = use_rollout_log_probs(batch)
-            else:
-                batch = batch.union(self.actor_rollout_wg.compute_log_prob(batch))
-                metrics |= self._entropy_metrics(batch)
-                corrected = correction.rollout_is is not None or correction.rollout_rs is not None
-                metrics |= rollout_gap(batch, corrected=corrected)
-        if self.use_reference_policy:
-            with marked_timer("ref", timing):
-                batch = batch.union(self.ref_policy_wg.compute_ref_log_prob(batch))
-
-        # 4. values
+        # 3. and 4. log-probs under the policy and under the reference, values: at the same time where workers are apart
+        calls = {"ref": (self.ref_policy_wg, "ref", "compute_ref_log_prob")} if self.use_reference_policy else {}
+        if not correction.bypass_mode:
+            calls = {"old_log_prob": (self.actor_rollout_wg, "actor", "compute_log_prob")} | calls
         if self.use_critic:
-            with marked_timer("values", timing):
-                batch = batch.union(self.critic_wg.compute_values(batch))
+            calls["values"] = (self.critic_wg, "critic", "compute_values")
+        batch = self._with_outputs(use_rollout_log_probs(batch) if correction.bypass_mode else batch, calls, timing)
+        if not correction.bypass_mode:
+            corrected = correction.rollout_is is not None or correction.rollout_rs is not None
+            metrics |= self._entropy_metrics(batch) | rollout_gap(batch, corrected=corrected)
 
         # 5. advantages, on the controller
         with marked_timer("adv", timing):
@@ -321,16 +340,8 @@ class PPOTrainer:
         self.idle_steps.note(batch)
         check_finite(batch, "old_log_probs", "ref_log_prob", "values", "token_level_rewards", "advantages", "returns")
 
-        # 6. update the critic
-        if self.use_critic:
-            with marked_timer("update_critic", timing):
-                metrics |= _reduced(self.critic_wg.update_critic(chosen))
-
-        # 7. update the actor, once the critic is warm
-        if self.global_steps > self.config.trainer.critic_warmup:
-            with marked_timer("update_actor", timing):
-                metrics |= _reduced(self.actor_rollout_wg.update_actor(chosen))
-            self.num_updates += 1
+        # 6. and 7. update the critic and, once it is warm, the actor
+        metrics |= self._update(chosen, timing)
 
         if (folder := self.config.trainer.rollout_data_dir) is not None:
             self._dump_answers(self._answers([batch]), folder)
@@ -364,15 +375,67 @@ class PPOTrainer:
             chosen = compute_pf_ppo_reweight_data(batch, rule.reweight_method, rule.weight_pow, self.global_steps)
         return batch, chosen, metrics | correction_metrics
 
-    def _balance_batch(self, batch: DataProto) -> dict[str, float]:
-        """Let every rank have about the same number of tokens, and say how far apart they are."""
-        lengths = batch.tensors["attention_mask"].sum(-1).tolist()
+    def _with_outputs(
+        self, batch: DataProto, calls: dict[str, tuple[Any, str, str]], timing: dict[str, float]
+    ) -> DataProto:
+        """The batch with the outputs of forward passes. calls: name of the timer to (group, its mesh, method)."""
+        inputs = batch.select(["input_ids", "attention_mask", "position_ids", "responses", "response_mask"], [])
+        waiting = {}
+        for name, (group, mesh, method) in calls.items():
+            with marked_timer(name, timing):
+                parts = group.mesh(mesh).dp_size if self.config.trainer.balance_batch else 1
+                waiting[name] = call_balanced(getattr(group, method), inputs, parts)
+        for name, outputs in waiting.items():
+            with marked_timer(name, timing):
+                batch = batch.union(outputs())
+        return batch
+
+    def _update(self, batch: DataProto, timing: dict[str, float]) -> dict[str, float]:
+        """One update of the critic and of the actor; at the same time where their workers are apart."""
+        actor, critic = self.config.actor_rollout_ref.actor, self.config.critic
+        waiting = {}
+        if self.use_critic:
+            with marked_timer("update_critic", timing):
+                rule = self._mini_batches(critic)
+                waiting["update_critic"] = self.critic_wg.update_critic(
+                    self._laid_out(batch, rule, self.critic_wg.mesh("critic").dp_size)
+                )
+        if self.global_steps > self.config.trainer.critic_warmup:
+            with marked_timer("update_actor", timing):
+                rule = self._mini_batches(actor, prepare=self._prepare_loss())
+                waiting["update_actor"] = self.actor_rollout_wg.update_actor(
+                    self._laid_out(batch, rule, self.actor_rollout_wg.mesh("actor").dp_size)
+                )
+            self.num_updates += 1
+        metrics: dict[str, float] = {}
+        for name, output in waiting.items():
+            with marked_timer(name, timing):
+                metrics |= _reduced(output.get())
+        if self.weight_sync is not None and "update_actor" in waiting:
+            with marked_timer("update_weights", timing):
+                self.weight_sync.run(self.num_updates)
+        return metrics
+
+    def _laid_out(self, batch: DataProto, rule: MiniBatches, dp_size: int) -> DataProto:
+        return lay_out(batch.select(None, []), rule, dp_size, balance=self.config.trainer.balance_batch)
+
+    def _mini_batches(self, section: ActorConfig | CriticConfig, prepare: Prepare | None = None) -> MiniBatches:
+        seed = section.data_loader_seed + self.global_steps if section.shuffle else None
+        return MiniBatches(section.ppo_mini_batch_size * section.rollout_n, section.ppo_epochs, seed, prepare)
+
+    def _prepare_loss(self) -> Prepare | None:
+        actor = self.config.actor_rollout_ref.actor
+        mode, step = policy_loss_mode(actor), self.global_steps
+        if mode not in PREPARATIONS:
+            return None
+        return lambda rows, number: prepare_policy_loss(mode, rows, actor, seed=(step << 16) + number)
+
+    def _seqlen_metrics(self, batch: DataProto) -> dict[str, float]:
+        """How far apart the ranks' numbers of tokens are, before and after balancing."""
+        lengths: list[int] = batch.tensors["attention_mask"].sum(-1).tolist()
         batch.meta_info["global_token_num"] = lengths
-        world_size = self.actor_rollout_wg.world_size
-        partitions = get_seqlen_balanced_partitions(lengths, world_size, equal_size=True)
-        if self.config.trainer.balance_batch and world_size > 1:
-            batch.reorder(torch.tensor([i for part in partitions for i in part]))
-        return log_seqlen_unbalance(lengths, partitions, prefix="global_seqlen")
+        parts = spread(lengths, self.actor_rollout_wg.mesh("actor").dp_size, balance=True)
+        return log_seqlen_unbalance(lengths, [part for part in parts if part], prefix="global_seqlen")
 
     def _entropy_metrics(self, batch: DataProto) -> dict[str, float]:
         mode = self.config.actor_rollout_ref.actor.loss_agg_mode
@@ -387,9 +450,6 @@ class PPOTrainer:
         metrics |= extra_metrics(batch) | compute_data_metrics(batch, use_critic=self.use_critic)
         metrics |= compute_timing_metrics(batch, timing)
         metrics |= compute_throughout_metrics(batch, timing, n_gpus=self.resource_pool_manager.get_n_gpus())
-        if self.device_name == "cuda":
-            metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
-            metrics["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / 2**30
         return metrics
 
     @property
@@ -453,6 +513,8 @@ class PPOTrainer:
         """metrics: those of the step, kept so that none is lost if the process dies before it has tracked them."""
 
         def write(folder: Path) -> None:
+            for name in ("actor", "critic") if self.use_critic else ("actor",):
+                (folder / name).mkdir()
             self.actor_rollout_wg.save_checkpoint(str(folder / "actor"), self.global_steps)
             if self.use_critic:
                 self.critic_wg.save_checkpoint(str(folder / "critic"), self.global_steps)
@@ -491,11 +553,7 @@ RayPPOTrainer = PPOTrainer
 """The seeds' name of the trainer."""
 
 
-def _init(worker: type[Worker], **kwargs: Any) -> ClassWithInitArgs:
-    return ClassWithInitArgs(worker, **kwargs)
-
-
 def _reduced(output: DataProto) -> dict[str, float]:
-    """A worker group's metrics: equal on all ranks where the engine summed them, else their mean."""
+    """A worker group's metrics: equal on all ranks where the engine summed them, else their mean, or the most memory."""
     metrics = output.meta_info["metrics"]
-    return {name: float(np.mean(value)) for name, value in metrics.items()}
+    return {name: float((np.max if "/max_" in name else np.mean)(value)) for name, value in metrics.items()}

@@ -34,9 +34,9 @@ class Sampling:
     reward_fn: scores training samples; validation brings its own.
     """
 
-    def __init__(self, config: PPOConfig, actor_rollout_wg: Any, rm_wg: Any, reward_fn: RewardFn) -> None:
+    def __init__(self, config: PPOConfig, rollout_wg: Any, rm_wg: Any, reward_fn: RewardFn) -> None:
         self.config = config
-        self.actor_rollout_wg = actor_rollout_wg
+        self.rollout_wg = rollout_wg
         self.rm_wg = rm_wg
         self.reward_fn = reward_fn
         self.n = config.actor_rollout_ref.rollout.n
@@ -104,12 +104,13 @@ class Sampling:
             DataProto.from_dict(tensors={"sampling_seed": torch.from_numpy((words >> 1).astype(np.int64))})
         )
         batch.meta_info |= {"validate": validate, "greedy": greedy, "global_steps": step}
-        return batch.union(self.actor_rollout_wg.generate_sequences(batch))
+        inputs = batch.select(["sampling_seed"], ["raw_prompt_ids"])
+        return batch.union(self.rollout_wg.generate_sequences(inputs))
 
     def score(self, batch: DataProto, reward_fn: RewardFn) -> DataProto:
         """Write `token_level_scores` and what else the reward function tells of each row."""
         if self.rm_wg is not None:
-            batch = batch.union(self.rm_wg.compute_rm_score(batch))
+            batch = batch.union(self.rm_wg.compute_rm_score(batch).get())
         result = reward_fn(batch, return_dict=True)
         extra = {name: _without_gaps(values, result) for name, values in result["reward_extra_info"].items()}
         batch.tensors["token_level_scores"] = result["reward_tensor"]

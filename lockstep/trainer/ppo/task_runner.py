@@ -1,29 +1,36 @@
 """Puts a training run together from its config: workers, pools, tokenizer, rewards, data, trainer."""
 
+import logging
 import os
 import random
 import sys
 import traceback
 from collections.abc import Sized
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
 import torch
 
+from lockstep.config.model import sequence_parallel_size
+from lockstep.config.placement import Pools, controller_of, pools_of
 from lockstep.config.ppo import PPOConfig
 from lockstep.data.rl_dataset import create_rl_dataset
 from lockstep.data.sampler import create_rl_sampler
 from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.rewards.default import check_data_sources
 from lockstep.rewards.managers import load_reward_manager
-from lockstep.single_controller import LocalWorkerGroup, ResourcePoolManager, Role, Worker
+from lockstep.single_controller import LOCAL, Backend, ResourcePoolManager, Role, Worker, WorkerDiedError
 from lockstep.trainer.audit import AuditError
+from lockstep.trainer.interrupt import Interrupt
 from lockstep.trainer.ppo.ray_trainer import PPOTrainer
 from lockstep.trainer.ppo.roles import need_critic, need_reference_policy, need_reward_model
 from lockstep.utils.device import resolve_device
 from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
 from lockstep.workers.critic import CriticWorker
 from lockstep.workers.reward_model import RewardModelWorker
+
+logger = logging.getLogger(__name__)
 
 
 class TaskRunner:
@@ -33,35 +40,45 @@ class TaskRunner:
         self.role_worker_mapping: dict[Role, type[Worker]] = {}
         self.mapping: dict[Role, str] = {}
 
-    def add_actor_rollout_worker(self, config: PPOConfig) -> None:
-        self._add(Role.ActorRollout, ActorRolloutRefWorker)
+    def add_actor_rollout_worker(self, config: PPOConfig, pools: Pools) -> None:
+        for role in (Role.ActorRollout, Role.Actor, Role.Rollout):
+            if role in pools.role_pools:
+                self._add(role, ActorRolloutRefWorker, pools)
 
-    def add_critic_worker(self, config: PPOConfig) -> None:
+    def add_critic_worker(self, config: PPOConfig, pools: Pools) -> None:
         if need_critic(config):
-            self._add(Role.Critic, CriticWorker)
+            self._add(Role.Critic, CriticWorker, pools)
 
-    def add_ref_policy_worker(self, config: PPOConfig) -> None:
+    def add_ref_policy_worker(self, config: PPOConfig, pools: Pools) -> None:
         if need_reference_policy(config):
-            self._add(Role.RefPolicy, ActorRolloutRefWorker)
+            self._add(Role.RefPolicy, ActorRolloutRefWorker, pools)
 
-    def add_reward_model_worker(self, config: PPOConfig) -> None:
+    def add_reward_model_worker(self, config: PPOConfig, pools: Pools) -> None:
         if need_reward_model(config):
-            self._add(Role.RewardModel, RewardModelWorker)
+            self._add(Role.RewardModel, RewardModelWorker, pools)
 
-    def _add(self, role: Role, worker: type[Worker]) -> None:
+    def _add(self, role: Role, worker: type[Worker], pools: Pools) -> None:
         self.role_worker_mapping[role] = worker
-        self.mapping[role] = "global_pool"
+        self.mapping[role] = pools.role_pools[role]
 
-    def init_resource_pool_mgr(self, config: PPOConfig) -> ResourcePoolManager:
-        spec = {"global_pool": [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
-        return ResourcePoolManager(resource_pool_spec=spec, mapping=self.mapping)
+    def pools(self, config: PPOConfig) -> Pools:
+        """Which processes there are and what runs in them."""
+        needed = {"ref": need_reference_policy(config), "critic": need_critic(config), "rm": need_reward_model(config)}
+        pools = pools_of(config, [role for role, is_needed in needed.items() if is_needed])
+        _check_sequence_parallel(config, pools)
+        return pools
+
+    def init_resource_pool_mgr(self, pools: Pools, backend: Backend) -> ResourcePoolManager:
+        return ResourcePoolManager(resource_pool_spec=pools.spec, mapping=self.mapping, pool_class=backend.pool_class)
 
     def build(self, config: PPOConfig) -> PPOTrainer:
         """The trainer of a run, its models not yet loaded."""
-        self.add_actor_rollout_worker(config)
-        self.add_critic_worker(config)
-        self.add_reward_model_worker(config)
-        self.add_ref_policy_worker(config)
+        pools = self.pools(config)
+        device, backend = _device_and_backend(config)
+        self.add_actor_rollout_worker(config, pools)
+        self.add_critic_worker(config, pools)
+        self.add_reward_model_worker(config, pools)
+        self.add_ref_policy_worker(config, pools)
         model, data = config.actor_rollout_ref.model, config.data
         tokenizer = hf_tokenizer(
             data.tokenizer or model.tokenizer_path or model.path,
@@ -78,8 +95,9 @@ class TaskRunner:
             config=config,
             tokenizer=tokenizer,
             role_worker_mapping=self.role_worker_mapping,
-            resource_pool_manager=self.init_resource_pool_mgr(config),
-            ray_worker_group_cls=LocalWorkerGroup,
+            resource_pool_manager=self.init_resource_pool_mgr(pools, backend),
+            ray_worker_group_cls=backend.group_class,
+            class_with_init=backend.class_with_init,
             reward_fn=load_reward_manager(config, tokenizer, num_examine=0),
             val_reward_fn=load_reward_manager(
                 config, tokenizer, num_examine=0 if config.trainer.log_val_generations else 1
@@ -87,28 +105,86 @@ class TaskRunner:
             train_dataset=train_dataset,
             val_dataset=val_dataset,
             train_sampler=create_rl_sampler(data, cast(Sized, train_dataset)),
-            device_name=resolve_device(config.trainer.device),
+            device_name=device,
         )
 
-    def run(self, config: PPOConfig) -> int:
-        """Train; returns the exit code. What is wrong with the user's files is told without a traceback."""
+    def run(self, config: PPOConfig, interrupt: Interrupt | None = None) -> int:
+        """Train; returns the exit code. What is wrong with the user's files is told without a traceback.
+
+        interrupt: notes the wish to stop, where signals do not reach this process.
+        """
+        for restarts in range(config.trainer.max_restarts + 1):
+            try:
+                return self._run_once(config, interrupt)
+            except WorkerDiedError as error:
+                left = config.trainer.max_restarts - restarts
+                sys.stderr.write(f"error: {error}\n")
+                if left:
+                    logger.warning("starting the workers anew, from the last checkpoint (%d restarts left)", left - 1)
+                config = replace(config, trainer=replace(config.trainer, resume_mode="auto"))
+        sys.stderr.write(f"the run ended; the same command goes on from the last checkpoint in {_run_dir(config)}\n")
+        return 1
+
+    def _run_once(self, config: PPOConfig, interrupt: Interrupt | None) -> int:
         _seed_everything(config.trainer.seed)
+        trainer = None
         try:
             trainer = self.build(config)
             trainer.init_workers()
             trainer.start()
+            return _fit(trainer, interrupt)
         except ValueError as error:
             if os.environ.get("LOCKSTEP_DEBUG"):
                 raise
             sys.stderr.write(f"error: {error}\n(LOCKSTEP_DEBUG=1 shows the traceback)\n")
             return 2
-        try:
-            return trainer.fit()
-        except (ValueError, AuditError, FloatingPointError) as error:
-            log = trainer.run_dir / "error.txt"
-            log.write_text(traceback.format_exc())
-            sys.stderr.write(f"error: {error}\n(the traceback: {log})\n")
-            return 1
+        finally:
+            if trainer is not None:
+                trainer.close()
+
+
+def _fit(trainer: PPOTrainer, interrupt: Interrupt | None) -> int:
+    try:
+        return trainer.fit(interrupt)
+    except (ValueError, AuditError, FloatingPointError) as error:
+        log = trainer.run_dir / "error.txt"
+        log.write_text(traceback.format_exc())
+        sys.stderr.write(f"error: {error}\n(the traceback: {log})\n")
+        return 1
+
+
+def _run_dir(config: PPOConfig) -> str:
+    return os.path.expanduser(config.trainer.default_local_dir)
+
+
+def _device_and_backend(config: PPOConfig) -> tuple[str, Backend]:
+    if controller_of(config) == "local":
+        return resolve_device(config.trainer.device), LOCAL
+    from lockstep.single_controller.ray_backend import has_gpus, make_ray_backend
+
+    device = config.trainer.device
+    if device == "auto":  # the controller's machine may be one without GPUs
+        device = "cuda" if has_gpus() else "cpu"
+    return device, make_ray_backend(use_gpu=device == "cuda")
+
+
+def _check_sequence_parallel(config: PPOConfig, pools: Pools) -> None:
+    policy = config.actor_rollout_ref
+    sections = {
+        "actor_rollout": ("actor_rollout_ref.actor", policy.actor),
+        "actor": ("actor_rollout_ref.actor", policy.actor),
+        "ref": ("actor_rollout_ref.ref", policy.ref),
+        "critic": ("critic", config.critic),
+        "rm": ("reward_model", config.reward_model),
+    }
+    for role in pools.role_pools.keys() & sections.keys():
+        key, section = sections[role]
+        size, workers = sequence_parallel_size(section), pools.world_size(role)
+        if workers % size:
+            raise ValueError(
+                f"{key}.ulysses_sequence_parallel_size={size} does not divide the {workers} workers of pool "
+                f"{pools.role_pools[role]!r}"
+            )
 
 
 def _seed_everything(seed: int) -> None:

@@ -1,0 +1,95 @@
+"""FSDP2 over a token model: each decoder layer a group of parameters that is gathered when it computes, then the rest.
+
+fsdp_size = -1 or all ranks   (world,)                        sharded over all ranks
+fsdp_size = n                 (world / n replicas, n shards)  hybrid: sharded over n ranks that follow each other
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from lockstep.config.model import FSDPEngineConfig
+from lockstep.utils.distributed import current_world_size, found_lone_group, mesh_of
+
+
+def shard(model: nn.Module, config: FSDPEngineConfig, device: torch.device, compute_dtype: torch.dtype) -> None:
+    """Shard `model` in place; its gathered parameters are cast to `compute_dtype`, gradients are averaged over all ranks."""
+    found_lone_group(device)
+    mesh = mesh_of(device, _shard_size(config.fsdp_size))
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy() if streams_from_host(config, device) else OffloadPolicy()
+    layers = _decoder_layers(model)
+    for layer in layers:
+        fully_shard(
+            layer,
+            mesh=mesh,
+            mp_policy=precision,
+            offload_policy=offload,
+            reshard_after_forward=config.reshard_after_forward,
+        )
+    fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
+    if config.forward_prefetch:
+        for before, after in pairwise(cast(list[FSDPModule], layers)):
+            before.set_modules_to_forward_prefetch([after])
+
+
+def streams_from_host(config: FSDPEngineConfig, device: torch.device) -> bool:
+    """Whether parameters live in host memory and come to the device layer by layer; on CPU they are there already."""
+    return config.offload_policy and device.type != "cpu"
+
+
+def reshard(model: nn.Module) -> None:
+    """Let go of gathered parameters, as a forward that no backward follows does not."""
+    for module in _sharded(model):
+        module.reshard()
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Whole parameters for the span of the context."""
+    for module in _sharded(model):
+        module.unshard()
+    try:
+        yield
+    finally:
+        reshard(model)
+
+
+def sum_replicas(model: nn.Module, wanted: bool) -> None:
+    """Whether the next backward adds gradients up over replicas too; over several backwards the last one is enough."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_all_reduce(wanted)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All shards of `tensor`, on every rank."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _sharded(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _shard_size(fsdp_size: int) -> int:
+    world_size = current_world_size()
+    if fsdp_size == -1:
+        return world_size
+    if fsdp_size < 1 or world_size % fsdp_size:
+        raise ValueError(
+            f"fsdp_config.fsdp_size={fsdp_size} does not divide the {world_size} ranks of this role; set it to -1 (shard over "
+            f"all ranks) or to a divisor of {world_size}"
+        )
+    return fsdp_size
+
+
+def _decoder_layers(model: nn.Module) -> list[nn.Module]:
+    names: set[str] = set()
+    for module in model.modules():
+        names |= set(getattr(module, "_no_split_modules", None) or ())
+    return [m for m in model.modules() if type(m).__name__ in names]

@@ -1,0 +1,114 @@
+"""What an engine's checkpoint folder holds, written on any number of ranks and read on any other.
+
+shards/            model and optimizer, by torch.distributed.checkpoint: each rank writes its shards and reads what it needs
+extra_rank_N.pt    schedule and random generators of rank N; a rank that was not there takes those of rank 0
+"""
+
+import random
+import warnings
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lockstep.utils.distributed import current_rank
+
+# without a process group one process writes and reads a checkpoint alone, as it should
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+def save_shards(folder: Path, contents: Collection[str], model: nn.Module, optimizer: Optimizer | None) -> None:
+    # an optimizer that has not stepped has no state; asking it for one would make it take a step
+    stepped = optimizer if optimizer is not None and optimizer.state else None
+    state = _state(contents, model, stepped)
+    if state:
+        with _plain_errors():
+            dcp.save(state, checkpoint_id=str(folder / "shards"), no_dist=not dist.is_initialized())
+
+
+def load_shards(folder: Path, contents: Collection[str], model: nn.Module, optimizer: Optimizer | None) -> None:
+    held = _held_parts(folder)
+    if "model" in contents and "model" not in held:
+        raise ValueError(f"{folder} holds no model: it was saved without `model` in checkpoint.save_contents")
+    state = _state([part for part in contents if part in held], model, optimizer)
+    if state:
+        with _plain_errors():
+            dcp.load(state, checkpoint_id=str(folder / "shards"), no_dist=not dist.is_initialized())
+    if "model" in state:
+        set_model_state_dict(model, state["model"])
+    if "optimizer" in state:
+        assert optimizer is not None
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+
+
+def save_extra(folder: Path, schedule: LRScheduler) -> None:
+    torch.save({"schedule": schedule.state_dict(), "rng": _rng_state()}, _extra_file(folder, current_rank()))
+
+
+def load_extra(folder: Path, schedule: LRScheduler) -> None:
+    own = _extra_file(folder, current_rank())
+    extra = torch.load(own if own.exists() else _extra_file(folder, 0), weights_only=False)
+    schedule.load_state_dict(extra["schedule"])
+    _set_rng_state(extra["rng"])
+
+
+def _state(contents: Collection[str], model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    if "model" in contents:
+        state["model"] = get_model_state_dict(model)
+    if "optimizer" in contents and optimizer is not None:
+        state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+    return state
+
+
+def _held_parts(folder: Path) -> set[str]:
+    """Parts of the state that a checkpoint's shards hold."""
+    shards = folder / "shards"
+    if not (shards / ".metadata").is_file():
+        return set()
+    names = dcp.FileSystemReader(shards).read_metadata().state_dict_metadata
+    return {name.partition(".")[0] for name in names}
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """The first rank's own error in place of the BaseException that a distributed checkpoint wraps it in."""
+    try:
+        yield
+    except CheckpointException as error:
+        cause, _ = next(iter(error.failures.values()))
+        raise cause from error
+
+
+def _extra_file(folder: Path, rank: int) -> Path:
+    return folder / f"extra_rank_{rank}.pt"
+
+
+def _rng_state() -> dict[str, Any]:
+    state = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_rng_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,115 @@
+"""Ulysses sequence parallelism: several ranks share one packed row (Jacobs et al. 2023, arXiv 2309.14509).
+
+    rank s holds T/size tokens   ──► all layers but attention work on them alone
+    attention: (H heads, T/size tokens) ─ all-to-all ─► (H/size heads, T tokens) ─► attend ─ all-to-all ─► (H heads, T/size tokens)
+    results: each rank fills in those of its own tokens ─ sum ─► every rank has all of them
+
+Every rank of the group then computes the same loss from the same results. A rank's gradient is that of its own tokens' part in it,
+so the gradients of the group add up to the whole: the backward of the sum hands the gradient on as it is.
+"""
+
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.models.attention import AttentionContext, LayerOptions
+
+
+@dataclass(frozen=True)
+class SequenceGroup:
+    """The ranks that share a packed row: `rank` of `size` in `group`."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The ranks' values added up; differentiable, for a loss that every rank of the group computes alike."""
+        total: Tensor = _SumOnce.apply(values, self.group)
+        return total
+
+    def exchange(self, parts: Tensor) -> Tensor:
+        """Part i of `parts` (size, ...) goes to rank i; part i of the result came from rank i. Differentiable."""
+        received: Tensor = _Exchange.apply(parts, self.group)
+        return received
+
+
+def check_heads(num_heads: int, size: int) -> None:
+    if num_heads % size:
+        fits = ", ".join(str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)
+        raise ValueError(
+            f"ulysses_sequence_parallel_size={size}: the model's {num_heads} attention heads do not divide among {size} "
+            f"ranks; set it to one of {fits}"
+        )
+
+
+class UlyssesAttention:
+    """An attention context over whole sequences, for ranks that hold a slice of the tokens each.
+
+    whole: attends over all T tokens, with the heads that it is given.
+    """
+
+    def __init__(self, whole: AttentionContext, sequence: SequenceGroup) -> None:
+        self.whole = whole
+        self.sequence = sequence
+
+    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: LayerOptions) -> Tensor:
+        check_heads(query.shape[1], self.sequence.size)
+        # r copies of each key head make their number divide by `size`; r divides the queries per key, since the queries divide
+        copies = self.sequence.size // gcd(key.shape[1], self.sequence.size)
+        if copies > 1:
+            key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
+        query, key, value = self._all_tokens(query, key, value)
+        return self._all_heads(self.whole.attend(layer, query, key, value, how))
+
+    def _all_tokens(self, *tensors: Tensor) -> list[Tensor]:
+        """Each (1, H, T/size, D) -> (1, H/size, T, D), in one exchange."""
+        size = self.sequence.size
+        parts = [t.reshape(size, -1) for t in tensors]
+        received = self.sequence.exchange(torch.cat(parts, 1)).split([p.shape[1] for p in parts], 1)
+        out = []
+        for tensor, pieces in zip(tensors, received):
+            _, heads, num_tokens, width = tensor.shape
+            by_head = pieces.reshape(size, heads // size, num_tokens, width).transpose(0, 1)
+            out.append(by_head.reshape(1, heads // size, size * num_tokens, width))
+        return out
+
+    def _all_heads(self, output: Tensor) -> Tensor:
+        """(1, T, H/size, D) -> (1, T/size, H, D)."""
+        size = self.sequence.size
+        _, num_tokens, heads, width = output.shape
+        received = self.sequence.exchange(output.reshape(size, num_tokens // size, heads, width))
+        return received.transpose(0, 1).reshape(1, num_tokens // size, size * heads, width)
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all of equal parts; it is its own adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        received = torch.empty_like(parts, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, parts.contiguous(), group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _Exchange.apply(grads[0], ctx.group), None
+
+
+class _SumOnce(torch.autograd.Function):
+    """Sum over ranks forward, identity backward."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = values.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None

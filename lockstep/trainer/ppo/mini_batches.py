@@ -1,0 +1,120 @@
+"""Mini-batches are cut here, on the controller, so that they do not depend on how many workers there are.
+
+    rows of a step ─► mini-batches ─► each one's rows spread over the data-parallel ranks ─► one batch whose
+                                                                                             r-th part is rank r's
+
+What a loss must know of its whole mini-batch (counts, and what `prepare_policy_loss` gives) is settled here too. Every rank
+gets equally many rows of every mini-batch; where they do not divide, rows are added that hold one token and weigh nothing.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.protocol import DataProto
+from lockstep.utils.seqlen import get_seqlen_balanced_partitions
+
+Prepare = Callable[[Mapping[str, Tensor], int], dict[str, Tensor]]
+"""(rows of a mini-batch, its number) -> further columns for its loss."""
+
+
+@dataclass(frozen=True)
+class MiniBatches:
+    """How a step's rows are taken.
+
+    size:    rows in one mini-batch; the last one of a pass may be smaller.
+    epochs:  passes over the rows.
+    seed:    of the shuffling before each pass; None keeps the order, so that every pass has the same mini-batches.
+    prepare: what a loss needs beside its rows; None for nothing.
+    """
+
+    size: int
+    epochs: int = 1
+    seed: int | None = None
+    prepare: Prepare | None = None
+
+    def cut(self, num_rows: int) -> Iterator[list[int]]:
+        """The mini-batches of all passes that differ."""
+        generator = None if self.seed is None else torch.Generator().manual_seed(self.seed)
+        for _ in range(self.num_passes):
+            order = torch.arange(num_rows) if generator is None else torch.randperm(num_rows, generator=generator)
+            for rows in order.split(self.size):
+                yield rows.tolist()
+
+    @property
+    def num_passes(self) -> int:
+        return 1 if self.seed is None and self.prepare is None else self.epochs
+
+
+def lay_out(batch: DataProto, rule: MiniBatches, dp_size: int, *, balance: bool) -> DataProto:
+    """The batch for an update: row key `mini_batch`; meta_info `mini_batches` (counts of each), `num_repeats` (how often all of
+    them are taken), `prepared` (names of what `rule.prepare` added).
+
+    balance: give ranks rows of about the same number of tokens, rather than as they follow each other.
+    """
+    lengths: list[int] = batch.tensors["attention_mask"].sum(-1).tolist()
+    taken: list[int] = []  # the rows of all mini-batches, one after another
+    number_of: list[int] = []  # the mini-batch of each
+    counts: list[dict[str, int]] = []
+    prepared: list[dict[str, Tensor]] = []
+    shares: list[list[int]] = [[] for _ in range(dp_size)]  # places in `taken`
+    padding: list[list[bool]] = [[] for _ in range(dp_size)]
+    for number, rows in enumerate(rule.cut(len(batch))):
+        mask = batch.tensors["response_mask"][rows]
+        counts.append({"batch_num_tokens": int(mask.sum()), "global_batch_size": int(mask.any(-1).sum())})
+        if rule.prepare is not None:
+            prepared.append(rule.prepare(batch.tensors[rows], number))
+        parts = spread([lengths[i] for i in rows], dp_size, balance=balance)
+        width, start = max(map(len, parts)), len(taken)
+        for share, marks, part in zip(shares, padding, parts):
+            num_added = width - len(part)
+            share += [start + i for i in part] + [start] * num_added
+            marks += [False] * len(part) + [True] * num_added
+        taken += rows
+        number_of += [number] * len(rows)
+    places = torch.tensor(list(chain.from_iterable(shares)))
+    tensors = {"mini_batch": torch.tensor(number_of)[places]}
+    names = sorted(prepared[0]) if prepared else []
+    tensors |= {name: torch.cat([columns[name] for columns in prepared])[places] for name in names}
+    laid_out = batch.select_idxs(torch.tensor(taken)[places]).union(DataProto.from_dict(tensors=tensors))
+    _empty_rows(laid_out, torch.tensor(list(chain.from_iterable(padding))))
+    num_repeats = rule.epochs // rule.num_passes
+    laid_out.meta_info |= {"mini_batches": counts, "num_repeats": num_repeats, "prepared": names}
+    return laid_out
+
+
+def spread(lengths: list[int], num_parts: int, *, balance: bool) -> list[list[int]]:
+    """Indices for each part: of near-equal sums with `balance`, else as they follow each other; some empty where there are few."""
+    if balance and len(lengths) >= num_parts > 1:
+        return get_seqlen_balanced_partitions(lengths, num_parts, equal_size=len(lengths) % num_parts == 0)
+    return [part.tolist() for part in np.array_split(np.arange(len(lengths)), num_parts)]
+
+
+def call_balanced(method: Callable[[DataProto], Any], batch: DataProto, num_parts: int) -> Callable[[], DataProto]:
+    """Begin a call that gives one row for each row, its ranks having about equally many tokens; returns how to wait for it.
+
+    The rows come back in the order of `batch`.
+    """
+    if num_parts == 1 or len(batch) % num_parts:
+        future = method(batch)
+        return lambda: future.get()
+    parts = spread(batch.tensors["attention_mask"].sum(-1).tolist(), num_parts, balance=True)
+    order = np.concatenate(parts)
+    future = method(batch.select_idxs(order))
+    return lambda: future.get().select_idxs(np.argsort(order))
+
+
+def _empty_rows(batch: DataProto, which: Tensor) -> None:
+    """Leave the first token of each of these rows, and nothing that it could predict."""
+    if not which.any():
+        return
+    mask = batch.tensors["attention_mask"].clone()
+    first = (mask.cumsum(1) == 1) & mask.bool()
+    mask[which] = first[which].to(mask.dtype)
+    batch.tensors["attention_mask"] = mask
+    batch.tensors["response_mask"] = batch.tensors["response_mask"].masked_fill(which[:, None], 0)

@@ -1,0 +1,52 @@
+"""Hands the actor's weights to a rollout that runs in processes of its own."""
+
+from collections import deque
+from typing import Any
+
+from lockstep.single_controller import WorkerGroup
+from lockstep.trainer.audit import AuditError
+
+IN_FLIGHT = 2
+"""Buckets that are on their way through the object store at once."""
+
+
+class WeightSync:
+    """actor, rollout: the two groups. backend: naive (object store) or nccl (broadcast; gloo on CPU)."""
+
+    def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, backend: str) -> None:
+        self.actor: Any = actor
+        self.rollout: Any = rollout
+        self.layout = self.actor.weight_layout()[0]
+        self.broadcasts = backend == "nccl"
+        self.rollout.expect_weights(self.layout)
+        if self.broadcasts:
+            address, port = self.actor.open_weight_group()
+            size = self.rollout.world_size + 1
+            joined = [group.join_weight_group(address, port, size) for group in (self.actor, self.rollout)]
+            for futures in joined:
+                futures.get()
+
+    def run(self, version: int) -> None:
+        """Copy the weights over and check that they arrived; the rollout then names its samples `version`."""
+        if self.broadcasts:
+            sent, loaded = self.actor.send_weights(), self.rollout.receive_weights(version)
+            fingerprint, arrived = sent.get()[0], loaded.get()
+        else:
+            fingerprint, arrived = self._through_store(version)
+        wrong = [rank for rank, found in enumerate(arrived) if found != fingerprint]
+        if wrong:
+            raise AuditError(
+                f"the rollout's weights are not the actor's after update {version}: rank {wrong[0]} of {len(arrived)} differs "
+                f"({len(wrong)} in all). What they would generate is not of this policy"
+            )
+
+    def _through_store(self, version: int) -> tuple[int, list[int]]:
+        loading: deque[Any] = deque()
+        for index in range(len(self.layout)):
+            bucket = self.actor.weight_bucket(index)
+            loading.append(self.rollout.load_bucket(index, bucket[0]))
+            if len(loading) > IN_FLIGHT:
+                loading.popleft().get()
+        for futures in loading:
+            futures.get()
+        return self.actor.sent_fingerprint()[0], self.rollout.weights_fingerprint(version)
