@@ -8,17 +8,19 @@ the paged cache of the embedded rollout is in `models/paged_attention.py`. It tr
 checkpointing keeps for its recomputation.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
+
+from lockstep.utils.device import to_device
 
 ATTENTION_NAME = "lockstep"
 
@@ -79,30 +81,46 @@ def no_mask(device: torch.device) -> Tensor:
 class PackedAttention:
     """Causal attention over sequences that lie end to end in one row of T tokens.
 
-    lengths: tokens of each sequence in order; they sum to T.
+    lengths:  tokens of each sequence in order; they sum to T.
+    prefixes: for each sequence, (start, length) of tokens elsewhere in the row that come before its own: the prompt that it
+              shares with another one. None where every sequence is whole.
 
     In half precision on CUDA one variable-length kernel serves all of them. Elsewhere sequences of similar length are padded to
     rows: to the right, so that the causal mask alone keeps padding out.
     """
 
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, lengths: Sequence[int], device: torch.device, prefixes: Sequence[tuple[int, int]] | None = None
+    ) -> None:
         self.lengths = list(lengths)
-        self.max_length = max(self.lengths)
+        self.prefixes = None if prefixes is None else list(prefixes)
         self._starts = [0, *accumulate(self.lengths)]
         self._device = device
 
     @cached_property
-    def cu_seqlens(self) -> Tensor:
-        return torch.tensor(self._starts, dtype=torch.int32, device=self._device)
+    def max_key_length(self) -> int:
+        if self.prefixes is None:
+            return max(self.lengths)
+        return max(own + before for own, (_, before) in zip(self.lengths, self.prefixes))
+
+    @cached_property
+    def _varlen_bounds(self) -> "_VarlenBounds":
+        return _VarlenBounds(self.lengths, self._starts, self.prefixes, self._device)
 
     @cached_property
     def buckets(self) -> "list[_Rows]":
-        return _length_buckets(self.lengths, self._starts, self._device)
+        """Sequences of similar length: the whole ones, then those with a prefix."""
+        prefixes = self.prefixes or [(0, 0)] * len(self.lengths)
+        rows = [_Span(start, own, *prefix) for start, own, prefix in zip(self._starts, self.lengths, prefixes)]
+        whole = [row for row in rows if not row.before]
+        continued = [row for row in rows if row.before]
+        return [_Rows(bucket, self._device) for part in (whole, continued) for bucket in _length_buckets(part)]
 
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: LayerOptions) -> Tensor:
         refuse_softcap(how.softcap)
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # (T, H, D)
-        window = how.sliding_window if how.sliding_window is not None and how.sliding_window < self.max_length else None
+        reaches_all = how.sliding_window is None or how.sliding_window >= self.max_key_length
+        window = None if reaches_all else how.sliding_window
         varlen = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
         attend = self._varlen if varlen else self._bucketed
         return attend(q, k, v, how.scaling, window)[None]
@@ -110,31 +128,42 @@ class PackedAttention:
     def _varlen(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
+        bounds = self._varlen_bounds
+        if bounds.key_index is not None:
+            k, v = k.index_select(0, bounds.key_index), v.index_select(0, bounds.key_index)
         groups = q.shape[1] // k.shape[1]
         if groups > 1:
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         left = -1 if window is None else window - 1
-        cu, longest = self.cu_seqlens, self.max_length
-        out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scaling, window_size=(left, 0))
+        out = varlen_attn(
+            q,
+            k,
+            v,
+            bounds.queries,
+            bounds.keys,
+            max(self.lengths),
+            self.max_key_length,
+            scale=scaling,
+            window_size=(left, 0),
+        )
         assert isinstance(out, Tensor)  # a pair only where auxiliary outputs are asked for
         return out
 
     def _bucketed(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
         out = v.new_zeros(*q.shape[:2], v.shape[-1])
-        for rows in self.buckets:  # rows (N, L): token index of each place, clamped where it is padding
-            mask = sliding_mask(rows.index.shape[1], window, q.device) if window is not None else None
-            query, key, value = (t[rows.index].transpose(1, 2) for t in (q, k, v))
+        for rows in self.buckets:
+            mask = rows.mask(window)
             o = F.scaled_dot_product_attention(
-                query,
-                key,
-                value,
+                q[rows.queries].transpose(1, 2),
+                k[rows.keys].transpose(1, 2),
+                v[rows.keys].transpose(1, 2),
                 attn_mask=mask,
                 is_causal=mask is None,
                 scale=scaling,
                 enable_gqa=q.shape[1] != k.shape[1],
             )
             valid = rows.valid
-            out = out.index_put((rows.index[valid],), o.transpose(1, 2)[valid])
+            out = out.index_put((rows.queries[valid],), o.transpose(1, 2)[valid])
         return out
 
 
@@ -175,25 +204,80 @@ def sliding_mask(length: int, window: int | None, device: torch.device) -> Tenso
     return (gap >= 0) if window is None else (gap >= 0) & (gap < window)
 
 
+class _VarlenBounds:
+    """Where sequences begin and end, for a variable-length kernel.
+
+    queries, keys: (N + 1,) bounds among the T tokens and among the keys.
+    key_index:     place in the row of each key; None where keys are the tokens as they lie.
+    """
+
+    def __init__(
+        self, lengths: list[int], starts: list[int], prefixes: list[tuple[int, int]] | None, device: torch.device
+    ) -> None:
+        self.queries = to_device(torch.tensor(starts, dtype=torch.int32), device)
+        self.keys, self.key_index = self.queries, None
+        if prefixes is not None:
+            key_lengths = [own + before for own, (_, before) in zip(lengths, prefixes)]
+            self.keys = to_device(torch.tensor([0, *accumulate(key_lengths)], dtype=torch.int32), device)
+            places = [
+                torch.arange(place, place + length)
+                for start, own, prefix in zip(starts, lengths, prefixes)
+                for place, length in (prefix, (start, own))
+            ]
+            self.key_index = to_device(torch.cat(places), device)
+
+
+class _Span(NamedTuple):
+    """A sequence in the packed row: its own tokens, and those before them that lie elsewhere."""
+
+    start: int
+    length: int
+    prefix: int
+    before: int
+
+    @property
+    def num_keys(self) -> int:
+        return self.before + self.length
+
+
 class _Rows:
-    """Some sequences of a pack as padded rows: index (N, L) into the T tokens, valid (N, L)."""
+    """Some sequences of a pack as padded rows.
 
-    def __init__(self, starts: list[int], lengths: list[int], device: torch.device) -> None:
-        start = torch.tensor(starts, device=device)[:, None]
-        length = torch.tensor(lengths, device=device)[:, None]
-        place = torch.arange(max(lengths), device=device)[None, :]
+    queries: (N, L) token index of each place; valid: (N, L), False where a place is padding (and repeats the last token).
+    keys:    (N, K) token index of each key.
+    """
+
+    def __init__(self, spans: list[_Span], device: torch.device) -> None:
+        start, length, prefix, before = to_device(torch.tensor(spans), device).T[:, :, None]
+        place = torch.arange(max(span.length for span in spans), device=device)[None, :]
         self.valid = place < length
-        self.index = start + torch.minimum(place, length - 1)
+        self.queries = start + torch.minimum(place, length - 1)
+        self.continued = any(span.before for span in spans)
+        if not self.continued:
+            self.keys = self.queries
+            return
+        self._before = before
+        key = torch.arange(max(span.num_keys for span in spans), device=device)[None, :]
+        own = start + torch.minimum(key - before, length - 1)
+        self.keys = torch.where(key < before, prefix + key, own)
+
+    def mask(self, window: int | None) -> Tensor | None:
+        """What each query sees; None where it is all that comes before it."""
+        num_queries, device = self.queries.shape[1], self.queries.device
+        if not self.continued:
+            return None if window is None else sliding_mask(num_queries, window, device)
+        position = self._before + torch.arange(num_queries, device=device)[None, :]
+        gap = position[:, None, :, None] - torch.arange(self.keys.shape[1], device=device)
+        return (gap >= 0) if window is None else (gap >= 0) & (gap < window)
 
 
-def _length_buckets(lengths: list[int], starts: list[int], device: torch.device) -> list[_Rows]:
-    """Sequences sorted by length and cut where the longest of a bucket would be twice the shortest."""
-    buckets: list[_Rows] = []
-    order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    first = 0
-    for i in range(1, len(order) + 1):
-        if i == len(order) or lengths[order[i]] > 2 * max(lengths[order[first]], 8):
-            members = order[first:i]
-            buckets.append(_Rows([starts[m] for m in members], [lengths[m] for m in members], device))
-            first = i
-    return buckets
+def _length_buckets(spans: list[_Span]) -> Iterator[list[_Span]]:
+    """Sequences sorted by their keys and cut where the longest of a bucket would be twice the shortest."""
+    bucket: list[_Span] = []
+    for span in sorted(spans, key=lambda span: span.num_keys):
+        if bucket and span.num_keys > 2 * max(bucket[0].num_keys, 8):
+            yield bucket
+            bucket = []
+        bucket.append(span)
+    if bucket:
+        yield bucket

@@ -1,8 +1,8 @@
 """Rows of a batch (left-padded prompt + right-padded response) as the tokens of one forward pass.
 
 row b:   pad pad p1 p2 p3 | r1 r2 pad        position of r1's prediction is p3, of r2's is r1
-packed:  p1 p2 p3 r1 r2 p1 p2 r1 …           one row of T tokens, no padding
-shared:  rank s of a sequence group holds tokens [s T/size, (s+1) T/size) of the packed row
+packed:  p1 p2 p3 r1 r2 s1 s2 q1 q2 t1 …     one row of T tokens, no padding; a prompt p that several rows have is in it once
+sliced:  rank s of a sequence group holds tokens [s T/size, (s+1) T/size) of the packed row
 """
 
 from dataclasses import dataclass, replace
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lockstep.models.attention import AttentionContext, PackedAttention, PaddedAttention
 from lockstep.models.ulysses import SequenceGroup, UlyssesAttention
+from lockstep.utils.device import to_device
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class ForwardRows:
 
     def to(self, device: torch.device) -> "ForwardRows":
         moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=True) for name, value in vars(self).items() if isinstance(value, Tensor)
+            name: to_device(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)
         }
         return replace(self, **moved)
 
@@ -80,26 +81,73 @@ def forward_rows(
     width = batch["responses"].shape[1]
     row, column = batch["response_mask"].bool().nonzero(as_tuple=True)
     place = column + (length - width)  # of the response token in its padded row
-    flat = torch.arange(num_rows * length).view(num_rows, length)
-    ends = (flat * mask).amax(-1)
-    context: AttentionContext
+    end = (torch.arange(length) * mask).amax(-1)
     if packed:
-        order = mask.flatten().cumsum(0) - 1  # padded place -> packed place
-        predicts, last = order[flat[row, place - 1]], order[ends]
-        tokens, positions = input_ids[mask][None], batch["position_ids"][mask][None]
-        context = PackedAttention(sequence_lengths(batch), device)
-    else:
-        predicts, last = flat[row, place - 1], ends
-        tokens, positions = input_ids, batch["position_ids"]
-        context = PaddedAttention(mask.to(device))
-    targets, last_row, shape = input_ids[row, place], torch.arange(num_rows), (num_rows, width)
-    rows = ForwardRows(tokens, positions, context, predicts, targets, row, column, last, last_row, shape)
-    if sequence is not None:
-        rows = _slice_of(rows, sequence_lengths(batch), sequence, device)
-    return rows.to(device)
+        pack = _Pack(input_ids, mask, length - width)
+        rows = ForwardRows(
+            input_ids=input_ids[pack.kept][None],
+            position_ids=batch["position_ids"][pack.kept][None],
+            context=PackedAttention(pack.lengths, device, pack.prefixes),
+            predicts=pack.index(row, place - 1),
+            targets=input_ids[row, place],
+            row=row,
+            column=column,
+            last=pack.index(torch.arange(num_rows), end),
+            last_row=torch.arange(num_rows),
+            shape=(num_rows, width),
+        )
+        return (rows if sequence is None else _slice_of(rows, pack, sequence, device)).to(device)
+    return ForwardRows(
+        input_ids=input_ids,
+        position_ids=batch["position_ids"],
+        context=PaddedAttention(mask.to(device)),
+        predicts=row * length + place - 1,
+        targets=input_ids[row, place],
+        row=row,
+        column=column,
+        last=torch.arange(num_rows) * length + end,
+        last_row=torch.arange(num_rows),
+        shape=(num_rows, width),
+    ).to(device)
 
 
-def _slice_of(rows: ForwardRows, lengths: list[int], sequence: SequenceGroup, device: torch.device) -> ForwardRows:
+class _Pack:
+    """The tokens of a packed row. A prompt that several rows have is kept once, in the first of them.
+
+    kept:     (B, L) tokens that are in the packed row, row by row.
+    lengths:  how many of each row.
+    prefixes: (start, length) of the prompt that a row finds elsewhere in the packed row; None where no row does.
+    """
+
+    def __init__(self, input_ids: Tensor, mask: Tensor, prompt_length: int) -> None:
+        self.prompt_length = prompt_length
+        self.owner = _prompt_owners(input_ids, mask, prompt_length)
+        shares = self.owner != torch.arange(len(mask))
+        self.kept = mask.clone()
+        self.kept[shares, :prompt_length] = False
+        self._place = (self.kept.flatten().cumsum(0) - 1).view_as(mask)
+        self.lengths: list[int] = self.kept.sum(-1).tolist()
+        self.prefixes: list[tuple[int, int]] | None = None
+        if shares.any():
+            before = mask[:, :prompt_length].sum(-1) * shares
+            start = self._place[self.owner, prompt_length - 1] + 1 - before
+            self.prefixes = [(s, n) if n else (0, 0) for s, n in zip(start.tolist(), before.tolist())]
+
+    def index(self, row: Tensor, place: Tensor) -> Tensor:
+        """Where the token at a place of a padded row is in the packed one."""
+        return self._place[torch.where(place < self.prompt_length, self.owner[row], row), place]
+
+
+def _prompt_owners(input_ids: Tensor, mask: Tensor, prompt_length: int) -> Tensor:
+    """(B,) for each row, the first row with the same prompt; a row without a response is its own."""
+    prompts = input_ids[:, :prompt_length].masked_fill(~mask[:, :prompt_length], -1).numpy()
+    answered = mask[:, prompt_length:].any(-1).tolist()
+    first: dict[bytes, int] = {}
+    owners = [first.setdefault(prompt.tobytes(), i) if answered[i] else i for i, prompt in enumerate(prompts)]
+    return torch.tensor(owners)
+
+
+def _slice_of(rows: ForwardRows, pack: _Pack, sequence: SequenceGroup, device: torch.device) -> ForwardRows:
     """This rank's tokens of a packed row, and the predictions and last tokens among them.
 
     The row is filled up to a multiple of the group's size with sequences of one token, which see and predict nothing else.
@@ -108,12 +156,14 @@ def _slice_of(rows: ForwardRows, lengths: list[int], sequence: SequenceGroup, de
     missing = -num_tokens % sequence.size
     share = (num_tokens + missing) // sequence.size
     start = sequence.rank * share
+    prefixes = None if pack.prefixes is None else [*pack.prefixes, *[(0, 0)] * missing]
+    whole = PackedAttention([*pack.lengths, *[1] * missing], device, prefixes)
     predicted = (rows.predicts >= start) & (rows.predicts < start + share)
     ended = (rows.last >= start) & (rows.last < start + share)
     return ForwardRows(
         input_ids=F.pad(rows.input_ids, (0, missing))[:, start : start + share],
         position_ids=F.pad(rows.position_ids, (0, missing))[:, start : start + share],
-        context=UlyssesAttention(PackedAttention([*lengths, *[1] * missing], device), sequence),
+        context=UlyssesAttention(whole, sequence),
         predicts=rows.predicts[predicted] - start,
         targets=rows.targets[predicted],
         row=rows.row[predicted],

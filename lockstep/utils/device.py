@@ -1,6 +1,14 @@
 """Where to compute."""
 
 import torch
+from torch import Tensor
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device; to CUDA without waiting for what runs there."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def resolve_device(name: str) -> str:
