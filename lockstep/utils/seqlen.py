@@ -23,6 +23,9 @@ LINEAR_COST = 24576
 # how many numbers of micro-batches are tried between the least possible and what greedy packing needs
 MAX_TRIES = 8
 
+# in place of a rank's number of micro-batches, where one of its sequences is longer than the budget
+DOES_NOT_FIT = -1
+
 
 def calculate_workload(seqlen: Number) -> Number:
     """Relative cost of a forward over sequences of these lengths: linear layers plus quadratic attention."""
@@ -101,14 +104,27 @@ def agreed_partitions(
 ) -> Partitions:
     """`token_budget_partitions` of as many parts on every rank of `group`, their number a multiple of `divisor`.
 
-    Ranks whose forwards and backwards meet in collectives must run equally many. Collective over `group`.
+    Ranks whose forwards and backwards meet in collectives must run equally many. Collective over `group`: where a sequence
+    is longer than the budget, all its ranks raise.
     """
-    parts = token_budget_partitions(lengths, max_tokens, min_parts, costs)
-    while (wanted := _wanted_count(len(parts), divisor, group)) is not None:
+    try:
+        parts = token_budget_partitions(lengths, max_tokens, min_parts, costs)
+    except ValueError:
+        _least_and_most(DOES_NOT_FIT, group)
+        raise
+    while True:
+        least, most = _least_and_most(len(parts), group)
+        if least == DOES_NOT_FIT:
+            raise ValueError(
+                f"a sequence on another rank is longer than the budget of {max_tokens} tokens for one micro-batch: raise "
+                "*_max_token_len_per_gpu to the longest prompt plus response"
+            )
+        wanted = -(-most // divisor) * divisor
+        if least == wanted:
+            return parts
         if wanted > len(lengths):
             raise ValueError(f"cannot make {wanted} micro-batches of {len(lengths)} rows or groups of rows")
         parts = token_budget_partitions(lengths, max_tokens, wanted, costs)
-    return parts
 
 
 def rearrange_micro_batches(
@@ -239,16 +255,12 @@ def _first_fit_decreasing(lengths: Sequence[int], max_tokens: int) -> Partitions
     return [sorted(part) for part in parts]
 
 
-def _wanted_count(count: int, divisor: int, group: "dist.ProcessGroup | None") -> int | None:
-    """How many micro-batches every rank should make: the most any has, rounded up. None once all have that many.
-
-    Collective: all ranks get the same answer, so they leave a loop over it together.
-    """
-    least = most = count
-    if group is not None:
-        device = torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
-        extremes = torch.tensor([count, -count], device=device)
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-        most, least = int(extremes[0]), -int(extremes[1])
-    wanted = -(-most // divisor) * divisor
-    return None if least == wanted else wanted
+def _least_and_most(count: int, group: "dist.ProcessGroup | None") -> tuple[int, int]:
+    """The smallest and the largest `count` of all ranks, the same on each of them. Collective."""
+    if group is None:
+        return count, count
+    device = torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    extremes = torch.tensor([-count, count], device=device)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    least, most = extremes.tolist()
+    return -least, most

@@ -15,13 +15,12 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig
 from lockstep.engines.train import sharding
 from lockstep.engines.train.base import PARTS, LossFn, MicroBatching, TrainEngine
 from lockstep.engines.train.schedule import build_schedule
-from lockstep.engines.train.state import load_extra, load_shards, save_extra, save_shards
+from lockstep.engines.train.state import load_extra, load_shards, model_state, save_extra, save_shards
 from lockstep.models.packing import ForwardRows, forward_rows, sequence_lengths
 from lockstep.models.token_models import TokenModel
 from lockstep.models.ulysses import SequenceGroup, check_heads
@@ -192,9 +191,8 @@ class FsdpEngine(TrainEngine):
             load_extra(folder, self.schedule)
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Whole master weights on the host (rank 0), by the module's own names."""
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return cast(dict[str, Tensor], get_model_state_dict(self.model, options=options))
+        """Whole master weights on the host of rank 0, by the module's own names; collective, empty on other ranks."""
+        return model_state(self.model, whole=True)
 
     def _sequence_group(self, model: TokenModel) -> SequenceGroup | None:
         size = self.sp_size

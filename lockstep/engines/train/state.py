@@ -8,16 +8,18 @@ import random
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -50,10 +52,19 @@ def load_shards(folder: Path, contents: Collection[str], model: nn.Module, optim
         with _plain_errors():
             dcp.load(state, checkpoint_id=str(folder / "shards"), no_dist=not dist.is_initialized())
     if "model" in state:
-        set_model_state_dict(model, state["model"])
+        # the names of tied parameters beyond the first are not among them; what the folder lacks has failed above
+        set_model_state_dict(model, state["model"], options=StateDictOptions(strict=False))
     if "optimizer" in state:
         assert optimizer is not None
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
+
+
+def model_state(model: nn.Module, *, whole: bool = False) -> dict[str, Tensor]:
+    """Parameters and buffers by name, tied ones once. whole: all shards, on the host of rank 0; nothing on the others."""
+    options = StateDictOptions(full_state_dict=whole, cpu_offload=whole)
+    names = {name for name, _ in chain(model.named_parameters(), model.named_buffers())}
+    state = get_model_state_dict(model, options=options)
+    return {name: cast(Tensor, value) for name, value in state.items() if name in names}
 
 
 def save_extra(folder: Path, schedule: LRScheduler) -> None:
@@ -70,7 +81,7 @@ def load_extra(folder: Path, schedule: LRScheduler) -> None:
 def _state(contents: Collection[str], model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
     state: dict[str, Any] = {}
     if "model" in contents:
-        state["model"] = get_model_state_dict(model)
+        state["model"] = model_state(model)
     if "optimizer" in contents and optimizer is not None:
         state["optimizer"] = get_optimizer_state_dict(model, optimizer)
     return state

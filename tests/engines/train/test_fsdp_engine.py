@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from lockstep.algorithms.losses.aggregate import count_batch
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.compose import load_config
 from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
@@ -16,8 +17,7 @@ from lockstep.engines.train.fsdp import FsdpEngine
 from lockstep.models.loading import load_causal_lm, load_value_model
 from lockstep.models.token_models import PolicyModel, ScalarModel
 from lockstep.workers.losses import actor_loss_fn, critic_loss_fn
-from lockstep.workers.updates import global_batch_info
-from tests.tiny import random_batch, save_tiny_model
+from tests.tiny import random_batch, save_tiny_model, tiny_config
 
 CPU = torch.device("cpu")
 _SETTINGS = {"clip_ratio_high": 0.28, "entropy_coeff": 0.01, "use_kl_loss": "true", "kl_loss_coef": 0.1}
@@ -69,7 +69,7 @@ def test_log_probs_and_entropy_equal_transformers(folder: Path, packed: bool, mi
 
 def step(engine: FsdpEngine, config: ActorConfig, micro: MicroBatching) -> tuple[dict[str, float], dict[str, Tensor]]:
     batch = random_batch()
-    info = global_batch_info(batch, engine, config.loss_scale_factor)
+    info = count_batch(batch["response_mask"], loss_scale_factor=config.loss_scale_factor)
     metrics = engine.forward_backward(batch, actor_loss_fn(config, info), micro, with_entropy=True)
     metrics["grad_norm"] = engine.optimizer_step()
     return metrics, engine.full_state_dict()
@@ -124,13 +124,25 @@ def test_critic_values_and_update(folder: Path) -> None:
         engine = build()
         values = engine.forward(batch, micro)["values"]
         assert (values[batch["response_mask"] == 0] == 0).all()
-        info = global_batch_info(batch, engine)
+        info = count_batch(batch["response_mask"])
         metrics = engine.forward_backward(batch, critic_loss_fn(config, info), micro)
         results.append((values, metrics, engine.optimizer_step()))
     for values, metrics, norm in results[1:]:
         torch.testing.assert_close(values, results[0][0], atol=1e-5, rtol=1e-5)
         assert metrics == pytest.approx(results[0][1], rel=1e-4)
         assert norm == pytest.approx(results[0][2], rel=1e-4)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_bear_the_names_of_transformers_models(tmp_path: Path, tied: bool) -> None:
+    config = tiny_config(tie_word_embeddings=tied, num_labels=1)
+    folder = save_tiny_model(tmp_path, tie_word_embeddings=tied)
+    scalar = ScalarModel(*load_value_model(HFModelConfig(path=str(folder)), "m", torch.float32, CPU, seed=3))
+    critic = FsdpEngine(scalar, FSDPEngineConfig(), None, device=CPU, compute_dtype=torch.float32, packed=True)
+    pairs = [(policy_engine(folder), AutoModelForCausalLM), (critic, AutoModelForSequenceClassification)]
+    for engine, cls in pairs:
+        expected = {name: p.shape for name, p in cls.from_config(config).named_parameters()}
+        assert {name: weight.shape for name, weight in engine.weights()} == expected
 
 
 def test_value_head_of_a_seed_is_reproducible_and_small(folder: Path) -> None:

@@ -1,0 +1,299 @@
+"""What the ranks run, and the same by plain transformers in one process: the reference."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor, nn
+from transformers import AutoModel, AutoModelForCausalLM
+
+from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from lockstep.engines.train.base import MicroBatching
+from lockstep.engines.train.fsdp import FsdpEngine
+from lockstep.models.attention import PackedAttention, no_mask
+from lockstep.models.loading import load_causal_lm, load_value_model
+from lockstep.models.token_models import PolicyModel, ScalarModel, TokenModel
+from lockstep.models.twin import make_twin, release, share
+from lockstep.utils.distributed import join_process_group
+from tests.tiny import random_batch
+
+CPU = torch.device("cpu")
+TEMPERATURE = 0.8
+CLIP_GRAD = 0.4
+OPTIM = FSDPOptimizerConfig(lr=1e-3, lr_scheduler_type="linear", total_training_steps=10)
+ONE_ROW = MicroBatching(num_rows=1)
+NUM_ROWS, NUM_REAL = 8, 5
+"""Rows of a batch over all ranks; those after the first five are padding: at data-parallel size 4 a rank has nothing else."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: how the ranks share it, and what must not change its result."""
+
+    world: int = 1
+    sp: int = 1
+    kind: str = "policy"
+    micro: MicroBatching = ONE_ROW
+    fsdp: dict[str, Any] = field(default_factory=dict)
+    checkpointing: bool = False
+    compute: torch.dtype = torch.float32
+    packed: bool = True
+    num_real: int = NUM_REAL
+    frozen: str = ""
+    device: str = "cpu"
+
+    def __str__(self) -> str:
+        changed = [f for f in dataclasses.fields(self) if getattr(self, f.name) != getattr(Case(), f.name)]
+        return ",".join(f"{f.name}={getattr(self, f.name)}" for f in changed)
+
+
+def make_batch(step: int, num_real: int = NUM_REAL) -> TensorDict:
+    """Rows over all ranks; the first two have one prompt, and padding rows are one token that predicts nothing."""
+    batch = random_batch(NUM_ROWS, seed=step)
+    num_prompt = batch["prompts"].shape[1]
+    for name in ("input_ids", "attention_mask"):
+        batch[name][1, :num_prompt] = batch[name][0, :num_prompt]
+    batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp_min(0)
+    batch["attention_mask"][num_real:] = 0
+    batch["attention_mask"][num_real:, 0] = 1
+    for name in ("response_mask", "position_ids"):
+        batch[name][num_real:] = 0
+    return batch
+
+
+def summed_loss(outputs: dict[str, Tensor], rows: TensorDict) -> Tensor:
+    """Over tokens: of a policy by its ratio and entropy, of values by their squared error."""
+    if "values" in outputs:
+        return ((outputs["values"] - rows["returns"]) ** 2 * rows["response_mask"]).sum()
+    ratio = (outputs["log_probs"] - rows["old_log_probs"]).clamp(-2, 2).exp()
+    return ((-rows["advantages"] * ratio - 0.05 * outputs["entropy"]) * rows["response_mask"]).sum()
+
+
+def build_model(folder: Path, case: Case) -> TokenModel:
+    config, device = HFModelConfig(path=str(folder)), torch.device(case.device)
+    if case.kind == "policy":
+        return PolicyModel(load_causal_lm(config, "m", torch.float32, device))
+    return ScalarModel(*load_value_model(config, "m", torch.float32, device, seed=3))
+
+
+def build_engine(folder: Path, case: Case, *, trained: bool = True) -> FsdpEngine:
+    model = build_model(folder, case)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not (case.frozen and case.frozen in name))
+    return FsdpEngine(
+        model,
+        FSDPEngineConfig(**case.fsdp),
+        OPTIM if trained else None,
+        device=torch.device(case.device),
+        compute_dtype=case.compute,
+        packed=case.packed,
+        clip_grad=CLIP_GRAD,
+        gradient_checkpointing=case.checkpointing,
+        sequence_parallel_size=case.sp,
+    )
+
+
+def own_rows(engine: FsdpEngine, batch: TensorDict) -> TensorDict:
+    return batch.chunk(engine.dp_size)[engine.dp_rank]
+
+
+def options(case: Case) -> dict[str, Any]:
+    return {"temperature": TEMPERATURE, "with_entropy": True} if case.kind == "policy" else {}
+
+
+def engine_step(engine: FsdpEngine, case: Case, number: int) -> tuple[float, float]:
+    """Loss and gradient norm of one optimizer step."""
+    rows = own_rows(engine, make_batch(number, case.num_real))
+    (num_tokens,) = engine.global_sum(float(rows["response_mask"].sum()))
+
+    def loss_fn(outputs: dict[str, Tensor], part: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
+        share = summed_loss(outputs, part) / num_tokens
+        return share, {"loss": share}
+
+    engine.onload(optimizer=True)
+    metrics = engine.forward_backward(rows, loss_fn, case.micro, **options(case))
+    norm = engine.optimizer_step()
+    engine.schedule_step()
+    engine.offload()
+    return metrics["loss"], norm
+
+
+def outputs_of(engine: FsdpEngine, case: Case) -> dict[str, np.ndarray]:
+    """Outputs of all ranks' rows, in the order of the whole batch."""
+    engine.onload()
+    out = engine.forward(own_rows(engine, make_batch(0, case.num_real)), case.micro, **options(case))
+    engine.offload()
+    return {name: engine.gather_rows(values).numpy() for name, values in out.items()}
+
+
+def weights_of(engine: FsdpEngine) -> dict[str, np.ndarray]:
+    return {name: tensor.cpu().numpy().copy() for name, tensor in engine.weights()}
+
+
+def train(folder: Path, case: Case, num_steps: int = 3) -> dict[str, Any]:
+    engine = build_engine(folder, case)
+    return _run(engine, case, num_steps) | {"weights": weights_of(engine)}
+
+
+def train_only(folder: Path, case: Case, num_steps: int = 3) -> dict[str, Any]:
+    return _run(build_engine(folder, case), case, num_steps)
+
+
+def _run(engine: FsdpEngine, case: Case, num_steps: int) -> dict[str, Any]:
+    """Outputs before the first step, and each step's loss and gradient norm."""
+    outputs = outputs_of(engine, case)
+    return {"outputs": outputs, "steps": [engine_step(engine, case, number) for number in range(num_steps)]}
+
+
+def scores(folder: Path, case: Case) -> np.ndarray:
+    """Of a frozen model, at the last token of every row."""
+    engine = build_engine(folder, case, trained=False)
+    out = engine.forward(own_rows(engine, make_batch(0, case.num_real)), case.micro, at_end=True)
+    return engine.gather_rows(out["score"]).numpy()
+
+
+def decode_then_train(folder: Path, case: Case) -> tuple[list[list[int]], tuple[float, float]]:
+    """Greedy tokens of as many prompts as the rank's number (alone: of all), then one training step."""
+    engine = build_engine(folder, case)
+    assert isinstance(engine.model, PolicyModel)
+    twin = make_twin(engine.model.model)
+    prompts = torch.arange(3, 3 + 4 * 6).view(4, 6)
+    mine = prompts[: dist.get_rank()] if case.world > 1 else prompts
+    with engine.gathered(), torch.no_grad():
+        share(twin, engine.model.model)
+        tokens = [_greedy(twin, prompt) for prompt in mine]
+        release(twin)
+    return tokens, engine_step(engine, case, 0)
+
+
+def _greedy(model: nn.Module, tokens: Tensor, num_new: int = 3) -> list[int]:
+    for _ in range(num_new):
+        context = PackedAttention([len(tokens)], CPU)
+        positions = torch.arange(len(tokens))[None]
+        logits = model(
+            input_ids=tokens[None],
+            position_ids=positions,
+            attention_mask=no_mask(CPU),
+            use_cache=False,
+            lockstep_context=context,
+        ).logits
+        tokens = torch.cat([tokens, logits[0, -1:].argmax(-1)])
+    return tokens[-num_new:].tolist()
+
+
+def save_and_go_on(folder: Path, case: Case, checkpoint: Path) -> dict[str, Any]:
+    engine = build_engine(folder, case)
+    engine_step(engine, case, 0)
+    torch.manual_seed(100 + engine.dp_rank)
+    engine.onload(optimizer=True)
+    engine.save(checkpoint)
+    engine.offload()
+    return _next_step(engine, case)
+
+
+def load_and_go_on(folder: Path, case: Case, checkpoint: Path) -> dict[str, Any]:
+    engine = build_engine(folder, case)
+    engine.onload(optimizer=True)
+    engine.load(checkpoint)
+    engine.offload()
+    return _next_step(engine, case)
+
+
+def _next_step(engine: FsdpEngine, case: Case) -> dict[str, Any]:
+    rate = engine.learning_rate
+    return {"learning_rate": rate, "step": engine_step(engine, case, 1), "weights": weights_of(engine)}
+
+
+def draw_after_load(folder: Path, case: Case, checkpoint: Path) -> float:
+    build_engine(folder, case).load(checkpoint)
+    return float(torch.rand(()))
+
+
+def exported(folder: Path, case: Case) -> dict[str, np.ndarray]:
+    return {name: tensor.numpy() for name, tensor in build_engine(folder, case).full_state_dict().items()}
+
+
+def refusal(folder: Path, case: Case) -> str:
+    try:
+        train_only(folder, case)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def build_only(folder: Path, case: Case) -> None:
+    build_engine(folder, case)
+
+
+def place(folder: Path, case: Case) -> tuple[int, int, int]:
+    engine = build_engine(folder, case)
+    return engine.dp_rank, engine.dp_size, engine.sp_rank
+
+
+def join_again() -> None:
+    join_process_group(5, 8, CPU, timeout_s=1)
+
+
+class Reference:
+    """The same training by plain transformers and autograd: whole model, row by row, eager attention."""
+
+    def __init__(self, folder: Path, kind: str, num_real: int = NUM_REAL, frozen: str = "") -> None:
+        self.kind, self.num_real = kind, num_real
+        if kind == "policy":
+            self.model: nn.Module = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, attn_implementation="eager"
+            )
+        else:
+            body = AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+            head = load_value_model(HFModelConfig(path=str(folder)), "m", torch.float32, CPU, seed=3)[1]
+            self.model = nn.ModuleDict({"model": body, "score": head})
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(not (frozen and frozen in name))
+        self.optimizer = torch.optim.AdamW(
+            [p for p in self.model.parameters() if p.requires_grad], lr=OPTIM.lr, weight_decay=OPTIM.weight_decay
+        )
+
+    def outputs(self, batch: TensorDict) -> dict[str, Tensor]:
+        results: dict[str, list[Tensor]] = {}
+        for i in range(len(batch)):
+            for name, values in self._row(batch[i]).items():
+                results.setdefault(name, []).append(values)
+        return {name: torch.stack(values) for name, values in results.items()}
+
+    def _row(self, row: TensorDict) -> dict[str, Tensor]:
+        present = row["attention_mask"].bool()
+        ids, width = row["input_ids"][present], row["responses"].shape[0]
+        start = int(present[:-width].sum())
+        columns = row["response_mask"].nonzero().flatten()
+        if self.kind == "policy":
+            logits = self.model(input_ids=ids[None]).logits[0] / TEMPERATURE
+            logp = torch.log_softmax(logits[start + columns - 1], -1)
+            chosen = logp.gather(-1, ids[start + columns][:, None])[:, 0]
+            found = {"log_probs": chosen, "entropy": -(logp.exp() * logp).sum(-1)}
+        else:
+            hidden = self.model["model"](input_ids=ids[None]).last_hidden_state[0]  # type: ignore[index]
+            found = {"values": self.model["score"](hidden)[start + columns - 1, 0]}  # type: ignore[index]
+        return {name: torch.zeros(width).index_put((columns,), values) for name, values in found.items()}
+
+    def step(self, number: int) -> tuple[float, float]:
+        rows = make_batch(number, self.num_real)[: self.num_real]
+        loss = summed_loss(self.outputs(rows), rows) / rows["response_mask"].sum()
+        for group in self.optimizer.param_groups:
+            group["lr"] = OPTIM.lr * (1 - number / OPTIM.total_training_steps)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_GRAD)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss.detach()), float(norm)
+
+    def run(self, num_steps: int = 3) -> dict[str, Any]:
+        with torch.no_grad():
+            outputs = {n: v.numpy() for n, v in self.outputs(make_batch(0, self.num_real)[: self.num_real]).items()}
+        steps = [self.step(number) for number in range(num_steps)]
+        weights = {name: p.detach().numpy() for name, p in self.model.named_parameters()}
+        return {"outputs": outputs, "steps": steps, "weights": weights}

@@ -1,0 +1,105 @@
+"""The training engine on a GPU: offloading, prefetching and resharding move memory about and change no number."""
+
+import dataclasses
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep.engines.train.base import MicroBatching
+from tests.engines.train import cases
+from tests.engines.train.cases import Case, Reference
+from tests.engines.train.ranks import Ranks
+from tests.tiny import save_tiny_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"), hidden_size=256)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    ranks = Ranks()
+    yield ranks
+    ranks.close()
+
+
+def test_fp32_equals_transformers(folder: Path) -> None:
+    expected = Reference(folder, "policy").run()
+    result = cases.train(folder, Case(device="cuda"))
+    np.testing.assert_allclose(result["steps"], expected["steps"], rtol=1e-3)
+    for name, weight in expected["weights"].items():
+        assert np.abs(result["weights"][name] - weight).mean() < 1e-5, name
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "fsdp",
+    [
+        {"param_offload": True, "optimizer_offload": True},
+        {"offload_policy": True},
+        {"offload_policy": True, "param_offload": True},
+        {"forward_prefetch": True},
+        {"reshard_after_forward": False},
+    ],
+    ids=str,
+)
+def test_where_memory_lies_changes_nothing(
+    fsdp: dict[str, bool], compute: torch.dtype, folder: Path, tmp_path: Path
+) -> None:
+    """In half precision a rounding error of the first step grows too fast to compare the later ones."""
+    case = Case(device="cuda", compute=compute, fsdp=fsdp, checkpointing=True)
+    expected, result = cases.train(folder, Case(device="cuda", compute=compute)), cases.train(folder, case)
+    num_steps, tolerance = (3, 1e-4) if compute == torch.float32 else (1, 1e-3)
+    np.testing.assert_allclose(result["steps"][:num_steps], expected["steps"][:num_steps], rtol=tolerance)
+    uninterrupted = cases.save_and_go_on(folder, case, tmp_path)
+    resumed = cases.load_and_go_on(folder, case, tmp_path)
+    np.testing.assert_allclose(resumed["step"], uninterrupted["step"], rtol=tolerance)
+
+
+@pytest.mark.parametrize("fsdp", [{}, {"param_offload": True}, {"offload_policy": True}], ids=str)
+def test_gathered_parameters_are_on_the_device(fsdp: dict[str, bool], folder: Path) -> None:
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    case = Case(device="cuda", compute=torch.bfloat16, fsdp=fsdp)
+    engine = cases.build_engine(folder, case)
+    with engine.gathered() as model:
+        assert {(p.device.type, p.dtype) for p in model.parameters()} == {("cuda", torch.bfloat16)}
+    home = "cpu" if fsdp else "cuda"
+    assert {p.device.type for p in engine.model.parameters()} == {home}
+    if fsdp:
+        held = torch.cuda.memory_allocated() - before
+        assert held < sum(p.numel() for p in engine.model.parameters())  # bytes: not even a compute copy stays
+    cases.engine_step(engine, case, 0)
+    assert {p.device.type for p in engine.model.parameters()} == {home}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(world=2, device="cuda"),
+        Case(world=2, device="cuda", sp=2, checkpointing=True),
+        Case(world=2, device="cuda", sp=2, micro=MicroBatching(max_tokens=24)),
+        Case(world=2, device="cuda", fsdp={"forward_prefetch": True, "fsdp_size": 1}),
+        Case(world=2, device="cuda", fsdp={"param_offload": True, "optimizer_offload": True}),
+        Case(world=2, device="cuda", fsdp={"offload_policy": True}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=str)
+def test_two_ranks_that_share_the_gpu_train_as_one(
+    case: Case, compute: torch.dtype, folder: Path, ranks: Ranks
+) -> None:
+    """Over gloo, which takes GPU tensors too: NCCL wants a GPU for each rank."""
+    expected = cases.train(folder, Case(device="cuda", compute=compute))
+    result = ranks.run(2, cases.train_only, folder, dataclasses.replace(case, compute=compute))[1]
+    num_steps, tolerance = (3, 1e-5) if compute == torch.float32 else (1, 5e-3)
+    np.testing.assert_allclose(result["steps"][:num_steps], expected["steps"][:num_steps], rtol=tolerance, atol=1e-5)
+    for name, values in expected["outputs"].items():
+        np.testing.assert_allclose(result["outputs"][name], values, atol=1e-5)
