@@ -9,6 +9,7 @@ role actor_rollout_ref   all of it
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -114,8 +115,8 @@ class ActorRolloutRefWorker(WeightHandOver):
         if not self.is_actor:
             yield
             return
-        with self.actor.gathered():
-            share(self.generator, self.policy.model)
+        with self.actor.gathered() as policy:
+            share(self.generator, cast(PolicyModel, policy).model)
             yield
             release(self.generator)
 

@@ -73,10 +73,6 @@ class TrainEngine(ABC):
         """Each value summed over the data-parallel ranks."""
 
     @abstractmethod
-    def gather_rows(self, tensor: Tensor) -> Tensor:
-        """The rows of all data-parallel ranks in their order; each rank gives as many."""
-
-    @abstractmethod
     def gathered(self) -> AbstractContextManager[nn.Module]:
         """The model with whole parameters in the compute type, for the span of the context; all ranks enter and leave."""
 

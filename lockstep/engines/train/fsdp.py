@@ -2,7 +2,7 @@
 
     world = dp x sp; rank = dp_rank * sp + sp_rank. The sp ranks of one dp rank share its rows, a slice of the packed tokens each.
 
-At world size 1 with one type for both there is nothing to shard or cast, and the module stays as it is.
+One process shards nothing: with one type for both the module computes itself, otherwise a copy of it in the compute type does.
 """
 
 from collections.abc import Collection, Iterator
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig
 from lockstep.engines.train import sharding
 from lockstep.engines.train.base import PARTS, LossFn, MicroBatching, TrainEngine
+from lockstep.engines.train.compute_copy import copy_in, hand_gradients, refresh
 from lockstep.engines.train.schedule import build_schedule
 from lockstep.engines.train.state import load_extra, load_shards, model_state, save_extra, save_shards
 from lockstep.models.packing import ForwardRows, forward_rows, sequence_lengths
@@ -64,8 +65,11 @@ class FsdpEngine(TrainEngine):
         elif gradient_checkpointing:
             _enable_gradient_checkpointing(model)
         self._streams = sharding.streams_from_host(config, device)
-        if self.world_size > 1 or self._streams or _parameter_dtype(model) != compute_dtype:
+        self.compute = model
+        if self.world_size > 1 or self._streams:
             sharding.shard(model, config, device, compute_dtype)
+        elif _parameter_dtype(model) != compute_dtype:
+            self.compute = copy_in(model, compute_dtype)
         self.optimizer: torch.optim.Optimizer | None = None
         if optim is not None:
             trained = [p for p in model.parameters() if p.requires_grad]
@@ -76,13 +80,13 @@ class FsdpEngine(TrainEngine):
         self.offload()
 
     def forward(self, batch: TensorDict, micro: MicroBatching, **options: object) -> dict[str, Tensor]:
-        self.model.eval()
+        self.compute.eval()
         order: list[int] = []
         pieces: list[dict[str, Tensor]] = []
         with torch.no_grad():
             for rows in self._partitions(batch, micro):
                 order += rows
-                pieces.append(self.model(self._rows(batch[rows]), **options))
+                pieces.append(self.compute(self._rows(batch[rows]), **options))
         sharding.reshard(self.model)
         back = torch.tensor(order).argsort()
         return {name: torch.cat([p[name] for p in pieces]).cpu()[back] for name in pieces[0]}
@@ -90,12 +94,12 @@ class FsdpEngine(TrainEngine):
     def forward_backward(
         self, batch: TensorDict, loss_fn: LossFn, micro: MicroBatching, **options: object
     ) -> dict[str, float]:
-        self.model.train()
+        self.compute.train()
         totals: dict[str, Tensor] = {}
         parts = self._partitions(batch, micro)
         for number, rows in enumerate(parts, start=1):
             part = batch[rows]
-            outputs = self.model(self._rows(part), **options)
+            outputs = self.compute(self._rows(part), **options)
             loss, metrics = loss_fn(outputs, part.to(self.device))
             sharding.sum_replicas(self.model, number == len(parts))
             # The loss is the sum of the dp ranks' shares, and the gradient of a share is the sum over its sp ranks, each of which
@@ -108,6 +112,8 @@ class FsdpEngine(TrainEngine):
 
     def optimizer_step(self) -> float:
         assert self.optimizer is not None
+        if self._copied:
+            hand_gradients(self.compute, self.model)
         trained = [p for p in self.model.parameters() if p.grad is not None]
         norm = sharding.whole(torch.nn.utils.get_total_norm([cast(Tensor, p.grad) for p in trained]))
         value = float(norm)
@@ -120,6 +126,7 @@ class FsdpEngine(TrainEngine):
         torch.nn.utils.clip_grads_with_norm_(trained, self.clip_grad, norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self._refresh()
         return value
 
     def schedule_step(self) -> None:
@@ -138,19 +145,12 @@ class FsdpEngine(TrainEngine):
         dist.all_reduce(total)
         return tuple(total.tolist())
 
-    def gather_rows(self, tensor: Tensor) -> Tensor:
-        if self.dp_size == 1:
-            return tensor
-        rows = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.world_size)]
-        dist.all_gather(rows, tensor.contiguous())
-        return torch.cat(rows[:: self.sp_size])
-
     @contextmanager
-    def gathered(self) -> Iterator[nn.Module]:
+    def gathered(self) -> Iterator[TokenModel]:
         self.onload()
         try:
-            with sharding.gathered(self.model):
-                yield self.model
+            with sharding.gathered(self.compute):
+                yield self.compute
         finally:
             self.offload()
 
@@ -166,7 +166,8 @@ class FsdpEngine(TrainEngine):
         if self._streams:
             return
         if self.config.param_offload:
-            self.model.to(self.device)
+            for module in {self.model, self.compute}:
+                module.to(self.device)
         if optimizer and self.config.optimizer_offload and self.optimizer is not None:
             _move_optimizer(self.optimizer, self.device)
 
@@ -174,7 +175,8 @@ class FsdpEngine(TrainEngine):
         if self.device.type == "cpu" or self._streams:
             return
         if self.config.param_offload:
-            self.model.to("cpu")
+            for module in {self.model, self.compute}:
+                module.to("cpu")
         if self.config.optimizer_offload and self.optimizer is not None:
             _move_optimizer(self.optimizer, torch.device("cpu"))
         if self.config.param_offload or self.config.optimizer_offload:
@@ -187,12 +189,22 @@ class FsdpEngine(TrainEngine):
 
     def load(self, folder: Path, contents: Collection[str] = PARTS) -> None:
         load_shards(folder, contents, self.model, self.optimizer)
+        self._refresh()
         if "extra" in contents and self.optimizer is not None:
             load_extra(folder, self.schedule)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Whole master weights on the host of rank 0, by the module's own names; collective, empty on other ranks."""
         return model_state(self.model, whole=True)
+
+    @property
+    def _copied(self) -> bool:
+        """Whether a copy of the master weights computes, rather than they themselves."""
+        return self.compute is not self.model
+
+    def _refresh(self) -> None:
+        if self._copied:
+            refresh(self.compute, self.model)
 
     def _sequence_group(self, model: TokenModel) -> SequenceGroup | None:
         size = self.sp_size

@@ -128,7 +128,16 @@ def outputs_of(engine: FsdpEngine, case: Case) -> dict[str, np.ndarray]:
     engine.onload()
     out = engine.forward(own_rows(engine, make_batch(0, case.num_real)), case.micro, **options(case))
     engine.offload()
-    return {name: engine.gather_rows(values).numpy() for name, values in out.items()}
+    return {name: all_rows(engine, values).numpy() for name, values in out.items()}
+
+
+def all_rows(engine: FsdpEngine, values: Tensor) -> Tensor:
+    """The rows of all data-parallel ranks in order."""
+    if engine.dp_size == 1:
+        return values
+    rows = [torch.empty_like(values, memory_format=torch.contiguous_format) for _ in range(engine.world_size)]
+    dist.all_gather(rows, values.contiguous())
+    return torch.cat(rows[:: engine.sp_size])
 
 
 def weights_of(engine: FsdpEngine) -> dict[str, np.ndarray]:
@@ -154,7 +163,7 @@ def scores(folder: Path, case: Case) -> np.ndarray:
     """Of a frozen model, at the last token of every row."""
     engine = build_engine(folder, case, trained=False)
     out = engine.forward(own_rows(engine, make_batch(0, case.num_real)), case.micro, at_end=True)
-    return engine.gather_rows(out["score"]).numpy()
+    return all_rows(engine, out["score"]).numpy()
 
 
 def decode_then_train(folder: Path, case: Case) -> tuple[list[list[int]], tuple[float, float]]:
