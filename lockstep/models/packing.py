@@ -64,11 +64,6 @@ class ForwardRows:
         return replace(self, **moved)
 
 
-def sequence_lengths(batch: TensorDict) -> list[int]:
-    lengths: list[int] = batch["attention_mask"].sum(-1).tolist()
-    return lengths
-
-
 def forward_rows(
     batch: TensorDict, device: torch.device, *, packed: bool, sequence: SequenceGroup | None = None
 ) -> ForwardRows:
@@ -121,7 +116,7 @@ class _Pack:
 
     def __init__(self, input_ids: Tensor, mask: Tensor, prompt_length: int) -> None:
         self.prompt_length = prompt_length
-        self.owner = _prompt_owners(input_ids, mask, prompt_length)
+        self.owner = torch.tensor(prompt_owners(input_ids, mask, prompt_length))
         shares = self.owner != torch.arange(len(mask))
         self.kept = mask.clone()
         self.kept[shares, :prompt_length] = False
@@ -138,13 +133,12 @@ class _Pack:
         return self._place[torch.where(place < self.prompt_length, self.owner[row], row), place]
 
 
-def _prompt_owners(input_ids: Tensor, mask: Tensor, prompt_length: int) -> Tensor:
-    """(B,) for each row, the first row with the same prompt; a row without a response is its own."""
+def prompt_owners(input_ids: Tensor, mask: Tensor, prompt_length: int) -> list[int]:
+    """For each row, the first row with the same prompt; a row without a response is its own."""
     prompts = input_ids[:, :prompt_length].masked_fill(~mask[:, :prompt_length], -1).numpy()
     answered = mask[:, prompt_length:].any(-1).tolist()
     first: dict[bytes, int] = {}
-    owners = [first.setdefault(prompt.tobytes(), i) if answered[i] else i for i, prompt in enumerate(prompts)]
-    return torch.tensor(owners)
+    return [first.setdefault(prompt.tobytes(), i) if answered[i] else i for i, prompt in enumerate(prompts)]
 
 
 def _slice_of(rows: ForwardRows, pack: _Pack, sequence: SequenceGroup, device: torch.device) -> ForwardRows:

@@ -6,7 +6,7 @@ Everything is deterministic and works on lengths alone; a partition is a list of
 import heapq
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -125,6 +125,53 @@ def agreed_partitions(
         if wanted > len(lengths):
             raise ValueError(f"cannot make {wanted} micro-batches of {len(lengths)} rows or groups of rows")
         parts = token_budget_partitions(lengths, max_tokens, wanted, costs)
+
+
+def agreed_runs(
+    own: Sequence[int],
+    prompts: Sequence[int],
+    owners: Sequence[int],
+    max_tokens: int,
+    group: "dist.ProcessGroup | None" = None,
+) -> Partitions:
+    """Rows in parts of at most `max_tokens`, as many on every rank; rows that share a prompt lie together, and it counts once.
+
+    own, prompts: tokens of each row's response, and of its prompt.
+    owners:       the first row with the same prompt.
+    Collective over `group`, whose ranks have equally many rows: where a row is longer than the budget, all of them raise.
+    """
+    order = sorted(range(len(own)), key=lambda i: (owners[i], i))
+
+    def cost(run: list[int]) -> int:
+        return sum(own[i] for i in run) + sum({owners[i]: prompts[i] for i in run}.values())
+
+    longest, row = max((own[i] + prompts[i], i) for i in order)
+    if _least_and_most(DOES_NOT_FIT if longest > max_tokens else 1, group)[0] == DOES_NOT_FIT:
+        where = f"sequence {row} has {longest} tokens," if longest > max_tokens else "a sequence on another rank has"
+        raise ValueError(
+            f"{where} more than the budget of {max_tokens} tokens for one micro-batch: raise *_max_token_len_per_gpu to the "
+            "longest prompt plus response"
+        )
+    runs = _filled(order, max_tokens, cost)
+    _, wanted = _least_and_most(len(runs), group)
+    even = _filled(order, max(-(-cost(order) // wanted), longest), cost)
+    runs = even if len(even) <= wanted else runs
+    while len(runs) < wanted:
+        largest = max((run for run in runs if len(run) > 1), key=cost)
+        place, half = runs.index(largest), len(largest) // 2
+        runs[place : place + 1] = [largest[:half], largest[half:]]
+    return runs
+
+
+def _filled(order: list[int], budget: int, cost: Callable[[list[int]], int]) -> Partitions:
+    """Runs of rows that follow each other, each as long as the budget allows."""
+    runs: Partitions = []
+    for row in order:
+        if runs and cost([*runs[-1], row]) <= budget:
+            runs[-1].append(row)
+        else:
+            runs.append([row])
+    return runs
 
 
 def rearrange_micro_batches(

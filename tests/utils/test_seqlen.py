@@ -10,6 +10,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 from lockstep.utils.seqlen import (
+    agreed_runs,
     calculate_workload,
     get_group_balanced_partitions,
     get_reverse_idx,
@@ -186,3 +187,25 @@ def test_unbalance_metrics_by_hand() -> None:
         "global_seqlen/balanced_max": 21,
         "global_seqlen/mean": 17.0,
     }
+
+
+def test_runs_keep_rows_of_one_prompt_together_and_count_it_once() -> None:
+    own, prompts, owners = [4, 4, 4, 4, 5, 5], [10, 10, 10, 10, 2, 2], [0, 1, 0, 1, 4, 4]
+    assert agreed_runs(own, prompts, owners, max_tokens=18) == [[0, 2], [1, 3], [4, 5]]
+    assert agreed_runs(own, prompts, owners, max_tokens=100) == [[0, 2, 1, 3, 4, 5]]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_runs_hold_every_row_once_within_the_budget(seed: int) -> None:
+    rng = random.Random(seed)
+    owners = [i - i % 4 for i in range(64)]
+    own, by_owner = [rng.randint(1, 300) for _ in owners], {i: rng.randint(1, 200) for i in owners}
+    runs = agreed_runs(own, [by_owner[i] for i in owners], owners, max_tokens=1000)
+    assert sorted(itertools.chain(*runs)) == list(range(64))
+    for run in runs:
+        assert sum(own[i] for i in run) + sum(by_owner[i] for i in {owners[i] for i in run}) <= 1000
+
+
+def test_a_row_beyond_the_budget_is_named() -> None:
+    with pytest.raises(ValueError, match="sequence 1 has 12 tokens, more than the budget of 9"):
+        agreed_runs([1, 8], [4, 4], [0, 1], max_tokens=9)

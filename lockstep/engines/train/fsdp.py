@@ -22,11 +22,11 @@ from lockstep.engines.train.base import PARTS, LossFn, MicroBatching, TrainEngin
 from lockstep.engines.train.compute_copy import copy_in, hand_gradients, refresh
 from lockstep.engines.train.schedule import build_schedule
 from lockstep.engines.train.state import load_extra, load_shards, model_state, save_extra, save_shards
-from lockstep.models.packing import ForwardRows, forward_rows, sequence_lengths
+from lockstep.models.packing import ForwardRows, forward_rows, prompt_owners
 from lockstep.models.token_models import TokenModel
 from lockstep.models.ulysses import SequenceGroup, check_heads
 from lockstep.utils.distributed import current_rank, current_world_size, mesh_of
-from lockstep.utils.seqlen import agreed_partitions
+from lockstep.utils.seqlen import agreed_runs
 
 
 class FsdpEngine(TrainEngine):
@@ -226,7 +226,10 @@ class FsdpEngine(TrainEngine):
         """Rows of each micro-batch, as many of them on every rank. A token budget is one rank's: `sp_size` ranks have more."""
         if micro.max_tokens is not None:
             group = dist.group.WORLD if self.world_size > 1 else None
-            return agreed_partitions(sequence_lengths(batch), micro.max_tokens * self.sp_size, group)
+            mask, start = batch["attention_mask"].bool(), batch["input_ids"].shape[1] - batch["responses"].shape[1]
+            own, before = mask[:, start:].sum(-1).tolist(), mask[:, :start].sum(-1).tolist()
+            owners = prompt_owners(batch["input_ids"], mask, start) if self.packed else list(range(len(batch)))
+            return agreed_runs(own, before, owners, micro.max_tokens * self.sp_size, group)
         size = micro.num_rows or len(batch)
         return [list(range(i, min(i + size, len(batch)))) for i in range(0, len(batch), size)]
 

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.models.packing import prompt_owners
 from lockstep.protocol import DataProto
-from lockstep.utils.seqlen import get_seqlen_balanced_partitions
+from lockstep.utils.seqlen import get_group_balanced_partitions, get_seqlen_balanced_partitions
 
 Prepare = Callable[[Mapping[str, Tensor], int], dict[str, Tensor]]
 """(rows of a mini-batch, its number) -> further columns for its loss."""
@@ -57,7 +58,7 @@ def lay_out(batch: DataProto, rule: MiniBatches, dp_size: int, *, balance: bool)
 
     balance: give ranks rows of about the same number of tokens, rather than as they follow each other.
     """
-    lengths: list[int] = batch.tensors["attention_mask"].sum(-1).tolist()
+    lengths, owners = _lengths_and_owners(batch)
     taken: list[int] = []  # the rows of all mini-batches, one after another
     number_of: list[int] = []  # the mini-batch of each
     counts: list[dict[str, int]] = []
@@ -69,7 +70,7 @@ def lay_out(batch: DataProto, rule: MiniBatches, dp_size: int, *, balance: bool)
         counts.append({"batch_num_tokens": int(mask.sum()), "global_batch_size": int(mask.any(-1).sum())})
         if rule.prepare is not None:
             prepared.append(rule.prepare(batch.tensors[rows], number))
-        parts = spread([lengths[i] for i in rows], dp_size, balance=balance)
+        parts = spread([lengths[i] for i in rows], dp_size, balance=balance, owners=[owners[i] for i in rows])
         width, start = max(map(len, parts)), len(taken)
         for share, marks, part in zip(shares, padding, parts):
             num_added = width - len(part)
@@ -88,11 +89,23 @@ def lay_out(batch: DataProto, rule: MiniBatches, dp_size: int, *, balance: bool)
     return laid_out
 
 
-def spread(lengths: list[int], num_parts: int, *, balance: bool) -> list[list[int]]:
-    """Indices for each part: of near-equal sums with `balance`, else as they follow each other; some empty where there are few."""
+def spread(lengths: list[int], num_parts: int, *, balance: bool, owners: list[int] | None = None) -> list[list[int]]:
+    """Indices for each part: of near-equal sums with `balance`, else as they follow each other; some empty where there are few.
+
+    owners: rows of one owner have the same prompt, and stay together where there are enough prompts.
+    """
+    if balance and owners is not None and len(set(owners)) >= num_parts > 1:
+        return get_group_balanced_partitions(lengths, owners, num_parts)
     if balance and len(lengths) >= num_parts > 1:
         return get_seqlen_balanced_partitions(lengths, num_parts, equal_size=len(lengths) % num_parts == 0)
     return [part.tolist() for part in np.array_split(np.arange(len(lengths)), num_parts)]
+
+
+def _lengths_and_owners(batch: DataProto) -> tuple[list[int], list[int]]:
+    """Tokens of each row, and the first row with the same prompt."""
+    mask, ids = batch.tensors["attention_mask"], batch.tensors["input_ids"]
+    start = ids.shape[1] - batch.tensors["responses"].shape[1]
+    return mask.sum(-1).tolist(), prompt_owners(ids, mask.bool(), start)
 
 
 def call_balanced(method: Callable[[DataProto], Any], batch: DataProto, num_parts: int) -> Callable[[], DataProto]:
@@ -103,7 +116,10 @@ def call_balanced(method: Callable[[DataProto], Any], batch: DataProto, num_part
     if num_parts == 1 or len(batch) % num_parts:
         future = method(batch)
         return lambda: future.get()
-    parts = spread(batch.tensors["attention_mask"].sum(-1).tolist(), num_parts, balance=True)
+    lengths, owners = _lengths_and_owners(batch)
+    parts = spread(lengths, num_parts, balance=True, owners=owners)
+    if len({len(part) for part in parts}) > 1:  # dispatch cuts parts of equal size
+        parts = get_seqlen_balanced_partitions(lengths, num_parts, equal_size=True)
     order = np.concatenate(parts)
     future = method(batch.select_idxs(order))
     return lambda: future.get().select_idxs(np.argsort(order))

@@ -3,15 +3,21 @@
 import random
 from typing import Any
 
+import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    GemmaConfig,
     GenerationConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    Phi3Config,
+    PhiConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
@@ -42,13 +48,30 @@ CONFIGS: dict[str, Any] = {
     "llama": LlamaConfig,
     "mistral": MistralConfig,
     "granite": lambda **sizes: GraniteConfig(**sizes, logits_scaling=4.0),
+    "smollm": lambda **sizes: LlamaConfig(**sizes, tie_word_embeddings=True, head_dim=16),
+    "gemma": lambda **sizes: GemmaConfig(**sizes, head_dim=16),
+    "phi": lambda **sizes: PhiConfig(**sizes, partial_rotary_factor=0.5),
+    "phi3": Phi3Config,
+    "mixtral": lambda **sizes: MixtralConfig(**sizes, num_local_experts=4),
+    "qwen3_moe": lambda **sizes: Qwen3MoeConfig(
+        **sizes, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=16
+    ),
 }
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def tiny_model(kind: str = "qwen2", **changes: Any) -> Any:
+def device_or_skip(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return torch.device(name)
+
+
+def tiny_model(kind: str = "qwen2", device: torch.device | str = "cpu", **changes: Any) -> Any:
+    """Made on the CPU, so that the weights are the same on every device."""
     config_class = CONFIGS[kind]
     torch.manual_seed(1)
-    return AutoModelForCausalLM.from_config(config_class(**SIZES | changes), attn_implementation=ATTENTION_NAME)
+    model = AutoModelForCausalLM.from_config(config_class(**SIZES | changes), attn_implementation=ATTENTION_NAME)
+    return model.to(device)
 
 
 def rollout_config(**changes: Any) -> RolloutConfig:
@@ -85,14 +108,16 @@ def assert_same(got: list[Completion], expected: list[Completion]) -> None:
 @torch.no_grad()
 def naive_log_probs(model: Any, request: GenerationRequest, completion: Completion) -> torch.Tensor:
     """Of the completion's tokens, by one forward over the whole sequence."""
-    ids = torch.tensor([request.prompt_ids + completion.token_ids])
+    ids = torch.tensor([request.prompt_ids + completion.token_ids], device=model.device)
     length = ids.shape[1]
     context = PackedAttention([length], ids.device)
-    logits = model(ids, position_ids=torch.arange(length)[None], use_cache=False, lockstep_context=context).logits[0]
+    logits = model(
+        ids, position_ids=torch.arange(length, device=ids.device)[None], use_cache=False, lockstep_context=context
+    ).logits[0]
     temperature = request.sampling.temperature or 1.0
     log_probs = torch.log_softmax(logits.float() / temperature, -1)
     first = len(request.prompt_ids)
-    return log_probs[first - 1 : -1].gather(1, ids[0, first:, None])[:, 0]
+    return log_probs[first - 1 : -1].gather(1, ids[0, first:, None])[:, 0].cpu()
 
 
 @torch.no_grad()
@@ -101,7 +126,7 @@ def transformers_greedy(model: Any, request: GenerationRequest) -> list[int]:
     try:
         config = GenerationConfig(do_sample=False, max_new_tokens=request.sampling.max_tokens, pad_token_id=PAD)
         stop = None if request.sampling.ignore_eos else EOS
-        prompt = torch.tensor([request.prompt_ids])
+        prompt = torch.tensor([request.prompt_ids], device=model.device)
         model.generation_config = GenerationConfig()
         out = model.generate(
             prompt, attention_mask=torch.ones_like(prompt), generation_config=config, eos_token_id=stop

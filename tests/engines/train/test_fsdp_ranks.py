@@ -182,7 +182,7 @@ def test_a_sequence_beyond_the_token_budget_stops_every_rank(folder: Path, ranks
     case = Case(world=2, num_real=4, micro=MicroBatching(max_tokens=8))
     first, second = ranks.run(2, cases.refusal, folder, case)
     assert "has 10 tokens, more than the budget of 8 tokens" in first
-    assert "a sequence on another rank is longer than the budget of 8 tokens" in second
+    assert "a sequence on another rank has more than the budget of 8 tokens" in second
     assert "raise *_max_token_len_per_gpu" in second
 
 
