@@ -1,0 +1,271 @@
+"""A whole GRPO step, from the user's command: Lockstep beside TRL where it can be imported, one after the other on this machine.
+
+    python benchmarks/grpo_step.py [--shape 0.5b --prompts 32 --samples 8 --prompt-tokens 256 --new-tokens 256]
+                                   [--peer trl --peer trl+vllm] [--json out.json] [key=value ...]
+
+The model has random weights and every prompt exactly `--prompt-tokens` tokens; rewards are random. `--model DIR`
+takes a real one. Both sides run in processes of their own. The time of a step is the median after the first two; start-up is from
+the command to the end of the first step. Further `key=value` are overrides of the Lockstep run.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import random
+import statistics
+import string
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    },
+    "0.5b": {
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+    },
+}
+SPECIAL = ("<s>", "</s>", "<pad>")
+
+REWARD = """
+import random
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return random.random()
+"""
+
+TRL = """
+import json, random, sys, time
+start = time.time()
+options = json.loads(sys.argv[1])
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+ends = []
+
+class Clock(TrainerCallback):
+    def on_step_end(self, *args, **kwargs):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        ends.append(time.time())
+
+def reward(completions, **kwargs):
+    return [random.random() for text in completions]
+
+cuda = torch.cuda.is_available()
+rows = options["prompts"] * options["samples"]
+vllm = dict(use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.3, vllm_max_model_length=1024)
+arguments = GRPOConfig(
+    output_dir=options["output"],
+    per_device_train_batch_size=options["micro"],
+    gradient_accumulation_steps=rows // options["micro"],
+    num_generations=options["samples"],
+    generation_batch_size=rows,
+    max_completion_length=options["new_tokens"],
+    max_steps=options["steps"],
+    learning_rate=1e-6,
+    bf16=cuda,
+    use_cpu=not cuda,
+    beta=0.0,
+    report_to=[],
+    save_strategy="no",
+    gradient_checkpointing=False,
+    disable_tqdm=True,
+    **(vllm if options["vllm"] else {}),
+)
+trainer = GRPOTrainer(
+    model=AutoModelForCausalLM.from_pretrained(options["model"], dtype=torch.bfloat16 if cuda else torch.float32),
+    reward_funcs=reward,
+    args=arguments,
+    train_dataset=Dataset.from_dict({"prompt": options["texts"]}),
+    processing_class=PreTrainedTokenizerFast.from_pretrained(options["model"]),
+    callbacks=[Clock()],
+)
+trainer.train()
+peak = torch.cuda.max_memory_allocated() / 1e9 if cuda else 0.0
+print("RESULT", json.dumps({"start": start, "ends": ends, "peak_gb": peak}))
+"""
+
+
+def make_model(folder: Path, shape: str) -> Path:
+    """Random weights, and a tokenizer of one letter a token."""
+    torch.manual_seed(0)
+    sizes = SHAPES[shape]
+    config = Qwen2Config(
+        **sizes,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+    )
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        Qwen2ForCausalLM(config).to(dtype).save_pretrained(folder)
+    words = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    fast.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    fast.save_pretrained(folder)
+    return folder
+
+
+def make_prompts(model: Path, count: int, num_tokens: int) -> list[str]:
+    """Random texts of so many tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rng = random.Random(0)
+    texts = ("".join(rng.choices(string.ascii_lowercase, k=2 * num_tokens)) for _ in range(count))
+    return [tokenizer.decode(tokenizer(text)["input_ids"][:num_tokens]) for text in texts]
+
+
+def run_lockstep(folder: Path, model: Path, texts: list[str], args: argparse.Namespace) -> dict[str, float]:
+    rows = [
+        {
+            "data_source": "benchmark",
+            "prompt": [{"role": "user", "content": text}],
+            "reward_model": {"style": "rule", "ground_truth": ""},
+            "extra_info": {"index": i},
+        }
+        for i, text in enumerate(texts)
+    ]
+    pd.DataFrame(rows).to_parquet(folder / "train.parquet")
+    (folder / "reward.py").write_text(REWARD)
+    command = [
+        *(sys.executable, "-m", "lockstep.trainer.main_ppo"),
+        "algorithm=grpo",
+        f"data.train_files={folder}/train.parquet",
+        f"data.train_batch_size={args.prompts}",
+        f"data.max_prompt_length={args.prompt_tokens + 64}",
+        f"data.max_response_length={args.new_tokens}",
+        f"actor_rollout_ref.model.path={model}",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=false",
+        "actor_rollout_ref.actor.use_kl_loss=false",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={args.prompts}",
+        f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={args.micro}",
+        f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={args.micro}",
+        f"actor_rollout_ref.rollout.n={args.samples}",
+        f"actor_rollout_ref.rollout.max_num_seqs={args.prompts * args.samples}",
+        f"custom_reward_function.path={folder}/reward.py",
+        f"trainer.total_training_steps={args.steps}",
+        "trainer.total_epochs=1000",
+        "trainer.save_freq=0",
+        f"trainer.default_local_dir={folder}/run",
+        *args.overrides,
+    ]
+    start = time.time()
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"the Lockstep run failed:\n{done.stdout[-4000:]}")
+    steps = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    steady = steps[2:] or steps
+    times = {name: statistics.median(s[name] for s in steady) for name in steady[0] if name.startswith("timing_s/")}
+    result = {name.removeprefix("timing_s/"): value for name, value in times.items()}
+    gap = "training/rollout_probs_diff_mean"
+    return {
+        "step_s": result.pop("step"),
+        "start_s": steps[0]["time"] - start,
+        "peak_gb": steps[-1].get("perf/max_memory_allocated_gb", 0.0) * 2**30 / 1e9,
+        "probs_diff_mean": statistics.median(s.get(gap, 0.0) for s in steady),
+        **{f"{name}_s": value for name, value in result.items()},
+    }
+
+
+def run_trl(folder: Path, model: Path, texts: list[str], args: argparse.Namespace, vllm: bool) -> dict[str, float]:
+    options = {name: getattr(args, name) for name in ("prompts", "samples", "new_tokens", "steps")}
+    options |= {
+        "model": str(model),
+        "texts": texts,
+        "micro": args.peer_micro,
+        "vllm": vllm,
+        "output": str(folder / "trl"),
+    }
+    script = folder / "trl_side.py"
+    script.write_text(TRL)
+    command = [sys.executable, str(script), json.dumps(options)]
+    start = time.time()
+    done = subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        raise SystemExit(f"the TRL run failed:\n{done.stdout[-4000:]}")
+    result = json.loads(lines[0].removeprefix("RESULT "))
+    steps = [after - before for before, after in zip(result["ends"], result["ends"][1:])]
+    return {
+        "step_s": statistics.median(steps[1:] or steps),
+        "start_s": result["ends"][0] - start,
+        "peak_gb": result["peak_gb"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="0.5b" if torch.cuda.is_available() else "tiny")
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--prompt-tokens", type=int, default=256)
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--micro", type=int, default=64, help="sequences in one of our micro-batches")
+    parser.add_argument("--peer-micro", type=int, default=32, help="sequences in one of the peer's micro-batches")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--peer", action="append", choices=["trl", "trl+vllm"], default=None)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("overrides", nargs="*")
+    args = parser.parse_args()
+    peers = args.peer if args.peer is not None else ["trl"] if importlib.util.find_spec("trl") else []
+    results = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = args.model or make_model(folder / "model", args.shape)
+        texts = make_prompts(model, 4 * args.prompts, args.prompt_tokens)
+        results["lockstep"] = run_lockstep(folder, model, texts, args)
+        for peer in peers:
+            results[peer] = run_trl(folder, model, texts, args, vllm=peer == "trl+vllm")
+    table = Table("", "step s", "times faster", "first step after s", "peak GB")
+    ours = results["lockstep"]
+    for name, result in results.items():
+        ratio = result["step_s"] / ours["step_s"]
+        figures = (f"{result['step_s']:.3f}", f"{ratio:.2f}", f"{result['start_s']:.1f}", f"{result['peak_gb']:.1f}")
+        table.add_row(name, *figures)
+    console = Console()
+    console.print(table)
+    parts = {name: round(value, 3) for name, value in ours.items() if name not in ("step_s", "start_s", "peak_gb")}
+    console.print("of the step:", parts)
+    if args.json:
+        args.json.write_text(json.dumps({"arguments": vars(args), "results": results}, indent=1, default=str))
+
+
+if __name__ == "__main__":
+    main()
