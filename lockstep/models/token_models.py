@@ -39,7 +39,7 @@ class PolicyModel(TokenModel):
     def forward(self, rows: ForwardRows, **options: Any) -> dict[str, Tensor]:
         """options: those of `token_log_probs`."""
         hidden = _hidden_states(self.model.get_decoder(), rows)
-        flat = token_log_probs(hidden[rows.predicts], rows.targets, logits_fn(self.model), **options)
+        flat = token_log_probs(hidden.index_select(0, rows.predicts), rows.targets, logits_fn(self.model), **options)
         return {name: rows.spread(values) for name, values in flat.items()}
 
 
@@ -62,7 +62,7 @@ class ScalarModel(TokenModel):
         hidden = _hidden_states(self.body, rows)
         if at_end:
             return {"score": rows.spread_last(self.score(hidden[rows.last]).squeeze(-1).float())}
-        return {"values": rows.spread(self.score(hidden[rows.predicts]).squeeze(-1).float())}
+        return {"values": rows.spread(self.score(hidden.index_select(0, rows.predicts)).squeeze(-1).float())}
 
 
 def _hidden_states(body: nn.Module, rows: ForwardRows) -> Tensor:

@@ -22,9 +22,11 @@ from lockstep.engines.train.base import PARTS, LossFn, MicroBatching, TrainEngin
 from lockstep.engines.train.compute_copy import copy_in, hand_gradients, refresh
 from lockstep.engines.train.schedule import build_schedule
 from lockstep.engines.train.state import load_extra, load_shards, model_state, save_extra, save_shards
+from lockstep.models.fused_layers import fuse
 from lockstep.models.packing import ForwardRows, forward_rows, prompt_owners
 from lockstep.models.token_models import TokenModel
 from lockstep.models.ulysses import SequenceGroup, check_heads
+from lockstep.utils.device import to_device
 from lockstep.utils.distributed import current_rank, current_world_size, mesh_of
 from lockstep.utils.seqlen import agreed_runs
 
@@ -64,6 +66,7 @@ class FsdpEngine(TrainEngine):
             model.requires_grad_(False)
         elif gradient_checkpointing:
             _enable_gradient_checkpointing(model)
+        fuse(model)
         self._streams = sharding.streams_from_host(config, device)
         self.compute = model
         if self.world_size > 1 or self._streams:
@@ -99,8 +102,11 @@ class FsdpEngine(TrainEngine):
         parts = self._partitions(batch, micro)
         for number, rows in enumerate(parts, start=1):
             part = batch[rows]
+            columns = self._loss_columns(
+                part
+            )  # on their way before the forward: a copy after it would wait for its end
             outputs = self.compute(self._rows(part), **options)
-            loss, metrics = loss_fn(outputs, part.to(self.device))
+            loss, metrics = loss_fn(outputs, columns)
             sharding.sum_replicas(self.model, number == len(parts))
             # The loss is the sum of the dp ranks' shares, and the gradient of a share is the sum over its sp ranks, each of which
             # holds what its own tokens add. So the gradient is the sum over all ranks; FSDP takes their mean.
@@ -232,6 +238,14 @@ class FsdpEngine(TrainEngine):
             return agreed_runs(own, before, owners, micro.max_tokens * self.sp_size, group)
         size = micro.num_rows or len(batch)
         return [list(range(i, min(i + size, len(batch)))) for i in range(0, len(batch), size)]
+
+    def _loss_columns(self, batch: TensorDict) -> TensorDict:
+        """The rows on the device, without the tokens that only the forward reads."""
+        names = [
+            name for name in batch.keys() if name not in ("prompts", "input_ids", "attention_mask", "position_ids")
+        ]
+        columns = {name: to_device(batch[name], self.device) for name in names}
+        return TensorDict(columns, batch_size=batch.batch_size)
 
     def _rows(self, batch: TensorDict) -> ForwardRows:
         return forward_rows(batch, self.device, packed=self.packed, sequence=self.sequence)
