@@ -26,6 +26,7 @@ from lockstep.models.fused_layers import fuse
 from lockstep.models.packing import ForwardRows, forward_rows, prompt_owners
 from lockstep.models.token_models import TokenModel
 from lockstep.models.ulysses import SequenceGroup, check_heads
+from lockstep.protocol.columns import tensors_of
 from lockstep.utils.device import to_device
 from lockstep.utils.distributed import current_rank, current_world_size, mesh_of
 from lockstep.utils.seqlen import agreed_runs
@@ -241,11 +242,8 @@ class FsdpEngine(TrainEngine):
 
     def _loss_columns(self, batch: TensorDict) -> TensorDict:
         """The rows on the device, without the tokens that only the forward reads."""
-        names = [
-            name for name in batch.keys() if name not in ("prompts", "input_ids", "attention_mask", "position_ids")
-        ]
-        columns = {name: to_device(batch[name], self.device) for name in names}
-        return TensorDict(columns, batch_size=batch.batch_size)
+        columns = tensors_of(batch.exclude("prompts", "input_ids", "attention_mask", "position_ids"))
+        return TensorDict({k: to_device(v, self.device) for k, v in columns.items()}, batch_size=batch.batch_size)
 
     def _rows(self, batch: TensorDict) -> ForwardRows:
         return forward_rows(batch, self.device, packed=self.packed, sequence=self.sequence)
