@@ -186,12 +186,12 @@ def run_lockstep(folder: Path, model: Path, texts: list[str], args: argparse.Nam
     steady = steps[2:] or steps
     times = {name: statistics.median(s[name] for s in steady) for name in steady[0] if name.startswith("timing_s/")}
     result = {name.removeprefix("timing_s/"): value for name, value in times.items()}
-    gap = "training/rollout_probs_diff_mean"
+    gap = "training/rollout_log_probs_gap"
     return {
         "step_s": result.pop("step"),
         "start_s": steps[0]["time"] - start,
         "peak_gb": steps[-1].get("perf/max_memory_allocated_gb", 0.0) * 2**30 / 1e9,
-        "probs_diff_mean": statistics.median(s.get(gap, 0.0) for s in steady),
+        "log_probs_gap": statistics.median(s.get(gap, 0.0) for s in steady),
         **{f"{name}_s": value for name, value in result.items()},
     }
 

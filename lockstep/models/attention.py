@@ -8,6 +8,7 @@ the paged cache of the embedded rollout is in `models/paged_attention.py`. It tr
 checkpointing keeps for its recomputation.
 """
 
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,12 +18,16 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from lockstep.utils.device import to_device
 
 ATTENTION_NAME = "lockstep"
+
+_HAS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Whether fewer key heads than query heads must be announced; earlier releases of torch take them without a word."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,7 @@ class PackedAttention:
 
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: LayerOptions) -> Tensor:
         refuse_softcap(how.softcap)
-        q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # (T, H, D)
+        q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))  # (T, H, D)
         reaches_all = how.sliding_window is None or how.sliding_window >= self.max_key_length
         window = None if reaches_all else how.sliding_window
         varlen = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
@@ -126,14 +131,10 @@ class PackedAttention:
         return attend(q, k, v, how.scaling, window)[None]
 
     def _varlen(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
-        from torch.nn.attention.varlen import varlen_attn
-
         bounds = self._varlen_bounds
         if bounds.key_index is not None:
             k, v = k.index_select(0, bounds.key_index), v.index_select(0, bounds.key_index)
-        groups = q.shape[1] // k.shape[1]
-        if groups > 1:
-            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        grouped: dict[str, Any] = {"enable_gqa": True} if _HAS_GQA_FLAG and q.shape[1] != k.shape[1] else {}
         left = -1 if window is None else window - 1
         out = varlen_attn(
             q,
@@ -145,6 +146,7 @@ class PackedAttention:
             self.max_key_length,
             scale=scaling,
             window_size=(left, 0),
+            **grouped,
         )
         assert isinstance(out, Tensor)  # a pair only where auxiliary outputs are asked for
         return out

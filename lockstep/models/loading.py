@@ -6,7 +6,6 @@ folder ──► causal LM  |  (body, value head)  |  (body, reward head)
 import importlib
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +23,7 @@ from transformers.utils import logging as hf_logging
 
 from lockstep.config.model import HFModelConfig
 from lockstep.models.attention import ATTENTION_NAME
+from lockstep.models.log_probs import VocabularyHead
 
 logger = logging.getLogger(__name__)
 hf_logging.disable_progress_bar()
@@ -108,23 +108,15 @@ def load_reward_model(
     return cast(PreTrainedModel, model.base_model), cast(nn.Linear, model.score)
 
 
-def logits_fn(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+def logits_fn(model: PreTrainedModel) -> VocabularyHead:
     """Hidden states -> logits, with the final soft-capping or scaling that some architectures apply after the head."""
-    head = model.get_output_embeddings()
     config = model.config.get_text_config()
-    cap = getattr(config, "final_logit_softcapping", None)
-    divisor = getattr(config, "logits_scaling", None)
-    factor = getattr(config, "logit_scale", None)
-
-    def logits(hidden: Tensor) -> Tensor:
-        out: Tensor = head(hidden)
-        if factor is not None:
-            out = out * factor
-        if divisor is not None:
-            out = out / divisor
-        return out if cap is None else torch.tanh(out / cap) * cap
-
-    return logits
+    return VocabularyHead(
+        model.get_output_embeddings(),
+        factor=getattr(config, "logit_scale", None),
+        divisor=getattr(config, "logits_scaling", None),
+        cap=getattr(config, "final_logit_softcapping", None),
+    )
 
 
 def _from_pretrained(

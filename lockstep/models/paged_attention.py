@@ -8,7 +8,7 @@ Legend: T tokens of the step, N rows, Q new tokens of a row, L cached places of 
 G = H / HK.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.models.attention import LayerOptions, PackedAttention, refuse_softcap
+from lockstep.utils.device import to_device
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,18 @@ class PagedCache:
                 store[index] = torch.cat([old, old.new_zeros(added, *old.shape[1:])])
         self.num_blocks = num_blocks
 
+    def addresses(self) -> Tensor:
+        """(layers, 2) on the host: where the keys and the values of each layer begin, by `layer_idx`."""
+        table = torch.zeros(max(self.layers) + 1, 2, dtype=torch.int64)
+        for index in self.layers:
+            table[index] = torch.tensor([self.keys[index].data_ptr(), self.values[index].data_ptr()])
+        return table
+
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, in all layers: (source, target) pairs."""
-        pairs = torch.tensor(copies, device=self.device)  # (N, 2)
+        if not copies:
+            return
+        pairs = to_device(torch.tensor(copies), self.device)  # (N, 2)
         for index, shape in self.layers.items():
             heads = torch.arange(shape.num_heads, device=self.device)
             source, target = (pairs[:, i, None] * shape.num_heads + heads for i in (0, 1))
@@ -155,9 +165,8 @@ class PagedAttention:
         index: int = layer.layer_idx  # type: ignore[assignment]
         keys, values = self.cache.keys[index], self.cache.values[index]
         num_heads = key.shape[1]
-        slots = self._slots_of_heads(num_heads)
-        keys.view(-1, keys.shape[-1]).index_copy_(0, slots, key[0].transpose(0, 1).flatten(0, 1))
-        values.view(-1, values.shape[-1]).index_copy_(0, slots, value[0].transpose(0, 1).flatten(0, 1))
+        self._write(keys, key)
+        self._write(values, value)
 
         outputs = [self._attend_cached(rows, query[0], keys, values, num_heads, how) for rows in self.cached]
         if self.fresh is not None:
@@ -165,6 +174,16 @@ class PagedAttention:
             out = self.fresh.attend(layer, q, k, v, how)
             outputs.append(out[0])
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
+
+    def _write(self, store: Tensor, new: Tensor) -> None:
+        """Put the new keys or values (1, HK, T, D) into their slots."""
+        if store.is_cuda:
+            from lockstep.kernels.paged_decode import write_to_cache
+
+            write_to_cache(new, store, self._slots, self.cache.block_size)
+        else:
+            slots = self._slots_of_heads(new.shape[1])
+            store.view(-1, store.shape[-1]).index_copy_(0, slots, new[0].transpose(0, 1).flatten(0, 1))
 
     def _slots_of_heads(self, num_heads: int) -> Tensor:
         """(T * HK,) place of each token and head in a layer's tensor seen as (num_blocks * HK * block_size, D)."""
@@ -202,4 +221,48 @@ class PagedAttention:
             out.view(num_rows, num_heads, length_q, groups, -1)
             .transpose(1, 2)
             .reshape(rows.num_tokens, num_heads * groups, -1)
+        )
+
+
+class DecodeAttention:
+    """The attention context of a step of one token per row on CUDA, in buffers whose content changes from step to step.
+
+    addresses:        (layers, 2) where the cache's keys and values begin.
+    tables:           (seats, width) blocks; rows (T,) the seat of each row.
+    positions, slots: (T,) place of each new token in its sequence, and in the cache (-1: it is not kept).
+    splits:           number of stretches per row and key head, given how many of these there are.
+    """
+
+    def __init__(
+        self,
+        addresses: Tensor,
+        block_size: int,
+        tables: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        splits: Callable[[int], int],
+    ) -> None:
+        from lockstep.kernels.paged_decode import decode_attention
+
+        self._attend = decode_attention
+        self.addresses, self.block_size = addresses, block_size
+        self.tables, self.rows, self.positions, self.slots = tables, rows, positions, slots
+        self.splits = splits
+
+    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: LayerOptions) -> Tensor:
+        refuse_softcap(how.softcap)
+        return self._attend(
+            query,
+            key,
+            value,
+            self.addresses[layer.layer_idx],  # type: ignore[index]
+            self.tables,
+            self.rows,
+            self.positions,
+            self.slots,
+            scale=how.scaling,
+            window=how.sliding_window,
+            block_size=self.block_size,
+            splits=self.splits(key.shape[1] * key.shape[2]),
         )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lockstep.models.log_probs import token_log_probs
+from lockstep.models.log_probs import VocabularyHead, token_log_probs
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 3, 100])
@@ -34,3 +34,25 @@ def test_statistics_and_gradients_equal_the_plain_formulas(chunk_rows: int, monk
 def test_only_what_is_asked_for() -> None:
     head = torch.nn.Linear(5, 11)
     assert list(token_log_probs(torch.randn(2, 5), torch.tensor([1, 2]), head)) == ["log_probs"]
+
+
+def test_a_head_does_what_architectures_do_to_their_logits() -> None:
+    linear = torch.nn.Linear(5, 11)
+    hidden = torch.randn(3, 5)
+    logits = linear(hidden)
+    torch.testing.assert_close(VocabularyHead(linear)(hidden), logits)
+    torch.testing.assert_close(VocabularyHead(linear, factor=0.5, divisor=4.0)(hidden), logits / 8)
+    torch.testing.assert_close(VocabularyHead(linear, cap=0.3)(hidden), 0.3 * torch.tanh(logits / 0.3))
+
+
+def test_only_a_plain_linear_head_in_half_precision_on_cuda_is_fused() -> None:
+    linear = torch.nn.Linear(5, 11, dtype=torch.bfloat16)
+    assert not VocabularyHead(linear).is_fused_for(torch.randn(3, 5, dtype=torch.bfloat16))
+
+
+def test_no_position_gives_nothing_on_a_connected_graph() -> None:
+    linear = torch.nn.Linear(5, 11)
+    hidden = torch.randn(0, 5, requires_grad=True)
+    out = token_log_probs(hidden, torch.zeros(0, dtype=torch.long), VocabularyHead(linear), with_entropy=True)
+    (out["log_probs"].sum() + out["entropy"].sum()).backward()
+    assert linear.weight.grad is not None and not linear.weight.grad.any()

@@ -1,0 +1,299 @@
+"""One training step (forward, backward, clip, AdamW) on random weights: lockstep's engine beside plain transformers.
+
+    python benchmarks/train_step.py [--shape 0.5b|7b|tiny] [--tokens 16384 --length 512] [--profile] [--json out.json]
+
+Rows of `length` tokens, the second half of each is response. lockstep: `FsdpEngine` over `PolicyModel` (packed, log-probs at
+response tokens). transformers: sdpa attention on the same rows, log-softmax of the full logits, gather. Both compute in bfloat16 on
+CUDA and take the same loss, gradient clipping and fused AdamW. lockstep's master weights are float32, transformers' are of the type
+that it computes in; for 7b, whose optimizer in float32 does not fit one device, both are bfloat16. MFU counts the work that is
+asked for (the head at response tokens only, nothing recomputed) against `--peak-tflops`.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from tensordict import TensorDict
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig
+from lockstep.engines.train.base import MicroBatching
+from lockstep.engines.train.fsdp import FsdpEngine
+from lockstep.models.attention import ATTENTION_NAME
+from lockstep.models.token_models import PolicyModel
+
+QWEN = {"rope_theta": 1e6, "max_position_embeddings": 32768}
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "vocab_size": 1000,
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "0.5b": QWEN
+    | {
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "7b": QWEN
+    | {
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+@dataclass
+class Result:
+    """ms: median of a step. peak_gb: most memory allocated, weights and optimizer included. warmup_s: the first steps."""
+
+    name: str
+    tokens_per_s: float
+    ms: float
+    mfu: float
+    peak_gb: float
+    warmup_s: float
+
+
+@dataclass(frozen=True)
+class Task:
+    """rows x length tokens on `device`; master: type of lockstep's master weights."""
+
+    config: Qwen2Config
+    rows: int
+    length: int
+    device: torch.device
+    dtype: torch.dtype
+    master: torch.dtype
+    checkpointing: bool
+    entropy: bool
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows * self.length
+
+    def flops(self) -> float:
+        """Of the forward and backward passes: 6 for each weight a token meets, and causal attention."""
+        c = self.config
+        head_dim = c.hidden_size // c.num_attention_heads
+        attention = c.hidden_size * (2 * c.hidden_size + 2 * c.num_key_value_heads * head_dim)
+        layer = attention + 3 * c.hidden_size * c.intermediate_size
+        scores = 2 * c.hidden_size * self.length / 2  # queries by keys and weights by values, of half the places
+        head = c.vocab_size * c.hidden_size * self.num_tokens / 2
+        return 6 * (c.num_hidden_layers * (layer + scores) * self.num_tokens + head)
+
+    def batch(self) -> TensorDict:
+        generator = torch.Generator().manual_seed(0)
+        shape, half = (self.rows, self.length), self.length // 2
+        ids = torch.randint(0, self.config.vocab_size, shape, generator=generator)
+        mask = torch.ones(shape, dtype=torch.long)
+        return TensorDict(
+            {
+                "input_ids": ids,
+                "attention_mask": mask,
+                "position_ids": torch.arange(self.length).expand(shape),
+                "responses": ids[:, half:],
+                "response_mask": mask[:, half:],
+                "advantages": torch.randn(self.rows, half, generator=generator),
+            },
+            batch_size=[self.rows],
+        )
+
+    def model(self, dtype: torch.dtype, attention: str) -> Any:
+        torch.manual_seed(0)
+        with self.device:
+            return AutoModelForCausalLM.from_config(self.config, dtype=dtype, attn_implementation=attention)
+
+
+def lockstep_step(task: Task) -> Callable[[], float]:
+    policy = PolicyModel(task.model(task.master, ATTENTION_NAME))
+    engine = FsdpEngine(
+        policy,
+        FSDPEngineConfig(),
+        FSDPOptimizerConfig(),
+        device=task.device,
+        compute_dtype=task.dtype,
+        packed=True,
+        gradient_checkpointing=task.checkpointing,
+    )
+    batch, total = task.batch(), task.num_tokens / 2
+
+    def loss(outputs: dict[str, Tensor], rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
+        value = -(outputs["log_probs"] * rows["advantages"]).sum() / total
+        if task.entropy:
+            value = value - 0.001 * outputs["entropy"].sum() / total
+        return value, {"loss": value.detach()}
+
+    def step() -> float:
+        metrics = engine.forward_backward(batch, loss, MicroBatching(), with_entropy=task.entropy)
+        engine.optimizer_step()
+        return metrics["loss"]
+
+    return step
+
+
+def transformers_step(task: Task) -> Callable[[], float]:
+    model = task.model(task.dtype, "sdpa").train()
+    if task.checkpointing:
+        model.gradient_checkpointing_enable()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.01, fused=True)
+    batch = task.batch().to(task.device)
+    half, total = task.length // 2, task.num_tokens / 2
+
+    def step() -> float:
+        logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+        log_p = torch.log_softmax(logits[:, :-1].float(), -1)
+        chosen = log_p.gather(-1, batch["input_ids"][:, 1:, None])[:, half - 1 :, 0]
+        loss = -(chosen * batch["advantages"]).sum() / total
+        if task.entropy:
+            loss = loss + 0.001 * (log_p.exp() * log_p).sum(-1)[:, half - 1 :].sum() / total
+        del logits, log_p
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    return step
+
+
+def measure(name: str, task: Task, make: Callable[[Task], Callable[[], float]], steps: int, peak: float) -> Result:
+    on_gpu = task.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    started = time.perf_counter()
+    step = make(task)
+    for _ in range(3):
+        step()
+    warmup = time.perf_counter() - started
+    times = []
+    for _ in range(steps):
+        if on_gpu:
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        step()
+        if on_gpu:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    seconds = statistics.median(times)
+    memory = torch.cuda.max_memory_allocated() / 1e9 if on_gpu else float("nan")
+    mfu = task.flops() / seconds / (peak * 1e12)
+    return Result(name, task.num_tokens / seconds, seconds * 1e3, mfu, memory, warmup)
+
+
+def print_kernels(console: Console, step: Callable[[], float], count: int) -> None:
+    """The kernels of one step that take longest, and how long the device had nothing to do."""
+    from torch.profiler import ProfilerActivity, profile
+
+    step()
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+        wall = time.perf_counter() - started
+    rows = sorted(profiler.key_averages(), key=lambda row: -row.device_time_total)
+    busy = sum(row.device_time_total for row in rows) / 1e3
+    console.print(f"kernels {busy:.1f} ms of {wall * 1e3:.1f} ms")
+    for row in rows[:count]:
+        console.print(f"{row.device_time_total / 1e3:8.2f} ms x{row.count:5d}  {row.key[:110]}", markup=False)
+
+
+def free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="0.5b" if on_gpu else "tiny")
+    parser.add_argument("--tokens", type=int, default=16384 if on_gpu else 1024)
+    parser.add_argument("--length", type=int, default=512 if on_gpu else 128, help="tokens of a row")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps")
+    parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
+    parser.add_argument("--checkpointing", action="store_true", help="recompute activations in the backward pass")
+    parser.add_argument("--entropy", action="store_true", help="with an entropy bonus in the loss")
+    parser.add_argument("--only", choices=["lockstep", "transformers"], help="leave the other one out")
+    parser.add_argument("--peak-tflops", type=float, default=790.0, help="matrix rate of the device, for MFU")
+    parser.add_argument("--profile", action="store_true", help="print lockstep's longest kernels")
+    parser.add_argument("--json", type=Path, help="write the results here too")
+    args = parser.parse_args()
+
+    device = torch.device(args.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    task = Task(
+        config=Qwen2Config(**SHAPES[args.shape]),
+        rows=args.tokens // args.length,
+        length=args.length,
+        device=device,
+        dtype=dtype,
+        master=dtype if args.shape == "7b" else torch.float32,
+        checkpointing=args.checkpointing,
+        entropy=args.entropy,
+    )
+    console = Console()
+    console.width = max(console.width, 120)
+    makers = {"lockstep": lockstep_step, "transformers": transformers_step}
+    results = []
+    for name, make in makers.items():
+        if args.only in (None, name):
+            results.append(measure(name, task, make, args.steps, args.peak_tflops))
+            free()
+
+    title = f"{args.shape}: {task.num_tokens} tokens in rows of {task.length}, half response, {dtype} on {device}"
+    table = Table(title=title)
+    for column in ("", "tokens/s", "ms", "MFU", "peak GB", "start + 3 steps s"):
+        table.add_column(column, justify="right" if column else "left")
+    for r in results:
+        table.add_row(
+            r.name, f"{r.tokens_per_s:,.0f}", f"{r.ms:.1f}", f"{r.mfu:.1%}", f"{r.peak_gb:.1f}", f"{r.warmup_s:.1f}"
+        )
+    console.print(table)
+    summary: dict[str, Any] = {
+        "shape": args.shape,
+        "tokens": task.num_tokens,
+        "length": task.length,
+        "device": str(device),
+        "dtype": str(dtype),
+        "master": str(task.master),
+        "checkpointing": task.checkpointing,
+        "entropy": task.entropy,
+        "torch": torch.__version__,
+        "results": [asdict(r) for r in results],
+    }
+    if len(results) == len(makers):
+        summary["ratio"] = results[0].tokens_per_s / results[1].tokens_per_s
+        console.print(f"lockstep / transformers: {summary['ratio']:.2f}x")
+    if args.profile and device.type == "cuda":
+        print_kernels(console, lockstep_step(task), 12)
+    if args.json:
+        args.json.write_text(json.dumps(summary, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""Statistics of softmax(head(hidden)) at many places, a chunk of them at a time: the logits of all of them never exist.
+
+    forward:   hidden (C, H) ─► logits (C, V) float32 ─► one pass: log p[target], log-sum-exp, entropy, Σ p²
+    backward:  logits again ─► one pass: their gradient in half precision ─► hidden's (C, H), weight's (V, H) and bias's (V)
+
+The weight's gradient is summed over chunks in float32. What is done to the logits before the softmax is one formula:
+
+    l = bound(factor * (hidden @ weight.T + bias)) / temperature,  bound(z) = cap * tanh(z / cap) where there is a cap
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+CHUNK_LOGITS = 1 << 28
+"""Logits held at once: 256 Mi entries are 1 GiB in float32, and half of that again for their gradient."""
+
+BLOCK = 4096
+"""Entries of the vocabulary that a program takes at a time."""
+
+
+@dataclass(frozen=True)
+class LogitForm:
+    """How logits come from the head's product: temperature divides, factor multiplies, cap bounds (None: unbounded)."""
+
+    temperature: float = 1.0
+    factor: float = 1.0
+    cap: float | None = None
+
+
+@triton.jit
+def _form(
+    z: tl.tensor,
+    bias_ptr: tl.tensor,
+    at: tl.tensor,
+    inside: tl.tensor,
+    factor: tl.tensor,
+    cap: tl.tensor,
+    BIAS: tl.constexpr,
+    CAP: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """The logit before the temperature, and its derivative by the head's product."""
+    if BIAS:
+        z += tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    z = z * factor
+    slope = z * 0.0 + factor
+    if CAP:
+        bounded = 1.0 - 2.0 / (tl.exp(2.0 * z / cap) + 1.0)
+        z = cap * bounded
+        slope = factor * (1.0 - bounded * bounded)
+    return z, slope
+
+
+@triton.jit
+def _statistics(
+    z_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    targets_ptr: tl.tensor,
+    log_prob_ptr: tl.tensor,
+    total_ptr: tl.tensor,
+    entropy_ptr: tl.tensor,
+    squares_ptr: tl.tensor,
+    vocabulary: tl.tensor,
+    factor: tl.tensor,
+    cap: tl.tensor,
+    temperature: tl.tensor,
+    BIAS: tl.constexpr,
+    CAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    z_ptr += row * vocabulary
+    target = tl.load(targets_ptr + row)
+    top = tl.full([], -1.0e30, tl.float32)
+    total = tl.zeros([], tl.float32)  # Σ exp(l - top)
+    mean = tl.zeros([], tl.float32)  # Σ (l - top) exp(l - top)
+    squares = tl.zeros([], tl.float32)  # Σ exp(l - top)²
+    chosen = tl.zeros([], tl.float32)
+    for start in range(0, vocabulary, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < vocabulary
+        z = tl.load(z_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        logit, _ = _form(z, bias_ptr, at, inside, factor, cap, BIAS, CAP)
+        logit = logit / temperature
+        chosen += tl.sum(tl.where(at == target, logit, 0.0), 0)
+        top_new = tl.maximum(top, tl.max(tl.where(inside, logit, -1.0e30), 0))
+        gap = logit - top_new
+        weight = tl.where(inside, tl.exp(gap), 0.0)
+        shrink = tl.exp(top - top_new)
+        mean = shrink * (mean + (top - top_new) * total) + tl.sum(gap * weight, 0)
+        total = shrink * total + tl.sum(weight, 0)
+        squares = shrink * shrink * squares + tl.sum(weight * weight, 0)
+        top = top_new
+    tl.store(log_prob_ptr + row, chosen - top - tl.log(total))
+    tl.store(total_ptr + row, top + tl.log(total))
+    tl.store(entropy_ptr + row, tl.log(total) - mean / total)
+    tl.store(squares_ptr + row, squares / (total * total))
+
+
+@triton.jit
+def _gradient(
+    z_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    targets_ptr: tl.tensor,
+    total_ptr: tl.tensor,
+    entropy_ptr: tl.tensor,
+    squares_ptr: tl.tensor,
+    by_log_prob_ptr: tl.tensor,
+    by_entropy_ptr: tl.tensor,
+    by_squares_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    vocabulary: tl.tensor,
+    factor: tl.tensor,
+    cap: tl.tensor,
+    temperature: tl.tensor,
+    BIAS: tl.constexpr,
+    CAP: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    SQUARES: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """d log p[y] / d l = 1[y] - p;  d entropy / d l = -p (log p + entropy);  d Σp² / d l = 2 p (p - Σp²)."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < vocabulary
+    z = tl.load(z_ptr + row * vocabulary + at, mask=inside, other=0.0).to(tl.float32)
+    logit, slope = _form(z, bias_ptr, at, inside, factor, cap, BIAS, CAP)
+    log_p = logit / temperature - tl.load(total_ptr + row)
+    p = tl.exp(log_p)
+    grad = tl.load(by_log_prob_ptr + row) * (tl.where(at == tl.load(targets_ptr + row), 1.0, 0.0) - p)
+    if ENTROPY:
+        grad -= tl.load(by_entropy_ptr + row) * p * (log_p + tl.load(entropy_ptr + row))
+    if SQUARES:
+        grad += tl.load(by_squares_ptr + row) * 2.0 * p * (p - tl.load(squares_ptr + row))
+    grad = grad * slope / temperature
+    tl.store(out_ptr + row * vocabulary + at, grad.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+class _LinearLogProb(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, form: LogitForm
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        log_prob, total, entropy, squares = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(4))
+        for rows in _chunks(hidden, weight):
+            z = _product(hidden[rows], weight.t())
+            _statistics[(len(z),)](
+                z,
+                bias,
+                targets[rows],
+                log_prob[rows],
+                total[rows],
+                entropy[rows],
+                squares[rows],
+                z.shape[1],
+                *_scalars(form),
+                bias is not None,
+                form.cap is not None,
+                BLOCK,
+                num_warps=8,
+            )
+            del z
+        ctx.save_for_backward(hidden, weight, bias, targets, total, entropy, squares)
+        ctx.form = form
+        ctx.set_materialize_grads(False)
+        return log_prob, entropy, squares
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, total, entropy, squares = ctx.saved_tensors
+        form: LogitForm = ctx.form
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        by_log_prob, by_entropy, by_squares = (None if g is None else g.contiguous() for g in grads)
+        if by_log_prob is None:
+            by_log_prob = torch.zeros_like(total)
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        grad_weight = grad_bias = None
+        for rows in _chunks(hidden, weight):
+            z = _product(hidden[rows], weight.t())
+            grad = torch.empty_like(z, dtype=weight.dtype)
+            _gradient[(len(z), triton.cdiv(z.shape[1], BLOCK))](
+                z,
+                bias,
+                targets[rows],
+                total[rows],
+                entropy[rows],
+                squares[rows],
+                by_log_prob[rows],
+                None if by_entropy is None else by_entropy[rows],
+                None if by_squares is None else by_squares[rows],
+                grad,
+                z.shape[1],
+                *_scalars(form),
+                bias is not None,
+                form.cap is not None,
+                by_entropy is not None,
+                by_squares is not None,
+                BLOCK,
+                num_warps=8,
+            )
+            del z
+            if grad_hidden is not None:
+                torch.mm(grad, weight, out=grad_hidden[rows])
+            if wants_weight:
+                grad_weight = _product(grad.t(), hidden[rows], grad_weight)
+            if wants_bias:
+                part = grad.sum(0, dtype=torch.float32)
+                grad_bias = part if grad_bias is None else grad_bias + part
+            del grad
+        if wants_weight and grad_weight is None:  # no place at all
+            grad_weight = torch.zeros_like(weight)
+        if wants_bias and grad_bias is None:
+            grad_bias = torch.zeros_like(bias)
+        return grad_hidden, grad_weight, grad_bias, None, None
+
+
+def linear_log_prob(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, form: LogitForm
+) -> tuple[Tensor, Tensor, Tensor]:
+    """hidden (N, H), weight (V, H), bias (V), targets (N) -> log p[target], entropy, Σ p² (N) in float32.
+
+    What is not used costs next to nothing: all three come from one pass, and only the gradients that arrive are computed.
+    """
+    out: tuple[Tensor, Tensor, Tensor] = _LinearLogProb.apply(
+        hidden.contiguous(), weight, bias, targets.contiguous(), form
+    )
+    return out
+
+
+def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
+    """Equal pieces of the places, none with more logits than are held at once; none where there is no place."""
+    number = triton.cdiv(len(hidden) * len(weight), CHUNK_LOGITS)
+    if number == 0:
+        return []
+    size = triton.cdiv(triton.cdiv(len(hidden), number), 64) * 64  # whole tiles of the matrix product
+    return [slice(i, min(i + size, len(hidden))) for i in range(0, len(hidden), size)]
+
+
+def _scalars(form: LogitForm) -> tuple[float, float, float]:
+    return form.factor, 1.0 if form.cap is None else form.cap, form.temperature
+
+
+def _product(a: Tensor, b: Tensor, add_to: Tensor | None = None) -> Tensor:
+    """a @ b (+ add_to, in place) in float32; inputs in half precision on CUDA are multiplied as they are."""
+    if not (a.is_cuda and a.dtype in (torch.bfloat16, torch.float16)):
+        product = (a @ b).float()
+        return product if add_to is None else add_to.add_(product)
+    if add_to is None:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.addmm(add_to, a, b, out_dtype=torch.float32, out=add_to)
