@@ -4,13 +4,14 @@ Names that a registry knows (estimators, losses, engines, reward managers) are c
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from lockstep.config.compat import NOT_IN_BUILD
 from lockstep.config.errors import NO_VALUE, Problem, nearest, show
 from lockstep.config.implied import GROUP_ESTIMATORS
-from lockstep.config.placement import ROLES
+from lockstep.config.placement import ROLES, Pools, TooFewWorkers, controller_of, num_workers, pools_of
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import defaults, get_in, keys, to_plain
 
@@ -34,14 +35,14 @@ Values = Mapping[str, Any]
 """Dotted key to value."""
 Range = tuple[Callable[[Any], bool], str]
 
-_MODEL = "actor_rollout_ref.model"
-_PARALLEL = (
-    (_ACTOR, f"{_ACTOR}.fsdp_config", _MODEL),
-    (_REF, f"{_REF}.fsdp_config", _MODEL),
-    ("critic", "critic.model.fsdp_config", "critic.model"),
-    ("reward_model", "reward_model.model.fsdp_config", "reward_model.model"),
-)
-"""Sections that say how many ranks share a sequence: (section, its engine's, its model's)."""
+_SHARDED = {
+    "actor_rollout": (_ACTOR, f"{_ACTOR}.fsdp_config", "actor_rollout_ref.model"),
+    "actor": (_ACTOR, f"{_ACTOR}.fsdp_config", "actor_rollout_ref.model"),
+    "ref": (_REF, f"{_REF}.fsdp_config", "actor_rollout_ref.model"),
+    "critic": ("critic", "critic.model.fsdp_config", "critic.model"),
+    "rm": ("reward_model", "reward_model.model.fsdp_config", "reward_model.model"),
+}
+"""Role with a training engine to (its section, its engine's, its model's)."""
 
 POSITIVE: Range = (lambda x: x > 0, "must be greater than 0")
 NOT_NEGATIVE: Range = (lambda x: x >= 0, "must be 0 or more")
@@ -151,13 +152,16 @@ def check(config: PPOConfig) -> tuple[list[Problem], list[str]]:
             _lengths,
             _sampling,
             _contents,
-            _workers,
-            _sequence_parallel,
+            _pool_keys,
         )
         for problem in part(values)
         if problem.key not in followed
     ]
-    return problems, list(_warnings(values))
+    warnings = list(_warnings(values))
+    if not any(part in problem.key for problem in problems for part in _OF_POOLS):
+        problems += _workers(config, values)
+        warnings += _unused_pools(config, values) if config.resource_pool_spec else []
+    return problems, warnings
 
 
 def flat_values(config: PPOConfig) -> dict[str, Any]:
@@ -332,6 +336,10 @@ def _batches(values: Values) -> Iterator[Problem]:
             yield Problem(name, mini, message, also=("data.train_batch_size",))
 
 
+_SIZES = ("trainer.nnodes", "trainer.n_gpus_per_node", "trainer.placement", "resource_pool_spec")
+_OF_POOLS = (*_SIZES, "resource_pool_mapping", "reward_model.n", "ulysses_sequence_parallel_size", "fsdp_size")
+"""Parts of keys by which the sizes of pools cannot be told."""
+
 _BUDGETS = {
     f"{_ACTOR}.ppo_max_token_len_per_gpu": f"{_ACTOR}.use_dynamic_bsz",
     f"{_ROLLOUT}.log_prob_max_token_len_per_gpu": f"{_ROLLOUT}.log_prob_use_dynamic_bsz",
@@ -378,46 +386,84 @@ def _contents(values: Values) -> Iterator[Problem]:
                 yield Problem(name, values[name], f"{show(unknown)} is not among {', '.join(PARTS)}")
 
 
-def _workers(values: Values) -> Iterator[Problem]:
+def _pool_keys(values: Values) -> Iterator[Problem]:
     spec, mapping = values["resource_pool_spec"], values["resource_pool_mapping"]
     if spec and values["trainer.placement"] != "colocate":
         message = "resource_pool_spec says where roles run; leave one of the two out"
         yield Problem("trainer.placement", values["trainer.placement"], message, also=("resource_pool_spec",))
     for pool, machines in spec.items():
-        if not machines or any(count < 1 for count in machines):
+        if not isinstance(machines, list) or not machines or not all(isinstance(n, int) and n > 0 for n in machines):
             yield Problem(f"resource_pool_spec.{pool}", machines, "must be processes per machine, such as [8, 8]")
     for role, pool in mapping.items():
         if role not in ROLES:
             yield Problem(f"resource_pool_mapping.{role}", pool, f"is no role; roles are {', '.join(ROLES)}")
-        elif pool not in spec:
+        elif pool not in list(spec):
             message = f"is no pool of resource_pool_spec ({', '.join(spec) or 'which is empty'})"
-            yield Problem(f"resource_pool_mapping.{role}", pool, message)
-    if values["reward_model.enable_resource_pool"] and not values["reward_model.nnodes"]:
-        yield Problem("reward_model.nnodes", 0, "must be 1 or more with reward_model.enable_resource_pool")
-    workers = [count for machines in spec.values() for count in machines] if spec else [_num_workers(values)]
-    if values["trainer.controller"] == "local" and max(workers, default=1) > 1:
-        message = "one process holds one worker of a role; set ray or auto"
+            yield Problem(f"resource_pool_mapping.{role}", pool, message, also=("resource_pool_spec",))
+    if values["reward_model.enable"] and values["reward_model.enable_resource_pool"]:
+        if spec and "reward_pool" not in spec and "rm" not in mapping:
+            message = "resource_pool_spec says where roles run; add a reward_pool there, or set false"
+            yield Problem("reward_model.enable_resource_pool", True, message, also=("resource_pool_spec",))
+        elif not spec and not values["reward_model.nnodes"]:
+            yield Problem("reward_model.nnodes", 0, "must be 1 or more with reward_model.enable_resource_pool")
+
+
+def _workers(config: PPOConfig, values: Values) -> Iterator[Problem]:
+    count = num_workers(config)
+    if count > 1 and values["trainer.controller"] == "local":
+        message = f"there are {count} workers, and this process can be one; set auto or ray"
         yield Problem("trainer.controller", "local", message, also=("trainer.n_gpus_per_node", "resource_pool_spec"))
+    if controller_of(config) == "ray" and find_spec("ray") is None:
+        message = 'workers in processes of their own need Ray: pip install "lockstep-rl[ray]"'
+        yield Problem("trainer.controller", values["trainer.controller"], message)
+    try:
+        yield from _ranks(pools_of(config, list(_models(values))), values)
+    except TooFewWorkers as error:
+        yield Problem("trainer.placement", values["trainer.placement"], error.reason, also=_SIZES[:2])
 
 
-def _num_workers(values: Values) -> int:
-    return int(values["trainer.n_gpus_per_node"] * values["trainer.nnodes"])
+def _unused_pools(config: PPOConfig, values: Values) -> Iterator[str]:
+    for name in values["resource_pool_spec"].keys() - pools_of(config, list(_models(values))).spec.keys():
+        yield f"resource_pool_spec.{name}: no role runs there"
 
 
-def _sequence_parallel(values: Values) -> Iterator[Problem]:
-    for section, engine, model in _PARALLEL:
+def _models(values: Values) -> Iterator[str]:
+    """What there is beside the policy."""
+    if values["algorithm.use_kl_in_reward"] or values[f"{_ACTOR}.use_kl_loss"]:
+        yield "ref"
+    if _trains_critic(values):
+        yield "critic"
+    if values["reward_model.enable"]:
+        yield "rm"
+
+
+def _ranks(pools: Pools, values: Values) -> Iterator[Problem]:
+    """How the ranks of a pool share models and sequences; what is wrong with several roles of a pool is said once."""
+    told: set[Any] = set()
+    for role, pool in pools.role_pools.items():
+        if role not in _SHARDED:
+            continue
+        section, engine, model = _SHARDED[role]
+        workers = pools.world_size(role)
         key, engine_key = (f"{part}.ulysses_sequence_parallel_size" for part in (section, engine))
-        size, engine_size = values[key], values[engine_key]
+        size, engine_size, shard = values[key], values[engine_key], values[f"{engine}.fsdp_size"]
         if size > 1 and engine_size > 1 and size != engine_size:
             yield Problem(engine_key, engine_size, f"differs from {key}={size}; set that alone", also=(key,))
-        if max(size, engine_size) > 1 and not values[f"{model}.use_remove_padding"]:
-            message = "a sequence is shared by ranks only where sequences are packed; set true"
+            continue
+        key, size = (key, size) if size > 1 else (engine_key, engine_size)
+        if workers % size and (pool, size) not in told:
+            told.add((pool, size))
+            message = (
+                f"does not divide the number of workers in {pool}, {workers}; set a divisor of it, or other workers"
+            )
+            yield Problem(key, size, f"{message} (trainer.n_gpus_per_node)", also=_SIZES)
+        if size > 1 and not values[f"{model}.use_remove_padding"] and model not in told:
+            told.add(model)
+            message = f"ranks share sequences ({key}={size}) only where these are packed; set true"
             yield Problem(f"{model}.use_remove_padding", False, message, also=(key,))
-        workers = _num_workers(values)
-        one_pool = not values["resource_pool_spec"] and values["trainer.placement"] == "colocate"
-        if one_pool and size > 0 and workers > 0 and workers % size:
-            message = f"does not divide the {workers} workers (trainer.nnodes * trainer.n_gpus_per_node)"
-            yield Problem(key, size, message, also=("trainer.n_gpus_per_node",))
+        if shard != -1 and workers % shard:
+            message = f"does not divide the number of workers in {pool}, {workers}; set a divisor of it, or -1 for all"
+            yield Problem(f"{engine}.fsdp_size", shard, message, also=_SIZES)
 
 
 def _warnings(values: Values) -> Iterator[str]:
@@ -448,6 +494,8 @@ def _warnings(values: Values) -> Iterator[str]:
             "trainer.resume_from_path counts only with trainer.resume_mode=resume_path, "
             f"and that is {values['trainer.resume_mode']}"
         )
+    if values["trainer.max_restarts"] and values["trainer.save_freq"] < 1:
+        yield "trainer.max_restarts without trainer.save_freq: there is no checkpoint to go on from, so a restart begins anew"
     for name, default, reason in UNREAD:
         if values[name] != default:
             yield f"{name}={values[name]} has no effect in this build: {reason}"

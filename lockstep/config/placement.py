@@ -28,6 +28,14 @@ POOLS: dict[str, dict[str, tuple[str, ...]]] = {
 ROLES = ("actor_rollout", "actor", "rollout", "ref", "critic", "rm")
 
 
+class TooFewWorkers(ValueError):
+    """A named placement has more pools than the workers can be shared out to; `reason` says what it needs."""
+
+    def __init__(self, placement: str, reason: str) -> None:
+        super().__init__(f"trainer.placement={placement}: {reason}")
+        self.reason = reason
+
+
 @dataclass(frozen=True)
 class Pools:
     """spec: pool to its processes per machine; role_pools: role to its pool."""
@@ -51,12 +59,12 @@ def num_workers(config: PPOConfig) -> int:
     if config.resource_pool_spec:
         return sum(sum(machines) for machines in config.resource_pool_spec.values())
     reward = config.reward_model
-    own_pool = reward.n_gpus_per_node * reward.nnodes if reward.enable_resource_pool else 0
+    own_pool = reward.n_gpus_per_node * reward.nnodes if reward.enable and reward.enable_resource_pool else 0
     return config.trainer.n_gpus_per_node * config.trainer.nnodes + own_pool
 
 
 def pools_of(config: PPOConfig, models: Collection[str]) -> Pools:
-    """The pools of a run. models: what it has beside the policy, of ref, critic and rm."""
+    """The pools of a run that have a role. models: what it has beside the policy, of ref, critic and rm."""
     pools = _explicit(config, models) if config.resource_pool_spec else _named(config, models)
     used = set(pools.role_pools.values())
     return Pools({name: machines for name, machines in pools.spec.items() if name in used}, pools.role_pools)
@@ -70,9 +78,10 @@ def _named(config: PPOConfig, models: Collection[str]) -> Pools:
     parts = {pool: roles for pool, roles in parts.items() if roles}
     spec = dict(zip(parts, _share_out(trainer.nnodes, trainer.n_gpus_per_node, len(parts))))
     if not all(spec.values()):
-        raise ValueError(
-            f"trainer.placement={trainer.placement} puts the roles into {len(parts)} pools ({', '.join(parts)}), and there are "
-            f"{trainer.nnodes * trainer.n_gpus_per_node} workers; raise trainer.n_gpus_per_node or trainer.nnodes"
+        raise TooFewWorkers(
+            trainer.placement,
+            f"has {len(parts)} pools ({', '.join(parts)}), more than there are machines (trainer.nnodes={trainer.nnodes}) or "
+            f"workers on each (trainer.n_gpus_per_node={trainer.n_gpus_per_node}); set one of the two to {len(parts)} or more",
         )
     role_pools = {role: pool for pool, roles in parts.items() for role in roles}
     if "rm" in models and reward.enable_resource_pool:

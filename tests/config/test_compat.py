@@ -8,6 +8,7 @@ import pytest
 from lockstep.config.compat import ALIASES, NO_EFFECT, REFUSED_VALUES, UNSUPPORTED, VALUE_ALIASES
 from lockstep.config.compose import load_config
 from lockstep.config.errors import ConfigError
+from lockstep.config.placement import controller_of, num_workers
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import keys, sections
 
@@ -184,10 +185,10 @@ def test_a_configuration_for_eight_devices_says_all_that_must_change(files: dict
     assert {problem.key for problem in caught.value.problems} == {
         "actor_rollout_ref.rollout.name",
         "actor_rollout_ref.rollout.tensor_model_parallel_size",
-        "trainer.n_gpus_per_node",
     }
-    changes = ["rollout.name=embedded", "rollout.tensor_model_parallel_size=1", "trainer.n_gpus_per_node=1"]
-    load_config(PPOConfig, changes, config_name="grpo", config_dir=tmp_path)
+    changes = ["rollout.name=embedded", "rollout.tensor_model_parallel_size=1"]
+    config = load_config(PPOConfig, changes, config_name="grpo", config_dir=tmp_path)
+    assert num_workers(config) == 8 and controller_of(config) == "ray"
 
 
 def test_a_configuration_with_a_critic(files: dict[str, str], tmp_path: Path) -> None:

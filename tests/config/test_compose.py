@@ -97,7 +97,7 @@ def test_problems_of_every_kind_come_together(files: dict[str, str]) -> None:
     overrides = [
         f"data.train_files={files['train']}",
         f"actor_rollout_ref.model.path={files['model']}",
-        "trainer.n_gpus_per_node=8",
+        "trainer.placement=split",
         "trainer.sed=1",
         "actor_rollout_ref.actor.optim.lr=abc",
         "trainer.device=npu",
@@ -112,10 +112,10 @@ def test_problems_of_every_kind_come_together(files: dict[str, str]) -> None:
         "actor_rollout_ref.actor.ppo_mini_batch_size",
         "trainer.default_hdfs_dir",
         "trainer.device",
-        "trainer.n_gpus_per_node",
+        "trainer.placement",
         "trainer.sed",
     ]
-    assert "trainer.n_gpus_per_node=8: not in this build: one worker trains; set 1" in str(caught.value)
+    assert "trainer.placement=split: has 3 pools" in str(caught.value)
 
 
 def test_presets() -> None:

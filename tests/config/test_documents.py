@@ -69,6 +69,7 @@ def test_a_documented_block_composes(block: Block, files: dict[str, str], tmp_pa
         "actor_rollout_ref.model.path": files["model"],
         "algorithm.adv_estimator": "grpo" if "critic.enable" in already else "gae",
         "data.train_batch_size": "64",
+        "trainer.n_gpus_per_node": "8",
         "actor_rollout_ref.actor.ppo_mini_batch_size": "16",
     }
     base = [f"{key}={value}" for key, value in rest.items() if key not in already]
@@ -96,7 +97,8 @@ NO_MODEL = "there is no model or data to fall back on"
 
 DIFFERS = {
     "actor_rollout_ref.rollout.name": "the embedded engine is there wherever training is",
-    "actor_rollout_ref.rollout.tensor_model_parallel_size": "the embedded engine runs on one worker",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": "each worker generates with the whole model",
+    "actor_rollout_ref.rollout.checkpoint_engine.backend": "auto broadcasts on GPUs",
     "actor_rollout_ref.rollout.calculate_log_probs": "they cost nothing here, and the audit compares them",
     "actor_rollout_ref.rollout.dtype": AUTO_DTYPE,
     "actor_rollout_ref.actor.fsdp_config.dtype": AUTO_DTYPE,
@@ -117,7 +119,7 @@ DIFFERS = {
     "trainer.project_name": "the project's own name",
     "trainer.default_local_dir": "it holds that name",
     "trainer.logger": "no account is assumed",
-    "trainer.n_gpus_per_node": "one worker trains",
+    "trainer.n_gpus_per_node": "a run without settings is one process",
     "trainer.device": "auto takes a GPU if there is one",
 }
 """Defaults of our own, with the reason."""
@@ -152,9 +154,11 @@ def test_the_whole_public_configuration_says_what_must_change(files: dict[str, s
         "actor_rollout_ref.rollout.name=embedded",
     ]
     assert compose(block, tmp_path, paths, run_checks=True) == [
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=2: not in this build: the rollout runs on one worker; set 1",
-        "trainer.n_gpus_per_node=8: not in this build: one worker trains; set 1",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2: not in this build: each worker generates with the whole "
+        "model; set 1"
     ]
+    one = "actor_rollout_ref.rollout.tensor_model_parallel_size=1"
+    assert compose(block, tmp_path, [*paths, one], run_checks=True) == []
 
 
 def test_a_public_key_that_is_not_there_says_so_when_it_is_used() -> None:

@@ -1,6 +1,11 @@
-"""Every command in the README and the docs runs, on a tiny model and a few rows."""
+"""Every command in the README and the docs runs, on a tiny model and a few rows.
+
+Commands for many workers are checked as they stand and, one a page, run on two CPU processes. What is fenced as `sh` is a template
+and not run.
+"""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -8,7 +13,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+from lockstep.config.commandline import config_from_command_line
+from lockstep.config.compose import load_config
+from lockstep.config.placement import controller_of
+from lockstep.config.ppo import PPOConfig
 from lockstep.trainer.main_ppo import main
 from tests.tiny import save_tiny_model, write_rows
 
@@ -32,9 +42,13 @@ def blocks(language: str) -> list[tuple[str, str]]:
     return found
 
 
-TRAINING = [
+COMMANDS = [
     (p, line) for p, b in blocks("bash") for line in b.splitlines() if "lockstep ppo" in line or "main_ppo" in line
 ]
+MANY_WORKERS = re.compile(r"trainer\.(nnodes|n_gpus_per_node)=([2-9]|\d\d)")
+TRAINING = [(page, line) for page, line in COMMANDS if not MANY_WORKERS.search(line)]
+ON_RAY = [(page, line) for page, line in COMMANDS if MANY_WORKERS.search(line)]
+ONE_A_PAGE = {page: line for page, line in ON_RAY if "ray_init" not in line and page != "README.md"}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +60,10 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     ((reward,),) = [re.findall(r"# reward.py\n.*", b, flags=re.S) for _, b in blocks("python") if "# reward.py" in b]
     (folder / "reward.py").write_text(reward)
     (folder / "train.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "It is 2.\n#### 2"}) + "\n")
+    (config,) = [b for _, b in blocks("yaml") if b.startswith("# run.yaml")]
+    (folder / "run.yaml").write_text(config)
     return {
+        "run.yaml": str(folder / "run.yaml"),
         "$MODEL": str(folder / "model"),
         "$DATA": str(folder),
         "$RUN": str(folder),
@@ -61,12 +78,69 @@ def filled(command: str, places: dict[str, str]) -> list[str]:
     return [word for word in shlex.split(command) if not re.match(r"[A-Z]+=", word)]
 
 
-@pytest.mark.parametrize(("page", "command"), TRAINING, ids=[f"{p}-{i}" for i, (p, _) in enumerate(TRAINING)])
-def test_training_commands_train(page: str, command: str, places: dict[str, str], tmp_path: Path) -> None:
+def arguments(command: str, places: dict[str, str]) -> list[str]:
+    """What follows the name of the program."""
     words = filled(command, places)
-    overrides = [w for w in words if "=" in w]
-    assert main([*overrides, *SMALL, f"trainer.default_local_dir={tmp_path}/run"]) == 0
+    return words[next(i for i, word in enumerate(words) if word in ("ppo", "lockstep.trainer.main_ppo")) + 1 :]
+
+
+def variables(places: dict[str, str]) -> dict[str, str]:
+    return {name.removeprefix("$"): place for name, place in places.items() if name.startswith("$")}
+
+
+@pytest.mark.parametrize(("page", "command"), TRAINING, ids=[f"{p}-{i}" for i, (p, _) in enumerate(TRAINING)])
+def test_training_commands_train(
+    page: str, command: str, places: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables(places).items():
+        monkeypatch.setenv(name, value)
+    assert main([*arguments(command, places), *SMALL, f"trainer.default_local_dir={tmp_path}/run"]) == 0
     assert (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize(("page", "command"), ON_RAY, ids=[f"{p}-{i}" for i, (p, _) in enumerate(ON_RAY)])
+def test_commands_for_many_workers_compose(
+    page: str, command: str, places: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables(places).items():
+        monkeypatch.setenv(name, value)
+    config = config_from_command_line(arguments(command, places), PPOConfig)
+    assert config is not None and controller_of(config) == "ray"
+
+
+@pytest.mark.parametrize("command", ONE_A_PAGE.values(), ids=ONE_A_PAGE)
+def test_a_command_of_each_page_trains_on_ray(command: str, places: dict[str, str], tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason='needs Ray: pip install "lockstep-rl[ray]"')
+    small = [*SMALL, "trainer.nnodes=1", "trainer.n_gpus_per_node=2", f"trainer.default_local_dir={tmp_path}/run"]
+    quiet = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    alone = {"RAY_ADDRESS": "local", "GLOO_SOCKET_IFNAME": "lo", "RAY_worker_niceness": "0"}
+    environment = os.environ | variables(places) | quiet | alone
+    program = [sys.executable, "-m", "lockstep.trainer.main_ppo", *arguments(command, places), *small]
+    done = subprocess.run(program, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def test_yaml_blocks_are_yaml_and_pools_compose(places: dict[str, str]) -> None:
+    pools = 0
+    for page, text in blocks("yaml"):
+        tree = yaml.safe_load(text)
+        assert isinstance(tree, dict), page
+        if "resource_pool_spec" in tree:
+            paths = [
+                f"actor_rollout_ref.model.path={places['$MODEL']}",
+                f"data.train_files={places['$DATA']}/train.parquet",
+            ]
+            overrides = [line.replace(": ", "=", 1) for line in text.splitlines()]
+            load_config(PPOConfig, [*paths, *overrides])
+            pools += 1
+    assert pools == 2
+
+
+def test_templates_are_shell() -> None:
+    for page, text in blocks("sh"):
+        subprocess.run(["bash", "-n", "-c", text], check=True)
+        assert page == "cluster.md"
 
 
 def test_the_data_script_makes_rows(places: dict[str, str], tmp_path: Path) -> None:

@@ -1,0 +1,219 @@
+"""A run gives the same numbers however many workers there are and wherever its roles run."""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lockstep.config.commandline import config_from_command_line
+from lockstep.config.model import HFModelConfig
+from lockstep.config.ppo import PPOConfig
+from lockstep.models.export import save_scalar_model
+from lockstep.models.loading import load_value_model
+from tests.tiny import tiny_tokenizer
+
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # loopback alone; Ray reads it while it is imported
+
+from tests.trainer.shared_processes import OnSharedProcesses, SharedProcesses, shared_processes
+
+TOLERANCE = 1e-5
+DEPENDS_ON_WORKERS = ("time", "timing", "perf/", "global_seqlen/")
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+DYNAMIC = [f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=80"]
+SP = [f"{ACTOR}.ulysses_sequence_parallel_size=2"]
+SP_CRITIC = ["critic.ulysses_sequence_parallel_size=2"]
+SP_REF_ALONE = ["actor_rollout_ref.ref.ulysses_sequence_parallel_size=1"]
+NAIVE, BROADCAST = ([f"{ROLLOUT}.checkpoint_engine.backend={name}"] for name in ("naive", "nccl"))
+
+
+def workers(count: int, placement: str = "colocate") -> list[str]:
+    return ["trainer.controller=ray", f"trainer.n_gpus_per_node={count}", f"trainer.placement={placement}"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run left in its folder."""
+
+    folder: Path
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return [{k: v for k, v in row.items() if not k.startswith(DEPENDS_ON_WORKERS)} for row in rows]
+
+    @property
+    def answers(self) -> dict[str, list[str]]:
+        """Step to the text of each of its samples."""
+        files = sorted((self.folder / "rollouts").glob("*.jsonl"))
+        return {f.stem: [json.loads(line)["output"] for line in f.read_text().splitlines()] for f in files}
+
+    def weights(self) -> dict[str, Any]:
+        (last,) = self.folder.glob("global_step_5")
+        return {
+            f"{model.name}.{name}": tensor
+            for model in sorted(last.iterdir())
+            if model.is_dir()
+            for name, tensor in load_file(model / "huggingface" / "model.safetensors").items()
+        }
+
+
+class Runs:
+    """Runs commands on the shared processes; one that was run already is not run again."""
+
+    def __init__(self, folder: Path, base: list[str], shared: SharedProcesses) -> None:
+        self.folder, self.base, self.shared = folder, base, shared
+        self.done: dict[tuple[str, ...], Run] = {}
+
+    def __call__(self, *settings: str) -> Run:
+        if settings not in self.done:
+            folder = self.folder / str(len(self.done))
+            places = [f"trainer.default_local_dir={folder}", f"trainer.rollout_data_dir={folder}/rollouts"]
+            config = config_from_command_line([*self.base, *settings, *places], PPOConfig)
+            assert config is not None
+            assert OnSharedProcesses(self.shared).run(config) == 0
+            assert not self.shared.lent
+            self.done[settings] = Run(folder)
+        return self.done[settings]
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_run_files: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    """PPO with critic and reference, on prompts and answers of many lengths."""
+    files, folder = tiny_run_files, tmp_path_factory.mktemp("scale")
+    rows = pd.read_parquet(files / "train.parquet")
+    rows["prompt"] = [[{"role": "user", "content": "1+" * (i * 5 % 9) + "2"}] for i in range(len(rows))]
+    rows.to_parquet(folder / "train.parquet")
+    base = [
+        f"data.train_files={folder}/train.parquet",
+        "data.train_batch_size=4",
+        "data.max_prompt_length=40",
+        "data.max_response_length=8",
+        f"actor_rollout_ref.model.path={files}/model",
+        f"{ACTOR}.optim.lr=1e-3",
+        f"{ACTOR}.ppo_mini_batch_size=2",
+        f"{ACTOR}.optim.lr_scheduler_type=cosine",
+        f"{ACTOR}.entropy_coeff=0.01",
+        "critic.optim.lr=1e-3",
+        f"{ROLLOUT}.n=2",
+        f"{ROLLOUT}.stop_token_ids={list(range(3, 40))}",
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.kl_ctrl.type=adaptive",
+        "algorithm.kl_ctrl.horizon=10",
+        "algorithm.kl_ctrl.kl_coef=0.01",
+        f"custom_reward_function.path={files}/reward.py",
+        "actor_rollout_ref.nccl_timeout=120",
+        "trainer.device=cpu",
+        "trainer.total_epochs=2",
+        "trainer.total_training_steps=5",
+        "trainer.save_freq=2",
+    ]
+    with shared_processes(6) as shared:
+        yield Runs(folder, base, shared)
+
+
+def save_reward_model(files: Path) -> Path:
+    """The policy's body with a head whose scores are apart."""
+    cpu = torch.device("cpu")
+    body, score = load_value_model(HFModelConfig(path=str(files / "model")), "model", torch.float32, cpu, seed=5)
+    state = {f"body.{name}": tensor for name, tensor in body.state_dict().items()}
+    save_scalar_model(body, state | {"score.weight": 100 * score.weight.detach()}, tiny_tokenizer(), files / "scorer")
+    return files / "scorer"
+
+
+def assert_equal(run: Run, expected: Run, steps: int = 5) -> None:
+    """The last `steps` steps sampled, measured and learned the same."""
+    pairs = list(zip(run.metrics[-steps:], expected.metrics[-steps:], strict=True))
+    difference = max(abs(a[name] - b[name]) for a, b in pairs for name in b if isinstance(b[name], (int, float)))
+    mine, theirs = run.weights(), expected.weights()
+    assert mine.keys() == theirs.keys()
+    apart, where = max((float((mine[name] - theirs[name]).abs().max()), name) for name in theirs)
+    print(f"largest difference: metrics {difference:.1e}, weights {apart:.1e} ({where})")
+    assert [a.keys() for a, _ in pairs] == [b.keys() for _, b in pairs]
+    assert difference < TOLERANCE and apart < TOLERANCE
+    samples = expected.answers
+    assert run.answers == {step: samples[step] for step in run.answers} and len(run.answers) == steps
+
+
+SIZES = {"colocate": (4, 4), "hybrid": (3, 4), "split": (3, 6), "standalone": (4, 6)}
+"""Workers of each placement, without and with sequence parallelism: pools of one worker and of several, and a remainder."""
+
+
+def placed(placement: str, shared: bool, dynamic: bool) -> list[str]:
+    """shared: two ranks to a sequence, in pools of two or more."""
+    settings = workers(SIZES[placement][shared], placement)
+    settings += [*SP, *(SP_CRITIC if placement != "standalone" else SP_REF_ALONE)] if shared else []
+    return [*settings, *(DYNAMIC if dynamic else []), *(NAIVE if dynamic else BROADCAST)]
+
+
+PPO_RUNS = {
+    "1": workers(1),
+    "2": workers(2),
+    "2-sp": [*workers(2), *SP, *SP_CRITIC],
+    "4-replicas": [*workers(4), f"{ACTOR}.fsdp_config.fsdp_size=2", "critic.model.fsdp_config.fsdp_size=1"],
+    "4-other-engine-keys": [
+        *workers(4),
+        *(f"{ACTOR}.fsdp_config.{key}=true" for key in ("offload_policy", "forward_prefetch")),
+    ],
+    "map": [
+        "trainer.controller=ray",
+        "resource_pool_spec={big: [2], small: [1]}",
+        "resource_pool_mapping={actor_rollout: big, critic: small, ref: small}",
+    ],
+} | {
+    f"{placement}{'-sp' * shared}{'-dynamic' * dynamic}": placed(placement, shared, dynamic)
+    for placement, shared, dynamic in product(SIZES, (False, True), (False, True))
+}
+
+
+@pytest.mark.parametrize("settings", PPO_RUNS.values(), ids=PPO_RUNS)
+def test_ppo_with_critic_and_reference(runs: Runs, settings: list[str]) -> None:
+    assert_equal(runs(*settings), runs())
+
+
+def test_lengths_differ(runs: Runs) -> None:
+    for row in runs().metrics:
+        assert row["prompt_length/max"] > row["prompt_length/min"]
+        assert row["response_length/max"] > row["response_length/min"]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_fewer_rows_than_workers_and_a_loss_of_the_whole_mini_batch(
+    runs: Runs, tiny_run_files: Path, count: int
+) -> None:
+    """Three rows, in three mini-batches of one in the critic; four rows of validation."""
+    settings = ["data.train_batch_size=3", f"{ACTOR}.ppo_mini_batch_size=3", "critic.ppo_mini_batch_size=1"]
+    settings += [f"{ROLLOUT}.n=1", f"{ACTOR}.policy_loss.loss_mode=clip_cov", f"{ACTOR}.policy_loss.clip_cov_ratio=0.2"]
+    settings += [f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.shuffle=true", "critic.ppo_epochs=2", "critic.shuffle=true"]
+    settings += [f"data.val_files={tiny_run_files}/val.parquet", "trainer.test_freq=5", "data.val_batch_size=3"]
+    assert_equal(runs(*settings, *workers(count)), runs(*settings))
+
+
+def test_grpo_with_a_kl_loss_and_a_reward_model_in_its_own_pool(runs: Runs, tiny_run_files: Path) -> None:
+    settings = ["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=3", "algorithm.use_kl_in_reward=false"]
+    settings += [
+        f"{ACTOR}.optim.lr=3e-4",
+        f"{ACTOR}.use_kl_loss=true",
+        f"{ACTOR}.kl_loss_coef=0.1",
+        f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
+    ]
+    settings += ["reward_model.enable=true", f"reward_model.model.path={save_reward_model(tiny_run_files)}"]
+    own_pool = ["reward_model.enable_resource_pool=true", "reward_model.n_gpus_per_node=2", "reward_model.nnodes=1"]
+    assert_equal(runs(*settings, *workers(2), *own_pool), runs(*settings))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(workers(4), []), (workers(4), workers(2)), ([], workers(2))], ids=["4-1", "4-2", "1-2"]
+)
+def test_a_checkpoint_resumes_on_another_number_of_workers(runs: Runs, before: list[str], after: list[str]) -> None:
+    saved = runs(*before).folder / "global_step_2"
+    resumed = runs(*after, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}")
+    assert_equal(resumed, runs(), steps=3)

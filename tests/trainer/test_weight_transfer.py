@@ -1,0 +1,212 @@
+"""Weights on their way to a rollout in other processes: buckets, their fingerprint, both transports, what the audit finds."""
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig, CheckpointEngineConfig
+from lockstep.config.compose import load_config
+from lockstep.config.ppo import PPOConfig
+from lockstep.trainer.audit import AuditError
+from lockstep.trainer.ppo.weight_sync import WeightSync
+from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
+from lockstep.workers.weight_transfer import (
+    BroadcastGroup,
+    fingerprint,
+    fingerprint_of,
+    layout_of,
+    open_store,
+    pack_buckets,
+    unpack_bucket,
+)
+
+SHAPES = [("a", (3, 5)), ("b", (7,)), ("c", ()), ("d", (2, 2))]
+
+
+def weights(seed: int = 0) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=g) for name, shape in SHAPES}
+
+
+@pytest.mark.parametrize(
+    ("max_bytes", "names"),
+    [
+        (1 << 20, [["a", "b", "c", "d"]]),
+        (92, [["a", "b", "c"], ["d"]]),
+        (40, [["a"], ["b", "c"], ["d"]]),
+        (1, [["a"], ["b"], ["c"], ["d"]]),
+    ],
+)
+def test_buckets_hold_at_most_what_they_may(max_bytes: int, names: list[list[str]]) -> None:
+    layout = layout_of(SHAPES, torch.float32, max_bytes)
+    assert [[entry.name for entry in bucket] for bucket in layout] == names
+    for bucket in layout:
+        assert len(bucket) == 1 or sum(entry.num_bytes for entry in bucket) <= max_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("max_bytes", [1, 40, 1 << 20])
+def test_what_is_packed_comes_out_in_the_rollouts_type(dtype: torch.dtype, max_bytes: int) -> None:
+    sent = weights()
+    layout = layout_of(SHAPES, dtype, max_bytes)
+    buckets = list(pack_buckets(iter(sent.items()), layout))
+    received = dict(pair for flat, bucket in zip(buckets, layout) for pair in unpack_bucket(flat, bucket))
+    assert received.keys() == sent.keys()
+    for name, tensor in received.items():
+        assert tensor.dtype == dtype and torch.equal(tensor, sent[name].to(dtype))
+
+
+def test_a_tensor_of_an_odd_place_is_read_all_the_same() -> None:
+    layout = layout_of([("odd", (3,)), ("x", (2,))], torch.bfloat16, 1 << 20)
+    layout[0][1] = replace(layout[0][1], dtype=torch.float32)
+    sent = {"odd": torch.ones(3), "x": torch.tensor([1.5, -2.5])}
+    (flat,) = pack_buckets(iter(sent.items()), layout)
+    received = dict(unpack_bucket(flat, layout[0]))
+    assert torch.equal(received["x"], sent["x"])
+
+
+def test_weights_in_another_order_are_refused() -> None:
+    layout = layout_of(SHAPES, torch.float32, 1 << 20)
+    with pytest.raises(ValueError, match="weights came as 'b' where 'a' was to come"):
+        list(pack_buckets(iter(reversed(list(weights().items())[:2])), layout))
+
+
+def test_the_fingerprint_knows_every_bit_and_every_place() -> None:
+    flat = torch.arange(11, dtype=torch.uint8)
+    for i in range(11):
+        for bit in range(8):
+            changed = flat.clone()
+            changed[i] ^= 1 << bit
+            assert fingerprint(changed) != fingerprint(flat)
+    assert fingerprint(flat.roll(2)) != fingerprint(flat), "moved words count"
+    assert fingerprint(torch.zeros(0, dtype=torch.uint8)) == 0
+
+
+def test_a_models_fingerprint_is_that_of_its_buckets() -> None:
+    model = torch.nn.Linear(3, 2)
+    shapes = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
+    layout = layout_of(shapes, torch.float32, 16)
+    sent = sum(fingerprint(flat) for flat in pack_buckets(model.named_parameters(), layout))
+    assert fingerprint_of(model, layout) == sent
+    with torch.no_grad():
+        model.bias[1] += 1e-7
+    assert fingerprint_of(model, layout) != sent
+
+
+def test_a_broadcast_reaches_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    _store, address, port = open_store()
+    flat = torch.arange(100, dtype=torch.uint8)
+    received: dict[int, Tensor] = {}
+
+    def join(rank: int) -> None:
+        group = BroadcastGroup(address, port, rank, 3, torch.device("cpu"), 30)
+        if rank == 0:
+            group.send(flat)
+        else:
+            received[rank] = group.receive(100)
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert torch.equal(received[1], flat) and torch.equal(received[2], flat)
+
+
+class Ready:
+    """A future that is there, and a list of one rank's outputs."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def get(self) -> Any:
+        return [self.value]
+
+    def __getitem__(self, index: int) -> Any:
+        assert index == 0
+        return self.value
+
+
+class OneWorker:
+    """A worker as a group of one; what is called while others wait runs when it is asked for."""
+
+    world_size = 1
+
+    def __init__(self, worker: ActorRolloutRefWorker) -> None:
+        self.worker = worker
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            output = getattr(self.worker, name)(*args)
+            if name in ("weight_bucket", "load_bucket"):
+                return Ready(output)
+            return [output]
+
+        return call
+
+
+@pytest.fixture(scope="module")
+def workers(tiny_run_files: Path) -> tuple[ActorRolloutRefWorker, ActorRolloutRefWorker]:
+    """An actor and a rollout apart, with buckets of a megabyte at most."""
+    overrides = [
+        f"actor_rollout_ref.model.path={tiny_run_files}/model",
+        f"data.train_files={tiny_run_files}/train.parquet",
+    ]
+    config: ActorRolloutRefConfig = load_config(PPOConfig, overrides).actor_rollout_ref
+    engine = CheckpointEngineConfig(backend="naive", update_weights_bucket_megabytes=1)
+    config = replace(config, rollout=replace(config.rollout, checkpoint_engine=engine))
+    made = [ActorRolloutRefWorker(config, role, "cpu") for role in ("actor", "rollout")]
+    for worker in made:
+        worker.init_model()
+    return made[0], made[1]
+
+
+def test_an_update_reaches_the_rollout(workers: tuple[ActorRolloutRefWorker, ActorRolloutRefWorker]) -> None:
+    actor, rollout = workers
+    sync = WeightSync(OneWorker(actor), OneWorker(rollout), "naive")  # type: ignore[arg-type]
+    with torch.no_grad():
+        for parameter in actor.policy.parameters():
+            parameter.add_(0.01)
+    sync.run(3)
+    assert rollout.rollout.policy_version == 3
+    sent = dict(actor.actor.weights())
+    state = rollout.generator.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in sent.items())
+    assert len(sent) == len(list(rollout.generator.parameters()))
+
+
+def test_a_bucket_that_arrives_changed_stops_the_run(
+    workers: tuple[ActorRolloutRefWorker, ActorRolloutRefWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actor, rollout = workers
+    sync = WeightSync(OneWorker(actor), OneWorker(rollout), "naive")  # type: ignore[arg-type]
+    load = rollout.load_bucket
+
+    def load_changed(index: int, flat: np.ndarray) -> None:
+        flat = flat.copy()
+        flat[7] ^= 1
+        load(index, flat)
+
+    monkeypatch.setattr(rollout, "load_bucket", load_changed)
+    with pytest.raises(AuditError, match=r"not the actor's after update 4: rank 0 of 1 differs \(1 in all\)"):
+        sync.run(4)
+
+
+def test_a_read_only_bucket_is_loaded(workers: tuple[ActorRolloutRefWorker, ActorRolloutRefWorker]) -> None:
+    """As it comes from an object store."""
+    actor, rollout = workers
+    actor.weight_layout()
+    rollout.expect_weights(actor._layout)
+    for index in range(len(actor._layout)):
+        flat = actor.weight_bucket(index)
+        assert flat is not None
+        flat.flags.writeable = False
+        rollout.load_bucket(index, flat)
+    assert rollout.weights_fingerprint(5) == actor.sent_fingerprint()
