@@ -46,12 +46,14 @@ def test_every_example_configuration_composes() -> None:
 
 def test_every_module_imports_without_the_extras() -> None:
     modules = [module.name for module in pkgutil.walk_packages(lockstep.__path__, "lockstep.")]
-    # the places that import Ray and Triton
-    modules = [name for name in modules if ".ray_backend" not in name and ".kernels" not in name]
+    modules = [name for name in modules if ".ray_backend" not in name]  # the one place that imports Ray
     script = (
         "import importlib, sys\n"
         f"sys.modules.update(dict.fromkeys({OPTIONAL!r}))\n"  # None there makes the import fail
-        f"for name in {modules!r}:\n    importlib.import_module(name)\n"
+        f"for name in {modules!r}:\n"
+        "    try:\n        importlib.import_module(name)\n"
+        "    except ModuleNotFoundError as error:\n"  # of kernels and what runs on them, imported where a GPU is
+        "        if error.name != 'triton':\n            raise\n"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-2000:]
