@@ -1,181 +1,386 @@
-"""Rollout throughput on mixed lengths: the embedded engine beside transformers' generate, in one process.
+"""Rollout throughput: the embedded engine beside transformers' generate and vLLM, each in a process of its own.
 
-    python benchmarks/rollout.py --model DIR [--requests 64 --seed 0 --json out.json]
+    python benchmarks/rollout.py --model DIR [--requests 64 --new-tokens 8-128]        a model of one's own, greedy (CPU or GPU)
+    python benchmarks/rollout.py --shape 0.5b 7b --workload uniform mixed [--json out.json]    random weights on the device, sampled
 
-Each request has a random prompt of 16-200 tokens and asks for exactly 8-128 tokens (end-of-sequence is ignored). Only requested
-tokens count. transformers is told the lengths beforehand: its batches hold requests of similar length, and the best of several
-batch sizes is reported. Both sides decode greedily with the same weights and must give the same tokens, up to ties.
+Requests have random prompts and ask for exact numbers of tokens; only those asked for count. Sampled requests return the log-prob
+of every token and carry a stop token, so that all engines look for it. transformers is told the lengths beforehand: its batches
+hold requests of similar length. Each figure is the best of `--repeats` runs after a first one; start-up is from the process's
+start to the first token. Engines that are not installed are left out.
 """
 
-import argparse
-import json
-import random
 import time
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
 
-import torch
-from rich.console import Console
-from rich.table import Table
-from transformers import AutoModelForCausalLM, GenerationConfig
+PROCESS_STARTED = time.perf_counter()
 
-from lockstep.config.actor_rollout_ref import RolloutConfig
-from lockstep.engines.rollout import EmbeddedEngine, GenerationRequest, SamplingParams
-from lockstep.models.attention import ATTENTION_NAME
+import argparse  # noqa: E402
+import importlib.util  # noqa: E402
+import json  # noqa: E402
+import os  # noqa: E402
+import random  # noqa: E402
+import subprocess  # noqa: E402
+import sys  # noqa: E402
+import tempfile  # noqa: E402
+from collections.abc import Callable, Iterator  # noqa: E402
+from dataclasses import asdict, dataclass, field  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
 
-PROMPT_TOKENS = (16, 200)
-NEW_TOKENS = (8, 128)
+SHAPES: dict[str, dict[str, Any]] = {
+    "0.5b": dict(
+        vocab_size=151936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    ),
+    "7b": dict(
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        tie_word_embeddings=False,
+    ),
+    "tiny": dict(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    ),
+}
+WORKLOADS = {"uniform": (256, "256", "256"), "mixed": (512, "256", "16-1024")}
+"""Requests, prompt tokens and new tokens."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One workload. prompt_tokens, new_tokens: least and most of a request."""
+
+    name: str
+    requests: int
+    prompt_tokens: tuple[int, int]
+    new_tokens: tuple[int, int]
 
 
 @dataclass
 class Result:
-    """startup_s: from a loaded model to the first token of one request. same_tokens: share of tokens equal to embedded's."""
+    """seconds: of each run after the first. same_tokens: share of tokens equal to embedded's, where both are greedy."""
 
-    name: str
-    seconds: float
-    tokens_per_s: float
+    engine: str
+    case: str
+    tokens: int
+    seconds: list[float]
     startup_s: float
-    same_tokens: float = 1.0
+    peak_gb: float | None
+    same_tokens: float | None = None
+    outputs: list[list[int]] = field(default_factory=list, repr=False)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / min(self.seconds)
 
 
-def make_requests(count: int, vocab_size: int, seed: int) -> list[GenerationRequest]:
+@dataclass(frozen=True)
+class Request:
+    prompt: list[int]
+    new_tokens: int
+
+
+def make_requests(case: Case, vocab_size: int, seed: int) -> list[Request]:
     rng = random.Random(seed)
     return [
-        GenerationRequest(
-            prompt_ids=[rng.randrange(vocab_size) for _ in range(rng.randint(*PROMPT_TOKENS))],
-            sampling=SamplingParams(temperature=0.0, max_tokens=rng.randint(*NEW_TOKENS), ignore_eos=True),
-            seed=i,
+        Request(
+            [rng.randrange(vocab_size) for _ in range(rng.randint(*case.prompt_tokens))], rng.randint(*case.new_tokens)
         )
-        for i in range(count)
+        for _ in range(case.requests)
     ]
 
 
-def run_embedded(model: Any, requests: list[GenerationRequest]) -> tuple[Result, list[list[int]]]:
-    started = time.perf_counter()
+Generate = Callable[[list[Request]], list[list[int]]]
+
+
+def embedded(args: argparse.Namespace, longest: Case) -> tuple[Generate, int]:
+    from lockstep.config.actor_rollout_ref import RolloutConfig
+    from lockstep.engines.rollout import EmbeddedEngine, GenerationRequest, SamplingParams
+    from lockstep.models.attention import ATTENTION_NAME
+
+    model = load_model(args, ATTENTION_NAME)
+    if args.device == "cuda":
+        from lockstep.engines.rollout.embedded.fused import lay_adjacent
+
+        lay_adjacent(model)
     config = RolloutConfig(
-        name="embedded",
-        prompt_length=PROMPT_TOKENS[1],
-        response_length=NEW_TOKENS[1],
-        max_num_seqs=len(requests),
+        prompt_length=longest.prompt_tokens[1],
+        response_length=longest.new_tokens[1],
+        max_num_seqs=longest.requests,
+        max_num_batched_tokens=args.prefill_tokens,
         seed=0,
     )
     engine = EmbeddedEngine(config, eos_token_ids=(), pad_token_id=0)
     engine.bind(model)
-    engine.generate([GenerationRequest(requests[0].prompt_ids, SamplingParams(0.0, max_tokens=1))])
-    startup = time.perf_counter() - started
-    seconds, completions = timed(model, lambda: engine.generate(requests))
-    engine.sleep()
-    outputs = [c.token_ids for c in completions]
-    return Result("lockstep embedded", seconds, num_tokens(outputs) / seconds, startup), outputs
+    greedy = args.model is not None
 
-
-def run_transformers(model: Any, requests: list[GenerationRequest], batch_size: int) -> tuple[Result, list[list[int]]]:
-    model.set_attn_implementation("sdpa")
-    model.generation_config = GenerationConfig()
-    started = time.perf_counter()
-    generate_padded(model, [GenerationRequest(requests[0].prompt_ids, SamplingParams(0.0, max_tokens=1))])
-    startup = time.perf_counter() - started
-
-    def generate() -> list[list[int]]:
-        outputs: list[list[int]] = [[] for _ in requests]
-        order = sorted(
-            range(len(requests)), key=lambda i: (requests[i].sampling.max_tokens, len(requests[i].prompt_ids))
+    def generate(requests: list[Request]) -> list[list[int]]:
+        stop = () if greedy else (1,)
+        completions = engine.generate(
+            [
+                GenerationRequest(
+                    r.prompt, SamplingParams(0.0 if greedy else 1.0, max_tokens=r.new_tokens, stop_token_ids=stop), i
+                )
+                for i, r in enumerate(requests)
+            ]
         )
-        for first in range(0, len(order), batch_size):
-            members = order[first : first + batch_size]
-            for i, tokens in zip(members, generate_padded(model, [requests[i] for i in members])):
+        return [c.token_ids for c in completions]
+
+    return generate, model.config.vocab_size
+
+
+def transformers(args: argparse.Namespace, longest: Case) -> tuple[Generate, int]:
+    import torch
+    from transformers import GenerationConfig
+
+    model = load_model(args, "sdpa")
+    model.generation_config = GenerationConfig()
+
+    @torch.no_grad()
+    def batch(requests: list[Request]) -> list[list[int]]:
+        width = max(len(r.prompt) for r in requests)
+        ids = torch.tensor([[0] * (width - len(r.prompt)) + r.prompt for r in requests], device=model.device)
+        lengths = torch.tensor([len(r.prompt) for r in requests], device=model.device)
+        mask = (torch.arange(width, device=model.device) >= width - lengths[:, None]).long()
+        config = GenerationConfig(
+            do_sample=args.model is None, max_new_tokens=max(r.new_tokens for r in requests), pad_token_id=0
+        )
+        rows = model.generate(ids, attention_mask=mask, generation_config=config)[:, width:].tolist()
+        return [row[: r.new_tokens] for row, r in zip(rows, requests)]
+
+    def generate(requests: list[Request]) -> list[list[int]]:
+        outputs: list[list[int]] = [[] for _ in requests]
+        order = sorted(range(len(requests)), key=lambda i: (requests[i].new_tokens, len(requests[i].prompt)))
+        for first in range(0, len(order), args.batch_size):
+            members = order[first : first + args.batch_size]
+            for i, tokens in zip(members, batch([requests[i] for i in members])):
                 outputs[i] = tokens
         return outputs
 
-    seconds, outputs = timed(model, generate)
-    model.set_attn_implementation(ATTENTION_NAME)
-    return Result(f"transformers generate x{batch_size}", seconds, num_tokens(outputs) / seconds, startup), outputs
+    return generate, model.config.vocab_size
 
 
-@torch.no_grad()
-def generate_padded(model: Any, requests: list[GenerationRequest]) -> list[list[int]]:
-    width = max(len(r.prompt_ids) for r in requests)
-    ids = torch.tensor([[0] * (width - len(r.prompt_ids)) + r.prompt_ids for r in requests], device=model.device)
-    lengths = torch.tensor([len(r.prompt_ids) for r in requests], device=model.device)
-    mask = (torch.arange(width, device=model.device) >= width - lengths[:, None]).long()
-    config = GenerationConfig(
-        do_sample=False, max_new_tokens=max(r.sampling.max_tokens for r in requests), pad_token_id=0
+def vllm(args: argparse.Namespace, longest: Case) -> tuple[Generate, int]:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    from vllm import LLM, SamplingParams
+
+    folder, options = args.model, {}
+    if folder is None:
+        folder = tempfile.mkdtemp()
+        shape_config(args.shape, architectures=["Qwen2ForCausalLM"], dtype="bfloat16").save_pretrained(folder)
+        options = {"load_format": "dummy"}
+    llm = LLM(
+        folder,
+        skip_tokenizer_init=True,
+        dtype=args.dtype,
+        gpu_memory_utilization=0.5,
+        max_model_len=longest.prompt_tokens[1] + longest.new_tokens[1],
+        max_num_seqs=longest.requests,
+        enable_prefix_caching=False,
+        **options,
     )
-    rows = model.generate(ids, attention_mask=mask, generation_config=config)[:, width:].tolist()
-    return [row[: r.sampling.max_tokens] for row, r in zip(rows, requests)]
+    greedy = args.model is not None
+
+    def generate(requests: list[Request]) -> list[list[int]]:
+        sampling = [
+            SamplingParams(
+                temperature=0.0 if greedy else 1.0,
+                max_tokens=r.new_tokens,
+                ignore_eos=True,
+                stop_token_ids=None if greedy else [1],
+                logprobs=0,
+                detokenize=False,
+            )
+            for r in requests
+        ]
+        prompts = [{"prompt_token_ids": r.prompt} for r in requests]
+        return [list(o.outputs[0].token_ids) for o in llm.generate(prompts, sampling, use_tqdm=False)]
+
+    return generate, llm.llm_engine.model_config.get_vocab_size()
 
 
-def timed(model: Any, work: Any) -> tuple[float, Any]:
-    synchronize(model)
-    started = time.perf_counter()
-    result = work()
-    synchronize(model)
-    return time.perf_counter() - started, result
+ENGINES = {"embedded": embedded, "transformers": transformers, "vllm": vllm}
 
 
-def synchronize(model: Any) -> None:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize()
+def shape_config(shape: str, **more: Any) -> Any:
+    from transformers import Qwen2Config
+
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    return Qwen2Config(**SHAPES[shape], max_position_embeddings=32768, rope_parameters=rope, **more)
 
 
-def num_tokens(outputs: list[list[int]]) -> int:
-    return sum(len(o) for o in outputs)
+def load_model(args: argparse.Namespace, attention: str) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    dtype = getattr(torch, args.dtype)
+    if args.model is not None:
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype, attn_implementation=attention)
+        return model.to(args.device).eval()
+    torch.manual_seed(0)
+    with torch.device(args.device):
+        return AutoModelForCausalLM.from_config(
+            shape_config(args.shape), dtype=dtype, attn_implementation=attention
+        ).eval()
 
 
-def share_equal(a: list[list[int]], b: list[list[int]]) -> float:
-    return sum(x == y for p, q in zip(a, b) for x, y in zip(p, q)) / num_tokens(a)
+def work(args: argparse.Namespace) -> None:
+    """The process of one engine: all cases, results as JSON."""
+    cases = [Case(**case) for case in json.loads(args.cases)]
+    longest = Case(
+        "longest",
+        max(c.requests for c in cases),
+        (1, max(c.prompt_tokens[1] for c in cases)),
+        (1, max(c.new_tokens[1] for c in cases)),
+    )
+    generate, vocab_size = ENGINES[args.work](args, longest)
+    generate([Request(list(range(min(64, longest.prompt_tokens[1]))), 1)])
+    startup = time.perf_counter() - PROCESS_STARTED
+    results = []
+    for case in cases:
+        requests = make_requests(case, vocab_size, args.seed)
+        seconds = []
+        for _ in range(args.repeats + 1):
+            started = time.perf_counter()
+            outputs = generate(requests)  # lists on the host: the device has finished
+            seconds.append(time.perf_counter() - started)
+        tokens = sum(len(o) for o in outputs)
+        kept = outputs if args.model is not None else []
+        results.append(Result(args.work, case.name, tokens, seconds[1:], startup, peak_gb(args), outputs=kept))
+    args.out.write_text(json.dumps([asdict(r) for r in results]))
+
+
+def peak_gb(args: argparse.Namespace) -> float | None:
+    if args.device != "cuda" or args.work == "vllm":
+        return None  # vLLM takes what it is told to take, in a process of its own
+    import torch
+
+    return torch.cuda.max_memory_allocated() / 1e9
+
+
+def run(args: argparse.Namespace, shape: str | None, cases: list[Case]) -> Iterator[Result]:
+    """Results of all engines, one process after the other."""
+    for engine in args.engines:
+        if engine == "vllm" and importlib.util.find_spec("vllm") is None:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "result.json"
+            command = [sys.executable, __file__, "--work", engine, "--cases", json.dumps([asdict(c) for c in cases])]
+            command += ["--out", str(out), "--device", args.device, "--dtype", args.dtype, "--seed", str(args.seed)]
+            command += ["--repeats", str(args.repeats), "--batch-size", str(args.batch_size)]
+            command += ["--prefill-tokens", str(args.prefill_tokens)]
+            command += ["--shape", shape] if shape else ["--model", args.model]
+            if subprocess.run(command, env={**os.environ, "PYTHONPATH": path_here()}).returncode != 0:
+                print(f"{engine} failed; its figures are left out", file=sys.stderr)
+                continue
+            yield from (Result(**entry) for entry in json.loads(out.read_text()))
+
+
+def path_here() -> str:
+    root = str(Path(__file__).resolve().parent.parent)
+    return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def span(text: str) -> tuple[int, int]:
+    low, _, high = text.partition("-")
+    return int(low), int(high or low)
+
+
+def compare(results: list[Result]) -> None:
+    """Where outputs were kept, how many tokens are those of embedded."""
+    references = {r.case: r.outputs for r in results if r.engine == "embedded"}
+    for r in results:
+        reference = references.get(r.case)
+        if r.outputs and reference and r.engine != "embedded":
+            pairs = [x == y for a, b in zip(reference, r.outputs) for x, y in zip(a, b)]
+            r.same_tokens = sum(pairs) / len(pairs)
+
+
+def report(results: list[Result], args: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{args.dtype} on {args.device}")
+    for column in ("case", "engine", "tokens/s", "seconds", "start-up s", "peak GB", "embedded is", "same tokens"):
+        table.add_column(column, justify="left" if column in ("case", "engine") else "right")
+    ours = {r.case: r.tokens_per_s for r in results if r.engine == "embedded"}
+    for r in results:
+        ratio = f"{ours[r.case] / r.tokens_per_s:.2f}x" if r.engine != "embedded" and r.case in ours else ""
+        peak = "" if r.peak_gb is None else f"{r.peak_gb:.1f}"
+        same = "" if r.same_tokens is None else f"{r.same_tokens:.1%}"
+        best = min(r.seconds)
+        table.add_row(
+            r.case, r.engine, f"{r.tokens_per_s:,.1f}", f"{best:.2f}", f"{r.startup_s:.1f}", peak, ratio, same
+        )
+    console = Console()
+    console.width = max(console.width, 120)
+    console.print(table)
+    if args.json:
+        entries = [{**asdict(r), "tokens_per_s": r.tokens_per_s, "outputs": None} for r in results]
+        args.json.write_text(
+            json.dumps({"device": args.device, "dtype": args.dtype, "results": entries}, indent=2) + "\n"
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="directory of a transformers causal LM")
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--batch-sizes", type=int, nargs="*", help="of transformers; default: all requests, and 16")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, help="write the results here too")
-    args = parser.parse_args()
-
-    model = AutoModelForCausalLM.from_pretrained(
-        args.model, dtype=getattr(torch, args.dtype), attn_implementation=ATTENTION_NAME
+    parser.add_argument("--model", help="directory of a transformers causal LM")
+    parser.add_argument("--shape", nargs="*", choices=SHAPES, help="random weights of these shapes")
+    parser.add_argument("--workload", nargs="*", choices=WORKLOADS, default=["uniform"], help="of the shapes")
+    parser.add_argument(
+        "--engines", nargs="*", choices=ENGINES, help="default: on CUDA embedded, vllm; else without vllm"
     )
-    model = model.to(args.device).eval()
-    requests = make_requests(args.requests, model.config.vocab_size, args.seed)
-    embedded, reference = run_embedded(model, requests)
-    results = [embedded]
-    for batch_size in args.batch_sizes if args.batch_sizes is not None else sorted({args.requests, 16}, reverse=True):
-        result, outputs = run_transformers(model, requests, batch_size)
-        result.same_tokens = share_equal(reference, outputs)
-        results.append(result)
+    parser.add_argument("--requests", type=int, nargs="*", help="batch sizes; default: the workload's, 64 for a model")
+    parser.add_argument("--prompt-tokens", help="of a request, N or N-M")
+    parser.add_argument("--new-tokens", help="of a request, N or N-M")
+    parser.add_argument("--prefill-tokens", type=int, default=16384, help="embedded: tokens in one prefill step")
+    parser.add_argument("--batch-size", type=int, default=16, help="of transformers")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", help="default: bfloat16 on CUDA, float32 elsewhere")
+    parser.add_argument("--device", help="default: cuda where there is one")
+    parser.add_argument("--json", type=Path, help="write the results here too")
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    parser.add_argument("--cases", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.work:
+        args.shape = args.shape[0] if args.shape else None
+        return work(args)
+    if (args.model is None) == (not args.shape):
+        parser.error("give either --model or --shape")
 
-    table = Table(title=f"{len(requests)} requests, {num_tokens(reference)} tokens, {args.dtype} on {args.device}")
-    for column in ("engine", "tokens/s", "seconds", "start-up s", "embedded is", "same tokens"):
-        table.add_column(column, justify="left" if column == "engine" else "right")
-    for r in results:
-        ratio = "" if r is embedded else f"{embedded.tokens_per_s / r.tokens_per_s:.2f}x faster"
-        table.add_row(
-            r.name, f"{r.tokens_per_s:.1f}", f"{r.seconds:.1f}", f"{r.startup_s:.2f}", ratio, f"{r.same_tokens:.1%}"
-        )
-    console = Console()
-    console.width = max(console.width, 110)
-    console.print(table)
-    summary: dict[str, Any] = {
-        "model": args.model,
-        "requests": len(requests),
-        "tokens": num_tokens(reference),
-        "device": args.device,
-        "dtype": args.dtype,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "results": [asdict(r) for r in results],
-    }
-    if results[1:]:
-        summary["ratio"] = embedded.tokens_per_s / max(r.tokens_per_s for r in results[1:])
-        console.print(f"embedded / best of transformers: {summary['ratio']:.2f}x")
-    if args.json:
-        args.json.write_text(json.dumps(summary, indent=2) + "\n")
+    import torch
+
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
+    args.engines = args.engines or (["embedded", "vllm"] if args.device == "cuda" else ["embedded", "transformers"])
+    results: list[Result] = []
+    if args.model:
+        prompt, new = span(args.prompt_tokens or "16-200"), span(args.new_tokens or "8-128")
+        results += run(args, None, [Case(f"{n} requests", n, prompt, new) for n in args.requests or [64]])
+    for shape in args.shape or ():
+        cases = []
+        for workload in args.workload:
+            count, prompt_text, new_text = WORKLOADS[workload]
+            prompt, new = span(args.prompt_tokens or prompt_text), span(args.new_tokens or new_text)
+            cases += [Case(f"{shape} {workload} x{n}", n, prompt, new) for n in args.requests or [count]]
+        results += run(args, shape, cases)
+    compare(results)
+    report(results, args)
 
 
 if __name__ == "__main__":

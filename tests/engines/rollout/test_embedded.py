@@ -212,6 +212,21 @@ def test_training_goes_on_after_generating(device: torch.device) -> None:
     assert [c.token_ids for c in after] == [transformers_greedy(model.eval(), r) for r in requests]
 
 
+def test_weights_that_change_or_move_are_followed(device: torch.device) -> None:
+    model = tiny_model(device=device)
+    requests = mixed_requests()
+    engine = embedded(model)
+    before = engine.generate(requests)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    assert_same(engine.generate(requests), before)
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(-1.0)  # where it is
+    after = engine.generate(requests)
+    assert_same(after, embedded(model).generate(requests))
+    assert [c.token_ids for c in after] != [c.token_ids for c in before]
+
+
 def test_requests_that_come_one_by_one_run_together(model: Any, expected: list[Completion]) -> None:
     engine = embedded(model)
     steps = []

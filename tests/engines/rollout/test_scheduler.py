@@ -188,3 +188,88 @@ def test_whatever_is_planned_every_row_finds_its_own_tokens_in_its_blocks(data: 
     assert not scheduler.has_unfinished, "the schedule does not come to an end"
     assert all(s.num_generated == s.request.sampling.max_tokens for s in sequences)
     assert scheduler.blocks.num_free == num_blocks
+
+
+def read(scheduler: Scheduler, draws: list[tuple[Sequence, int]], num_drawn: int) -> None:
+    """What the host does with a launch of which each sequence drew `num_drawn` tokens (fewer: it met a stop token)."""
+    for s, count in draws:
+        s.num_ahead -= count
+        s.extend([9] * min(num_drawn, count), [0.0] * min(num_drawn, count))
+        if num_drawn < count:
+            s.stop_reason = "stop"
+        if s.stop_reason is not None:
+            scheduler.finish(s)
+
+
+def launch_prompts(scheduler: Scheduler) -> list[tuple[Sequence, int]]:
+    plan = scheduler.schedule(prompts_only=True)
+    draws = [(s, 1) for row in plan.rows for s in row.samplers]
+    for s, _ in draws:
+        s.num_ahead += 1
+    return draws
+
+
+def test_windows_run_ahead_of_what_is_read() -> None:
+    scheduler = make()
+    long, short = sequence(0, [1, 2, 3], max_tokens=20), sequence(1, [4, 5], max_tokens=6)
+    scheduler.add(long)
+    scheduler.add(short)
+    assert scheduler.wants_prompts
+    prompts = launch_prompts(scheduler)
+    assert not scheduler.wants_prompts and long.decodes and short.decodes
+    first = scheduler.run_ahead(4)
+    assert first.draws == [(long, 4), (short, 4)] and first.num_steps == 4
+    second = scheduler.run_ahead(4)
+    assert second.draws == [(long, 4), (short, 1)]  # 1 + 4 + 1: all that it may draw
+    assert scheduler.run_ahead(4).draws == [(long, 4)]
+    assert len(long.blocks) == 4 and len(short.blocks) == 2  # 3 + 12 and 2 + 5 places
+    for draws in (prompts, first.draws, second.draws):
+        read(scheduler, draws, 4)
+    assert short.stop_reason == "length" and scheduler.running == [long]
+    assert long.num_generated == 9 and long.num_ahead == 4
+
+
+def test_a_stop_token_that_is_read_late_frees_the_blocks() -> None:
+    scheduler = make(num_blocks=8)
+    scheduler.add(sequence(0, [1, 2, 3], max_tokens=20))
+    prompts = launch_prompts(scheduler)
+    first, second = scheduler.run_ahead(4), scheduler.run_ahead(4)
+    read(scheduler, prompts, 1)
+    read(scheduler, first.draws, 2)
+    assert not scheduler.has_unfinished and scheduler.blocks.num_free == 8
+    assert second.draws[0][0].num_generated == 3  # of the second launch nothing will be read
+
+
+def test_what_is_in_flight_is_read_before_anyone_is_preempted() -> None:
+    scheduler = make(num_blocks=5, share_prompts=False)
+    old, young = sequence(0, [1, 2, 3], max_tokens=13), sequence(1, [4, 5, 6], max_tokens=13)
+    in_flight: list[list[tuple[Sequence, int]]] = []
+
+    def settle() -> bool:
+        any_in_flight = bool(in_flight)
+        while in_flight:
+            read(scheduler, in_flight.pop(0), 8)
+        return any_in_flight
+
+    scheduler.settle = settle
+    scheduler.add(old)
+    scheduler.add(young)
+    in_flight.append(launch_prompts(scheduler))
+    in_flight.append(scheduler.run_ahead(4).draws)
+    assert len(old.blocks) == len(young.blocks) == 2
+    window = scheduler.run_ahead(4)
+    assert [s for s, _ in window.draws] == [old]
+    assert not in_flight and young.num_preempted == 1 and young.num_ahead == 0 and young.num_generated == 5
+    assert old.num_ahead == 4 and len(old.blocks) == 3
+
+
+def test_prompts_wait_until_enough_seats_are_free() -> None:
+    scheduler = make(seqs=16, share_prompts=False, num_blocks=200, tokens=400)
+    for i in range(30):
+        scheduler.add(sequence(i, [1, 2, 3], max_tokens=50))
+    read(scheduler, launch_prompts(scheduler), 1)
+    assert len(scheduler.running) == 16 and not scheduler.wants_prompts
+    scheduler.finish(scheduler.running[0])
+    assert not scheduler.wants_prompts  # one seat of sixteen would hold fifteen others up
+    scheduler.finish(scheduler.running[0])
+    assert scheduler.wants_prompts

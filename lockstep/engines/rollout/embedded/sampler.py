@@ -41,7 +41,7 @@ class SamplingBatch:
     ) -> "SamplingBatch":
         return cls(
             params=params,
-            seeds_N=torch.tensor([_signed(s) for s in seeds], device=device),
+            seeds_N=torch.tensor([signed(s) for s in seeds], device=device),
             positions_N=torch.tensor(positions, device=device),
             temperatures_N=torch.tensor([1.0 if p.greedy else p.temperature for p in params], device=device),
             greedy_N=torch.tensor([p.greedy for p in params], device=device),
@@ -98,13 +98,13 @@ def inverse_cdf(weights_NV: Tensor, uniform_N: Tensor) -> Tensor:
 
 def uniform(seeds_N: Tensor, positions_N: Tensor) -> Tensor:
     """One float32 in [0, 1) of 24 random bits for each (seed, position): splitmix64 on int64, whose overflow wraps."""
-    state_N = _mix(seeds_N + _signed(_GOLDEN)) + (positions_N + 1) * _signed(_GOLDEN)
+    state_N = _mix(seeds_N + signed(_GOLDEN)) + (positions_N + 1) * signed(_GOLDEN)
     return (_shift_right(_mix(state_N), 40)).float() * 2.0**-24
 
 
 def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shift_right(x, 30)) * _signed(_MIX_1)
-    x = (x ^ _shift_right(x, 27)) * _signed(_MIX_2)
+    x = (x ^ _shift_right(x, 30)) * signed(_MIX_1)
+    x = (x ^ _shift_right(x, 27)) * signed(_MIX_2)
     return x ^ _shift_right(x, 31)
 
 
@@ -112,6 +112,6 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _signed(x: int) -> int:
+def signed(x: int) -> int:
     x &= (1 << 64) - 1
     return x - (1 << 64) if x >= 1 << 63 else x

@@ -5,12 +5,13 @@
        └────preempt───────┘   (out of blocks: the youngest gives its blocks back and is computed anew later)
 
 A step computes a stretch of tokens of some sequences, within a budget of tokens, seats and blocks: the last token of a
-sequence that decodes, a prompt or a part of one. Equal prompts are computed once: the first sequence to come computes the
+sequence that decodes, a prompt or a part of one. A device that runs ahead of the host gets steps of prompts alone, and windows of
+several steps for the sequences that decode. Equal prompts are computed once: the first sequence to come computes the
 prompt, the others wait for it and then share its blocks. Those that get a seat at once draw their first token from the very
 same logits.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from lockstep.engines.rollout.embedded.blocks import BlockManager
@@ -46,6 +47,22 @@ class StepPlan:
 
 
 @dataclass
+class Window:
+    """Several steps of one token for sequences that decode.
+
+    draws:  each sequence with the tokens that it may draw, at most `num_steps`.
+    copies: (source, target) blocks to copy before them.
+    """
+
+    draws: list[tuple[Sequence, int]] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def num_steps(self) -> int:
+        return max((count for _, count in self.draws), default=0)
+
+
+@dataclass
 class SharedPrompt:
     """A computed prompt that is kept while sequences with the same prompt wait."""
 
@@ -60,6 +77,8 @@ class Scheduler:
     max_num_tokens: tokens in one step.
     chunked:        whether a prompt may be split over steps; if not, one above the budget gets a step of its own.
     share_prompts:  whether equal prompts are computed once.
+
+    settle: called before a sequence is preempted; reads what the device has drawn ahead and says whether there was anything.
     """
 
     def __init__(
@@ -70,6 +89,7 @@ class Scheduler:
         self.max_num_tokens = max_num_tokens
         self.chunked = chunked
         self.share_prompts = share_prompts
+        self.settle: Callable[[], bool] = lambda: False
         self.running: list[Sequence] = []  # in the order of admission
         self._waiting = WaitingQueue()
         self._prompt_ids: dict[tuple[int, ...], int] = {}
@@ -112,12 +132,51 @@ class Scheduler:
         self._leaders.clear()
         self._prompt_ids.clear()
 
-    def schedule(self) -> StepPlan:
+    @property
+    def wants_prompts(self) -> bool:
+        """Whether a step of prompts is due: one is begun, or enough seats are free that it pays to hold the others up."""
+        if not all(s.decodes for s in self.running):
+            return True
+        free = self.max_num_seqs - len(self.running)
+        enough = max(1, self.max_num_seqs // 8)
+        return self.num_waiting > 0 and free > 0 and (free >= min(self.num_waiting, enough) or not self.running)
+
+    def run_ahead(self, num_steps: int) -> Window:
+        """Up to `num_steps` steps for every sequence that decodes, with their blocks."""
+        rows = self._undrawn()
+        if self._num_needed(rows, num_steps) > self.blocks.num_free and self.settle():
+            rows = self._undrawn()
+        window = Window()
+        for sequence in rows:
+            count = min(num_steps, sequence.num_undrawn)
+            if not sequence.blocks:  # preempted in this very loop
+                continue
+            if not self._make_room(sequence, count):
+                break
+            start = sequence.num_computed
+            window.copies += self.blocks.prepare_write(sequence.blocks, start, start + count)
+            sequence.num_computed += count
+            sequence.num_ahead += count
+            window.draws.append((sequence, count))
+        return window
+
+    def _undrawn(self) -> list[Sequence]:
+        return [s for s in self.running if s.decodes and s.num_undrawn > 0]
+
+    def _num_needed(self, rows: list[Sequence], num_steps: int) -> int:
+        """Blocks that the rows take for so many steps."""
+        ends = [(s, s.num_computed + min(num_steps, s.num_undrawn)) for s in rows]
+        return sum(self.blocks.num_to_write(s.blocks, s.num_computed, end) for s, end in ends)
+
+    def schedule(self, prompts_only: bool = False) -> StepPlan:
+        """The next step; with `prompts_only` one that leaves out the sequences that decode, and may be empty."""
         plan = StepPlan()
         budget = self.max_num_tokens
         self._computed_now.clear()
         admitted = list(self.running)
         for sequence in admitted:
+            if prompts_only and sequence.decodes:
+                continue
             length = self._length(sequence, budget, plan)
             if length == 0 or not sequence.blocks:  # no budget, or preempted in this very loop
                 continue
@@ -130,7 +189,9 @@ class Scheduler:
             self._fork(row)
         if not out_of_blocks:
             self._admit(plan, budget)
-        assert plan.rows or not self.has_unfinished, "nothing can be scheduled: one sequence does not fit the cache"
+        assert plan.rows or prompts_only or not self.has_unfinished, (
+            "nothing can be scheduled: one sequence does not fit the cache"
+        )
         return plan
 
     def _length(self, sequence: Sequence, budget: int, plan: StepPlan) -> int:
@@ -146,6 +207,10 @@ class Scheduler:
         while self.blocks.num_to_write(sequence.blocks, start, start + length) > self.blocks.num_free:
             if self._shared:
                 self._drop_shared(next(iter(self._shared)))
+                continue
+            if self.settle():
+                if not sequence.blocks:
+                    return False  # it has ended meanwhile
                 continue
             youngest = self.running[-1]
             self._preempt(youngest)
@@ -218,6 +283,7 @@ class Scheduler:
             self._shared[prompt_id] = SharedPrompt(blocks, leader.num_prompt)
 
     def _preempt(self, sequence: Sequence) -> None:
+        assert sequence.num_ahead == 0, "preempted while the device draws for it"
         self.running.remove(sequence)
         self.blocks.release(sequence.blocks)
         sequence.num_computed = 0

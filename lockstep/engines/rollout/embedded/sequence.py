@@ -10,7 +10,8 @@ class Sequence:
     """A prompt and what was generated for it so far.
 
     There are no phases: `num_computed` of `len(tokens)` tokens have their keys and values in the cache, and a step computes
-    more of them; when all are computed, the next token can be drawn.
+    more of them; when all are computed, the next token can be drawn. Where the device runs ahead of the host, up to `num_ahead`
+    more tokens have been drawn and partly computed, which the host has not read yet.
 
     index:     place in the order of arrival.
     prompt_id: equal for sequences with equal prompts, -1 where prompts are not shared.
@@ -24,6 +25,7 @@ class Sequence:
     prompt_id: int = -1
     tokens: list[int] = field(init=False)
     num_computed: int = 0
+    num_ahead: int = 0
     blocks: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     stop_reason: StopReason | None = None
@@ -44,6 +46,24 @@ class Sequence:
     def longest(self) -> int:
         """Tokens that must fit the cache: all but the last one drawn, which is never computed."""
         return self.num_prompt + self.request.sampling.max_tokens - 1
+
+    @property
+    def num_undrawn(self) -> int:
+        """Tokens that it may still draw, if no stop token comes before."""
+        return self.request.sampling.max_tokens - self.num_generated - self.num_ahead
+
+    @property
+    def decodes(self) -> bool:
+        """Whether all that is left to compute is the token drawn last."""
+        drawn = self.num_generated + self.num_ahead
+        return drawn > 0 and len(self.tokens) + self.num_ahead - self.num_computed <= 1
+
+    def extend(self, tokens: list[int], log_probs: list[float]) -> None:
+        """Append tokens that the device drew; none but the last of them can be a stop token."""
+        if tokens:
+            self.tokens += tokens[:-1]
+            self.log_probs += log_probs[:-1]
+            self.append(tokens[-1], log_probs[-1])
 
     def append(self, token: int, log_prob: float) -> None:
         self.tokens.append(token)

@@ -5,6 +5,7 @@ import torch
 from lockstep.engines.rollout.embedded.sampler import SamplingBatch
 from lockstep.engines.rollout.embedded.scheduler import Row
 from lockstep.models.paged_attention import CachedRows, PagedAttention, PagedCache
+from lockstep.utils.device import to_device
 
 
 class StepInputs:
@@ -14,7 +15,6 @@ class StepInputs:
     attention:               what each token may see.
     samplers:                the N sequences that draw in this step.
     sampled:                 (N,) index of the token after which each of them draws.
-    sampling:                how; only where N > 0.
     """
 
     def __init__(self, rows: list[Row], cache: PagedCache) -> None:
@@ -31,18 +31,21 @@ class StepInputs:
             positions += range(row.start, row.stop)
             slots += [blocks[p // size] * size + p % size for p in range(row.start, row.stop)]
             sampled += [len(tokens) - 1] * len(row.samplers)
-        self.token_ids = torch.tensor([tokens])
-        self.position_ids = torch.tensor([positions])
-        self.sampled = torch.tensor(sampled, device=device)
+        self.token_ids = to_device(torch.tensor([tokens]), device)
+        self.position_ids = to_device(torch.tensor([positions]), device)
+        self.sampled = to_device(torch.tensor(sampled), device)
         fresh = [row.stop - row.start for row in rows if row.start == 0]
-        self.attention = PagedAttention(cache, torch.tensor(slots, device=device), cached_rows(rows, cache), fresh)
-        if self.samplers:
-            self.sampling = SamplingBatch.build(
-                [s.request.sampling for s in self.samplers],
-                [s.request.seed for s in self.samplers],
-                [len(s.tokens) for s in self.samplers],
-                device,
-            )
+        slots_T = to_device(torch.tensor(slots), device)
+        self.attention = PagedAttention(cache, slots_T, cached_rows(rows, cache), fresh)
+
+    def sampling(self) -> SamplingBatch:
+        """How the samplers draw."""
+        return SamplingBatch.build(
+            [s.request.sampling for s in self.samplers],
+            [s.request.seed for s in self.samplers],
+            [len(s.tokens) for s in self.samplers],
+            self.token_ids.device,
+        )
 
 
 def cached_rows(rows: list[Row], cache: PagedCache) -> list[CachedRows]:
@@ -65,7 +68,9 @@ def cached_rows(rows: list[Row], cache: PagedCache) -> list[CachedRows]:
         table = [row.sequence.blocks + [0] * (width - len(row.sequence.blocks)) for row in group]
         positions = [list(range(row.start, row.stop)) for row in group]
         result.append(
-            CachedRows(first, torch.tensor(table, device=cache.device), torch.tensor(positions, device=cache.device))
+            CachedRows(
+                first, to_device(torch.tensor(table), cache.device), to_device(torch.tensor(positions), cache.device)
+            )
         )
         first += sum(row.stop - row.start for row in group)
     return result
