@@ -9,6 +9,17 @@ class WorkerDiedError(RuntimeError):
     """The process of a worker has ended."""
 
 
+ON_WORKER = "on the worker:\n"
+"""Begins the note with the worker's traceback, on an exception that comes from another process."""
+
+
+def worker_report(error: BaseException) -> str | None:
+    """Where an exception of a worker in another process was raised, and its traceback there; None for any other exception."""
+    notes: list[str] = getattr(error, "__notes__", [])
+    tracebacks = [note.removeprefix(ON_WORKER) for note in notes if note.startswith(ON_WORKER)]
+    return "\n".join([n for n in notes if not n.startswith(ON_WORKER)] + tracebacks) if tracebacks else None
+
+
 class Future(ABC):
     """The output of one call on one worker, perhaps not there yet. Each backend has its own kind."""
 

@@ -1,6 +1,10 @@
 """The Ray cluster: joining or starting it, and what its machines have. The only file that imports ray."""
 
+import logging
 import os
+import socket
+import time
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +16,11 @@ try:
 except ImportError as error:
     raise ImportError('the Ray backend needs Ray: pip install "lockstep-rl[ray]"') from error
 
+logger = logging.getLogger(__name__)
+
+KNOCK_S = 5.0
+"""How long to wait for a cluster's address to answer."""
+
 Bundle = dict[str, float]
 """Resources by Ray's name of them: {"CPU": 8, "GPU": 8}."""
 
@@ -22,15 +31,55 @@ def connect(num_cpus: int | None = None, address: str | None = None, min_cpus: i
     num_cpus: logical CPUs of a cluster started here; by default the machine's cores, at least `min_cpus`, so that more
               workers than cores can be placed.
     options:  further arguments of `ray.init` (`runtime_env`, `namespace`, `log_to_driver`, ...).
+
+    Ray's own notices are shown where LOCKSTEP_DEBUG is set.
     """
     if ray.is_initialized():
         return
+    if not os.environ.get("LOCKSTEP_DEBUG"):
+        options = {"logging_level": "ERROR"} | options
+        _hide_notices()
     address = address or os.environ.get("RAY_ADDRESS")
-    if address and address != "local":
-        ray.init(address=address, **options)
-    else:
+    if not address or address == "local":
         num_cpus = num_cpus or max(min_cpus, os.cpu_count() or 1)
         ray.init(**{"address": "local", "num_cpus": num_cpus, "include_dashboard": False, **options})
+        return
+    if "://" in address:
+        raise ValueError(
+            f"ray_init.address={address} (or RAY_ADDRESS): the command runs on a machine of the cluster, not on a Ray client. "
+            "Log in there and set ray_init.address=auto, or send it there: ray job submit -- lockstep ppo ..."
+        )
+    try:
+        _knock(address)
+        ray.init(address=address, **options)
+    except OSError as error:  # ConnectionError of Ray's included
+        raise ValueError(
+            f"ray_init.address={address} (or RAY_ADDRESS): no Ray cluster answers there ({' '.join(str(error).split())}). "
+            "Start one with `ray start --head`, or leave both unset to start one with the run"
+        ) from error
+
+
+def _knock(address: str) -> None:
+    """OSError where nobody listens at `host:port`; Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_S).close()
+
+
+def _hide_notices() -> None:
+    """Keep from the console what Ray says of itself: it has no setting for that which leaves the workers' output."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"ray\.")
+    module: Any = ray._private.worker
+    show = getattr(module, "print_to_stdstream", None)
+    if show is None or hasattr(show, "shows_workers_alone"):
+        return
+
+    def show_workers(data: dict[str, Any], **options: Any) -> None:
+        if str(data.get("pid")).isdigit():  # else a name, as of a server of Ray's
+            show(data, **options)
+
+    show_workers.shows_workers_alone = True  # type: ignore[attr-defined]
+    module.print_to_stdstream = show_workers
 
 
 def disconnect(timeline_json_file: str | None = None) -> None:
@@ -42,23 +91,44 @@ def disconnect(timeline_json_file: str | None = None) -> None:
     ray.shutdown()
 
 
+def this_machine() -> Any:
+    """Scheduling of an actor to the machine of this process."""
+    node = ray.get_runtime_context().get_node_id()
+    return ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+
+
 def has_gpus() -> bool:
     """Whether a machine of the cluster has a GPU."""
     return bool(ray.cluster_resources().get("GPU", 0))
 
 
-def require_machines(pool: str, asked: Sequence[Bundle]) -> None:
-    """ValueError where the living machines cannot hold `asked`, one entry per machine, even when nothing else runs."""
+def require_machines(pool: str, asked: Sequence[Bundle], until: float = 0) -> None:
+    """ValueError where the living machines cannot hold `asked`, one entry per machine, even when nothing else runs.
+
+    until: a time of `time.monotonic`, up to which machines may still join.
+    """
     if not ray.is_initialized():
         raise RuntimeError("no Ray cluster is joined: call lockstep.single_controller.ray_backend.connect() first")
+    is_waiting = False
+    while not _fits(asked):
+        if time.monotonic() >= until:
+            raise ValueError(missing(pool, asked))
+        if not is_waiting:
+            logger.warning("waiting up to %.0f s: %s", until - time.monotonic(), missing(pool, asked))
+        is_waiting = True
+        time.sleep(1.0)
+
+
+def _fits(asked: Sequence[Bundle]) -> bool:
     left = [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
     for bundle in sorted(asked, key=lambda b: (b.get("GPU", 0), b["CPU"]), reverse=True):
         fitting = [m for m in left if all(m.get(name, 0) >= amount for name, amount in bundle.items())]
         if not fitting:
-            raise ValueError(missing(pool, asked))
+            return False
         tightest = min(fitting, key=lambda m: (m.get("GPU", 0), m.get("CPU", 0)))
         for name, amount in bundle.items():
             tightest[name] -= amount
+    return True
 
 
 def missing(pool: str, asked: Sequence[Bundle], busy: bool = False) -> str:
@@ -67,7 +137,7 @@ def missing(pool: str, asked: Sequence[Bundle], busy: bool = False) -> str:
         f"{node['NodeManagerAddress']} with {_amounts(node['Resources'])}" for node in ray.nodes() if node["Alive"]
     ]
     text = (
-        f"resource pool {pool!r} asks for {_count(len(asked), 'machine')} with "
+        f"{f'resource pool {pool!r}' if pool else 'the run'} asks for {_count(len(asked), 'machine')} with "
         f"{' and '.join(sorted({_amounts(b) for b in asked}))}; "
         f"the Ray cluster has {_count(len(machines), 'machine')}: {', '.join(machines)}"
     )

@@ -5,19 +5,41 @@ A worker whose process has ended gives WorkerDiedError.
 """
 
 import pickle
+import re
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.single_controller.futures import Future, WorkerDiedError
+from lockstep.single_controller.futures import ON_WORKER, Future, WorkerDiedError, worker_report
 from lockstep.single_controller.ray_backend.cluster import ray
 from lockstep.single_controller.ray_backend.wire import unpack
 
 DEATH_NOTICE_S = 1.0
 """After one rank failed: how long to look for a dead rank that is the reason (its peers lose their connections first)."""
 
-_TOLD = "_lockstep_traceback_told"
+LOST_NODE_S = 45.0
+"""The same where a rank lost its connection to another: of a machine that is gone Ray learns by missed heartbeats."""
+
+LOST_CONNECTION = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|remote process exited|socket (closed|error)|peer closed",
+    re.I,
+)
+"""What collectives say when the process at the other end is gone."""
+
+LOOK_S = 3.0
+"""While a call takes longer than this, processes that no call waits for are looked after as well."""
+
+LOSSES = (
+    ray.exceptions.RayActorError,
+    ray.exceptions.ObjectLostError,
+    ray.exceptions.OutOfMemoryError,
+    ray.exceptions.WorkerCrashedError,
+)
+"""Ray's errors where a process or a machine is gone."""
+
+DIED = "the worker's process died"
 
 
 class WorkerError(RuntimeError):
@@ -26,7 +48,7 @@ class WorkerError(RuntimeError):
 
 def portable(error: Exception, note: str) -> Exception:
     """The exception in a form that survives the way to the controller. Called on the worker, where its traceback is."""
-    told = getattr(error, _TOLD, False)  # by the worker where it came from: this one only waited for its output
+    told = worker_report(error) is not None  # by the worker where it came from: this one only waited for its output
     text = "".join(traceback.format_exception(error))
     try:
         pickle.loads(pickle.dumps(error))
@@ -34,8 +56,7 @@ def portable(error: Exception, note: str) -> Exception:
         error = WorkerError(f"{type(error).__qualname__}: {error}")
     error.add_note(note)
     if not told:
-        error.add_note("on the worker:\n" + text.rstrip())
-        setattr(error, _TOLD, True)
+        error.add_note(ON_WORKER + text.rstrip())
     return error
 
 
@@ -53,49 +74,99 @@ class RayFuture(Future):
     writable: bool = True
 
     def get(self) -> Any:
+        (value,) = self.get_all([self])
+        return value
+
+    def value(self) -> Any:
+        """As `get`, where it is known to be there."""
         try:
             return unpack(ray.get(self.ref), self.writable)
         except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, LOSSES):  # of another worker, whose output was this one's argument
+                raise WorkerDiedError(f"{DIED} whose output {self.site} waited for. {_reason(error.cause)}") from None
             raise error.cause from None
-        except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
-            raise WorkerDiedError(f"the worker's process died: {self.site}. Ray says: {_reason(error)}") from None
+        except LOSSES as error:
+            raise WorkerDiedError(f"{DIED}: {self.site}. {_reason(error)}") from None
 
     @classmethod
     def get_all(cls, futures: Sequence[Future]) -> list[Any]:
         """Outputs in the order of the futures. The first failure in time is raised: other ranks may wait for the failed one."""
-        refs = [future.ref for future in futures if isinstance(future, RayFuture)]
-        pending = {ref: i for i, ref in enumerate(refs)}
-        values: list[Any] = [None] * len(futures)
+        given = [future for future in futures if isinstance(future, RayFuture)]
+        pending = {future.ref: i for i, future in enumerate(given)}
+        values: list[Any] = [None] * len(given)
         while pending:
-            ray.wait(list(pending), num_returns=1)
+            if not ray.wait(list(pending), num_returns=1, timeout=LOOK_S)[0]:
+                raise_deaths()
+                continue
             ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=0)
             index = min(pending[ref] for ref in ready)
-            del pending[refs[index]]
+            del pending[given[index].ref]
             try:
-                values[index] = futures[index].get()
+                values[index] = given[index].value()
             except WorkerDiedError:
                 raise
             except Exception as error:
-                _raise_death_among([futures[i] for i in pending.values()], error)
+                _raise_death_among([given[i] for i in pending.values()], error)
                 raise
         return values
 
 
-def _raise_death_among(futures: list[Future], error: Exception) -> None:
+class Pulse:
+    """Whether one actor lives. A question that it has not answered yet, as it is busy, stays open: death answers it too."""
+
+    def __init__(self, handle: Any, site: Callable[[], str]) -> None:
+        self._handle = handle
+        self._site = site
+        self._question: RayFuture | None = None
+
+    def check(self) -> bool:
+        """Whether it has answered; WorkerDiedError where it is known to be dead."""
+        if self._question is None:
+            self._question = RayFuture(self._handle.place.remote(), self._site())
+        if not ray.wait([self._question.ref], timeout=0)[0]:
+            return False
+        answer, self._question = self._question, None
+        answer.value()
+        return True
+
+
+PULSES: set[Pulse] = set()
+"""Of every worker process that this program has started and not ended."""
+
+
+def raise_deaths() -> None:
+    """WorkerDiedError where any worker process has died, whether a call waits for it or not."""
+    for pulse in list(PULSES):
+        pulse.check()
+
+
+def _raise_death_among(futures: list[RayFuture], error: Exception) -> None:
     """Raise the death of a peer, if one has died, as the reason for `error`."""
-    refs = {future.ref: future for future in futures if isinstance(future, RayFuture)}
-    if not refs:
+    refs = {future.ref: future for future in futures}
+    end = time.monotonic() + (LOST_NODE_S if LOST_CONNECTION.search(str(error)) else DEATH_NOTICE_S)
+    try:
+        raise_deaths()  # which takes the answers of before, so that those in `silent` are asked anew
+        silent = set(PULSES)
+        while (refs or silent) and time.monotonic() < end:
+            for ref in ray.wait(list(refs), num_returns=len(refs), timeout=0)[0] if refs else ():
+                _raise_only_death(refs.pop(ref))
+            silent = {pulse for pulse in silent if not pulse.check()}
+            time.sleep(0.1)
+    except WorkerDiedError as death:
+        raise death from error
+
+
+def _raise_only_death(future: RayFuture) -> None:
+    try:
+        future.value()
+    except WorkerDiedError:
+        raise
+    except Exception:  # noqa: BLE001 - another rank's failure; the first one is raised
         return
-    ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=DEATH_NOTICE_S)
-    for ref in ready:
-        try:
-            refs[ref].get()
-        except WorkerDiedError as death:
-            raise death from error
-        except Exception:  # noqa: BLE001 - another rank's failure; the first one is raised
-            continue
 
 
 def _reason(error: Exception) -> str:
     text = " ".join(str(error).split())
-    return text[text.find("The actor is dead because") :] if "The actor is dead because" in text else text
+    text = text[max(0, text.find("The actor is dead because")) :].split(" Some common causes include")[0]
+    hint = " (Without another sign it was mostly killed for memory: `dmesg` on its node tells.)"
+    return f"Ray says: {text}{hint if 'Worker unexpectedly exits' in text else ''}"

@@ -9,7 +9,7 @@ shutdown   ends the processes; the pool's machines are given back with its last 
 
 import functools
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 from lockstep.single_controller.dispatch import (
@@ -20,9 +20,10 @@ from lockstep.single_controller.dispatch import (
 )
 from lockstep.single_controller.futures import FutureList
 from lockstep.single_controller.ray_backend.cluster import ray
-from lockstep.single_controller.ray_backend.futures import RayFuture
-from lockstep.single_controller.ray_backend.host import ProcessInfo, WorkerHost
+from lockstep.single_controller.ray_backend.futures import PULSES, Pulse, RayFuture
+from lockstep.single_controller.ray_backend.host import ProcessInfo
 from lockstep.single_controller.ray_backend.pool import RayResourcePool
+from lockstep.single_controller.ray_backend.reservation import Started, start_host
 from lockstep.single_controller.ray_backend.wire import pack
 from lockstep.single_controller.worker import Place
 from lockstep.single_controller.worker_group import Backend, ClassWithInitArgs, ResourcePool, WorkerGroup
@@ -63,9 +64,16 @@ class Processes:
         self.pool = pool
         self.infos: list[ProcessInfo] = []
         self.master = ("", 0)
+        self._pulses: list[Pulse] = []
+
+    def watch(self, site: Callable[[int], str]) -> None:
+        """From now on the death of a process is noticed, whatever call is waited for. site: names a rank in the message."""
+        self._pulses = [Pulse(handle, functools.partial(site, rank)) for rank, handle in enumerate(self.handles)]
+        PULSES.update(self._pulses)
 
     def shutdown(self) -> None:
         """End the processes and wait until they are gone; a second call does nothing."""
+        PULSES.difference_update(self._pulses)
         handles, self.handles[:] = list(self.handles), []
         if not handles or not ray.is_initialized():
             return
@@ -165,31 +173,28 @@ class RayWorkerGroup(WorkerGroup):
         if not isinstance(pool, RayResourcePool):
             raise TypeError(f"a RayWorkerGroup runs on a RayResourcePool, not on a {type(pool).__name__}")
         pool.enter(self.name)
-        unique = f"{self._name_prefix}{'_' if self._name_prefix else ''}{self.name}-{uuid.uuid4().hex[:6]}"
         processes = Processes([], [], pool)
         try:
-            for i, placement_group in enumerate(pool.get_placement_groups()):
-                for bundle_index in range(pool.store[i]):
-                    name = f"{unique}:{len(processes.names)}"
-                    processes.handles.append(self._start_process(pool, placement_group, bundle_index, name))
-                    processes.names.append(name)
+            self._fill(processes, pool)
+            processes.watch(self._site)
         except BaseException:
             processes.shutdown() if processes.handles else pool.leave()
             raise
         return processes
 
-    def _start_process(self, pool: RayResourcePool, placement_group: Any, bundle_index: int, name: str) -> Any:
-        options = {
-            "num_cpus": pool.share,
-            "num_gpus": pool.share if pool.use_gpu else 0,
-            "name": name,
-            "lifetime": "detached" if self._detached else None,
-            "scheduling_strategy": ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-                placement_group, placement_group_bundle_index=bundle_index
-            ),
-        }
-        options |= getattr(self.cls_with_init, "options", {})
-        return ray.remote(WorkerHost).options(**options).remote()
+    def _fill(self, processes: Processes, pool: RayResourcePool) -> None:
+        groups, options = pool.get_placement_groups(), getattr(self.cls_with_init, "options", {})
+        if not options and not self._detached and (early := pool.take_early()) is not None:
+            processes.handles.extend(early.handles)
+            processes.names.extend(early.names)
+            return
+        options = {"lifetime": "detached" if self._detached else None} | options
+        unique = f"{self._name_prefix}{'_' if self._name_prefix else ''}{self.name}-{uuid.uuid4().hex[:6]}"
+        for group, count in zip(groups, pool.store):
+            for index in range(count):
+                name = f"{unique}:{len(processes.names)}"
+                processes.handles.append(start_host(group, index, pool.share, pool.use_gpu, name=name, **options))
+                processes.names.append(name)
 
     def _construct(self, rank: int, construct: Any) -> RayFuture:
         place = self.resource_pool.places()[rank]
@@ -236,13 +241,16 @@ class RayWorkerGroup(WorkerGroup):
     def failure_note(self, rank: int, method_name: str) -> str:
         return f"{super().failure_note(rank, method_name)}, {self._node(rank)}"
 
-    def _site(self, rank: int, method_name: str) -> str:
+    def _site(self, rank: int, method_name: str | None = None) -> str:
+        site = f"worker group {self.name!r}, rank {rank} of {self.world_size}, {self._node(rank)}"
+        if method_name is None:
+            return site
         method = f"{self.cls_with_init.cls.__name__}.{method_name.removeprefix(self._method_prefix)}"
-        return f"worker group {self.name!r}, rank {rank} of {self.world_size}, {self._node(rank)}, called for {method}"
+        return f"{site}, called for {method}"
 
     def _node(self, rank: int) -> str:
-        info = self._processes.infos[rank]
-        return f"node {info.address}, pid {info.pid}"
+        infos = self._processes.infos
+        return f"node {infos[rank].address}, pid {infos[rank].pid}" if infos else "being started"
 
     def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> RayFuture:
         """Call any method of rank 0, registered or not."""
@@ -299,7 +307,11 @@ def _stored(arg: Any) -> Any:
     return arg if isinstance(arg, SMALL) else ray.put(pack(arg))
 
 
-def make_ray_backend(use_gpu: bool) -> Backend:
-    """Workers as Ray processes, each with a GPU or each on logical CPUs."""
-    pool_class = functools.partial(RayResourcePool, use_gpu=use_gpu)
+def make_ray_backend(use_gpu: bool, wait_s: float | None = None, started: dict[str, Started] | None = None) -> Backend:
+    """Workers as Ray processes, each with a GPU or each on logical CPUs.
+
+    wait_s:  how long to wait for machines that are not there yet. started: processes started early, by pool.
+    """
+    options: dict[str, Any] = {} if wait_s is None else {"wait_s": wait_s, "wait_for_machines": True}
+    pool_class = functools.partial(RayResourcePool, use_gpu=use_gpu, started=started, **options)
     return Backend("ray", pool_class, RayClassWithInitArgs, RayWorkerGroup)

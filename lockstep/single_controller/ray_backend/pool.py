@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.single_controller.ray_backend.cluster import Bundle, missing, ray, require_machines
+from lockstep.single_controller.ray_backend.reservation import Started, bundle_of, reserve
 from lockstep.single_controller.worker_group import ResourcePool
 
 
@@ -17,6 +18,8 @@ class RayResourcePool(ResourcePool):
     max_colocate_count: how many worker groups share the bundles; a worker takes that fraction of one.
     detached:           the reservation outlives this program, for workers that another one attaches to.
     wait_s:             how long to wait for resources that other programs hold.
+    started:            processes started early, by pool; one that has the pool's name and shape is taken.
+    wait_for_machines:  wait also for machines that the cluster does not have yet.
     """
 
     def __init__(
@@ -28,18 +31,29 @@ class RayResourcePool(ResourcePool):
         detached: bool = False,
         n_gpus_per_node: int = 8,
         wait_s: float = 8.0,
+        wait_for_machines: bool = False,
+        started: dict[str, Started] | None = None,
     ) -> None:
         super().__init__(process_on_nodes, max_colocate_count, n_gpus_per_node, name_prefix)
         self.use_gpu = use_gpu
         self.detached = detached
         self.wait_s = wait_s
+        self.wait_for_machines = wait_for_machines
         self._placement_groups: list[Any] = []
+        self._is_ready = False
         self._num_groups = 0
+        early = (started or {}).get(name_prefix)
+        if early is not None and (early.process_on_nodes, early.use_gpu) == (self.store, use_gpu) and not detached:
+            assert started is not None
+            self._early: Started | None = started.pop(name_prefix)
+            self._placement_groups = self._early.placement_groups
+        else:
+            self._early = None
 
     @property
     def bundle(self) -> Bundle:
         """What one process of the pool reserves."""
-        return {"CPU": 1, "GPU": 1} if self.use_gpu else {"CPU": 1}
+        return bundle_of(self.use_gpu)
 
     @property
     def share(self) -> float:
@@ -48,26 +62,25 @@ class RayResourcePool(ResourcePool):
 
     def get_placement_groups(self) -> list[Any]:
         """One per machine, reserved at the first call; ValueError where the cluster does not have it."""
-        if self._placement_groups:
+        if self._is_ready:
             return self._placement_groups
         asked = [{name: amount * count for name, amount in self.bundle.items()} for count in self.store]
-        require_machines(self.name_prefix, asked)
-        unique = f"{self.name_prefix or 'pool'}-{uuid.uuid4().hex[:6]}"
-        self._placement_groups = [
-            ray.util.placement_group(
-                [self.bundle] * count,
-                strategy="STRICT_PACK",
-                name=f"{unique}:{i}",
-                lifetime="detached" if self.detached else None,
-            )
-            for i, count in enumerate(self.store)
-        ]
         end = time.monotonic() + self.wait_s
+        if not self._placement_groups:
+            require_machines(self.name_prefix, asked, until=end if self.wait_for_machines else 0)
+            unique = f"{self.name_prefix or 'pool'}-{uuid.uuid4().hex[:6]}"
+            self._placement_groups = reserve(unique, self.store, self.bundle, self.detached)
         if not all(group.wait(max(0.1, end - time.monotonic())) for group in self._placement_groups):
             reason = missing(self.name_prefix, asked, busy=True)
             self.shutdown()
             raise ValueError(reason)
+        self._is_ready = True
         return self._placement_groups
+
+    def take_early(self) -> Started | None:
+        """The processes started early, if there are any and no group has them yet."""
+        early, self._early = self._early, None
+        return early
 
     def enter(self, group_name: str) -> None:
         """One more worker group runs on the pool."""
@@ -89,3 +102,4 @@ class RayResourcePool(ResourcePool):
         for group in self._placement_groups:
             ray.util.remove_placement_group(group)
         self._placement_groups = []
+        self._is_ready = False

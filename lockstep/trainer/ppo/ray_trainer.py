@@ -118,6 +118,7 @@ class PPOTrainer:
         self.total_training_steps = epochs_steps if wanted is None else min(wanted, epochs_steps)
         self.run_dir = Path(config.trainer.default_local_dir).expanduser()
         self.checkpoints = CheckpointStore(self.run_dir, keep=self._checkpoints_to_keep())
+        self.last_checkpoint: Path | None = None
         self.global_steps = 0
         self.epoch = 0
         self.num_updates = 0
@@ -522,8 +523,8 @@ class PPOTrainer:
             state = {"global_steps": self.global_steps, "kl_coef": self.kl_ctrl_in_reward.value, "metrics": metrics}
             (folder / "trainer_state.json").write_text(json.dumps(state))
 
-        folder = self.checkpoints.save(self.global_steps, write)
-        logger.info("saved %s", folder)
+        self.last_checkpoint = self.checkpoints.save(self.global_steps, write)
+        logger.info("saved %s", self.last_checkpoint)
 
     def _load_checkpoint(self) -> dict[str, Any]:
         """Go on from the checkpoint that the config asks for; returns the metrics of its step."""
@@ -538,6 +539,7 @@ class PPOTrainer:
         if config.resume_mode == "auto":
             refuse_another_run(self.run_dir, self.config)
         self.global_steps, folder = found
+        self.last_checkpoint = folder
         logger.info("resuming from %s", folder)
         if self.use_critic:
             self.critic_wg.load_checkpoint(str(folder / "critic"))

@@ -16,3 +16,9 @@ def need_reference_policy(config: PPOConfig) -> bool:
 
 def need_reward_model(config: PPOConfig) -> bool:
     return config.reward_model.enable
+
+
+def needed_models(config: PPOConfig) -> list[str]:
+    """The models beside the policy, of ref, critic and rm."""
+    needed = {"ref": need_reference_policy(config), "critic": need_critic(config), "rm": need_reward_model(config)}
+    return [role for role, is_needed in needed.items() if is_needed]

@@ -6,8 +6,10 @@ import random
 import sys
 import traceback
 from collections.abc import Sized
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import cast
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -21,16 +23,20 @@ from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.rewards.default import check_data_sources
 from lockstep.rewards.managers import load_reward_manager
 from lockstep.single_controller import LOCAL, Backend, ResourcePoolManager, Role, Worker, WorkerDiedError
+from lockstep.single_controller.futures import worker_report
 from lockstep.trainer.audit import AuditError
 from lockstep.trainer.interrupt import Interrupt
 from lockstep.trainer.ppo.ray_trainer import PPOTrainer
-from lockstep.trainer.ppo.roles import need_critic, need_reference_policy, need_reward_model
+from lockstep.trainer.ppo.roles import need_critic, need_reference_policy, need_reward_model, needed_models
 from lockstep.utils.device import resolve_device
 from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
 from lockstep.workers.critic import CriticWorker
 from lockstep.workers.reward_model import RewardModelWorker
 
 logger = logging.getLogger(__name__)
+
+REPLACEMENT_S = 60.0
+"""How long to wait for a machine in the place of one that died."""
 
 
 class TaskRunner:
@@ -39,6 +45,12 @@ class TaskRunner:
     def __init__(self) -> None:
         self.role_worker_mapping: dict[Role, type[Worker]] = {}
         self.mapping: dict[Role, str] = {}
+        self.device: str | None = None
+        self.last_checkpoint: Path | None = None
+        self.wait_s: float | None = None
+        """How long to wait for machines, where not as the backend does by itself."""
+        self.started: dict[str, Any] = {}
+        """Worker processes that run already, by pool."""
 
     def add_actor_rollout_worker(self, config: PPOConfig, pools: Pools) -> None:
         for role in (Role.ActorRollout, Role.Actor, Role.Rollout):
@@ -63,8 +75,7 @@ class TaskRunner:
 
     def pools(self, config: PPOConfig) -> Pools:
         """Which processes there are and what runs in them."""
-        needed = {"ref": need_reference_policy(config), "critic": need_critic(config), "rm": need_reward_model(config)}
-        pools = pools_of(config, [role for role, is_needed in needed.items() if is_needed])
+        pools = pools_of(config, needed_models(config))
         _check_sequence_parallel(config, pools)
         return pools
 
@@ -74,7 +85,7 @@ class TaskRunner:
     def build(self, config: PPOConfig) -> PPOTrainer:
         """The trainer of a run, its models not yet loaded."""
         pools = self.pools(config)
-        device, backend = _device_and_backend(config)
+        device, backend = self._device_and_backend(config)
         self.add_actor_rollout_worker(config, pools)
         self.add_critic_worker(config, pools)
         self.add_reward_model_worker(config, pools)
@@ -111,36 +122,72 @@ class TaskRunner:
     def run(self, config: PPOConfig, interrupt: Interrupt | None = None) -> int:
         """Train; returns the exit code. What is wrong with the user's files is told without a traceback.
 
+        Workers that died are started anew, `trainer.max_restarts` times, and go on from the run's last checkpoint.
         interrupt: notes the wish to stop, where signals do not reach this process.
         """
-        for restarts in range(config.trainer.max_restarts + 1):
+        attempt, restarts = config, config.trainer.max_restarts
+        for left in range(restarts, -1, -1):
             try:
-                return self._run_once(config, interrupt)
+                code = self._run_once(attempt, interrupt)
             except WorkerDiedError as error:
-                left = config.trainer.max_restarts - restarts
                 sys.stderr.write(f"error: {error}\n")
-                if left:
-                    logger.warning("starting the workers anew, from the last checkpoint (%d restarts left)", left - 1)
-                config = replace(config, trainer=replace(config.trainer, resume_mode="auto"))
-        sys.stderr.write(f"the run ended; the same command goes on from the last checkpoint in {_run_dir(config)}\n")
+            except Exception as error:
+                if (report := worker_report(error)) is None:
+                    raise
+                sys.stderr.write(f"{report}\n")
+                break
+            else:
+                if code == 2 and left < restarts:  # it was right once: a machine that died is not replaced
+                    break
+                return code
+            if left:
+                attempt = self._from_last_checkpoint(config)
+                begin = attempt.trainer.resume_from_path or "where this run began"
+                logger.warning("starting the workers anew, from %s (%d more restarts)", begin, left - 1)
+                self.wait_s = REPLACEMENT_S
+        saved = self.last_checkpoint
+        sys.stderr.write(
+            f"the run has ended early; its last checkpoint is {saved}, and the same command goes on from there\n"
+            if saved is not None
+            else "the run has ended early, before its first checkpoint (trainer.save_freq)\n"
+        )
         return 1
 
     def _run_once(self, config: PPOConfig, interrupt: Interrupt | None) -> int:
         _seed_everything(config.trainer.seed)
-        trainer = None
-        try:
-            trainer = self.build(config)
-            trainer.init_workers()
-            trainer.start()
+        with ExitStack() as closing:
+            try:
+                trainer = self.build(config)
+                closing.callback(self._close, trainer)
+                trainer.init_workers()
+                trainer.start()
+            except ValueError as error:
+                if os.environ.get("LOCKSTEP_DEBUG"):
+                    raise
+                sys.stderr.write(f"error: {error}\n(LOCKSTEP_DEBUG=1 shows the traceback)\n")
+                return 2
             return _fit(trainer, interrupt)
-        except ValueError as error:
-            if os.environ.get("LOCKSTEP_DEBUG"):
-                raise
-            sys.stderr.write(f"error: {error}\n(LOCKSTEP_DEBUG=1 shows the traceback)\n")
-            return 2
-        finally:
-            if trainer is not None:
-                trainer.close()
+
+    def _close(self, trainer: PPOTrainer) -> None:
+        self.last_checkpoint = trainer.last_checkpoint or self.last_checkpoint
+        trainer.close()
+
+    def _from_last_checkpoint(self, config: PPOConfig) -> PPOConfig:
+        if self.last_checkpoint is None:
+            return config
+        resume = {"resume_mode": "resume_path", "resume_from_path": str(self.last_checkpoint)}
+        return replace(config, trainer=replace(config.trainer, **resume))  # type: ignore[arg-type]
+
+    def _device_and_backend(self, config: PPOConfig) -> tuple[str, Backend]:
+        if controller_of(config) == "local":
+            return resolve_device(config.trainer.device), LOCAL
+        from lockstep.single_controller.ray_backend import has_gpus, make_ray_backend
+
+        device = self.device or config.trainer.device
+        if device == "auto":  # the controller's machine may be one without GPUs
+            device = "cuda" if has_gpus() else "cpu"
+        self.device = device
+        return device, make_ray_backend(use_gpu=device == "cuda", wait_s=self.wait_s, started=self.started)
 
 
 def _fit(trainer: PPOTrainer, interrupt: Interrupt | None) -> int:
@@ -149,23 +196,10 @@ def _fit(trainer: PPOTrainer, interrupt: Interrupt | None) -> int:
     except (ValueError, AuditError, FloatingPointError) as error:
         log = trainer.run_dir / "error.txt"
         log.write_text(traceback.format_exc())
+        if worker_report(error) is not None:
+            raise
         sys.stderr.write(f"error: {error}\n(the traceback: {log})\n")
         return 1
-
-
-def _run_dir(config: PPOConfig) -> str:
-    return os.path.expanduser(config.trainer.default_local_dir)
-
-
-def _device_and_backend(config: PPOConfig) -> tuple[str, Backend]:
-    if controller_of(config) == "local":
-        return resolve_device(config.trainer.device), LOCAL
-    from lockstep.single_controller.ray_backend import has_gpus, make_ray_backend
-
-    device = config.trainer.device
-    if device == "auto":  # the controller's machine may be one without GPUs
-        device = "cuda" if has_gpus() else "cpu"
-    return device, make_ray_backend(use_gpu=device == "cuda")
 
 
 def _check_sequence_parallel(config: PPOConfig, pools: Pools) -> None:

@@ -1,0 +1,135 @@
+"""The driver's console in another process of its machine.
+
+    driver ── standard output and error, as open files ──► program      it writes to the terminal, pipe or file itself
+    driver ◄────────────── bytes: short messages ────────► program
+
+Nothing is copied on the way, so that the terminal's size, colours and the order of lines are those of a program started there.
+"""
+
+import json
+import os
+import select
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Any, TextIO
+
+CHUNK = 4096
+
+
+class DriverConsole:
+    """The driver's end. `address` is for one program, which opens a `BorrowedConsole` with it."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="lockstep-")  # for this user alone
+        self.address = os.path.join(self._folder, "console")
+        self._listening = socket.socket(socket.AF_UNIX)
+        self._listening.bind(self.address)
+        self._listening.listen(1)
+        self._connection: socket.socket | None = None
+        self._copies: list[threading.Thread] = []
+        self._ended = False
+
+    def wait(self, timeout_s: float) -> bytes:
+        """The program's messages; empty where there is none within the time, or the program has ended."""
+        source = self._connection or self._listening
+        if self._ended or not select.select([source], [], [], timeout_s)[0]:
+            return b""
+        if self._connection is None:
+            self._connection, _ = self._listening.accept()
+            self._lend(self._connection)
+            return b""
+        messages = self._connection.recv(CHUNK)
+        self._ended = not messages
+        return messages
+
+    @property
+    def ended(self) -> bool:
+        """Whether the program has let go of the console."""
+        return self._ended
+
+    def send(self, message: bytes) -> None:
+        if self._connection is not None and not self._ended:
+            try:
+                self._connection.sendall(message)
+            except OSError:  # it has ended meanwhile
+                self._ended = True
+
+    def close(self) -> None:
+        """Once the program has ended."""
+        for end in (self._connection, self._listening):
+            if end is not None:
+                end.close()
+        for copy in self._copies:
+            copy.join(timeout=1.0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _lend(self, connection: socket.socket) -> None:
+        files, close_after = [], []
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            try:
+                files.append(stream.fileno())
+            except (OSError, AttributeError, ValueError):  # no open file behind it, as in a notebook
+                reading, writing = os.pipe()
+                self._copies.append(_start(_copy, reading, stream))
+                files.append(writing)
+                close_after.append(writing)
+        spelling = [(stream.encoding or "utf-8", stream.errors or "replace") for stream in (sys.stdout, sys.stderr)]
+        socket.send_fds(connection, [json.dumps(spelling).encode()], files)
+        for file in close_after:
+            os.close(file)
+
+
+class BorrowedConsole:
+    """The program's end: from now on its standard output and error are the driver's.
+
+    on_message: called with the driver's messages, in a thread.
+    """
+
+    def __init__(self, address: str, on_message: Callable[[bytes], None]) -> None:
+        self._connection = socket.socket(socket.AF_UNIX)
+        self._connection.connect(address)
+        spelling, files, _, _ = socket.recv_fds(self._connection, CHUNK, 2)
+        opened = []
+        for number, file, (encoding, errors) in zip((1, 2), files, json.loads(spelling)):
+            os.dup2(file, number)  # for what the program itself starts, and for libraries in C
+            os.close(file)
+            opened.append(open(number, "w", buffering=1, encoding=encoding, errors=errors, closefd=False))  # noqa: SIM115
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__ = opened  # type: ignore[misc]
+        _start(self._listen, on_message)
+
+    def _listen(self, on_message: Callable[[bytes], None]) -> None:
+        try:
+            while message := self._connection.recv(CHUNK):
+                on_message(message)
+        except OSError:  # closed
+            return
+
+    def send(self, message: bytes) -> None:
+        try:
+            self._connection.sendall(message)
+        except OSError:  # the driver is gone; Ray ends this process
+            return
+
+    def close(self) -> None:
+        """Write out what is left and say that nothing more comes."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._connection.shutdown(socket.SHUT_RDWR)
+
+
+def _copy(reading: int, stream: TextIO) -> None:
+    with open(reading, encoding=stream.encoding or "utf-8", errors="replace", newline="") as pieces:
+        for line in pieces:
+            stream.write(line)
+            stream.flush()
+
+
+def _start(function: Callable[..., None], *args: Any) -> threading.Thread:
+    thread = threading.Thread(target=function, args=args, daemon=True)
+    thread.start()
+    return thread

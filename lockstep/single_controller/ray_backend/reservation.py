@@ -1,0 +1,70 @@
+"""Machines as placement groups, and worker processes on them.
+
+Needs neither torch nor a worker class: processes can be started first and import while their controller does.
+"""
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.single_controller.ray_backend.cluster import Bundle, ray
+from lockstep.single_controller.ray_backend.host import WorkerHost
+from lockstep.single_controller.ray_backend.surroundings import Surroundings
+
+
+def bundle_of(use_gpu: bool) -> Bundle:
+    """What one process reserves."""
+    return {"CPU": 1, "GPU": 1} if use_gpu else {"CPU": 1}
+
+
+def reserve(name: str, process_on_nodes: Sequence[int], bundle: Bundle, detached: bool = False) -> list[Any]:
+    """A placement group per machine, a bundle per process; they may not be ready yet."""
+    return [
+        ray.util.placement_group(
+            [bundle] * count,
+            strategy="STRICT_PACK",
+            name=f"{name}:{i}",
+            lifetime="detached" if detached else None,
+        )
+        for i, count in enumerate(process_on_nodes)
+    ]
+
+
+def start_host(group: Any, index: int, share: float, use_gpu: bool, preload: Sequence[str] = (), **options: Any) -> Any:
+    """A worker process in a bundle of a placement group.
+
+    share: the part of the bundle that it takes. preload: modules to import. options: as Ray names them.
+    """
+    options = {
+        "num_cpus": share,
+        "num_gpus": share if use_gpu else 0,
+        "scheduling_strategy": ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+            group, placement_group_bundle_index=index
+        ),
+    } | options
+    return ray.remote(WorkerHost).options(**options).remote(Surroundings.here(), tuple(preload))
+
+
+@dataclass(frozen=True)
+class Started:
+    """Processes of a pool whose workers are not known yet.
+
+    handles, names: by rank.
+    """
+
+    process_on_nodes: list[int]
+    use_gpu: bool
+    placement_groups: list[Any]
+    handles: list[Any]
+    names: list[str]
+
+
+def start_early(pool: str, process_on_nodes: Sequence[int], use_gpu: bool, preload: Sequence[str]) -> Started:
+    """Reserve the machines of a pool and start its processes, which wait for nothing and import `preload`."""
+    unique = f"{pool}-{uuid.uuid4().hex[:6]}"
+    groups = reserve(unique, process_on_nodes, bundle_of(use_gpu))
+    places = [(group, i) for group, count in zip(groups, process_on_nodes) for i in range(count)]
+    names = [f"{unique}:{rank}" for rank in range(len(places))]
+    handles = [start_host(*place, 1, use_gpu, preload, name=name) for place, name in zip(places, names)]
+    return Started(list(process_on_nodes), use_gpu, groups, handles, names)
