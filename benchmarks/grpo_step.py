@@ -1,7 +1,8 @@
 """A whole GRPO step, from the user's command: Lockstep beside TRL where it can be imported, one after the other on this machine.
 
     python benchmarks/grpo_step.py [--shape 0.5b --prompts 32 --samples 8 --prompt-tokens 256 --new-tokens 256]
-                                   [--peer trl --peer trl+vllm] [--json out.json] [key=value ...]
+                                   [--peer trl --peer trl+vllm --peer-python .trl/bin/python] [--json out.json]
+                                   [key=value ...]
 
 The model has random weights and every prompt exactly `--prompt-tokens` tokens; rewards are random. `--model DIR`
 takes a real one. Both sides run in processes of their own. The time of a step is the median after the first two; start-up is from
@@ -207,7 +208,7 @@ def run_trl(folder: Path, model: Path, texts: list[str], args: argparse.Namespac
     }
     script = folder / "trl_side.py"
     script.write_text(TRL)
-    command = [sys.executable, str(script), json.dumps(options)]
+    command = [args.peer_python, str(script), json.dumps(options)]
     start = time.time()
     done = subprocess.run(
         command,
@@ -241,6 +242,7 @@ def main() -> None:
     parser.add_argument("--peer-micro", type=int, default=32, help="sequences in one of the peer's micro-batches")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--peer", action="append", choices=["trl", "trl+vllm"], default=None)
+    parser.add_argument("--peer-python", default=sys.executable, help="interpreter of the environment that has TRL")
     parser.add_argument("--json", type=Path)
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
