@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from lockstep.single_controller.ray_backend.surroundings import Surroundings
     from lockstep.trainer.ppo.task_runner import TaskRunner
 
+logger = logging.getLogger(__name__)
+
 STOP, TRAINING = b"s", b"t"
 """Messages: to the runner, that it should stop after the step; to the driver, that there is a step to wait for."""
 
@@ -65,6 +67,8 @@ def _check_machines(config: PPOConfig) -> None:
     from lockstep.single_controller.ray_backend.reservation import bundle_of
 
     trainer, reward = config.trainer, config.reward_model
+    if trainer.device == "auto" and not _on_gpus(config):
+        logger.warning("the cluster has no GPU: %d workers train on CPU", num_workers(config))
     machines = [trainer.n_gpus_per_node] * trainer.nnodes
     if reward.enable and reward.enable_resource_pool:
         machines += [reward.n_gpus_per_node] * reward.nnodes

@@ -55,7 +55,8 @@ def connect(num_cpus: int | None = None, address: str | None = None, min_cpus: i
     except OSError as error:  # ConnectionError of Ray's included
         raise ValueError(
             f"ray_init.address={address} (or RAY_ADDRESS): no Ray cluster answers there ({' '.join(str(error).split())}). "
-            "Start one with `ray start --head`, or leave both unset to start one with the run"
+            "Start one with `ray start --head`, or leave both unset to start one with the run; where it asks for a token, set "
+            "RAY_AUTH_MODE=token here too"
         ) from error
 
 

@@ -14,7 +14,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from lockstep.config.model import sequence_parallel_size
 from lockstep.config.placement import Pools, controller_of, pools_of
 from lockstep.config.ppo import PPOConfig
 from lockstep.data.rl_dataset import create_rl_dataset
@@ -75,9 +74,7 @@ class TaskRunner:
 
     def pools(self, config: PPOConfig) -> Pools:
         """Which processes there are and what runs in them."""
-        pools = pools_of(config, needed_models(config))
-        _check_sequence_parallel(config, pools)
-        return pools
+        return pools_of(config, needed_models(config))
 
     def init_resource_pool_mgr(self, pools: Pools, backend: Backend) -> ResourcePoolManager:
         return ResourcePoolManager(resource_pool_spec=pools.spec, mapping=self.mapping, pool_class=backend.pool_class)
@@ -200,25 +197,6 @@ def _fit(trainer: PPOTrainer, interrupt: Interrupt | None) -> int:
             raise
         sys.stderr.write(f"error: {error}\n(the traceback: {log})\n")
         return 1
-
-
-def _check_sequence_parallel(config: PPOConfig, pools: Pools) -> None:
-    policy = config.actor_rollout_ref
-    sections = {
-        "actor_rollout": ("actor_rollout_ref.actor", policy.actor),
-        "actor": ("actor_rollout_ref.actor", policy.actor),
-        "ref": ("actor_rollout_ref.ref", policy.ref),
-        "critic": ("critic", config.critic),
-        "rm": ("reward_model", config.reward_model),
-    }
-    for role in pools.role_pools.keys() & sections.keys():
-        key, section = sections[role]
-        size, workers = sequence_parallel_size(section), pools.world_size(role)
-        if workers % size:
-            raise ValueError(
-                f"{key}.ulysses_sequence_parallel_size={size} does not divide the {workers} workers of pool "
-                f"{pools.role_pools[role]!r}"
-            )
 
 
 def _seed_everything(seed: int) -> None:
