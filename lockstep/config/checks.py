@@ -23,7 +23,6 @@ _SAMPLER = ("data.sampler.class_path", "data.sampler.class_name")
 LOGGERS = ("console", "file", "mlflow", "swanlab", "tensorboard", "wandb")
 
 UNREAD = [
-    (f"{_ROLLOUT}.enforce_eager", False, "decoding runs eagerly"),
     *(
         (f"{section}.wrap_policy.min_num_params", 0, "models are sharded layer by layer")
         for section in (f"{_ACTOR}.fsdp_config", f"{_REF}.fsdp_config", "critic.model.fsdp_config")
@@ -341,23 +340,24 @@ _OF_POOLS = (*_SIZES, "resource_pool_mapping", "reward_model.n", "ulysses_sequen
 """Parts of keys by which the sizes of pools cannot be told."""
 
 _BUDGETS = {
-    f"{_ACTOR}.ppo_max_token_len_per_gpu": f"{_ACTOR}.use_dynamic_bsz",
-    f"{_ROLLOUT}.log_prob_max_token_len_per_gpu": f"{_ROLLOUT}.log_prob_use_dynamic_bsz",
-    f"{_REF}.log_prob_max_token_len_per_gpu": f"{_REF}.log_prob_use_dynamic_bsz",
-    "critic.ppo_max_token_len_per_gpu": "critic.use_dynamic_bsz",
-    "critic.forward_max_token_len_per_gpu": "critic.use_dynamic_bsz",
-    "reward_model.forward_max_token_len_per_gpu": "reward_model.use_dynamic_bsz",
+    f"{_ACTOR}.ppo_max_token_len_per_gpu": (f"{_ACTOR}.use_dynamic_bsz", "actor"),
+    f"{_ROLLOUT}.log_prob_max_token_len_per_gpu": (f"{_ROLLOUT}.log_prob_use_dynamic_bsz", "actor"),
+    f"{_REF}.log_prob_max_token_len_per_gpu": (f"{_REF}.log_prob_use_dynamic_bsz", "ref"),
+    "critic.ppo_max_token_len_per_gpu": ("critic.use_dynamic_bsz", "critic"),
+    "critic.forward_max_token_len_per_gpu": ("critic.use_dynamic_bsz", "critic"),
+    "reward_model.forward_max_token_len_per_gpu": ("reward_model.use_dynamic_bsz", "rm"),
 }
-"""Token budget of a micro-batch to the key that makes it count."""
+"""Token budget of a micro-batch to the key that makes it count and the role whose ranks may share a sequence."""
 
 
 def _lengths(values: Values) -> Iterator[Problem]:
     lengths = ("data.max_prompt_length", "data.max_response_length")
     longest = sum(values[name] for name in lengths)
-    for name, switch in _BUDGETS.items():
-        if values[switch] and 0 < values[name] < longest:
+    for name, (switch, role) in _BUDGETS.items():
+        ranks = max(values[f"{part}.ulysses_sequence_parallel_size"] for part in _SHARDED[role][:2])
+        if values[switch] and 0 < values[name] * ranks < longest:
             message = f"one sequence may have {longest} tokens (data.max_prompt_length + data.max_response_length)"
-            yield Problem(name, values[name], f"{message}; set {longest} or more", also=lengths)
+            yield Problem(name, values[name], f"{message}; set {-(-longest // ranks)} or more", also=lengths)
     rollout = values[f"{_ROLLOUT}.prompt_length"] + values[f"{_ROLLOUT}.response_length"]
     limit = values[f"{_ROLLOUT}.max_model_len"]
     if limit is not None and 0 < limit < rollout:

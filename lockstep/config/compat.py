@@ -260,7 +260,7 @@ NO_EFFECT: dict[str, str] = {
     f"{_ARR}.rollout.checkpoint_engine.engine_kwargs": _OTHER_ENGINE,
     f"{_ARR}.rollout.multi_stage_wake_up": _OTHER_ENGINE,
     f"{_ARR}.rollout.skip_tokenizer_init": _OTHER_ENGINE,
-    f"{_ARR}.rollout.cudagraph_capture_sizes": "decoding runs eagerly",
+    f"{_ARR}.rollout.cudagraph_capture_sizes": "graphs are captured for the batch sizes that come up",
     f"{_ARR}.rollout.logprobs_mode": "log-probs are always those of the policy at the sampling temperature",
     f"{_ARR}.rollout.skip_dump_dir": "it counts only with skip_rollout",
     f"{_ARR}.rollout.agent": _ONE_PROCESS,

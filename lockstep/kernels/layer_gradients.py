@@ -230,7 +230,7 @@ class _GatedMlp(torch.autograd.Function):
     ) -> Tensor:
         gate, up = F.linear(x, gate_weight), F.linear(x, up_weight)
         ctx.save_for_backward(x, gate, up, gate_weight, up_weight, down_weight)
-        ctx.activation = activation
+        ctx.activation, ctx.dtype = activation, _gradient_dtype(gate_weight)
         product = gated.gated_product(gate, up, activation)
         return F.linear(product, down_weight) if stream is None else _sum_of(stream, product, down_weight)
 
@@ -244,9 +244,9 @@ class _GatedMlp(torch.autograd.Function):
         grad_gate, grad_up = _through_gate(gate, up, grad_product, ctx.activation, product)
         return (
             (grad_gate @ gate_weight).addmm_(grad_up, up_weight).view(shape) if wants_x else None,
-            _weight_gradient(grad_gate, x, gate_weight) if wants_gate else None,
-            _weight_gradient(grad_up, x, up_weight) if wants_up else None,
-            _weight_gradient(grad, product, down_weight) if wants_down else None,
+            _weight_gradient(grad_gate, x, ctx.dtype) if wants_gate else None,
+            _weight_gradient(grad_up, x, ctx.dtype) if wants_up else None,
+            _weight_gradient(grad, product, ctx.dtype) if wants_down else None,
             grad_stream,
             None,
         )
@@ -298,6 +298,7 @@ class _JointLinear(torch.autograd.Function):
         weights, biases = parameters[:number], parameters[number:]
         ctx.save_for_backward(x, *parameters)
         ctx.sizes = [len(weight) for weight in weights if weight is not None]
+        ctx.dtype = _gradient_dtype(weights[0])
         joint = F.linear(x, torch.cat(weights), None if biases[0] is None else torch.cat(biases))  # type: ignore[arg-type]
         *parts, last = joint.split(ctx.sizes, -1)
         # the last part is the values: attention keeps them for its gradient, and as a view they would keep everything
@@ -307,15 +308,15 @@ class _JointLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *parameters = ctx.saved_tensors
         number = len(ctx.sizes)
-        weights, biases = parameters[:number], parameters[number:]
+        weights = parameters[:number]
         wants_x, _, *wants = ctx.needs_input_grad
         grad = torch.cat(grads, -1).flatten(0, -2)
         of_x = (grad @ torch.cat(weights)).view(x.shape) if wants_x else None
         parts: list[Tensor | None] = [None] * (2 * number)
         if any(wants[:number]):
-            parts[:number] = _weight_gradient(grad, x.flatten(0, -2), weights[0]).split(ctx.sizes)
+            parts[:number] = _weight_gradient(grad, x.flatten(0, -2), ctx.dtype).split(ctx.sizes)
         if any(wants[number:]):
-            parts[number:] = grad.sum(0, dtype=_gradient_dtype(biases[0])).split(ctx.sizes)
+            parts[number:] = grad.sum(0, dtype=ctx.dtype).split(ctx.sizes)
         return of_x, None, *(part if want else None for part, want in zip(parts, wants))
 
 
@@ -329,6 +330,7 @@ class _AddProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, stream: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.dtype = _gradient_dtype(weight)
         return _sum_of(stream, x, weight)
 
     @staticmethod
@@ -339,7 +341,7 @@ class _AddProduct(torch.autograd.Function):
         return (
             grad if wants_stream else None,
             (half @ weight).view(x.shape) if wants_x else None,
-            _weight_gradient(half, x.flatten(0, -2), weight) if wants_weight else None,
+            _weight_gradient(half, x.flatten(0, -2), ctx.dtype) if wants_weight else None,
         )
 
 
@@ -359,12 +361,15 @@ def _sum_of(stream: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     return stream + F.linear(x.to(stream.dtype), weight.to(stream.dtype))
 
 
-def _gradient_dtype(parameter: Tensor) -> torch.dtype:
-    return torch.float32 if getattr(parameter, "grad_dtype", None) == torch.float32 else parameter.dtype
+def _gradient_dtype(parameter: Tensor | None) -> torch.dtype:
+    """In which the parameter's gradient is summed. To be asked in the forward: what checkpointing gives back later is a copy."""
+    assert parameter is not None
+    wide = parameter.is_leaf and getattr(parameter, "grad_dtype", None) == torch.float32
+    return torch.float32 if wide else parameter.dtype
 
 
-def _weight_gradient(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """grad (T, O).T @ x (T, I) in the type in which the weight's gradient is summed."""
-    if x.is_cuda and x.dtype != torch.float32 and _gradient_dtype(weight) == torch.float32:
-        return torch.mm(grad.t(), x, out_dtype=torch.float32)
+def _weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """grad (T, O).T @ x (T, I) in the given type."""
+    if x.is_cuda and x.dtype != dtype:
+        return torch.mm(grad.t(), x, out_dtype=dtype)
     return grad.t() @ x

@@ -126,7 +126,10 @@ class PackedAttention:
         q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))  # (T, H, D)
         reaches_all = how.sliding_window is None or how.sliding_window >= self.max_key_length
         window = None if reaches_all else how.sliding_window
-        varlen = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+        half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+        varlen = (
+            half and query.shape[-1] == value.shape[-1] <= 256 and query.shape[-1] % 8 == 0
+        )  # what the kernel takes
         attend = self._varlen if varlen else self._bucketed
         return attend(q, k, v, how.scaling, window)[None]
 

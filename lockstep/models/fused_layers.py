@@ -64,6 +64,11 @@ def _is_served(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
+def has_rotary_table(module: nn.Module) -> bool:
+    """Whether the module computes rotary embeddings; some have one table for each type of layer."""
+    return any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False))
+
+
 def norm_offset(module: nn.Module) -> bool | None:
     """False for a plain RMSNorm, True for one whose factor is 1 + weight, None for anything else."""
     if [name for name, _ in module.named_parameters()] != ["weight"] or _norm_eps(module) is None:
@@ -248,7 +253,7 @@ def _widen_stream(decoder: Any) -> set[str]:
         layer.__dict__["forward"] = MethodType(forwards[type(layer), type(layer.mlp)], layer)
     embedding.__dict__["forward"] = MethodType(_wide_embedding, embedding)
     for module in decoder.modules():
-        if hasattr(module, "inv_freq"):
+        if has_rotary_table(module):
             module.__dict__["forward"] = _CosAndSin(module, embedding)
     return {kind.__name__ for kind, _ in forwards}
 

@@ -61,6 +61,11 @@ class ResourcePoolManager:
             raise ValueError(f"resource pool {self.mapping[role]!r} is not built; call create_resource_pool() first")
         return self.resource_pool_dict[self.mapping[role]]
 
+    def shutdown(self) -> None:
+        """Give back what the pools hold."""
+        for pool in self.resource_pool_dict.values():
+            pool.shutdown()
+
     def get_n_gpus(self) -> int:
         """Processes of all pools together."""
         return sum(sum(process_on_nodes) for process_on_nodes in self.resource_pool_spec.values())

@@ -65,6 +65,9 @@ class ResourcePool:
         """For each rank, its number on its machine."""
         return [i for count in self._store for i in range(count)]
 
+    def shutdown(self) -> None:
+        """Give back what is reserved; nothing where workers live in this process."""
+
     def places(self) -> list[Place]:
         """Where each rank stands."""
         pairs = zip(self.local_rank_list(), self.local_world_size_list())

@@ -44,9 +44,9 @@ def run_on_ray(config: PPOConfig, task_runner_class: "type[TaskRunner] | None" =
     """Join or start a cluster and run the job there; returns its exit code."""
     from lockstep.single_controller.ray_backend.cluster import connect, disconnect
 
-    setup = config.ray_init
+    setup, joined = config.ray_init, False
     try:
-        connect(
+        joined = connect(
             num_cpus=setup.num_cpus,
             address=setup.address,
             min_cpus=num_workers(config),
@@ -58,7 +58,7 @@ def run_on_ray(config: PPOConfig, task_runner_class: "type[TaskRunner] | None" =
         sys.stderr.write(f"error: {error}\n")
         return 2
     finally:
-        disconnect(setup.timeline_json_file)
+        disconnect(setup.timeline_json_file, leave=joined)  # not a cluster that the program had joined before
 
 
 def _check_machines(config: PPOConfig) -> None:

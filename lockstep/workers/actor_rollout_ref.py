@@ -8,7 +8,6 @@ role actor_rollout_ref   all of it
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -117,8 +116,10 @@ class ActorRolloutRefWorker(WeightHandOver):
             return
         with self.actor.gathered() as policy:
             share(self.generator, cast(PolicyModel, policy).model)
-            yield
-            release(self.generator)
+            try:
+                yield
+            finally:
+                release(self.generator)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"), blocking=False)
     def compute_log_prob(self, data: DataProto) -> DataProto:
@@ -193,5 +194,5 @@ class ActorRolloutRefWorker(WeightHandOver):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, local_path: str) -> None:
         self.actor.onload(optimizer=True)
-        self.actor.load(Path(local_path), self.config.actor.checkpoint.load_contents)
+        self.actor.load(checkpoint_folder(local_path), self.config.actor.checkpoint.load_contents)
         self.actor.offload()

@@ -1,7 +1,5 @@
 """The critic: values of the states before each response token, and their update."""
 
-from pathlib import Path
-
 import torch
 
 from lockstep.config.critic import CriticConfig
@@ -95,5 +93,5 @@ class CriticWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, local_path: str) -> None:
         self.engine.onload(optimizer=True)
-        self.engine.load(Path(local_path), self.config.checkpoint.load_contents)
+        self.engine.load(checkpoint_folder(local_path), self.config.checkpoint.load_contents)
         self.engine.offload()

@@ -1,6 +1,7 @@
 """The two ends of a weight hand-over, as methods of the policy's worker."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import closing
 
 import numpy as np
 import torch
@@ -54,6 +55,8 @@ class WeightHandOver(Worker):
         if index == 0:
             self._stream = self._buckets()
         flat = next(self._stream)
+        if index == len(self._layout) - 1:
+            self._stream.close()
         return flat.cpu().numpy() if self.rank == 0 else None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -102,12 +105,13 @@ class WeightHandOver(Worker):
         self.rollout.policy_version = version
         return fingerprint_of(self.generator, self._layout)
 
-    def _buckets(self) -> Iterator[Tensor]:
-        """The actor's buckets, their fingerprint summed up in passing."""
+    def _buckets(self) -> Generator[Tensor]:
+        """The actor's buckets, their fingerprint summed up in passing; the engine offloads when it is closed."""
         self._sent = 0
-        for flat in pack_buckets(self.actor.weights(), self._layout):
-            self._sent += fingerprint(flat)
-            yield flat
+        with closing(self.actor.weights()) as weights:
+            for flat in pack_buckets(weights, self._layout):
+                self._sent += fingerprint(flat)
+                yield flat
 
     def _take(self, flat: Tensor, index: int) -> None:
         self.rollout.update_weights(unpack_bucket(flat, self._layout[index]))

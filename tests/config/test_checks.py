@@ -163,7 +163,7 @@ def test_impossible_combinations_are_reported_at_once(minimal: list[str]) -> Non
         "data.train_batch_size=100",
         f"{ACTOR}.ppo_mini_batch_size=64",
         f"{ACTOR}.use_dynamic_bsz=true",
-        f"{ACTOR}.ppo_max_token_len_per_gpu=1000",
+        f"{ACTOR}.ppo_max_token_len_per_gpu=300",  # three ranks that share a sequence have 900
         f"{ROLLOUT}.name=vllm",
         f"{ROLLOUT}.multi_turn.enable=true",
         f"{ACTOR}.ulysses_sequence_parallel_size=3",

@@ -13,10 +13,13 @@ from torch import Tensor
 from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig, CheckpointEngineConfig
 from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
+from lockstep.single_controller import Future, FutureList
+from lockstep.single_controller.local import LocalFuture
 from lockstep.trainer.audit import AuditError
 from lockstep.trainer.ppo.weight_sync import WeightSync
 from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
 from lockstep.workers.weight_transfer import (
+    PERIOD,
     BroadcastGroup,
     fingerprint,
     fingerprint_of,
@@ -88,6 +91,12 @@ def test_the_fingerprint_knows_every_bit_and_every_place() -> None:
     assert fingerprint(torch.zeros(0, dtype=torch.uint8)) == 0
 
 
+def test_the_fingerprint_of_a_large_bucket_is_the_sum_over_all_its_words() -> None:
+    words = torch.randint(-(2**15), 2**15, (64 * PERIOD + 1000,), dtype=torch.int16)
+    place = torch.arange(len(words)) % PERIOD + 1
+    assert fingerprint(words.view(torch.uint8)) == int((words.long() * place).sum())
+
+
 def test_a_models_fingerprint_is_that_of_its_buckets() -> None:
     model = torch.nn.Linear(3, 2)
     shapes = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
@@ -120,20 +129,6 @@ def test_a_broadcast_reaches_every_rank(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(received[1], flat) and torch.equal(received[2], flat)
 
 
-class Ready:
-    """A future that is there, and a list of one rank's outputs."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def get(self) -> Any:
-        return [self.value]
-
-    def __getitem__(self, index: int) -> Any:
-        assert index == 0
-        return self.value
-
-
 class OneWorker:
     """A worker as a group of one; what is called while others wait runs when it is asked for."""
 
@@ -144,10 +139,8 @@ class OneWorker:
 
     def __getattr__(self, name: str) -> Any:
         def call(*args: Any) -> Any:
-            output = getattr(self.worker, name)(*args)
-            if name in ("weight_bucket", "load_bucket"):
-                return Ready(output)
-            return [output]
+            output = getattr(self.worker, name)(*(arg.get() if isinstance(arg, Future) else arg for arg in args))
+            return FutureList([LocalFuture(output)]) if name in ("weight_bucket", "load_bucket") else [output]
 
         return call
 

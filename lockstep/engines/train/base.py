@@ -7,7 +7,7 @@ and of each metric, already divided by counts over the whole mini-batch and all 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,7 +77,7 @@ class TrainEngine(ABC):
         """The model with whole parameters in the compute type, for the span of the context; all ranks enter and leave."""
 
     @abstractmethod
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self) -> Generator[tuple[str, Tensor]]:
         """Whole parameters by their Hugging Face names, one at a time, tied ones once; all ranks go through them together."""
 
     @abstractmethod

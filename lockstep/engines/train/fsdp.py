@@ -5,10 +5,10 @@
 One process shards nothing: with one type for both the module computes itself, otherwise a copy of it in the compute type does.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -114,8 +114,18 @@ class FsdpEngine(TrainEngine):
             (loss * self.world_size).backward()
             for name, value in metrics.items():
                 totals[name] = totals.get(name, 0.0) + value.detach().float()
-        names = sorted(totals)
-        return dict(zip(names, self.global_sum(*(torch.stack([totals[n] for n in names]).tolist() if names else []))))
+        own = sorted(totals)
+        values = dict(zip(own, torch.stack([totals[name] for name in own]).tolist() if own else []))
+        names = self._names_on_all_ranks(own)
+        return dict(zip(names, self.global_sum(*(values.get(name, 0.0) for name in names))))
+
+    def _names_on_all_ranks(self, own: list[str]) -> list[str]:
+        """Metrics that any rank has: one with nothing but padding may have fewer."""
+        if self.dp_size == 1:
+            return own
+        everyones: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyones, own)
+        return sorted(set().union(*everyones))
 
     def optimizer_step(self) -> float:
         assert self.optimizer is not None
@@ -161,7 +171,7 @@ class FsdpEngine(TrainEngine):
         finally:
             self.offload()
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self) -> Generator[tuple[str, Tensor]]:
         self.onload()
         try:
             for name, parameter in self.model.named_parameters():

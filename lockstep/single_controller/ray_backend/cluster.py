@@ -25,8 +25,8 @@ Bundle = dict[str, float]
 """Resources by Ray's name of them: {"CPU": 8, "GPU": 8}."""
 
 
-def connect(num_cpus: int | None = None, address: str | None = None, min_cpus: int = 1, **options: Any) -> None:
-    """Join the cluster at `address` (or in RAY_ADDRESS), or start one on this machine; nothing where one is joined already.
+def connect(num_cpus: int | None = None, address: str | None = None, min_cpus: int = 1, **options: Any) -> bool:
+    """Join the cluster at `address` (or in RAY_ADDRESS), or start one on this machine; False where one is joined already.
 
     num_cpus: logical CPUs of a cluster started here; by default the machine's cores, at least `min_cpus`, so that more
               workers than cores can be placed.
@@ -35,7 +35,7 @@ def connect(num_cpus: int | None = None, address: str | None = None, min_cpus: i
     Ray's own notices are shown where LOCKSTEP_DEBUG is set.
     """
     if ray.is_initialized():
-        return
+        return False
     if not os.environ.get("LOCKSTEP_DEBUG"):
         options = {"logging_level": "ERROR"} | options
         _hide_notices()
@@ -43,7 +43,7 @@ def connect(num_cpus: int | None = None, address: str | None = None, min_cpus: i
     if not address or address == "local":
         num_cpus = num_cpus or max(min_cpus, os.cpu_count() or 1)
         ray.init(**{"address": "local", "num_cpus": num_cpus, "include_dashboard": False, **options})
-        return
+        return True
     if "://" in address:
         raise ValueError(
             f"ray_init.address={address} (or RAY_ADDRESS): the command runs on a machine of the cluster, not on a Ray client. "
@@ -58,6 +58,7 @@ def connect(num_cpus: int | None = None, address: str | None = None, min_cpus: i
             "Start one with `ray start --head`, or leave both unset to start one with the run; where it asks for a token, set "
             "RAY_AUTH_MODE=token here too"
         ) from error
+    return True
 
 
 def _knock(address: str) -> None:
@@ -83,13 +84,14 @@ def _hide_notices() -> None:
     module.print_to_stdstream = show_workers
 
 
-def disconnect(timeline_json_file: str | None = None) -> None:
-    """Write the timeline of the run, if a file is given, and leave the cluster; one that `connect` started ends."""
+def disconnect(timeline_json_file: str | None = None, leave: bool = True) -> None:
+    """Write the timeline of the run, if a file is given, and `leave` the cluster; one that `connect` started ends."""
     if not ray.is_initialized():
         return
     if timeline_json_file:
         ray.timeline(timeline_json_file)
-    ray.shutdown()
+    if leave:
+        ray.shutdown()
 
 
 def this_machine() -> Any:

@@ -158,8 +158,10 @@ class RayWorkerGroup(WorkerGroup):
         self._processes = self._start_processes()
         handles = self._processes.handles
         try:
-            self._processes.infos = ray.get([handle.info.remote() for handle in handles])
-            self._processes.master = (self._processes.infos[0].address, ray.get(handles[0].free_port.remote()))
+            asked = [RayFuture(h.info.remote(), self._site(rank, "__init__")) for rank, h in enumerate(handles)]
+            self._processes.infos = infos = RayFuture.get_all(asked)
+            port = RayFuture(handles[0].free_port.remote(), self._site(0, "__init__")).get()
+            self._processes.master = (infos[0].address, port)
             construct = ray.put(self.cls_with_init)
             RayFuture.get_all([self._construct(rank, construct) for rank in range(self.world_size)])
         except BaseException:  # Ctrl-C as well: no actor may be left behind

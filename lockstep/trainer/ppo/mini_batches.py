@@ -95,7 +95,9 @@ def spread(lengths: list[int], num_parts: int, *, balance: bool, owners: list[in
     owners: rows of one owner have the same prompt, and stay together where there are enough prompts.
     """
     if balance and owners is not None and len(set(owners)) >= num_parts > 1:
-        return get_group_balanced_partitions(lengths, owners, num_parts)
+        parts = get_group_balanced_partitions(lengths, owners, num_parts)
+        if max(map(len, parts)) <= 1.1 * len(lengths) / num_parts:  # else padding costs more than sharing saves
+            return parts
     if balance and len(lengths) >= num_parts > 1:
         return get_seqlen_balanced_partitions(lengths, num_parts, equal_size=len(lengths) % num_parts == 0)
     return [part.tolist() for part in np.array_split(np.arange(len(lengths)), num_parts)]

@@ -167,6 +167,7 @@ class PPOTrainer:
         for group in self._groups.values():
             group.shutdown()
         self._groups = {}
+        self.resource_pool_manager.shutdown()
 
     def _role_classes(self) -> dict[Role, ClassWithInitArgs]:
         config, device, workers = self.config, self.device_name, self.role_worker_mapping
@@ -192,13 +193,16 @@ class PPOTrainer:
             return section
         return replace(section, optim=replace(section.optim, total_training_steps=self.total_training_steps))
 
-    def start(self) -> None:
-        """Take the run's folder, go on from its checkpoint and open the trackers."""
+    def start(self, resume_from: Path | None = None) -> None:
+        """Take the run's folder, go on from its checkpoint and open the trackers.
+
+        resume_from: the checkpoint to go on from, whatever the config says of it.
+        """
         config = self.config.trainer
         with ExitStack() as closing:
             closing.enter_context(RunLock(self.run_dir))
             self.checkpoints.clean_stale()
-            saved_metrics = self._load_checkpoint()
+            saved_metrics = self._load_checkpoint(resume_from)
             if self.weight_sync is not None:
                 self.weight_sync.run(self.num_updates)
             write_run_config(self.run_dir, self.config)
@@ -526,10 +530,11 @@ class PPOTrainer:
         self.last_checkpoint = self.checkpoints.save(self.global_steps, write)
         logger.info("saved %s", self.last_checkpoint)
 
-    def _load_checkpoint(self) -> dict[str, Any]:
-        """Go on from the checkpoint that the config asks for; returns the metrics of its step."""
+    def _load_checkpoint(self, resume_from: Path | None) -> dict[str, Any]:
+        """Go on from the checkpoint that is given, or that the config asks for; returns the metrics of its step."""
         config = self.config.trainer
-        found = self.checkpoints.find(config.resume_mode, config.resume_from_path)
+        mode, path = ("resume_path", str(resume_from)) if resume_from else (config.resume_mode, config.resume_from_path)
+        found = self.checkpoints.find(mode, path)
         if found is None:
             if config.resume_mode == "disable" and list(self.run_dir.glob("global_step_*")):
                 logger.warning(

@@ -7,7 +7,6 @@ import sys
 import traceback
 from collections.abc import Sized
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -122,10 +121,10 @@ class TaskRunner:
         Workers that died are started anew, `trainer.max_restarts` times, and go on from the run's last checkpoint.
         interrupt: notes the wish to stop, where signals do not reach this process.
         """
-        attempt, restarts = config, config.trainer.max_restarts
+        restarts = config.trainer.max_restarts
         for left in range(restarts, -1, -1):
             try:
-                code = self._run_once(attempt, interrupt)
+                code = self._run_once(config, interrupt)
             except WorkerDiedError as error:
                 sys.stderr.write(f"error: {error}\n")
             except Exception as error:
@@ -138,17 +137,19 @@ class TaskRunner:
                     break
                 return code
             if left:
-                attempt = self._from_last_checkpoint(config)
-                begin = attempt.trainer.resume_from_path or "where this run began"
+                begin = self.last_checkpoint or "where this run began"
                 logger.warning("starting the workers anew, from %s (%d more restarts)", begin, left - 1)
                 self.wait_s = REPLACEMENT_S
-        saved = self.last_checkpoint
-        sys.stderr.write(
-            f"the run has ended early; its last checkpoint is {saved}, and the same command goes on from there\n"
-            if saved is not None
-            else "the run has ended early, before its first checkpoint (trainer.save_freq)\n"
-        )
+        sys.stderr.write(f"the run has ended early{self._how_to_go_on(config)}\n")
         return 1
+
+    def _how_to_go_on(self, config: PPOConfig) -> str:
+        saved = self.last_checkpoint
+        if saved is None:
+            return ", before its first checkpoint (trainer.save_freq)"
+        if config.trainer.resume_mode == "auto":
+            return f"; its last checkpoint is {saved}, and the same command goes on from there"
+        return f"; trainer.resume_mode=resume_path trainer.resume_from_path={saved} goes on from its last checkpoint"
 
     def _run_once(self, config: PPOConfig, interrupt: Interrupt | None) -> int:
         _seed_everything(config.trainer.seed)
@@ -157,23 +158,18 @@ class TaskRunner:
                 trainer = self.build(config)
                 closing.callback(self._close, trainer)
                 trainer.init_workers()
-                trainer.start()
+                trainer.start(self.last_checkpoint)  # there is one where this is a restart
             except ValueError as error:
                 if os.environ.get("LOCKSTEP_DEBUG"):
                     raise
-                sys.stderr.write(f"error: {error}\n(LOCKSTEP_DEBUG=1 shows the traceback)\n")
+                where = next((f" ({n})" for n in getattr(error, "__notes__", []) if n.startswith("raised in")), "")
+                sys.stderr.write(f"error: {error}{where}\n(LOCKSTEP_DEBUG=1 shows the traceback)\n")
                 return 2
             return _fit(trainer, interrupt)
 
     def _close(self, trainer: PPOTrainer) -> None:
         self.last_checkpoint = trainer.last_checkpoint or self.last_checkpoint
         trainer.close()
-
-    def _from_last_checkpoint(self, config: PPOConfig) -> PPOConfig:
-        if self.last_checkpoint is None:
-            return config
-        resume = {"resume_mode": "resume_path", "resume_from_path": str(self.last_checkpoint)}
-        return replace(config, trainer=replace(config.trainer, **resume))  # type: ignore[arg-type]
 
     def _device_and_backend(self, config: PPOConfig) -> tuple[str, Backend]:
         if controller_of(config) == "local":

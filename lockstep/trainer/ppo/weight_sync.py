@@ -3,7 +3,7 @@
 from collections import deque
 from typing import Any
 
-from lockstep.single_controller import WorkerGroup
+from lockstep.single_controller import FutureList, WorkerGroup
 from lockstep.trainer.audit import AuditError
 
 IN_FLIGHT = 2
@@ -23,14 +23,14 @@ class WeightSync:
             address, port = self.actor.open_weight_group()
             size = self.rollout.world_size + 1
             joined = [group.join_weight_group(address, port, size) for group in (self.actor, self.rollout)]
-            for futures in joined:
-                futures.get()
+            FutureList([future for futures in joined for future in futures]).get()
 
     def run(self, version: int) -> None:
         """Copy the weights over and check that they arrived; the rollout then names its samples `version`."""
         if self.broadcasts:
             sent, loaded = self.actor.send_weights(), self.rollout.receive_weights(version)
-            fingerprint, arrived = sent.get()[0], loaded.get()
+            fingerprint, *_ = outputs = FutureList([*sent, *loaded]).get()  # the first failure of either side is raised
+            arrived = outputs[len(sent) :]
         else:
             fingerprint, arrived = self._through_store(version)
         wrong = [rank for rank, found in enumerate(arrived) if found != fingerprint]
@@ -44,7 +44,7 @@ class WeightSync:
         loading: deque[Any] = deque()
         for index in range(len(self.layout)):
             bucket = self.actor.weight_bucket(index)
-            loading.append(self.rollout.load_bucket(index, bucket[0]))
+            loading.append(FutureList([*bucket[1:], *self.rollout.load_bucket(index, bucket[0])]))
             if len(loading) > IN_FLIGHT:
                 loading.popleft().get()
         for futures in loading:

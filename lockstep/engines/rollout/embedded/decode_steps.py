@@ -87,6 +87,8 @@ class DecodeSteps:
                 raise
             except RuntimeError as error:
                 self.graphs = False
+                self._captured.clear()
+                self._pool = None
                 reason = str(error).splitlines()[0]
                 logger.warning("%s decodes without CUDA graphs: %s", type(self.runner.model).__name__, reason)
 

@@ -145,7 +145,9 @@ class EmbeddedEngine(RolloutEngine):
             self.scheduler.settle()
             room = 1 << max(2, (num_stops - 1).bit_length())
             graphs = not self.config.enforce_eager
-            self.ahead = RunAhead(self._bound, self.scheduler, self.max_model_len, graphs, room)
+            before, self.ahead = self.ahead, RunAhead(self._bound, self.scheduler, self.max_model_len, graphs, room)
+            if before is not None:
+                self.ahead.take_over(before)
 
     def _fit_cache(self) -> None:
         """Make the cache large enough for the unfinished sequences, as far as memory goes."""

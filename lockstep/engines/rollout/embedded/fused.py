@@ -29,6 +29,7 @@ from lockstep.kernels.head import add_product, linear_float32
 from lockstep.kernels.norms import rms_norm
 from lockstep.kernels.rotary import rotary
 from lockstep.models.attention import PackedAttention, no_mask
+from lockstep.models.fused_layers import has_rotary_table
 from lockstep.models.paged_attention import LayerProbe
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ class FusedModules:
         embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
         embed = MethodType(type(embedding).forward, embedding)
         self._forwards.append((embedding, lambda ids: embed(ids).float()))
-        self._forwards += [(m, in_type_of(embedding, m)) for m in model.modules() if hasattr(m, "inv_freq")]
+        self._forwards += [(m, in_type_of(embedding, m)) for m in model.modules() if has_rotary_table(m)]
         for stream in streams:
             assert stream is not None
             self._forwards += stream.forwards()

@@ -65,11 +65,15 @@ class RunAhead:
         self._finished.clear()
         self.seats.clear()
 
+    def take_over(self, before: "RunAhead") -> None:
+        """Tell later of the sequences that another one found finished and has not told of."""
+        self._finished += before._finished
+
     def turn(self) -> list[Sequence]:
         """Launch something, or read where nothing can be launched; gives the sequences found finished."""
         while len(self._in_flight) >= MAX_IN_FLIGHT:
             self._read()
-        if not self._launch():
+        if not self._launch() and not self._finished:  # making room for a launch may have read the last ones
             assert self._in_flight, "nothing can be launched: one sequence does not fit the cache"
             self._read()
         finished, self._finished = self._finished, []
