@@ -10,6 +10,7 @@ the same as one in a single process. The driver only waits, and takes everything
 """
 
 import logging
+import os
 import sys
 import traceback
 from contextlib import ExitStack
@@ -36,6 +37,9 @@ WORKERS = ("lockstep.workers.actor_rollout_ref", "lockstep.workers.critic")
 SHOW_CURSOR = "\x1b[?25h"
 """A runner that was ended in the middle may have left the terminal without one."""
 
+MOST_PER_CORE = 8
+"""CPU workers on a core of this machine, beyond which more are taken for a mistake."""
+
 LOOK_S = 0.2
 """How often the driver looks whether the run has ended or the user wants it to."""
 
@@ -52,6 +56,8 @@ def run_on_ray(config: PPOConfig, task_runner_class: "type[TaskRunner] | None" =
             min_cpus=num_workers(config),
             runtime_env=setup.runtime_env,
         )
+        if joined and not (setup.address or os.environ.get("RAY_ADDRESS")):
+            _check_this_machine(config)
         _check_machines(config)
         return _run(config, task_runner_class)
     except ValueError as error:
@@ -61,6 +67,22 @@ def run_on_ray(config: PPOConfig, task_runner_class: "type[TaskRunner] | None" =
         disconnect(setup.timeline_json_file, leave=joined)  # not a cluster that the program had joined before
 
 
+def _check_this_machine(config: PPOConfig) -> None:
+    """ValueError where a cluster of this machine alone is not what the user can have meant."""
+    pools, cores = config.resource_pool_spec.values(), os.cpu_count() or 1
+    machines = max((len(pool) for pool in pools), default=config.trainer.nnodes)
+    if machines > 1:
+        raise ValueError(
+            f"{'resource_pool_spec' if pools else 'trainer.nnodes'} asks for {machines} machines, and no cluster is joined: set "
+            "ray_init.address (or RAY_ADDRESS) to one that `ray start` made, or ask for one machine"
+        )
+    if num_workers(config) > MOST_PER_CORE * cores and not _on_gpus(config) and config.ray_init.num_cpus is None:
+        raise ValueError(
+            f"trainer.n_gpus_per_node asks for {num_workers(config)} workers, and this machine has no GPU and {cores} cores; ask "
+            f"for fewer, or set ray_init.num_cpus={num_workers(config)} if it is meant"
+        )
+
+
 def _check_machines(config: PPOConfig) -> None:
     """ValueError where the cluster is too small for all workers together."""
     from lockstep.single_controller.ray_backend.cluster import require_machines
@@ -68,7 +90,7 @@ def _check_machines(config: PPOConfig) -> None:
 
     trainer, reward = config.trainer, config.reward_model
     if trainer.device == "auto" and not _on_gpus(config):
-        logger.warning("the cluster has no GPU: %d workers train on CPU", num_workers(config))
+        logger.info("the cluster has no GPU: %d workers train on CPU", num_workers(config))
     machines = [trainer.n_gpus_per_node] * trainer.nnodes
     if reward.enable and reward.enable_resource_pool:
         machines += [reward.n_gpus_per_node] * reward.nnodes
@@ -121,7 +143,11 @@ def _wait(exit_code: Any, console: "DriverConsole") -> int:
             try:
                 return int(ray.get(exit_code))
             except ray.exceptions.RayActorError as error:
-                sys.stderr.write(f"error: the controller's process died. Ray says: {error}\n")
+                reason = " ".join(str(error).split()).split(" Some common causes include")[0]
+                sys.stderr.write(f"error: the controller's process died. Ray says: {reason}\n")
+                sys.stderr.write(
+                    "the run has ended early; with trainer.resume_mode=auto the same command goes on from its last checkpoint\n"
+                )
                 return 1
 
 

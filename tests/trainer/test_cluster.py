@@ -15,8 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lockstep.config.compose import load_config
+from lockstep.config.ppo import PPOConfig
 from lockstep.trainer.checkpoint import verify
 from lockstep.trainer.main_ppo import main
+from lockstep.trainer.ray_runner import _check_this_machine
 
 pytest.importorskip("ray", reason='needs Ray: pip install "lockstep-rl[ray]"')
 
@@ -130,13 +133,14 @@ def test_a_job_looks_as_if_it_ran_here(small_run: list[str], tmp_path: Path) -> 
     until(lambda: run.stdout.count("step 1/") == 2, "the restart to come to step 1 again")
     os.kill(run.process.pid, signal.SIGINT)
     assert run.wait() == 130, run.stderr
-    assert not processes(mark)
+    until(lambda: not processes(mark), "the run's processes to be gone", 10)
     assert "error: the worker's process died: worker group 'actor_rollout', rank" in run.stderr
     assert "starting the workers anew, from where this run began (0 more restarts)" in run.stderr
     assert "press Ctrl-C again" in run.stderr and "stopped by the user after step" in run.stderr
     assert "scored" in run.stderr.splitlines()
     lines = run.stdout + run.stderr
-    assert "pid=" not in lines and "(raylet)" not in lines and "\x1b" not in lines
+    # what a worker says as it loses its peer is its own, and comes with its pid
+    assert "Runner pid=" not in lines and "(raylet)" not in lines and "step 1/" not in run.stderr
     steps = [row["step"] for row in metrics_of(tmp_path / "run")]
     assert steps == list(range(1, len(steps) + 1))
     assert verify(tmp_path / "run" / f"global_step_{steps[-1]}").step == steps[-1]
@@ -235,3 +239,21 @@ def test_an_address_that_cannot_be_joined(address: str, message: str) -> None:
     call = f"from lockstep.single_controller.ray_backend import connect; connect(address={address!r})"
     result = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, timeout=60, check=False)
     assert re.search(f"ray_init.address={address}.*{message}", result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (["trainer.nnodes=3"], "trainer.nnodes asks for 3 machines, and no cluster is joined: set ray_init.address"),
+        (["resource_pool_spec={global_pool: [1, 1]}"], "resource_pool_spec asks for 2 machines"),
+        (["trainer.n_gpus_per_node=100000"], "asks for 100000 workers, and this machine has no GPU and .* cores"),
+    ],
+)
+def test_what_one_machine_cannot_be(asked: list[str], message: str, overrides: list[str]) -> None:
+    with pytest.raises(ValueError, match=message):
+        _check_this_machine(load_config(PPOConfig, [*overrides, *asked]))
+
+
+def test_many_workers_on_few_cores_if_they_are_meant(overrides: list[str]) -> None:
+    many = ["trainer.n_gpus_per_node=100000", "ray_init.num_cpus=100000"]
+    _check_this_machine(load_config(PPOConfig, [*overrides, *many]))

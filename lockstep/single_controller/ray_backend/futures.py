@@ -168,5 +168,5 @@ def _raise_only_death(future: RayFuture) -> None:
 def _reason(error: Exception) -> str:
     text = " ".join(str(error).split())
     text = text[max(0, text.find("The actor is dead because")) :].split(" Some common causes include")[0]
-    hint = " (Without another sign it was mostly killed for memory: `dmesg` on its node tells.)"
+    hint = " (Most often it is the system's out-of-memory killer: `dmesg` on its node tells.)"
     return f"Ray says: {text}{hint if 'Worker unexpectedly exits' in text else ''}"

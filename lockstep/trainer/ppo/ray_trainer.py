@@ -28,6 +28,7 @@ from lockstep.algorithms.pf_ppo import compute_pf_ppo_reweight_data
 from lockstep.algorithms.rollout_correction import apply_rollout_correction, use_rollout_log_probs
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.critic import CriticConfig
+from lockstep.config.model import sequence_parallel_size
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import to_plain
 from lockstep.data.loader import create_dataloader
@@ -138,6 +139,8 @@ class PPOTrainer:
     def init_workers(self) -> None:
         """Create the worker groups, roles of one pool in one process, and load the models."""
         self.resource_pool_manager.create_resource_pool()
+        if (count := self.resource_pool_manager.get_n_gpus()) > 1:
+            logger.info("starting %d workers", count)
         by_pool: dict[Any, dict[str, ClassWithInitArgs]] = {}
         for role, init in self._role_classes().items():
             pool = self.resource_pool_manager.get_resource_pool(role)
@@ -237,6 +240,8 @@ class PPOTrainer:
             ", ".join(roles),
             config.actor_rollout_ref.model.path,
         )
+        if self.resource_pool_manager.get_n_gpus() > 1:
+            logger.info("workers: %s", self._layout())
         logger.info("the run's files: %s", self.run_dir)
         wanted = config.trainer.total_training_steps
         if wanted is not None and wanted > self.total_training_steps:
@@ -247,6 +252,17 @@ class PPOTrainer:
                 config.trainer.total_epochs,
                 self.total_training_steps,
             )
+
+    def _layout(self) -> str:
+        """Each pool with its processes per machine and its roles, and how many ranks share a sequence of the actor."""
+        manager = self.resource_pool_manager
+        roles = {
+            pool: [str(role) for role, own in manager.mapping.items() if own == pool]
+            for pool in manager.mapping.values()
+        }
+        pools = [f"{pool} {manager.resource_pool_spec[pool]} {', '.join(names)}" for pool, names in roles.items()]
+        shared = sequence_parallel_size(self.config.actor_rollout_ref.actor)
+        return "; ".join(pools) + (f"; {shared} share a sequence" if shared > 1 else "")
 
     def fit(self, interrupt: Interrupt | None = None) -> int:
         """Train to the last step. Returns 0, or 130 where Ctrl-C ended the run.
@@ -269,6 +285,7 @@ class PPOTrainer:
             return 130
         if self.global_steps >= self.total_training_steps:
             logger.info("nothing to do: the run is at step %d of %d", self.global_steps, self.total_training_steps)
+            return 0
         prompts = self._prompts(interrupt)
         metrics: dict[str, Any] = {}
         while self.global_steps < self.total_training_steps:
