@@ -21,33 +21,15 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import torch
 from rich.console import Console
 from rich.table import Table
+from shapes import SHAPES
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-    },
-    "0.5b": {
-        "vocab_size": 151936,
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-    },
-}
 SPECIAL = ("<s>", "</s>", "<pad>")
 
 REWARD = """
@@ -118,8 +100,6 @@ def make_model(folder: Path, shape: str) -> Path:
     sizes = SHAPES[shape]
     config = Qwen2Config(
         **sizes,
-        max_position_embeddings=32768,
-        tie_word_embeddings=True,
         bos_token_id=0,
         eos_token_id=1,
         pad_token_id=2,

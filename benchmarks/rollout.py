@@ -26,35 +26,8 @@ from dataclasses import asdict, dataclass, field  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "0.5b": dict(
-        vocab_size=151936,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    ),
-    "7b": dict(
-        vocab_size=152064,
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        tie_word_embeddings=False,
-    ),
-    "tiny": dict(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    ),
-}
+from shapes import SHAPES  # noqa: E402
+
 WORKLOADS = {"uniform": (256, "256", "256"), "mixed": (512, "256", "16-1024")}
 """Requests, prompt tokens and new tokens."""
 
@@ -219,7 +192,7 @@ def shape_config(shape: str, **more: Any) -> Any:
     from transformers import Qwen2Config
 
     rope = {"rope_type": "default", "rope_theta": 1e6}
-    return Qwen2Config(**SHAPES[shape], max_position_embeddings=32768, rope_parameters=rope, **more)
+    return Qwen2Config(**SHAPES[shape], rope_parameters=rope, **more)
 
 
 def load_model(args: argparse.Namespace, attention: str) -> Any:

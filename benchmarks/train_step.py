@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from shapes import SHAPES
 from tensordict import TensorDict
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
@@ -31,39 +32,6 @@ from lockstep.engines.train.base import MicroBatching
 from lockstep.engines.train.fsdp import FsdpEngine
 from lockstep.models.attention import ATTENTION_NAME
 from lockstep.models.token_models import PolicyModel
-
-QWEN = {"rope_theta": 1e6, "max_position_embeddings": 32768}
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "vocab_size": 1000,
-        "hidden_size": 64,
-        "intermediate_size": 160,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-    },
-    "0.5b": QWEN
-    | {
-        "vocab_size": 151936,
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-    },
-    "7b": QWEN
-    | {
-        "vocab_size": 152064,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": False,
-    },
-}
 
 
 @dataclass
@@ -247,7 +215,7 @@ def main() -> None:
     device = torch.device(args.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     task = Task(
-        config=Qwen2Config(**SHAPES[args.shape]),
+        config=Qwen2Config(**SHAPES[args.shape], rope_theta=1e6),
         rows=args.tokens // args.length,
         length=args.length,
         device=device,

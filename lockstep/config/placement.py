@@ -54,13 +54,18 @@ def controller_of(config: PPOConfig) -> Literal["local", "ray"]:
     return "local" if num_workers(config) == 1 else "ray"
 
 
+def machines_of(config: PPOConfig) -> list[int]:
+    """Worker processes of each machine, or part of one, that the pools ask for."""
+    if config.resource_pool_spec:
+        return [count for pool in config.resource_pool_spec.values() for count in pool]
+    trainer, reward = config.trainer, config.reward_model
+    own_pool = [reward.n_gpus_per_node] * reward.nnodes if reward.enable and reward.enable_resource_pool else []
+    return [trainer.n_gpus_per_node] * trainer.nnodes + own_pool
+
+
 def num_workers(config: PPOConfig) -> int:
     """Worker processes of all pools."""
-    if config.resource_pool_spec:
-        return sum(sum(machines) for machines in config.resource_pool_spec.values())
-    reward = config.reward_model
-    own_pool = reward.n_gpus_per_node * reward.nnodes if reward.enable and reward.enable_resource_pool else 0
-    return config.trainer.n_gpus_per_node * config.trainer.nnodes + own_pool
+    return sum(machines_of(config))
 
 
 def pools_of(config: PPOConfig, models: Collection[str]) -> Pools:

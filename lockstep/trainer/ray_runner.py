@@ -16,7 +16,7 @@ import traceback
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config.placement import num_workers, pools_of
+from lockstep.config.placement import machines_of, num_workers, pools_of
 from lockstep.config.ppo import PPOConfig
 from lockstep.trainer.interrupt import Interrupt
 
@@ -88,16 +88,11 @@ def _check_machines(config: PPOConfig) -> None:
     from lockstep.single_controller.ray_backend.cluster import require_machines
     from lockstep.single_controller.ray_backend.reservation import bundle_of
 
-    trainer, reward = config.trainer, config.reward_model
-    if trainer.device == "auto" and not _on_gpus(config):
+    if config.trainer.device == "auto" and not _on_gpus(config):
         logger.info("the cluster has no GPU: %d workers train on CPU", num_workers(config))
-    machines = [trainer.n_gpus_per_node] * trainer.nnodes
-    if reward.enable and reward.enable_resource_pool:
-        machines += [reward.n_gpus_per_node] * reward.nnodes
-    if config.resource_pool_spec:
-        machines = [count for pool in config.resource_pool_spec.values() for count in pool]
     bundle = bundle_of(_on_gpus(config))
-    require_machines("", [{name: amount * count for name, amount in bundle.items()} for count in machines])
+    asked = [{name: amount * count for name, amount in bundle.items()} for count in machines_of(config)]
+    require_machines("", asked)
 
 
 def _on_gpus(config: PPOConfig) -> bool:

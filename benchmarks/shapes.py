@@ -1,0 +1,26 @@
+"""Sizes of the random models that the benchmarks make: Qwen2's, and a tiny one for CPUs."""
+
+from typing import Any
+
+
+def _sizes(
+    vocabulary: int, width: int, inner: int, layers: int, heads: int, key_heads: int, tied: bool
+) -> dict[str, Any]:
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 32768,
+    }
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": _sizes(512, 64, 128, 2, 2, 1, True),
+    "0.5b": _sizes(151936, 896, 4864, 24, 14, 2, True),
+    "7b": _sizes(152064, 3584, 18944, 28, 28, 4, False),
+}
+"""Name to arguments of Qwen2Config."""
