@@ -76,6 +76,9 @@ class ActorConfig:
     """Weight of the entropy bonus."""
     calculate_entropy: bool = False
     """Report the entropy even where `entropy_coeff` is 0."""
+    old_log_prob_pass: Literal["auto", "always"] = "auto"
+    """Compute the old log-probs in a pass of their own. auto: leave it out where a step is one update and nothing before it reads
+    them, since the update's own log-probs are the old ones then."""
     calculate_sum_pi_squared: bool = False
     """Compute the sum of squared probabilities at each position (batch key `sum_pi_squared`) with the old log-probs; on
     where the advantage estimator needs it."""

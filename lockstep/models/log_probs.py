@@ -8,9 +8,11 @@ precision on CUDA is served by `kernels/linear_log_prob.py`, which computes the 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 LogitsFn = Callable[[Tensor], Tensor]
@@ -51,33 +53,24 @@ def token_log_probs(
     temperature: float = 1.0,
     with_entropy: bool = False,
     with_sum_pi_squared: bool = False,
+    entropy_gradient: bool = True,
 ) -> dict[str, Tensor]:
     """Statistics (N) in float32 of the distributions p = softmax(logits / temperature).
 
-    log_probs: log p[target]; entropy: -Σ p log p; sum_pi_squared: Σ p². The last two only where asked for.
+    log_probs: log p[target]; entropy: -Σ p log p; sum_pi_squared: Σ p². The last two only where asked for, and without
+    gradients where `entropy_gradient` is false.
     """
     if isinstance(logits_fn, VocabularyHead) and logits_fn.is_fused_for(hidden):
         log_probs, entropy, squares = _fused(hidden, targets, logits_fn, temperature)
         statistics = {"log_probs": log_probs}
-        statistics |= {"entropy": entropy} if with_entropy else {}
+        statistics |= {"entropy": entropy if entropy_gradient else entropy.detach()} if with_entropy else {}
         return statistics | ({"sum_pi_squared": squares} if with_sum_pi_squared else {})
 
     def chunk(h: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        logits = logits_fn(h).float()
-        if temperature != 1.0:
-            logits = logits / temperature
-        # shifted so that the largest is 0: sums over a large vocabulary of large logits would lose digits of the entropy
-        logits = logits - logits.detach().amax(-1, keepdim=True)
-        log_total = logits.logsumexp(-1)
-        out = [logits.gather(-1, y[:, None]).squeeze(-1) - log_total]
-        if with_entropy or with_sum_pi_squared:
-            weights = logits.exp()
-            total = weights.sum(-1)
-        if with_entropy:
-            out.append(log_total - (weights * logits).sum(-1) / total)
-        if with_sum_pi_squared:
-            out.append((weights**2).sum(-1) / total**2)
-        return tuple(out)
+        out: tuple[Tensor, ...] = _Statistics.apply(
+            logits_fn(h).float(), y, temperature, with_entropy, with_sum_pi_squared
+        )
+        return out
 
     size = _chunk_rows(hidden, logits_fn)
     pieces = []
@@ -101,7 +94,53 @@ def _fused(hidden: Tensor, targets: Tensor, head: VocabularyHead, temperature: f
     )
 
 
+class _Statistics(torch.autograd.Function):
+    """log p[target], H = -Σ p log p and S = Σ p² of p = softmax(z), z = logits / temperature; the last two where asked for.
+
+    In few passes over the vocabulary, since the gradients are known: 1[target] - p, -p (log p + H) and 2 p (p - S).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool, with_squares: bool
+    ) -> tuple[Tensor, ...]:
+        log_p = torch.log_softmax(logits if temperature == 1.0 else logits / temperature, -1)
+        out = [log_p.gather(-1, targets[:, None]).squeeze(-1)]
+        if with_entropy or with_squares:
+            p = log_p.exp()
+        if with_entropy:
+            out.append(-(p * log_p).sum(-1))
+        if with_squares:
+            out.append(p.square().sum(-1))
+        ctx.save_for_backward(log_p, targets, *out[1:])
+        ctx.temperature, ctx.with_entropy = temperature, with_entropy
+        ctx.set_materialize_grads(False)
+        return tuple(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, for_chosen: Tensor | None, *for_more: Tensor | None) -> tuple[Tensor | None, ...]:
+        log_p, targets, *sums = ctx.saved_tensors
+        if for_chosen is None:
+            for_chosen = log_p.new_zeros(len(log_p))
+        for_chosen = for_chosen[:, None] / ctx.temperature
+        slope = None
+        for number, (incoming, total) in enumerate(zip(for_more, sums)):
+            if incoming is not None:
+                factor, total = incoming[:, None] / ctx.temperature, total[:, None]
+                is_entropy = ctx.with_entropy and number == 0
+                own = factor * (-log_p - total) if is_entropy else 2 * factor * (log_p.exp() - total)
+                slope = own if slope is None else slope + own
+        p = log_p.exp_()  # nobody else holds it
+        grad = p.mul_(-for_chosen if slope is None else slope - for_chosen)
+        return grad.scatter_add_(1, targets[:, None], for_chosen), None, None, None, None
+
+
 def _chunk_rows(hidden: Tensor, logits_fn: LogitsFn) -> int:
-    with torch.no_grad():
-        vocabulary = logits_fn(hidden[:1]).shape[-1]
+    weight = getattr(logits_fn.module, "weight", None) if isinstance(logits_fn, VocabularyHead) else None
+    if isinstance(weight, Tensor):
+        vocabulary = weight.shape[0]
+    else:
+        with torch.no_grad():
+            vocabulary = logits_fn(hidden[:1]).shape[-1]
     return max(1, CHUNK_ELEMENTS // vocabulary)

@@ -3,19 +3,11 @@
 import logging
 
 import torch
-from torch import Tensor
 
 from lockstep.protocol import DataProto
-from lockstep.utils.masked import masked_mean
+from lockstep.utils.audit import AuditError, RolloutGap, check_gap
 
 logger = logging.getLogger(__name__)
-
-MAX_LOG_PROB_GAP = 0.5
-"""Mean |log p_rollout - log p_trainer| above which the two cannot be the same policy."""
-
-
-class AuditError(RuntimeError):
-    """A step broke an invariant; the message names it."""
 
 
 def check_finite(batch: DataProto, *keys: str) -> None:
@@ -64,19 +56,9 @@ def rollout_gap(batch: DataProto, *, corrected: bool = False) -> dict[str, float
     """
     if "rollout_log_probs" not in batch.tensors:
         return {}
-    mask: Tensor = batch.tensors["response_mask"]
-    rollout, trainer = batch.tensors["rollout_log_probs"], batch.tensors["old_log_probs"]
-    gap = float(masked_mean((rollout - trainer).abs(), mask))
-    if gap > MAX_LOG_PROB_GAP and not corrected:
-        raise AuditError(
-            f"the rollout's log-probs differ from the trainer's by {gap:.3f} a token on average: the rollout does not "
-            "run the trainer's weights, or scores another distribution (temperature)"
-        )
-    difference = (rollout.exp() - trainer.exp()).abs()[mask.bool()]
-    return {
-        "training/rollout_probs_diff_valid": 1.0,
-        "training/rollout_probs_diff_max": float(difference.max()),
-        "training/rollout_probs_diff_mean": float(difference.mean()),
-        "training/rollout_probs_diff_std": float(difference.std()) if difference.numel() > 1 else 0.0,
-        "training/rollout_log_probs_gap": gap,
-    }
+    gap = RolloutGap()
+    gap.add(batch.tensors["rollout_log_probs"], batch.tensors["old_log_probs"], batch.tensors["response_mask"])
+    metrics = gap.metrics(*gap.sums())
+    if not corrected:
+        check_gap(metrics)
+    return metrics

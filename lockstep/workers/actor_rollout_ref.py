@@ -24,6 +24,7 @@ from lockstep.models.twin import make_twin, release, share
 from lockstep.protocol import DataProto, drop_marked
 from lockstep.protocol.keys import require
 from lockstep.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from lockstep.utils.audit import RolloutGap, check_gap
 from lockstep.utils.distributed import join_process_group
 from lockstep.workers.losses import actor_loss_fn
 from lockstep.workers.rollout_batch import batch_of, requests_of, sampling_params
@@ -155,23 +156,34 @@ class ActorRolloutRefWorker(WeightHandOver):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"), blocking=False)
     def update_actor(self, data: DataProto) -> DataProto:
-        """Train on a batch that `trainer.ppo.mini_batches.lay_out` made."""
-        require(data, "input_ids", "responses", "response_mask", "old_log_probs", "advantages", "mini_batch")
+        """Train on a batch that `trainer.ppo.mini_batches.lay_out` made.
+
+        meta_info `rollout_gap`: check | report | none, what becomes of the distance between the rollout's log-probs and those of
+        the policy before its first step.
+        """
+        require(data, "input_ids", "responses", "response_mask", "advantages", "mini_batch")
         config, engine = self.config.actor, self.actor
         micro = micro_batching(
             config.ppo_micro_batch_size_per_gpu, config.use_dynamic_bsz, config.ppo_max_token_len_per_gpu
         )
-        with_entropy = config.entropy_coeff != 0 or config.calculate_entropy
+        no_pass = "old_log_probs" not in data.tensors  # which would have reported the entropy
+        with_entropy = config.entropy_coeff != 0 or config.calculate_entropy or no_pass
+        options = {"with_entropy": with_entropy, "entropy_gradient": config.entropy_coeff != 0}
+        gap = None if data.meta_info["rollout_gap"] == "none" else RolloutGap()
+        distance: dict[str, float] = {}
         means = MetricMeans()
         engine.onload(optimizer=True)
         for rows, info in mini_batches(data, config.loss_scale_factor):
-            loss_fn = actor_loss_fn(config, info, data.meta_info["prepared"])
-            metrics = engine.forward_backward(
-                rows, loss_fn, micro, temperature=self._temperature, with_entropy=with_entropy
-            )
+            loss_fn = actor_loss_fn(config, info, data.meta_info["prepared"], gap)
+            metrics = engine.forward_backward(rows, loss_fn, micro, temperature=self._temperature, **options)
+            if gap is not None:
+                distance = gap.metrics(*engine.global_sum(*gap.sums()))
+                if data.meta_info["rollout_gap"] == "check":
+                    check_gap(distance)
+                gap = None
             metrics["actor/grad_norm"] = engine.optimizer_step()
             means.add(metrics)
-        metrics = means.result() | {"actor/lr": engine.learning_rate} | memory_metrics(self.device)
+        metrics = means.result() | distance | {"actor/lr": engine.learning_rate} | memory_metrics(self.device)
         if config.use_kl_loss:
             metrics["actor/kl_coef"] = config.kl_loss_coef
         engine.schedule_step()

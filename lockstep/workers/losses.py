@@ -14,23 +14,31 @@ from lockstep.algorithms.losses.value import compute_value_loss
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.critic import CriticConfig
 from lockstep.engines.train.base import LossFn
+from lockstep.utils.audit import RolloutGap
 from lockstep.workers.updates import token_share
 
 
-def actor_loss_fn(config: ActorConfig, info: dict[str, Any], prepared: Iterable[str] = ()) -> LossFn:
+def actor_loss_fn(
+    config: ActorConfig, info: dict[str, Any], prepared: Iterable[str] = (), gap: RolloutGap | None = None
+) -> LossFn:
     """Policy loss, minus the entropy bonus, plus the KL term against the reference.
 
     prepared: names of the row tensors that `prepare_policy_loss` made for the loss.
+    gap: told of the rollout's log-probs beside those of the policy as it stands.
+
+    Rows without `old_log_probs` are of an update that is the only one of its step: the policy's own are the old ones.
     """
     policy_loss = get_policy_loss_fn(policy_loss_mode(config))
     prepared = tuple(prepared)
     counted = dataclasses.replace(config, global_batch_info=info)
 
     def loss_fn(outputs: dict[str, Tensor], rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
-        mask = rows["response_mask"]
+        mask, log_probs = rows["response_mask"], outputs["log_probs"]
+        if gap is not None and "rollout_log_probs" in rows:
+            gap.add(rows["rollout_log_probs"], log_probs, mask)
         loss, token_means = policy_loss(
-            old_log_prob=rows["old_log_probs"],
-            log_prob=outputs["log_probs"],
+            old_log_prob=rows["old_log_probs"] if "old_log_probs" in rows else log_probs.detach(),
+            log_prob=log_probs,
             advantages=rows["advantages"],
             response_mask=mask,
             loss_agg_mode=config.loss_agg_mode,
@@ -46,7 +54,7 @@ def actor_loss_fn(config: ActorConfig, info: dict[str, Any], prepared: Iterable[
             metrics["actor/entropy"] = entropy
             loss = loss - config.entropy_coeff * entropy
         if config.use_kl_loss:
-            kl = kl_penalty(outputs["log_probs"], rows["ref_log_prob"], config.kl_loss_type)
+            kl = kl_penalty(log_probs, rows["ref_log_prob"], config.kl_loss_type)
             kl_loss = agg_loss(kl, mask, config.loss_agg_mode, **info)
             metrics["actor/kl_loss"] = kl_loss
             loss = loss + config.kl_loss_coef * kl_loss

@@ -15,8 +15,8 @@ from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
 from lockstep.single_controller import Future, FutureList
 from lockstep.single_controller.local import LocalFuture
-from lockstep.trainer.audit import AuditError
 from lockstep.trainer.ppo.weight_sync import WeightSync
+from lockstep.utils.audit import AuditError
 from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
 from lockstep.workers.weight_transfer import (
     PERIOD,

@@ -60,6 +60,15 @@ def required_inputs(name: str) -> set[str]:
     return {p.name for p in parameters if p.kind in named and p.default is inspect.Parameter.empty}
 
 
+def may_read(name: str, *keys: str) -> bool:
+    """Whether the estimator could read one of these batch keys: ours name what they read, others may take everything."""
+    estimator = get_adv_estimator_fn(name)
+    parameters = inspect.signature(estimator).parameters.values()
+    is_ours = estimator.__module__.startswith("lockstep.")
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD or p.name == "batch" for p in parameters)
+    return any(p.name in keys for p in parameters) or (takes_all and not is_ours)
+
+
 _PROVIDERS = {
     "values": "set critic.enable=true or leave it null",
     "reward_baselines": "they come from a greedy rollout of each prompt",

@@ -2,6 +2,8 @@
 
     prompts ─► generate ─► reward ─► old log-probs ─► ref log-probs ─► values ─► advantage ─► update critic ─► update actor
 
+Where a step is one update, its own log-probs are the old ones, and the pass for them is left out.
+
 One `DataProto` travels through all of it and gains keys (`protocol/keys.py`). Nothing here knows whether a worker group is in this
 process or on many machines.
 """
@@ -19,7 +21,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.algorithms.advantages import check_inputs, required_inputs
+from lockstep.algorithms.advantages import check_inputs, may_read, required_inputs
 from lockstep.algorithms.kl import apply_kl_penalty, get_kl_controller
 from lockstep.algorithms.losses.aggregate import agg_loss
 from lockstep.algorithms.losses.policy import PREPARATIONS, get_policy_loss_fn, policy_loss_mode, prepare_policy_loss
@@ -346,13 +348,14 @@ class PPOTrainer:
 
         # 3. and 4. log-probs under the policy and under the reference, values: at the same time where workers are apart
         calls = {"ref": (self.ref_policy_wg, "ref", "compute_ref_log_prob")} if self.use_reference_policy else {}
-        if not correction.bypass_mode:
+        source = self._old_log_probs_source(len(batch))
+        if source == "pass":
             calls = {"old_log_prob": (self.actor_rollout_wg, "actor", "compute_log_prob")} | calls
         if self.use_critic:
             calls["values"] = (self.critic_wg, "critic", "compute_values")
-        batch = self._with_outputs(use_rollout_log_probs(batch) if correction.bypass_mode else batch, calls, timing)
-        if not correction.bypass_mode:
-            corrected = correction.rollout_is is not None or correction.rollout_rs is not None
+        batch = self._with_outputs(use_rollout_log_probs(batch) if source == "rollout" else batch, calls, timing)
+        corrected = correction.rollout_is is not None or correction.rollout_rs is not None
+        if source == "pass":
             metrics |= self._entropy_metrics(batch) | rollout_gap(batch, corrected=corrected)
 
         # 5. advantages, on the controller
@@ -362,12 +365,34 @@ class PPOTrainer:
         self.idle_steps.note(batch)
         check_finite(batch, "old_log_probs", "ref_log_prob", "values", "token_level_rewards", "advantages", "returns")
 
-        # 6. and 7. update the critic and, once it is warm, the actor
+        # 6. and 7. update the critic and, once it is warm, the actor; log-probs of no pass are audited by the update
+        chosen.meta_info["rollout_gap"] = "none" if source == "pass" else "report" if corrected else "check"
         metrics |= self._update(chosen, timing)
 
         if (folder := self.config.trainer.rollout_data_dir) is not None:
             self._dump_answers(self._answers([batch]), folder)
         return batch, metrics
+
+    def _old_log_probs_source(self, num_rows: int) -> str:
+        """Where this step's old log-probs come from: a `pass` of their own, the `rollout`, or the `update` itself."""
+        algorithm, actor = self.config.algorithm, self.config.actor_rollout_ref.actor
+        correction = algorithm.rollout_correction
+        if correction.bypass_mode:
+            return "rollout"
+        one_update = (
+            self.global_steps > self.config.trainer.critic_warmup
+            and actor.ppo_epochs == 1
+            and num_rows <= actor.ppo_mini_batch_size * actor.rollout_n
+        )
+        read_before = (
+            algorithm.use_kl_in_reward
+            or algorithm.use_pf_ppo
+            or correction.rollout_is is not None
+            or correction.rollout_rs is not None
+            or policy_loss_mode(actor) in PREPARATIONS
+            or may_read(algorithm.adv_estimator, "old_log_probs", "entropys", "sum_pi_squared")
+        )
+        return "update" if one_update and not read_before and actor.old_log_prob_pass == "auto" else "pass"
 
     def _advantages(self, batch: DataProto) -> tuple[DataProto, DataProto, dict[str, Any]]:
         """KL penalty, rollout correction, advantages: (the batch, the rows to train on, metrics)."""
@@ -580,4 +605,7 @@ RayPPOTrainer = PPOTrainer
 def _reduced(output: DataProto) -> dict[str, float]:
     """A worker group's metrics: equal on all ranks where the engine summed them, else their mean, or the most memory."""
     metrics = output.meta_info["metrics"]
-    return {name: float((np.max if "/max_" in name else np.mean)(value)) for name, value in metrics.items()}
+    return {
+        name: float((np.max if "/max_" in name or name.endswith("_max") else np.mean)(value))
+        for name, value in metrics.items()
+    }

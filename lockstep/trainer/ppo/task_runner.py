@@ -22,10 +22,10 @@ from lockstep.rewards.default import check_data_sources
 from lockstep.rewards.managers import load_reward_manager
 from lockstep.single_controller import LOCAL, Backend, ResourcePoolManager, Role, Worker, WorkerDiedError
 from lockstep.single_controller.futures import worker_report
-from lockstep.trainer.audit import AuditError
 from lockstep.trainer.interrupt import Interrupt
 from lockstep.trainer.ppo.ray_trainer import PPOTrainer
 from lockstep.trainer.ppo.roles import need_critic, need_reference_policy, need_reward_model, needed_models
+from lockstep.utils.audit import AuditError
 from lockstep.utils.device import resolve_device
 from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
 from lockstep.workers.critic import CriticWorker

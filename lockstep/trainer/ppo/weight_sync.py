@@ -4,7 +4,7 @@ from collections import deque
 from typing import Any
 
 from lockstep.single_controller import FutureList, WorkerGroup
-from lockstep.trainer.audit import AuditError
+from lockstep.utils.audit import AuditError
 
 IN_FLIGHT = 2
 """Buckets that are on their way through the object store at once."""
