@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from lockstep import __version__
 from lockstep.config.errors import nearest
+from lockstep.utils.bytecode import how_to_compile, uncompiled
 
 USAGE = """\
 usage: lockstep PROGRAM [arguments]
@@ -85,6 +86,10 @@ def _software() -> list[tuple[str, str]]:
     rows += [(name, _installed(name) or MISSING) for name in REQUIRED]
     for name, extra in EXTRAS.items():
         rows.append((name, _installed(name) or f"not installed; pip install 'lockstep-rl\\[{extra}]'"))
+    if slow := uncompiled():
+        rows.append(
+            ("bytecode", f"none of {', '.join(slow)}: every start takes seconds longer; {how_to_compile(slow)}")
+        )
     return rows
 
 

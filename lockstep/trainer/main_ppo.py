@@ -10,9 +10,13 @@ from typing import TYPE_CHECKING
 from lockstep.config.commandline import config_from_command_line
 from lockstep.config.placement import controller_of
 from lockstep.config.ppo import PPOConfig
+from lockstep.utils.bytecode import uncompiled
+from lockstep.utils.wake import wake_device
 
 if TYPE_CHECKING:
     from lockstep.trainer.ppo.task_runner import TaskRunner
+
+logger = logging.getLogger(__name__)
 
 
 def run_ppo(config: PPOConfig, task_runner_class: "type[TaskRunner] | None" = None) -> int:
@@ -20,7 +24,11 @@ def run_ppo(config: PPOConfig, task_runner_class: "type[TaskRunner] | None" = No
     if controller_of(config) == "ray":
         from lockstep.trainer.ray_runner import run_on_ray
 
+        logger.info("joining Ray, or starting it here")
         return run_on_ray(config, task_runner_class)
+    note = "; they have no bytecode, which takes seconds (see `lockstep doctor`)" if uncompiled() else ""
+    logger.info("loading torch and transformers%s", note)
+    wake_device(config.trainer.device)
     from lockstep.trainer.ppo.task_runner import TaskRunner
 
     return (task_runner_class or TaskRunner)().run(config)

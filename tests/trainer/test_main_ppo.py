@@ -188,3 +188,15 @@ def test_resuming_without_a_saved_model_is_refused(overrides: list[str], tmp_pat
     assert main([*short, "algorithm.adv_estimator=reinforce_plus_plus", exported]) == 0
     assert main([*overrides, "algorithm.adv_estimator=reinforce_plus_plus"]) == 2
     assert "checkpoint.save_contents" in capsys.readouterr().err
+
+
+def test_a_finished_run_says_so_without_loading_a_model(
+    overrides: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [*overrides, *GRPO, "trainer.total_training_steps=1", "trainer.val_before_train=false"]
+    assert main(command) == 0
+    monkeypatch.setattr("lockstep.trainer.ppo.task_runner.PPOTrainer.init_workers", None)
+    caplog.clear()
+    assert main(command) == 0
+    assert "nothing to do: the run is at step 1 of 1" in caplog.text
+    assert main([*command, "algorithm.adv_estimator=rloo"]) == 2  # another experiment, which has not finished

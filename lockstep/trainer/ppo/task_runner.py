@@ -18,6 +18,8 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.data.rl_dataset import create_rl_dataset
 from lockstep.data.sampler import create_rl_sampler
 from lockstep.models.tokenizer import hf_tokenizer
+from lockstep.observability.jsonl import last_step
+from lockstep.observability.trackers import METRICS_FILE
 from lockstep.rewards.default import check_data_sources
 from lockstep.rewards.managers import load_reward_manager
 from lockstep.single_controller import LOCAL, Backend, ResourcePoolManager, Role, Worker, WorkerDiedError
@@ -25,6 +27,7 @@ from lockstep.single_controller.futures import worker_report
 from lockstep.trainer.interrupt import Interrupt
 from lockstep.trainer.ppo.ray_trainer import PPOTrainer
 from lockstep.trainer.ppo.roles import need_critic, need_reference_policy, need_reward_model, needed_models
+from lockstep.trainer.run_config import refuse_another_run
 from lockstep.utils.audit import AuditError
 from lockstep.utils.device import resolve_device
 from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
@@ -157,6 +160,11 @@ class TaskRunner:
             try:
                 trainer = self.build(config)
                 closing.callback(self._close, trainer)
+                if self.last_checkpoint is None and _is_finished(trainer):
+                    total = trainer.total_training_steps
+                    logger.info("nothing to do: the run is at step %d of %d", total, total)
+                    return 0
+                logger.info("loading the models: %s", ", ".join(str(role) for role in self.role_worker_mapping))
                 trainer.init_workers()
                 trainer.start(self.last_checkpoint)  # there is one where this is a restart
             except ValueError as error:
@@ -181,6 +189,17 @@ class TaskRunner:
             device = "cuda" if has_gpus() else "cpu"
         self.device = device
         return device, make_ray_backend(use_gpu=device == "cuda", wait_s=self.wait_s, started=self.started)
+
+
+def _is_finished(trainer: PPOTrainer) -> bool:
+    """Whether the run's last step is saved and tracked, so that there is nothing to load a model for."""
+    config, total = trainer.config.trainer, trainer.total_training_steps
+    if config.resume_mode != "auto" or config.val_only or not (trainer.run_dir / f"global_step_{total}").is_dir():
+        return False
+    refuse_another_run(trainer.run_dir, trainer.config)
+    found = trainer.checkpoints.find("auto")
+    tracked = last_step(trainer.run_dir / METRICS_FILE)
+    return found is not None and found[0] >= total and tracked is not None and tracked >= total
 
 
 def _fit(trainer: PPOTrainer, interrupt: Interrupt | None) -> int:
