@@ -2,11 +2,12 @@
 
     python benchmarks/rollout.py --model DIR [--requests 64 --new-tokens 8-128]        a model of one's own, greedy (CPU or GPU)
     python benchmarks/rollout.py --shape 0.5b 7b --workload uniform mixed [--json out.json]    random weights on the device, sampled
+    ... --engines embedded transformers vllm --peer-python .vllm/bin/python                    vLLM from an environment of its own
 
 Requests have random prompts and ask for exact numbers of tokens; only those asked for count. Sampled requests return the log-prob
 of every token and carry a stop token, so that all engines look for it. transformers is told the lengths beforehand: its batches
 hold requests of similar length. Each figure is the best of `--repeats` runs after a first one; start-up is from the process's
-start to the first token. Engines that are not installed are left out.
+start to the first token. vLLM is left out where `--peer-python` does not have it.
 """
 
 import time
@@ -14,7 +15,6 @@ import time
 PROCESS_STARTED = time.perf_counter()
 
 import argparse  # noqa: E402
-import importlib.util  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
 import random  # noqa: E402
@@ -86,7 +86,7 @@ def embedded(args: argparse.Namespace, longest: Case) -> tuple[Generate, int]:
 
     model = load_model(args, ATTENTION_NAME)
     if args.device == "cuda":
-        from lockstep.engines.rollout.embedded.fused import lay_adjacent
+        from lockstep.models.adjacent import lay_adjacent
 
         lay_adjacent(model)
     config = RolloutConfig(
@@ -148,18 +148,22 @@ def transformers(args: argparse.Namespace, longest: Case) -> tuple[Generate, int
 
 def vllm(args: argparse.Namespace, longest: Case) -> tuple[Generate, int]:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    options: dict[str, Any] = {"gpu_memory_utilization": 0.5}
+    if args.device == "cpu":  # in this process: one of its own would keep a core to itself
+        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        options = {"distributed_executor_backend": "uni", "enforce_eager": True}
     from vllm import LLM, SamplingParams
 
-    folder, options = args.model, {}
+    folder = args.model
     if folder is None:
         folder = tempfile.mkdtemp()
         shape_config(args.shape, architectures=["Qwen2ForCausalLM"], dtype="bfloat16").save_pretrained(folder)
-        options = {"load_format": "dummy"}
+        options["load_format"] = "dummy"
     llm = LLM(
         folder,
         skip_tokenizer_init=True,
         dtype=args.dtype,
-        gpu_memory_utilization=0.5,
         max_model_len=longest.prompt_tokens[1] + longest.new_tokens[1],
         max_num_seqs=longest.requests,
         enable_prefix_caching=False,
@@ -247,11 +251,12 @@ def peak_gb(args: argparse.Namespace) -> float | None:
 def run(args: argparse.Namespace, shape: str | None, cases: list[Case]) -> Iterator[Result]:
     """Results of all engines, one process after the other."""
     for engine in args.engines:
-        if engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        python = args.peer_python if engine == "vllm" else sys.executable
+        if engine == "vllm" and not has_vllm(python):
             continue
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "result.json"
-            command = [sys.executable, __file__, "--work", engine, "--cases", json.dumps([asdict(c) for c in cases])]
+            command = [python, __file__, "--work", engine, "--cases", json.dumps([asdict(c) for c in cases])]
             command += ["--out", str(out), "--device", args.device, "--dtype", args.dtype, "--seed", str(args.seed)]
             command += ["--repeats", str(args.repeats), "--batch-size", str(args.batch_size)]
             command += ["--prefill-tokens", str(args.prefill_tokens)]
@@ -260,6 +265,11 @@ def run(args: argparse.Namespace, shape: str | None, cases: list[Case]) -> Itera
                 print(f"{engine} failed; its figures are left out", file=sys.stderr)
                 continue
             yield from (Result(**entry) for entry in json.loads(out.read_text()))
+
+
+def has_vllm(python: str) -> bool:
+    script = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    return subprocess.run([python, "-c", script]).returncode == 0
 
 
 def path_here() -> str:
@@ -314,13 +324,14 @@ def main() -> None:
     parser.add_argument("--shape", nargs="*", choices=SHAPES, help="random weights of these shapes")
     parser.add_argument("--workload", nargs="*", choices=WORKLOADS, default=["uniform"], help="of the shapes")
     parser.add_argument(
-        "--engines", nargs="*", choices=ENGINES, help="default: on CUDA embedded, vllm; else without vllm"
+        "--engines", nargs="*", choices=ENGINES, help="default: on CUDA embedded, vllm; else embedded, transformers"
     )
     parser.add_argument("--requests", type=int, nargs="*", help="batch sizes; default: the workload's, 64 for a model")
     parser.add_argument("--prompt-tokens", help="of a request, N or N-M")
     parser.add_argument("--new-tokens", help="of a request, N or N-M")
     parser.add_argument("--prefill-tokens", type=int, default=16384, help="embedded: tokens in one prefill step")
     parser.add_argument("--batch-size", type=int, default=16, help="of transformers")
+    parser.add_argument("--peer-python", default=sys.executable, help="interpreter of the environment that has vLLM")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", help="default: bfloat16 on CUDA, float32 elsewhere")

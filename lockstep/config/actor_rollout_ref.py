@@ -115,6 +115,8 @@ class SamplingConfig:
     """Sample from the k likeliest tokens; -1 for all."""
     top_p: float = 1.0
     """Sample from the smallest set of tokens whose probability reaches p."""
+    min_p: float = 0.0
+    """Sample from the tokens with at least this share of the likeliest one's probability; 0 for all."""
     n: int = 1
     """Answers per validation prompt."""
 
@@ -146,6 +148,8 @@ class RolloutConfig:
     """Sample from the k likeliest tokens; -1 for all."""
     top_p: float = 1.0
     """Sample from the smallest set of tokens whose probability reaches p."""
+    min_p: float = 0.0
+    """Sample from the tokens with at least this share of the likeliest one's probability; 0 for all."""
     ignore_eos: bool = False
     """Go on to `response_length` past the end-of-sequence token."""
     stop_token_ids: list[int] = field(default_factory=list)
@@ -160,7 +164,7 @@ class RolloutConfig:
     """Type in which engines with weights of their own compute; embedded computes in the actor's."""
     max_num_seqs: int = 256
     """Sequences that decode at once."""
-    max_num_batched_tokens: int = 8192
+    max_num_batched_tokens: int = 16384
     """Tokens in one prefill step."""
     max_model_len: int | None = None
     """Longest sequence; null is prompt_length + response_length."""

@@ -121,6 +121,7 @@ RANGES: dict[str, Range] = {
     "lr_warmup_steps_ratio": UNIT,
     "min_lr_ratio": UNIT,
     "top_p": SHARE,
+    "min_p": UNIT,
     "gpu_memory_utilization": SHARE,
     "top_k": COUNT_OR_ALL,
     "train_max_samples": COUNT_OR_ALL,

@@ -1,17 +1,21 @@
 """The layer kernels of the rollout with gradients, for training: the forward passes are the very ones of norms, gated and rotary.
 
     rms_norm:      saves its input; one pass gives the gradients of input and weight
-    stream_norm:   the same of a residual stream, whose own gradient is added in that pass
-    gated_mlp:     saves input, gate and up; the product of both is computed again in the pass that gives their gradients
+    stream_norm:   the same of a residual stream, of which it makes a copy too; the gradient of that is added in the same pass
+    gated_mlp:     one product for gate and up, which it saves; what they give is computed again in the pass of their gradients
     rotary:        saves cos and sin; the gradient of a rotation is the rotation back
     joint_linear:  linear layers of one input as one product, forward and backward
-    add_product:   a linear layer whose result is added to a residual stream without being rounded before
+    add_product:   a linear layer whose result is added to a residual stream, in place and without being rounded before
+    take_rows:     rows picked by index, any of them many times; their gradients are added up in float32
+    embed_wide:    token embeddings in float32
 
+Weights of one product that lie side by side are used as they lie, others are copied together (`kernels/joined.py`).
 A residual stream may be in float32 beside weights in half precision. Gradients of weights are computed in float32 where a parameter
 sums them so (`grad_dtype`).
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,9 +25,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lockstep.kernels import gated, norms
+from lockstep.kernels import gated, head, norms
 from lockstep.kernels import rotary as rotation
 from lockstep.kernels.gated import Activation
+from lockstep.kernels.joined import together
 
 NORM_PROGRAMS = 1024
 """Programs that share the rows of a norm's gradient, each with its own sum for the weight: a few for each multiprocessor."""
@@ -121,7 +126,8 @@ class _StreamNorm(torch.autograd.Function):
     def forward(ctx: Any, stream: Tensor, weight: Tensor, eps: float, offset: bool) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(stream, weight)
         ctx.eps, ctx.offset = eps, offset
-        return norms.rms_norm(stream, weight, eps, offset=offset), stream
+        copy = torch.empty(stream.shape, dtype=stream.dtype, device=stream.device)
+        return norms.rms_norm(stream, weight, eps, offset=offset, copy_to=copy), copy
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, residual: Tensor) -> tuple[Tensor | None, ...]:
@@ -130,7 +136,7 @@ class _StreamNorm(torch.autograd.Function):
 
 
 def stream_norm(stream: Tensor, weight: Tensor, eps: float, *, offset: bool) -> tuple[Tensor, Tensor]:
-    """The norm of a residual stream, and the stream itself to go on with."""
+    """The norm of a residual stream, and a copy of the stream for what is added to it next."""
     out: tuple[Tensor, Tensor] = _StreamNorm.apply(stream, weight, eps, offset)
     return out
 
@@ -145,6 +151,7 @@ def _gated_gradient(
     product_ptr: tl.tensor,
     gate_stride: tl.tensor,
     up_stride: tl.tensor,
+    out_stride: tl.tensor,
     width: tl.tensor,
     SILU: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -163,38 +170,37 @@ def _gated_gradient(
         s = 1.0 / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
         slope = s + x * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
     dtype = grad_gate_ptr.dtype.element_ty
-    y = (x * s).to(dtype).to(tl.float32)
-    tl.store(grad_gate_ptr + at, (grad * up * slope).to(dtype), mask=inside)
-    tl.store(grad_up_ptr + at, (grad * y).to(dtype), mask=inside)
+    y = x * s
+    tl.store(grad_gate_ptr + row * out_stride + column, (grad * up * slope).to(dtype), mask=inside)
+    tl.store(grad_up_ptr + row * out_stride + column, (grad * y).to(dtype), mask=inside)
     if product_ptr is not None:
         tl.store(product_ptr + at, (y * up).to(dtype), mask=inside)
 
 
-def _through_gate(
-    gate: Tensor, up: Tensor, grad: Tensor, activation: Activation, product: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up from that of their product, all (T, I).
+def _through_gate(gate: Tensor, up: Tensor, grad: Tensor, activation: Activation, product: Tensor | None) -> Tensor:
+    """Gradients of gate and up (T, I) side by side (T, 2 I), from that of their product.
 
     product: gets activation(gate) * up; may be `grad` itself.
     """
     rows, width = gate.shape
-    grad_gate, grad_up = (torch.empty(rows, width, dtype=gate.dtype, device=gate.device) for _ in range(2))
+    grads = torch.empty(rows, 2 * width, dtype=gate.dtype, device=gate.device)
     block = min(1024, triton.next_power_of_2(width))
     if rows:
         _gated_gradient[(rows, triton.cdiv(width, block))](
             gate,
             up,
             grad,
-            grad_gate,
-            grad_up,
+            grads,
+            grads[:, width:],
             product,
             gate.stride(0),
             up.stride(0),
+            2 * width,
             width,
             activation == "silu",
             block,
         )
-    return grad_gate, grad_up
+    return grads
 
 
 class _GatedProduct(torch.autograd.Function):
@@ -207,8 +213,8 @@ class _GatedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = (t.flatten(0, -2) for t in ctx.saved_tensors)
-        grads = _through_gate(gate, up, grad.flatten(0, -2).contiguous(), ctx.activation, None)
-        return *(g.view(grad.shape) for g in grads), None
+        both = _through_gate(gate, up, grad.flatten(0, -2).contiguous(), ctx.activation, None)
+        return *(g.view(grad.shape) for g in both.chunk(2, -1)), None
 
 
 def gated_product(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
@@ -228,24 +234,32 @@ class _GatedMlp(torch.autograd.Function):
         stream: Tensor | None,
         activation: Activation,
     ) -> Tensor:
-        gate, up = F.linear(x, gate_weight), F.linear(x, up_weight)
-        ctx.save_for_backward(x, gate, up, gate_weight, up_weight, down_weight)
+        both = F.linear(x, together((gate_weight, up_weight)))
+        ctx.save_for_backward(x, both, gate_weight, up_weight, down_weight)
         ctx.activation, ctx.dtype = activation, _gradient_dtype(gate_weight)
+        gate, up = both.chunk(2, -1)
         product = gated.gated_product(gate, up, activation)
-        return F.linear(product, down_weight) if stream is None else _sum_of(stream, product, down_weight)
+        if stream is None:
+            return F.linear(product, down_weight)
+        ctx.mark_dirty(stream)
+        return head.add_product(stream, product, down_weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, gate, up, gate_weight, up_weight, down_weight = ctx.saved_tensors
+        x, both, gate_weight, up_weight, down_weight = ctx.saved_tensors
         shape, grad_stream = x.shape, grad if ctx.needs_input_grad[4] else None
-        x, gate, up, grad = (t.flatten(0, -2) for t in (x, gate, up, grad.to(x.dtype)))
+        x, both, grad = (t.flatten(0, -2) for t in (x, both, grad.to(x.dtype)))
         wants_x, wants_gate, wants_up, wants_down = ctx.needs_input_grad[:4]
         product = grad_product = grad @ down_weight
-        grad_gate, grad_up = _through_gate(gate, up, grad_product, ctx.activation, product)
+        gate, up = both.chunk(2, -1)
+        grads = _through_gate(gate, up, grad_product, ctx.activation, product)
+        of_both: Sequence[Tensor | None] = (None, None)
+        if wants_gate or wants_up:
+            of_both = _weight_gradient(grads, x, ctx.dtype).chunk(2)
         return (
-            (grad_gate @ gate_weight).addmm_(grad_up, up_weight).view(shape) if wants_x else None,
-            _weight_gradient(grad_gate, x, ctx.dtype) if wants_gate else None,
-            _weight_gradient(grad_up, x, ctx.dtype) if wants_up else None,
+            (grads @ together((gate_weight, up_weight))).view(shape) if wants_x else None,
+            of_both[0] if wants_gate else None,
+            of_both[1] if wants_up else None,
             _weight_gradient(grad, product, ctx.dtype) if wants_down else None,
             grad_stream,
             None,
@@ -262,7 +276,7 @@ def gated_mlp(
 ) -> Tensor:
     """down(activation(gate(x)) * up(x)) of three linear layers without bias; keeps gate and up, not their product.
 
-    stream: a residual stream to which it is added without being rounded before.
+    stream: a residual stream to which it is added, in place and without being rounded before.
     """
     out: Tensor = _GatedMlp.apply(x, gate_weight, up_weight, down_weight, stream, activation)
     return out
@@ -299,7 +313,7 @@ class _JointLinear(torch.autograd.Function):
         ctx.save_for_backward(x, *parameters)
         ctx.sizes = [len(weight) for weight in weights if weight is not None]
         ctx.dtype = _gradient_dtype(weights[0])
-        joint = F.linear(x, torch.cat(weights), None if biases[0] is None else torch.cat(biases))  # type: ignore[arg-type]
+        joint = F.linear(x, together(weights), None if biases[0] is None else together(biases))  # type: ignore[arg-type]
         *parts, last = joint.split(ctx.sizes, -1)
         # the last part is the values: attention keeps them for its gradient, and as a view they would keep everything
         return *parts, last.contiguous()
@@ -311,7 +325,7 @@ class _JointLinear(torch.autograd.Function):
         weights = parameters[:number]
         wants_x, _, *wants = ctx.needs_input_grad
         grad = torch.cat(grads, -1).flatten(0, -2)
-        of_x = (grad @ torch.cat(weights)).view(x.shape) if wants_x else None
+        of_x = (grad @ together(weights)).view(x.shape) if wants_x else None
         parts: list[Tensor | None] = [None] * (2 * number)
         if any(wants[:number]):
             parts[:number] = _weight_gradient(grad, x.flatten(0, -2), ctx.dtype).split(ctx.sizes)
@@ -331,7 +345,8 @@ class _AddProduct(torch.autograd.Function):
     def forward(ctx: Any, stream: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.dtype = _gradient_dtype(weight)
-        return _sum_of(stream, x, weight)
+        ctx.mark_dirty(stream)
+        return head.add_product(stream, x, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -346,19 +361,74 @@ class _AddProduct(torch.autograd.Function):
 
 
 def add_product(stream: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """stream (..., E) + x (..., I) @ weight (E, I).T, in the stream's type and without rounding in between."""
+    """`head.add_product` with gradients."""
     out: Tensor = _AddProduct.apply(stream, x, weight)
     return out
 
 
-def _sum_of(stream: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """What `head.add_product` gives, as a new tensor."""
-    flat, rows = stream.flatten(0, -2), x.flatten(0, -2)
-    if stream.dtype == x.dtype:
-        return torch.addmm(flat, rows, weight.t()).view(stream.shape)
-    if stream.is_cuda:
-        return torch.addmm(flat, rows, weight.t(), out_dtype=stream.dtype).view(stream.shape)
-    return stream + F.linear(x.to(stream.dtype), weight.to(stream.dtype))
+@triton.jit
+def _sum_places(
+    grad_ptr: tl.tensor,
+    places_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    column = tl.arange(0, COLUMNS)
+    inside = column < WIDTH
+    total = tl.zeros([COLUMNS], tl.float32)
+    for i in range(tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)):
+        place = tl.load(places_ptr + i)
+        total += tl.load(grad_ptr + place * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    at = row.to(tl.int64) * WIDTH + column
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+class RowIndex:
+    """Which of `num_rows` rows are taken, in order: (N). skipped: a row without gradient."""
+
+    def __init__(self, index: Tensor, num_rows: int, *, skipped: int | None = None) -> None:
+        self.index, self.num_rows, self.skipped = index, num_rows, skipped
+
+    @cached_property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """(N) where the rows went, those of one row together, and (num_rows + 1) where each row's begin among them."""
+        rows, places = self.index.sort(stable=True)
+        bounds = torch.arange(self.num_rows + 1, device=rows.device)
+        return places, torch.searchsorted(rows, bounds)
+
+
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: RowIndex, dtype: torch.dtype) -> Tensor:
+        ctx.rows, ctx.dtype = rows, _gradient_dtype(x)
+        return x.index_select(0, rows.index).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad, rows = grad.contiguous(), ctx.rows
+        out = torch.empty(rows.num_rows, *grad.shape[1:], dtype=ctx.dtype, device=grad.device)
+        width = out[0].numel()
+        _sum_places[(rows.num_rows,)](
+            grad, *rows.places, out, width, triton.next_power_of_2(width), num_warps=1 if width <= 256 else 4
+        )
+        if rows.skipped is not None:
+            out[rows.skipped].zero_()
+        return out, None, None
+
+
+def take_rows(x: Tensor, rows: RowIndex, dtype: torch.dtype | None = None) -> Tensor:
+    """x (num_rows, ...) -> (N, ...), in another type if asked. A row's gradient is added up in float32, in one order."""
+    out: Tensor = _TakeRows.apply(x, rows, dtype or x.dtype)
+    return out
+
+
+def embed_wide(ids: Tensor, weight: Tensor, padding: int | None) -> Tensor:
+    """ids (...), weight (V, H) -> (..., H) in float32. padding: an id whose row gets no gradient."""
+    out = take_rows(weight, RowIndex(ids.flatten(), len(weight), skipped=padding), torch.float32)
+    return out.view(*ids.shape, -1)
 
 
 def _gradient_dtype(parameter: Tensor | None) -> torch.dtype:

@@ -3,13 +3,16 @@
     forward:   hidden (C, H) ─► logits (C, V) float32 ─► one pass: log p[target], log-sum-exp, entropy, Σ p²
     backward:  logits again ─► one pass: their gradient in half precision ─► hidden's (C, H), weight's (V, H) and bias's (V)
 
+Where memory allows it, the forward keeps exp(l - m) of a chunk in half precision, m the largest logit up to that block, and the
+backward turns it into the gradient in place instead of multiplying again. The target's own probability comes from its log-prob.
+
 The weight's gradient is summed over chunks in float32. What is done to the logits before the softmax is one formula:
 
     l = bound(factor * (hidden @ weight.T + bias)) / temperature,  bound(z) = cap * tanh(z / cap) where there is a cap
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,6 +21,9 @@ from torch import Tensor
 
 CHUNK_LOGITS = 1 << 28
 """Logits held at once: 256 Mi entries are 1 GiB in float32, and half of that again for their gradient."""
+
+KEPT_SHARE = 1 / 16
+"""Of the device's memory: what may be kept from the forward for the backward."""
 
 BLOCK = 4096
 """Entries of the vocabulary that a program takes at a time."""
@@ -64,6 +70,8 @@ def _statistics(
     total_ptr: tl.tensor,
     entropy_ptr: tl.tensor,
     squares_ptr: tl.tensor,
+    kept_ptr: tl.tensor,
+    tops_ptr: tl.tensor,
     vocabulary: tl.tensor,
     factor: tl.tensor,
     cap: tl.tensor,
@@ -90,6 +98,9 @@ def _statistics(
         top_new = tl.maximum(top, tl.max(tl.where(inside, logit, -1.0e30), 0))
         gap = logit - top_new
         weight = tl.where(inside, tl.exp(gap), 0.0)
+        if kept_ptr is not None:
+            tl.store(kept_ptr + row * vocabulary + at, weight.to(kept_ptr.dtype.element_ty), mask=inside)
+            tl.store(tops_ptr + row * tl.cdiv(vocabulary, BLOCK) + start // BLOCK, top_new)
         shrink = tl.exp(top - top_new)
         mean = shrink * (mean + (top - top_new) * total) + tl.sum(gap * weight, 0)
         total = shrink * total + tl.sum(weight, 0)
@@ -104,8 +115,10 @@ def _statistics(
 @triton.jit
 def _gradient(
     z_ptr: tl.tensor,
+    tops_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     targets_ptr: tl.tensor,
+    log_prob_ptr: tl.tensor,
     total_ptr: tl.tensor,
     entropy_ptr: tl.tensor,
     squares_ptr: tl.tensor,
@@ -123,15 +136,26 @@ def _gradient(
     SQUARES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """d log p[y] / d l = 1[y] - p;  d entropy / d l = -p (log p + entropy);  d Σp² / d l = 2 p (p - Σp²)."""
+    """d log p[y] / d l = 1[y] - p;  d entropy / d l = -p (log p + entropy);  d Σp² / d l = 2 p (p - Σp²).
+
+    z_ptr: the head's products, or where there are tops exp(l - top) that the forward kept.
+    """
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < vocabulary
     z = tl.load(z_ptr + row * vocabulary + at, mask=inside, other=0.0).to(tl.float32)
-    logit, slope = _form(z, bias_ptr, at, inside, factor, cap, BIAS, CAP)
-    log_p = logit / temperature - tl.load(total_ptr + row)
-    p = tl.exp(log_p)
-    grad = tl.load(by_log_prob_ptr + row) * (tl.where(at == tl.load(targets_ptr + row), 1.0, 0.0) - p)
+    is_target = at == tl.load(targets_ptr + row)
+    if tops_ptr is not None:
+        slope = factor
+        top = tl.load(tops_ptr + row * tl.num_programs(1) + tl.program_id(1))
+        p = z * tl.exp(top - tl.load(total_ptr + row))
+        p = tl.where(is_target, tl.exp(tl.load(log_prob_ptr + row)), p)
+        log_p = tl.log(tl.maximum(p, 1.0e-37))
+    else:
+        logit, slope = _form(z, bias_ptr, at, inside, factor, cap, BIAS, CAP)
+        log_p = logit / temperature - tl.load(total_ptr + row)
+        p = tl.exp(log_p)
+    grad = tl.load(by_log_prob_ptr + row) * (tl.where(is_target, 1.0, 0.0) - p)
     if ENTROPY:
         grad -= tl.load(by_entropy_ptr + row) * p * (log_p + tl.load(entropy_ptr + row))
     if SQUARES:
@@ -140,14 +164,24 @@ def _gradient(
     tl.store(out_ptr + row * vocabulary + at, grad.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+class _Kept(NamedTuple):
+    """Of a chunk: exp(l - top) (C, V), and the top of each block (C, V / BLOCK)."""
+
+    weights: Tensor
+    tops: Tensor
+
+
 class _LinearLogProb(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, form: LogitForm
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, form: LogitForm, room: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         log_prob, total, entropy, squares = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(4))
+        ctx.kept = []
         for rows in _chunks(hidden, weight):
             z = _product(hidden[rows], weight.t())
+            room -= z.numel() * weight.element_size()
+            kept = _room_for(z, weight.dtype) if room >= 0 and form.cap is None else None
             _statistics[(len(z),)](
                 z,
                 bias,
@@ -156,6 +190,7 @@ class _LinearLogProb(torch.autograd.Function):
                 total[rows],
                 entropy[rows],
                 squares[rows],
+                *(kept or (None, None)),
                 z.shape[1],
                 *_scalars(form),
                 bias is not None,
@@ -164,31 +199,33 @@ class _LinearLogProb(torch.autograd.Function):
                 num_warps=8,
             )
             del z
-        ctx.save_for_backward(hidden, weight, bias, targets, total, entropy, squares)
+            ctx.kept.append(kept)
+        ctx.save_for_backward(hidden, weight, bias, targets, log_prob, total, entropy, squares)
         ctx.form = form
         ctx.set_materialize_grads(False)
         return log_prob, entropy, squares
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, total, entropy, squares = ctx.saved_tensors
+        hidden, weight, bias, targets, *statistics = ctx.saved_tensors
         form: LogitForm = ctx.form
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         by_log_prob, by_entropy, by_squares = (None if g is None else g.contiguous() for g in grads)
         if by_log_prob is None:
-            by_log_prob = torch.zeros_like(total)
+            by_log_prob = torch.zeros_like(statistics[0])
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight = grad_bias = None
-        for rows in _chunks(hidden, weight):
-            z = _product(hidden[rows], weight.t())
-            grad = torch.empty_like(z, dtype=weight.dtype)
+        for number, rows in enumerate(_chunks(hidden, weight)):
+            kept: _Kept | None = ctx.kept[number]
+            ctx.kept[number] = None  # becomes the gradient
+            z = _product(hidden[rows], weight.t()) if kept is None else kept.weights
+            grad = torch.empty_like(z, dtype=weight.dtype) if kept is None else z
             _gradient[(len(z), triton.cdiv(z.shape[1], BLOCK))](
                 z,
+                None if kept is None else kept.tops,
                 bias,
                 targets[rows],
-                total[rows],
-                entropy[rows],
-                squares[rows],
+                *(values[rows] for values in statistics),
                 by_log_prob[rows],
                 None if by_entropy is None else by_entropy[rows],
                 None if by_squares is None else by_squares[rows],
@@ -202,7 +239,7 @@ class _LinearLogProb(torch.autograd.Function):
                 BLOCK,
                 num_warps=8,
             )
-            del z
+            del z, kept
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[rows])
             if wants_weight:
@@ -215,7 +252,7 @@ class _LinearLogProb(torch.autograd.Function):
             grad_weight = torch.zeros_like(weight)
         if wants_bias and grad_bias is None:
             grad_bias = torch.zeros_like(bias)
-        return grad_hidden, grad_weight, grad_bias, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
 def linear_log_prob(
@@ -225,10 +262,23 @@ def linear_log_prob(
 
     What is not used costs next to nothing: all three come from one pass, and only the gradients that arrive are computed.
     """
+    is_trained = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
     out: tuple[Tensor, Tensor, Tensor] = _LinearLogProb.apply(
-        hidden.contiguous(), weight, bias, targets.contiguous(), form
+        hidden.contiguous(), weight, bias, targets.contiguous(), form, _room(hidden.device) if is_trained else 0
     )
     return out
+
+
+def _room(device: torch.device) -> int:
+    """Bytes that may be kept for the backward."""
+    if device.type != "cuda":
+        return CHUNK_LOGITS
+    return int(KEPT_SHARE * torch.cuda.get_device_properties(device).total_memory)
+
+
+def _room_for(z: Tensor, dtype: torch.dtype) -> _Kept:
+    tops = z.new_empty(len(z), triton.cdiv(z.shape[1], BLOCK), dtype=torch.float32)
+    return _Kept(torch.empty_like(z, dtype=dtype), tops)
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:

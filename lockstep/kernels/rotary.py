@@ -1,7 +1,4 @@
-"""Rotary position embedding of queries and keys in one pass, rounded as transformers' `apply_rotary_pos_emb` rounds.
-
-x * cos + rotate_half(x) * sin, with each product and the sum in the tensors' own type
-"""
+"""Rotary position embedding of queries and keys in one pass: x * cos + rotate_half(x) * sin, rounded once at its end."""
 
 import torch
 import triton
@@ -32,8 +29,8 @@ def _rotate(
     x1 = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     x2 = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
     dtype = out_ptr.dtype.element_ty
-    y1 = (x1 * c1[None, :]).to(dtype).to(tl.float32) + (-x2 * s1[None, :]).to(dtype).to(tl.float32)
-    y2 = (x2 * c2[None, :]).to(dtype).to(tl.float32) + (x1 * s2[None, :]).to(dtype).to(tl.float32)
+    y1 = x1 * c1[None, :] - x2 * s1[None, :]
+    y2 = x2 * c2[None, :] + x1 * s2[None, :]
     target = out_ptr + (token * HEADS + head[:, None]) * (2 * HALF) + d[None, :]
     tl.store(target, y1.to(dtype), mask=inside)
     tl.store(target + HALF, y2.to(dtype), mask=inside)
@@ -93,6 +90,5 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
         triton.next_power_of_2(k_heads),
         dim // 2,
         triton.next_power_of_2(dim // 2),
-        enable_fp_fusion=False,  # a fused multiply-add would round once where torch rounds twice
     )
     return q_out.transpose(1, 2), k_out.transpose(1, 2)

@@ -1,11 +1,11 @@
 """Drawing tokens on the device, and the bookkeeping of the sequences that draw.
 
     begin:  seats ─► token, position and cache slot of every row
-    floors: top-k and top-p ─► the least logit that may be drawn
+    floors: min-p, top-k and top-p ─► the least logit that may be drawn
     sums:   per stretch of the vocabulary: maximum, sum of weights, sum of the weights that may be drawn
     draw:   inverse CDF at uniform(seed, position) over token ids ─► token, log-prob; stop tokens and lengths end the sequence
 
-A seat holds one sequence: a row of `state` (int64, fields below) and of `options` (float32: temperature, top-p). Rows of a step
+A seat holds one sequence: a row of `state` (int64, fields below) and of `options` (float32, likewise). Rows of a step
 name their seats. Nothing here depends on the other rows, so a draw depends on its logits, seed and position alone.
 """
 
@@ -18,6 +18,9 @@ POSITION, ACTIVE, SEED, LAST, TOKEN, TOP_K, STOPS = range(7)
 """Fields of a seat: place of the token to be computed next; 1 while it draws; seed; place of the last token that it may draw; the
 token to be computed next; top-k (0: all); from here on stop tokens (-1: none)."""
 
+TEMPERATURE, TOP_P, MIN_P, OPTIONS = range(4)
+"""Options of a seat, and how many they are."""
+
 STRETCH = 4096
 """Entries of the vocabulary that a program takes."""
 
@@ -28,6 +31,9 @@ _LAST = tl.constexpr(LAST)
 _TOKEN = tl.constexpr(TOKEN)
 _TOP_K = tl.constexpr(TOP_K)
 _STOPS = tl.constexpr(STOPS)
+_TOP_P = tl.constexpr(TOP_P)
+_MIN_P = tl.constexpr(MIN_P)
+_OPTIONS = tl.constexpr(OPTIONS)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -112,14 +118,15 @@ def _floors(
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The largest logit with at least k logits from it on, or from which on the weights reach top-p of those from the k-th on.
+    """The least logit to keep: of those that min-p and top-k leave in, the largest one from which on the weights reach top-p.
 
-    Both are found digit by digit in base 16 of the logits' rank: each pass over the row settles one digit.
+    That of top-k and top-p is found digit by digit in base 16 of the logits' rank: each pass over the row settles one digit.
     """
     row = tl.program_id(0).to(tl.int64)
     seat = tl.load(seats_ptr + row).to(tl.int64)
-    temperature = tl.load(options_ptr + seat * 2)
-    top_p = tl.load(options_ptr + seat * 2 + 1)
+    temperature = tl.load(options_ptr + seat * _OPTIONS)
+    top_p = tl.load(options_ptr + seat * _OPTIONS + _TOP_P)
+    min_p = tl.load(options_ptr + seat * _OPTIONS + _MIN_P)
     top_k = tl.load(state_ptr + seat * FIELDS + _TOP_K)
     x_ptr = logits_ptr + row * stride
     digits = tl.arange(0, 16).to(tl.int64)
@@ -134,11 +141,14 @@ def _floors(
                 rank = _rank(tl.load(x_ptr + at + offsets, mask=inside, other=-float("inf")).to(tl.float32))
                 counts += tl.sum(((rank[:, None] >= candidates[None, :]) & inside[:, None]).to(tl.int32), 0)
             floor = tl.max(tl.where(counts >= top_k, candidates, floor), 0)
-    if (temperature > 0) & (top_p < 1.0):
-        top = tl.full([], -float("inf"), tl.float32)
+    top = tl.full([], -float("inf"), tl.float32)
+    if (temperature > 0) & ((top_p < 1.0) | (min_p > 0)):
         for at in range(0, vocabulary, BLOCK):
             x = tl.load(x_ptr + at + offsets, mask=at + offsets < vocabulary, other=-float("inf")).to(tl.float32)
             top = tl.maximum(top, tl.max(x, 0))
+    if (temperature > 0) & (min_p > 0):
+        floor = tl.maximum(floor, _rank(top + temperature * tl.log(min_p)))
+    if (temperature > 0) & (top_p < 1.0):
         total = tl.zeros([], tl.float32)
         for at in range(0, vocabulary, BLOCK):
             x = tl.load(x_ptr + at + offsets, mask=at + offsets < vocabulary, other=-float("inf")).to(tl.float32)
@@ -175,8 +185,9 @@ def _sums(
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    temperature = tl.load(options_ptr + tl.load(seats_ptr + row).to(tl.int64) * 2)
-    temperature = tl.where(temperature > 0, temperature, 1.0)
+    temperature = tl.load(options_ptr + tl.load(seats_ptr + row).to(tl.int64) * _OPTIONS)
+    greedy = temperature <= 0
+    temperature = tl.where(greedy, 1.0, temperature)
     at = part * STRETCH + tl.arange(0, STRETCH)
     logits = tl.load(logits_ptr + row * stride + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
     x = logits / temperature
@@ -189,7 +200,8 @@ def _sums(
     if FILTERED:
         weights = tl.where(logits >= tl.load(floors_ptr + row), weights, 0.0)
         tl.store(stats_ptr + place * 3 + 2, tl.sum(weights, 0))
-    tl.store(best_ptr + place, part * STRETCH + tl.argmax(x, 0))
+    if greedy:
+        tl.store(best_ptr + place, part * STRETCH + tl.argmax(x, 0))
 
 
 @triton.jit
@@ -237,7 +249,7 @@ def _draw(
         tl.store(out_tokens_ptr + out, -1)
         return
     position = tl.load(fields + _POSITION) + 1
-    temperature = tl.load(options_ptr + seat * 2)
+    temperature = tl.load(options_ptr + seat * _OPTIONS)
     greedy = temperature <= 0
     temperature = tl.where(greedy, 1.0, temperature)
 
@@ -298,7 +310,7 @@ def draw(
     """Draw one token from each row of logits (T, V), write it and its log-prob to row `step` of the outputs (ring, seats), and move
     the seats on. A seat that is not active gets -1.
 
-    filtered: whether any row has top-k or top-p. Tokens whose logit equals the least one kept are all kept.
+    filtered: whether any row has min-p, top-k or top-p. Tokens whose logit equals the least one kept are all kept.
     """
     rows, vocabulary = logits.shape
     fields = state.stride(0)

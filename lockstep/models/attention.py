@@ -8,7 +8,6 @@ the paged cache of the embedded rollout is in `models/paged_attention.py`. It tr
 checkpointing keeps for its recomputation.
 """
 
-import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,16 +17,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from lockstep.utils.device import to_device
 
 ATTENTION_NAME = "lockstep"
-
-_HAS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""Whether fewer key heads than query heads must be announced; earlier releases of torch take them without a word."""
 
 
 @dataclass(frozen=True)
@@ -135,11 +130,12 @@ class PackedAttention:
 
     def _varlen(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
         bounds = self._varlen_bounds
-        if bounds.key_index is not None:
-            k, v = k.index_select(0, bounds.key_index), v.index_select(0, bounds.key_index)
-        grouped: dict[str, Any] = {"enable_gqa": True} if _HAS_GQA_FLAG and q.shape[1] != k.shape[1] else {}
-        left = -1 if window is None else window - 1
-        out = varlen_attn(
+        if bounds.key_rows is not None:
+            from lockstep.kernels.layer_gradients import take_rows
+
+            k, v = take_rows(k, bounds.key_rows), take_rows(v, bounds.key_rows)
+        # What torch.nn.attention.varlen calls: its Python, forward and backward, takes the host longer than the kernel the device.
+        out: Tensor = torch.ops.aten._flash_attention_forward(
             q,
             k,
             v,
@@ -147,29 +143,46 @@ class PackedAttention:
             bounds.keys,
             max(self.lengths),
             self.max_key_length,
+            0.0,
+            window is None,
+            False,
             scale=scaling,
-            window_size=(left, 0),
-            **grouped,
-        )
-        assert isinstance(out, Tensor)  # a pair only where auxiliary outputs are asked for
+            window_size_left=None if window is None else window - 1,
+            window_size_right=None if window is None else 0,
+        )[0]
         return out
 
     def _bucketed(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
-        out = v.new_zeros(*q.shape[:2], v.shape[-1])
+        parts = []
         for rows in self.buckets:
             mask = rows.mask(window)
             o = F.scaled_dot_product_attention(
-                q[rows.queries].transpose(1, 2),
-                k[rows.keys].transpose(1, 2),
-                v[rows.keys].transpose(1, 2),
+                _row_major(q, rows.queries),
+                _row_major(k, rows.keys),
+                _row_major(v, rows.keys),
                 attn_mask=mask,
                 is_causal=mask is None,
                 scale=scaling,
                 enable_gqa=q.shape[1] != k.shape[1],
             )
-            valid = rows.valid
-            out = out.index_put((rows.queries[valid],), o.transpose(1, 2)[valid])
-        return out
+            parts.append(o.transpose(1, 2).flatten(0, 1))
+        return torch.cat(parts).index_select(0, self._places)
+
+    @cached_property
+    def _places(self) -> Tensor:
+        """(T) where each token is among the places of all buckets."""
+        places = torch.empty(sum(self.lengths), dtype=torch.int64, device=self._device)
+        start = 0
+        for rows in self.buckets:
+            valid = rows.valid.flatten().nonzero().squeeze(1)
+            places[rows.queries.flatten()[valid]] = start + valid
+            start += rows.valid.numel()
+        return places
+
+
+def _row_major(tokens: Tensor, places: Tensor) -> Tensor:
+    """tokens (T, H, D) at places (N, L) -> (N, H, L, D)."""
+    return tokens.index_select(0, places.flatten()).unflatten(0, places.shape).transpose(1, 2)
 
 
 class PaddedAttention:
@@ -213,14 +226,17 @@ class _VarlenBounds:
     """Where sequences begin and end, for a variable-length kernel.
 
     queries, keys: (N + 1,) bounds among the T tokens and among the keys.
-    key_index:     place in the row of each key; None where keys are the tokens as they lie.
+    key_rows:      place in the row of each key; None where keys are the tokens as they lie.
     """
 
     def __init__(
         self, lengths: list[int], starts: list[int], prefixes: list[tuple[int, int]] | None, device: torch.device
     ) -> None:
+        from lockstep.kernels.layer_gradients import RowIndex
+
         self.queries = to_device(torch.tensor(starts, dtype=torch.int32), device)
-        self.keys, self.key_index = self.queries, None
+        self.keys: Tensor = self.queries
+        self.key_rows: RowIndex | None = None
         if prefixes is not None:
             key_lengths = [own + before for own, (_, before) in zip(lengths, prefixes)]
             self.keys = to_device(torch.tensor([0, *accumulate(key_lengths)], dtype=torch.int32), device)
@@ -229,7 +245,7 @@ class _VarlenBounds:
                 for start, own, prefix in zip(starts, lengths, prefixes)
                 for place, length in (prefix, (start, own))
             ]
-            self.key_index = to_device(torch.cat(places), device)
+            self.key_rows = RowIndex(to_device(torch.cat(places), device), starts[-1])
 
 
 class _Span(NamedTuple):
@@ -258,6 +274,7 @@ class _Rows:
         self.valid = place < length
         self.queries = start + torch.minimum(place, length - 1)
         self.continued = any(span.before for span in spans)
+        self._masks: dict[int | None, Tensor | None] = {}
         if not self.continued:
             self.keys = self.queries
             return
@@ -268,6 +285,11 @@ class _Rows:
 
     def mask(self, window: int | None) -> Tensor | None:
         """What each query sees; None where it is all that comes before it."""
+        if window not in self._masks:
+            self._masks[window] = self._make_mask(window)
+        return self._masks[window]
+
+    def _make_mask(self, window: int | None) -> Tensor | None:
         num_queries, device = self.queries.shape[1], self.queries.device
         if not self.continued:
             return None if window is None else sliding_mask(num_queries, window, device)

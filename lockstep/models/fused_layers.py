@@ -71,7 +71,7 @@ def has_rotary_table(module: nn.Module) -> bool:
 
 def norm_offset(module: nn.Module) -> bool | None:
     """False for a plain RMSNorm, True for one whose factor is 1 + weight, None for anything else."""
-    if [name for name, _ in module.named_parameters()] != ["weight"] or _norm_eps(module) is None:
+    if [name for name, _ in module.named_parameters()] != ["weight"] or norm_eps(module) is None:
         return None
     if len(inspect.signature(type(module).forward).parameters) != 2:
         return None
@@ -80,7 +80,7 @@ def norm_offset(module: nn.Module) -> bool | None:
     got = _tried(module, {"weight": weight[0]}, x)
     if got is None:
         return None
-    normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + _norm_eps(module))
+    normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + norm_eps(module))
     results = {False: weight * normed.bfloat16(), True: (normed * (1 + weight.float())).bfloat16()}
     return next((offset for offset, expected in results.items() if _same(got, expected)), None)
 
@@ -135,7 +135,7 @@ def _norm_forward(module: nn.Module) -> Forward | None:
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if _is_served(x):
-            return rms_norm(x, self.weight, _norm_eps(self), offset=offset)
+            return rms_norm(x, self.weight, norm_eps(self), offset=offset)
         return type(self).forward(self, x)
 
     return forward
@@ -259,6 +259,10 @@ def _widen_stream(decoder: Any) -> set[str]:
 
 
 def _wide_embedding(self: Any, ids: Tensor) -> Tensor:
+    if type(self) is nn.Embedding and self.max_norm is None and _is_served(self.weight):
+        from lockstep.kernels.layer_gradients import embed_wide
+
+        return embed_wide(ids, self.weight, self.padding_idx)
     out: Tensor = type(self).forward(self, ids)
     return out.float() if _is_served(out) else out
 
@@ -317,7 +321,7 @@ def _layer_forward(layer: Any) -> Forward:
         if args or not _is_served(hidden_states):
             return type(self).forward(self, hidden_states, *args, **options)
         norm = self.input_layernorm
-        x, stream = stream_norm(hidden_states, norm.weight, _norm_eps(norm), offset=before)
+        x, stream = stream_norm(hidden_states, norm.weight, norm_eps(norm), offset=before)
         adding = self.self_attn.o_proj.__dict__.get("forward")
         if isinstance(adding, _AddingProduct):
             adding.stream = stream
@@ -325,7 +329,7 @@ def _layer_forward(layer: Any) -> Forward:
         else:
             stream = stream + self.self_attn(hidden_states=x, **options)[0]
         norm = self.post_attention_layernorm
-        x, stream = stream_norm(stream, norm.weight, _norm_eps(norm), offset=after)
+        x, stream = stream_norm(stream, norm.weight, norm_eps(norm), offset=after)
         mlp = self.mlp
         if activation is None or not _is_plain_mlp(mlp):
             return stream + mlp(x)
@@ -340,7 +344,7 @@ def _is_plain_mlp(mlp: Any) -> bool:
     return all(type(part) is nn.Linear and part.bias is None for part in parts)
 
 
-def _norm_eps(module: nn.Module) -> Any:
+def norm_eps(module: nn.Module) -> Any:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     return eps if isinstance(eps, float) else None
 

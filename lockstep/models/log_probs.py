@@ -70,7 +70,7 @@ def token_log_probs(
         out: tuple[Tensor, ...] = _Statistics.apply(
             logits_fn(h).float(), y, temperature, with_entropy, with_sum_pi_squared
         )
-        return out
+        return out if entropy_gradient else (out[0], *(more.detach() for more in out[1:]))
 
     size = _chunk_rows(hidden, logits_fn)
     pieces = []
@@ -106,12 +106,10 @@ class _Statistics(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         log_p = torch.log_softmax(logits if temperature == 1.0 else logits / temperature, -1)
         out = [log_p.gather(-1, targets[:, None]).squeeze(-1)]
-        if with_entropy or with_squares:
-            p = log_p.exp()
         if with_entropy:
-            out.append(-(p * log_p).sum(-1))
+            out.append(-log_p.exp().mul_(log_p).sum(-1))
         if with_squares:
-            out.append(p.square().sum(-1))
+            out.append((2 * log_p).exp_().sum(-1))
         ctx.save_for_backward(log_p, targets, *out[1:])
         ctx.temperature, ctx.with_entropy = temperature, with_entropy
         ctx.set_materialize_grads(False)

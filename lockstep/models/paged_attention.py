@@ -106,6 +106,24 @@ class PagedCache:
                 store[target.flatten()] = store[source.flatten()]
 
 
+def slots_of_heads(slots: Tensor, num_heads: int, block_size: int) -> Tensor:
+    """(T,) slots -> (T * HK,) place of each token and head in a layer's tensor seen as (num_blocks * HK * block_size, D)."""
+    heads = torch.arange(num_heads, device=slots.device)
+    block, offset = slots[:, None] // block_size, slots[:, None] % block_size
+    return ((block * num_heads + heads) * block_size + offset).flatten()
+
+
+def similar_lengths(tables: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """(start, stop) of tables that are padded together: more calls cost more than some padding. Shorter tables come first."""
+    bounds, start = [], 0
+    for stop, table in enumerate(tables):
+        shortest = len(tables[start])
+        if len(table) > shortest + max(4, shortest // 2):
+            bounds.append((start, stop))
+            start = stop
+    return [*bounds, (start, len(tables))]
+
+
 class CachedRows:
     """N rows of the same number of new tokens, with their blocks.
 
@@ -186,12 +204,8 @@ class PagedAttention:
             store.view(-1, store.shape[-1]).index_copy_(0, slots, new[0].transpose(0, 1).flatten(0, 1))
 
     def _slots_of_heads(self, num_heads: int) -> Tensor:
-        """(T * HK,) place of each token and head in a layer's tensor seen as (num_blocks * HK * block_size, D)."""
         if num_heads not in self._head_slots:
-            size = self.cache.block_size
-            heads = torch.arange(num_heads, device=self._slots.device)
-            block, offset = self._slots[:, None] // size, self._slots[:, None] % size
-            self._head_slots[num_heads] = ((block * num_heads + heads) * size + offset).flatten()
+            self._head_slots[num_heads] = slots_of_heads(self._slots, num_heads, self.cache.block_size)
         return self._head_slots[num_heads]
 
     @staticmethod
@@ -222,6 +236,119 @@ class PagedAttention:
             .transpose(1, 2)
             .reshape(rows.num_tokens, num_heads * groups, -1)
         )
+
+
+class WindowAttention:
+    """The attention context of some steps of one token per row on the CPU.
+
+    The rows' keys and values are gathered when a layer first attends, grow by a token a step, and go back to the cache at the end.
+
+    tables: blocks of each row, with those that the steps will fill; shorter tables come first.
+    """
+
+    def __init__(self, cache: PagedCache, tables: Sequence[Sequence[int]]) -> None:
+        self.cache = cache
+        self._groups = [
+            _GatheredRows(cache, slice(start, stop), tables[start:stop]) for start, stop in similar_lengths(tables)
+        ]
+        self._positions: list[Tensor] = []
+        self._masks: dict[int | None, Tensor] = {}
+
+    def begin(self, positions: Tensor) -> None:
+        """Before each step: (N,) place of each row's new token in its sequence."""
+        self._positions.append(positions)
+        self._masks.clear()
+        for group in self._groups:
+            group.begin(positions[group.rows])
+
+    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: LayerOptions) -> Tensor:
+        refuse_softcap(how.softcap)
+        index: int = layer.layer_idx  # type: ignore[assignment]
+        mask = self._mask(how.sliding_window, query.dtype)
+        q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+        if len(self._groups) == 1:
+            return self._groups[0].attend(index, q, k, v, mask, how.scaling)[None]
+        outputs = [g.attend(index, q[g.rows], k[g.rows], v[g.rows], mask[g.rows], how.scaling) for g in self._groups]
+        return torch.cat(outputs)[None]
+
+    def write_back(self) -> None:
+        """Put the keys and values of the steps into the cache."""
+        positions = torch.stack(self._positions)
+        for group in self._groups:
+            group.write_back(positions[:, group.rows])
+
+    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """(N, 1, 1, L): 0 where a row may look, -inf elsewhere."""
+        if window not in self._masks:
+            place, position = torch.arange(self._groups[-1].length), self._positions[-1][:, None]
+            hidden = place > position
+            if window is not None:
+                hidden |= place <= position - window
+            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+            self._masks[window] = mask[:, None, None]
+        return self._masks[window]
+
+
+class _GatheredRows:
+    """Rows of similar length, with their keys and values (n, HK, L, D) of every layer that has attended."""
+
+    def __init__(self, cache: PagedCache, rows: slice, tables: Sequence[Sequence[int]]) -> None:
+        self.cache = cache
+        self.rows = rows
+        width = max(len(table) for table in tables)
+        self.table = torch.tensor([[*table, *[0] * (width - len(table))] for table in tables])
+        self.length = width * cache.block_size
+        self._stores: dict[int, tuple[Tensor, Tensor]] = {}
+        self._places: dict[int, Tensor] = {}  # by number of key heads, of the present step
+        self._position = torch.empty(0)
+
+    def begin(self, position: Tensor) -> None:
+        self._position = position
+        self._places.clear()
+
+    def attend(self, index: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
+        """query (n, H, D), key and value (n, HK, D) of the new tokens, mask (n, 1, 1, at least L) -> (n, H, D).
+
+        The G query heads of a key head are taken as G queries, so that keys are not repeated.
+        """
+        num_rows, num_heads, _ = key.shape
+        if num_heads not in self._places:
+            self._places[num_heads] = self._place_of(self._position, num_heads).flatten()
+        place = self._places[num_heads]
+        stores = self._gathered(index, num_heads)
+        for store, new in zip(stores, (key, value)):
+            store.view(-1, store.shape[-1]).index_copy_(0, place, new.flatten(0, 1))
+        q = query.unflatten(1, (num_heads, -1))
+        out = F.scaled_dot_product_attention(q, *stores, attn_mask=mask[..., : self.length], scale=scaling)
+        return out.reshape(num_rows, query.shape[1], -1)
+
+    def write_back(self, positions: Tensor) -> None:
+        """positions: (steps, n) of the tokens that were computed."""
+        size = self.cache.block_size
+        slots = self.table.T.gather(0, positions // size) * size + positions % size
+        for num_heads in {gathered[0].shape[1] for gathered in self._stores.values()}:
+            source = self._place_of(positions, num_heads).flatten()
+            target = slots_of_heads(slots.flatten(), num_heads, size)
+            for index, gathered in self._stores.items():
+                if gathered[0].shape[1] == num_heads:
+                    for store, new in zip((self.cache.keys[index], self.cache.values[index]), gathered):
+                        rows = new.view(-1, new.shape[-1]).index_select(0, source)
+                        store.view(-1, store.shape[-1]).index_copy_(0, target, rows)
+
+    def _gathered(self, index: int, num_heads: int) -> tuple[Tensor, Tensor]:
+        if index not in self._stores:
+            rows = (self.table[:, None] * num_heads + torch.arange(num_heads)[:, None]).flatten()
+            keys, values = (
+                store.index_select(0, rows).view(len(self.table), num_heads, self.length, -1)
+                for store in (self.cache.keys[index], self.cache.values[index])
+            )
+            self._stores[index] = keys, values
+        return self._stores[index]
+
+    def _place_of(self, positions: Tensor, num_heads: int) -> Tensor:
+        """(..., n) positions -> (..., n, HK) places in what is gathered, seen as (n * HK * L, D)."""
+        first = torch.arange(len(self.table) * num_heads).view(-1, num_heads) * self.length
+        return first + positions[..., None]
 
 
 class DecodeAttention:

@@ -6,6 +6,7 @@ Each is a module whose forward takes `ForwardRows` and does everything that need
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -61,8 +62,14 @@ class ScalarModel(TokenModel):
     def forward(self, rows: ForwardRows, at_end: bool = False) -> dict[str, Tensor]:
         hidden = _hidden_states(self.body, rows)
         if at_end:
-            return {"score": rows.spread_last(self.score(hidden[rows.last]).squeeze(-1).float())}
-        return {"values": rows.spread(self.score(hidden.index_select(0, rows.predicts)).squeeze(-1).float())}
+            return {"score": rows.spread_last(self._numbers(hidden[rows.last]))}
+        return {"values": rows.spread(self._numbers(hidden.index_select(0, rows.predicts)))}
+
+    def _numbers(self, hidden: Tensor) -> Tensor:
+        """(N, H) -> (N) in float32: rounded to half precision, a value near 1 would stand on a grid of 1/128."""
+        head = self.score
+        bias = None if head.bias is None else head.bias.float()
+        return F.linear(hidden.float(), head.weight.float(), bias).squeeze(-1)
 
 
 def _hidden_states(body: nn.Module, rows: ForwardRows) -> Tensor:

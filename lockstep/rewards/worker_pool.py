@@ -1,6 +1,6 @@
 """Worker processes that call a reward function: one that hangs or crashes is killed and replaced, its row has failed.
 
-    WorkerPool --pickled row--> worker.py, one call at a time --pickled outcome--> WorkerPool
+    WorkerPool --pickled rows--> worker.py, one call at a time --pickled outcomes--> WorkerPool
 
 A worker is a fresh interpreter that imports the function again by its name: nothing is shared with the trainer, neither
 its threads nor its GPU.
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ START_TIMEOUT_S = 300.0
 USER_MODULE = "lockstep_user_"
 """Prefix of modules that `load_object` made of a file."""
 HEADER = struct.Struct("!Q")
+SENT_AHEAD = 1 << 14
+"""Bytes of rows that a worker is sent before it asks: little enough for a pipe to hold, so that sending them does not wait."""
 
 
 @dataclass(frozen=True)
@@ -92,14 +95,14 @@ class WorkerPool:
 
     def __call__(self, rows: list[dict[str, Any]]) -> list[Any]:
         if self._num_workers == 1 or len(rows) == 1:
-            return [self._call(row) for row in rows]
+            return self._call(rows)
         with ThreadPoolExecutor(self._num_workers, thread_name_prefix="rewards") as threads:
-            return list(threads.map(self._call, rows))
+            return [outcome for part in threads.map(lambda row: self._call([row]), rows) for outcome in part]
 
-    def _call(self, row: dict[str, Any]) -> Any:
+    def _call(self, rows: list[dict[str, Any]]) -> list[Any]:
         worker = self._idle.get()
         try:
-            return worker.call(row, self.timeout_s)
+            return worker.call(rows, self.timeout_s)
         finally:
             self._idle.put(worker)
 
@@ -119,23 +122,38 @@ class _Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._kill: Callable[[], Any] | None = None
 
-    def call(self, row: dict[str, Any], timeout_s: float | None) -> Any:
-        try:
-            process = self._running()
-            _send(process, (row, timeout_s))
-            reply = _receive(process, timeout_s)
-        except TimeoutError:
-            self.stop()
-            assert timeout_s is not None
-            return RewardTimeoutError(timeout_s)
-        except (BrokenPipeError, EOFError):
-            code = self.stop()
-            reason = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-            return WorkerDiedError(f"the process of the reward function {self.task.function} {reason}")
-        try:
-            return pickle.loads(reply)
-        except Exception as error:  # noqa: BLE001 (unpickling raises what the classes raise)
-            return TypeError(f"the result of the reward function cannot travel between processes: {error!r}")
+    def call(self, rows: list[dict[str, Any]], timeout_s: float | None) -> list[Any]:
+        outcomes: list[Any] = []
+        while len(outcomes) < len(rows):
+            outcomes += self._outcomes(rows[len(outcomes) :], timeout_s)
+        return outcomes
+
+    def _outcomes(self, rows: list[dict[str, Any]], timeout_s: float | None) -> list[Any]:
+        """Of the rows in order, up to one that costs the process, if there is one. Each has `timeout_s` from the reply before."""
+        process = self._running()
+        replies = _Replies(process)
+        messages = deque(map(_message, ((row, timeout_s) for row in rows)))
+        ahead: deque[int] = deque()
+        outcomes: list[Any] = []
+        while len(outcomes) < len(rows):
+            sent = b""
+            while messages and (not ahead or sum(ahead) + len(messages[0]) <= SENT_AHEAD):
+                ahead.append(len(messages[0]))
+                sent += messages.popleft()
+            try:
+                _write(process, sent)
+                reply = replies.next(timeout_s)
+            except TimeoutError:
+                self.stop()
+                assert timeout_s is not None
+                return [*outcomes, RewardTimeoutError(timeout_s)]
+            except EOFError:
+                code = self.stop()
+                reason = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+                return [*outcomes, WorkerDiedError(f"the process of the reward function {self.task.function} {reason}")]
+            ahead.popleft()
+            outcomes.append(_outcome(reply))
+        return outcomes
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is not None:
@@ -150,9 +168,9 @@ class _Worker:
         )
         self._kill = weakref.finalize(self, _kill_session, process)
         try:
-            _send(process, self.task)
-            problem = pickle.loads(_receive(process, START_TIMEOUT_S))
-        except (TimeoutError, BrokenPipeError, EOFError) as error:
+            _write(process, _message(self.task))
+            problem = pickle.loads(_Replies(process).next(START_TIMEOUT_S))
+        except (TimeoutError, EOFError) as error:
             problem = repr(error)
         if problem is not None:
             self.stop()
@@ -183,29 +201,50 @@ def _kill_session(process: subprocess.Popen[bytes]) -> None:
                 pipe.close()
 
 
-def _send(process: subprocess.Popen[bytes], message: Any) -> None:
+def _message(content: Any) -> bytes:
+    payload = pickle.dumps(content)
+    return HEADER.pack(len(payload)) + payload
+
+
+def _write(process: subprocess.Popen[bytes], data: bytes) -> None:
+    """Send it, if the process still listens; of one that does not, the replies tell where it ended."""
     assert process.stdin is not None
-    payload = pickle.dumps(message)
-    process.stdin.write(HEADER.pack(len(payload)) + payload)
-    process.stdin.flush()
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(data)
+        process.stdin.flush()
 
 
-def _receive(process: subprocess.Popen[bytes], timeout_s: float | None) -> bytes:
-    assert process.stdout is not None
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    file = process.stdout.fileno()
-    (size,) = HEADER.unpack(_read(file, HEADER.size, deadline))
-    return _read(file, size, deadline)
+def _outcome(reply: bytes) -> Any:
+    try:
+        return pickle.loads(reply)
+    except Exception as error:  # noqa: BLE001 (unpickling raises what the classes raise)
+        return TypeError(f"the result of the reward function cannot travel between processes: {error!r}")
 
 
-def _read(file: int, size: int, deadline: float | None) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        if not select.select([file], [], [], left)[0]:
-            raise TimeoutError
-        chunk = os.read(file, size - len(data))
-        if not chunk:
-            raise EOFError
-        data += chunk
-    return bytes(data)
+class _Replies:
+    """What a process sends, message by message."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        self._file = process.stdout.fileno()
+        self._data = b""
+
+    def next(self, timeout_s: float | None) -> bytes:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        (size,) = HEADER.unpack(self._take(HEADER.size, deadline))
+        return self._take(size, deadline)
+
+    def _take(self, size: int, deadline: float | None) -> bytes:
+        parts, missing = [self._data], size - len(self._data)
+        while missing > 0:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not select.select([self._file], [], [], left)[0]:
+                raise TimeoutError
+            chunk = os.read(self._file, max(missing, 1 << 16))
+            if not chunk:
+                raise EOFError
+            parts.append(chunk)
+            missing -= len(chunk)
+        data = b"".join(parts)
+        self._data = data[size:]
+        return data[:size]

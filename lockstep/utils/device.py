@@ -1,4 +1,7 @@
-"""Where to compute."""
+"""Where to compute, and the memory there."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -11,6 +14,24 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
+class HostCopy:
+    """Values on their way to the host: reading them waits for what was launched before the copy, not for what came after."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._values = tensor.detach()
+        self._arrived: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._values.copy_(tensor.detach(), non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def read(self) -> Tensor:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._values
+
+
 def resolve_device(name: str) -> str:
     """`auto` is cuda where there is a GPU and cpu elsewhere; asking for a GPU that is not there is an error."""
     if name == "auto":
@@ -18,3 +39,44 @@ def resolve_device(name: str) -> str:
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("trainer.device=cuda: no CUDA device is visible here; set trainer.device=cpu or auto")
     return name
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that may still be allocated on a CUDA device: free ones and those that torch keeps, but not those kept for graphs."""
+    free, _ = torch.cuda.mem_get_info(device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    segments = (s for s in torch.cuda.memory_snapshot() if s["device"] == index and s["segment_pool_id"] == (0, 0))
+    return int(free) + sum(s["total_size"] - s["active_size"] for s in segments)
+
+
+class MemoryPeaks:
+    """The most memory that this process takes on a CUDA device, in all and in each phase of a step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._phases: dict[str, float] = {}
+        self._allocated = self._reserved = 0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure what runs inside; phases do not overlap."""
+        if self._device.type != "cuda":
+            yield
+            return
+        self._note()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        yield
+        self._phases[name] = torch.cuda.max_memory_allocated(self._device) / 2**30
+
+    def metrics(self) -> dict[str, float]:
+        """Peaks since the process began, and of the last run of each phase. Nothing off CUDA."""
+        if self._device.type != "cuda":
+            return {}
+        self._note()
+        peaks = {"allocated": self._allocated, "reserved": self._reserved}
+        whole = {f"perf/max_memory_{kind}_gb": size / 2**30 for kind, size in peaks.items()}
+        return whole | {f"perf/max_memory_allocated_gb/{name}": size for name, size in self._phases.items()}
+
+    def _note(self) -> None:
+        self._allocated = max(self._allocated, torch.cuda.max_memory_allocated(self._device))
+        self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(self._device))

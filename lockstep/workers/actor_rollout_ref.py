@@ -25,11 +25,12 @@ from lockstep.protocol import DataProto, drop_marked
 from lockstep.protocol.keys import require
 from lockstep.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from lockstep.utils.audit import RolloutGap, check_gap
+from lockstep.utils.device import MemoryPeaks
 from lockstep.utils.distributed import join_process_group
 from lockstep.workers.losses import actor_loss_fn
 from lockstep.workers.rollout_batch import batch_of, requests_of, sampling_params
 from lockstep.workers.shared_folder import checkpoint_folder
-from lockstep.workers.updates import MetricMeans, memory_metrics, micro_batching, mini_batches
+from lockstep.workers.updates import MetricMeans, micro_batching, mini_batches
 from lockstep.workers.weight_hand_over import WeightHandOver
 
 _KEY = "actor_rollout_ref.model"
@@ -43,6 +44,7 @@ class ActorRolloutRefWorker(WeightHandOver):
             raise ValueError(f"role {role!r}: expected one of {', '.join(_ROLES)}")
         self.config = config
         self.device = torch.device(device)
+        self.memory = MemoryPeaks(self.device)
         self.is_actor = role in ("actor", "actor_rollout", "actor_rollout_ref")
         self.is_rollout = role in ("rollout", "actor_rollout", "actor_rollout_ref")
         self.is_ref = role in ("ref", "actor_rollout_ref")
@@ -102,7 +104,7 @@ class ActorRolloutRefWorker(WeightHandOver):
         validate, greedy = prompts.meta_info["validate"], prompts.meta_info["greedy"]
         sampling = sampling_params(self.config.rollout, validate=validate, greedy=greedy)
         requests = requests_of(prompts, sampling)
-        with self._whole_weights():
+        with self.memory.phase("gen"), self._whole_weights():
             self.rollout.wake()
             completions = self.rollout.generate(requests)
             if self.config.rollout.free_cache_engine:
@@ -126,13 +128,15 @@ class ActorRolloutRefWorker(WeightHandOver):
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """`old_log_probs` and `entropys` (and `sum_pi_squared`, if configured) under the policy as it stands."""
         more = {"with_entropy": True, "with_sum_pi_squared": self.config.actor.calculate_sum_pi_squared}
-        out = self._log_probs(self.actor, data, **more)
+        with self.memory.phase("old_log_prob"):
+            out = self._log_probs(self.actor, data, **more)
         names = {"log_probs": "old_log_probs", "entropy": "entropys", "sum_pi_squared": "sum_pi_squared"}
         return DataProto.from_dict(tensors={names[name]: values for name, values in out.items()})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("ref"), blocking=False)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        out = self._log_probs(self.ref, data)
+        with self.memory.phase("ref"):
+            out = self._log_probs(self.ref, data)
         return DataProto.from_dict(tensors={"ref_log_prob": out["log_probs"]})
 
     def _log_probs(self, engine: FsdpEngine, data: DataProto, **options: bool) -> dict[str, torch.Tensor]:
@@ -173,17 +177,18 @@ class ActorRolloutRefWorker(WeightHandOver):
         distance: dict[str, float] = {}
         means = MetricMeans()
         engine.onload(optimizer=True)
-        for rows, info in mini_batches(data, config.loss_scale_factor):
-            loss_fn = actor_loss_fn(config, info, data.meta_info["prepared"], gap)
-            metrics = engine.forward_backward(rows, loss_fn, micro, temperature=self._temperature, **options)
-            if gap is not None:
-                distance = gap.metrics(*engine.global_sum(*gap.sums()))
-                if data.meta_info["rollout_gap"] == "check":
-                    check_gap(distance)
-                gap = None
-            metrics["actor/grad_norm"] = engine.optimizer_step()
-            means.add(metrics)
-        metrics = means.result() | distance | {"actor/lr": engine.learning_rate} | memory_metrics(self.device)
+        with self.memory.phase("update_actor"):
+            for rows, info in mini_batches(data, config.loss_scale_factor):
+                loss_fn = actor_loss_fn(config, info, data.meta_info["prepared"], gap)
+                metrics = engine.forward_backward(rows, loss_fn, micro, temperature=self._temperature, **options)
+                if gap is not None:
+                    distance = gap.metrics(*engine.global_sum(*gap.sums()))
+                    if data.meta_info["rollout_gap"] == "check":
+                        check_gap(distance)
+                    gap = None
+                metrics["actor/grad_norm"] = engine.optimizer_step()
+                means.add(metrics)
+        metrics = means.result() | distance | {"actor/lr": engine.learning_rate} | self.memory.metrics()
         if config.use_kl_loss:
             metrics["actor/kl_coef"] = config.kl_loss_coef
         engine.schedule_step()

@@ -5,8 +5,10 @@ raw_prompt_ids, sampling_seed ──► GenerationRequest … Completion ──�
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +24,7 @@ def sampling_params(config: RolloutConfig, *, validate: bool, greedy: bool) -> S
         temperature=source.temperature if source.do_sample and not greedy else 0.0,
         top_k=source.top_k,
         top_p=source.top_p,
+        min_p=source.min_p,
         max_tokens=config.response_length,
         stop_token_ids=tuple(config.stop_token_ids),
         ignore_eos=config.ignore_eos,
@@ -58,11 +61,8 @@ def batch_of(
 
 def _pad(rows: Sequence[Sequence[Any]], width: int, fill: float, *, left: bool = False) -> tuple[Tensor, Tensor]:
     """(B, width) values and their 0/1 mask."""
-    dtype = torch.float32 if isinstance(fill, float) else torch.int64
-    values = torch.full((len(rows), width), fill, dtype=dtype)
-    mask = torch.zeros(len(rows), width, dtype=torch.int64)
-    for i, row in enumerate(rows):
-        place = slice(width - len(row), width) if left else slice(0, len(row))
-        values[i, place] = torch.tensor(row, dtype=dtype)
-        mask[i, place] = 1
-    return values, mask
+    lengths, place = np.array([len(row) for row in rows])[:, None], np.arange(width)[None, :]
+    mask = place >= width - lengths if left else place < lengths
+    values = np.full(mask.shape, fill, dtype=np.float32 if isinstance(fill, float) else np.int64)
+    values[mask] = list(chain.from_iterable(rows))
+    return torch.from_numpy(values), torch.from_numpy(mask.astype(np.int64))

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -23,16 +22,6 @@ def mini_batches(
     for _ in range(data.meta_info["num_repeats"]):
         for i, counts in enumerate(data.meta_info["mini_batches"]):
             yield data.tensors[number == i], {"dp_size": 1, **counts, "loss_scale_factor": loss_scale_factor}
-
-
-def memory_metrics(device: torch.device) -> dict[str, float]:
-    """The most memory that this process has taken on its GPU."""
-    if device.type != "cuda":
-        return {}
-    return {
-        "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated(device) / 2**30,
-        "perf/max_memory_reserved_gb": torch.cuda.max_memory_reserved(device) / 2**30,
-    }
 
 
 def token_share(mask: Tensor, info: dict[str, Any]) -> Tensor:

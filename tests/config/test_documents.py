@@ -100,6 +100,7 @@ DIFFERS = {
     "actor_rollout_ref.rollout.tensor_model_parallel_size": "each worker generates with the whole model",
     "actor_rollout_ref.rollout.checkpoint_engine.backend": "auto broadcasts on GPUs",
     "actor_rollout_ref.rollout.calculate_log_probs": "they cost nothing here, and the audit compares them",
+    "actor_rollout_ref.rollout.max_num_batched_tokens": "longer prefill steps: the host is slower than a GPU at 8192 tokens",
     "actor_rollout_ref.rollout.dtype": AUTO_DTYPE,
     "actor_rollout_ref.actor.fsdp_config.dtype": AUTO_DTYPE,
     "actor_rollout_ref.ref.fsdp_config.dtype": AUTO_DTYPE,

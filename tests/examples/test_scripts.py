@@ -29,6 +29,8 @@ REWARD = (
 EXPECTED = {
     "dapo": ["actor/pg_clipfrac_lower", "val-aux/openai/gsm8k/overlong_reward/mean@2"],
     "grpo": ["actor/pg_loss"],
+    "grpo_smollm2_easy": ["actor/pg_loss"],
+    "grpo_smollm2_gsm8k": ["actor/pg_loss"],
     "ppo_single_gpu": ["critic/vf_loss", "actor/reward_kl_penalty"],
     "reinforce_plus_plus": ["actor/reward_kl_penalty"],
 }

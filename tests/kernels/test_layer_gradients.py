@@ -11,6 +11,7 @@ DEVICE = kernel_device()
 from lockstep.kernels import gated, head, layer_gradients, norms  # noqa: E402
 from lockstep.kernels import rotary as rotation  # noqa: E402
 from lockstep.kernels.gated import Activation  # noqa: E402
+from lockstep.kernels.joined import joined  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.float32, torch.bfloat16] if DEVICE.type == "cuda" else [torch.float32]
@@ -18,6 +19,15 @@ DTYPES = [torch.float32, torch.bfloat16] if DEVICE.type == "cuda" else [torch.fl
 
 def leaf(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, device=DEVICE).to(dtype).requires_grad_()
+
+
+def lay_side_by_side(leaves: list[Tensor]) -> None:
+    if leaves:
+        together = torch.cat([t.data for t in leaves])
+        for tensor, part in zip(leaves, together.split([len(t) for t in leaves])):
+            tensor.data = part
+        joint = joined(leaves)
+        assert joint is not None and joint.data_ptr() == leaves[0].data_ptr() and torch.equal(joint, together)
 
 
 def doubles(*tensors: Tensor) -> list[Tensor]:
@@ -73,7 +83,7 @@ def test_norm_of_a_wide_stream(dtype: torch.dtype, offset: bool) -> None:
     y, w = doubles(stream, weight)
     outs = layer_gradients.stream_norm(stream, weight, 1e-5, offset=offset)
     assert [out.dtype for out in outs] == [dtype, torch.float32]
-    assert torch.equal(outs[1], stream)
+    assert torch.equal(outs[1], stream) and outs[1].data_ptr() != stream.data_ptr()
     exact = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-5) * (w + offset)
     check_gradients(list(outs), [exact, 1.0 * y], [weight, stream], [w, y])
 
@@ -81,12 +91,15 @@ def test_norm_of_a_wide_stream(dtype: torch.dtype, offset: bool) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("with_stream", [False, True])
-def test_gated_mlp(dtype: torch.dtype, activation: Activation, with_stream: bool) -> None:
+@pytest.mark.parametrize("adjacent", [False, True])
+def test_gated_mlp(dtype: torch.dtype, activation: Activation, with_stream: bool, adjacent: bool) -> None:
     torch.manual_seed(0)
     leaves = [leaf(*s, dtype=dtype) for s in ((1, 70, 48), (136, 48), (136, 48), (48, 136))]
+    if adjacent:
+        lay_side_by_side(leaves[1:3])
     stream = leaf(1, 70, 48, dtype=torch.float32)
     exact_leaves, (exact_stream,) = doubles(*leaves), doubles(stream)
-    out = layer_gradients.gated_mlp(*leaves, activation, stream if with_stream else None)
+    out = layer_gradients.gated_mlp(*leaves, activation, stream.clone() if with_stream else None)
     x, gate, up, down = exact_leaves
     exact = F.linear(activate(F.linear(x, gate), activation) * F.linear(x, up), down)
     if not with_stream:
@@ -101,12 +114,45 @@ def test_add_product(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     stream, x, weight = leaf(1, 70, 48, dtype=torch.float32), leaf(1, 70, 32, dtype=dtype), leaf(48, 32, dtype=dtype)
     exact_stream, exact_x, exact_weight = doubles(stream, x, weight)
-    out = layer_gradients.add_product(stream, x, weight)
+    out = layer_gradients.add_product(stream.clone(), x, weight)
     with torch.no_grad():
         assert torch.equal(out, head.add_product(stream.clone(), x, weight))
     exact = exact_stream + F.linear(exact_x, exact_weight)
     torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
     check_gradients([out], [exact], [x, weight, stream], [exact_x, exact_weight, exact_stream])
+
+
+@pytest.mark.parametrize("shape", [(2, 64), (3, 40), (600,)])
+def test_rows_taken_many_times(shape: tuple[int, ...]) -> None:
+    """The gradient of a row that went to many places is rounded once, not at each addition."""
+    half = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+    torch.manual_seed(0)
+    x = leaf(7, *shape, dtype=half)
+    index = torch.tensor([5, 0, 0, 6, 3, *[2] * 40, 0], device=DEVICE)
+    out = layer_gradients.take_rows(x, layer_gradients.RowIndex(index, len(x)))
+    assert torch.equal(out, x[index])
+    grad = torch.randn(out.shape, device=DEVICE).to(half)
+    out.backward(grad)
+    exact = torch.zeros(x.shape, dtype=torch.float64, device=DEVICE).index_add(0, index, grad.double())
+    torch.testing.assert_close(x.grad, exact.to(half), rtol=1e-5 if half == torch.float32 else 2**-8, atol=1e-5)
+
+
+@pytest.mark.parametrize("padding", [None, 3])
+def test_wide_embedding(padding: int | None) -> None:
+    half = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+    torch.manual_seed(0)
+    plain = torch.nn.Embedding(20, 48, padding_idx=padding, dtype=torch.float64, device=DEVICE)
+    weight = torch.nn.Parameter(plain.weight.detach().to(half))
+    weight.grad_dtype = torch.float32
+    plain.weight.data = weight.detach().double()
+    ids = torch.tensor([[3, 0, 19, 3, 3, 5, 0]], device=DEVICE)
+    out = layer_gradients.embed_wide(ids, weight, padding)
+    assert out.dtype == torch.float32 and torch.equal(out, plain(ids).float())
+    grad = torch.randn(out.shape, device=DEVICE)
+    out.backward(grad)
+    plain(ids).backward(grad.double())
+    assert weight.grad is not None and weight.grad.dtype == torch.float32
+    torch.testing.assert_close(weight.grad.double(), plain.weight.grad, rtol=1e-5, atol=1e-5)
 
 
 def test_gradients_in_the_type_in_which_they_are_summed() -> None:
@@ -115,7 +161,7 @@ def test_gradients_in_the_type_in_which_they_are_summed() -> None:
     weight = torch.nn.Parameter(torch.randn(48, 32, device=DEVICE).to(half))
     weight.grad_dtype = torch.float32
     grad = torch.randn(1, 70, 48, device=DEVICE)
-    layer_gradients.add_product(stream, x, weight).backward(grad)
+    layer_gradients.add_product(stream.clone(), x, weight).backward(grad)
     exact = grad.to(half)[0].double().T @ x[0].detach().double()
     assert weight.grad is not None and weight.grad.dtype == torch.float32
     torch.testing.assert_close(weight.grad.double(), exact, rtol=1e-4, atol=1e-4)
@@ -147,10 +193,14 @@ def test_rotary(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("biased", [False, True])
-def test_joint_linear(dtype: torch.dtype, biased: bool) -> None:
+@pytest.mark.parametrize("adjacent", [False, True])
+def test_joint_linear(dtype: torch.dtype, biased: bool, adjacent: bool) -> None:
     torch.manual_seed(0)
     x, *weights = (leaf(*s, dtype=dtype) for s in ((1, 70, 48), (64, 48), (16, 48), (16, 48)))
     biases = [leaf(len(w), dtype=dtype) if biased else None for w in weights]
+    if adjacent:
+        lay_side_by_side(weights)
+        lay_side_by_side([b for b in biases if b is not None])
     leaves = [x, *weights, *(b for b in biases if b is not None)]
     exact_x, *exact = doubles(*leaves)
     outs = layer_gradients.joint_linear(x, weights, biases)

@@ -40,10 +40,17 @@ def distance(got: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("chunk", [None, 64 * 5000])
+@pytest.mark.parametrize("chunk, num_kept", [(None, 1), (64 * 5000, 3), (64 * 5000, 1), (64 * 5000, 0)])
 def test_values_and_gradients_equal_double_precision(
-    dtype: torch.dtype, form: LogitForm, bias: bool, chunk: int | None, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    form: LogitForm,
+    bias: bool,
+    chunk: int | None,
+    num_kept: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    room = (chunk or 130 * 5000) * num_kept * dtype.itemsize
+    monkeypatch.setattr("lockstep.kernels.linear_log_prob._room", lambda device: room)
     if chunk is not None:
         monkeypatch.setattr("lockstep.kernels.linear_log_prob.CHUNK_LOGITS", chunk)
     *tensors, targets = make(130, dtype, bias=bias)
@@ -60,6 +67,14 @@ def test_values_and_gradients_equal_double_precision(
         if tensor is not None:
             assert tensor.grad.dtype == dtype
             assert distance(tensor.grad, double.grad) < (1e-5 if dtype == torch.float32 else 4e-3)
+
+
+def test_a_second_backward_computes_again_what_the_first_used_up() -> None:
+    *tensors, targets = make(7, torch.float32, bias=False)
+    out = linear_log_prob(*tensors, targets, LogitForm())[0].sum()
+    first, second = (torch.autograd.grad(out, tensors[:2], retain_graph=True) for _ in range(2))
+    for a, b in zip(first, second):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("needed", [0, 1, 2])

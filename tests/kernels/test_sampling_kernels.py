@@ -20,7 +20,7 @@ class Seats:
     def __init__(self, count: int, width: int = 6) -> None:
         self.state = torch.zeros(count + 1, kernels.STOPS + 2, dtype=torch.int64, device=DEVICE)
         self.state[:, kernels.STOPS :] = -1
-        self.options = torch.ones(count + 1, 2, device=DEVICE)
+        self.options = torch.ones(count + 1, kernels.OPTIONS, device=DEVICE)
         self.tables = torch.arange((count + 1) * width, dtype=torch.int32, device=DEVICE).view(count + 1, width)
         self.step = torch.zeros(1, dtype=torch.int32, device=DEVICE)
         self.tokens = torch.full((RING, count + 1), -7, dtype=torch.int32, device=DEVICE)
@@ -29,7 +29,7 @@ class Seats:
     def take(self, seat: int, params: SamplingParams, seed: int, position: int, last: int, token: int = 0) -> None:
         fields = [position, 1, seed, last, token, max(params.top_k, 0)]
         self.state[seat, : kernels.STOPS] = torch.tensor(fields)
-        self.options[seat] = torch.tensor([params.temperature, params.top_p])
+        self.options[seat] = torch.tensor([params.temperature, params.top_p, params.min_p])
 
     def draw(self, logits: torch.Tensor, seats: list[int], filtered: bool = True) -> None:
         rows = torch.tensor(seats, dtype=torch.int32, device=DEVICE)
@@ -49,6 +49,10 @@ class Seats:
         {"top_p": 0.7},
         {"top_p": 1e-6},
         {"top_k": 12, "top_p": 0.5, "temperature": 1.7},
+        {"min_p": 0.2},
+        {"min_p": 1.0, "temperature": 0.6},
+        {"min_p": 0.02, "top_k": 7, "temperature": 2.0},
+        {"min_p": 0.05, "top_p": 0.6},
     ],
 )
 def test_draws_equal_the_plain_sampler(vocabulary: int, sampling: dict[str, Any]) -> None:
@@ -77,7 +81,7 @@ def test_a_row_does_not_depend_on_its_company_nor_on_its_seat() -> None:
         SamplingParams(temperature=0.0),
         SamplingParams(top_k=3),
         SamplingParams(top_p=0.5, temperature=0.7),
-        SamplingParams(top_k=10, top_p=0.9),
+        SamplingParams(top_k=10, top_p=0.9, min_p=0.1),
     ]
     together = Seats(5)
     for i, p in enumerate(params):

@@ -5,8 +5,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.models.attention import LayerOptions, sliding_mask
-from lockstep.models.paged_attention import CachedRows, LayerProbe, LayerShape, PagedAttention, PagedCache
+from lockstep.models.attention import AttentionContext, LayerOptions, sliding_mask
+from lockstep.models.paged_attention import (
+    CachedRows,
+    LayerProbe,
+    LayerShape,
+    PagedAttention,
+    PagedCache,
+    WindowAttention,
+)
 
 HEADS, KEY_HEADS, KEY_DIM, VALUE_DIM = 6, 2, 8, 8
 SCALE = 0.3
@@ -19,7 +26,7 @@ def layer(index: int = 0) -> nn.Module:
     return module
 
 
-def attend(context: PagedAttention, at: nn.Module, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+def attend(context: AttentionContext, at: nn.Module, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     """(T, heads, dim) -> (T, H, value dim)."""
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
     return context.attend(at, q, k, v, LayerOptions(SCALE, window, None))[0]
@@ -75,6 +82,38 @@ def test_a_prompt_a_part_and_single_tokens_in_one_step(window: int | None, size:
     q, k, v = (torch.cat([*(data[i][n][a:b] for i, a, b in parts), new[n]]) for n in range(3))
     out = attend(context, module, q, k, v, window)
     torch.testing.assert_close(out, torch.cat([*(expected[i][a:b] for i, a, b in parts), plain(*new, window)]))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_window_of_single_tokens_and_what_it_leaves_in_the_cache(window: int | None, size: int) -> None:
+    """Rows of 3 and 30 tokens, which are not padded together, get four more; the cache then holds them all."""
+    cache = PagedCache({2: LayerShape(KEY_HEADS, KEY_DIM, VALUE_DIM, torch.float32)}, 60, size, CPU)
+    starts, num_steps = [3, 3, 30], 4
+    data = [random_sequence(n + num_steps, seed) for seed, n in enumerate(starts)]
+    expected = [plain(*d, window) for d in data]
+    blocks = torch.randperm(60, generator=torch.Generator().manual_seed(0)).tolist()
+    tables = [[blocks.pop() for _ in range(-(-(n + num_steps) // size))] for n in starts]
+    module = layer(2)
+    fresh = torch.tensor([s for t, n in zip(tables, starts) for s in slots(t, 0, n, size)])
+    q, k, v = (torch.cat([d[i][:n] for d, n in zip(data, starts)]) for i in range(3))
+    attend(PagedAttention(cache, fresh, [], fresh_lengths=starts), module, q, k, v, window)
+
+    context = WindowAttention(cache, tables)
+    positions = torch.tensor(starts)
+    for step in range(num_steps):
+        context.begin(positions)
+        q, k, v = (torch.stack([d[i][p] for d, p in zip(data, positions.tolist())]) for i in range(3))
+        out = attend(context, module, q, k, v, window)
+        torch.testing.assert_close(out, torch.stack([e[p] for e, p in zip(expected, positions.tolist())]))
+        positions = positions + torch.tensor(
+            [step != 1, 1, 1]
+        )  # the first repeats a step, as a row that has stopped does
+    context.write_back()
+    for (_, keys, values), table, start, count in zip(data, tables, starts, (3, 4, 4)):
+        for store, tokens in ((cache.keys[2], keys), (cache.values[2], values)):
+            places = store.view(60, KEY_HEADS, size, -1).transpose(1, 2)[table].flatten(0, 1)
+            torch.testing.assert_close(places[: start + count], tokens[: start + count])
 
 
 def test_blocks_are_copied_and_kept_when_the_cache_grows() -> None:

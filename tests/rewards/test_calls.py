@@ -63,8 +63,9 @@ def rows(*texts: str) -> list[dict[str, Any]]:
     return [{"text": text} for text in texts]
 
 
-def test_bad_calls_cost_their_own_row(file: str) -> None:
-    call = make_caller(partial(load_object(f"{file}:score"), factor=2.0), timeout_s=1.0, num_workers=2)
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_bad_calls_cost_their_own_row(file: str, num_workers: int) -> None:
+    call = make_caller(partial(load_object(f"{file}:score"), factor=2.0), timeout_s=1.0, num_workers=num_workers)
     assert isinstance(call, WorkerPool)
     begun = time.monotonic()
     outcomes = call(rows("ab", "hang", "crash", "leave", "exit", "raise", "odd", "lambda", "sleep", "abc"))
@@ -78,6 +79,14 @@ def test_bad_calls_cost_their_own_row(file: str) -> None:
     assert "OddError" in str(outcomes[6])
     assert isinstance(outcomes[7], Exception) and "pickle" in str(outcomes[7]).lower()
     assert time.monotonic() - begun < 20
+
+
+def test_rows_and_results_longer_than_a_pipe_holds(tmp_path: Path) -> None:
+    path = tmp_path / "echo.py"
+    path.write_text("def score(text):\n    return text + text\n")
+    call = make_caller(load_object(f"{path}:score"), timeout_s=30.0)
+    texts = [letter * size for letter, size in zip("abcdefgh", (1, 300_000, 2, 9_000, 9_000, 9_000, 3, 1_000_000))]
+    assert call(rows(*texts)) == [text + text for text in texts]
 
 
 def test_a_worker_is_kept_from_row_to_row(file: str) -> None:

@@ -22,6 +22,7 @@ class SamplingParams:
     temperature:    divides the logits; 0 takes the likeliest token.
     top_k:          draw from the k likeliest tokens; -1 or 0 for all.
     top_p:          draw from the smallest set of likeliest tokens whose probability reaches p.
+    min_p:          draw from the tokens with at least this share of the likeliest one's probability.
     max_tokens:     most tokens to generate, the stop token included.
     stop_token_ids: tokens that end the response beside the model's end-of-sequence tokens.
     ignore_eos:     go on to `max_tokens` past every stop token.
@@ -30,6 +31,7 @@ class SamplingParams:
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
+    min_p: float = 0.0
     max_tokens: int = 16
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -41,6 +43,8 @@ class SamplingParams:
             raise ValueError(f"top_k={self.top_k}: must be -1 or 0 (all tokens) or at least 1")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}: must lie in (0, 1]")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p={self.min_p}: must lie in [0, 1]")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens={self.max_tokens}: must be at least 1")
 
@@ -51,7 +55,7 @@ class SamplingParams:
     @property
     def filtered(self) -> bool:
         """Whether part of the distribution is cut off before the draw."""
-        return not self.greedy and (self.top_k > 0 or self.top_p < 1)
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def onload(self, *, optimizer: bool = False) -> None:
-        """Bring the parameters back and, for an update or a checkpoint, the optimizer's state."""
+        """Bring back what computes and, for an update or a checkpoint, the master weights and the optimizer's state."""
 
     @abstractmethod
     def save(self, folder: Path, contents: Collection[str] = PARTS) -> None:

@@ -20,15 +20,19 @@ from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig
 from lockstep.engines.train import sharding
 from lockstep.engines.train.base import PARTS, LossFn, MicroBatching, TrainEngine
 from lockstep.engines.train.compute_copy import copy_in, hand_gradients, refresh
+from lockstep.engines.train.offload import HostHome, move_optimizer, move_parameters
 from lockstep.engines.train.schedule import build_schedule
 from lockstep.engines.train.state import load_extra, load_shards, model_state, save_extra, save_shards
+from lockstep.models.adjacent import lay_adjacent
 from lockstep.models.fused_layers import fuse
+from lockstep.models.host_layers import fuse_on_host
 from lockstep.models.packing import ForwardRows, forward_rows, prompt_owners
 from lockstep.models.token_models import TokenModel
 from lockstep.models.ulysses import SequenceGroup, check_heads
 from lockstep.protocol.columns import tensors_of
-from lockstep.utils.device import to_device
+from lockstep.utils.device import HostCopy, to_device
 from lockstep.utils.distributed import current_rank, current_world_size, mesh_of
+from lockstep.utils.host import settle_on_host
 from lockstep.utils.seqlen import agreed_runs
 
 
@@ -67,13 +71,21 @@ class FsdpEngine(TrainEngine):
             model.requires_grad_(False)
         elif gradient_checkpointing:
             _enable_gradient_checkpointing(model)
-        fuse(model)
+        if device.type == "cpu":
+            settle_on_host(sum(parameter.numel() for parameter in model.parameters()))
+            fuse_on_host(model)
+        else:
+            fuse(model)
         self._streams = sharding.streams_from_host(config, device)
+        self._homes = {part: HostHome() for part in ("masters", "compute", "optimizer")}
         self.compute = model
         if self.world_size > 1 or self._streams:
             sharding.shard(model, config, device, compute_dtype)
-        elif _parameter_dtype(model) != compute_dtype:
-            self.compute = copy_in(model, compute_dtype)
+        else:
+            if _parameter_dtype(model) != compute_dtype:
+                self.compute = copy_in(model, compute_dtype)
+            if device.type == "cuda":
+                lay_adjacent(self.compute)
         self.optimizer: torch.optim.Optimizer | None = None
         if optim is not None:
             trained = [p for p in model.parameters() if p.requires_grad]
@@ -90,7 +102,7 @@ class FsdpEngine(TrainEngine):
         with torch.no_grad():
             for rows in self._partitions(batch, micro):
                 order += rows
-                pieces.append(self.compute(self._rows(batch[rows]), **options))
+                pieces.append(self.compute(self._rows(_taken(batch, rows)), **options))
         sharding.reshard(self.model)
         back = torch.tensor(order).argsort()
         return {name: torch.cat([p[name] for p in pieces]).cpu()[back] for name in pieces[0]}
@@ -100,22 +112,23 @@ class FsdpEngine(TrainEngine):
     ) -> dict[str, float]:
         self.compute.train()
         totals: dict[str, Tensor] = {}
+        own: list[str] = []
         parts = self._partitions(batch, micro)
         for number, rows in enumerate(parts, start=1):
-            part = batch[rows]
-            columns = self._loss_columns(
-                part
-            )  # on their way before the forward: a copy after it would wait for its end
+            part = _taken(batch, rows)
+            columns = self._loss_columns(part)  # before the forward: a copy after it would wait for its end
             outputs = self.compute(self._rows(part), **options)
             loss, metrics = loss_fn(outputs, columns)
+            for name, value in metrics.items():
+                totals[name] = totals.get(name, 0.0) + value.detach().float()
+            own = sorted(totals)
+            if number == len(parts) and own:
+                copied = HostCopy(torch.stack([totals[name] for name in own]))  # known before the last backward
             sharding.sum_replicas(self.model, number == len(parts))
             # The loss is the sum of the dp ranks' shares, and the gradient of a share is the sum over its sp ranks, each of which
             # holds what its own tokens add. So the gradient is the sum over all ranks; FSDP takes their mean.
             (loss * self.world_size).backward()
-            for name, value in metrics.items():
-                totals[name] = totals.get(name, 0.0) + value.detach().float()
-        own = sorted(totals)
-        values = dict(zip(own, torch.stack([totals[name] for name in own]).tolist() if own else []))
+        values = dict(zip(own, copied.read().tolist() if own else []))
         names = self._names_on_all_ranks(own)
         return dict(zip(names, self.global_sum(*(values.get(name, 0.0) for name in names))))
 
@@ -132,18 +145,20 @@ class FsdpEngine(TrainEngine):
         if self._copied:
             hand_gradients(self.compute, self.model)
         trained = [p for p in self.model.parameters() if p.grad is not None]
-        norm = sharding.whole(torch.nn.utils.get_total_norm([cast(Tensor, p.grad) for p in trained]))
-        value = float(norm)
+        norm = sharding.whole(torch.nn.utils.get_total_norm([cast(Tensor, p.grad) for p in trained])).float()
+        copied = HostCopy(norm)
+        # The step clips, or does nothing at all where the norm is not finite, so that it need not wait for the norm to be read.
+        self.optimizer.grad_scale = ((norm + 1e-6) / self.clip_grad).clamp_min(1.0)  # type: ignore[attr-defined]
+        self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._refresh()
+        value = float(copied.read())
         if not np.isfinite(value):
-            self.optimizer.zero_grad()
             raise FloatingPointError(
                 f"the gradient norm is {value}: the loss or the model produced a number that is not finite. "
                 "No step was taken; the last checkpoint is intact"
             )
-        torch.nn.utils.clip_grads_with_norm_(trained, self.clip_grad, norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self._refresh()
         return value
 
     def schedule_step(self) -> None:
@@ -172,30 +187,30 @@ class FsdpEngine(TrainEngine):
             self.offload()
 
     def weights(self) -> Generator[tuple[str, Tensor]]:
-        self.onload()
-        try:
-            for name, parameter in self.model.named_parameters():
-                yield self.model.hf_name(name), sharding.whole(parameter.detach())
-        finally:
-            self.offload()
+        for name, parameter in self.model.named_parameters():
+            weight = parameter.detach()
+            yield self.model.hf_name(name), sharding.whole(weight if self._streams else weight.to(self.device))
 
     def onload(self, *, optimizer: bool = False) -> None:
         if self._streams:
             return
         if self.config.param_offload:
-            for module in {self.model, self.compute}:
-                module.to(self.device)
+            move_parameters(self.compute, self._homes["compute"], self.device)
+            if optimizer and self._copied:
+                move_parameters(self.model, self._homes["masters"], self.device)
         if optimizer and self.config.optimizer_offload and self.optimizer is not None:
-            _move_optimizer(self.optimizer, self.device)
+            move_optimizer(self.optimizer, self._homes["optimizer"], self.device)
 
     def offload(self) -> None:
         if self.device.type == "cpu" or self._streams:
             return
+        host = torch.device("cpu")
         if self.config.param_offload:
-            for module in {self.model, self.compute}:
-                module.to("cpu")
+            move_parameters(self.compute, self._homes["compute"], host)
+            if self._copied:
+                move_parameters(self.model, self._homes["masters"], host)
         if self.config.optimizer_offload and self.optimizer is not None:
-            _move_optimizer(self.optimizer, torch.device("cpu"))
+            move_optimizer(self.optimizer, self._homes["optimizer"], host)
         if self.config.param_offload or self.config.optimizer_offload:
             torch.cuda.empty_cache()
 
@@ -259,6 +274,12 @@ class FsdpEngine(TrainEngine):
         return forward_rows(batch, self.device, packed=self.packed, sequence=self.sequence)
 
 
+def _taken(batch: TensorDict, rows: list[int]) -> TensorDict:
+    """These rows of the batch; not copied where they follow each other."""
+    start, end = rows[0], rows[-1] + 1
+    return batch[start:end] if rows == list(range(start, end)) else batch[rows]
+
+
 def _parameter_dtype(model: nn.Module) -> torch.dtype:
     return next(model.parameters()).dtype
 
@@ -268,10 +289,3 @@ def _enable_gradient_checkpointing(model: nn.Module) -> None:
         enable = getattr(module, "gradient_checkpointing_enable", None)
         if enable is not None:
             enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-
-def _move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            if isinstance(value, Tensor) and name != "step":
-                state[name] = value.to(device, non_blocking=True)

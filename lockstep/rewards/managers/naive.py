@@ -8,6 +8,7 @@ import math
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, ClassVar, TypedDict
 
 import numpy as np
@@ -120,8 +121,10 @@ class NaiveRewardManager:
         }
         assert data.batch is not None
         num_prompt = data.batch["prompts"].shape[1]
-        attended = data.batch["attention_mask"].bool().cpu()
-        prompts, responses = data.batch["prompts"].cpu(), data.batch["responses"].cpu()
+        attended = data.batch["attention_mask"].bool()
+        prompts = self._texts(data.batch["prompts"], attended[:, :num_prompt])
+        responses = self._texts(data.batch["responses"], attended[:, num_prompt:])
+        num_tokens = attended[:, num_prompt:].sum(-1).tolist()
         rows = []
         for row in range(len(data)):
             if "ground_truth" not in reward_models[row]:
@@ -129,17 +132,23 @@ class NaiveRewardManager:
             rows.append(
                 ScoringRow(
                     data_source=sources[row],
-                    prompt_str=self._decode(prompts[row][attended[row, :num_prompt]]),
-                    solution_str=self._decode(responses[row][attended[row, num_prompt:]]),
+                    prompt_str=prompts[row],
+                    solution_str=responses[row],
                     ground_truth=reward_models[row]["ground_truth"],
                     extra_info=dict(extra_infos[row] or {}) | {name: column[row] for name, column in added.items()},
-                    num_tokens=int(attended[row, num_prompt:].sum()),
+                    num_tokens=num_tokens[row],
                 )
             )
         return rows
 
-    def _decode(self, ids: torch.Tensor) -> str:
-        return self.tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+    def _texts(self, ids: torch.Tensor, attended: torch.Tensor) -> list[str]:
+        """Of each row's attended tokens; rows that follow each other with the same tokens are decoded once."""
+        rows = [list(compress(row, keep)) for row, keep in zip(ids.tolist(), attended.tolist())]
+        texts: list[str] = []
+        for number, row in enumerate(rows):
+            same = number > 0 and row == rows[number - 1]
+            texts.append(texts[-1] if same else self.tokenizer.decode(row, skip_special_tokens=True))
+        return texts
 
     def _score_all(self, rows: list[ScoringRow]) -> list[Outcome]:
         """One outcome a row: what the function gave, or the exception that it cost."""

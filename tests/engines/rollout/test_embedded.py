@@ -60,8 +60,10 @@ def test_greedy_equals_transformers(kind: str, ignore_eos: bool, device: torch.d
     assert len({t for c in completions for t in c.token_ids}) > 5  # the model does not say one word only
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "mistral", "granite"])
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7}, {"top_k": 5, "top_p": 0.8}, {"temperature": 0.0}])
+@pytest.mark.parametrize("kind", list(CONFIGS))
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 0.7}, {"top_k": 5, "top_p": 0.8, "min_p": 0.05}, {"temperature": 0.0}]
+)
 def test_log_probs_equal_a_full_forward(kind: str, sampling: dict[str, Any], device: torch.device) -> None:
     model = tiny_model(kind, device)
     requests = mixed_requests(**sampling)
@@ -308,14 +310,14 @@ def qwen3_next() -> Any:
         (lambda: Gemma2Config(**SIZES, head_dim=8), "soft-capping"),
         (gpt_oss, "sinks"),
         (qwen3_next, "layers of linear_attention"),
-        (lambda: MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, state_size=4), ""),
+        (lambda: MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, state_size=4), "MambaForCausalLM"),
     ],
 )
 def test_architectures_that_cannot_be_served_are_refused(make_config: Any, reason: str) -> None:
     config = make_config()
     attention = {} if config.model_type == "mamba" else {"attn_implementation": ATTENTION_NAME}
     model = AutoModelForCausalLM.from_config(config, **attention)
-    with pytest.raises(ValueError, match=f"{reason}.*actor_rollout_ref.rollout.name=hf"):
+    with pytest.raises(ValueError, match=f"{reason}.*actor_rollout_ref.rollout.name=hf.*vllm"):
         embedded(model).generate([GenerationRequest([3, 4], SamplingParams(max_tokens=2))])
 
 

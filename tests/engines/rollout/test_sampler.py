@@ -34,6 +34,7 @@ def naive_token(logits: torch.Tensor, p: SamplingParams, u: float) -> int:
         return int(logits.argmax())
     probs = torch.softmax(logits.double() / p.temperature, -1)
     ranked = sorted(range(len(probs)), key=lambda i: -probs[i])
+    ranked = [i for i in ranked if probs[i] >= p.min_p * probs[ranked[0]]]
     if p.top_k > 0:
         ranked = ranked[: p.top_k]
     total = sum(float(probs[i]) for i in ranked)
@@ -67,10 +68,11 @@ def test_uniform_is_uniform_over_seeds_and_over_positions() -> None:
 
 @pytest.mark.parametrize("top_k", [-1, 0, 1, 5, 1000])
 @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3, 1e-6])
+@pytest.mark.parametrize("min_p", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, 2.5])
-def test_rows_equal_the_naive_draw(top_k: int, top_p: float, temperature: float) -> None:
+def test_rows_equal_the_naive_draw(top_k: int, top_p: float, min_p: float, temperature: float) -> None:
     logits = torch.randn(40, 30, generator=torch.Generator().manual_seed(3)) * 3
-    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     seeds, positions = list(range(40)), list(range(100, 140))
     tokens, log_probs = draw(logits, [params] * 40, seeds, positions)
     expected = [naive_token(row, params, naive_uniform(s, p)) for row, s, p in zip(logits, seeds, positions)]
@@ -80,7 +82,7 @@ def test_rows_equal_the_naive_draw(top_k: int, top_p: float, temperature: float)
 
 
 def test_a_row_does_not_depend_on_its_company() -> None:
-    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(0))
     params = [
         SamplingParams(),
         SamplingParams(temperature=0.0),
@@ -88,9 +90,10 @@ def test_a_row_does_not_depend_on_its_company() -> None:
         SamplingParams(top_p=0.5, temperature=0.7),
         SamplingParams(top_k=10, top_p=0.9),
         SamplingParams(temperature=1.3),
+        SamplingParams(min_p=0.4),
     ]
-    together = draw(logits, params, [9] * 6, [4] * 6)
-    for i in range(6):
+    together = draw(logits, params, [9] * 7, [4] * 7)
+    for i in range(7):
         alone = draw(logits[i : i + 1], [params[i]], [9], [4])
         assert alone[0].item() == together[0][i].item()
         assert alone[1].item() == pytest.approx(together[1][i].item(), abs=1e-6)
@@ -120,6 +123,7 @@ def test_tokens_without_probability_are_never_drawn() -> None:
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"top_k": -2}, "top_k=-2: must be -1 or 0"),
         ({"top_p": 0.0}, "top_p=0.0"),
+        ({"min_p": 1.5}, "min_p=1.5"),
         ({"max_tokens": 0}, "max_tokens=0"),
     ],
 )

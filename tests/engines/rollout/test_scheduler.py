@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from lockstep.engines.rollout.base import GenerationRequest, SamplingParams
 from lockstep.engines.rollout.embedded.blocks import BlockManager
-from lockstep.engines.rollout.embedded.scheduler import Scheduler, StepPlan
+from lockstep.engines.rollout.embedded.scheduler import Row, Scheduler, StepPlan, Window
 from lockstep.engines.rollout.embedded.sequence import Sequence
 
 
@@ -20,8 +20,14 @@ def sequence(index: int, prompt: list[int], max_tokens: int = 4) -> Sequence:
 
 
 def step(scheduler: Scheduler) -> StepPlan:
-    """Schedule, and draw token 9 everywhere."""
-    plan = scheduler.schedule()
+    """A step of prompts or, where none can be had, a decode step; draw token 9 everywhere."""
+    plan = scheduler.schedule() if scheduler.wants_prompts else StepPlan()
+    if not plan.rows:
+        window = scheduler.run_ahead(1)
+        for s, _ in window.draws:
+            s.num_ahead -= 1
+        plan = StepPlan([Row(s, s.num_computed - 1, s.num_computed, [s]) for s, _ in window.draws], window.copies)
+    assert plan.rows, "nothing can be scheduled"
     for s in [s for row in plan.rows for s in row.samplers]:
         s.append(9, 0.0)
         if s.stop_reason is not None:
@@ -44,18 +50,16 @@ def test_prompts_first_then_one_token_each() -> None:
     assert not scheduler.has_unfinished and scheduler.blocks.num_free == 64
 
 
-def test_a_long_prompt_is_computed_in_parts_beside_those_that_decode() -> None:
+def test_a_long_prompt_is_computed_in_parts_while_those_that_decode_wait() -> None:
     scheduler = make(tokens=8)
     scheduler.add(sequence(0, [1, 2, 3]))
     scheduler.add(sequence(1, list(range(20))))
     assert stretches(step(scheduler)) == [(0, 0, 3), (1, 0, 5)]
-    assert stretches(step(scheduler)) == [(0, 3, 4), (1, 5, 12)]
     plan = step(scheduler)
-    assert stretches(plan) == [(0, 4, 5), (1, 12, 19)]
-    assert [len(row.samplers) for row in plan.rows] == [1, 0]
+    assert stretches(plan) == [(1, 5, 13)] and not plan.rows[0].samplers
     plan = step(scheduler)
-    assert stretches(plan) == [(0, 5, 6), (1, 19, 20)]
-    assert [len(row.samplers) for row in plan.rows] == [1, 1]
+    assert stretches(plan) == [(1, 13, 20)] and len(plan.rows[0].samplers) == 1
+    assert stretches(step(scheduler)) == [(0, 3, 4), (1, 20, 21)]
 
 
 def test_without_chunks_a_long_prompt_gets_a_step_of_its_own() -> None:
@@ -63,8 +67,8 @@ def test_without_chunks_a_long_prompt_gets_a_step_of_its_own() -> None:
     scheduler.add(sequence(0, [1, 2, 3], max_tokens=2))
     scheduler.add(sequence(1, list(range(20))))
     assert stretches(step(scheduler)) == [(0, 0, 3)]
-    assert stretches(step(scheduler)) == [(0, 3, 4)]
     assert stretches(step(scheduler)) == [(1, 0, 20)]
+    assert stretches(step(scheduler)) == [(0, 3, 4), (1, 20, 21)]
 
 
 def test_no_more_than_max_num_seqs_run() -> None:
@@ -169,20 +173,31 @@ def test_whatever_is_planned_every_row_finds_its_own_tokens_in_its_blocks(data: 
             if num_steps > 3:
                 break
             continue
-        plan = scheduler.schedule()
+        plan = scheduler.schedule() if scheduler.wants_prompts else StepPlan()
+        window = Window() if plan.rows else scheduler.run_ahead(data.draw(st.integers(1, 4), label="steps"))
+        assert plan.rows or window.draws, "nothing can be scheduled"
         before = dict(memory)
-        for source, target in plan.copies:
+        for source, target in plan.copies + window.copies:
             for offset in range(size):
                 memory[target, offset] = before.get((source, offset), -1)
         for row in plan.rows:
             for p in range(row.start, row.stop):
                 memory[row.sequence.blocks[p // size], p % size] = row.sequence.tokens[p]
-        for s in scheduler.running:
+            for s in row.samplers:
+                assert s.num_computed == len(s.tokens)
+                s.append(1000 * s.index + len(s.tokens), 0.0)
+        if window.draws:
+            window.shorten(data.draw(st.integers(1, window.num_steps), label="steps done"))
+        for s, count in window.draws:
+            s.num_ahead -= count
+            for _ in range(count):
+                p = len(s.tokens) - 1
+                memory[s.blocks[p // size], p % size] = s.tokens[p]
+                s.append(1000 * s.index + len(s.tokens), 0.0)
+            assert s.num_computed == len(s.tokens) - 1
+        for s in list(scheduler.running):
             seen = [memory[s.blocks[p // size], p % size] for p in range(s.num_computed)]
             assert seen == s.tokens[: s.num_computed]
-        for s in [s for row in plan.rows for s in row.samplers]:
-            assert s.num_computed == len(s.tokens)
-            s.append(1000 * s.index + len(s.tokens), 0.0)
             if s.stop_reason is not None:
                 scheduler.finish(s)
     assert not scheduler.has_unfinished, "the schedule does not come to an end"
@@ -202,7 +217,7 @@ def read(scheduler: Scheduler, draws: list[tuple[Sequence, int]], num_drawn: int
 
 
 def launch_prompts(scheduler: Scheduler) -> list[tuple[Sequence, int]]:
-    plan = scheduler.schedule(prompts_only=True)
+    plan = scheduler.schedule()
     draws = [(s, 1) for row in plan.rows for s in row.samplers]
     for s, _ in draws:
         s.num_ahead += 1

@@ -133,6 +133,14 @@ def test_critic_values_and_update(folder: Path) -> None:
         assert norm == pytest.approx(results[0][2], rel=1e-4)
 
 
+def test_values_are_not_rounded_to_the_compute_type(folder: Path) -> None:
+    model = ScalarModel(*load_value_model(HFModelConfig(path=str(folder)), "m", torch.bfloat16, CPU, seed=3))
+    engine = FsdpEngine(model, FSDPEngineConfig(), None, device=CPU, compute_dtype=torch.bfloat16, packed=True)
+    values = engine.forward(random_batch(), SPLITS[0])["values"]
+    assert values.dtype == torch.float32
+    assert (values != values.bfloat16().float()).float().mean() > 0.3
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_bear_the_names_of_transformers_models(tmp_path: Path, tied: bool) -> None:
     config = tiny_config(tie_word_embeddings=tied, num_labels=1)
@@ -166,7 +174,12 @@ def test_checkpoint_restores_the_next_step_bit_for_bit(folder: Path, tmp_path: P
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run(folder: Path) -> None:
-    engine = policy_engine(folder)
+    engine, untouched = policy_engine(folder), policy_engine(folder)
+    for one in (engine, untouched):
+        step(one, ACTOR, SPLITS[0])
     engine.forward_backward(random_batch(), lambda out, rows: (out["log_probs"].sum() * float("nan"), {}), SPLITS[0])
     with pytest.raises(FloatingPointError, match="gradient norm is nan"):
         engine.optimizer_step()
+    assert step(engine, ACTOR, SPLITS[0])[0] == step(untouched, ACTOR, SPLITS[0])[0]
+    for a, b in zip(engine.model.parameters(), untouched.model.parameters()):
+        assert torch.equal(a, b)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lockstep.engines.train.base import MicroBatching
+from lockstep.kernels.joined import joined
 from tests.engines.train import cases
 from tests.engines.train.cases import Case, Reference
 from tests.engines.train.ranks import Ranks
@@ -69,9 +70,14 @@ def test_gathered_parameters_are_on_the_device(fsdp: dict[str, bool], folder: Pa
     before = torch.cuda.memory_allocated()
     case = Case(device="cuda", compute=torch.bfloat16, fsdp=fsdp)
     engine = cases.build_engine(folder, case)
-    with engine.gathered() as model:
-        assert {(p.device.type, p.dtype) for p in model.parameters()} == {("cuda", torch.bfloat16)}
     home = "cpu" if fsdp else "cuda"
+    for _ in range(2):
+        with engine.gathered() as model:
+            assert {(p.device.type, p.dtype) for p in model.parameters()} == {("cuda", torch.bfloat16)}
+            if not fsdp.get("offload_policy"):
+                assert {p.device.type for p in engine.model.parameters()} == {home}  # not needed to decode
+                attention = model.model.get_decoder().layers[0].self_attn
+                assert joined([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]) is not None
     assert {p.device.type for p in engine.model.parameters()} == {home}
     if fsdp:
         held = torch.cuda.memory_allocated() - before

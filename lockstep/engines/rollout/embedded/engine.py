@@ -1,16 +1,13 @@
 """The embedded rollout engine: decodes with the trainer's own parameters, in the trainer's process.
 
-generate:     requests ─► sequences ─► [ schedule ─► run ─► append tokens ]* ─► completions
-generate_one: the same loop in a thread, for as long as there are requests; what comes meanwhile joins at the next step
-
-On the CPU a step is planned when the one before it is read. A CUDA device runs ahead of the host (`run_ahead.py`).
+generate:     requests ─► sequences ─► [ turn: schedule ─► run ─► append tokens ]* ─► completions
+generate_one: the same loop in a thread, for as long as there are requests; what comes meanwhile joins at the next turn
 """
 
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from heapq import nlargest
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -29,9 +26,7 @@ from lockstep.engines.rollout.embedded import sequence as sequences
 from lockstep.engines.rollout.embedded.blocks import BlockManager
 from lockstep.engines.rollout.embedded.runner import ModelRunner
 from lockstep.engines.rollout.embedded.scheduler import Scheduler
-
-if TYPE_CHECKING:
-    from lockstep.engines.rollout.embedded.run_ahead import RunAhead
+from lockstep.engines.rollout.embedded.turns import Turns
 
 
 @ROLLOUT_ENGINES.register("embedded")
@@ -54,7 +49,7 @@ class EmbeddedEngine(RolloutEngine):
         self.max_model_len = longest_sequence(config)
         self.num_blocks = num_blocks
         self.runner: ModelRunner | None = None
-        self.ahead: RunAhead | None = None
+        self.turns: Turns | None = None
         self.blocks = BlockManager(0, config.kv_block_size)
         self.scheduler = Scheduler(
             self.blocks,
@@ -71,7 +66,7 @@ class EmbeddedEngine(RolloutEngine):
     def bind(self, model: nn.Module) -> None:
         self.sleep()
         self.runner = ModelRunner(model, self.config.kv_block_size)
-        self.ahead = None
+        self.turns = Turns(self.runner, self.scheduler, self.max_model_len, graphs=not self.config.enforce_eager)
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         copy_weights(self._bound.model, weights)
@@ -127,27 +122,15 @@ class EmbeddedEngine(RolloutEngine):
             self._busy = False
             if self.scheduler.has_unfinished:
                 self.scheduler.abort()
-            if self.ahead is not None:
-                self.ahead.reset()
+            if self.turns is not None:
+                self.turns.reset()
 
     def _add(self, batch: Sequence[sequences.Sequence]) -> None:
         for sequence in batch:
             self.scheduler.add(sequence)
         self._fit_cache()
-        if self._bound.device.type == "cuda":
-            self._fit_seats(max(len(sequence.stop_ids) for sequence in batch))
-
-    def _fit_seats(self, num_stops: int) -> None:
-        """Have the device's buffers, with room for so many stop tokens of a sequence."""
-        if self.ahead is None or self.ahead.seats.num_stops < num_stops:
-            from lockstep.engines.rollout.embedded.run_ahead import RunAhead
-
-            self.scheduler.settle()
-            room = 1 << max(2, (num_stops - 1).bit_length())
-            graphs = not self.config.enforce_eager
-            before, self.ahead = self.ahead, RunAhead(self._bound, self.scheduler, self.max_model_len, graphs, room)
-            if before is not None:
-                self.ahead.take_over(before)
+        assert self.turns is not None
+        self.turns.make_room(max(len(sequence.stop_ids) for sequence in batch))
 
     def _fit_cache(self) -> None:
         """Make the cache large enough for the unfinished sequences, as far as memory goes."""
@@ -181,16 +164,8 @@ class EmbeddedEngine(RolloutEngine):
 
     def _step(self) -> list[sequences.Sequence]:
         """One turn; gives the sequences that are found finished."""
-        if self.ahead is not None:
-            return self.ahead.turn()
-        plan = self.scheduler.schedule()
-        finished = []
-        for sequence, token, log_prob in self._bound.run(plan):
-            sequence.append(token, log_prob)
-            if sequence.stop_reason is not None:
-                self.scheduler.finish(sequence)
-                finished.append(sequence)
-        return finished
+        assert self.turns is not None
+        return self.turns.turn()
 
     async def _serve(self) -> None:
         """Step while there are requests; each caller's future gets its completion or the error that ended the loop."""

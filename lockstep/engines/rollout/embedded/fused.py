@@ -10,7 +10,7 @@ A replacement is compared with what it replaces before it is used; what does not
 module objects, not on their classes, and are taken off when serving ends: the trainer never sees them. They look the parameters up
 at each call, so the tensors may be exchanged between two calls.
 
-One product for q, k, v (or gate, up) needs their weights to lie one behind the other in memory, which `lay_adjacent` sees to.
+One product for q, k, v (or gate, up) needs their weights to lie one behind the other in memory, which `models/adjacent.py` sees to.
 """
 
 import logging
@@ -28,14 +28,13 @@ from lockstep.kernels.gated import Activation, gated_product
 from lockstep.kernels.head import add_product, linear_float32
 from lockstep.kernels.norms import rms_norm
 from lockstep.kernels.rotary import rotary
+from lockstep.models.adjacent import ADJACENT, joined
 from lockstep.models.attention import PackedAttention, no_mask
 from lockstep.models.fused_layers import has_rotary_table
 from lockstep.models.paged_attention import LayerProbe
 
 logger = logging.getLogger(__name__)
 
-ADJACENT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Linear layers of one module that take the same input."""
 _ROTARY = "apply_rotary_pos_emb"
 
 Forward = Callable[..., Any]
@@ -290,44 +289,6 @@ def fuse_linears(linears: Sequence[nn.Module | None]) -> SharedProduct | None:
     if joined([linear.weight for linear in layers]) is None:
         return None
     return SharedProduct(layers) if all(b is None for b in biases) or joined(biases) is not None else None
-
-
-def joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    """The tensors as one along the first dimension, without copying; None where they do not lie one behind the other."""
-    first = tensors[0]
-    if first is None:
-        return None
-    end, rows = first.data_ptr(), 0
-    for tensor in tensors:
-        if (
-            tensor is None
-            or not tensor.is_contiguous()
-            or tensor.data_ptr() != end
-            or tensor.shape[1:] != first.shape[1:]
-        ):
-            return None
-        if tensor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() or tensor.dtype != first.dtype:
-            return None
-        end += tensor.numel() * tensor.element_size()
-        rows += tensor.shape[0]
-    return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
-
-
-@torch.no_grad()
-def lay_adjacent(model: nn.Module) -> None:
-    """Move the parameters that `ADJACENT` names one behind the other, module by module; the parameter objects stay."""
-    for module in model.modules():
-        for names in ADJACENT:
-            linears = [getattr(module, name, None) for name in names]
-            if not all(type(linear) is nn.Linear for linear in linears):
-                continue
-            for kind in ("weight", "bias"):
-                parameters = [getattr(linear, kind) for linear in linears]
-                if any(p is None for p in parameters) or joined(parameters) is not None:
-                    continue
-                together = torch.cat([p.data for p in parameters])
-                for parameter, part in zip(parameters, together.split([len(p) for p in parameters])):
-                    parameter.data = part
 
 
 def noise(*shape: int, like: Tensor) -> Tensor:

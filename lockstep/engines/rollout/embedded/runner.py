@@ -1,6 +1,4 @@
-"""Runs the steps that the scheduler plans: the model, its KV cache, and the sampling of what comes out.
-
-    plan ─► copy shared blocks ─► input ids, positions, slots, tables ─► decoder ─► head at the drawing places ─► sample
+"""The model that serves, with its KV cache.
 
 Without gradients, but not in inference mode: tensors made there (a rotary cache, say) could not take part in training
 later.
@@ -8,7 +6,7 @@ later.
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,17 +14,19 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lockstep.engines.rollout.embedded.sampler import sample
-from lockstep.engines.rollout.embedded.scheduler import StepPlan
-from lockstep.engines.rollout.embedded.sequence import Sequence
-from lockstep.engines.rollout.embedded.step_inputs import StepInputs
+from lockstep.engines.rollout.embedded.flat_decoder import FlatDecoder, FlatForm, flat_form
 from lockstep.engines.rollout.embedded.support import check_config, check_layers, refusal
 from lockstep.models.attention import AttentionContext, no_mask
 from lockstep.models.loading import logits_fn
 from lockstep.models.paged_attention import LayerProbe, LayerShape, PagedCache
+from lockstep.utils.device import free_memory
 
 if TYPE_CHECKING:
     from lockstep.engines.rollout.embedded.fused import FusedModules
+
+
+ONE_THREAD = 1 << 16
+"""Where all weights of the layers are smaller, waking other threads takes longer than what they would do."""
 
 
 class ModelRunner:
@@ -41,6 +41,8 @@ class ModelRunner:
         self._layers: dict[int, LayerShape] | None = None
         self._addresses: Tensor | None = None
         self._fused: FusedModules | None = None
+        self._flat: FlatDecoder | None = None
+        self._flat_form: tuple[FlatForm | None] | None = None  # None until it has been looked for
         self._weights_at: tuple[int, ...] = ()
 
     @property
@@ -61,8 +63,27 @@ class ModelRunner:
                 module.training = True
 
     def _faster_forwards(self) -> AbstractContextManager[None]:
-        if self.device.type != "cuda":
-            return nullcontext()
+        return self._fused_modules() if self.device.type == "cuda" else self._flat_forward()
+
+    @contextmanager
+    def _flat_forward(self) -> Iterator[None]:
+        decoder = self.model.get_decoder()
+        if self._flat_form is None:
+            self.layers()  # a model that cannot be served is refused first
+            self._flat_form = (flat_form(decoder, self.forward),)
+        [form] = self._flat_form
+        if form is not None:
+            self._flat = FlatDecoder(decoder, form)
+        threads, embedding = torch.get_num_threads(), decoder.get_input_embeddings().weight
+        if max(weight.numel() for weight in decoder.parameters() if weight is not embedding) < ONE_THREAD:
+            torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            self._flat = None
+            torch.set_num_threads(threads)
+
+    def _fused_modules(self) -> AbstractContextManager[None]:
         tensors = chain(self.model.parameters(), self.model.buffers())
         addresses = tuple(tensor.data_ptr() for tensor in tensors)
         if self._fused is None or addresses != self._weights_at:
@@ -94,8 +115,7 @@ class ModelRunner:
     def max_num_blocks(self, share: float) -> int:
         """Blocks that fill the given share of the free memory on CUDA, of the whole memory elsewhere."""
         if self.device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(self.device)
-            memory = free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            memory = free_memory(self.device)
         else:
             memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return int(memory * share) // self.bytes_per_block()
@@ -118,23 +138,12 @@ class ModelRunner:
     def free(self) -> None:
         self.cache = None
 
-    @torch.no_grad()
-    def run(self, plan: StepPlan) -> list[tuple[Sequence, int, float]]:
-        """(sequence, token, log-prob) for each sequence that draws in this step."""
-        assert self.cache is not None
-        self.cache.copy_blocks(plan.copies)
-        inputs = StepInputs(plan.rows, self.cache)
-        self.num_tokens_computed += plan.num_tokens
-        hidden_TE = self.forward(inputs.token_ids, inputs.position_ids, inputs.attention)
-        if not inputs.samplers:
-            return []
-        tokens_N, log_probs_N = sample(self.logits(hidden_TE[inputs.sampled]), inputs.sampling())
-        return list(zip(inputs.samplers, tokens_N.tolist(), log_probs_N.tolist()))
-
     def forward(
         self, token_ids: Tensor, position_ids: Tensor, context: AttentionContext, mask: Tensor | None = None
     ) -> Tensor:
         """(1, T) tokens -> (T, E) hidden states."""
+        if self._flat is not None:
+            return self._flat(token_ids, position_ids, context)
         output = self.model.get_decoder()(
             input_ids=token_ids,
             position_ids=position_ids,

@@ -1,7 +1,7 @@
 """Logits to tokens and log-probs, each row by its own parameters and its own random number.
 
     logits ─► / temperature ─► log-prob of the full distribution
-                  └─► top-k, top-p ─► inverse CDF at uniform(seed, position) ─► token
+                  └─► min-p, top-k, top-p ─► inverse CDF at uniform(seed, position) ─► token
 
 The draw of a row depends on its logits, its seed and its position alone: not on the other rows, nor on earlier draws.
 Legend: _N rows, _V vocabulary.
@@ -24,27 +24,38 @@ _MIX_2 = 0x94D049BB133111EB
 class SamplingBatch:
     """The parameters of N rows. What decides on the work is kept on the host, so that no step waits for the device.
 
-    positions_N: place in the sequence of the token to be drawn.
-    filtered:    rows with top-k or top-p.
+    uniform_N:      random number of each row.
+    temperatures_N: None where all are 1.
+    greedy_N:       rows that take the likeliest token; num_greedy of them.
+    filtered:       rows with min-p, top-k or top-p.
     """
 
     params: Sequence[SamplingParams]
-    seeds_N: Tensor
-    positions_N: Tensor
-    temperatures_N: Tensor
+    uniform_N: Tensor
+    temperatures_N: Tensor | None
     greedy_N: Tensor
+    num_greedy: int
     filtered: Sequence[int]
 
     @classmethod
     def build(
-        cls, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int], device: torch.device
+        cls,
+        params: Sequence[SamplingParams],
+        seeds: Sequence[int],
+        positions: Sequence[int] | Tensor,
+        device: torch.device,
     ) -> "SamplingBatch":
+        """positions: place in the sequence of the token that each row is to draw."""
+        temperatures = [1.0 if p.greedy else p.temperature for p in params]
+        greedy = [p.greedy for p in params]
         return cls(
             params=params,
-            seeds_N=torch.tensor([signed(s) for s in seeds], device=device),
-            positions_N=torch.tensor(positions, device=device),
-            temperatures_N=torch.tensor([1.0 if p.greedy else p.temperature for p in params], device=device),
-            greedy_N=torch.tensor([p.greedy for p in params], device=device),
+            uniform_N=uniform(
+                torch.tensor([signed(s) for s in seeds], device=device), torch.as_tensor(positions, device=device)
+            ),
+            temperatures_N=torch.tensor(temperatures, device=device) if set(temperatures) != {1.0} else None,
+            greedy_N=torch.tensor(greedy, device=device),
+            num_greedy=sum(greedy),
             filtered=[i for i, p in enumerate(params) if p.filtered],
         )
 
@@ -52,31 +63,35 @@ class SamplingBatch:
 def sample(logits_NV: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
     """Tokens (N,) int64 and their log-probs (N,) float32."""
     scaled_NV = logits_NV.float()
-    if any(p.temperature not in (0, 1) for p in batch.params):
+    if batch.temperatures_N is not None:
         scaled_NV = scaled_NV / batch.temperatures_N[:, None]
     top_N1 = scaled_NV.amax(-1, keepdim=True)
     weights_NV = (scaled_NV - top_N1).exp_()
     log_total_N = weights_NV.sum(-1).log() + top_N1[:, 0]
-    if all(p.greedy for p in batch.params):
+    if batch.num_greedy == len(batch.params):
         tokens_N = scaled_NV.argmax(-1)
     else:
         if batch.filtered:
             rows = torch.tensor(batch.filtered, device=logits_NV.device)
             kept = keep_mask(scaled_NV[rows], [batch.params[i] for i in batch.filtered])
             weights_NV = weights_NV.index_copy(0, rows, weights_NV[rows] * kept)
-        tokens_N = inverse_cdf(weights_NV, uniform(batch.seeds_N, batch.positions_N))
-        if any(p.greedy for p in batch.params):
+        tokens_N = inverse_cdf(weights_NV, batch.uniform_N)
+        if batch.num_greedy:
             tokens_N = torch.where(batch.greedy_N, scaled_NV.argmax(-1), tokens_N)
     log_probs_N = scaled_NV.gather(1, tokens_N[:, None])[:, 0] - log_total_N
     return tokens_N, log_probs_N
 
 
 def keep_mask(scaled_NV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """(N, V) bool: what top-k, then top-p of what remains, leave in."""
+    """(N, V) bool: what min-p and top-k, then top-p of what remains, leave in."""
     vocab = scaled_NV.shape[1]
     device = scaled_NV.device
+    min_p = torch.tensor([p.min_p for p in params], device=device)[:, None]
+    likely_NV = scaled_NV >= scaled_NV.amax(-1, keepdim=True) + min_p.log()
+    if all(p.top_k <= 0 and p.top_p == 1 for p in params):
+        return likely_NV
     ks = [min(p.top_k, vocab) if p.top_k > 0 else vocab for p in params]
-    ranked_NK, order_NK = scaled_NV.topk(max(ks), dim=-1)  # sorted from the likeliest down
+    ranked_NK, order_NK = scaled_NV.masked_fill(~likely_NV, float("-inf")).topk(max(ks), dim=-1)  # the likeliest first
     within_k = torch.arange(max(ks), device=device) < torch.tensor(ks, device=device)[:, None]
     probs_NK = ranked_NK.masked_fill(~within_k, float("-inf")).softmax(-1)
     before_NK = probs_NK.cumsum(-1) - probs_NK
@@ -84,7 +99,7 @@ def keep_mask(scaled_NV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     # top_p = 1 keeps all: the rounded sum may reach 1 before the last token
     kept_NK = within_k & ((before_NK < top_p) | (top_p == 1))
     kept_NK[:, 0] = True
-    return torch.zeros_like(scaled_NV, dtype=torch.bool).scatter_(1, order_NK, kept_NK)
+    return likely_NV & torch.zeros_like(likely_NV).scatter_(1, order_NK, kept_NK)
 
 
 def inverse_cdf(weights_NV: Tensor, uniform_N: Tensor) -> Tensor:

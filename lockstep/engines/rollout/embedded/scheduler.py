@@ -1,14 +1,13 @@
-"""Which tokens are computed in the next step. Touches no tensors.
+"""Which tokens are computed next. Touches no tensors.
 
     waiting ──admit──► running ──finish──► gone
        ▲                  │
        └────preempt───────┘   (out of blocks: the youngest gives its blocks back and is computed anew later)
 
-A step computes a stretch of tokens of some sequences, within a budget of tokens, seats and blocks: the last token of a
-sequence that decodes, a prompt or a part of one. A device that runs ahead of the host gets steps of prompts alone, and windows of
-several steps for the sequences that decode. Equal prompts are computed once: the first sequence to come computes the
-prompt, the others wait for it and then share its blocks. Those that get a seat at once draw their first token from the very
-same logits.
+A step computes a prompt or a part of one for some sequences, within a budget of tokens, seats and blocks. Those whose tokens are
+computed but for the one drawn last decode: they get windows of several steps of one token each. Equal prompts are computed once:
+the first sequence to come computes the prompt, the others wait for it and then share its blocks. Those that get a seat at once draw
+their first token from the very same logits.
 """
 
 from collections.abc import Callable, Iterator
@@ -60,6 +59,14 @@ class Window:
     @property
     def num_steps(self) -> int:
         return max((count for _, count in self.draws), default=0)
+
+    def shorten(self, num_steps: int) -> None:
+        """Take the steps after so many back; their blocks stay with the sequences."""
+        for sequence, count in self.draws:
+            undone = max(0, count - num_steps)
+            sequence.num_computed -= undone
+            sequence.num_ahead -= undone
+        self.draws = [(sequence, min(count, num_steps)) for sequence, count in self.draws]
 
 
 @dataclass
@@ -168,14 +175,14 @@ class Scheduler:
         ends = [(s, s.num_computed + min(num_steps, s.num_undrawn)) for s in rows]
         return sum(self.blocks.num_to_write(s.blocks, s.num_computed, end) for s, end in ends)
 
-    def schedule(self, prompts_only: bool = False) -> StepPlan:
-        """The next step; with `prompts_only` one that leaves out the sequences that decode, and may be empty."""
+    def schedule(self) -> StepPlan:
+        """The next step of prompts; it may be empty."""
         plan = StepPlan()
         budget = self.max_num_tokens
         self._computed_now.clear()
         admitted = list(self.running)
         for sequence in admitted:
-            if prompts_only and sequence.decodes:
+            if sequence.decodes:
                 continue
             length = self._length(sequence, budget, plan)
             if length == 0 or not sequence.blocks:  # no budget, or preempted in this very loop
@@ -189,9 +196,6 @@ class Scheduler:
             self._fork(row)
         if not out_of_blocks:
             self._admit(plan, budget)
-        assert plan.rows or prompts_only or not self.has_unfinished, (
-            "nothing can be scheduled: one sequence does not fit the cache"
-        )
         return plan
 
     def _length(self, sequence: Sequence, budget: int, plan: StepPlan) -> int:

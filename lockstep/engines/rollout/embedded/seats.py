@@ -35,7 +35,7 @@ class Seats:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.state = zeros(num_seats + 1, sampling.STOPS + num_stops)
-        self.options = zeros(num_seats + 1, 2, dtype=torch.float32)
+        self.options = zeros(num_seats + 1, sampling.OPTIONS, dtype=torch.float32)
         self.tables = zeros(num_seats + 1, table_width, dtype=torch.int32)
         self.rows = zeros(num_rows, dtype=torch.int32)
         self.tokens, self.positions, self.slots = zeros(1, num_rows), zeros(1, num_rows), zeros(num_rows)
@@ -65,7 +65,8 @@ class Seats:
                 self._occupants[seat] = sequence, sequence.num_preempted
                 self._seat_of[sequence.index] = seat
             seats = self._upload([self._seat_of[s.index] for s in new])
-            options = [(s.request.sampling.temperature, s.request.sampling.top_p) for s in new]
+            params = [s.request.sampling for s in new]
+            options = [(p.temperature, p.top_p, p.min_p) for p in params]
             self.state.index_copy_(0, seats, self._upload([self._fields(s) for s in new]))
             self.options.index_copy_(0, seats, self._upload(options, torch.float32))
         return [self._seat_of[s.index] for s in sequences]

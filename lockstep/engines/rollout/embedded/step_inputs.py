@@ -1,8 +1,7 @@
-"""A step's rows as tensors: ids, positions, cache slots, block tables and sampling parameters."""
+"""The rows of a step of prompts as tensors: ids, positions, cache slots and block tables."""
 
 import torch
 
-from lockstep.engines.rollout.embedded.sampler import SamplingBatch
 from lockstep.engines.rollout.embedded.scheduler import Row
 from lockstep.models.paged_attention import CachedRows, PagedAttention, PagedCache
 from lockstep.utils.device import to_device
@@ -37,15 +36,6 @@ class StepInputs:
         fresh = [row.stop - row.start for row in rows if row.start == 0]
         slots_T = to_device(torch.tensor(slots), device)
         self.attention = PagedAttention(cache, slots_T, cached_rows(rows, cache), fresh)
-
-    def sampling(self) -> SamplingBatch:
-        """How the samplers draw."""
-        return SamplingBatch.build(
-            [s.request.sampling for s in self.samplers],
-            [s.request.seed for s in self.samplers],
-            [len(s.tokens) for s in self.samplers],
-            self.token_ids.device,
-        )
 
 
 def cached_rows(rows: list[Row], cache: PagedCache) -> list[CachedRows]:

@@ -12,7 +12,7 @@ from lockstep.models.paged_attention import LayerShape
 def refusal(model: nn.Module, reason: str) -> ValueError:
     return ValueError(
         f"the embedded rollout cannot serve {type(model).__name__}: {reason}; "
-        "use actor_rollout_ref.rollout.name=hf for this model"
+        "use actor_rollout_ref.rollout.name=hf for this model, or vllm where that engine is installed"
     )
 
 

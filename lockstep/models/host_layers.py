@@ -1,0 +1,140 @@
+"""Faster forwards, with gradients, for the modules of a transformers model that computes on a CPU.
+
+    RMSNorm, rotary embedding ─► their gradients in closed form: a few passes over memory where autograd takes many
+
+In half precision the residual stream of a decoder is kept in float32, as `models/fused_layers.py` keeps it on CUDA: the embedding
+gives it so, a norm gives what the weights are in, and sums with the stream stay in float32 by themselves.
+"""
+
+from collections.abc import Callable
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lockstep.models.fused_layers import ROTARY, is_usual_layer, norm_eps, norm_offset, rotates_halves
+
+Forward = Callable[..., Any]
+
+
+def fuse_on_host(model: nn.Module) -> list[str]:
+    """Give the modules of `model` their faster forwards; returns the classes that got one."""
+    fused: set[str] = set()
+    verdicts: dict[type[nn.Module], Forward | None] = {}
+    for module in model.modules():
+        kind = type(module)
+        if kind not in verdicts:
+            verdicts[kind] = _norm_forward(module) or _attention_forward(module)
+        forward = verdicts[kind]
+        if forward is not None and "forward" not in module.__dict__:
+            module.__dict__["forward"] = MethodType(forward, module)
+            fused.add(kind.__name__)
+    for module in model.modules():
+        if _has_usual_stream(module):
+            embedding: Any = module.embed_tokens
+            embedding.__dict__["forward"] = MethodType(_wide_embedding, embedding)
+    return sorted(fused)
+
+
+def _has_usual_stream(decoder: Any) -> bool:
+    parts: list[Any] = [getattr(decoder, name, None) for name in ("embed_tokens", "layers", "norm")]
+    if not all(isinstance(part, nn.Module) for part in parts):
+        return False
+    embedding, layers, norm = parts
+    return isinstance(embedding, nn.Embedding) and norm_offset(norm) is not None and all(map(is_usual_layer, layers))
+
+
+def _wide_embedding(self: Any, ids: Tensor) -> Tensor:
+    out: Tensor = type(self).forward(self, ids)
+    return out.float()
+
+
+def _norm_forward(module: nn.Module) -> Forward | None:
+    offset = norm_offset(module)
+    if offset is None:
+        return None
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if x.dtype not in (self.weight.dtype, torch.float32):
+            return type(self).forward(self, x)
+        out: Tensor = _RmsNorm.apply(x, self.weight, norm_eps(self), offset)
+        return out
+
+    return forward
+
+
+class _RmsNorm(torch.autograd.Function):
+    """x / sqrt(mean x² + eps) times weight, or 1 + weight with `offset`; in the type of the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, scale, weight)
+        ctx.offset = offset
+        normed = wide * scale
+        if offset:
+            return normed.mul_(1 + weight.float()).to(weight.dtype)
+        return normed.mul_(weight) if weight.dtype == torch.float32 else normed.to(weight.dtype).mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, scale, weight = ctx.saved_tensors
+        factor = weight.float() + 1 if ctx.offset else weight.float()
+        grad, normed = grad.float(), x * scale
+        along = grad * normed
+        share = (along @ factor)[..., None] / x.shape[-1]
+        of_x = (grad * factor).addcmul_(normed, share, value=-1).mul_(scale)
+        return of_x.to(x.dtype), along.flatten(0, -2).sum(0), None, None
+
+
+def _attention_forward(module: nn.Module) -> Forward | None:
+    """The class's own forward with another rotary embedding among the names that it looks up."""
+    plain = type(module).forward
+    if not isinstance(plain, FunctionType) or ROTARY not in plain.__code__.co_names:
+        return None
+    original = plain.__globals__.get(ROTARY)
+    if original is None or not rotates_halves(original):
+        return None
+
+    def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        if more or options or cos.dim() != 3 or cos.shape[-1] != q.shape[-1]:
+            out: tuple[Tensor, Tensor] = original(q, k, cos, sin, *more, **options)
+            return out
+        cos, sin = cos[:, None], sin[:, None]
+        return _Rotation.apply(q, cos, sin), _Rotation.apply(k, cos, sin)
+
+    names = {**plain.__globals__, ROTARY: apply}
+    forward = FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__)
+    forward.__kwdefaults__ = plain.__kwdefaults__
+    return forward
+
+
+class _Rotation(torch.autograd.Function):
+    """x * cos + rotate_half(x) * sin."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        first, second = x.chunk(2, -1)
+        out = x * cos
+        low, high = out.chunk(2, -1)
+        of_low, of_high = sin.chunk(2, -1)
+        low.addcmul_(second, of_low, value=-1)
+        high.addcmul_(first, of_high)
+        return out.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        first, second = grad.chunk(2, -1)
+        out = grad * cos
+        low, high = out.chunk(2, -1)
+        of_low, of_high = sin.chunk(2, -1)
+        low.addcmul_(second, of_high)
+        high.addcmul_(first, of_low, value=-1)
+        return out.to(grad.dtype), None, None

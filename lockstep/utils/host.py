@@ -1,0 +1,34 @@
+"""How a process that computes on the CPU uses its threads and its memory."""
+
+import ctypes
+import os
+
+import torch
+
+SMALL_MODEL = 5_000_000
+"""Parameters below which the tensors of a step are so small that threads would wait for each other most of the time."""
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Names of glibc's malloc.h."""
+KEPT_BYTES = 1 << 30
+LARGEST_KEPT_BLOCK = 1 << 25
+"""The most that glibc takes for it."""
+
+_NUM_THREADS = torch.get_num_threads()
+_largest_model = 0
+
+
+def settle_on_host(num_parameters: int) -> None:
+    """For a model of this size in this process: one thread where all are small, and freed memory kept for what comes next.
+
+    OMP_NUM_THREADS, where it is set, says how many threads; memory that went back to the system would be cleared page by page
+    when the next tensor takes it.
+    """
+    global _largest_model
+    _largest_model = max(_largest_model, num_parameters)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1 if _largest_model < SMALL_MODEL else _NUM_THREADS)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT_BLOCK)
+        mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)

@@ -1,0 +1,62 @@
+"""The decoder without its modules: which models have one, and that it follows the weights."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.engines.rollout.embedded.flat_decoder import FlatDecoder, flat_form
+from lockstep.engines.rollout.embedded.runner import ModelRunner
+from lockstep.models.adjacent import lay_adjacent
+from lockstep.models.attention import PackedAttention
+from tests.engines.rollout.rollout_cases import embedded, mixed_requests, naive_log_probs, tiny_model
+
+USUAL = {"qwen2": False, "qwen3": False, "llama": False, "mistral": False, "smollm": False, "gemma": True}
+
+
+def hidden(forward: Any) -> torch.Tensor:
+    ids = torch.tensor([[7, 3, 50, 9, 9, 4, 8]])
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2]])
+    out: torch.Tensor = forward(ids, positions, PackedAttention([4, 3], ids.device))
+    return out
+
+
+@pytest.mark.parametrize("kind", list(USUAL))
+@pytest.mark.parametrize("adjacent", [False, True])
+@torch.no_grad()
+def test_usual_decoders_are_flat_and_compute_the_same(kind: str, adjacent: bool) -> None:
+    model = tiny_model(kind).eval()
+    if adjacent:
+        lay_adjacent(model)
+    runner = ModelRunner(model, block_size=4)
+    form = flat_form(model.get_decoder(), runner.forward)
+    assert form is not None and form.offset is USUAL[kind]
+    for _ in range(2):
+        flat = FlatDecoder(model.get_decoder(), form)
+        torch.testing.assert_close(hidden(flat), hidden(runner.forward), atol=2e-5, rtol=1e-5)
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+
+
+def test_others_keep_their_own_forward() -> None:
+    for kind in ("phi", "phi3", "mixtral", "qwen3_moe"):
+        model = tiny_model(kind).eval()
+        assert flat_form(model.get_decoder(), ModelRunner(model, 4).forward) is None
+    model = tiny_model("granite", residual_multiplier=0.5).eval()  # the usual parts, put together otherwise
+    assert flat_form(model.get_decoder(), ModelRunner(model, 4).forward) is None
+
+
+def test_weights_are_let_go_after_serving() -> None:
+    runner = ModelRunner(tiny_model(), block_size=4)
+    with runner.serving():
+        assert runner._flat is not None
+    assert runner._flat is None
+
+
+def test_bfloat16() -> None:
+    model = tiny_model("llama").bfloat16()
+    requests = mixed_requests()
+    for request, completion in zip(requests, embedded(model).generate(requests)):
+        got = torch.tensor(completion.log_probs)
+        torch.testing.assert_close(got, naive_log_probs(model, request, completion), atol=0.3, rtol=0)
+        assert (got - naive_log_probs(model, request, completion)).abs().mean() < 0.06

@@ -1,0 +1,197 @@
+"""docs/learning_runs.md: its commands run in their order on tiny data, and their parts do what the page says."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from xml.etree import ElementTree
+
+import pandas as pd
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lockstep.models.tokenizer import hf_tokenizer
+from tests.tiny import save_tiny_model
+
+ROOT = Path(__file__).parents[2]
+TRAINING = (
+    "data.max_prompt_length=1500 data.max_response_length=4 data.train_batch_size=2 data.val_max_samples=2 "
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2 actor_rollout_ref.rollout.n=2 trainer.total_training_steps=2 "
+    "trainer.save_freq=0 trainer.device=cpu"
+)
+TINY = {
+    "word_problems.py": "--held-out 2",
+    "warm_up_sft.py": "--batch-size 2 --epochs 1 --max-length 1500 --device cpu",
+    "grpo_smollm2_easy.sh": TRAINING,
+    "grpo_smollm2_gsm8k.sh": TRAINING,
+}
+"""Program to arguments that make it small."""
+BLOCKS = re.findall(r"```\n(.*?)```", (ROOT / "docs/learning_runs.md").read_text(), flags=re.S)
+
+
+def module(path: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A script as a module; scripts import what lies beside them."""
+    file = ROOT / path
+    monkeypatch.syspath_prepend(str(file.parent))
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+def easy_row(question: str, answer: str) -> dict[str, Any]:
+    return {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": question}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": answer},
+        "extra_info": {"question": question, "answer": answer},
+    }
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> dict[str, str]:
+    save_tiny_model(tmp_path / "models/SmolLM2-135M-Instruct", max_position_embeddings=2048)
+    (tmp_path / "raw/easy").mkdir(parents=True)
+    (tmp_path / "raw/gsm8k").mkdir()
+    rows = [easy_row(f"{name} has 2 and 3. How many?", "5") for name in ("Ann", "Bob", "Cy", "Di", "Ed", "Flo")]
+    pd.DataFrame(rows[:3]).to_parquet(tmp_path / "raw/easy/a.parquet")
+    pd.DataFrame(rows[3:]).to_parquet(tmp_path / "raw/easy/b.parquet")
+    for split in ("train", "test"):
+        example = {"question": "1+1?", "answer": "1+1=<<1+1=2>>2\n#### 2"}
+        (tmp_path / f"raw/gsm8k/{split}.jsonl").write_text(4 * (json.dumps(example) + "\n"))
+    return {name.upper(): str(tmp_path / name) for name in ("raw", "models", "data", "run")}
+
+
+@pytest.mark.parametrize(("name", "block"), list(zip(("easy", "gsm8k"), BLOCKS, strict=True)), ids=("easy", "gsm8k"))
+def test_the_commands_of_the_page_run(name: str, block: str, places: dict[str, str], tmp_path: Path) -> None:
+    small = "\n".join(
+        f"{line} {next((arguments for program, arguments in TINY.items() if program in line), '')}"
+        for line in block.splitlines()
+    )
+    environment = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)} | places
+    script = f'python() {{ "$PYTHON" "$@"; }}\n{small}'
+    done = subprocess.run(
+        ["bash", "-euc", script], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    steps = [json.loads(line) for line in (tmp_path / "run" / name / "metrics.jsonl").read_text().splitlines()]
+    core = "val-core/openai/gsm8k/" + ("acc/mean@1" if name == "easy" else "reward/mean@1")
+    assert [step["step"] for step in steps if core in step] == [0, 2]
+    assert (tmp_path / "run" / name / "validation/2.jsonl").is_file()
+    assert "| step | minutes |" in done.stdout and (tmp_path / f"run/{name}.svg").is_file()
+
+
+def test_variants_of_a_question_stay_on_one_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = module("examples/data_preprocess/word_problems.py", monkeypatch)
+    rows = [easy_row(f"{who} had {n} pens . How many ?", str(n)) for who in "abcdefgh" for n in (1, 22)]
+    again = [easy_row("A had 1 pens. How many?", "1")]
+    train, test = problems.split([*rows, *again], 4, seed=0)
+    assert len(train) == 12 and len(test) == 4
+    forms = [{problems.form_of(row["extra_info"]["question"]) for row in side} for side in (train, test)]
+    assert not forms[0] & forms[1]
+    assert problems.split(rows, 4, seed=0)[1] != problems.split(rows, 4, seed=1)[1]
+    asked = problems.row_of(rows[0])
+    assert asked["prompt"][-1] == {"role": "user", "content": "a had 1 pens . How many ?"}
+    assert [m["role"] for m in asked["prompt"][:2]] == ["user", "assistant"] and len(asked["prompt"]) == 9
+
+
+def test_pairs_have_no_calculator_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = module("examples/data_preprocess/gsm8k_pairs.py", monkeypatch)
+    pair = pairs.pair_of({"question": "Half of 48?", "answer": "48/2 = <<48/2=24>>24, $<<3*8=24>>24.\n#### 24"})
+    assert pair["response"] == "48/2 = 24, $24.\n#### 24"
+    assert pair["prompt"].startswith("Half of 48? ") and '"####"' in pair["prompt"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "acc", "form"),
+    [
+        ("So 4 + 5 = 9.\n#### 9", "9", 1, 1),
+        ("The answer is 9.", "9", 1, 0),
+        ("It is 1,200 in all.", "1200", 1, 0),
+        ("#### 3.5", "3.5", 1, 1),
+        ("9 - 4 = 5\n#### -5", "5", 0, 1),
+        ("#### 9\n#### 9", "9", 1, 0),
+        ("#### 9 apples", "9", 1, 0),
+        ("nine", "9", 0, 0),
+    ],
+)
+def test_the_reward(answer: str, truth: str, acc: int, form: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = module("examples/reward_smollm2.py", monkeypatch).compute_score("", answer, truth)
+    assert result == {"score": pytest.approx(acc + 0.1 * form), "acc": acc, "form": form}
+
+
+def test_the_warm_up_lowers_the_loss_of_responses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warm_up = module("examples/warm_up_sft.py", monkeypatch)
+    save_tiny_model(tmp_path / "model")
+    pairs = [{"prompt": f"{i}+1=", "response": f"{i + 1}"} for i in range(8)]
+    pd.DataFrame(pairs).to_parquet(tmp_path / "pairs.parquet")
+    settings = ["--epochs", "12", "--batch-size", "4", "--lr", "1e-2", "--device", "cpu"]
+    folders = {
+        "model": str(tmp_path / "model"),
+        "data": str(tmp_path / "pairs.parquet"),
+        "output": str(tmp_path / "warm"),
+    }
+    warm_up.main([*(word for name, place in folders.items() for word in (f"--{name}", place)), *settings])
+    assert response_loss(tmp_path / "warm", pairs) < 0.5 * response_loss(tmp_path / "model", pairs)
+
+
+def response_loss(folder: Path, pairs: list[dict[str, str]]) -> float:
+    """Mean cross-entropy of responses and their end tokens, by transformers alone."""
+    tokenizer, model = hf_tokenizer(folder), AutoModelForCausalLM.from_pretrained(folder)
+    total, count = 0.0, 0
+    for pair in pairs:
+        messages = [{"role": "user", "content": pair["prompt"]}]
+        asked = tokenizer.encode(
+            tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False),
+            add_special_tokens=False,
+        )
+        answer = [*tokenizer.encode(pair["response"], add_special_tokens=False), tokenizer.eos_token_id]
+        with torch.no_grad():
+            logits = model(torch.tensor([asked + answer])).logits[0, len(asked) - 1 : -1]
+        total += float(torch.nn.functional.cross_entropy(logits, torch.tensor(answer), reduction="sum"))
+        count += len(answer)
+    return total / count
+
+
+def test_rows_of_a_batch_are_laid_out_as_the_engine_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    warm_up = module("examples/warm_up_sft.py", monkeypatch)
+
+    def sample(prompt: list[int], response: list[int]) -> dict[str, torch.Tensor]:
+        ids = torch.tensor(prompt + response)
+        mask = torch.tensor([0] * len(prompt) + [1] * len(response))
+        return {"input_ids": ids, "position_ids": torch.arange(len(ids)), "loss_mask": mask}
+
+    batch = warm_up.collated([sample([5, 6, 7], [8]), sample([5], [6, 7])])
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 0], [0, 0, 5, 6, 7]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 0], [0, 0, 1, 1, 1]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0], [0, 0, 0, 1, 2]]
+    assert batch["responses"].tolist() == [[8, 0], [6, 7]] and batch["response_mask"].tolist() == [[1, 0], [1, 1]]
+
+
+def test_a_curve_has_every_validation_and_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    curve = module("benchmarks/curve.py", monkeypatch)
+    core = "val-core/openai/gsm8k/acc/mean@1"
+    steps: list[dict[str, Any]] = [{"step": 0, "time": 0.0, core: 0.05}]
+    steps += [{"step": i, "time": 60.0 * i, "reward/acc/mean": i / 20, "critic/score/mean": 1.0} for i in range(1, 5)]
+    steps += [{"step": 4, "time": 300.0, core: 0.19}]
+    validation, training = curve.validation_points(steps), curve.training_points(steps)
+    assert validation == [(0, 0.05), (4, 0.19)] and training == [(1, 0.05), (2, 0.1), (3, 0.15), (4, 0.2)]
+    assert curve.table(steps, validation).splitlines()[2:] == ["| 0 | 0.0 | 5.0% |", "| 4 | 5.0 | 19.0% |"]
+    picture = ElementTree.fromstring(curve.draw("a & b", validation, training))
+    lines = [element.get("points", "").split() for element in picture.iter() if element.tag.endswith("polyline")]
+    assert [len(points) for points in lines] == [4, 2]
+    height = {point.split(",")[1] for point in (lines[0][3], lines[1][0])}
+    assert height == {
+        f"{curve.TOP:.1f}",
+        f"{curve.HEIGHT - curve.BOTTOM - (curve.HEIGHT - curve.TOP - curve.BOTTOM) / 4:.1f}",
+    }
+    with pytest.raises(SystemExit, match="val_before_train"):
+        curve.validation_points(steps[1:])

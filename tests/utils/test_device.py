@@ -1,0 +1,50 @@
+"""Memory of the device: what is free, and the peaks of phases."""
+
+import pytest
+import torch
+
+from lockstep.utils.device import MemoryPeaks, free_memory
+
+MB = 2**20
+
+
+def test_peaks_say_nothing_off_cuda() -> None:
+    peaks = MemoryPeaks(torch.device("cpu"))
+    with peaks.phase("gen"):
+        torch.zeros(1000)
+    assert peaks.metrics() == {}
+
+
+@pytest.fixture
+def cuda() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    torch.cuda.empty_cache()
+    return torch.device("cuda")
+
+
+@pytest.mark.gpu
+def test_each_phase_has_its_own_peak_and_the_largest_is_kept(cuda: torch.device) -> None:
+    before = torch.cuda.memory_allocated() / 2**30
+    peaks = MemoryPeaks(cuda)
+    for name, size in (("gen", 512), ("update", 256)):
+        with peaks.phase(name):
+            torch.empty(size * MB, dtype=torch.uint8, device=cuda)
+    metrics = peaks.metrics()
+    assert metrics["perf/max_memory_allocated_gb/gen"] == pytest.approx(before + 0.5)
+    assert metrics["perf/max_memory_allocated_gb/update"] == pytest.approx(before + 0.25)
+    assert metrics["perf/max_memory_allocated_gb"] >= before + 0.5
+    assert metrics["perf/max_memory_reserved_gb"] >= metrics["perf/max_memory_allocated_gb"]
+
+
+@pytest.mark.gpu
+def test_memory_that_a_graph_keeps_is_not_free(cuda: torch.device) -> None:
+    whole = free_memory(cuda)
+    kept = torch.empty(64 * MB, dtype=torch.uint8, device=cuda)
+    assert whole - free_memory(cuda) == pytest.approx(64 * MB, abs=4 * MB)
+    del kept
+    assert free_memory(cuda) == pytest.approx(whole, abs=4 * MB)  # torch keeps it, for us to take
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.empty(128 * MB, dtype=torch.uint8, device=cuda).fill_(1)
+    assert whole - free_memory(cuda) >= 128 * MB
