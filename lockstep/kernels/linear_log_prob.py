@@ -22,8 +22,8 @@ from torch import Tensor
 CHUNK_LOGITS = 1 << 28
 """Logits held at once: 256 Mi entries are 1 GiB in float32, and half of that again for their gradient."""
 
-KEPT_SHARE = 1 / 16
-"""Of the device's memory: what may be kept from the forward for the backward."""
+KEPT_SHARE = 1 / 4
+"""Of the device's free memory: what may be kept from the forward for the backward."""
 
 BLOCK = 4096
 """Entries of the vocabulary that a program takes at a time."""
@@ -273,7 +273,8 @@ def _room(device: torch.device) -> int:
     """Bytes that may be kept for the backward."""
     if device.type != "cuda":
         return CHUNK_LOGITS
-    return int(KEPT_SHARE * torch.cuda.get_device_properties(device).total_memory)
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(KEPT_SHARE * free)
 
 
 def _room_for(z: Tensor, dtype: torch.dtype) -> _Kept:

@@ -7,9 +7,10 @@ if "transformers" not in sys.modules and "sklearn" not in sys.modules:
     # seconds of a start. To be found absent while that module is imported, and only then, a package is None in sys.modules.
     sys.modules["sklearn"] = None  # type: ignore[assignment]
     try:
-        import transformers.generation.candidate_generator  # noqa: F401
+        from transformers.generation import candidate_generator
         from transformers.utils import is_sklearn_available
 
         getattr(is_sklearn_available, "cache_clear", lambda: None)()
+        candidate_generator.is_sklearn_available = lambda: False  # what it has imported says so
     finally:
         del sys.modules["sklearn"]

@@ -24,13 +24,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lockstep.models.adjacent import ADJACENT
+
 if TYPE_CHECKING:
     from lockstep.kernels.gated import Activation
 
 ROTARY = "apply_rotary_pos_emb"
 """The name by which transformers' attention layers call the rotary embedding of queries and keys."""
 
-JOINED = ("q_proj", "k_proj", "v_proj")
+JOINED = ADJACENT[0]
 """Linear layers of one module that take the same input."""
 
 Forward = Callable[..., Any]

@@ -151,6 +151,9 @@ class _Worker:
                 code = self.stop()
                 reason = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
                 return [*outcomes, WorkerDiedError(f"the process of the reward function {self.task.function} {reason}")]
+            except BaseException:
+                self.stop()  # its next replies would be those of rows that nobody waits for
+                raise
             ahead.popleft()
             outcomes.append(_outcome(reply))
         return outcomes

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -49,6 +50,12 @@ def free_memory(device: torch.device) -> int:
     return int(free) + sum(s["total_size"] - s["active_size"] for s in segments)
 
 
+@cache
+def memory_peaks(device: torch.device) -> "MemoryPeaks":
+    """Those of this process, whose workers share the device's counters."""
+    return MemoryPeaks(device)
+
+
 class MemoryPeaks:
     """The most memory that this process takes on a CUDA device, in all and in each phase of a step."""
 
@@ -66,6 +73,7 @@ class MemoryPeaks:
         self._note()
         torch.cuda.reset_peak_memory_stats(self._device)
         yield
+        self._note()
         self._phases[name] = torch.cuda.max_memory_allocated(self._device) / 2**30
 
     def metrics(self) -> dict[str, float]:

@@ -106,7 +106,7 @@ class WeightHandOver(Worker):
         return fingerprint_of(self.generator, self._layout)
 
     def _buckets(self) -> Generator[Tensor]:
-        """The actor's buckets, their fingerprint summed up in passing; the engine offloads when it is closed."""
+        """The actor's buckets, their fingerprint summed up in passing."""
         self._sent = 0
         with closing(self.actor.weights()) as weights:
             for flat in pack_buckets(weights, self._layout):

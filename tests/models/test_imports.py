@@ -17,6 +17,8 @@ def test_scikit_learn_is_left_alone_and_stays_importable(tmp_path: Path) -> None
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "import lockstep.models.loading\n"
         "assert not [name for name in sys.modules if name.startswith('sklearn')]\n"
+        "from transformers.generation import candidate_generator\n"
+        "assert not candidate_generator.is_sklearn_available()\n"
         "from transformers.utils import is_sklearn_available\n"
         "import sklearn.metrics\n"
         "assert is_sklearn_available() and sklearn.metrics.roc_curve"

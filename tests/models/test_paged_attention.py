@@ -87,7 +87,7 @@ def test_a_prompt_a_part_and_single_tokens_in_one_step(window: int | None, size:
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("size", [1, 4])
 def test_a_window_of_single_tokens_and_what_it_leaves_in_the_cache(window: int | None, size: int) -> None:
-    """Rows of 3 and 30 tokens, which are not padded together, get four more; the cache then holds them all."""
+    """Rows of 3 and 30 tokens, which are not padded together, get two or four more; the cache then holds them all."""
     cache = PagedCache({2: LayerShape(KEY_HEADS, KEY_DIM, VALUE_DIM, torch.float32)}, 60, size, CPU)
     starts, num_steps = [3, 3, 30], 4
     data = [random_sequence(n + num_steps, seed) for seed, n in enumerate(starts)]
@@ -99,18 +99,17 @@ def test_a_window_of_single_tokens_and_what_it_leaves_in_the_cache(window: int |
     q, k, v = (torch.cat([d[i][:n] for d, n in zip(data, starts)]) for i in range(3))
     attend(PagedAttention(cache, fresh, [], fresh_lengths=starts), module, q, k, v, window)
 
-    context = WindowAttention(cache, tables)
+    context = WindowAttention(cache, tables, starts, num_steps)
     positions = torch.tensor(starts)
     for step in range(num_steps):
         context.begin(positions)
         q, k, v = (torch.stack([d[i][p] for d, p in zip(data, positions.tolist())]) for i in range(3))
         out = attend(context, module, q, k, v, window)
-        torch.testing.assert_close(out, torch.stack([e[p] for e, p in zip(expected, positions.tolist())]))
-        positions = positions + torch.tensor(
-            [step != 1, 1, 1]
-        )  # the first repeats a step, as a row that has stopped does
+        going = slice(1 if step >= 2 else 0, None)
+        torch.testing.assert_close(out[going], torch.stack([e[p] for e, p in zip(expected, positions.tolist())])[going])
+        positions = positions + torch.tensor([step < 1, 1, 1])  # the first stops after two steps
     context.write_back()
-    for (_, keys, values), table, start, count in zip(data, tables, starts, (3, 4, 4)):
+    for (_, keys, values), table, start, count in zip(data, tables, starts, (2, 4, 4)):
         for store, tokens in ((cache.keys[2], keys), (cache.values[2], values)):
             places = store.view(60, KEY_HEADS, size, -1).transpose(1, 2)[table].flatten(0, 1)
             torch.testing.assert_close(places[: start + count], tokens[: start + count])

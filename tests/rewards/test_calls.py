@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lockstep.registry import load_object
-from lockstep.rewards import calls
+from lockstep.rewards import calls, worker_pool
 from lockstep.rewards.calls import RewardTimeoutError, make_caller
 from lockstep.rewards.default import SCORERS, default_compute_score
 from lockstep.rewards.worker_pool import WorkerDiedError, WorkerPool, WorkerStartError, WorkerTask, worker_task
@@ -97,6 +97,22 @@ def test_a_worker_is_kept_from_row_to_row(file: str) -> None:
     assert isinstance(call, WorkerPool)
     call.close()
     assert call(rows("pid")) != pids[:1]
+
+
+def test_an_interrupted_call_leaves_no_replies_for_the_next(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = make_caller(load_object(f"{file}:score"), timeout_s=10.0)
+    call(rows("started"))
+    original, interrupts = worker_pool._Replies.next, iter([False, True])
+
+    def interrupted(self: Any, timeout_s: float | None) -> bytes:
+        if next(interrupts, False):
+            raise KeyboardInterrupt
+        return original(self, timeout_s)
+
+    monkeypatch.setattr(worker_pool._Replies, "next", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        call(rows("a", "bb", "ccc", "dddd"))
+    assert [outcome["score"] for outcome in call(rows("x" * 7, "y" * 9))] == [7.0, 9.0]
 
 
 def test_coroutine_functions_run_in_workers_too(file: str) -> None:

@@ -13,6 +13,7 @@ def _threads_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(host, "_largest_model", 0)
     monkeypatch.setattr(host, "_NUM_THREADS", 2)
     before = torch.get_num_threads()
+    monkeypatch.setattr(host, "_num_set", before)
     yield
     torch.set_num_threads(before)
 
@@ -32,3 +33,7 @@ def test_the_users_number_of_threads_stays(monkeypatch: pytest.MonkeyPatch) -> N
     torch.set_num_threads(2)
     host.settle_on_host(1000)
     assert torch.get_num_threads() == 2
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    torch.set_num_threads(3)
+    host.settle_on_host(1000)
+    assert torch.get_num_threads() == 3

@@ -174,6 +174,7 @@ class TaskRunner:
                 where = next((f" ({n})" for n in getattr(error, "__notes__", []) if n.startswith("raised in")), "")
                 sys.stderr.write(f"error: {error}{where}\n(LOCKSTEP_DEBUG=1 shows the traceback)\n")
                 return 2
+            gc.collect()
             gc.freeze()  # what is loaded stays: no collection within a step need walk over it
             closing.callback(gc.unfreeze)
             return _fit(trainer, interrupt)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.engines.rollout.embedded.flat_decoder import FlatDecoder, flat_form
+from lockstep.engines.rollout.embedded.flat_decoder import FlatDecoder, Rotary, flat_form
 from lockstep.engines.rollout.embedded.runner import ModelRunner
 from lockstep.models.adjacent import lay_adjacent
 from lockstep.models.attention import PackedAttention
@@ -36,6 +36,21 @@ def test_usual_decoders_are_flat_and_compute_the_same(kind: str, adjacent: bool)
         torch.testing.assert_close(hidden(flat), hidden(runner.forward), atol=2e-5, rtol=1e-5)
         for parameter in model.parameters():
             parameter.mul_(1.1)
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "linear"])
+@torch.no_grad()
+def test_rotary_of_longer_and_longer_positions(rope_type: str) -> None:
+    """Dynamic factors change with the longest position beyond `max_position_embeddings`; others come from a table that grows."""
+    parameters = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 4.0}
+    model = tiny_model("llama", rope_parameters=parameters, max_position_embeddings=16).eval()
+    rotary, own = Rotary(model.get_decoder().rotary_emb), model.get_decoder().rotary_emb
+    for positions in (torch.arange(5)[None], torch.tensor([[40, 3]]), torch.tensor([[90, 50, 1]])):
+        cos, sin = own(torch.zeros(1), positions)
+        turned_cos, turned_sin = rotary(torch.zeros(1), positions)
+        half = len(turned_sin) // 2
+        torch.testing.assert_close(turned_cos, cos[0].t())
+        torch.testing.assert_close(torch.cat((-turned_sin[:half], turned_sin[half:])), sin[0].t())
 
 
 def test_others_keep_their_own_forward() -> None:
