@@ -241,34 +241,37 @@ class PagedAttention:
 class WindowAttention:
     """The attention context of some steps of one token per row on the CPU.
 
-    The rows' keys and values are gathered when a layer first attends, grow by a token a step, and go back to the cache at the end.
+    The rows' keys and values are gathered when a layer first attends and go back to the cache at the end. Those of one step lie in
+    one column of all rows, behind the longest row: so what a row sees stays the same but for one column more a step.
 
-    tables: blocks of each row, with those that the steps will fill; shorter tables come first.
+    tables:    blocks of each row, with those that the steps will fill; shorter tables come first.
+    lengths:   tokens of each row in the cache.
+    num_steps: the most that will come.
     """
 
-    def __init__(self, cache: PagedCache, tables: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self, cache: PagedCache, tables: Sequence[Sequence[int]], lengths: Sequence[int], num_steps: int
+    ) -> None:
         self.cache = cache
         self._groups = [
-            _GatheredRows(cache, slice(start, stop), tables[start:stop]) for start, stop in similar_lengths(tables)
+            _GatheredRows(cache, slice(start, stop), tables[start:stop], lengths[start:stop], num_steps)
+            for start, stop in similar_lengths(tables)
         ]
         self._positions: list[Tensor] = []
-        self._masks: dict[int | None, Tensor] = {}
 
     def begin(self, positions: Tensor) -> None:
-        """Before each step: (N,) place of each row's new token in its sequence."""
+        """Before each step: (N,) place of each row's new token; a row that stays at its place gets nothing useful from then on."""
         self._positions.append(positions)
-        self._masks.clear()
         for group in self._groups:
             group.begin(positions[group.rows])
 
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: LayerOptions) -> Tensor:
         refuse_softcap(how.softcap)
         index: int = layer.layer_idx  # type: ignore[assignment]
-        mask = self._mask(how.sliding_window, query.dtype)
-        q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+        q, k, v = query[0], key[0], value[0]
         if len(self._groups) == 1:
-            return self._groups[0].attend(index, q, k, v, mask, how.scaling)[None]
-        outputs = [g.attend(index, q[g.rows], k[g.rows], v[g.rows], mask[g.rows], how.scaling) for g in self._groups]
+            return self._groups[0].attend(index, q, k, v, how)[None]
+        outputs = [g.attend(index, q[:, g.rows], k[:, g.rows], v[:, g.rows], how) for g in self._groups]
         return torch.cat(outputs)[None]
 
     def write_back(self) -> None:
@@ -277,78 +280,92 @@ class WindowAttention:
         for group in self._groups:
             group.write_back(positions[:, group.rows])
 
-    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """(N, 1, 1, L): 0 where a row may look, -inf elsewhere."""
-        if window not in self._masks:
-            place, position = torch.arange(self._groups[-1].length), self._positions[-1][:, None]
-            hidden = place > position
-            if window is not None:
-                hidden |= place <= position - window
-            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-            self._masks[window] = mask[:, None, None]
-        return self._masks[window]
-
 
 class _GatheredRows:
-    """Rows of similar length, with their keys and values (n, HK, L, D) of every layer that has attended."""
+    """Rows of similar length, with keys (n, HK, D, C) and values (n, HK, C, D) of every layer that has attended.
 
-    def __init__(self, cache: PagedCache, rows: slice, tables: Sequence[Sequence[int]]) -> None:
+    The C columns are those of the cached tokens of the longest row, then one for each step.
+    """
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        rows: slice,
+        tables: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        num_steps: int,
+    ) -> None:
         self.cache = cache
         self.rows = rows
         width = max(len(table) for table in tables)
         self.table = torch.tensor([[*table, *[0] * (width - len(table))] for table in tables])
-        self.length = width * cache.block_size
+        self.num_cached, self.num_columns = max(lengths), max(lengths) + num_steps
+        self._column = self.num_cached - 1
+        length, place = torch.tensor(lengths)[:, None], torch.arange(self.num_columns)
+        # (n, C) place of each column's token in its sequence, and whether there is one
+        self._places = torch.where(place < self.num_cached, place, place - self.num_cached + length)
+        self._empty = (place >= length) & (place < self.num_cached)
+        self._position = length
+        self._masks: dict[tuple[int, int | None], Tensor] = {}
         self._stores: dict[int, tuple[Tensor, Tensor]] = {}
-        self._places: dict[int, Tensor] = {}  # by number of key heads, of the present step
-        self._position = torch.empty(0)
 
-    def begin(self, position: Tensor) -> None:
-        self._position = position
-        self._places.clear()
+    def begin(self, positions: Tensor) -> None:
+        self._position = positions[:, None]
+        self._column += 1
+        self._masks = {key: mask for key, mask in self._masks.items() if key[1] is None}  # sliding windows move
 
-    def attend(self, index: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
-        """query (n, H, D), key and value (n, HK, D) of the new tokens, mask (n, 1, 1, at least L) -> (n, H, D).
+    def attend(self, index: int, query: Tensor, key: Tensor, value: Tensor, how: LayerOptions) -> Tensor:
+        """query (H, n, D), key and value (HK, n, D) of the new tokens -> (n, H, D).
 
         The G query heads of a key head are taken as G queries, so that keys are not repeated.
         """
-        num_rows, num_heads, _ = key.shape
-        if num_heads not in self._places:
-            self._places[num_heads] = self._place_of(self._position, num_heads).flatten()
-        place = self._places[num_heads]
-        stores = self._gathered(index, num_heads)
-        for store, new in zip(stores, (key, value)):
-            store.view(-1, store.shape[-1]).index_copy_(0, place, new.flatten(0, 1))
-        q = query.unflatten(1, (num_heads, -1))
-        out = F.scaled_dot_product_attention(q, *stores, attn_mask=mask[..., : self.length], scale=scaling)
-        return out.reshape(num_rows, query.shape[1], -1)
+        num_heads, num_rows, _ = key.shape
+        keys, values = self._gathered(index, num_heads)
+        keys[..., self._column].copy_(key.transpose(0, 1))
+        values[:, :, self._column].copy_(value.transpose(0, 1))
+        seen = self._column + 1
+        mask = self._mask(num_heads, how.sliding_window, query.dtype)[..., :seen]
+        q = query.transpose(0, 1).contiguous().view(num_rows * num_heads, -1, query.shape[-1])
+        scores = torch.baddbmm(mask, q, keys.flatten(0, 1)[..., :seen], alpha=how.scaling)
+        out = torch.bmm(scores.softmax(-1), values.flatten(0, 1)[:, :seen])
+        return out.view(num_rows, len(query), -1)
 
     def write_back(self, positions: Tensor) -> None:
         """positions: (steps, n) of the tokens that were computed."""
         size = self.cache.block_size
-        slots = self.table.T.gather(0, positions // size) * size + positions % size
-        for num_heads in {gathered[0].shape[1] for gathered in self._stores.values()}:
-            source = self._place_of(positions, num_heads).flatten()
-            target = slots_of_heads(slots.flatten(), num_heads, size)
-            for index, gathered in self._stores.items():
-                if gathered[0].shape[1] == num_heads:
-                    for store, new in zip((self.cache.keys[index], self.cache.values[index]), gathered):
-                        rows = new.view(-1, new.shape[-1]).index_select(0, source)
-                        store.view(-1, store.shape[-1]).index_copy_(0, target, rows)
+        slots = (self.table.T.gather(0, positions // size) * size + positions % size).flatten()
+        new = slice(self.num_cached, self.num_cached + len(positions))
+        for index, (keys, values) in self._stores.items():
+            target = slots_of_heads(slots, keys.shape[1], size)
+            for store, tokens in (
+                (self.cache.keys[index], keys[..., new].permute(3, 0, 1, 2)),
+                (self.cache.values[index], values[:, :, new].permute(2, 0, 1, 3)),
+            ):
+                store.view(-1, store.shape[-1]).index_copy_(0, target, tokens.flatten(0, 2))
 
     def _gathered(self, index: int, num_heads: int) -> tuple[Tensor, Tensor]:
         if index not in self._stores:
-            rows = (self.table[:, None] * num_heads + torch.arange(num_heads)[:, None]).flatten()
-            keys, values = (
-                store.index_select(0, rows).view(len(self.table), num_heads, self.length, -1)
+            num_rows, cached = len(self.table), slice(self.num_cached)
+            table = self.table[:, : -(-self.num_cached // self.cache.block_size)]
+            blocks = (table[:, None] * num_heads + torch.arange(num_heads)[:, None]).flatten()
+            old_keys, old_values = (
+                store.index_select(0, blocks).view(num_rows, num_heads, -1, store.shape[-1])[:, :, cached]
                 for store in (self.cache.keys[index], self.cache.values[index])
             )
+            keys = old_keys.new_empty(num_rows, num_heads, old_keys.shape[-1], self.num_columns)
+            values = old_values.new_empty(num_rows, num_heads, self.num_columns, old_values.shape[-1])
+            keys[..., cached] = old_keys.transpose(2, 3)
+            values[:, :, cached] = old_values
             self._stores[index] = keys, values
         return self._stores[index]
 
-    def _place_of(self, positions: Tensor, num_heads: int) -> Tensor:
-        """(..., n) positions -> (..., n, HK) places in what is gathered, seen as (n * HK * L, D)."""
-        first = torch.arange(len(self.table) * num_heads).view(-1, num_heads) * self.length
-        return first + positions[..., None]
+    def _mask(self, num_heads: int, window: int | None, dtype: torch.dtype) -> Tensor:
+        """(n * HK, 1, C): 0 where a row may look, -inf elsewhere."""
+        if (num_heads, window) not in self._masks:
+            hidden = self._empty if window is None else self._empty | (self._places <= self._position - window)
+            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+            self._masks[num_heads, window] = mask.repeat_interleave(num_heads, 0)[:, None]
+        return self._masks[num_heads, window]
 
 
 class DecodeAttention:

@@ -25,7 +25,7 @@ from lockstep.protocol import DataProto, drop_marked
 from lockstep.protocol.keys import require
 from lockstep.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from lockstep.utils.audit import RolloutGap, check_gap
-from lockstep.utils.device import MemoryPeaks
+from lockstep.utils.device import memory_peaks
 from lockstep.utils.distributed import join_process_group
 from lockstep.workers.losses import actor_loss_fn
 from lockstep.workers.rollout_batch import batch_of, requests_of, sampling_params
@@ -44,7 +44,7 @@ class ActorRolloutRefWorker(WeightHandOver):
             raise ValueError(f"role {role!r}: expected one of {', '.join(_ROLES)}")
         self.config = config
         self.device = torch.device(device)
-        self.memory = MemoryPeaks(self.device)
+        self.memory = memory_peaks(self.device)
         self.is_actor = role in ("actor", "actor_rollout", "actor_rollout_ref")
         self.is_rollout = role in ("rollout", "actor_rollout", "actor_rollout_ref")
         self.is_ref = role in ("ref", "actor_rollout_ref")
@@ -72,6 +72,7 @@ class ActorRolloutRefWorker(WeightHandOver):
                 pad_token_id=self.tokenizer.pad_token_id,
             )
             self.generator = make_twin(self.policy.model) if self.is_actor else self.policy.model
+            self._generator_shares = False
             self.rollout.bind(self.generator)
         if self.is_ref:
             policy, sp = self._load(config.ref.fsdp_config, trained=False), sequence_parallel_size(config.ref)
@@ -118,11 +119,14 @@ class ActorRolloutRefWorker(WeightHandOver):
             yield
             return
         with self.actor.gathered() as policy:
-            share(self.generator, cast(PolicyModel, policy).model)
+            if not self._generator_shares:
+                share(self.generator, cast(PolicyModel, policy).model)
             try:
                 yield
             finally:
-                release(self.generator)
+                self._generator_shares = self.actor.weights_stay
+                if not self._generator_shares:
+                    release(self.generator)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"), blocking=False)
     def compute_log_prob(self, data: DataProto) -> DataProto:

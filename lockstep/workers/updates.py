@@ -18,10 +18,11 @@ def mini_batches(
     data: DataProto, loss_scale_factor: float | None = None
 ) -> Iterator[tuple[TensorDict, dict[str, Any]]]:
     """This rank's rows of each mini-batch in turn, and the counts over all ranks by which its loss is divided."""
-    number = data.tensors["mini_batch"]
+    number, every = data.tensors["mini_batch"], data.meta_info["mini_batches"]
     for _ in range(data.meta_info["num_repeats"]):
-        for i, counts in enumerate(data.meta_info["mini_batches"]):
-            yield data.tensors[number == i], {"dp_size": 1, **counts, "loss_scale_factor": loss_scale_factor}
+        for i, counts in enumerate(every):
+            rows = data.tensors if len(every) == 1 else data.tensors[number == i]
+            yield rows, {"dp_size": 1, **counts, "loss_scale_factor": loss_scale_factor}
 
 
 def token_share(mask: Tensor, info: dict[str, Any]) -> Tensor:

@@ -186,6 +186,12 @@ class FsdpEngine(TrainEngine):
         finally:
             self.offload()
 
+    @property
+    def weights_stay(self) -> bool:
+        """Whether what `gathered` gives is the same tensors at all times: neither sharded nor moved away between calls."""
+        moves = self.config.param_offload and self.device.type != "cpu"
+        return self.world_size == 1 and not self._streams and not moves
+
     def weights(self) -> Generator[tuple[str, Tensor]]:
         for name, parameter in self.model.named_parameters():
             weight = parameter.detach()
@@ -277,7 +283,9 @@ class FsdpEngine(TrainEngine):
 def _taken(batch: TensorDict, rows: list[int]) -> TensorDict:
     """These rows of the batch; not copied where they follow each other."""
     start, end = rows[0], rows[-1] + 1
-    return batch[start:end] if rows == list(range(start, end)) else batch[rows]
+    if rows != list(range(start, end)):
+        return batch[rows]
+    return batch if len(rows) == len(batch) else batch[start:end]
 
 
 def _parameter_dtype(model: nn.Module) -> torch.dtype:

@@ -82,7 +82,11 @@ def lay_out(batch: DataProto, rule: MiniBatches, dp_size: int, *, balance: bool)
     tensors = {"mini_batch": torch.tensor(number_of)[places]}
     names = sorted(prepared[0]) if prepared else []
     tensors |= {name: torch.cat([columns[name] for columns in prepared])[places] for name in names}
-    laid_out = batch.select_idxs(torch.tensor(taken)[places]).union(DataProto.from_dict(tensors=tensors))
+    order = torch.tensor(taken)[places]
+    is_as_it_was = torch.equal(order, torch.arange(len(batch)))
+    laid_out = (batch.select() if is_as_it_was else batch.select_idxs(order)).union(
+        DataProto.from_dict(tensors=tensors)
+    )
     _empty_rows(laid_out, torch.tensor(list(chain.from_iterable(padding))))
     num_repeats = rule.epochs // rule.num_passes
     laid_out.meta_info |= {"mini_batches": counts, "num_repeats": num_repeats, "prepared": names}

@@ -173,6 +173,25 @@ def test_checkpoint_restores_the_next_step_bit_for_bit(folder: Path, tmp_path: P
     assert all(torch.equal(weights[n], got_weights[n]) for n in weights)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_stay_are_the_same_tensors_after_a_step_and_a_load(
+    folder: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    engine = policy_engine(folder, dtype=dtype)
+
+    def addresses() -> list[int]:
+        with engine.gathered() as model:
+            return [tensor.data_ptr() for tensor in [*model.parameters(), *model.buffers()]]
+
+    assert engine.weights_stay
+    before = addresses()
+    engine.save(tmp_path)
+    step(engine, ACTOR, SPLITS[1])
+    assert addresses() == before
+    engine.load(tmp_path)
+    assert addresses() == before
+
+
 def test_a_gradient_that_is_not_finite_stops_the_run(folder: Path) -> None:
     engine, untouched = policy_engine(folder), policy_engine(folder)
     for one in (engine, untouched):

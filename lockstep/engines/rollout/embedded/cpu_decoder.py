@@ -39,7 +39,7 @@ class DrawnOnHost:
 
 class CpuDecoder:
     max_in_flight = 0
-    num_steps = 16
+    num_steps = 32
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
@@ -59,10 +59,11 @@ class CpuDecoder:
         rows = [s for s, _ in window.draws]
         sampling, stops_NS = sampling_of(rows, window.num_steps), stops_of(rows)
         tokens_N = torch.tensor([s.tokens[-1] for s in rows])
-        positions_N = torch.tensor([len(s.tokens) - 1 for s in rows])
+        lengths = [len(s.tokens) - 1 for s in rows]
+        positions_N = torch.tensor(lengths)
         lasts_N = torch.tensor([s.num_prompt + s.request.sampling.max_tokens - 1 for s in rows])
         active_N = torch.ones(len(rows), dtype=torch.bool)
-        attention = WindowAttention(runner.cache, [s.blocks for s in rows])
+        attention = WindowAttention(runner.cache, [s.blocks for s in rows], lengths, window.num_steps)
         drawn, log_probs = [], []
         for uniform_N in sampling.uniform_N.unbind():
             attention.begin(positions_N)
@@ -78,7 +79,8 @@ class CpuDecoder:
             if num_active < len(rows):
                 new_N, next_N = torch.where(active_N, new_N, tokens_N), torch.where(active_N, next_N, positions_N)
             tokens_N, positions_N = new_N, next_N
-        attention.write_back()
+        if num_active:
+            attention.write_back()
         return DrawnOnHost(torch.stack(drawn), torch.stack(log_probs))
 
 

@@ -2,6 +2,9 @@
 
     embedding ─► [ norm ─► q, k, v ─► rotary ─► attention ─► += output ─► norm ─► gate, up ─► += down ]* ─► norm
 
+A token is a column in all tensors: the products then have the weights on the left, which the matrix library does faster for few
+tokens, and add to the stream in place.
+
 For decoders of this form only: `flat_form` looks at the parts, and compares the result, and what every layer attends with, with
 those of the model's own forward. The weights are looked up when serving begins, and let go when it ends.
 """
@@ -11,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.models.adjacent import joined
@@ -21,41 +23,27 @@ Forward = Callable[[Tensor, Tensor, AttentionContext], Tensor]
 """(1, T) tokens and positions, attention context -> (T, E) hidden states."""
 
 
-FEW_ROWS, LARGE = 64, 1 << 16
-"""Up to so many rows a large weight is multiplied from the left, which the matrix library does faster."""
-
-
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x (T, I) @ weight (O, I).T + bias"""
-    if len(x) > FEW_ROWS or weight.numel() < LARGE:
-        return F.linear(x, weight, bias)
-    out = torch.mm(weight, x.t()) if bias is None else torch.addmm(bias[:, None], weight, x.t())
-    return out.t().contiguous()
-
-
-def add_product(total: Tensor, x: Tensor, weight: Tensor) -> None:
-    """total (T, O) += x (T, I) @ weight (O, I).T"""
-    if len(x) > FEW_ROWS or weight.numel() < LARGE:
-        total.addmm_(x, weight.t())
-    else:
-        total.add_(torch.mm(weight, x.t()).t())
-
-
 class Product:
     """Linear layers of one input, as one product where their weights lie one behind the other."""
 
     def __init__(self, *linears: nn.Linear) -> None:
-        self.sizes = [linear.out_features for linear in linears]
         weight, bias = joined([m.weight for m in linears]), joined([m.bias for m in linears])
         plain = all(m.bias is None for m in linears)
         if weight is not None and (plain or bias is not None):
             self._parts = [(weight, bias)]
         else:
             self._parts = [(m.weight.detach(), None if m.bias is None else m.bias.detach()) for m in linears]
+        self._sizes = [len(weight) for weight, _ in self._parts]
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        outputs = [product(x, weight, bias) for weight, bias in self._parts]
-        return outputs[0].split(self.sizes, -1) if len(outputs) < len(self.sizes) else tuple(outputs)
+    def __call__(self, x: Tensor) -> Tensor:
+        """(I, T) -> (O, T), the layers' outputs below each other"""
+        outputs = x.new_empty(sum(self._sizes), x.shape[1])
+        for (weight, bias), out in zip(self._parts, outputs.split(self._sizes)):
+            if bias is None:
+                torch.mm(weight, x, out=out)
+            else:
+                torch.addmm(bias[:, None], weight, x, out=out)
+        return outputs
 
 
 @dataclass(frozen=True)
@@ -68,13 +56,16 @@ class FlatForm:
 
 class Norm:
     def __init__(self, module: Any, offset: bool) -> None:
-        weight = module.weight.detach()
-        self._shape = weight.shape
+        weight = module.weight.detach()[:, None]
         self._factor = 1 + weight if offset else weight
-        self._eps: float = getattr(module, "variance_epsilon", None) or module.eps
+        self._eps = torch.tensor(getattr(module, "variance_epsilon", None) or module.eps)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self._shape, self._factor, self._eps)
+        """Over the last dimension but one."""
+        wide = x.float()
+        squares = (wide * wide).sum(-2, keepdim=True)
+        scale = torch.add(self._eps, squares, alpha=1 / x.shape[-2]).rsqrt_()
+        return (wide * scale).to(x.dtype).mul_(self._factor)
 
 
 class Layer(NamedTuple):
@@ -84,6 +75,8 @@ class Layer(NamedTuple):
     qkv: Product
     q_norm: Norm | None
     k_norm: Norm | None
+    num_heads: int
+    num_key_heads: int
     head_dim: int
     output: Tensor
     mlp_norm: Norm
@@ -101,6 +94,8 @@ class Layer(NamedTuple):
             qkv=Product(attention.q_proj, attention.k_proj, attention.v_proj),
             q_norm=Norm(attention.q_norm, offset) if hasattr(attention, "q_norm") else None,
             k_norm=Norm(attention.k_norm, offset) if hasattr(attention, "k_norm") else None,
+            num_heads=attention.q_proj.out_features // attention.head_dim,
+            num_key_heads=attention.k_proj.out_features // attention.head_dim,
             head_dim=attention.head_dim,
             output=attention.o_proj.weight.detach(),
             mlp_norm=Norm(layer.post_attention_layernorm, offset),
@@ -110,39 +105,63 @@ class Layer(NamedTuple):
         )
 
     def add_to(self, stream: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> None:
-        """stream (T, E), cos and sin (T, 1, D), the first half of sin negated."""
-        q, k, v = (t.unflatten(1, (-1, self.head_dim)) for t in self.qkv(self.input_norm(stream)))
-        if self.q_norm is not None:
-            q = self.q_norm(q)
-        if self.k_norm is not None:
-            k = self.k_norm(k)
-        heads = torch.cat((q, k), 1)
-        turned = torch.addcmul(heads * cos, heads.roll(self.head_dim // 2, -1), sin)
-        q, k = turned.split((q.shape[1], k.shape[1]), 1)
-        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-        out = context.attend(self.attention, q, k, v, self.how)
-        add_product(stream, out.flatten(2)[0], self.output)
-        gate, up = self.gate_up(self.mlp_norm(stream))
-        add_product(stream, self.act(gate) * up, self.down)
+        """stream (E, T), cos and sin (D, T), the first half of sin negated."""
+        qkv = self.qkv(self.input_norm(stream)).view(-1, self.head_dim, stream.shape[1])
+        heads, v = qkv.split((self.num_heads + self.num_key_heads, self.num_key_heads))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = heads.split((self.num_heads, self.num_key_heads))
+            heads = torch.cat((self.q_norm(q), self.k_norm(k)))
+        turned = torch.addcmul(heads * cos, heads.roll(self.head_dim // 2, 1), sin)
+        q, k = turned.split((self.num_heads, self.num_key_heads))
+        out = context.attend(self.attention, _by_token(q), _by_token(k), _by_token(v), self.how)
+        stream.addmm_(self.output, out.flatten(2)[0].t())
+        gate, up = self.gate_up(self.mlp_norm(stream)).chunk(2)
+        stream.addmm_(self.down, self.act(gate).mul_(up))
+
+
+def _by_token(heads: Tensor) -> Tensor:
+    """(H, D, T) -> (1, H, T, D)"""
+    return heads.transpose(1, 2)[None]
+
+
+class Rotary:
+    """cos and sin of positions, the first half of sin negated; computed once where they depend on the position alone."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._moves = module.rope_type in ("dynamic", "longrope")  # with the longest position of the call
+        self._table = torch.empty(0, 0)
+
+    def __call__(self, like: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
+        """(1, T) positions -> (D, T) each, of the type of `like`."""
+        if self._moves:
+            return self._computed(like, position_ids).chunk(2)
+        longest = int(position_ids.max())
+        if longest >= self._table.shape[1]:
+            self._table = self._computed(like, torch.arange(2 * longest + 2)[None])
+        return self._table.index_select(1, position_ids[0]).chunk(2)
+
+    def _computed(self, like: Tensor, position_ids: Tensor) -> Tensor:
+        cos, sin = (t[0].t() for t in self._module(like, position_ids))
+        first, second = sin.chunk(2)
+        return torch.cat((cos, -first, second))
 
 
 class FlatDecoder:
     """decoder: its weights must stay where they are while this one is used."""
 
     def __init__(self, decoder: Any, form: FlatForm) -> None:
-        self._embed, self._rotary = decoder.embed_tokens, decoder.rotary_emb
+        self._embed, self._rotary = decoder.embed_tokens, Rotary(decoder.rotary_emb)
         self._layers = [Layer.of(layer, how, form.offset) for layer, how in zip(decoder.layers, form.hows)]
         self._norm = Norm(decoder.norm, form.offset)
 
     def __call__(self, token_ids: Tensor, position_ids: Tensor, context: AttentionContext) -> Tensor:
         embedded = self._embed(token_ids)
-        cos, sin = (t[0, :, None] for t in self._rotary(embedded, position_ids))
-        half = sin.shape[-1] // 2
-        sin = torch.cat((-sin[..., :half], sin[..., half:]), -1)
-        stream = embedded[0]
+        cos, sin = self._rotary(embedded, position_ids)
+        stream = embedded[0].t().contiguous()
         for layer in self._layers:
             layer.add_to(stream, cos, sin, context)
-        return self._norm(stream)
+        return self._norm(stream).t().contiguous()
 
 
 @torch.no_grad()

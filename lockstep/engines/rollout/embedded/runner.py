@@ -54,7 +54,8 @@ class ModelRunner:
     def serving(self) -> Iterator[None]:
         """Dropout and gradient checkpointing off, faster forwards on; all is put back afterwards."""
         training = [m for m in self.model.modules() if m.training]
-        self.model.eval()
+        for module in training:
+            module.training = False
         try:
             with self._faster_forwards():
                 yield
