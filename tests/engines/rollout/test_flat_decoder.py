@@ -9,7 +9,7 @@ from lockstep.engines.rollout.embedded.flat_decoder import FlatDecoder, Rotary, 
 from lockstep.engines.rollout.embedded.runner import ModelRunner
 from lockstep.models.adjacent import lay_adjacent
 from lockstep.models.attention import PackedAttention
-from tests.engines.rollout.rollout_cases import embedded, mixed_requests, naive_log_probs, tiny_model
+from tests.engines.rollout.rollout_cases import CONFIGS, embedded, mixed_requests, naive_log_probs, tiny_model
 
 USUAL = {"qwen2": False, "qwen3": False, "llama": False, "mistral": False, "smollm": False, "gemma": True}
 
@@ -58,6 +58,16 @@ def test_others_keep_their_own_forward() -> None:
         model = tiny_model(kind).eval()
         assert flat_form(model.get_decoder(), ModelRunner(model, 4).forward) is None
     model = tiny_model("granite", residual_multiplier=0.5).eval()  # the usual parts, put together otherwise
+    assert flat_form(model.get_decoder(), ModelRunner(model, 4).forward) is None
+
+
+def test_a_model_that_does_otherwise_far_out_keeps_its_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ministral scales its queries from a position of its own on."""
+    scaling = {"rope_type": "default", "rope_theta": 10000.0, "llama_4_scaling_beta": 0.5}
+    scaling["original_max_position_embeddings"] = 8
+    ministral = pytest.importorskip("transformers.models.ministral3").Ministral3Config
+    monkeypatch.setitem(CONFIGS, "ministral", lambda **sizes: ministral(**sizes, rope_parameters=scaling))
+    model = tiny_model("ministral").eval()
     assert flat_form(model.get_decoder(), ModelRunner(model, 4).forward) is None
 
 

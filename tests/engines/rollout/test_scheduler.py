@@ -23,7 +23,7 @@ def step(scheduler: Scheduler) -> StepPlan:
     """A step of prompts or, where none can be had, a decode step; draw token 9 everywhere."""
     plan = scheduler.schedule() if scheduler.wants_prompts else StepPlan()
     if not plan.rows:
-        window = scheduler.run_ahead(1)
+        window = scheduler.plan_window(1)
         for s, _ in window.draws:
             s.num_ahead -= 1
         plan = StepPlan([Row(s, s.num_computed - 1, s.num_computed, [s]) for s, _ in window.draws], window.copies)
@@ -174,7 +174,7 @@ def test_whatever_is_planned_every_row_finds_its_own_tokens_in_its_blocks(data: 
                 break
             continue
         plan = scheduler.schedule() if scheduler.wants_prompts else StepPlan()
-        window = Window() if plan.rows else scheduler.run_ahead(data.draw(st.integers(1, 4), label="steps"))
+        window = Window() if plan.rows else scheduler.plan_window(data.draw(st.integers(1, 4), label="steps"))
         assert plan.rows or window.draws, "nothing can be scheduled"
         before = dict(memory)
         for source, target in plan.copies + window.copies:
@@ -232,11 +232,11 @@ def test_windows_run_ahead_of_what_is_read() -> None:
     assert scheduler.wants_prompts
     prompts = launch_prompts(scheduler)
     assert not scheduler.wants_prompts and long.decodes and short.decodes
-    first = scheduler.run_ahead(4)
+    first = scheduler.plan_window(4)
     assert first.draws == [(long, 4), (short, 4)] and first.num_steps == 4
-    second = scheduler.run_ahead(4)
+    second = scheduler.plan_window(4)
     assert second.draws == [(long, 4), (short, 1)]  # 1 + 4 + 1: all that it may draw
-    assert scheduler.run_ahead(4).draws == [(long, 4)]
+    assert scheduler.plan_window(4).draws == [(long, 4)]
     assert len(long.blocks) == 4 and len(short.blocks) == 2  # 3 + 12 and 2 + 5 places
     for draws in (prompts, first.draws, second.draws):
         read(scheduler, draws, 4)
@@ -248,7 +248,7 @@ def test_a_stop_token_that_is_read_late_frees_the_blocks() -> None:
     scheduler = make(num_blocks=8)
     scheduler.add(sequence(0, [1, 2, 3], max_tokens=20))
     prompts = launch_prompts(scheduler)
-    first, second = scheduler.run_ahead(4), scheduler.run_ahead(4)
+    first, second = scheduler.plan_window(4), scheduler.plan_window(4)
     read(scheduler, prompts, 1)
     read(scheduler, first.draws, 2)
     assert not scheduler.has_unfinished and scheduler.blocks.num_free == 8
@@ -270,9 +270,9 @@ def test_what_is_in_flight_is_read_before_anyone_is_preempted() -> None:
     scheduler.add(old)
     scheduler.add(young)
     in_flight.append(launch_prompts(scheduler))
-    in_flight.append(scheduler.run_ahead(4).draws)
+    in_flight.append(scheduler.plan_window(4).draws)
     assert len(old.blocks) == len(young.blocks) == 2
-    window = scheduler.run_ahead(4)
+    window = scheduler.plan_window(4)
     assert [s for s, _ in window.draws] == [old]
     assert not in_flight and young.num_preempted == 1 and young.num_ahead == 0 and young.num_generated == 5
     assert old.num_ahead == 4 and len(old.blocks) == 3

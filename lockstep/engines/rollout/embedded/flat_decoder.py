@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lockstep.models.adjacent import joined
 from lockstep.models.attention import AttentionContext, LayerOptions, PackedAttention
 
 Forward = Callable[[Tensor, Tensor, AttentionContext], Tensor]
@@ -24,15 +23,10 @@ Forward = Callable[[Tensor, Tensor, AttentionContext], Tensor]
 
 
 class Product:
-    """Linear layers of one input, as one product where their weights lie one behind the other."""
+    """Linear layers of one input."""
 
     def __init__(self, *linears: nn.Linear) -> None:
-        weight, bias = joined([m.weight for m in linears]), joined([m.bias for m in linears])
-        plain = all(m.bias is None for m in linears)
-        if weight is not None and (plain or bias is not None):
-            self._parts = [(weight, bias)]
-        else:
-            self._parts = [(m.weight.detach(), None if m.bias is None else m.bias.detach()) for m in linears]
+        self._parts = [(m.weight.detach(), None if m.bias is None else m.bias.detach()) for m in linears]
         self._sizes = [len(weight) for weight, _ in self._parts]
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -124,6 +118,10 @@ def _by_token(heads: Tensor) -> Tensor:
     return heads.transpose(1, 2)[None]
 
 
+LARGEST_TABLE = 1 << 16
+"""Positions beyond are computed when they come."""
+
+
 class Rotary:
     """cos and sin of positions, the first half of sin negated; computed once where they depend on the position alone."""
 
@@ -134,9 +132,9 @@ class Rotary:
 
     def __call__(self, like: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
         """(1, T) positions -> (D, T) each, of the type of `like`."""
-        if self._moves:
-            return self._computed(like, position_ids).chunk(2)
         longest = int(position_ids.max())
+        if self._moves or longest >= LARGEST_TABLE:
+            return self._computed(like, position_ids).chunk(2)
         if longest >= self._table.shape[1]:
             self._table = self._computed(like, torch.arange(2 * longest + 2)[None])
         return self._table.index_select(1, position_ids[0]).chunk(2)
@@ -170,13 +168,14 @@ def flat_form(decoder: Any, own: Forward) -> FlatForm | None:
     names = {"embed_tokens", "layers", "norm", "rotary_emb"}
     if set(dict(decoder.named_children())) != names or not all(_is_usual(layer) for layer in decoder.layers):
         return None
-    ids = torch.arange(5)[None]
+    ids, last = torch.arange(5)[None], decoder.config.max_position_embeddings - 1
+    positions = torch.tensor([[0, 1, 2, last // 2, last]])  # some layers do otherwise from a far position on
     expected = _Witness(5)
-    hidden = own(ids, ids, expected)
+    hidden = own(ids, positions, expected)
     for offset in (False, True):
         form, got = FlatForm(offset, expected.hows), _Witness(5)
         try:
-            same = agree(FlatDecoder(decoder, form)(ids, ids, got), hidden)
+            same = agree(FlatDecoder(decoder, form)(ids, positions, got), hidden)
         except (TypeError, ValueError, RuntimeError, AttributeError):
             return None  # parts of the same names that want other arguments
         if same and all(agree(*pair) for pair in zip(got.seen, expected.seen)):

@@ -148,7 +148,7 @@ class Scheduler:
         enough = max(1, self.max_num_seqs // 8)
         return self.num_waiting > 0 and free > 0 and (free >= min(self.num_waiting, enough) or not self.running)
 
-    def run_ahead(self, num_steps: int) -> Window:
+    def plan_window(self, num_steps: int) -> Window:
         """Up to `num_steps` steps for every sequence that decodes, with their blocks."""
         rows = self._undrawn()
         if self._num_needed(rows, num_steps) > self.blocks.num_free and self.settle():

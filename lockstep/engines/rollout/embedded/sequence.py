@@ -60,15 +60,9 @@ class Sequence:
 
     def extend(self, tokens: list[int], log_probs: list[float]) -> None:
         """Append tokens that the device drew; none but the last of them can be a stop token."""
-        if tokens:
-            self.tokens += tokens[:-1]
-            self.log_probs += log_probs[:-1]
-            self.append(tokens[-1], log_probs[-1])
-
-    def append(self, token: int, log_prob: float) -> None:
-        self.tokens.append(token)
-        self.log_probs.append(log_prob)
-        if token in self.stop_ids:
+        self.tokens += tokens
+        self.log_probs += log_probs
+        if tokens and tokens[-1] in self.stop_ids:
             self.stop_reason = "stop"
         elif self.num_generated == self.request.sampling.max_tokens:
             self.stop_reason = "length"

@@ -126,7 +126,7 @@ class Turns:
             if plan.rows:
                 self._launch_prompts(plan)
                 return True
-        window = self.scheduler.run_ahead(self.decoder.num_steps)
+        window = self.scheduler.plan_window(self.decoder.num_steps)
         if window.draws:
             self._launch_window(window)
         return bool(window.draws)
