@@ -7,7 +7,6 @@ import torch
 
 from lockstep.engines.rollout.embedded.flat_decoder import FlatDecoder, Rotary, flat_form
 from lockstep.engines.rollout.embedded.runner import ModelRunner
-from lockstep.models.adjacent import lay_adjacent
 from lockstep.models.attention import PackedAttention
 from tests.engines.rollout.rollout_cases import CONFIGS, embedded, mixed_requests, naive_log_probs, tiny_model
 
@@ -22,12 +21,9 @@ def hidden(forward: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", list(USUAL))
-@pytest.mark.parametrize("adjacent", [False, True])
 @torch.no_grad()
-def test_usual_decoders_are_flat_and_compute_the_same(kind: str, adjacent: bool) -> None:
+def test_usual_decoders_are_flat_and_compute_the_same(kind: str) -> None:
     model = tiny_model(kind).eval()
-    if adjacent:
-        lay_adjacent(model)
     runner = ModelRunner(model, block_size=4)
     form = flat_form(model.get_decoder(), runner.forward)
     assert form is not None and form.offset is USUAL[kind]

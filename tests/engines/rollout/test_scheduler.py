@@ -29,7 +29,7 @@ def step(scheduler: Scheduler) -> StepPlan:
         plan = StepPlan([Row(s, s.num_computed - 1, s.num_computed, [s]) for s, _ in window.draws], window.copies)
     assert plan.rows, "nothing can be scheduled"
     for s in [s for row in plan.rows for s in row.samplers]:
-        s.append(9, 0.0)
+        s.extend([9], [0.0])
         if s.stop_reason is not None:
             scheduler.finish(s)
     return plan
@@ -185,7 +185,7 @@ def test_whatever_is_planned_every_row_finds_its_own_tokens_in_its_blocks(data: 
                 memory[row.sequence.blocks[p // size], p % size] = row.sequence.tokens[p]
             for s in row.samplers:
                 assert s.num_computed == len(s.tokens)
-                s.append(1000 * s.index + len(s.tokens), 0.0)
+                s.extend([1000 * s.index + len(s.tokens)], [0.0])
         if window.draws:
             window.shorten(data.draw(st.integers(1, window.num_steps), label="steps done"))
         for s, count in window.draws:
@@ -193,7 +193,7 @@ def test_whatever_is_planned_every_row_finds_its_own_tokens_in_its_blocks(data: 
             for _ in range(count):
                 p = len(s.tokens) - 1
                 memory[s.blocks[p // size], p % size] = s.tokens[p]
-                s.append(1000 * s.index + len(s.tokens), 0.0)
+                s.extend([1000 * s.index + len(s.tokens)], [0.0])
             assert s.num_computed == len(s.tokens) - 1
         for s in list(scheduler.running):
             seen = [memory[s.blocks[p // size], p % size] for p in range(s.num_computed)]
