@@ -98,8 +98,10 @@ class Layer(NamedTuple):
             down=mlp.down_proj.weight.detach(),
         )
 
-    def add_to(self, stream: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> None:
-        """stream (E, T), cos and sin (D, T), the first half of sin negated."""
+    def add_to(
+        self, stream: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, wanted: Tensor | None = None
+    ) -> Tensor:
+        """stream (E, T), cos and sin (D, T), the first half of sin negated -> the stream, of the tokens that are `wanted`."""
         qkv = self.qkv(self.input_norm(stream)).view(-1, self.head_dim, stream.shape[1])
         heads, v = qkv.split((self.num_heads + self.num_key_heads, self.num_key_heads))
         if self.q_norm is not None and self.k_norm is not None:
@@ -107,10 +109,12 @@ class Layer(NamedTuple):
             heads = torch.cat((self.q_norm(q), self.k_norm(k)))
         turned = torch.addcmul(heads * cos, heads.roll(self.head_dim // 2, 1), sin)
         q, k = turned.split((self.num_heads, self.num_key_heads))
-        out = context.attend(self.attention, _by_token(q), _by_token(k), _by_token(v), self.how)
-        stream.addmm_(self.output, out.flatten(2)[0].t())
+        out = context.attend(self.attention, _by_token(q), _by_token(k), _by_token(v), self.how).flatten(2)[0].t()
+        if wanted is not None:
+            stream, out = stream.index_select(1, wanted), out.index_select(1, wanted)
+        stream.addmm_(self.output, out)
         gate, up = self.gate_up(self.mlp_norm(stream)).chunk(2)
-        stream.addmm_(self.down, self.act(gate).mul_(up))
+        return stream.addmm_(self.down, self.act(gate).mul_(up))
 
 
 def _by_token(heads: Tensor) -> Tensor:
@@ -153,12 +157,16 @@ class FlatDecoder:
         self._layers = [Layer.of(layer, how, form.offset) for layer, how in zip(decoder.layers, form.hows)]
         self._norm = Norm(decoder.norm, form.offset)
 
-    def __call__(self, token_ids: Tensor, position_ids: Tensor, context: AttentionContext) -> Tensor:
+    def __call__(
+        self, token_ids: Tensor, position_ids: Tensor, context: AttentionContext, wanted: Tensor | None = None
+    ) -> Tensor:
+        """(1, T) -> (T, E), or of the tokens `wanted`, which the last layer alone computes to its end."""
         embedded = self._embed(token_ids)
         cos, sin = self._rotary(embedded, position_ids)
         stream = embedded[0].t().contiguous()
-        for layer in self._layers:
+        for layer in self._layers[:-1]:
             layer.add_to(stream, cos, sin, context)
+        stream = self._layers[-1].add_to(stream, cos, sin, context, wanted)
         return self._norm(stream).t().contiguous()
 
 

@@ -47,11 +47,19 @@ class FusedModules:
     def __init__(self, model: nn.Module) -> None:
         self._forwards: list[tuple[nn.Module, Forward]] = []
         self._verdicts: dict[Any, Any] = {}
+        self._last: AddingLayer | None = None
         self._replace_parts(model)
         self._replace_layers(model)
         if not self._agree(model):
             logger.warning("%s is served by its own forwards: faster ones do not fit it", type(model).__name__)
             self._forwards.clear()
+            self._last = None
+
+    def narrow(self, wanted: Tensor | None) -> bool:
+        """Have the last layer give the tokens `wanted` alone in the next forward; whether it will."""
+        if self._last is not None:
+            self._last.wanted = wanted
+        return self._last is not None and wanted is not None
 
     def _agree(self, model: Any) -> bool:
         """Whether the decoder computes the same with all replacements as without, for a few tokens."""
@@ -99,6 +107,7 @@ class FusedModules:
         for stream in streams:
             assert stream is not None
             self._forwards += stream.forwards()
+        self._last = streams[-1]
 
     def installed(self) -> AbstractContextManager[None]:
         return replaced(self._forwards)
@@ -186,10 +195,14 @@ def replaced(forwards: Sequence[tuple[nn.Module, Forward]]) -> Iterator[None]:
 
 
 class AddingLayer:
-    """A decoder layer of the usual form, x += attention(norm(x)); x += mlp(norm(x)), with the additions inside the products."""
+    """A decoder layer of the usual form, x += attention(norm(x)); x += mlp(norm(x)), with the additions inside the products.
+
+    wanted: places of the tokens for which the next forward goes on after the attention; None for all.
+    """
 
     def __init__(self, layer: Any, attention_out: nn.Linear, mlp_out: nn.Linear | None) -> None:
         self.layer, self.attention_out, self.mlp_out = layer, attention_out, mlp_out
+        self.wanted: Tensor | None = None
         self._stream: Tensor | None = None
 
     @classmethod
@@ -209,11 +222,12 @@ class AddingLayer:
         return parts
 
     def __call__(self, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
-        layer, stream = self.layer, hidden_states
-        self._stream = stream
-        layer.self_attn(layer.input_layernorm(stream), *args, **options)
+        layer = self.layer
+        self._stream = hidden_states
+        layer.self_attn(layer.input_layernorm(hidden_states), *args, **options)
+        stream = self._stream  # of fewer tokens where `wanted` says so
         out = layer.mlp(layer.post_attention_layernorm(stream))
-        self._stream = None
+        self._stream = self.wanted = None
         return stream if self.mlp_out is not None else stream + out
 
     def agrees(self, parts: Sequence[tuple[nn.Module, Forward]]) -> bool:
@@ -240,6 +254,8 @@ class AddingLayer:
     def _add(self, linear: nn.Linear, x: Tensor) -> Tensor:
         if self._stream is None:
             return F.linear(x, linear.weight)
+        if self.wanted is not None and linear is self.attention_out:
+            self._stream, x = self._stream.index_select(1, self.wanted), x.index_select(1, self.wanted)
         return add_product(self._stream, x, linear.weight)
 
 

@@ -140,11 +140,17 @@ class ModelRunner:
         self.cache = None
 
     def forward(
-        self, token_ids: Tensor, position_ids: Tensor, context: AttentionContext, mask: Tensor | None = None
+        self,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        context: AttentionContext,
+        mask: Tensor | None = None,
+        wanted: Tensor | None = None,
     ) -> Tensor:
-        """(1, T) tokens -> (T, E) hidden states."""
+        """(1, T) tokens -> (T, E) hidden states, or (N, E) those at the places `wanted`."""
         if self._flat is not None:
-            return self._flat(token_ids, position_ids, context)
+            return self._flat(token_ids, position_ids, context, wanted)
+        is_narrowed = self._fused is not None and self._fused.narrow(wanted)
         output = self.model.get_decoder()(
             input_ids=token_ids,
             position_ids=position_ids,
@@ -152,5 +158,5 @@ class ModelRunner:
             use_cache=False,
             lockstep_context=context,
         )
-        hidden: Tensor = output.last_hidden_state
-        return hidden[0]
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden if wanted is None or is_narrowed else hidden[wanted]

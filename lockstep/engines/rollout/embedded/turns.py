@@ -137,10 +137,11 @@ class Turns:
         runner.cache.copy_blocks(plan.copies)
         inputs = StepInputs(plan.rows, runner.cache)
         runner.num_tokens_computed += plan.num_tokens
-        hidden_TE = runner.forward(inputs.token_ids, inputs.position_ids, inputs.attention)
+        wanted = inputs.sampled if inputs.samplers else None
+        hidden_NE = runner.forward(inputs.token_ids, inputs.position_ids, inputs.attention, wanted=wanted)
         if not inputs.samplers:
             return
-        drawn = self.decoder.draw_first(inputs.samplers, runner.logits(hidden_TE[inputs.sampled]))
+        drawn = self.decoder.draw_first(inputs.samplers, runner.logits(hidden_NE))
         for sequence in inputs.samplers:
             sequence.num_ahead += 1
         self._in_flight.append(Launch([(s, 1) for s in inputs.samplers], drawn, decoding=False))
