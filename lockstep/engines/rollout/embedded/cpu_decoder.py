@@ -7,6 +7,7 @@ stopped repeats its last step until the window ends, which it does as soon as a 
 """
 
 from collections.abc import Sequence as Rows
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -53,6 +54,11 @@ class CpuDecoder:
         return DrawnOnHost(tokens_N[None], log_probs_N[None])
 
     def run(self, window: Window) -> DrawnOnHost:
+        # inference mode saves a tenth of a small model's time; a module's own forward might keep a tensor that training meets later
+        with torch.inference_mode() if self.runner.is_flat else nullcontext():
+            return self._run(window)
+
+    def _run(self, window: Window) -> DrawnOnHost:
         runner = self.runner
         assert runner.cache is not None
         window.draws.sort(key=lambda draw: len(draw[0].blocks))  # as `WindowAttention` wants them

@@ -46,6 +46,11 @@ class ModelRunner:
         self._weights_at: tuple[int, ...] = ()
 
     @property
+    def is_flat(self) -> bool:
+        """Whether the decoder computes without its modules."""
+        return self._flat is not None
+
+    @property
     def device(self) -> torch.device:
         device: torch.device = self.model.get_input_embeddings().weight.device
         return device
