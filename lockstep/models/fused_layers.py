@@ -166,26 +166,44 @@ def _mlp_forward(module: nn.Module) -> Forward | None:
     return three if hasattr(module, "gate_proj") else two
 
 
-def _attention_forward(module: nn.Module) -> Forward | None:
-    """The class's own forward with another rotary embedding among the names that it looks up."""
+def rotary_forward(
+    module: nn.Module, fits: Callable[[Tensor, Tensor, Tensor], bool], rotate: Callable[..., tuple[Tensor, Tensor]]
+) -> Forward | None:
+    """The forward of the module's class, with `rotate` for the usual rotary embedding among the names that it looks up.
+
+    fits: whether `rotate` takes this q, k, cos; None is returned for a class that embeds positions otherwise.
+    """
     plain = type(module).forward
     if not isinstance(plain, FunctionType) or ROTARY not in plain.__code__.co_names:
         return None
     original = plain.__globals__.get(ROTARY)
     if original is None or not rotates_halves(original):
         return None
-    from lockstep.kernels.layer_gradients import rotary
 
     def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        plain_call = not more and not options and _is_served(q) and q.dtype == k.dtype == cos.dtype
-        if plain_call and q.shape[0] == 1 and cos.shape == (1, q.shape[2], q.shape[3]):
-            return rotary(q, k, cos, sin)
-        return original(q, k, cos, sin, *more, **options)
+        if more or options or not fits(q, k, cos):
+            turned: tuple[Tensor, Tensor] = original(q, k, cos, sin, *more, **options)
+            return turned
+        return rotate(q, k, cos, sin)
 
     names = {**plain.__globals__, ROTARY: apply}
     forward = FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__)
     forward.__kwdefaults__ = plain.__kwdefaults__
     return forward
+
+
+def one_row(q: Tensor, k: Tensor, cos: Tensor) -> bool:
+    """Whether `kernels/rotary.py` takes these: packed tokens, of one type."""
+    return q.shape[0] == 1 and cos.shape == (1, q.shape[2], q.shape[3]) and q.dtype == k.dtype == cos.dtype
+
+
+def _attention_forward(module: nn.Module) -> Forward | None:
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        from lockstep.kernels.layer_gradients import rotary
+
+        return rotary(q, k, cos, sin)
+
+    return rotary_forward(module, lambda q, k, cos: _is_served(q) and one_row(q, k, cos), rotate)
 
 
 class _JointProduct:
@@ -360,6 +378,13 @@ def _tried(module: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> Tenso
     except (TypeError, ValueError, RuntimeError):
         return None
     return out if isinstance(out, Tensor) and out.shape == x.shape else None
+
+
+def agree(got: Tensor, expected: Tensor, leave: float = 1.0) -> bool:
+    """Up to rounding in the tensors' own type. leave: how many times the error of one operation may come up."""
+    bound = leave * (1e-4 if got.dtype == torch.float32 else 2e-2)
+    error = (got.float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-20)
+    return got.shape == expected.shape and bool(error < bound)
 
 
 def _same(got: Tensor, expected: Tensor) -> bool:

@@ -7,14 +7,14 @@ gives it so, a norm gives what the weights are in, and sums with the stream stay
 """
 
 from collections.abc import Callable
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lockstep.models.fused_layers import ROTARY, is_usual_layer, norm_eps, norm_offset, rotates_halves
+from lockstep.models.fused_layers import is_usual_layer, norm_eps, norm_offset, rotary_forward
 
 Forward = Callable[..., Any]
 
@@ -26,7 +26,7 @@ def fuse_on_host(model: nn.Module) -> list[str]:
     for module in model.modules():
         kind = type(module)
         if kind not in verdicts:
-            verdicts[kind] = _norm_forward(module) or _attention_forward(module)
+            verdicts[kind] = _norm_forward(module) or rotary_forward(module, _fits, _rotate)
         forward = verdicts[kind]
         if forward is not None and "forward" not in module.__dict__:
             module.__dict__["forward"] = MethodType(forward, module)
@@ -91,26 +91,13 @@ class _RmsNorm(torch.autograd.Function):
         return of_x.to(x.dtype), along.flatten(0, -2).sum(0), None, None
 
 
-def _attention_forward(module: nn.Module) -> Forward | None:
-    """The class's own forward with another rotary embedding among the names that it looks up."""
-    plain = type(module).forward
-    if not isinstance(plain, FunctionType) or ROTARY not in plain.__code__.co_names:
-        return None
-    original = plain.__globals__.get(ROTARY)
-    if original is None or not rotates_halves(original):
-        return None
+def _fits(q: Tensor, k: Tensor, cos: Tensor) -> bool:
+    return cos.dim() == 3 and cos.shape[-1] == q.shape[-1]
 
-    def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        if more or options or cos.dim() != 3 or cos.shape[-1] != q.shape[-1]:
-            out: tuple[Tensor, Tensor] = original(q, k, cos, sin, *more, **options)
-            return out
-        cos, sin = cos[:, None], sin[:, None]
-        return _Rotation.apply(q, cos, sin), _Rotation.apply(k, cos, sin)
 
-    names = {**plain.__globals__, ROTARY: apply}
-    forward = FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__)
-    forward.__kwdefaults__ = plain.__kwdefaults__
-    return forward
+def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = cos[:, None], sin[:, None]
+    return _Rotation.apply(q, cos, sin), _Rotation.apply(k, cos, sin)
 
 
 class _Rotation(torch.autograd.Function):

@@ -1,7 +1,6 @@
 """The two ends of a weight hand-over, as methods of the policy's worker."""
 
 from collections.abc import Generator
-from contextlib import closing
 
 import numpy as np
 import torch
@@ -108,10 +107,9 @@ class WeightHandOver(Worker):
     def _buckets(self) -> Generator[Tensor]:
         """The actor's buckets, their fingerprint summed up in passing."""
         self._sent = 0
-        with closing(self.actor.weights()) as weights:
-            for flat in pack_buckets(weights, self._layout):
-                self._sent += fingerprint(flat)
-                yield flat
+        for flat in pack_buckets(self.actor.weights(), self._layout):
+            self._sent += fingerprint(flat)
+            yield flat
 
     def _take(self, flat: Tensor, index: int) -> None:
         self.rollout.update_weights(unpack_bucket(flat, self._layout[index]))

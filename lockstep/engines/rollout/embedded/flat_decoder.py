@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.models.attention import AttentionContext, LayerOptions, PackedAttention
+from lockstep.models.fused_layers import agree
 
 Forward = Callable[[Tensor, Tensor, AttentionContext], Tensor]
 """(1, T) tokens and positions, attention context -> (T, E) hidden states."""
@@ -183,10 +184,10 @@ def flat_form(decoder: Any, own: Forward) -> FlatForm | None:
     for offset in (False, True):
         form, got = FlatForm(offset, expected.hows), _Witness(5)
         try:
-            same = agree(FlatDecoder(decoder, form)(ids, positions, got), hidden)
+            same = agree(FlatDecoder(decoder, form)(ids, positions, got), hidden, 2.0)
         except (TypeError, ValueError, RuntimeError, AttributeError):
             return None  # parts of the same names that want other arguments
-        if same and all(agree(*pair) for pair in zip(got.seen, expected.seen)):
+        if same and all(agree(*pair, 2.0) for pair in zip(got.seen, expected.seen)):
             return form
     return None
 
@@ -222,12 +223,3 @@ class _Witness:
         self.hows.append(how)
         self.seen += [query, key, value]
         return self._context.attend(layer, query, key, value, how)
-
-
-def agree(got: Tensor, expected: Tensor) -> bool:
-    """Up to rounding in the tensors' own type."""
-    if got.shape != expected.shape or got.dtype != expected.dtype:
-        return False
-    bound = 1e-4 if got.dtype == torch.float32 else 5e-2
-    error = (got.float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-20)
-    return bool(error < bound)

@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any
 
 import torch
@@ -30,12 +30,10 @@ from lockstep.kernels.norms import rms_norm
 from lockstep.kernels.rotary import rotary
 from lockstep.models.adjacent import ADJACENT, joined
 from lockstep.models.attention import PackedAttention, no_mask
-from lockstep.models.fused_layers import has_rotary_table
+from lockstep.models.fused_layers import agree, has_rotary_table, one_row, rotary_forward
 from lockstep.models.paged_attention import LayerProbe
 
 logger = logging.getLogger(__name__)
-
-_ROTARY = "apply_rotary_pos_emb"
 
 Forward = Callable[..., Any]
 
@@ -158,25 +156,8 @@ class FusedModules:
         return forward if self._once(type(module), agrees) else None
 
     def _rotary(self, module: nn.Module) -> Forward | None:
-        plain = type(module).forward
-        if not isinstance(plain, FunctionType) or _ROTARY not in plain.__code__.co_names:
-            return None
-        original = plain.__globals__.get(_ROTARY)
-        if original is None:
-            return None
-        if not self._once(original, lambda: rotates_halves(original)):
-            return None
-
-        def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **options: Any) -> tuple[Tensor, Tensor]:
-            if more or options or q.shape[0] != 1 or cos.shape != (1, q.shape[2], q.shape[3]) or cos.dtype != q.dtype:
-                turned: tuple[Tensor, Tensor] = original(q, k, cos, sin, *more, **options)
-                return turned
-            return rotary(q, k, cos, sin)
-
-        names = {**plain.__globals__, _ROTARY: apply}
-        code = FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__)
-        code.__kwdefaults__ = plain.__kwdefaults__
-        return MethodType(code, module)
+        forward = self._once(("rotary", type(module)), lambda: rotary_forward(module, one_row, rotary))
+        return None if forward is None else MethodType(forward, module)
 
 
 @contextmanager
@@ -312,23 +293,9 @@ def noise(*shape: int, like: Tensor) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
 
 
-def agree(got: Tensor, expected: Tensor, leave: float = 1.0) -> bool:
-    """Up to rounding in the tensors' own type. leave: how many times the error of one operation may come up."""
-    bound = leave * (1e-4 if got.dtype == torch.float32 else 2e-2)
-    error = (got.float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-20)
-    return bool(error < bound)
-
-
 def activation_of(act: Any, like: Tensor) -> Activation | None:
     x = torch.linspace(-6, 6, 99, device=like.device, dtype=like.dtype)
     expected = act(x)
     if agree(F.silu(x), expected):
         return "silu"
     return "gelu_tanh" if agree(F.gelu(x, approximate="tanh"), expected) else None
-
-
-def rotates_halves(function: Any) -> bool:
-    """Whether this is the usual x * cos + (-second half, first half) * sin."""
-    q, k, cos, sin = noise(1, 7, 5, 16, like=torch.empty(0)).split([3, 2, 1, 1], 1)
-    expected = [x * cos + torch.cat((-x[..., 8:], x[..., :8]), -1) * sin for x in (q, k)]
-    return all(agree(a, b) for a, b in zip(function(q, k, cos[0], sin[0]), expected))

@@ -20,13 +20,10 @@ from lockstep.models.attention import AttentionContext, no_mask
 from lockstep.models.loading import logits_fn
 from lockstep.models.paged_attention import LayerProbe, LayerShape, PagedCache
 from lockstep.utils.device import free_memory
+from lockstep.utils.host import settle_on_host
 
 if TYPE_CHECKING:
     from lockstep.engines.rollout.embedded.fused import FusedModules
-
-
-ONE_THREAD = 1 << 16
-"""Where all weights of the layers are smaller, waking other threads takes longer than what they would do."""
 
 
 class ModelRunner:
@@ -76,18 +73,15 @@ class ModelRunner:
         decoder = self.model.get_decoder()
         if self._flat_form is None:
             self.layers()  # a model that cannot be served is refused first
+            settle_on_host(sum(parameter.numel() for parameter in self.model.parameters()))
             self._flat_form = (flat_form(decoder, self.forward),)
         [form] = self._flat_form
         if form is not None:
             self._flat = FlatDecoder(decoder, form)
-        threads, embedding = torch.get_num_threads(), decoder.get_input_embeddings().weight
-        if max(weight.numel() for weight in decoder.parameters() if weight is not embedding) < ONE_THREAD:
-            torch.set_num_threads(1)
         try:
             yield
         finally:
             self._flat = None
-            torch.set_num_threads(threads)
 
     def _fused_modules(self) -> AbstractContextManager[None]:
         tensors = chain(self.model.parameters(), self.model.buffers())
