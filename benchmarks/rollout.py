@@ -80,6 +80,9 @@ Generate = Callable[[list[Request]], list[list[int]]]
 
 
 def embedded(args: argparse.Namespace, longest: Case) -> tuple[Generate, int]:
+    from lockstep.kernels.wake import wake_device
+
+    wake_device(args.device)
     from lockstep.config.actor_rollout_ref import RolloutConfig
     from lockstep.engines.rollout import EmbeddedEngine, GenerationRequest, SamplingParams
     from lockstep.models.attention import ATTENTION_NAME

@@ -147,7 +147,9 @@ def _tile_warps_stages(dim: int, groups: int, dtype: torch.dtype) -> tuple[int, 
     half = dtype != torch.float32
     if dim > 128:
         return TILE, 4, 2
-    return (TILE // 2, 1, 5) if half and dim <= 64 and groups <= 16 else (TILE, 2, 3 if half else 2)
+    if half and groups <= 16:
+        return TILE // 2, 1, 5 if dim <= 64 else 4
+    return TILE, 2, 3 if half else 2
 
 
 def decode_attention(

@@ -296,6 +296,74 @@ def _draw(
     tl.store(fields + _ACTIVE, tl.where(done, 0, 1).to(tl.int64))
 
 
+def scratch(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for what `sum_stretches` tells `pick`."""
+    rows, stretches = len(logits), triton.cdiv(logits.shape[1], STRETCH)
+    stats = torch.empty(rows, stretches, 3, dtype=torch.float32, device=logits.device)
+    return stats, torch.empty(rows, stretches, dtype=torch.int32, device=logits.device)
+
+
+def sum_stretches(
+    logits: Tensor, options: Tensor, seats: Tensor, floors: Tensor | None, stats: Tensor, best: Tensor
+) -> None:
+    """Fill stats and best. floors: (T,) the least logit of each row that may be drawn; None if all may."""
+    rows, vocabulary = logits.shape
+    stretches = best.shape[1]
+    _sums[(rows, stretches)](
+        logits,
+        options,
+        seats,
+        floors,
+        stats,
+        best,
+        logits.stride(0),
+        vocabulary,
+        floors is not None,
+        stretches,
+        STRETCH,
+        num_warps=8,
+    )
+
+
+def pick(
+    logits: Tensor,
+    state: Tensor,
+    options: Tensor,
+    seats: Tensor,
+    floors: Tensor | None,
+    stats: Tensor,
+    best: Tensor,
+    step: Tensor,
+    out_tokens: Tensor,
+    out_log_probs: Tensor,
+) -> None:
+    """Draw by the sums of the stretches, and move the seats on."""
+    rows, vocabulary = logits.shape
+    stretches = best.shape[1]
+    _draw[(rows,)](
+        logits,
+        state,
+        options,
+        seats,
+        floors,
+        stats,
+        best,
+        step,
+        out_tokens,
+        out_log_probs,
+        out_tokens.stride(0),
+        logits.stride(0),
+        vocabulary,
+        floors is not None,
+        state.stride(0),
+        state.shape[1] - STOPS,
+        stretches,
+        triton.next_power_of_2(stretches),
+        STRETCH,
+        num_warps=8,
+    )
+
+
 def draw(
     logits: Tensor,
     state: Tensor,
@@ -313,36 +381,12 @@ def draw(
     filtered: whether any row has min-p, top-k or top-p. Tokens whose logit equals the least one kept are all kept.
     """
     rows, vocabulary = logits.shape
-    fields = state.stride(0)
-    stretches = triton.cdiv(vocabulary, STRETCH)
-    floors = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    stats = torch.empty(rows, stretches, 3, dtype=torch.float32, device=logits.device)
-    best = torch.empty(rows, stretches, dtype=torch.int32, device=logits.device)
-    stride = logits.stride(0)
+    floors = None
     if filtered:
-        _floors[(rows,)](logits, state, options, seats, floors, stride, vocabulary, fields, 1024, num_warps=8)
-    _sums[(rows, stretches)](
-        logits, options, seats, floors, stats, best, stride, vocabulary, filtered, stretches, STRETCH, num_warps=8
-    )
-    _draw[(rows,)](
-        logits,
-        state,
-        options,
-        seats,
-        floors,
-        stats,
-        best,
-        step,
-        out_tokens,
-        out_log_probs,
-        out_tokens.stride(0),
-        stride,
-        vocabulary,
-        filtered,
-        fields,
-        state.shape[1] - STOPS,
-        stretches,
-        triton.next_power_of_2(stretches),
-        STRETCH,
-        num_warps=8,
-    )
+        floors = torch.empty(rows, dtype=torch.float32, device=logits.device)
+        _floors[(rows,)](
+            logits, state, options, seats, floors, logits.stride(0), vocabulary, state.stride(0), 1024, num_warps=8
+        )
+    stats, best = scratch(logits)
+    sum_stretches(logits, options, seats, floors, stats, best)
+    pick(logits, state, options, seats, floors, stats, best, step, out_tokens, out_log_probs)

@@ -1,16 +1,29 @@
 """Models of transformers, and what they compute with here."""
 
 import sys
+from importlib import import_module
+from typing import Any
 
-if "transformers" not in sys.modules and "sklearn" not in sys.modules:
-    # transformers would import scikit-learn, scipy and pandas, where they are installed, for one kind of assisted decoding: two
-    # seconds of a start. To be found absent while that module is imported, and only then, a package is None in sys.modules.
-    sys.modules["sklearn"] = None  # type: ignore[assignment]
+SPARED = {
+    "scipy": "transformers.loss.loss_for_object_detection",
+    "sklearn": "transformers.generation.candidate_generator",
+}
+"""Packages that transformers imports where they are installed, for one module each that no policy needs: seconds of a start."""
+
+
+def _import_without(package: str, module: str) -> None:
+    """To be found absent while that module is imported, and only then, a package is None in sys.modules."""
+    sys.modules[package] = None  # type: ignore[assignment]
     try:
-        from transformers.generation import candidate_generator
-        from transformers.utils import is_sklearn_available
-
-        getattr(is_sklearn_available, "cache_clear", lambda: None)()
-        candidate_generator.is_sklearn_available = lambda: False  # what it has imported says so
+        imported: Any = import_module(module)
+        is_available = getattr(import_module("transformers.utils"), f"is_{package}_available")
+        getattr(is_available, "cache_clear", lambda: None)()
+        setattr(imported, f"is_{package}_available", lambda: False)  # what it has imported says so
     finally:
-        del sys.modules["sklearn"]
+        del sys.modules[package]
+
+
+if "transformers" not in sys.modules:
+    for _package, _module in SPARED.items():
+        if _package not in sys.modules:
+            _import_without(_package, _module)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from lockstep.config.commandline import config_from_command_line
 from lockstep.config.placement import controller_of
 from lockstep.config.ppo import PPOConfig
+from lockstep.kernels.wake import wake_device
 from lockstep.utils.bytecode import uncompiled
-from lockstep.utils.wake import wake_device
 
 if TYPE_CHECKING:
     from lockstep.trainer.ppo.task_runner import TaskRunner

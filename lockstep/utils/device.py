@@ -1,6 +1,7 @@
 """Where to compute, and the memory there."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 
@@ -13,6 +14,13 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def background(device: torch.device) -> ThreadPoolExecutor:
+    """Threads that launch on the device; a CPU has no more than one, which works behind the calling one."""
+    if device.type != "cuda":
+        return ThreadPoolExecutor(1)
+    return ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=(device,))
 
 
 class HostCopy:

@@ -1,26 +1,39 @@
 """What a start does not import."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
-def test_scikit_learn_is_left_alone_and_stays_importable(tmp_path: Path) -> None:
-    package = tmp_path / "sklearn"
-    (package / "metrics").mkdir(parents=True)
-    (package / "__init__.py").write_text("")
-    (package / "metrics" / "__init__.py").write_text("def roc_curve(): ...\n")
-    (tmp_path / "scikit_learn-1.7.dist-info").mkdir()
-    (tmp_path / "scikit_learn-1.7.dist-info" / "METADATA").write_text("Name: scikit-learn\nVersion: 1.7\n")
-    (tmp_path / "scikit_learn-1.7.dist-info" / "top_level.txt").write_text("sklearn\n")
+
+@pytest.mark.parametrize(
+    "package, distribution, module",
+    [
+        ("sklearn", "scikit_learn", "transformers.generation.candidate_generator"),
+        ("scipy", "scipy", "transformers.loss.loss_for_object_detection"),
+    ],
+)
+def test_a_package_that_no_policy_needs_is_not_imported_but_can_be(
+    tmp_path: Path, package: str, distribution: str, module: str
+) -> None:
+    folder = tmp_path / package
+    folder.mkdir()
+    (folder / "__init__.py").write_text("__version__ = '1.7'\n")
+    information = tmp_path / f"{distribution}-1.7.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.7\n")
+    (information / "top_level.txt").write_text(f"{package}\n")
     script = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "import lockstep.models.loading\n"
-        "assert not [name for name in sys.modules if name.startswith('sklearn')]\n"
-        "from transformers.generation import candidate_generator\n"
-        "assert not candidate_generator.is_sklearn_available()\n"
-        "from transformers.utils import is_sklearn_available\n"
-        "import sklearn.metrics\n"
-        "assert is_sklearn_available() and sklearn.metrics.roc_curve"
+        "import sys, lockstep.models\n"
+        f"assert not [name for name in sys.modules if name.startswith('{package}')]\n"
+        f"import {module} as module\n"
+        f"assert not module.is_{package}_available()\n"
+        f"from transformers.utils import is_{package}_available\n"
+        f"assert is_{package}_available()\n"
+        f"import {package}\n"
+        f"assert {package}.__version__ == '1.7'\n"
     )
-    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "PYTHONPATH": path})

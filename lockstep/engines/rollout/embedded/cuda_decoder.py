@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep.engines.rollout.embedded.decode_steps import DecodeSteps, bucket
+from lockstep.engines.rollout.embedded.rehearsal import Rehearsal
 from lockstep.engines.rollout.embedded.runner import ModelRunner
 from lockstep.engines.rollout.embedded.scheduler import Scheduler, Window
 from lockstep.engines.rollout.embedded.seats import Seats
@@ -57,11 +58,13 @@ class CudaDecoder:
         width = scheduler.blocks.num_for(max_length)
         self.seats = Seats(num_seats, bucket(num_seats), width, num_stops, self.num_steps, runner.device)
         self.steps = DecodeSteps(runner, self.seats, max_length, graphs)
+        self.rehearsal = Rehearsal(runner, self.seats, self.steps.max_splits)
 
     def reset(self) -> None:
         self.seats.clear()
 
     def draw_first(self, samplers: Rows[Sequence], logits_NV: Tensor) -> DrawnOnDevice:
+        self.rehearsal.end_draws()
         seats = self.seats.seat(samplers)
         self.seats.step.zero_()
         rows = to_device(torch.tensor(seats, dtype=torch.int32), self.runner.device)
@@ -70,6 +73,7 @@ class CudaDecoder:
         return self._follow(seats, num_steps=1)
 
     def run(self, window: Window) -> DrawnOnDevice:
+        self.rehearsal.end()
         sequences = [s for s, _ in window.draws]
         filtered = any(s.request.sampling.filtered for s in sequences)
         self.steps.prepare(len(sequences), filtered)

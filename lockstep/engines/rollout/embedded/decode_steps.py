@@ -61,7 +61,7 @@ class DecodeSteps:
     def __init__(self, runner: ModelRunner, seats: Seats, max_length: int, graphs: bool) -> None:
         self.runner = runner
         self.seats = seats
-        self.max_length = max_length
+        self.max_splits = min(MAX_SPLITS, -(-max_length // TILE))
         self.graphs = graphs
         device = seats.device
         self._mask = no_mask(device)
@@ -158,5 +158,4 @@ class DecodeSteps:
 
     def _splits(self, num_programs: int) -> int:
         """Stretches of the cache per row and key head."""
-        most = min(MAX_SPLITS, -(-self.max_length // TILE))
-        return max(1, min(PROGRAMS // num_programs, most))
+        return max(1, min(PROGRAMS // num_programs, self.max_splits))

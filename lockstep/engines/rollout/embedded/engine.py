@@ -114,9 +114,11 @@ class EmbeddedEngine(RolloutEngine):
             raise RuntimeError(
                 "the rollout engine is generating already; use generate_one for requests that run side by side"
             )
-        self._busy = True
+        runner, self._busy = self._bound, True
         try:
-            with self._bound.serving():
+            assert self.turns is not None
+            self.turns.make_room(0)  # its kernels are compiled while the model is looked at
+            with runner.serving():
                 yield
         finally:
             self._busy = False

@@ -32,6 +32,7 @@ from lockstep.models.adjacent import ADJACENT, joined
 from lockstep.models.attention import PackedAttention, no_mask
 from lockstep.models.fused_layers import agree, has_rotary_table, one_row, rotary_forward
 from lockstep.models.paged_attention import LayerProbe
+from lockstep.utils.device import background
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class FusedModules:
         self._forwards: list[tuple[nn.Module, Forward]] = []
         self._verdicts: dict[Any, Any] = {}
         self._last: AddingLayer | None = None
+        self._try_each_kind(model)
         self._replace_parts(model)
         self._replace_layers(model)
         if not self._agree(model):
@@ -71,6 +73,18 @@ class FusedModules:
             except (TypeError, ValueError, RuntimeError):
                 return False
         return got.dtype == expected.dtype and agree(got, expected, 5.0)
+
+    def _try_each_kind(self, model: Any) -> None:
+        """Try norms, gates and rotaries side by side: their kernels are compiled outside of Python."""
+        kinds = {(type(m), getattr(getattr(m, "weight", None), "shape", None)): m for m in model.modules()}
+
+        @torch.no_grad()
+        def try_on_all(part: Callable[[nn.Module], Forward | None]) -> None:
+            for module in kinds.values():
+                part(module)
+
+        with background(model.get_input_embeddings().weight.device) as pool:
+            list(pool.map(try_on_all, (self._norm, self._gated, self._rotary)))
 
     def _replace_parts(self, model: nn.Module) -> None:
         for module in model.modules():
@@ -123,8 +137,8 @@ class FusedModules:
 
         def offset_that_agrees() -> bool | None:
             x = noise(3, weight.shape[0], like=weight)
-            expected = module(x)
-            return next((o for o in (False, True) if agree(rms_norm(x, weight, eps, offset=o), expected)), None)
+            expected, stream = module(x), x.float()
+            return next((o for o in (False, True) if agree(rms_norm(stream, weight, eps, offset=o), expected)), None)
 
         offset = self._once((type(module), weight.shape), offset_that_agrees)
         if offset is None:
