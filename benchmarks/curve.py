@@ -37,11 +37,16 @@ def training_points(steps: list[dict[str, Any]]) -> Points:
     return [(step["step"], step[name]) for step in steps if name in step]
 
 
+def round_spacing(most: float, least: float) -> float:
+    """The first of 1, 2, 5, 10, ... times `least` of which six reach `most`."""
+    return next(s for decade in range(9) for s in (least * f * 10**decade for f in (1, 2, 5)) if s * 6 >= most)
+
+
 def draw(title: str, validation: Points, training: Points) -> str:
     everything = [*validation, *training]
     last = max(step for step, _ in everything) or 1
     peak = max(value for _, value in everything)
-    spacing = next((s for s in (0.01, 0.02, 0.05, 0.1) if s * 6 >= peak), 0.2)
+    spacing = round_spacing(peak, 0.01)
     top = spacing * max(1, math.ceil(round(peak / spacing, 6)))
 
     def x(step: float) -> float:
@@ -67,7 +72,8 @@ def draw(title: str, validation: Points, training: Points) -> str:
         level = y(i * spacing)
         parts.append(f'<path d="M{LEFT} {level:.1f}H{WIDTH - RIGHT}" stroke="#e2e5e9"/>')
         parts.append(text(LEFT - 6, level + 4, f"{i * spacing:.0%}", "end"))
-    parts += [text(x(last * i / 5), HEIGHT - BOTTOM + 18, f"{last * i / 5:.0f}") for i in range(6)]
+    ticks = range(0, last + 1, int(round_spacing(last, 1)))
+    parts += [text(x(step), HEIGHT - BOTTOM + 18, str(step)) for step in ticks]
     parts += [text(LEFT + (WIDTH - LEFT - RIGHT) / 2, HEIGHT - 8, "training step")]
     parts += [line(training, TRAINING, 1), line(validation, VALIDATION, 2)]
     parts += [f'<circle cx="{x(s):.1f}" cy="{y(v):.1f}" r="3" fill="{VALIDATION}"/>' for s, v in validation]
