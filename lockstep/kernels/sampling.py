@@ -36,7 +36,7 @@ _MIN_P = tl.constexpr(MIN_P)
 _OPTIONS = tl.constexpr(OPTIONS)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "table_width"])
 def _begin(
     state_ptr: tl.tensor,
     tables_ptr: tl.tensor,

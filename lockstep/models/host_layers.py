@@ -71,7 +71,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
         wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        scale = torch.rsqrt(torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_() / x.shape[-1] + eps)
         ctx.save_for_backward(x, scale, weight)
         ctx.offset = offset
         normed = wide * scale
@@ -83,12 +83,13 @@ class _RmsNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, scale, weight = ctx.saved_tensors
-        factor = weight.float() + 1 if ctx.offset else weight.float()
-        grad, normed = grad.float(), x * scale
-        along = grad * normed
-        share = (along @ factor)[..., None] / x.shape[-1]
-        of_x = (grad * factor).addcmul_(normed, share, value=-1).mul_(scale)
-        return of_x.to(x.dtype), along.flatten(0, -2).sum(0), None, None
+        factor, grad = weight.float() + 1 if ctx.offset else weight.float(), grad.float()
+        # LayerNorm's gradient where the mean is 0, without what it takes off for a mean that moves with x
+        of_x, of_weight, _ = torch.ops.aten.native_layer_norm_backward(
+            grad, x.float(), x.shape[-1:], torch.zeros_like(scale), scale, factor, None, [True, True, False]
+        )
+        of_x += (grad @ factor)[..., None] * (scale / x.shape[-1])
+        return of_x.to(x.dtype), of_weight, None, None
 
 
 def _fits(q: Tensor, k: Tensor, cos: Tensor) -> bool:

@@ -10,6 +10,7 @@ G = H / HK.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -263,16 +264,15 @@ class WindowAttention:
         """Before each step: (N,) place of each row's new token; a row that stays at its place gets nothing useful from then on."""
         self._positions.append(positions)
         for group in self._groups:
-            group.begin(positions[group.rows])
+            group.begin(positions)
 
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: LayerOptions) -> Tensor:
         refuse_softcap(how.softcap)
         index: int = layer.layer_idx  # type: ignore[assignment]
-        q, k, v = query[0], key[0], value[0]
         if len(self._groups) == 1:
-            return self._groups[0].attend(index, q, k, v, how)[None]
-        outputs = [g.attend(index, q[:, g.rows], k[:, g.rows], v[:, g.rows], how) for g in self._groups]
-        return torch.cat(outputs)[None]
+            return self._groups[0].attend(index, query, key, value, how)
+        parts = [(g, query[:, :, g.rows], key[:, :, g.rows], value[:, :, g.rows]) for g in self._groups]
+        return torch.cat([group.attend(index, q, k, v, how) for group, q, k, v in parts], 1)
 
     def write_back(self) -> None:
         """Put the keys and values of the steps into the cache."""
@@ -281,8 +281,17 @@ class WindowAttention:
             group.write_back(positions[:, group.rows])
 
 
+class _Gathered(NamedTuple):
+    """Keys (n * HK, D, C) and values (n * HK, C, D) of one layer, and each column of them as (1, HK, n, D)."""
+
+    keys: Tensor
+    values: Tensor
+    key_columns: tuple[Tensor, ...]
+    value_columns: tuple[Tensor, ...]
+
+
 class _GatheredRows:
-    """Rows of similar length, with keys (n, HK, D, C) and values (n, HK, C, D) of every layer that has attended.
+    """Rows of similar length, with keys and values of every layer that has attended.
 
     The C columns are those of the cached tokens of the longest row, then one for each step.
     """
@@ -305,45 +314,46 @@ class _GatheredRows:
         # (n, C) place of each column's token in its sequence, and whether there is one
         self._places = torch.where(place < self.num_cached, place, place - self.num_cached + length)
         self._empty = (place >= length) & (place < self.num_cached)
-        self._position = length
-        self._masks: dict[tuple[int, int | None], Tensor] = {}
-        self._stores: dict[int, tuple[Tensor, Tensor]] = {}
+        self._positions = torch.empty(0)
+        self._masks: dict[tuple[int, int | None], tuple[Tensor, int]] = {}
+        self._stores: dict[int, _Gathered] = {}
 
     def begin(self, positions: Tensor) -> None:
-        self._position = positions[:, None]
+        self._positions = positions
         self._column += 1
         self._masks = {key: mask for key, mask in self._masks.items() if key[1] is None}  # sliding windows move
 
     def attend(self, index: int, query: Tensor, key: Tensor, value: Tensor, how: LayerOptions) -> Tensor:
-        """query (H, n, D), key and value (HK, n, D) of the new tokens -> (n, H, D).
+        """query (1, H, n, D), key and value (1, HK, n, D) of the new tokens -> (1, n, H, D).
 
         The G query heads of a key head are taken as G queries, so that keys are not repeated.
         """
-        num_heads, num_rows, _ = key.shape
-        keys, values = self._gathered(index, num_heads)
-        keys[..., self._column].copy_(key.transpose(0, 1))
-        values[:, :, self._column].copy_(value.transpose(0, 1))
+        (_, num_heads, num_rows, dim), num_key_heads = query.shape, key.shape[1]
+        stored = self._gathered(index, num_key_heads)
+        stored.key_columns[self._column].copy_(key)
+        stored.value_columns[self._column].copy_(value)
         seen = self._column + 1
-        mask = self._mask(num_heads, how.sliding_window, query.dtype)[..., :seen]
-        q = query.transpose(0, 1).contiguous().view(num_rows * num_heads, -1, query.shape[-1])
-        scores = torch.baddbmm(mask, q, keys.flatten(0, 1)[..., :seen], alpha=how.scaling)
-        out = torch.bmm(scores.softmax(-1), values.flatten(0, 1)[:, :seen])
-        return out.view(num_rows, len(query), -1)
+        mask, beta = self._mask(num_key_heads, how.sliding_window, query.dtype)
+        q = query.transpose(1, 2).contiguous().view(num_rows * num_key_heads, -1, dim)
+        keys, values = stored.keys.narrow(2, 0, seen), stored.values.narrow(1, 0, seen)
+        scores = torch.baddbmm(mask.narrow(2, 0, seen), q, keys, beta=beta, alpha=how.scaling)
+        return torch.bmm(scores.softmax(-1), values).view(1, num_rows, num_heads, -1)
 
     def write_back(self, positions: Tensor) -> None:
         """positions: (steps, n) of the tokens that were computed."""
         size = self.cache.block_size
         slots = (self.table.T.gather(0, positions // size) * size + positions % size).flatten()
         new = slice(self.num_cached, self.num_cached + len(positions))
-        for index, (keys, values) in self._stores.items():
-            target = slots_of_heads(slots, keys.shape[1], size)
-            for store, tokens in (
-                (self.cache.keys[index], keys[..., new].permute(3, 0, 1, 2)),
-                (self.cache.values[index], values[:, :, new].permute(2, 0, 1, 3)),
+        for index, stored in self._stores.items():
+            target = slots_of_heads(slots, self.cache.layers[index].num_heads, size)
+            for store, columns in (
+                (self.cache.keys[index], stored.key_columns[new]),
+                (self.cache.values[index], stored.value_columns[new]),
             ):
+                tokens = torch.cat(columns).transpose(1, 2)  # (steps, n, HK, D)
                 store.view(-1, store.shape[-1]).index_copy_(0, target, tokens.flatten(0, 2))
 
-    def _gathered(self, index: int, num_heads: int) -> tuple[Tensor, Tensor]:
+    def _gathered(self, index: int, num_heads: int) -> _Gathered:
         if index not in self._stores:
             num_rows, cached = len(self.table), slice(self.num_cached)
             table = self.table[:, : -(-self.num_cached // self.cache.block_size)]
@@ -356,15 +366,22 @@ class _GatheredRows:
             values = old_values.new_empty(num_rows, num_heads, self.num_columns, old_values.shape[-1])
             keys[..., cached] = old_keys.transpose(2, 3)
             values[:, :, cached] = old_values
-            self._stores[index] = keys, values
+            self._stores[index] = _Gathered(
+                keys.flatten(0, 1),
+                values.flatten(0, 1),
+                key_columns=keys.transpose(0, 1)[None].unbind(4),
+                value_columns=values.transpose(0, 1)[None].unbind(3),
+            )
         return self._stores[index]
 
-    def _mask(self, num_heads: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """(n * HK, 1, C): 0 where a row may look, -inf elsewhere."""
+    def _mask(self, num_heads: int, window: int | None, dtype: torch.dtype) -> tuple[Tensor, int]:
+        """(n * HK, 1, C): 0 where a row may look, -inf elsewhere; and the factor with which to add it: 0 where it hides nothing."""
         if (num_heads, window) not in self._masks:
-            hidden = self._empty if window is None else self._empty | (self._places <= self._position - window)
+            hidden = self._empty
+            if window is not None:
+                hidden = hidden | (self._places <= self._positions[self.rows, None] - window)
             mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-            self._masks[num_heads, window] = mask.repeat_interleave(num_heads, 0)[:, None]
+            self._masks[num_heads, window] = mask.repeat_interleave(num_heads, 0)[:, None], int(hidden.any())
         return self._masks[num_heads, window]
 
 

@@ -1,8 +1,6 @@
 """Tensors that are on the device only in the phases that need them, and in host memory between."""
 
-import weakref
 from collections.abc import Callable, Sequence
-from mmap import PAGESIZE
 
 import torch
 from torch import Tensor, nn
@@ -34,20 +32,9 @@ class HostHome:
     def _arrivals(self, storages: list[Tensor]) -> list[Tensor]:
         sizes = [-(-len(storage) // _ALIGNMENT) * _ALIGNMENT for storage in storages]
         if len(self._memory) < sum(sizes):
-            self._memory = _page_locked(sum(sizes))
+            self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
         places = self._memory[: sum(sizes)].split(sizes)
         return [place[: len(s)].copy_(s, non_blocking=True) for place, s in zip(places, storages)]
-
-
-def _page_locked(size: int) -> Tensor:
-    """Bytes of host memory that the device copies to and from; torch's own would be rounded up to a power of two."""
-    size = -(-size // PAGESIZE) * PAGESIZE
-    memory = torch.empty(size + PAGESIZE, dtype=torch.uint8)
-    memory = memory[-memory.data_ptr() % PAGESIZE :][:size]  # whole pages, which are locked for nobody else
-    runtime = torch.cuda.cudart()
-    torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), size, 0))
-    weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
-    return memory
 
 
 def move_parameters(module: nn.Module, home: HostHome, device: torch.device) -> None:

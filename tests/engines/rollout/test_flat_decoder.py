@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.engines.rollout.embedded import flat_decoder
 from lockstep.engines.rollout.embedded.flat_decoder import FlatDecoder, Rotary, flat_form
 from lockstep.engines.rollout.embedded.runner import ModelRunner
 from lockstep.models.attention import PackedAttention
@@ -20,9 +21,13 @@ def hidden(forward: Any) -> torch.Tensor:
     return out
 
 
+@pytest.mark.parametrize("largest_copy", [0, flat_decoder.LARGEST_COPY])
 @pytest.mark.parametrize("kind", list(USUAL))
 @torch.no_grad()
-def test_usual_decoders_are_flat_and_compute_the_same(kind: str) -> None:
+def test_usual_decoders_are_flat_and_compute_the_same(
+    kind: str, largest_copy: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flat_decoder, "LARGEST_COPY", largest_copy)
     model = tiny_model(kind).eval()
     runner = ModelRunner(model, block_size=4)
     form = flat_form(model.get_decoder(), runner.forward)

@@ -22,23 +22,34 @@ from lockstep.models.fused_layers import agree
 Forward = Callable[[Tensor, Tensor, AttentionContext], Tensor]
 """(1, T) tokens and positions, attention context -> (T, E) hidden states."""
 
+LARGEST_COPY = 1 << 18
+"""Weights of so many elements are copied to have them in one: one product of them is faster than two."""
+
 
 class Product:
     """Linear layers of one input."""
 
     def __init__(self, *linears: nn.Linear) -> None:
-        self._parts = [(m.weight.detach(), None if m.bias is None else m.bias.detach()) for m in linears]
-        self._sizes = [len(weight) for weight, _ in self._parts]
+        weights = [m.weight.detach() for m in linears]
+        biases = [None if m.bias is None else m.bias.detach()[:, None] for m in linears]
+        if sum(weight.numel() for weight in weights) <= LARGEST_COPY and len({bias is None for bias in biases}) == 1:
+            weights = [torch.cat(weights)]
+            biases = [None if biases[0] is None else torch.cat([bias for bias in biases if bias is not None])]
+        self._parts = list(zip(weights, biases))
+        self._sizes = [len(weight) for weight in weights]
 
     def __call__(self, x: Tensor) -> Tensor:
         """(I, T) -> (O, T), the layers' outputs below each other"""
+        if len(self._parts) == 1:
+            return _product(*self._parts[0], x)
         outputs = x.new_empty(sum(self._sizes), x.shape[1])
-        for (weight, bias), out in zip(self._parts, outputs.split(self._sizes)):
-            if bias is None:
-                torch.mm(weight, x, out=out)
-            else:
-                torch.addmm(bias[:, None], weight, x, out=out)
+        for part, out in zip(self._parts, outputs.split(self._sizes)):
+            _product(*part, x, out)
         return outputs
+
+
+def _product(weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor | None = None) -> Tensor:
+    return torch.mm(weight, x, out=out) if bias is None else torch.addmm(bias, weight, x, out=out)
 
 
 @dataclass(frozen=True)
@@ -54,13 +65,17 @@ class Norm:
         weight = module.weight.detach()[:, None]
         self._factor = 1 + weight if offset else weight
         self._eps = torch.tensor(getattr(module, "variance_epsilon", None) or module.eps)
+        self._mean = torch.full((1, len(weight)), 1 / len(weight))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Over the last dimension but one."""
+        """(E, T) -> (E, T)"""
         wide = x.float()
-        squares = (wide * wide).sum(-2, keepdim=True)
-        scale = torch.add(self._eps, squares, alpha=1 / x.shape[-2]).rsqrt_()
+        scale = torch.addmm(self._eps, self._mean, wide * wide).rsqrt_()
         return (wide * scale).to(x.dtype).mul_(self._factor)
+
+    def of_heads(self, x: Tensor) -> Tensor:
+        """(H, D, T) -> (H, D, T), each head for itself."""
+        return self(x.transpose(0, 1).flatten(1)).unflatten(1, (len(x), -1)).transpose(0, 1)
 
 
 class Layer(NamedTuple):
@@ -73,6 +88,7 @@ class Layer(NamedTuple):
     num_heads: int
     num_key_heads: int
     head_dim: int
+    swapped: Tensor
     output: Tensor
     mlp_norm: Norm
     gate_up: Product
@@ -92,10 +108,11 @@ class Layer(NamedTuple):
             num_heads=attention.q_proj.out_features // attention.head_dim,
             num_key_heads=attention.k_proj.out_features // attention.head_dim,
             head_dim=attention.head_dim,
+            swapped=torch.arange(attention.head_dim).roll(attention.head_dim // 2),
             output=attention.o_proj.weight.detach(),
             mlp_norm=Norm(layer.post_attention_layernorm, offset),
             gate_up=Product(mlp.gate_proj, mlp.up_proj),
-            act=mlp.act_fn,
+            act=mlp.act_fn.forward,
             down=mlp.down_proj.weight.detach(),
         )
 
@@ -104,17 +121,19 @@ class Layer(NamedTuple):
     ) -> Tensor:
         """stream (E, T), cos and sin (D, T), the first half of sin negated -> the stream, of the tokens that are `wanted`."""
         qkv = self.qkv(self.input_norm(stream)).view(-1, self.head_dim, stream.shape[1])
-        heads, v = qkv.split((self.num_heads + self.num_key_heads, self.num_key_heads))
+        num_turned = self.num_heads + self.num_key_heads
+        heads, v = qkv[:num_turned], qkv[num_turned:]
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = heads.split((self.num_heads, self.num_key_heads))
-            heads = torch.cat((self.q_norm(q), self.k_norm(k)))
-        turned = torch.addcmul(heads * cos, heads.roll(self.head_dim // 2, 1), sin)
-        q, k = turned.split((self.num_heads, self.num_key_heads))
-        out = context.attend(self.attention, _by_token(q), _by_token(k), _by_token(v), self.how).flatten(2)[0].t()
+            q, k = heads[: self.num_heads], heads[self.num_heads :]
+            heads = torch.cat((self.q_norm.of_heads(q), self.k_norm.of_heads(k)))
+        turned = _by_token(torch.addcmul(heads * cos, heads.index_select(1, self.swapped), sin))
+        q, k = turned[:, : self.num_heads], turned[:, self.num_heads :]
+        out = context.attend(self.attention, q, k, _by_token(v), self.how).reshape(stream.shape[1], -1).t()
         if wanted is not None:
             stream, out = stream.index_select(1, wanted), out.index_select(1, wanted)
         stream.addmm_(self.output, out)
-        gate, up = self.gate_up(self.mlp_norm(stream)).chunk(2)
+        gate_up, inner = self.gate_up(self.mlp_norm(stream)), self.down.shape[1]
+        gate, up = gate_up[:inner], gate_up[inner:]
         return stream.addmm_(self.down, self.act(gate).mul_(up))
 
 
@@ -154,7 +173,7 @@ class FlatDecoder:
     """decoder: its weights must stay where they are while this one is used."""
 
     def __init__(self, decoder: Any, form: FlatForm) -> None:
-        self._embed, self._rotary = decoder.embed_tokens, Rotary(decoder.rotary_emb)
+        self._embed, self._rotary = decoder.embed_tokens.forward, Rotary(decoder.rotary_emb)
         self._layers = [Layer.of(layer, how, form.offset) for layer, how in zip(decoder.layers, form.hows)]
         self._norm = Norm(decoder.norm, form.offset)
 

@@ -5,6 +5,8 @@ Its compilers run outside of Python, and meanwhile the caller looks at the model
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -35,7 +37,7 @@ class Rehearsal:
         for future in self._draws:
             future.result()
         if self._steps is None:
-            self._steps = self._begin(self._begin_step, self._attend)
+            self._steps = self._begin(self._begin_step, *self._ways_to_attend())
 
     def end(self) -> None:
         self.end_draws()
@@ -61,14 +63,14 @@ class Rehearsal:
         inputs = seats.tokens[:, :1], seats.positions[:, :1], seats.slots[:1], torch.zeros_like(seats.step)
         sampling.begin_step(seats.state, seats.tables, self._row, *inputs, ring=ring, block_size=block_size)
 
-    def _attend(self) -> None:
+    def _ways_to_attend(self) -> list[Callable[[], None]]:
         num_heads = getattr(self.runner.model.config.get_text_config(), "num_attention_heads", None)
-        if num_heads is not None:
-            for shape in set(self.runner.layers().values()):
-                for splits in {1, min(2, self.max_splits)}:
-                    self._attend_as(shape, num_heads, splits)
+        if num_heads is None:
+            return []
+        ways = product(set(self.runner.layers().values()), {1, min(2, self.max_splits)})
+        return [partial(self._attend, shape, num_heads, splits) for shape, splits in ways]
 
-    def _attend_as(self, shape: LayerShape, num_heads: int, splits: int) -> None:
+    def _attend(self, shape: LayerShape, num_heads: int, splits: int) -> None:
         def zeros(count: int, dim: int) -> Tensor:
             return torch.zeros(1, count, 1, dim, dtype=shape.dtype, device=self.seats.device)
 

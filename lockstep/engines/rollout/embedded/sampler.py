@@ -62,6 +62,12 @@ class SamplingBatch:
 
 def sample(logits_NV: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
     """Tokens (N,) int64 and their log-probs (N,) float32."""
+    tokens_N, probs_N = draw(logits_NV, batch, batch.uniform_N)
+    return tokens_N, probs_N.log()
+
+
+def draw(logits_NV: Tensor, batch: SamplingBatch, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens (N,) int64 and their probabilities (N,) float32, by these random numbers in place of the batch's."""
     scaled_NV = logits_NV.float()
     if batch.temperatures_N is not None:
         scaled_NV = scaled_NV / batch.temperatures_N[:, None]
@@ -74,10 +80,10 @@ def sample(logits_NV: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
             rows = torch.tensor(batch.filtered, device=logits_NV.device)
             kept = keep_mask(scaled_NV[rows], [batch.params[i] for i in batch.filtered])
             weights_NV = probs_NV.index_copy(0, rows, probs_NV[rows] * kept)
-        tokens_N = inverse_cdf(weights_NV, batch.uniform_N)
+        tokens_N = inverse_cdf(weights_NV, uniform_N)
         if batch.num_greedy:
             tokens_N = torch.where(batch.greedy_N, likeliest(scaled_NV), tokens_N)
-    return tokens_N, probs_NV.gather(1, tokens_N[:, None])[:, 0].log()
+    return tokens_N, probs_NV.gather(1, tokens_N[:, None])[:, 0]
 
 
 def likeliest(scaled_NV: Tensor) -> Tensor:
@@ -108,12 +114,12 @@ def keep_mask(scaled_NV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 
 def inverse_cdf(weights_NV: Tensor, uniform_N: Tensor) -> Tensor:
-    """The first token at which the running sum of the weights exceeds uniform * total; never one of weight 0."""
+    """The first token at which the running sum of the weights exceeds uniform * total; never one of weight 0.
+
+    uniform_N: at most 1 - 2^-24, which times a float32 stays below that float32.
+    """
     cdf_NV = weights_NV.cumsum(-1)
-    total_N1 = cdf_NV[:, -1:].contiguous()
-    drawn_N1 = torch.searchsorted(cdf_NV, uniform_N[:, None] * total_N1, right=True)
-    last_N1 = torch.searchsorted(cdf_NV, total_N1)  # rounding may carry uniform * total up to the total
-    return torch.minimum(drawn_N1, last_N1)[:, 0]
+    return torch.searchsorted(cdf_NV, uniform_N[:, None] * cdf_NV[:, -1:], right=True)[:, 0]
 
 
 def uniform(seeds_N: Tensor, positions_N: Tensor) -> Tensor:
