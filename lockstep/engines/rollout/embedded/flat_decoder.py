@@ -65,17 +65,13 @@ class Norm:
         weight = module.weight.detach()[:, None]
         self._factor = 1 + weight if offset else weight
         self._eps = torch.tensor(getattr(module, "variance_epsilon", None) or module.eps)
-        self._mean = torch.full((1, len(weight)), 1 / len(weight))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(E, T) -> (E, T)"""
+        """Over the last dimension but one."""
         wide = x.float()
-        scale = torch.addmm(self._eps, self._mean, wide * wide).rsqrt_()
+        squares = (wide * wide).sum(-2, keepdim=True)
+        scale = torch.add(self._eps, squares, alpha=1 / x.shape[-2]).rsqrt_()
         return (wide * scale).to(x.dtype).mul_(self._factor)
-
-    def of_heads(self, x: Tensor) -> Tensor:
-        """(H, D, T) -> (H, D, T), each head for itself."""
-        return self(x.transpose(0, 1).flatten(1)).unflatten(1, (len(x), -1)).transpose(0, 1)
 
 
 class Layer(NamedTuple):
@@ -125,7 +121,7 @@ class Layer(NamedTuple):
         heads, v = qkv[:num_turned], qkv[num_turned:]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = heads[: self.num_heads], heads[self.num_heads :]
-            heads = torch.cat((self.q_norm.of_heads(q), self.k_norm.of_heads(k)))
+            heads = torch.cat((self.q_norm(q), self.k_norm(k)))
         turned = _by_token(torch.addcmul(heads * cos, heads.index_select(1, self.swapped), sin))
         q, k = turned[:, : self.num_heads], turned[:, self.num_heads :]
         out = context.attend(self.attention, q, k, _by_token(v), self.how).reshape(stream.shape[1], -1).t()
