@@ -21,7 +21,7 @@ def wake_device(device: str) -> threading.Thread | None:
             _compile_one_kernel()
             torch.cuda.synchronize()
 
-    thread = threading.Thread(target=wake, name="wake-device", daemon=True)
+    thread = threading.Thread(target=wake, name="wake-device")
     thread.start()
     return thread
 

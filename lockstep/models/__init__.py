@@ -4,26 +4,31 @@ import sys
 from importlib import import_module
 from typing import Any
 
-SPARED = {
-    "scipy": "transformers.loss.loss_for_object_detection",
-    "sklearn": "transformers.generation.candidate_generator",
-}
-"""Packages that transformers imports where they are installed, for one module each that no policy needs: seconds of a start."""
 
-
-def _import_without(package: str, module: str) -> None:
-    """To be found absent while that module is imported, and only then, a package is None in sys.modules."""
+def _import_without(package: str, module: str) -> Any:
+    """The module, imported while the package is found absent, which it is where sys.modules has None."""
     sys.modules[package] = None  # type: ignore[assignment]
     try:
-        imported: Any = import_module(module)
+        imported = import_module(module)
         is_available = getattr(import_module("transformers.utils"), f"is_{package}_available")
         getattr(is_available, "cache_clear", lambda: None)()
-        setattr(imported, f"is_{package}_available", lambda: False)  # what it has imported says so
     finally:
         del sys.modules[package]
+    return imported
 
 
-if "transformers" not in sys.modules:
-    for _package, _module in SPARED.items():
-        if _package not in sys.modules:
-            _import_without(_package, _module)
+def _linear_sum_assignment(*args: Any, **options: Any) -> Any:
+    from scipy.optimize import linear_sum_assignment  # type: ignore[import-untyped,unused-ignore]
+
+    return linear_sum_assignment(*args, **options)
+
+
+# transformers imports scipy and scikit-learn, where they are installed, for losses and a kind of decoding that no policy uses:
+# seconds of a start. The losses import it when they are called.
+if not {"transformers", "scipy"} & sys.modules.keys():
+    _import_without("scipy", "transformers.loss.loss_utils")
+    for _name, _loss in list(sys.modules.items()):
+        if _name.startswith("transformers.loss."):
+            vars(_loss).setdefault("linear_sum_assignment", _linear_sum_assignment)
+    if "sklearn" not in sys.modules:
+        _import_without("sklearn", "transformers.generation.candidate_generator").is_sklearn_available = lambda: False

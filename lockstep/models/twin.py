@@ -1,7 +1,7 @@
 """A second module over the very same tensors: the rollout decodes with the trainer's parameters, without its hooks and modes.
 
 The trainer's module may be sharded, in training mode and checkpointing its activations; its twin is a plain module in evaluation
-mode. Nothing is copied: after `share` both hold the same tensors, so an optimizer step is seen by the next decoded token.
+mode. Nothing is copied: after `share` both hold the same tensors, so an optimizer step is seen by the next `generate`.
 """
 
 import copy

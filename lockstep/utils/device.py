@@ -17,10 +17,10 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def background(device: torch.device) -> ThreadPoolExecutor:
-    """Threads that launch on the device; a CPU has no more than one, which works behind the calling one."""
+    """Threads that launch where the calling one does; a CPU has no more than one, which works behind the calling one."""
     if device.type != "cuda":
         return ThreadPoolExecutor(1)
-    return ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=(device,))
+    return ThreadPoolExecutor(initializer=torch.cuda.set_stream, initargs=(torch.cuda.current_stream(device),))
 
 
 class HostCopy:

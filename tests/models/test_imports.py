@@ -8,32 +8,45 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize(
-    "package, distribution, module",
-    [
-        ("sklearn", "scikit_learn", "transformers.generation.candidate_generator"),
-        ("scipy", "scipy", "transformers.loss.loss_for_object_detection"),
-    ],
-)
-def test_a_package_that_no_policy_needs_is_not_imported_but_can_be(
-    tmp_path: Path, package: str, distribution: str, module: str
-) -> None:
-    folder = tmp_path / package
-    folder.mkdir()
-    (folder / "__init__.py").write_text("__version__ = '1.7'\n")
-    information = tmp_path / f"{distribution}-1.7.dist-info"
+def install(folder: Path, package: str, distribution: str, files: dict[str, str]) -> None:
+    """A package that says it is there."""
+    (folder / package).mkdir()
+    for name, text in {"__init__.py": "", **files}.items():
+        (folder / package / name).write_text(text)
+    information = folder / f"{distribution}-1.7.dist-info"
     information.mkdir()
     (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.7\n")
     (information / "top_level.txt").write_text(f"{package}\n")
-    script = (
-        "import sys, lockstep.models\n"
-        f"assert not [name for name in sys.modules if name.startswith('{package}')]\n"
-        f"import {module} as module\n"
-        f"assert not module.is_{package}_available()\n"
-        f"from transformers.utils import is_{package}_available\n"
-        f"assert is_{package}_available()\n"
-        f"import {package}\n"
-        f"assert {package}.__version__ == '1.7'\n"
-    )
+
+
+@pytest.fixture
+def packages(tmp_path: Path) -> dict[str, str]:
+    install(tmp_path, "sklearn", "scikit_learn", {"metrics.py": "def roc_curve(): ...\n"})
+    install(tmp_path, "scipy", "scipy", {"optimize.py": "def linear_sum_assignment(costs): return costs + 1\n"})
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "PYTHONPATH": path})
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def test_packages_that_no_policy_needs_are_not_imported_but_can_be(packages: dict[str, str]) -> None:
+    script = (
+        "import sys, lockstep.models.loading\n"
+        "import transformers.models.llama.modeling_llama\n"
+        "assert not [name for name in sys.modules if name.split('.')[0] in ('sklearn', 'scipy')]\n"
+        "from transformers.generation import candidate_generator\n"
+        "from transformers.utils import is_scipy_available, is_sklearn_available\n"
+        "assert not candidate_generator.is_sklearn_available()\n"
+        "assert is_sklearn_available() and is_scipy_available()\n"
+        "import sklearn.metrics\n"
+        "assert sklearn.metrics.roc_curve\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, env=packages)
+
+
+def test_a_loss_of_transformers_imports_scipy_when_it_needs_it(packages: dict[str, str]) -> None:
+    script = (
+        "import sys, lockstep.models.loading\n"
+        "from transformers.loss import loss_for_object_detection as loss\n"
+        "assert 'scipy' not in sys.modules and loss.linear_sum_assignment(1) == 2 and 'scipy' in sys.modules\n"
+        "loss.HungarianMatcher()\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, env=packages)

@@ -164,7 +164,7 @@ def test_a_column_that_some_rows_lack_and_a_row_that_fails_cost_no_run(overrides
 
 
 def test_rejected_tokens_keep_the_reward_of_their_sequence(overrides: list[str], tmp_path: Path) -> None:
-    """A threshold that rejects every token trains nothing, but the returns are those of the rewards."""
+    """A threshold within the rounding of log-probs rejects some tokens of most sequences; the returns are those of the rewards."""
     rows = run(
         overrides,
         tmp_path,
@@ -172,5 +172,5 @@ def test_rejected_tokens_keep_the_reward_of_their_sequence(overrides: list[str],
         "algorithm.rollout_correction.rollout_rs=token_k1",
         "algorithm.rollout_correction.rollout_rs_threshold=0.9999999_1.0",
     )
-    assert rows[0]["rollout_corr/rollout_rs_masked_fraction"] > 0.3
+    assert rows[0]["rollout_corr/rollout_rs_masked_fraction"] > 0.05
     assert rows[0]["critic/returns/max"] == pytest.approx(rows[0]["critic/score/max"])

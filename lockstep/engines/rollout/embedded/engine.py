@@ -69,6 +69,8 @@ class EmbeddedEngine(RolloutEngine):
         self.turns = Turns(self.runner, self.scheduler, self.max_model_len, graphs=not self.config.enforce_eager)
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        if self._busy:
+            raise RuntimeError("weights cannot be updated while requests are running")
         copy_weights(self._bound.model, weights)
 
     def sleep(self) -> None:
@@ -117,7 +119,7 @@ class EmbeddedEngine(RolloutEngine):
         runner, self._busy = self._bound, True
         try:
             assert self.turns is not None
-            self.turns.make_room(0)  # its kernels are compiled while the model is looked at
+            self.turns.make_room(len(self.eos_token_ids))  # its kernels are compiled while the model is looked at
             with runner.serving():
                 yield
         finally:

@@ -138,22 +138,24 @@ def _by_token(heads: Tensor) -> Tensor:
     return heads.transpose(1, 2)[None]
 
 
+MOVING_ROPES = ("dynamic", "longrope")
+"""Their frequencies change with the longest position of a call, also for the rows beside it."""
+
 LARGEST_TABLE = 1 << 16
 """Positions beyond are computed when they come."""
 
 
 class Rotary:
-    """cos and sin of positions, the first half of sin negated; computed once where they depend on the position alone."""
+    """cos and sin of positions, the first half of sin negated, which depend on the position alone; computed once."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
-        self._moves = module.rope_type in ("dynamic", "longrope")  # with the longest position of the call
         self._table = torch.empty(0, 0)
 
     def __call__(self, like: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
         """(1, T) positions -> (D, T) each, of the type of `like`."""
         longest = int(position_ids.max())
-        if self._moves or longest >= LARGEST_TABLE:
+        if longest >= LARGEST_TABLE:
             return self._computed(like, position_ids).chunk(2)
         if longest >= self._table.shape[1]:
             self._table = self._computed(like, torch.arange(2 * longest + 2)[None])
@@ -191,6 +193,8 @@ def flat_form(decoder: Any, own: Forward) -> FlatForm | None:
     """The form in which a flat forward computes what the decoder's own does; None where there is none."""
     names = {"embed_tokens", "layers", "norm", "rotary_emb"}
     if set(dict(decoder.named_children())) != names or not all(_is_usual(layer) for layer in decoder.layers):
+        return None
+    if getattr(decoder.rotary_emb, "rope_type", None) in MOVING_ROPES:
         return None
     ids, last = torch.arange(5)[None], decoder.config.max_position_embeddings - 1
     positions = torch.tensor([[0, 1, 2, last // 2, last]])  # some layers do otherwise from a far position on

@@ -75,7 +75,7 @@ class FusedModules:
         return got.dtype == expected.dtype and agree(got, expected, 5.0)
 
     def _try_each_kind(self, model: Any) -> None:
-        """Try norms, gates and rotaries side by side: their kernels are compiled outside of Python."""
+        """Try norms and gates side by side: their kernels are compiled outside of Python."""
         kinds = {(type(m), getattr(getattr(m, "weight", None), "shape", None)): m for m in model.modules()}
 
         @torch.no_grad()
@@ -84,7 +84,7 @@ class FusedModules:
                 part(module)
 
         with background(model.get_input_embeddings().weight.device) as pool:
-            list(pool.map(try_on_all, (self._norm, self._gated, self._rotary)))
+            list(pool.map(try_on_all, (self._norm, self._gated)))
 
     def _replace_parts(self, model: nn.Module) -> None:
         for module in model.modules():

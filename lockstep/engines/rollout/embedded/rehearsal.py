@@ -1,10 +1,11 @@
 """The kernels of a decode step, launched once for the spare seat, so that Triton compiles them side by side.
 
-Its compilers run outside of Python, and meanwhile the caller looks at the model. What differs in use is compiled there.
+Its compilers run outside of Python, and meanwhile the caller looks at the model. What differs in use is compiled there, and what
+goes wrong here goes wrong there, where it can be told better.
 """
 
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from itertools import product
 
@@ -28,21 +29,19 @@ class Rehearsal:
     def __init__(self, runner: ModelRunner, seats: Seats, max_splits: int) -> None:
         self.runner, self.seats, self.max_splits = runner, seats, max_splits
         self._row = torch.full((1,), seats.spare, dtype=torch.int32, device=seats.device)
-        self._logits = torch.zeros(1, len(runner.model.get_output_embeddings().weight), device=seats.device)
+        self._logits = torch.zeros(1, runner.model.config.get_text_config().vocab_size, device=seats.device)
         self._sums = sampling.scratch(self._logits)
         self._draws = self._begin(self._sum_stretches, self._pick)
         self._steps: list[Future[None]] | None = None
 
     def end_draws(self) -> None:
-        for future in self._draws:
-            future.result()
+        wait(self._draws)
         if self._steps is None:
             self._steps = self._begin(self._begin_step, *self._ways_to_attend())
 
     def end(self) -> None:
         self.end_draws()
-        for future in self._steps or ():
-            future.result()
+        wait(self._steps or ())
 
     def _begin(self, *plays: Callable[[], None]) -> list[Future[None]]:
         pool = background(self.seats.device)

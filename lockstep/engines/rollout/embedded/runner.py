@@ -1,7 +1,7 @@
 """The model that serves, with its KV cache.
 
-Without gradients, but not in inference mode: tensors made there (a rotary cache, say) could not take part in training
-later.
+Without gradients, and in inference mode only where the decoder is flat (`turns.py`): tensors that a module's own forward
+makes there (a rotary cache, say) could not take part in training later.
 """
 
 import os

@@ -24,7 +24,7 @@ _MIX_2 = 0x94D049BB133111EB
 class SamplingBatch:
     """The parameters of N rows. What decides on the work is kept on the host, so that no step waits for the device.
 
-    uniform_N:      random number of each row.
+    uniform_N:      random number of each row, (S, N) where they are those of S steps.
     temperatures_N: None where all are 1.
     greedy_N:       rows that take the likeliest token; num_greedy of them.
     filtered:       rows with min-p, top-k or top-p.
