@@ -281,6 +281,13 @@ def test_update_weights_copies_by_name() -> None:
         engine.update_weights(iter([("model.norm.weight", torch.zeros(3))]))
 
 
+def test_weights_are_not_updated_while_requests_run(model: Any) -> None:
+    engine = embedded(model)
+    with engine._serving(), pytest.raises(RuntimeError, match="while requests are running"):
+        engine.update_weights(iter([]))
+    engine.update_weights(iter([]))
+
+
 def test_generating_without_a_model_is_refused() -> None:
     engine = create_rollout_engine(rollout_config(name="embedded"), [EOS], 0)
     with pytest.raises(RuntimeError, match="call bind"):
