@@ -66,10 +66,11 @@ class Rehearsal:
         num_heads = getattr(self.runner.model.config.get_text_config(), "num_attention_heads", None)
         if num_heads is None:
             return []
-        ways = product(set(self.runner.layers().values()), {1, min(2, self.max_splits)})
-        return [partial(self._attend, shape, num_heads, splits) for shape, splits in ways]
+        addresses, shapes = self.runner.addresses[0], set(self.runner.layers().values())
+        ways = product(shapes, {1, min(2, self.max_splits)})
+        return [partial(self._attend, addresses, shape, num_heads, splits) for shape, splits in ways]
 
-    def _attend(self, shape: LayerShape, num_heads: int, splits: int) -> None:
+    def _attend(self, addresses: Tensor, shape: LayerShape, num_heads: int, splits: int) -> None:
         def zeros(count: int, dim: int) -> Tensor:
             return torch.zeros(1, count, 1, dim, dtype=shape.dtype, device=self.seats.device)
 
@@ -78,7 +79,7 @@ class Rehearsal:
             zeros(num_heads, shape.key_dim),
             zeros(shape.num_heads, shape.key_dim),
             zeros(shape.num_heads, shape.value_dim),
-            self.runner.addresses[0],
+            addresses,
             self.seats.tables,
             self._row,
             positions=nowhere + 1,
