@@ -25,10 +25,11 @@ def _linear_sum_assignment(*args: Any, **options: Any) -> Any:
 
 # transformers imports scipy and scikit-learn, where they are installed, for losses and a kind of decoding that no policy uses:
 # seconds of a start. The losses import it when they are called.
-if not {"transformers", "scipy"} & sys.modules.keys():
+_present = set(sys.modules)
+if not {"transformers", "scipy"} & _present:
     _import_without("scipy", "transformers.loss.loss_utils")
     for _name, _loss in list(sys.modules.items()):
         if _name.startswith("transformers.loss."):
             vars(_loss).setdefault("linear_sum_assignment", _linear_sum_assignment)
-    if "sklearn" not in sys.modules:
-        _import_without("sklearn", "transformers.generation.candidate_generator").is_sklearn_available = lambda: False
+if not {"transformers", "sklearn"} & _present:
+    _import_without("sklearn", "transformers.generation.candidate_generator").is_sklearn_available = lambda: False

@@ -246,25 +246,20 @@ class WindowAttention:
     one column of all rows, behind the longest row: so what a row sees stays the same but for one column more a step.
 
     tables:    blocks of each row, with those that the steps will fill; shorter tables come first.
-    lengths:   tokens of each row in the cache.
-    num_steps: the most that will come.
+    positions: (steps, N) place of each row's new token in the steps to come, of which the last need not be taken; all before the
+               first are in the cache. A row that stays at its place gets nothing useful from then on.
     """
 
-    def __init__(
-        self, cache: PagedCache, tables: Sequence[Sequence[int]], lengths: Sequence[int], num_steps: int
-    ) -> None:
-        self.cache = cache
+    def __init__(self, cache: PagedCache, tables: Sequence[Sequence[int]], positions: Tensor) -> None:
         self._groups = [
-            _GatheredRows(cache, slice(start, stop), tables[start:stop], lengths[start:stop], num_steps)
+            _GatheredRows(cache, slice(start, stop), tables[start:stop], positions[:, start:stop])
             for start, stop in similar_lengths(tables)
         ]
-        self._positions: list[Tensor] = []
 
-    def begin(self, positions: Tensor) -> None:
-        """Before each step: (N,) place of each row's new token; a row that stays at its place gets nothing useful from then on."""
-        self._positions.append(positions)
+    def begin(self) -> None:
+        """Before each step."""
         for group in self._groups:
-            group.begin(positions)
+            group.begin()
 
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: LayerOptions) -> Tensor:
         refuse_softcap(how.softcap)
@@ -276,9 +271,8 @@ class WindowAttention:
 
     def write_back(self) -> None:
         """Put the keys and values of the steps into the cache."""
-        positions = torch.stack(self._positions)
         for group in self._groups:
-            group.write_back(positions[:, group.rows])
+            group.write_back()
 
 
 class _Gathered(NamedTuple):
@@ -296,30 +290,23 @@ class _GatheredRows:
     The C columns are those of the cached tokens of the longest row, then one for each step.
     """
 
-    def __init__(
-        self,
-        cache: PagedCache,
-        rows: slice,
-        tables: Sequence[Sequence[int]],
-        lengths: Sequence[int],
-        num_steps: int,
-    ) -> None:
+    def __init__(self, cache: PagedCache, rows: slice, tables: Sequence[Sequence[int]], positions: Tensor) -> None:
         self.cache = cache
         self.rows = rows
+        self.positions = positions
         width = max(len(table) for table in tables)
         self.table = torch.tensor([[*table, *[0] * (width - len(table))] for table in tables])
-        self.num_cached, self.num_columns = max(lengths), max(lengths) + num_steps
+        self.num_cached = int(positions[0].max())
+        self.num_columns = self.num_cached + len(positions)
         self._column = self.num_cached - 1
-        length, place = torch.tensor(lengths)[:, None], torch.arange(self.num_columns)
+        length, place = positions[0][:, None], torch.arange(self.num_columns)
         # (n, C) place of each column's token in its sequence, and whether there is one
         self._places = torch.where(place < self.num_cached, place, place - self.num_cached + length)
         self._empty = (place >= length) & (place < self.num_cached)
-        self._positions = torch.empty(0)
         self._masks: dict[tuple[int, int | None], tuple[Tensor, int]] = {}
         self._stores: dict[int, _Gathered] = {}
 
-    def begin(self, positions: Tensor) -> None:
-        self._positions = positions
+    def begin(self) -> None:
         self._column += 1
         self._masks = {key: mask for key, mask in self._masks.items() if key[1] is None}  # sliding windows move
 
@@ -339,11 +326,10 @@ class _GatheredRows:
         scores = torch.baddbmm(mask.narrow(2, 0, seen), q, keys, beta=beta, alpha=how.scaling)
         return torch.bmm(scores.softmax(-1), values).view(1, num_rows, num_heads, -1)
 
-    def write_back(self, positions: Tensor) -> None:
-        """positions: (steps, n) of the tokens that were computed."""
-        size = self.cache.block_size
+    def write_back(self) -> None:
+        size, new = self.cache.block_size, slice(self.num_cached, self._column + 1)
+        positions = self.positions[: self._column + 1 - self.num_cached]
         slots = (self.table.T.gather(0, positions // size) * size + positions % size).flatten()
-        new = slice(self.num_cached, self.num_cached + len(positions))
         for index, stored in self._stores.items():
             target = slots_of_heads(slots, self.cache.layers[index].num_heads, size)
             for store, columns in (
@@ -379,7 +365,8 @@ class _GatheredRows:
         if (num_heads, window) not in self._masks:
             hidden = self._empty
             if window is not None:
-                hidden = hidden | (self._places <= self._positions[self.rows, None] - window)
+                position = self.positions[self._column - self.num_cached, :, None]
+                hidden = hidden | (self._places <= position - window)
             mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
             self._masks[num_heads, window] = mask.repeat_interleave(num_heads, 0)[:, None], int(hidden.any())
         return self._masks[num_heads, window]

@@ -99,15 +99,15 @@ def test_a_window_of_single_tokens_and_what_it_leaves_in_the_cache(window: int |
     q, k, v = (torch.cat([d[i][:n] for d, n in zip(data, starts)]) for i in range(3))
     attend(PagedAttention(cache, fresh, [], fresh_lengths=starts), module, q, k, v, window)
 
-    context = WindowAttention(cache, tables, starts, num_steps)
-    positions = torch.tensor(starts)
-    for step in range(num_steps):
-        context.begin(positions)
-        q, k, v = (torch.stack([d[i][p] for d, p in zip(data, positions.tolist())]) for i in range(3))
+    steps = torch.arange(num_steps)[:, None]
+    positions = torch.tensor(starts) + torch.minimum(steps, torch.tensor([1, 3, 3]))  # the first stops after two steps
+    context = WindowAttention(cache, tables, positions)
+    for step, places in enumerate(positions.tolist()):
+        context.begin()
+        q, k, v = (torch.stack([d[i][p] for d, p in zip(data, places)]) for i in range(3))
         out = attend(context, module, q, k, v, window)
         going = slice(1 if step >= 2 else 0, None)
-        torch.testing.assert_close(out[going], torch.stack([e[p] for e, p in zip(expected, positions.tolist())])[going])
-        positions = positions + torch.tensor([step < 1, 1, 1])  # the first stops after two steps
+        torch.testing.assert_close(out[going], torch.stack([e[p] for e, p in zip(expected, places)])[going])
     context.write_back()
     for (_, keys, values), table, start, count in zip(data, tables, starts, (2, 4, 4)):
         for store, tokens in ((cache.keys[2], keys), (cache.values[2], values)):

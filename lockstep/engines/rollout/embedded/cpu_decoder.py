@@ -60,14 +60,14 @@ class CpuDecoder:
         sampling = sampling_of(rows, window.num_steps)
         stop_ids = frozenset[int]().union(*(s.stop_ids for s in rows))
         tokens_N = torch.tensor([s.tokens[-1] for s in rows])
-        lengths = [len(s.tokens) - 1 for s in rows]
         ends = [s.request.sampling.max_tokens - s.num_generated for s in rows]  # steps of each row
         steps_S1 = torch.arange(window.num_steps)[:, None]
-        positions_SN = torch.tensor(lengths) + torch.minimum(steps_S1, torch.tensor(ends) - 1)
-        attention = WindowAttention(runner.cache, [s.blocks for s in rows], lengths, window.num_steps)
+        lengths_N = torch.tensor([len(s.tokens) - 1 for s in rows])
+        positions_SN = lengths_N + torch.minimum(steps_S1, torch.tensor(ends) - 1)
+        attention = WindowAttention(runner.cache, [s.blocks for s in rows], positions_SN)
         drawn, probs = [], []
         for step, (positions_N, uniform_N) in enumerate(zip(positions_SN, sampling.uniform_N), start=1):
-            attention.begin(positions_N)
+            attention.begin()
             hidden_NE = runner.forward(tokens_N[None], positions_N[None], attention)
             tokens_N, probs_N = draw(runner.logits(hidden_NE), sampling, uniform_N)
             drawn.append(tokens_N)
