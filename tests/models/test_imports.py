@@ -50,3 +50,24 @@ def test_a_loss_of_transformers_imports_scipy_when_it_needs_it(packages: dict[st
         "loss.HungarianMatcher()\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, env=packages)
+
+
+def test_what_is_installed_is_looked_through_when_a_package_is_not_named_as_its_distribution(
+    packages: dict[str, str],
+) -> None:
+    script = (
+        "import importlib.metadata as metadata\n"
+        "whole = metadata.packages_distributions()\n"
+        "looks = []\n"
+        "look = metadata.packages_distributions\n"
+        "metadata.packages_distributions = lambda: looks.append(1) or look()\n"
+        "import lockstep.models\n"
+        "from transformers.utils.import_utils import PACKAGE_DISTRIBUTION_MAPPING as found, _is_package_available\n"
+        "assert not looks and metadata.packages_distributions() == whole\n"
+        "looks.clear()\n"
+        "assert found.get('scipy') == ['scipy'] and not looks\n"
+        "assert found.get('sklearn') == ['scikit_learn'] and looks == [1]\n"
+        "assert _is_package_available('sklearn', return_version=True) == (True, '1.7')\n"
+        "assert found.get('nothing_of_the_kind', []) == [] and dict(found) == whole and looks == [1]\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, env=packages)

@@ -26,7 +26,7 @@ def test_all_kernels_of_a_step_run_and_leave_the_seats_as_they_were(kind: str) -
     rehearsal = rehearsal_of(kind)
     rehearsal.end()
     assert rehearsal._steps is not None and len(rehearsal._steps) == 3  # begin, attend in one and in two stretches
-    assert [future.exception() for future in (*rehearsal._draws, *rehearsal._steps)] == [None] * 5
+    assert [future.exception() for future in (*rehearsal._first, *rehearsal._steps)] == [None] * 7
     seats = rehearsal.seats
     assert not seats.state.any() and not seats.step.any() and not seats.drawn[:, : seats.spare].any()
 
@@ -38,5 +38,5 @@ def test_one_that_fails_is_left_to_the_real_launch(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sampling, "pick", fail)
     rehearsal = rehearsal_of("qwen2")
     for _ in range(2):
-        rehearsal.end_draws()
+        rehearsal.end_first()
         rehearsal.end()

@@ -64,7 +64,7 @@ class CudaDecoder:
         self.seats.clear()
 
     def draw_first(self, samplers: Rows[Sequence], logits_NV: Tensor) -> DrawnOnDevice:
-        self.rehearsal.end_draws()
+        self.rehearsal.end_first()
         seats = self.seats.seat(samplers)
         self.seats.step.zero_()
         rows = to_device(torch.tensor(seats, dtype=torch.int32), self.runner.device)

@@ -55,12 +55,16 @@ class ModelRunner:
     @contextmanager
     def serving(self) -> Iterator[None]:
         """Dropout and gradient checkpointing off, faster forwards on; all is put back afterwards."""
+        with self._not_training(), self._faster_forwards():
+            yield
+
+    @contextmanager
+    def _not_training(self) -> Iterator[None]:
         training = [m for m in self.model.modules() if m.training]
         for module in training:
             module.training = False
         try:
-            with self._faster_forwards():
-                yield
+            yield
         finally:
             for module in training:
                 module.training = True
@@ -102,7 +106,8 @@ class ModelRunner:
             probe = LayerProbe()
             try:
                 zero = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-                self.forward(zero, zero, probe)
+                with self._not_training():
+                    self.forward(zero, zero, probe)
             except (TypeError, ValueError, RuntimeError) as error:
                 raise refusal(self.model, str(error)) from error
             check_layers(self.model, probe.layers)
