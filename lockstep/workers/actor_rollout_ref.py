@@ -180,7 +180,7 @@ class ActorRolloutRefWorker(WeightHandOver):
         gap = None if data.meta_info["rollout_gap"] == "none" else RolloutGap()
         distance: dict[str, float] = {}
         means = MetricMeans()
-        engine.onload(optimizer=True)
+        engine.onload(optimizer=True, ahead=True)
         with self.memory.phase("update_actor"):
             for rows, info in mini_batches(data, config.loss_scale_factor):
                 loss_fn = actor_loss_fn(config, info, data.meta_info["prepared"], gap)

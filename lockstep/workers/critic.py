@@ -69,7 +69,7 @@ class CriticWorker(Worker):
             config.ppo_micro_batch_size_per_gpu, config.use_dynamic_bsz, config.ppo_max_token_len_per_gpu
         )
         means = MetricMeans()
-        engine.onload(optimizer=True)
+        engine.onload(optimizer=True, ahead=True)
         for rows, info in mini_batches(data):
             metrics = engine.forward_backward(rows, critic_loss_fn(config, info), micro)
             metrics["critic/grad_norm"] = engine.optimizer_step()

@@ -85,8 +85,11 @@ class TrainEngine(ABC):
         """Move what the config asks for to host memory."""
 
     @abstractmethod
-    def onload(self, *, optimizer: bool = False) -> None:
-        """Bring back what computes and, for an update or a checkpoint, the master weights and the optimizer's state."""
+    def onload(self, *, optimizer: bool = False, ahead: bool = False) -> None:
+        """Bring back what computes and, for an update or a checkpoint, the master weights and the optimizer's state.
+
+        ahead: these two are on their way while gradients are computed; `optimizer_step` waits for them.
+        """
 
     @abstractmethod
     def save(self, folder: Path, contents: Collection[str] = PARTS) -> None:

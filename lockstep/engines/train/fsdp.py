@@ -20,7 +20,7 @@ from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig
 from lockstep.engines.train import sharding
 from lockstep.engines.train.base import PARTS, LossFn, MicroBatching, TrainEngine
 from lockstep.engines.train.compute_copy import copy_in, hand_gradients, refresh
-from lockstep.engines.train.offload import HostHome, move_optimizer, move_parameters
+from lockstep.engines.train.offload import Arrival, HostHome, move_optimizer, move_parameters
 from lockstep.engines.train.schedule import build_schedule
 from lockstep.engines.train.state import load_extra, load_shards, model_state, save_extra, save_shards
 from lockstep.models.adjacent import lay_adjacent
@@ -78,6 +78,7 @@ class FsdpEngine(TrainEngine):
             fuse(model)
         self._streams = sharding.streams_from_host(config, device)
         self._homes = {part: HostHome() for part in ("masters", "compute", "optimizer")}
+        self._arrival = Arrival(device)
         self.compute = model
         if self.world_size > 1 or self._streams:
             sharding.shard(model, config, device, compute_dtype)
@@ -142,6 +143,7 @@ class FsdpEngine(TrainEngine):
 
     def optimizer_step(self) -> float:
         assert self.optimizer is not None
+        self._arrival.wait()
         if self._copied:
             hand_gradients(self.compute, self.model)
         trained = [p for p in self.model.parameters() if p.grad is not None]
@@ -197,19 +199,25 @@ class FsdpEngine(TrainEngine):
             weight = parameter.detach()
             yield self.model.hf_name(name), sharding.whole(weight if self._streams else weight.to(self.device))
 
-    def onload(self, *, optimizer: bool = False) -> None:
+    def onload(self, *, optimizer: bool = False, ahead: bool = False) -> None:
         if self._streams:
             return
         if self.config.param_offload:
             move_parameters(self.compute, self._homes["compute"], self.device)
-            if optimizer and self._copied:
+        if not optimizer:
+            return
+        with self._arrival.begin():
+            if self.config.param_offload and self._copied:
                 move_parameters(self.model, self._homes["masters"], self.device)
-        if optimizer and self.config.optimizer_offload and self.optimizer is not None:
-            move_optimizer(self.optimizer, self._homes["optimizer"], self.device)
+            if self.config.optimizer_offload and self.optimizer is not None:
+                move_optimizer(self.optimizer, self._homes["optimizer"], self.device)
+        if not ahead:
+            self._arrival.wait()
 
     def offload(self) -> None:
         if self.device.type == "cpu" or self._streams:
             return
+        self._arrival.wait()
         host = torch.device("cpu")
         if self.config.param_offload:
             move_parameters(self.compute, self._homes["compute"], host)

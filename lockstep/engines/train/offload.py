@@ -1,6 +1,7 @@
 """Tensors that are on the device only in the phases that need them, and in host memory between."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,30 @@ class HostHome:
             self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
         places = self._memory[: sum(sizes)].split(sizes)
         return [place[: len(s)].copy_(s, non_blocking=True) for place, s in zip(places, storages)]
+
+
+class Arrival:
+    """What is copied to the device beside the work that is launched there meanwhile, and must be waited for before it is used."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._awaited: torch.cuda.Stream | None = None
+
+    @contextmanager
+    def begin(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # with what may still read that memory
+        with torch.cuda.stream(self._stream):
+            yield
+        self._awaited = self._stream
+
+    def wait(self) -> None:
+        if self._awaited is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._awaited)
+            self._awaited = None
 
 
 def move_parameters(module: nn.Module, home: HostHome, device: torch.device) -> None:

@@ -115,7 +115,7 @@ def engine_step(engine: FsdpEngine, case: Case, number: int) -> tuple[float, flo
         share = summed_loss(outputs, part) / num_tokens
         return share, {"loss": share}
 
-    engine.onload(optimizer=True)
+    engine.onload(optimizer=True, ahead=True)
     metrics = engine.forward_backward(rows, loss_fn, case.micro, **options(case))
     norm = engine.optimizer_step()
     engine.schedule_step()

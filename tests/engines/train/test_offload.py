@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.engines.train.offload import HostHome, _copied, move_optimizer, move_parameters
+from lockstep.engines.train.offload import Arrival, HostHome, _copied, move_optimizer, move_parameters
 from lockstep.kernels.joined import joined
 
 
@@ -80,3 +80,18 @@ def test_a_step_between_two_stays_on_the_host() -> None:
         results.append([p.detach().cpu() for p in model.parameters()])
     for plain, moved in zip(*results):
         assert torch.equal(plain, moved)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_what_arrives_beside_other_work_is_whole_when_it_was_waited_for() -> None:
+    cuda, host = torch.device("cuda", torch.cuda.current_device()), torch.device("cpu")
+    home, arrival = HostHome(), Arrival(cuda)
+    values = torch.arange(2**26, device=cuda)  # of 512 MB, which are some milliseconds on their way
+    [at_home] = home.moved([values], host)
+    for _ in range(3):
+        with arrival.begin():
+            [arrived] = home.moved([at_home], cuda)
+        torch.ones(64, 64, device=cuda).square()
+        arrival.wait()
+        assert torch.equal(arrived, values)
