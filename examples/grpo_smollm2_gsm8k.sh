@@ -24,14 +24,15 @@ exec "${PYTHON:-python3}" -m lockstep.trainer.main_ppo \
     actor_rollout_ref.actor.use_dynamic_bsz=true \
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768 \
     actor_rollout_ref.actor.clip_ratio_high=0.28 \
-    actor_rollout_ref.actor.optim.lr=1e-5 \
+    actor_rollout_ref.actor.entropy_coeff=0.002 \
+    actor_rollout_ref.actor.optim.lr=2e-5 \
     actor_rollout_ref.actor.optim.lr_warmup_steps=5 \
     actor_rollout_ref.rollout.n=16 \
     actor_rollout_ref.rollout.temperature=1.0 \
     actor_rollout_ref.rollout.max_num_seqs=1024 \
     actor_rollout_ref.rollout.gpu_memory_utilization=0.2 \
     trainer.total_epochs=100 \
-    trainer.total_training_steps=200 \
+    trainer.total_training_steps=380 \
     trainer.test_freq=20 \
     trainer.logger=[console,file] \
     trainer.validation_data_dir="$RUN/validation" \
