@@ -251,6 +251,8 @@ class WindowAttention:
     """
 
     def __init__(self, cache: PagedCache, tables: Sequence[Sequence[int]], positions: Tensor) -> None:
+        self.positions = positions
+        self.step = -1
         self._groups = [
             _GatheredRows(cache, slice(start, stop), tables[start:stop], positions[:, start:stop])
             for start, stop in similar_lengths(tables)
@@ -258,8 +260,9 @@ class WindowAttention:
 
     def begin(self) -> None:
         """Before each step."""
+        self.step += 1
         for group in self._groups:
-            group.begin()
+            group.begin(self.step)
 
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: LayerOptions) -> Tensor:
         refuse_softcap(how.softcap)
@@ -276,12 +279,21 @@ class WindowAttention:
 
 
 class _Gathered(NamedTuple):
-    """Keys (n * HK, D, C) and values (n * HK, C, D) of one layer, and each column of them as (1, HK, n, D)."""
+    """Keys (n * HK, D, C) and values (n * HK, C, D) of one layer, and room for the queries and outputs of a step.
+
+    new_keys, new_values: the column of each step as (1, HK, n, D).
+    queries, outputs:     (n * HK, G, D).
+    query, output:        the same as (1, H, n, D) and as (1, n, H, D).
+    """
 
     keys: Tensor
     values: Tensor
-    key_columns: tuple[Tensor, ...]
-    value_columns: tuple[Tensor, ...]
+    new_keys: tuple[Tensor, ...]
+    new_values: tuple[Tensor, ...]
+    queries: Tensor
+    query: Tensor
+    outputs: Tensor
+    output: Tensor
 
 
 class _GatheredRows:
@@ -298,7 +310,7 @@ class _GatheredRows:
         self.table = torch.tensor([[*table, *[0] * (width - len(table))] for table in tables])
         self.num_cached = int(positions[0].max())
         self.num_columns = self.num_cached + len(positions)
-        self._column = self.num_cached - 1
+        self._step = -1
         length, place = positions[0][:, None], torch.arange(self.num_columns)
         # (n, C) place of each column's token in its sequence, and whether there is one
         self._places = torch.where(place < self.num_cached, place, place - self.num_cached + length)
@@ -306,8 +318,8 @@ class _GatheredRows:
         self._masks: dict[tuple[int, int | None], tuple[Tensor, int]] = {}
         self._stores: dict[int, _Gathered] = {}
 
-    def begin(self) -> None:
-        self._column += 1
+    def begin(self, step: int) -> None:
+        self._step = step
         self._masks = {key: mask for key, mask in self._masks.items() if key[1] is None}  # sliding windows move
 
     def attend(self, index: int, query: Tensor, key: Tensor, value: Tensor, how: LayerOptions) -> Tensor:
@@ -315,60 +327,72 @@ class _GatheredRows:
 
         The G query heads of a key head are taken as G queries, so that keys are not repeated.
         """
-        (_, num_heads, num_rows, dim), num_key_heads = query.shape, key.shape[1]
-        stored = self._gathered(index, num_key_heads)
-        stored.key_columns[self._column].copy_(key)
-        stored.value_columns[self._column].copy_(value)
-        seen = self._column + 1
-        mask, beta = self._mask(num_key_heads, how.sliding_window, query.dtype)
-        q = query.transpose(1, 2).contiguous().view(num_rows * num_key_heads, -1, dim)
+        stored = self._stores.get(index) or self._gather(index, query)
+        stored.new_keys[self._step].copy_(key)
+        stored.new_values[self._step].copy_(value)
+        stored.query.copy_(query)
+        seen = self.num_cached + self._step + 1
         keys, values = stored.keys.narrow(2, 0, seen), stored.values.narrow(1, 0, seen)
-        scores = torch.baddbmm(mask.narrow(2, 0, seen), q, keys, beta=beta, alpha=how.scaling)
-        return torch.bmm(scores.softmax(-1), values).view(1, num_rows, num_heads, -1)
+        mask, beta = self._mask(key.shape[1], how.sliding_window, query.dtype)
+        if beta:
+            mask = mask.narrow(2, 0, seen)
+        scores = torch.baddbmm(mask, stored.queries, keys, beta=beta, alpha=how.scaling)
+        torch.bmm(scores.softmax(-1), values, out=stored.outputs)
+        return stored.output
 
     def write_back(self) -> None:
-        size, new = self.cache.block_size, slice(self.num_cached, self._column + 1)
-        positions = self.positions[: self._column + 1 - self.num_cached]
+        size, taken = self.cache.block_size, slice(self._step + 1)
+        positions = self.positions[taken]
         slots = (self.table.T.gather(0, positions // size) * size + positions % size).flatten()
         for index, stored in self._stores.items():
             target = slots_of_heads(slots, self.cache.layers[index].num_heads, size)
             for store, columns in (
-                (self.cache.keys[index], stored.key_columns[new]),
-                (self.cache.values[index], stored.value_columns[new]),
+                (self.cache.keys[index], stored.new_keys[taken]),
+                (self.cache.values[index], stored.new_values[taken]),
             ):
                 tokens = torch.cat(columns).transpose(1, 2)  # (steps, n, HK, D)
                 store.view(-1, store.shape[-1]).index_copy_(0, target, tokens.flatten(0, 2))
 
-    def _gathered(self, index: int, num_heads: int) -> _Gathered:
-        if index not in self._stores:
-            num_rows, cached = len(self.table), slice(self.num_cached)
-            table = self.table[:, : -(-self.num_cached // self.cache.block_size)]
-            blocks = (table[:, None] * num_heads + torch.arange(num_heads)[:, None]).flatten()
-            old_keys, old_values = (
-                store.index_select(0, blocks).view(num_rows, num_heads, -1, store.shape[-1])[:, :, cached]
-                for store in (self.cache.keys[index], self.cache.values[index])
-            )
-            keys = old_keys.new_empty(num_rows, num_heads, old_keys.shape[-1], self.num_columns)
-            values = old_values.new_empty(num_rows, num_heads, self.num_columns, old_values.shape[-1])
-            keys[..., cached] = old_keys.transpose(2, 3)
-            values[:, :, cached] = old_values
-            self._stores[index] = _Gathered(
-                keys.flatten(0, 1),
-                values.flatten(0, 1),
-                key_columns=keys.transpose(0, 1)[None].unbind(4),
-                value_columns=values.transpose(0, 1)[None].unbind(3),
-            )
+    def _gather(self, index: int, query: Tensor) -> _Gathered:
+        num_rows, num_heads, cached = len(self.table), self.cache.layers[index].num_heads, slice(self.num_cached)
+        table = self.table[:, : -(-self.num_cached // self.cache.block_size)]
+        blocks = (table[:, None] * num_heads + torch.arange(num_heads)[:, None]).flatten()
+        old_keys, old_values = (
+            store.index_select(0, blocks).view(num_rows, num_heads, -1, store.shape[-1])[:, :, cached]
+            for store in (self.cache.keys[index], self.cache.values[index])
+        )
+        keys = old_keys.new_empty(num_rows, num_heads, old_keys.shape[-1], self.num_columns)
+        values = old_values.new_empty(num_rows, num_heads, self.num_columns, old_values.shape[-1])
+        keys[..., cached] = old_keys.transpose(2, 3)
+        values[:, :, cached] = old_values
+        queries = query.new_empty(num_rows, query.shape[1], query.shape[3])
+        outputs = values.new_empty(num_rows, query.shape[1], values.shape[3])
+        self._stores[index] = _Gathered(
+            keys.flatten(0, 1),
+            values.flatten(0, 1),
+            new_keys=keys[..., self.num_cached :].transpose(0, 1)[None].unbind(4),
+            new_values=values[:, :, self.num_cached :].transpose(0, 1)[None].unbind(3),
+            queries=queries.unflatten(1, (num_heads, -1)).flatten(0, 1),
+            query=queries.transpose(0, 1)[None],
+            outputs=outputs.unflatten(1, (num_heads, -1)).flatten(0, 1),
+            output=outputs[None],
+        )
         return self._stores[index]
 
     def _mask(self, num_heads: int, window: int | None, dtype: torch.dtype) -> tuple[Tensor, int]:
-        """(n * HK, 1, C): 0 where a row may look, -inf elsewhere; and the factor with which to add it: 0 where it hides nothing."""
+        """(n * HK, 1, C): 0 where a row may look, -inf elsewhere; and the factor with which to add it.
+
+        Where it hides nothing, it is a single 0, and the factor 0.
+        """
         if (num_heads, window) not in self._masks:
             hidden = self._empty
             if window is not None:
-                position = self.positions[self._column - self.num_cached, :, None]
+                position = self.positions[self._step, :, None]
                 hidden = hidden | (self._places <= position - window)
+            hides = bool(hidden.any())
+            hidden = hidden.repeat_interleave(num_heads, 0)[:, None] if hides else hidden.new_zeros(1, 1, 1)
             mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-            self._masks[num_heads, window] = mask.repeat_interleave(num_heads, 0)[:, None], int(hidden.any())
+            self._masks[num_heads, window] = mask, int(hides)
         return self._masks[num_heads, window]
 
 

@@ -64,5 +64,5 @@ def _pad(rows: Sequence[Sequence[Any]], width: int, fill: float, *, left: bool =
     lengths, place = np.array([len(row) for row in rows])[:, None], np.arange(width)[None, :]
     mask = place >= width - lengths if left else place < lengths
     values = np.full(mask.shape, fill, dtype=np.float32 if isinstance(fill, float) else np.int64)
-    values[mask] = list(chain.from_iterable(rows))
+    values[mask] = np.fromiter(chain.from_iterable(rows), values.dtype)
     return torch.from_numpy(values), torch.from_numpy(mask.astype(np.int64))

@@ -1,5 +1,6 @@
 """The decoder without its modules: which models have one, and that it follows the weights."""
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -37,6 +38,26 @@ def test_usual_decoders_are_flat_and_compute_the_same(
         torch.testing.assert_close(hidden(flat), hidden(runner.forward), atol=2e-5, rtol=1e-5)
         for parameter in model.parameters():
             parameter.mul_(1.1)
+
+
+@torch.no_grad()
+def test_layers_of_different_sizes_and_calls_of_different_lengths() -> None:
+    """Layers of a size share a room, which is kept for calls of as many tokens."""
+    model = tiny_model("llama", num_hidden_layers=3).eval()
+    config = deepcopy(model.config)
+    config.intermediate_size = 40
+    model.get_decoder().layers[1].mlp = type(model.get_decoder().layers[1].mlp)(config)
+    runner = ModelRunner(model, block_size=4)
+    form = flat_form(model.get_decoder(), runner.forward)
+    assert form is not None
+    flat = FlatDecoder(model.get_decoder(), form)
+    for seed, length in enumerate((6, 2, 2, 6)):
+        ids = torch.randint(50, (1, length), generator=torch.Generator().manual_seed(seed))
+        got, expected = (
+            forward(ids, torch.arange(length)[None], PackedAttention([length], ids.device))
+            for forward in (flat, runner.forward)
+        )
+        torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-5)
 
 
 @torch.no_grad()

@@ -113,8 +113,8 @@ def test_frequencies_match_the_probabilities() -> None:
 def test_tokens_without_probability_are_never_drawn() -> None:
     weights = torch.tensor([[0.0, 0.3, 0.0, 0.7, 0.0, 0.0]])
     for u in (0.0, 0.1, 0.2999, 0.3001, 0.99, 1 - 2**-24):
-        assert inverse_cdf(weights, torch.tensor([u])).item() in (1, 3)
-    assert inverse_cdf(weights, torch.tensor([0.0])).item() == 1
+        assert inverse_cdf(weights, torch.tensor([[u]])).item() in (1, 3)
+    assert inverse_cdf(weights, torch.tensor([[0.0]])).item() == 1
 
 
 def test_the_largest_uniform_stays_below_every_total() -> None:
@@ -122,7 +122,7 @@ def test_the_largest_uniform_stays_below_every_total() -> None:
     weights = torch.rand(5000, 7, generator=torch.Generator().manual_seed(0))
     weights *= 2.0 ** torch.arange(-60, 40, 0.02)[:, None]
     weights[:, 5:] = 0
-    assert (inverse_cdf(weights, torch.full((5000,), 1 - 2**-24)) == 4).all()
+    assert (inverse_cdf(weights, torch.full((5000, 1), 1 - 2**-24)) == 4).all()
 
 
 @pytest.mark.parametrize(

@@ -24,17 +24,17 @@ IDLE_SHARE = 8
 
 @dataclass(frozen=True)
 class DrawnOnHost:
-    """tokens, log_probs: (steps, N), -1 where nothing was drawn."""
+    """tokens, log_probs: (N, steps), -1 where nothing was drawn."""
 
     tokens: Tensor
     log_probs: Tensor
 
     @property
     def num_steps(self) -> int:
-        return len(self.tokens)
+        return self.tokens.shape[1]
 
     def read(self) -> tuple[list[list[int]], list[list[float]]]:
-        return self.tokens.T.tolist(), self.log_probs.T.tolist()
+        return self.tokens.tolist(), self.log_probs.tolist()
 
 
 class CpuDecoder:
@@ -49,8 +49,8 @@ class CpuDecoder:
 
     def draw_first(self, samplers: Rows[Sequence], logits_NV: Tensor) -> DrawnOnHost:
         batch = sampling_of(samplers, num_steps=1)
-        tokens_N, probs_N = draw(logits_NV, batch, batch.uniform_N[0])
-        return DrawnOnHost(tokens_N[None], probs_N[None].log())
+        tokens_N1, probs_N1 = draw(logits_NV, batch, batch.uniform_N.T)
+        return DrawnOnHost(tokens_N1, probs_N1.log_())
 
     def run(self, window: Window) -> DrawnOnHost:
         runner = self.runner
@@ -59,29 +59,32 @@ class CpuDecoder:
         rows = [s for s, _ in window.draws]
         sampling = sampling_of(rows, window.num_steps)
         stop_ids = frozenset[int]().union(*(s.stop_ids for s in rows))
-        tokens_N = torch.tensor([s.tokens[-1] for s in rows])
+        tokens_1N = torch.tensor([[s.tokens[-1] for s in rows]])
         ends = [s.request.sampling.max_tokens - s.num_generated for s in rows]  # steps of each row
-        steps_S1 = torch.arange(window.num_steps)[:, None]
+        first_end = min(ends)
+        steps_S = torch.arange(window.num_steps)
         lengths_N = torch.tensor([len(s.tokens) - 1 for s in rows])
-        positions_SN = lengths_N + torch.minimum(steps_S1, torch.tensor(ends) - 1)
+        positions_SN = lengths_N + torch.minimum(steps_S[:, None], torch.tensor(ends) - 1)
         attention = WindowAttention(runner.cache, [s.blocks for s in rows], positions_SN)
         drawn, probs = [], []
-        for step, (positions_N, uniform_N) in enumerate(zip(positions_SN, sampling.uniform_N), start=1):
+        inputs = zip(positions_SN[:, None], sampling.uniform_N[..., None])
+        for step, (positions_1N, uniform_N1) in enumerate(inputs, start=1):
             attention.begin()
-            hidden_NE = runner.forward(tokens_N[None], positions_N[None], attention)
-            tokens_N, probs_N = draw(runner.logits(hidden_NE), sampling, uniform_N)
-            drawn.append(tokens_N)
-            probs.append(probs_N)
-            new = tokens_N.tolist()
+            hidden_NE = runner.forward(tokens_1N, positions_1N, attention)
+            tokens_N1, probs_N1 = draw(runner.logits(hidden_NE), sampling, uniform_N1)
+            drawn.append(tokens_N1)
+            probs.append(probs_N1)
+            tokens_1N = tokens_N1.T
+            [new] = tokens_1N.tolist()
             if not stop_ids.isdisjoint(new):
                 ends = [min(end, step) if token in s.stop_ids else end for end, token, s in zip(ends, new, rows)]
-            num_active = sum([end > step for end in ends])
-            if num_active == 0 or (len(rows) - num_active) * IDLE_SHARE >= len(rows):
+                first_end = min(ends)
+            if step >= first_end and sum([end <= step for end in ends]) * IDLE_SHARE >= len(rows):
                 break
-        if num_active:
+        if max(ends) > step:
             attention.write_back()
-        tokens_SN = torch.stack(drawn).masked_fill_(steps_S1[:step] >= torch.tensor(ends), -1)
-        return DrawnOnHost(tokens_SN, torch.stack(probs).log_())
+        tokens_NS = torch.cat(drawn, 1).masked_fill_(steps_S[:step] >= torch.tensor(ends)[:, None], -1)
+        return DrawnOnHost(tokens_NS, torch.cat(probs, 1).log_())
 
 
 def sampling_of(rows: Rows[Sequence], num_steps: int) -> SamplingBatch:

@@ -3,14 +3,15 @@
     embedding ─► [ norm ─► q, k, v ─► rotary ─► attention ─► += output ─► norm ─► gate, up ─► += down ]* ─► norm
 
 A token is a column in all tensors: the products then have the weights on the left, which the matrix library does faster for few
-tokens, and add to the stream in place.
+tokens, and add to the stream in place. What is computed on the way goes to rooms, tensors that are kept with their views from one
+call to the next of as many tokens: to make them each time would take as long as to fill them.
 
 For decoders of this form only: `flat_form` looks at the parts, and compares the result, and what every layer attends with, with
 those of the model's own forward. The weights are looked up when serving begins, and let go when it ends.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from lockstep.models.attention import AttentionContext, LayerOptions, PackedAttention
 from lockstep.models.fused_layers import agree
+from lockstep.models.paged_attention import WindowAttention
 
 Forward = Callable[[Tensor, Tensor, AttentionContext], Tensor]
 """(1, T) tokens and positions, attention context -> (T, E) hidden states."""
@@ -36,42 +38,74 @@ class Product:
             weights = [torch.cat(weights)]
             biases = [None if biases[0] is None else torch.cat([bias for bias in biases if bias is not None])]
         self._parts = list(zip(weights, biases))
-        self._sizes = [len(weight) for weight in weights]
+        self.sizes = [len(weight) for weight in weights]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """(I, T) -> (O, T), the layers' outputs below each other"""
-        if len(self._parts) == 1:
-            return _product(*self._parts[0], x)
-        outputs = x.new_empty(sum(self._sizes), x.shape[1])
-        for part, out in zip(self._parts, outputs.split(self._sizes)):
-            _product(*part, x, out)
-        return outputs
+    def places_in(self, outputs: Tensor) -> Sequence[Tensor]:
+        """The parts of `outputs` (O, T) that the products go to, the layers' below each other."""
+        return outputs.split(self.sizes)
+
+    def put(self, x: Tensor, places: Sequence[Tensor]) -> None:
+        """x: (I, T)"""
+        for (weight, bias), out in zip(self._parts, places):
+            if bias is None:
+                torch.mm(weight, x, out=out)
+            else:
+                torch.addmm(bias, weight, x, out=out)
 
 
-def _product(weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor | None = None) -> Tensor:
-    return torch.mm(weight, x, out=out) if bias is None else torch.addmm(bias, weight, x, out=out)
+class NormRoom:
+    """Where norms of tensors (…, E, T) of one shape compute."""
 
-
-@dataclass(frozen=True)
-class FlatForm:
-    """What the parts do not tell. offset: whether a norm's factor is 1 + weight; hows: how each layer attends."""
-
-    offset: bool
-    hows: list[LayerOptions]
+    def __init__(self, like: Tensor) -> None:
+        *others, _, num_tokens = like.shape
+        self.wide, self.scale = torch.empty(like.shape), torch.empty(*others, 1, num_tokens)
 
 
 class Norm:
     def __init__(self, module: Any, offset: bool) -> None:
         weight = module.weight.detach()[:, None]
         self._factor = 1 + weight if offset else weight
+        self._share = 1 / len(weight)
         self._eps = torch.tensor(getattr(module, "variance_epsilon", None) or module.eps)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Over the last dimension but one."""
+    def __call__(self, x: Tensor, room: NormRoom) -> Tensor:
+        """Over the last dimension but one; the result may lie in the room."""
         wide = x.float()
-        squares = (wide * wide).sum(-2, keepdim=True)
-        scale = torch.add(self._eps, squares, alpha=1 / x.shape[-2]).rsqrt_()
-        return (wide * scale).to(x.dtype).mul_(self._factor)
+        torch.sum(torch.mul(wide, wide, out=room.wide), -2, keepdim=True, out=room.scale)
+        torch.add(self._eps, room.scale, alpha=self._share, out=room.scale).rsqrt_()
+        normed = torch.mul(wide, room.scale, out=room.wide)
+        return (normed if wide is x else normed.to(x.dtype)).mul_(self._factor)
+
+
+class AttentionRoom:
+    """Where layers of one kind compute what they attend with: query, key and value are (1, H, T, D)."""
+
+    def __init__(self, layer: "Layer", stream: Tensor, norm: NormRoom) -> None:
+        num_heads, num_key_heads = layer.num_heads, layer.num_key_heads
+        self.norm = norm
+        qkv = stream.new_empty(num_heads + 2 * num_key_heads, layer.head_dim, stream.shape[1])
+        self.qkv = layer.qkv.places_in(qkv.flatten(0, 1))
+        self.heads, values = qkv.split((num_heads + num_key_heads, num_key_heads))
+        self.normed_heads = self.heads.split((num_heads, num_key_heads)) if layer.head_norms else ()
+        self.head_norms = [NormRoom(heads) for heads in self.normed_heads]
+        self.swapped, self.turned = torch.empty_like(self.heads), torch.empty_like(self.heads)
+        self.query, self.key = (_by_token(heads) for heads in self.turned.split((num_heads, num_key_heads)))
+        self.value = _by_token(values)
+
+
+def _by_token(heads: Tensor) -> Tensor:
+    """(H, D, T) -> (1, H, T, D)"""
+    return heads.transpose(1, 2)[None]
+
+
+class MlpRoom:
+    """Where layers of one kind compute what follows the attention."""
+
+    def __init__(self, layer: "Layer", stream: Tensor, norm: NormRoom) -> None:
+        self.norm = norm
+        gate_up = stream.new_empty(2 * layer.down.shape[1], stream.shape[1])
+        self.gate_up = layer.gate_up.places_in(gate_up)
+        self.gate, self.up = gate_up.chunk(2)
 
 
 class Layer(NamedTuple):
@@ -79,8 +113,7 @@ class Layer(NamedTuple):
     how: LayerOptions
     input_norm: Norm
     qkv: Product
-    q_norm: Norm | None
-    k_norm: Norm | None
+    head_norms: Sequence[Norm]
     num_heads: int
     num_key_heads: int
     head_dim: int
@@ -94,13 +127,13 @@ class Layer(NamedTuple):
     @classmethod
     def of(cls, layer: Any, how: LayerOptions, offset: bool) -> "Layer":
         attention, mlp = layer.self_attn, layer.mlp
+        head_norms = [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
         return cls(
             attention=attention,
             how=how,
             input_norm=Norm(layer.input_layernorm, offset),
             qkv=Product(attention.q_proj, attention.k_proj, attention.v_proj),
-            q_norm=Norm(attention.q_norm, offset) if hasattr(attention, "q_norm") else None,
-            k_norm=Norm(attention.k_norm, offset) if hasattr(attention, "k_norm") else None,
+            head_norms=[Norm(norm, offset) for norm in head_norms],
             num_heads=attention.q_proj.out_features // attention.head_dim,
             num_key_heads=attention.k_proj.out_features // attention.head_dim,
             head_dim=attention.head_dim,
@@ -112,30 +145,30 @@ class Layer(NamedTuple):
             down=mlp.down_proj.weight.detach(),
         )
 
-    def add_to(
-        self, stream: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, wanted: Tensor | None = None
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Layers of one kind fit the same rooms."""
+        heads = self.num_heads, self.num_key_heads, self.head_dim, len(self.head_norms)
+        return *heads, *self.qkv.sizes, *self.gate_up.sizes
+
+    def attend(
+        self, stream: Tensor, room: AttentionRoom, cos: Tensor, sin: Tensor, context: AttentionContext
     ) -> Tensor:
-        """stream (E, T), cos and sin (D, T), the first half of sin negated -> the stream, of the tokens that are `wanted`."""
-        qkv = self.qkv(self.input_norm(stream)).view(-1, self.head_dim, stream.shape[1])
-        num_turned = self.num_heads + self.num_key_heads
-        heads, v = qkv[:num_turned], qkv[num_turned:]
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = heads[: self.num_heads], heads[self.num_heads :]
-            heads = torch.cat((self.q_norm(q), self.k_norm(k)))
-        turned = _by_token(torch.addcmul(heads * cos, heads.index_select(1, self.swapped), sin))
-        q, k = turned[:, : self.num_heads], turned[:, self.num_heads :]
-        out = context.attend(self.attention, q, k, _by_token(v), self.how).reshape(stream.shape[1], -1).t()
-        if wanted is not None:
-            stream, out = stream.index_select(1, wanted), out.index_select(1, wanted)
-        stream.addmm_(self.output, out)
-        gate_up, inner = self.gate_up(self.mlp_norm(stream)), self.down.shape[1]
-        gate, up = gate_up[:inner], gate_up[inner:]
-        return stream.addmm_(self.down, self.act(gate).mul_(up))
+        """stream (E, T), cos and sin (D, T), the first half of sin negated -> (H * D, T)"""
+        self.qkv.put(self.input_norm(stream, room.norm), room.qkv)
+        for norm, heads, norm_room in zip(self.head_norms, room.normed_heads, room.head_norms):
+            heads.copy_(norm(heads, norm_room))
+        torch.mul(room.heads, cos, out=room.turned)
+        torch.index_select(room.heads, 1, self.swapped, out=room.swapped)
+        room.turned.addcmul_(room.swapped, sin)
+        out = context.attend(self.attention, room.query, room.key, room.value, self.how)
+        return out.reshape(stream.shape[1], -1).t()
 
-
-def _by_token(heads: Tensor) -> Tensor:
-    """(H, D, T) -> (1, H, T, D)"""
-    return heads.transpose(1, 2)[None]
+    def add_to(self, stream: Tensor, attended: Tensor, room: MlpRoom) -> None:
+        """stream (E, T), attended (H * D, T)"""
+        stream.addmm_(self.output, attended)
+        self.gate_up.put(self.mlp_norm(stream, room.norm), room.gate_up)
+        stream.addmm_(self.down, self.act(room.gate).mul_(room.up))
 
 
 MOVING_ROPES = ("dynamic", "longrope")
@@ -157,7 +190,7 @@ class Rotary:
         longest = int(position_ids.max())
         if longest >= LARGEST_TABLE:
             return self._computed(like, position_ids).chunk(2)
-        if longest >= self._table.shape[1]:
+        if longest >= self._table.shape[1] or like.dtype != self._table.dtype:
             self._table = self._computed(like, torch.arange(2 * longest + 2)[None])
         return self._table.index_select(1, position_ids[0]).chunk(2)
 
@@ -167,25 +200,78 @@ class Rotary:
         return torch.cat((cos, -first, second))
 
 
+@dataclass(frozen=True)
+class FlatForm:
+    """What the parts do not tell, and what outlasts a change of weights.
+
+    offset: whether a norm's factor is 1 + weight.
+    hows:   how each layer attends.
+    """
+
+    offset: bool
+    hows: list[LayerOptions]
+    rotary: Rotary
+
+
+class Rooms:
+    """The stream (E, T) of T tokens, and where each layer computes; nothing in a room outlives the layer that uses it."""
+
+    def __init__(self, layers: Sequence[Layer], embedded: Tensor) -> None:
+        """embedded: (1, T, E)"""
+        self.stream = embedded.new_empty(embedded.shape[2], embedded.shape[1])
+        self.by_token = self.stream.t()[None]
+        self.norm = NormRoom(self.stream)
+        kinds = {layer.kind: layer for layer in layers}
+        rooms = {
+            kind: (AttentionRoom(layer, self.stream, self.norm), MlpRoom(layer, self.stream, self.norm))
+            for kind, layer in kinds.items()
+        }
+        self.of_layers = [rooms[layer.kind] for layer in layers]
+
+
 class FlatDecoder:
     """decoder: its weights must stay where they are while this one is used."""
 
     def __init__(self, decoder: Any, form: FlatForm) -> None:
-        self._embed, self._rotary = decoder.embed_tokens.forward, Rotary(decoder.rotary_emb)
+        self._embed, self._rotary = decoder.embed_tokens.forward, form.rotary
         self._layers = [Layer.of(layer, how, form.offset) for layer, how in zip(decoder.layers, form.hows)]
         self._norm = Norm(decoder.norm, form.offset)
+        self._rooms: Rooms | None = None
+        self._window = torch.empty(0)
+        self._window_turns: list[tuple[Tensor, ...]] = []
 
     def __call__(
         self, token_ids: Tensor, position_ids: Tensor, context: AttentionContext, wanted: Tensor | None = None
     ) -> Tensor:
-        """(1, T) -> (T, E), or of the tokens `wanted`, which the last layer alone computes to its end."""
+        """(1, T) -> (T, E), or of the tokens `wanted`, which the last layer alone computes to its end.
+
+        The result holds until the next call.
+        """
         embedded = self._embed(token_ids)
-        cos, sin = self._rotary(embedded, position_ids)
-        stream = embedded[0].t().contiguous()
-        for layer in self._layers[:-1]:
-            layer.add_to(stream, cos, sin, context)
-        stream = self._layers[-1].add_to(stream, cos, sin, context, wanted)
-        return self._norm(stream).t().contiguous()
+        if self._rooms is None or self._rooms.by_token.shape != embedded.shape:
+            self._rooms = Rooms(self._layers, embedded)
+        rooms = self._rooms
+        rooms.by_token.copy_(embedded)
+        stream, norm, last = rooms.stream, rooms.norm, self._layers[-1]
+        cos, sin = self._turns(stream, position_ids, context)
+        for layer, (attention_room, mlp_room) in zip(self._layers, rooms.of_layers):
+            attended = layer.attend(stream, attention_room, cos, sin, context)
+            if wanted is not None and layer is last:
+                stream, attended = stream.index_select(1, wanted), attended.index_select(1, wanted)
+                norm = NormRoom(stream)
+                mlp_room = MlpRoom(layer, stream, norm)
+            layer.add_to(stream, attended, mlp_room)
+        return self._norm(stream, norm).t().contiguous()
+
+    def _turns(self, like: Tensor, position_ids: Tensor, context: AttentionContext) -> tuple[Tensor, ...]:
+        """cos and sin of the positions; those of a window are looked up at its first step for all."""
+        if not isinstance(context, WindowAttention):
+            return self._rotary(like, position_ids)
+        if self._window is not context.positions:
+            self._window = context.positions
+            turns = self._rotary(like, self._window.flatten()[None])
+            self._window_turns = list(zip(*(turn.unflatten(1, self._window.shape).unbind(1) for turn in turns)))
+        return self._window_turns[context.step]
 
 
 @torch.no_grad()
@@ -201,13 +287,13 @@ def flat_form(decoder: Any, own: Forward) -> FlatForm | None:
     expected = _Witness(5)
     hidden = own(ids, positions, expected)
     for offset in (False, True):
-        form, got = FlatForm(offset, expected.hows), _Witness(5)
+        form, got = FlatForm(offset, expected.hows, Rotary(decoder.rotary_emb)), _Witness(5)
         try:
             same = agree(FlatDecoder(decoder, form)(ids, positions, got), hidden, 2.0)
         except (TypeError, ValueError, RuntimeError, AttributeError):
             return None  # parts of the same names that want other arguments
         if same and all(agree(*pair, 2.0) for pair in zip(got.seen, expected.seen)):
-            return form
+            return replace(form, rotary=Rotary(decoder.rotary_emb))  # the table is as long as the farthest position
     return None
 
 
@@ -240,5 +326,5 @@ class _Witness:
 
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: LayerOptions) -> Tensor:
         self.hows.append(how)
-        self.seen += [query, key, value]
+        self.seen += [query.clone(), key.clone(), value.clone()]
         return self._context.attend(layer, query, key, value, how)

@@ -62,35 +62,35 @@ class SamplingBatch:
 
 def sample(logits_NV: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
     """Tokens (N,) int64 and their log-probs (N,) float32."""
-    tokens_N, probs_N = draw(logits_NV, batch, batch.uniform_N)
-    return tokens_N, probs_N.log()
+    tokens_N1, probs_N1 = draw(logits_NV, batch, batch.uniform_N[:, None])
+    return tokens_N1[:, 0], probs_N1[:, 0].log()
 
 
-def draw(logits_NV: Tensor, batch: SamplingBatch, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens (N,) int64 and their probabilities (N,) float32, by these random numbers in place of the batch's."""
+def draw(logits_NV: Tensor, batch: SamplingBatch, uniform_N1: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens (N, 1) int64 and their probabilities (N, 1) float32, by these random numbers in place of the batch's."""
     scaled_NV = logits_NV.float()
     if batch.temperatures_N is not None:
         scaled_NV = scaled_NV / batch.temperatures_N[:, None]
     probs_NV = scaled_NV.softmax(-1)
     if batch.num_greedy == len(batch.params):
-        tokens_N = likeliest(scaled_NV)
+        tokens_N1 = likeliest(scaled_NV)
     else:
         weights_NV = probs_NV
         if batch.filtered:
             rows = torch.tensor(batch.filtered, device=logits_NV.device)
             kept = keep_mask(scaled_NV[rows], [batch.params[i] for i in batch.filtered])
             weights_NV = probs_NV.index_copy(0, rows, probs_NV[rows] * kept)
-        tokens_N = inverse_cdf(weights_NV, uniform_N)
+        tokens_N1 = inverse_cdf(weights_NV, uniform_N1)
         if batch.num_greedy:
-            tokens_N = torch.where(batch.greedy_N, likeliest(scaled_NV), tokens_N)
-    return tokens_N, probs_NV.gather(1, tokens_N[:, None])[:, 0]
+            tokens_N1 = torch.where(batch.greedy_N[:, None], likeliest(scaled_NV), tokens_N1)
+    return tokens_N1, probs_NV.gather(1, tokens_N1)
 
 
 def likeliest(scaled_NV: Tensor) -> Tensor:
-    """(N,) the first of the largest; on the CPU by numpy, whose search is ten times as fast as torch's."""
+    """(N, 1) the first of the largest; on the CPU by numpy, whose search is ten times as fast as torch's."""
     if scaled_NV.is_cuda:
-        return scaled_NV.argmax(-1)
-    return torch.from_numpy(scaled_NV.numpy().argmax(-1))
+        return scaled_NV.argmax(-1, keepdim=True)
+    return torch.from_numpy(scaled_NV.numpy().argmax(-1, keepdims=True))
 
 
 def keep_mask(scaled_NV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -113,13 +113,13 @@ def keep_mask(scaled_NV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     return likely_NV & torch.zeros_like(likely_NV).scatter_(1, order_NK, kept_NK)
 
 
-def inverse_cdf(weights_NV: Tensor, uniform_N: Tensor) -> Tensor:
-    """The first token at which the running sum of the weights exceeds uniform * total; never one of weight 0.
+def inverse_cdf(weights_NV: Tensor, uniform_N1: Tensor) -> Tensor:
+    """(N, 1) the first token at which the running sum of the weights exceeds uniform * total; never one of weight 0.
 
-    uniform_N: at most 1 - 2^-24, which times a float32 stays below that float32.
+    uniform_N1: at most 1 - 2^-24, which times a float32 stays below that float32.
     """
     cdf_NV = weights_NV.cumsum(-1)
-    return torch.searchsorted(cdf_NV, uniform_N[:, None] * cdf_NV[:, -1:], right=True)[:, 0]
+    return torch.searchsorted(cdf_NV, uniform_N1 * cdf_NV[:, -1:], right=True)
 
 
 def uniform(seeds_N: Tensor, positions_N: Tensor) -> Tensor:

@@ -151,14 +151,15 @@ class Scheduler:
     def plan_window(self, num_steps: int) -> Window:
         """Up to `num_steps` steps for every sequence that decodes, with their blocks."""
         rows = self._undrawn()
-        if self._num_needed(rows, num_steps) > self.blocks.num_free and self.settle():
+        fits = self._num_needed(rows, num_steps) <= self.blocks.num_free
+        if not fits and self.settle():
             rows = self._undrawn()
         window = Window()
         for sequence in rows:
             count = min(num_steps, sequence.num_undrawn)
             if not sequence.blocks:  # preempted in this very loop
                 continue
-            if not self._make_room(sequence, count):
+            if not fits and not self._make_room(sequence, count):
                 break
             start = sequence.num_computed
             window.copies += self.blocks.prepare_write(sequence.blocks, start, start + count)
