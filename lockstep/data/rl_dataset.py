@@ -69,6 +69,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         for _, row in self.rows:
             check_row(row, config)
         check_ground_truths([row for _, row in self.rows], config)
+        self._measured: dict[int, np.ndarray] = {}  # by position, the token ids of prompts whose length was asked for
         if config.filter_overlong_prompts:
             self.rows = self._without_overlong(self.rows)
         elif config.truncation == "error" and self.limits_length:
@@ -84,14 +85,13 @@ class RLHFDataset(Dataset[dict[str, Any]]):
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         position, row = self.rows[item]
-        messages = self._messages(row)
-        ids = self._encode([row])[0]
+        ids = self._measured[position].tolist() if position in self._measured else self._encode([row])[0]
         extra_info = row.columns.get("extra_info") or {}
         index = extra_info.get("index")
         sample = {name: value for name, value in row.columns.items() if name != self.config.prompt_key}
         sample["extra_info"] = extra_info
         if self.config.return_raw_chat:
-            sample["raw_prompt"] = messages
+            sample["raw_prompt"] = self._messages(row)
         if self.limits_length:
             ids = truncate_ids(ids, self.config.max_prompt_length, self.config.truncation)
         sample["raw_prompt_ids"] = ids
@@ -123,10 +123,11 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
 
     def _lengths(self, rows: list[tuple[int, FileRow]]) -> list[int]:
-        lengths: list[int] = []
         for start in range(0, len(rows), ENCODE_ROWS):
-            lengths += [len(ids) for ids in self._encode([row for _, row in rows[start : start + ENCODE_ROWS]])]
-        return lengths
+            part = rows[start : start + ENCODE_ROWS]
+            for (position, _), ids in zip(part, self._encode([row for _, row in part])):
+                self._measured[position] = np.array(ids, dtype=np.int32)
+        return [len(self._measured[position]) for position, _ in rows]
 
     def _without_overlong(self, rows: list[tuple[int, FileRow]]) -> list[tuple[int, FileRow]]:
         longest = self.config.max_prompt_length

@@ -8,12 +8,14 @@ the paged cache of the embedded rollout is in `models/paged_attention.py`. It tr
 checkpointing keeps for its recomputation.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -114,7 +116,7 @@ class PackedAttention:
         rows = [_Span(start, own, *prefix) for start, own, prefix in zip(self._starts, self.lengths, prefixes)]
         whole = [row for row in rows if not row.before]
         continued = [row for row in rows if row.before]
-        return [_Rows(bucket, self._device) for part in (whole, continued) for bucket in _length_buckets(part)]
+        return [_Rows(bucket) for part in (whole, continued) for bucket in _length_buckets(part)]
 
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: LayerOptions) -> Tensor:
         refuse_softcap(how.softcap)
@@ -153,13 +155,17 @@ class PackedAttention:
         return out
 
     def _bucketed(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
+        rows_q = self._rows_of(q, self._query_places, [rows.queries.shape for rows in self.buckets])
+        rows_k, rows_v = (
+            self._rows_of(t, self._key_places, [rows.keys.shape for rows in self.buckets]) for t in (k, v)
+        )
         parts = []
-        for rows in self.buckets:
-            mask = rows.mask(window)
+        for rows, of_q, of_k, of_v in zip(self.buckets, rows_q, rows_k, rows_v):
+            mask = rows.mask(window, q)
             o = F.scaled_dot_product_attention(
-                _row_major(q, rows.queries),
-                _row_major(k, rows.keys),
-                _row_major(v, rows.keys),
+                of_q,
+                of_k,
+                of_v,
                 attn_mask=mask,
                 is_causal=mask is None,
                 scale=scaling,
@@ -168,21 +174,38 @@ class PackedAttention:
             parts.append(o.transpose(1, 2).flatten(0, 1))
         return torch.cat(parts).index_select(0, self._places)
 
+    @staticmethod
+    def _rows_of(tokens: Tensor, places: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:
+        """tokens (T, H, D) at the places of all buckets -> for each bucket's (N, L) of them (N, H, L, D).
+
+        All are taken at once, so that their gradient is summed once.
+        """
+        taken = tokens.index_select(0, places).split([math.prod(shape) for shape in shapes])
+        return [part.unflatten(0, shape).transpose(1, 2) for part, shape in zip(taken, shapes)]
+
+    @cached_property
+    def _query_places(self) -> Tensor:
+        """Token index of each query of all buckets."""
+        return self._on_device(np.concatenate([rows.queries.ravel() for rows in self.buckets]))
+
+    @cached_property
+    def _key_places(self) -> Tensor:
+        """Token index of each key of all buckets."""
+        return self._on_device(np.concatenate([rows.keys.ravel() for rows in self.buckets]))
+
     @cached_property
     def _places(self) -> Tensor:
-        """(T) where each token is among the places of all buckets."""
-        places = torch.empty(sum(self.lengths), dtype=torch.int64, device=self._device)
+        """(T) where each token is among the queries of all buckets."""
+        places = np.empty(self._starts[-1], dtype=np.int64)
         start = 0
         for rows in self.buckets:
-            valid = rows.valid.flatten().nonzero().squeeze(1)
-            places[rows.queries.flatten()[valid]] = start + valid
-            start += rows.valid.numel()
-        return places
+            valid = np.flatnonzero(rows.valid)
+            places[rows.queries.ravel()[valid]] = start + valid
+            start += rows.valid.size
+        return self._on_device(places)
 
-
-def _row_major(tokens: Tensor, places: Tensor) -> Tensor:
-    """tokens (T, H, D) at places (N, L) -> (N, H, L, D)."""
-    return tokens.index_select(0, places.flatten()).unflatten(0, places.shape).transpose(1, 2)
+    def _on_device(self, places: np.ndarray) -> Tensor:
+        return to_device(torch.from_numpy(places), self._device)
 
 
 class PaddedAttention:
@@ -262,40 +285,40 @@ class _Span(NamedTuple):
 
 
 class _Rows:
-    """Some sequences of a pack as padded rows.
+    """Some sequences of a pack as padded rows; on the host, where small arrays cost least.
 
     queries: (N, L) token index of each place; valid: (N, L), False where a place is padding (and repeats the last token).
     keys:    (N, K) token index of each key.
     """
 
-    def __init__(self, spans: list[_Span], device: torch.device) -> None:
-        start, length, prefix, before = to_device(torch.tensor(spans), device).T[:, :, None]
-        place = torch.arange(max(span.length for span in spans), device=device)[None, :]
+    def __init__(self, spans: list[_Span]) -> None:
+        start, length, prefix, self._before = np.array(spans).T[:, :, None]
+        place = np.arange(length.max())
         self.valid = place < length
-        self.queries = start + torch.minimum(place, length - 1)
-        self.continued = any(span.before for span in spans)
+        self.queries = start + np.minimum(place, length - 1)
         self._masks: dict[int | None, Tensor | None] = {}
-        if not self.continued:
-            self.keys = self.queries
-            return
-        self._before = before
-        key = torch.arange(max(span.num_keys for span in spans), device=device)[None, :]
-        own = start + torch.minimum(key - before, length - 1)
-        self.keys = torch.where(key < before, prefix + key, own)
+        self.keys = self.queries
+        self._continued = bool(self._before.any())
+        if self._continued:
+            key = np.arange((self._before + length).max())
+            own = start + np.minimum(key - self._before, length - 1)
+            self.keys = np.where(key < self._before, prefix + key, own)
 
-    def mask(self, window: int | None) -> Tensor | None:
-        """What each query sees; None where it is all that comes before it."""
+    def mask(self, window: int | None, like: Tensor) -> Tensor | None:
+        """What is added to the scores of each query: 0 where it sees a key; None where it sees all that comes before it.
+
+        A mask of booleans would be made into such a one in every layer. like: has the mask's type and device.
+        """
         if window not in self._masks:
-            self._masks[window] = self._make_mask(window)
+            self._masks[window] = self._make_mask(window, like) if self._continued or window is not None else None
         return self._masks[window]
 
-    def _make_mask(self, window: int | None) -> Tensor | None:
-        num_queries, device = self.queries.shape[1], self.queries.device
-        if not self.continued:
-            return None if window is None else sliding_mask(num_queries, window, device)
-        position = self._before + torch.arange(num_queries, device=device)[None, :]
-        gap = position[:, None, :, None] - torch.arange(self.keys.shape[1], device=device)
-        return (gap >= 0) if window is None else (gap >= 0) & (gap < window)
+    def _make_mask(self, window: int | None, like: Tensor) -> Tensor:
+        position = self._before + np.arange(self.queries.shape[1])
+        gap = position[:, None, :, None] - np.arange(self.keys.shape[1])
+        seen = (gap >= 0) if window is None else (gap >= 0) & (gap < window)
+        added = torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf)))
+        return to_device(added.to(like.dtype), like.device)
 
 
 def _length_buckets(spans: list[_Span]) -> Iterator[list[_Span]]:

@@ -153,7 +153,7 @@ def _mlp_forward(module: nn.Module) -> Forward | None:
         if not _is_served(x):
             return type(self).forward(self, x)
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
-        if _is_plain_mlp(self):
+        if is_plain_mlp(self):
             return gated_mlp(x, gate.weight, up.weight, down.weight, activation)
         return down(gated_product(gate(x), up(x), activation))
 
@@ -351,14 +351,14 @@ def _layer_forward(layer: Any) -> Forward:
         norm = self.post_attention_layernorm
         x, stream = stream_norm(stream, norm.weight, norm_eps(norm), offset=after)
         mlp = self.mlp
-        if activation is None or not _is_plain_mlp(mlp):
+        if activation is None or not is_plain_mlp(mlp):
             return stream + mlp(x)
         return gated_mlp(x, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight, activation, stream)
 
     return forward
 
 
-def _is_plain_mlp(mlp: Any) -> bool:
+def is_plain_mlp(mlp: Any) -> bool:
     """Three linear layers without bias, not wrapped in anything since."""
     parts = [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
     return all(type(part) is nn.Linear and part.bias is None for part in parts)

@@ -1,20 +1,29 @@
 """Faster forwards, with gradients, for the modules of a transformers model that computes on a CPU.
 
-    RMSNorm, rotary embedding ─► their gradients in closed form: a few passes over memory where autograd takes many
+    RMSNorm, gated MLP, rotary embedding ─► their gradients in closed form: a few passes over memory where autograd takes many
 
 In half precision the residual stream of a decoder is kept in float32, as `models/fused_layers.py` keeps it on CUDA: the embedding
 gives it so, a norm gives what the weights are in, and sums with the stream stay in float32 by themselves.
 """
 
 from collections.abc import Callable
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lockstep.models.fused_layers import is_usual_layer, norm_eps, norm_offset, rotary_forward
+from lockstep.models.fused_layers import (
+    gate_activation,
+    is_plain_mlp,
+    is_usual_layer,
+    norm_eps,
+    norm_offset,
+    rotary_forward,
+)
 
 Forward = Callable[..., Any]
 
@@ -26,7 +35,7 @@ def fuse_on_host(model: nn.Module) -> list[str]:
     for module in model.modules():
         kind = type(module)
         if kind not in verdicts:
-            verdicts[kind] = _norm_forward(module) or rotary_forward(module, _fits, _rotate)
+            verdicts[kind] = _norm_forward(module) or _mlp_forward(module) or rotary_forward(module, _fits, _rotate)
         forward = verdicts[kind]
         if forward is not None and "forward" not in module.__dict__:
             module.__dict__["forward"] = MethodType(forward, module)
@@ -71,7 +80,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
         wide = x.float()
-        scale = torch.rsqrt(torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_() / x.shape[-1] + eps)
+        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, scale, weight)
         ctx.offset = offset
         normed = wide * scale
@@ -85,11 +94,72 @@ class _RmsNorm(torch.autograd.Function):
         x, scale, weight = ctx.saved_tensors
         factor, grad = weight.float() + 1 if ctx.offset else weight.float(), grad.float()
         # LayerNorm's gradient where the mean is 0, without what it takes off for a mean that moves with x
-        of_x, of_weight, _ = torch.ops.aten.native_layer_norm_backward(
+        of_x, of_weight, _ = torch.ops.aten.native_layer_norm_backward.default(
             grad, x.float(), x.shape[-1:], torch.zeros_like(scale), scale, factor, None, [True, True, False]
         )
-        of_x += (grad @ factor)[..., None] * (scale / x.shape[-1])
+        of_x += (grad @ factor)[..., None].mul_(scale).div_(x.shape[-1])
         return of_x.to(x.dtype), of_weight, None, None
+
+
+_ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[..., Tensor]]] = {
+    "silu": (F.silu, torch.ops.aten.silu_backward.grad_input),
+    "gelu_tanh": (
+        partial(F.gelu, approximate="tanh"),
+        partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh"),
+    ),
+}
+"""Name to the function and to (gradient, its input, grad_input=where the input's gradient goes)."""
+
+
+def _mlp_forward(module: nn.Module) -> Forward | None:
+    activation = gate_activation(module)
+    if activation is None:
+        return None
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if not is_plain_mlp(self):
+            return type(self).forward(self, x)
+        weights = (self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
+        out: Tensor = _GatedMlp.apply(x, *weights, *_ACTIVATIONS[activation])
+        return out
+
+    return forward
+
+
+class _GatedMlp(torch.autograd.Function):
+    """down(activation(gate(x)) * up(x)) of three linear layers without bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        of_gate: Tensor,
+        of_up: Tensor,
+        of_down: Tensor,
+        activation: Callable[[Tensor], Tensor],
+        through_activation: Callable[..., Tensor],
+    ) -> Tensor:
+        gate, up = F.linear(x, of_gate), F.linear(x, of_up)
+        opened = activation(gate)
+        product = opened * up
+        ctx.save_for_backward(x, of_gate, of_up, of_down, gate, up, opened, product)
+        ctx.through_activation = through_activation
+        return F.linear(product, of_down)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        of_gate, of_up, of_down = saved[1:4]
+        x, gate, up, opened, product, rows = (t.flatten(0, -2) for t in (saved[0], *saved[4:], grad))
+        for_product = rows @ of_down
+        for_up = opened.mul_(for_product)  # nobody else holds it
+        for_gate = ctx.through_activation(for_product.mul_(up), gate, grad_input=for_product)
+        for_x = (for_up @ of_up).addmm_(for_gate, of_gate)
+        pairs = ((for_gate, x), (for_up, x), (rows, product))
+        wanted = ctx.needs_input_grad[1:4]
+        of_weights = (out.t() @ into if want else None for (out, into), want in zip(pairs, wanted))
+        return for_x.view_as(grad), *of_weights, None, None
 
 
 def _fits(q: Tensor, k: Tensor, cos: Tensor) -> bool:

@@ -21,6 +21,12 @@ LogitsFn = Callable[[Tensor], Tensor]
 CHUNK_ELEMENTS = 1 << 26
 """Logits held at once: 64 Mi entries are 256 MB in float32."""
 
+BLOCK_ELEMENTS = 1 << 17
+"""Logits that stay in a core's cache while their statistics are computed: 512 KB in float32."""
+
+SMALLEST = 1e-37
+"""Probabilities below it count as it in a logarithm; times themselves they are nothing."""
+
 
 @dataclass(frozen=True)
 class VocabularyHead:
@@ -38,6 +44,15 @@ class VocabularyHead:
         if self.divisor is not None:
             out = out / self.divisor
         return out if self.cap is None else torch.tanh(out / self.cap) * self.cap
+
+    def weight_for(self, hidden: Tensor) -> Tensor | None:
+        """The matrix of a head that is nothing but a product in float32; None for any other."""
+        bare = type(self.module) is nn.Linear and self.module.bias is None
+        if not bare or (self.factor, self.divisor, self.cap) != (None, None, None):
+            return None
+        assert isinstance(self.module, nn.Linear)
+        weight = self.module.weight
+        return weight if hidden.dtype == weight.dtype == torch.float32 else None
 
     def is_fused_for(self, hidden: Tensor) -> bool:
         """Whether `kernels/linear_log_prob.py` serves this head; a wrapped one (LoRA, say) must compute for itself."""
@@ -66,10 +81,11 @@ def token_log_probs(
         statistics |= {"entropy": entropy if entropy_gradient else entropy.detach()} if with_entropy else {}
         return statistics | ({"sum_pi_squared": squares} if with_sum_pi_squared else {})
 
+    weight = logits_fn.weight_for(hidden) if isinstance(logits_fn, VocabularyHead) else None
+
     def chunk(h: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        out: tuple[Tensor, ...] = _Statistics.apply(
-            logits_fn(h).float(), y, temperature, with_entropy, with_sum_pi_squared
-        )
+        h = logits_fn(h).float() if weight is None else h
+        out: tuple[Tensor, ...] = _Statistics.apply(h, weight, y, temperature, with_entropy, with_sum_pi_squared)
         return out if entropy_gradient else (out[0], *(more.detach() for more in out[1:]))
 
     size = _chunk_rows(hidden, logits_fn)
@@ -97,20 +113,42 @@ def _fused(hidden: Tensor, targets: Tensor, head: VocabularyHead, temperature: f
 class _Statistics(torch.autograd.Function):
     """log p[target], H = -Σ p log p and S = Σ p² of p = softmax(z), z = logits / temperature; the last two where asked for.
 
-    In few passes over the vocabulary, since the gradients are known: 1[target] - p, -p (log p + H) and 2 p (p - S).
+    inputs are the logits or, with a weight, what it multiplies to logits. A block of rows at a time goes through all passes over
+    the vocabulary, so that each finds in the cache what the one before has left. The gradients are known: 1[target] - p,
+    -p (log p + H) and 2 p (p - S).
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool, with_squares: bool
+        ctx: Any,
+        inputs: Tensor,
+        weight: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        with_entropy: bool,
+        with_squares: bool,
     ) -> tuple[Tensor, ...]:
-        log_p = torch.log_softmax(logits if temperature == 1.0 else logits / temperature, -1)
-        out = [log_p.gather(-1, targets[:, None]).squeeze(-1)]
-        if with_entropy:
-            out.append(-log_p.exp().mul_(log_p).sum(-1))
-        if with_squares:
-            out.append((2 * log_p).exp_().sum(-1))
-        ctx.save_for_backward(log_p, targets, *out[1:])
+        size = inputs.shape[1] if weight is None else len(weight)
+        rows = _block_rows(size)
+        exps = inputs.new_empty(len(inputs), size)  # of the gap between a logit and the largest of its row
+        room = inputs.new_empty(min(rows, len(inputs)), size)
+        blocks = []
+        for x, y, exp in zip(inputs.split(rows), targets.split(rows), exps.split(rows)):
+            gap = room[: len(x)]
+            z = x if weight is None else torch.mm(x, weight.t(), out=gap)
+            torch.sub(z, z.amax(-1, keepdim=True), out=gap)
+            if temperature != 1.0:
+                gap /= temperature
+            total = torch.exp(gap, out=exp).sum(-1)
+            log_total = total.log()
+            found = [total, gap.gather(-1, y[:, None]).squeeze(-1) - log_total]
+            if with_entropy:
+                found.append(log_total - gap.mul_(exp).sum(-1) / total)
+            if with_squares:
+                found.append(torch.mul(exp, exp, out=gap).sum(-1) / total.square())
+            blocks.append(found)
+        totals, *out = map(torch.cat, zip(*blocks))
+        ctx.save_for_backward(inputs if weight is not None else None, weight, exps, totals, targets, *out[1:])
         ctx.temperature, ctx.with_entropy = temperature, with_entropy
         ctx.set_materialize_grads(False)
         return tuple(out)
@@ -118,20 +156,30 @@ class _Statistics(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, for_chosen: Tensor | None, *for_more: Tensor | None) -> tuple[Tensor | None, ...]:
-        log_p, targets, *sums = ctx.saved_tensors
+        inputs, weight, exps, totals, targets, *sums = ctx.saved_tensors
         if for_chosen is None:
-            for_chosen = log_p.new_zeros(len(log_p))
-        for_chosen = for_chosen[:, None] / ctx.temperature
-        slope = None
-        for number, (incoming, total) in enumerate(zip(for_more, sums)):
-            if incoming is not None:
-                factor, total = incoming[:, None] / ctx.temperature, total[:, None]
-                is_entropy = ctx.with_entropy and number == 0
-                own = factor * (-log_p - total) if is_entropy else 2 * factor * (log_p.exp() - total)
-                slope = own if slope is None else slope + own
-        p = log_p.exp_()  # nobody else holds it
-        grad = p.mul_(-for_chosen if slope is None else slope - for_chosen)
-        return grad.scatter_add_(1, targets[:, None], for_chosen), None, None, None, None
+            for_chosen = torch.zeros_like(totals)
+        for_chosen, totals = for_chosen[:, None] / ctx.temperature, totals[:, None]
+        if all(incoming is None for incoming in for_more):
+            grad = exps.mul_(-for_chosen / totals)  # nobody else holds them
+        else:
+            p, slope = exps.div_(totals), -for_chosen
+            for number, (incoming, total) in enumerate(zip(for_more, sums)):
+                if incoming is not None:
+                    factor, total = incoming[:, None] / ctx.temperature, total[:, None]
+                    is_entropy = ctx.with_entropy and number == 0
+                    log_p = p.clamp_min(SMALLEST).log_() if is_entropy else None
+                    slope = slope + (2 * factor * (p - total) if log_p is None else -factor * (log_p + total))
+            grad = p.mul_(slope)
+        grad.scatter_add_(1, targets[:, None], for_chosen)
+        of_inputs, of_weight = (grad, None) if weight is None else (grad @ weight, grad.t() @ inputs)
+        return of_inputs, of_weight, None, None, None, None
+
+
+def _block_rows(vocabulary: int) -> int:
+    """Rows of logits that a cache holds; where they are too few for a good product, all."""
+    rows = BLOCK_ELEMENTS // vocabulary
+    return rows if rows >= 64 else CHUNK_ELEMENTS
 
 
 def _chunk_rows(hidden: Tensor, logits_fn: LogitsFn) -> int:

@@ -8,6 +8,7 @@ sliced:  rank s of a sequence group holds tokens [s T/size, (s+1) T/size) of the
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from tensordict import TensorDict
@@ -71,39 +72,27 @@ def forward_rows(
 
     sequence: ranks that share the packed row; each of them is given the same rows and gets a slice of their tokens.
     """
-    input_ids, mask = batch["input_ids"], batch["attention_mask"].bool()
+    input_ids, position_ids = batch["input_ids"].numpy(), batch["position_ids"].numpy()
+    mask = batch["attention_mask"].numpy().astype(bool)
     num_rows, length = input_ids.shape
     width = batch["responses"].shape[1]
-    row, column = batch["response_mask"].bool().nonzero(as_tuple=True)
+    row, column = batch["response_mask"].numpy().nonzero()
     place = column + (length - width)  # of the response token in its padded row
-    end = (torch.arange(length) * mask).amax(-1)
+    every, end = np.arange(num_rows), (np.arange(length) * mask).max(-1)
+    arrays = {"targets": input_ids[row, place], "row": row, "column": column, "last_row": every}
+    context: AttentionContext
     if packed:
         pack = _Pack(input_ids, mask, length - width)
-        rows = ForwardRows(
-            input_ids=input_ids[pack.kept][None],
-            position_ids=batch["position_ids"][pack.kept][None],
-            context=PackedAttention(pack.lengths, device, pack.prefixes),
-            predicts=pack.index(row, place - 1),
-            targets=input_ids[row, place],
-            row=row,
-            column=column,
-            last=pack.index(torch.arange(num_rows), end),
-            last_row=torch.arange(num_rows),
-            shape=(num_rows, width),
-        )
-        return (rows if sequence is None else _slice_of(rows, pack, sequence, device)).to(device)
-    return ForwardRows(
-        input_ids=input_ids,
-        position_ids=batch["position_ids"],
-        context=PaddedAttention(mask.to(device)),
-        predicts=row * length + place - 1,
-        targets=input_ids[row, place],
-        row=row,
-        column=column,
-        last=torch.arange(num_rows) * length + end,
-        last_row=torch.arange(num_rows),
-        shape=(num_rows, width),
-    ).to(device)
+        arrays |= {"input_ids": input_ids[pack.kept][None], "position_ids": position_ids[pack.kept][None]}
+        arrays |= {"predicts": pack.index(row, place - 1), "last": pack.index(every, end)}
+        context = PackedAttention(pack.lengths, device, pack.prefixes)
+    else:
+        arrays |= {"input_ids": input_ids, "position_ids": position_ids}
+        arrays |= {"predicts": row * length + place - 1, "last": every * length + end}
+        context = PaddedAttention(torch.from_numpy(mask).to(device))
+    tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    rows = ForwardRows(**tensors, context=context, shape=(num_rows, width))
+    return (rows if not packed or sequence is None else _slice_of(rows, pack, sequence, device)).to(device)
 
 
 class _Pack:
@@ -114,13 +103,13 @@ class _Pack:
     prefixes: (start, length) of the prompt that a row finds elsewhere in the packed row; None where no row does.
     """
 
-    def __init__(self, input_ids: Tensor, mask: Tensor, prompt_length: int) -> None:
+    def __init__(self, input_ids: np.ndarray, mask: np.ndarray, prompt_length: int) -> None:
         self.prompt_length = prompt_length
-        self.owner = torch.tensor(prompt_owners(input_ids, mask, prompt_length))
-        shares = self.owner != torch.arange(len(mask))
-        self.kept = mask.clone()
+        self.owner = np.array(prompt_owners(input_ids, mask, prompt_length))
+        shares = self.owner != np.arange(len(mask))
+        self.kept = mask.copy()
         self.kept[shares, :prompt_length] = False
-        self._place = (self.kept.flatten().cumsum(0) - 1).view_as(mask)
+        self._place = (self.kept.ravel().cumsum() - 1).reshape(mask.shape)
         self.lengths: list[int] = self.kept.sum(-1).tolist()
         self.prefixes: list[tuple[int, int]] | None = None
         if shares.any():
@@ -128,15 +117,16 @@ class _Pack:
             start = self._place[self.owner, prompt_length - 1] + 1 - before
             self.prefixes = [(s, n) if n else (0, 0) for s, n in zip(start.tolist(), before.tolist())]
 
-    def index(self, row: Tensor, place: Tensor) -> Tensor:
+    def index(self, row: np.ndarray, place: np.ndarray) -> np.ndarray:
         """Where the token at a place of a padded row is in the packed one."""
-        return self._place[torch.where(place < self.prompt_length, self.owner[row], row), place]
+        found: np.ndarray = self._place[np.where(place < self.prompt_length, self.owner[row], row), place]
+        return found
 
 
-def prompt_owners(input_ids: Tensor, mask: Tensor, prompt_length: int) -> list[int]:
+def prompt_owners(input_ids: np.ndarray, mask: np.ndarray, prompt_length: int) -> list[int]:
     """For each row, the first row with the same prompt; a row without a response is its own."""
-    prompts = input_ids[:, :prompt_length].masked_fill(~mask[:, :prompt_length], -1).numpy()
-    answered = mask[:, prompt_length:].any(-1).tolist()
+    prompts = np.where(mask[:, :prompt_length], input_ids[:, :prompt_length], -1)
+    answered: list[int] = mask[:, prompt_length:].sum(-1).tolist()
     first: dict[bytes, int] = {}
     return [first.setdefault(prompt.tobytes(), i) if answered[i] else i for i, prompt in enumerate(prompts)]
 

@@ -141,7 +141,8 @@ class _Worker:
                 ahead.append(len(messages[0]))
                 sent += messages.popleft()
             try:
-                _write(process, sent)
+                if sent:
+                    _write(process, sent)
                 reply = replies.next(timeout_s)
             except TimeoutError:
                 self.stop()

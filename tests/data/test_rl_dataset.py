@@ -130,6 +130,12 @@ def test_filter_drops_long_prompts_and_keeps_positions(tmp_path: Path) -> None:
     assert [dataset[i]["index"] for i in range(len(dataset))] == [0, 2]
 
 
+def test_a_prompt_that_was_measured_is_not_encoded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = RLHFDataset(write(tmp_path / "a.jsonl", [make_row("x"), make_row("yy")]), TOKENIZER, DataConfig())
+    monkeypatch.delattr(RLHFDataset, "_encode")
+    assert [dataset[i]["raw_prompt_ids"] for i in range(2)] == [prompt_ids("x"), prompt_ids("yy")]
+
+
 def test_chat_template_kwargs_reach_the_template(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ messages[0]['content'] }}{% if enable_thinking %}T{% endif %}"

@@ -8,7 +8,7 @@ One process shards nothing: with one type for both the module computes itself, o
 from collections.abc import Collection, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -94,10 +94,11 @@ class FsdpEngine(TrainEngine):
                 trained, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
             )
             self.schedule = build_schedule(self.optimizer, optim)
+        self.compute.train(optim is not None)
         self.offload()
 
     def forward(self, batch: TensorDict, micro: MicroBatching, **options: object) -> dict[str, Tensor]:
-        self.compute.eval()
+        self._set_training(False)
         order: list[int] = []
         pieces: list[dict[str, Tensor]] = []
         with torch.no_grad():
@@ -111,7 +112,7 @@ class FsdpEngine(TrainEngine):
     def forward_backward(
         self, batch: TensorDict, loss_fn: LossFn, micro: MicroBatching, **options: object
     ) -> dict[str, float]:
-        self.compute.train()
+        self._set_training(True)
         totals: dict[str, Tensor] = {}
         own: list[str] = []
         parts = self._partitions(batch, micro)
@@ -146,8 +147,8 @@ class FsdpEngine(TrainEngine):
         self._arrival.wait()
         if self._copied:
             hand_gradients(self.compute, self.model)
-        trained = [p for p in self.model.parameters() if p.grad is not None]
-        norm = sharding.whole(torch.nn.utils.get_total_norm([cast(Tensor, p.grad) for p in trained])).float()
+        gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = sharding.whole(torch.nn.utils.get_total_norm(gradients)).float()
         copied = HostCopy(norm)
         # The step clips, or does nothing at all where the norm is not finite, so that it need not wait for the norm to be read.
         self.optimizer.grad_scale = ((norm + 1e-6) / self.clip_grad).clamp_min(1.0)  # type: ignore[attr-defined]
@@ -248,6 +249,11 @@ class FsdpEngine(TrainEngine):
         """Whether a copy of the master weights computes, rather than they themselves."""
         return self.compute is not self.model
 
+    def _set_training(self, wanted: bool) -> None:
+        """As `train` and `eval` do, which go through all modules even where nothing is to change."""
+        if self.compute.training != wanted:
+            self.compute.train(wanted)
+
     def _refresh(self) -> None:
         if self._copied:
             refresh(self.compute, self.model)
@@ -272,9 +278,10 @@ class FsdpEngine(TrainEngine):
         """Rows of each micro-batch, as many of them on every rank. A token budget is one rank's: `sp_size` ranks have more."""
         if micro.max_tokens is not None:
             group = dist.group.WORLD if self.world_size > 1 else None
-            mask, start = batch["attention_mask"].bool(), batch["input_ids"].shape[1] - batch["responses"].shape[1]
+            ids, mask = batch["input_ids"].numpy(), batch["attention_mask"].numpy().astype(bool)
+            start = ids.shape[1] - batch["responses"].shape[1]
             own, before = mask[:, start:].sum(-1).tolist(), mask[:, :start].sum(-1).tolist()
-            owners = prompt_owners(batch["input_ids"], mask, start) if self.packed else list(range(len(batch)))
+            owners = prompt_owners(ids, mask, start) if self.packed else list(range(len(batch)))
             return agreed_runs(own, before, owners, micro.max_tokens * self.sp_size, group)
         size = micro.num_rows or len(batch)
         return [list(range(i, min(i + size, len(batch)))) for i in range(0, len(batch), size)]

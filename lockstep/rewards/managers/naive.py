@@ -42,13 +42,12 @@ ROLLOUT_COLUMNS = {"__num_turns__": "num_turns", "reward_scores": "rollout_rewar
 
 @dataclass(frozen=True)
 class ScoringRow:
-    """What the reward function sees of one sample, and the prompt for the log.
+    """What the reward function sees of one sample.
 
     num_tokens: of the response, those of tools and its end included.
     """
 
     data_source: str
-    prompt_str: str
     solution_str: str
     ground_truth: Any
     extra_info: dict[str, Any]
@@ -100,7 +99,7 @@ class NaiveRewardManager:
         self._report_failures(rows, outcomes)
         scores, extra_info = self._read_outcomes(rows, outcomes)
         self._shape(rows, scores, extra_info)
-        self._log_examples(rows, scores)
+        self._log_examples(data, rows, scores)
         reward_tensor = place_scores(scores, last_token_positions(data), data.batch["responses"].shape[1])
         result = RewardResult(reward_tensor=reward_tensor, reward_extra_info=extra_info)
         return result if return_dict else reward_tensor
@@ -122,7 +121,6 @@ class NaiveRewardManager:
         assert data.batch is not None
         num_prompt = data.batch["prompts"].shape[1]
         attended = data.batch["attention_mask"].bool()
-        prompts = self._texts(data.batch["prompts"], attended[:, :num_prompt])
         responses = self._texts(data.batch["responses"], attended[:, num_prompt:])
         num_tokens = attended[:, num_prompt:].sum(-1).tolist()
         rows = []
@@ -132,7 +130,6 @@ class NaiveRewardManager:
             rows.append(
                 ScoringRow(
                     data_source=sources[row],
-                    prompt_str=prompts[row],
                     solution_str=responses[row],
                     ground_truth=reward_models[row]["ground_truth"],
                     extra_info=dict(extra_infos[row] or {}) | {name: column[row] for name, column in added.items()},
@@ -142,12 +139,9 @@ class NaiveRewardManager:
         return rows
 
     def _texts(self, ids: torch.Tensor, attended: torch.Tensor) -> list[str]:
-        """Of each row's attended tokens; rows that follow each other with the same tokens are decoded once."""
+        """Of each row's attended tokens."""
         rows = [list(compress(row, keep)) for row, keep in zip(ids.tolist(), attended.tolist())]
-        texts: list[str] = []
-        for number, row in enumerate(rows):
-            same = number > 0 and row == rows[number - 1]
-            texts.append(texts[-1] if same else self.tokenizer.decode(row, skip_special_tokens=True))
+        texts: list[str] = self.tokenizer.batch_decode(rows, skip_special_tokens=True)
         return texts
 
     def _score_all(self, rows: list[ScoringRow]) -> list[Outcome]:
@@ -201,16 +195,21 @@ class NaiveRewardManager:
             raise ValueError(f"{blame} the score {score!r}; it must be a finite number")
         return float(score)
 
-    def _log_examples(self, rows: list[ScoringRow], scores: list[float]) -> None:
+    def _log_examples(self, data: DataProto, rows: list[ScoringRow], scores: list[float]) -> None:
         """The first `num_examine` samples of each data source."""
+        if not self.num_examine:
+            return
         shown: dict[str, int] = {}
-        for row, score in zip(rows, scores):
+        ids, attended = data.tensors["prompts"], data.tensors["attention_mask"].bool()
+        for number, (row, score) in enumerate(zip(rows, scores)):
             shown[row.data_source] = shown.get(row.data_source, 0) + 1
             if shown[row.data_source] <= self.num_examine:
+                only = slice(number, number + 1)
+                (prompt,) = self._texts(ids[only], attended[only, : ids.shape[1]])
                 logger.info(
                     "%s\n[prompt] %s\n[response] %s\n[ground truth] %s\n[score] %s",
                     row.data_source,
-                    row.prompt_str,
+                    prompt,
                     row.solution_str,
                     row.ground_truth,
                     score,

@@ -58,7 +58,7 @@ def lay_out(batch: DataProto, rule: MiniBatches, dp_size: int, *, balance: bool)
 
     balance: give ranks rows of about the same number of tokens, rather than as they follow each other.
     """
-    lengths, owners = _lengths_and_owners(batch)
+    lengths, owners = _lengths_and_owners(batch) if dp_size > 1 else ([1] * len(batch), [0] * len(batch))
     taken: list[int] = []  # the rows of all mini-batches, one after another
     number_of: list[int] = []  # the mini-batch of each
     counts: list[dict[str, int]] = []
@@ -109,9 +109,9 @@ def spread(lengths: list[int], num_parts: int, *, balance: bool, owners: list[in
 
 def _lengths_and_owners(batch: DataProto) -> tuple[list[int], list[int]]:
     """Tokens of each row, and the first row with the same prompt."""
-    mask, ids = batch.tensors["attention_mask"], batch.tensors["input_ids"]
+    mask, ids = batch.tensors["attention_mask"].numpy().astype(bool), batch.tensors["input_ids"].numpy()
     start = ids.shape[1] - batch.tensors["responses"].shape[1]
-    return mask.sum(-1).tolist(), prompt_owners(ids, mask.bool(), start)
+    return mask.sum(-1).tolist(), prompt_owners(ids, mask, start)
 
 
 def call_balanced(method: Callable[[DataProto], Any], batch: DataProto, num_parts: int) -> Callable[[], DataProto]:

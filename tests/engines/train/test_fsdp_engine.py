@@ -87,6 +87,21 @@ def test_an_update_does_not_depend_on_the_micro_batch_split(folder: Path, mode: 
             assert (weight - other_weights[name]).abs().mean() < 1e-5, name
 
 
+def test_every_module_is_told_whether_it_trains(folder: Path) -> None:
+    engine = policy_engine(folder)  # of a model that came in evaluation mode
+    modes = []
+
+    def loss(outputs: dict[str, Tensor], rows: object) -> tuple[Tensor, dict[str, Tensor]]:
+        modes.append({module.training for module in engine.compute.modules()})
+        return outputs["log_probs"].sum(), {}
+
+    for _ in range(2):
+        engine.forward_backward(random_batch(), loss, MicroBatching())
+        engine.forward(random_batch(), MicroBatching())
+        modes.append({module.training for module in engine.compute.modules()})
+    assert modes == [{True}, {False}] * 2
+
+
 def test_gradient_checkpointing_and_chunked_head_change_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     metrics, weights = step(policy_engine(folder), ACTOR, SPLITS[0])
     monkeypatch.setattr("lockstep.models.log_probs.CHUNK_ELEMENTS", 259 * 3)
