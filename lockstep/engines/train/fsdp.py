@@ -32,7 +32,7 @@ from lockstep.models.ulysses import SequenceGroup, check_heads
 from lockstep.protocol.columns import tensors_of
 from lockstep.utils.device import HostCopy, to_device
 from lockstep.utils.distributed import current_rank, current_world_size, mesh_of
-from lockstep.utils.host import settle_on_host
+from lockstep.utils.host import settle_on_host, take_threads
 from lockstep.utils.seqlen import agreed_runs
 
 
@@ -98,7 +98,7 @@ class FsdpEngine(TrainEngine):
         self.offload()
 
     def forward(self, batch: TensorDict, micro: MicroBatching, **options: object) -> dict[str, Tensor]:
-        self._set_training(False)
+        self._begin(training=False)
         order: list[int] = []
         pieces: list[dict[str, Tensor]] = []
         with torch.no_grad():
@@ -112,7 +112,7 @@ class FsdpEngine(TrainEngine):
     def forward_backward(
         self, batch: TensorDict, loss_fn: LossFn, micro: MicroBatching, **options: object
     ) -> dict[str, float]:
-        self._set_training(True)
+        self._begin(training=True)
         totals: dict[str, Tensor] = {}
         own: list[str] = []
         parts = self._partitions(batch, micro)
@@ -249,10 +249,12 @@ class FsdpEngine(TrainEngine):
         """Whether a copy of the master weights computes, rather than they themselves."""
         return self.compute is not self.model
 
-    def _set_training(self, wanted: bool) -> None:
-        """As `train` and `eval` do, which go through all modules even where nothing is to change."""
-        if self.compute.training != wanted:
-            self.compute.train(wanted)
+    def _begin(self, *, training: bool) -> None:
+        """Before a forward: `train` and `eval` would go through all modules even where nothing is to change."""
+        if self.compute.training != training:
+            self.compute.train(training)
+        if self.device.type == "cpu":
+            take_threads(decoding=False)
 
     def _refresh(self) -> None:
         if self._copied:

@@ -20,7 +20,7 @@ from lockstep.models.attention import AttentionContext, no_mask
 from lockstep.models.loading import logits_fn
 from lockstep.models.paged_attention import LayerProbe, LayerShape, PagedCache
 from lockstep.utils.device import free_memory
-from lockstep.utils.host import settle_on_host
+from lockstep.utils.host import settle_on_host, take_threads
 
 if TYPE_CHECKING:
     from lockstep.engines.rollout.embedded.fused import FusedModules
@@ -79,6 +79,7 @@ class ModelRunner:
             self.layers()  # a model that cannot be served is refused first
             settle_on_host(sum(parameter.numel() for parameter in self.model.parameters()))
             self._flat_form = (flat_form(decoder, self.forward),)
+        take_threads(decoding=True)
         [form] = self._flat_form
         if form is not None:
             self._flat = FlatDecoder(decoder, form)
