@@ -5,7 +5,7 @@
                                    [key=value ...]
 
 The model has random weights and every prompt exactly `--prompt-tokens` tokens; rewards are random. `--model DIR`
-takes a real one. Both sides run in processes of their own. The time of a step is the median after the first two; start-up is from
+takes a real one. Both sides run in processes of their own, `--rounds` times in turns. The time of a step is the median after the first two; start-up is from
 the command to the end of the first step. Further `key=value` are overrides of the Lockstep run.
 """
 
@@ -210,6 +210,10 @@ def run_trl(folder: Path, model: Path, texts: list[str], args: argparse.Namespac
     }
 
 
+def median_of(rounds: list[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(found[name] for found in rounds) for name in rounds[0]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="0.5b" if torch.cuda.is_available() else "tiny")
@@ -221,20 +225,25 @@ def main() -> None:
     parser.add_argument("--micro", type=int, default=64, help="sequences in one of our micro-batches")
     parser.add_argument("--peer-micro", type=int, default=32, help="sequences in one of the peer's micro-batches")
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=1, help="times that each side runs, in turns; medians are shown")
     parser.add_argument("--peer", action="append", choices=["trl", "trl+vllm"], default=None)
     parser.add_argument("--peer-python", default=sys.executable, help="interpreter of the environment that has TRL")
     parser.add_argument("--json", type=Path)
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
     peers = args.peer if args.peer is not None else ["trl"] if importlib.util.find_spec("trl") else []
-    results = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = args.model or make_model(folder / "model", args.shape)
         texts = make_prompts(model, 4 * args.prompts, args.prompt_tokens)
-        results["lockstep"] = run_lockstep(folder, model, texts, args)
-        for peer in peers:
-            results[peer] = run_trl(folder, model, texts, args, vllm=peer == "trl+vllm")
+        rounds: dict[str, list[dict[str, float]]] = {name: [] for name in ("lockstep", *peers)}
+        for number in range(args.rounds):
+            place = folder / f"round{number}"
+            place.mkdir()
+            rounds["lockstep"].append(run_lockstep(place, model, texts, args))
+            for peer in peers:
+                rounds[peer].append(run_trl(place, model, texts, args, vllm=peer == "trl+vllm"))
+    results = {name: median_of(found) for name, found in rounds.items()}
     table = Table("", "step s", "times faster", "first step after s", "peak GB")
     ours = results["lockstep"]
     for name, result in results.items():
@@ -246,7 +255,9 @@ def main() -> None:
     parts = {name: round(value, 3) for name, value in ours.items() if name not in ("step_s", "start_s", "peak_gb")}
     console.print("of the step:", parts)
     if args.json:
-        args.json.write_text(json.dumps({"arguments": vars(args), "results": results}, indent=1, default=str))
+        args.json.write_text(
+            json.dumps({"arguments": vars(args), "results": results, "rounds": rounds}, indent=1, default=str)
+        )
 
 
 if __name__ == "__main__":
