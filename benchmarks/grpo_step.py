@@ -4,8 +4,8 @@
                                    [--peer trl --peer trl+vllm --peer-python .trl/bin/python] [--json out.json]
                                    [key=value ...]
 
-The model has random weights and every prompt exactly `--prompt-tokens` tokens; rewards are random. `--model DIR` takes a real one. Both
-sides run in processes of their own, `--rounds` times in turns. The time of a step is the median after the first two; start-up is
+The model has random weights and every prompt exactly `--prompt-tokens` tokens; rewards are random. `--model DIR` takes a real one.
+Both sides run in processes of their own, `--rounds` times in turns. The time of a step is the median after the first two; start-up is
 from the command to the end of the first step. Further `key=value` are overrides of the Lockstep run.
 """
 
