@@ -5,8 +5,8 @@
                                    [key=value ...]
 
 The model has random weights and every prompt exactly `--prompt-tokens` tokens; rewards are random. `--model DIR` takes a real one.
-Both sides run in processes of their own, `--rounds` times in turns. The time of a step is the median after the first two; start-up is
-from the command to the end of the first step. Further `key=value` are overrides of the Lockstep run.
+Both sides run in processes of their own, `--rounds` times in turns. The time of a step is the median after the first two; start-up
+is from the command to the end of the first step. Further `key=value` are overrides of the Lockstep run.
 """
 
 import argparse
