@@ -1,7 +1,6 @@
 """The demo from beginning to end: files, warm-up, the ordinary training command, report."""
 
 import dataclasses
-import os
 import re
 import shlex
 import shutil
@@ -9,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -20,12 +18,12 @@ from lockstep.demo.task import split_problems, write_rows
 from lockstep.demo.warmup import WarmUp, warm_up
 from lockstep.trainer import main_ppo
 from lockstep.utils.device import resolve_device
+from lockstep.utils.host import take_threads
 
 Algorithm = Literal["grpo", "ppo"]
 
 TRAINING_STEPS: dict[Algorithm, int] = {"grpo": 60, "ppo": 40}
 WARMUP_LINE_EVERY = 150
-THREADS = "OMP_NUM_THREADS"
 
 HOMEWORK = (
     "Its homework is sloppy on purpose: of three pupils two forget every carry (47+85=022) and one is right (47+85=132). "
@@ -50,8 +48,8 @@ def run_demo(
     except ValueError as error:
         sys.stderr.write(f"lockstep demo: {error}\n")
         return 2
-    if device == "cpu" and THREADS not in os.environ:
-        torch.set_num_threads(1)  # the model is so small that threads would wait for each other most of the time
+    if device == "cpu":
+        take_threads(decoding=False)
     recipe = WarmUp() if warmup_steps is None else dataclasses.replace(WarmUp(), steps=warmup_steps)
     steps = TRAINING_STEPS[algorithm] if steps is None else steps
     try:
@@ -118,9 +116,9 @@ def _train(
     console.rule(f"3  {algorithm.upper()}: {steps} steps of reinforcement learning on {device}", align="left")
     overrides = training_overrides(folder, folder, algorithm, steps, seed, device)
     console.print("The same as this command:", style="dim")
-    console.print(command_line(overrides, device), style="dim", soft_wrap=True, markup=False)
+    console.print(command_line(overrides), style="dim", soft_wrap=True, markup=False)
     again = training_overrides(folder, folder.with_name(f"{folder.name}-again"), algorithm, steps, seed, device)
-    (folder / "train_again.sh").write_text(command_line(again, device) + "\n")
+    (folder / "train_again.sh").write_text(command_line(again) + "\n")
     exit_code = main_ppo.main(overrides)
     if exit_code != 0:
         console.print("Training did not reach its end; the command above goes on from the last checkpoint.")
@@ -177,10 +175,9 @@ def training_overrides(
     return [f"{key}={_hydra_value(value)}" for key, value in settings.items()]
 
 
-def command_line(overrides: list[str], device: str) -> str:
+def command_line(overrides: list[str]) -> str:
     """The training command as one types it."""
-    command = f"{THREADS}={os.environ.get(THREADS, 1)} lockstep ppo" if device == "cpu" else "lockstep ppo"
-    return " \\\n  ".join([command, *(shlex.quote(override) for override in overrides)])
+    return " \\\n  ".join(["lockstep ppo", *(shlex.quote(override) for override in overrides)])
 
 
 def _hydra_value(value: object) -> str:
