@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO of SmolLM2-135M-Instruct on easy word problems: about ten minutes on one GPU (docs/learning_runs.md).
+# GRPO of SmolLM2-135M-Instruct on easy word problems: about twelve minutes on one GPU (docs/learning_runs.md).
 #
 #   MODEL=~/models/SmolLM2-135M-Instruct DATA=~/data/easy examples/grpo_smollm2_easy.sh [key=value ...]
 #

@@ -138,6 +138,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
             )
         lengths = self._lengths(rows)
         kept = [entry for entry, length in zip(rows, lengths) if length <= longest]
+        self._measured = {position: self._measured[position] for position, _ in kept}
         if rows and not kept:
             raise ValueError(
                 f"every prompt is longer than data.max_prompt_length={longest} (the shortest: {min(lengths)} tokens); "

@@ -314,8 +314,9 @@ class _Rows:
         return self._masks[window]
 
     def _make_mask(self, window: int | None, like: Tensor) -> Tensor:
-        position = self._before + np.arange(self.queries.shape[1])
-        gap = position[:, None, :, None] - np.arange(self.keys.shape[1])
+        before = self._before if self._continued else self._before[:1]  # whole rows see alike
+        position = before.astype(np.int32) + np.arange(self.queries.shape[1], dtype=np.int32)
+        gap = position[:, None, :, None] - np.arange(self.keys.shape[1], dtype=np.int32)
         seen = (gap >= 0) if window is None else (gap >= 0) & (gap < window)
         added = torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf)))
         return to_device(added.to(like.dtype), like.device)

@@ -49,11 +49,18 @@ class _Distributions(dict[str, list[str]]):
     look_through = staticmethod(importlib.metadata.packages_distributions)
 
     def get(self, package: str, default: Any = None) -> Any:
-        if not self:
-            if not package.startswith("flash_attn") and _has_distribution(package):
-                return [package]
-            self.update(self.look_through())
-        return super().get(package, default)
+        try:
+            return self[package]
+        except KeyError:
+            return default
+
+    def __missing__(self, package: str) -> list[str]:
+        if self:
+            raise KeyError(package)
+        if not package.startswith("flash_attn") and _has_distribution(package):
+            return [package]
+        self.update(self.look_through())
+        return self[package]
 
 
 def _has_distribution(name: str) -> bool:

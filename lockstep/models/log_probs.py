@@ -129,19 +129,21 @@ class _Statistics(torch.autograd.Function):
         with_squares: bool,
     ) -> tuple[Tensor, ...]:
         size = inputs.shape[1] if weight is None else len(weight)
-        rows = _block_rows(size)
+        rows = _block_rows(inputs, size)
         exps = inputs.new_empty(len(inputs), size)  # of the gap between a logit and the largest of its row
-        room = inputs.new_empty(min(rows, len(inputs)), size)
+        shape = min(rows, len(inputs)), size
+        room = inputs.new_empty(shape) if with_entropy or with_squares else None  # else the gap ends with its exp
         blocks = []
         for x, y, exp in zip(inputs.split(rows), targets.split(rows), exps.split(rows)):
-            gap = room[: len(x)]
+            gap = exp if room is None else room[: len(x)]
             z = x if weight is None else torch.mm(x, weight.t(), out=gap)
             torch.sub(z, z.amax(-1, keepdim=True), out=gap)
             if temperature != 1.0:
                 gap /= temperature
+            of_target = gap.gather(-1, y[:, None]).squeeze(-1)
             total = torch.exp(gap, out=exp).sum(-1)
             log_total = total.log()
-            found = [total, gap.gather(-1, y[:, None]).squeeze(-1) - log_total]
+            found = [total, of_target - log_total]
             if with_entropy:
                 found.append(log_total - gap.mul_(exp).sum(-1) / total)
             if with_squares:
@@ -172,14 +174,17 @@ class _Statistics(torch.autograd.Function):
                     slope = slope + (2 * factor * (p - total) if log_p is None else -factor * (log_p + total))
             grad = p.mul_(slope)
         grad.scatter_add_(1, targets[:, None], for_chosen)
-        of_inputs, of_weight = (grad, None) if weight is None else (grad @ weight, grad.t() @ inputs)
+        if weight is None:
+            return grad, None, None, None, None, None
+        for_inputs, for_weight = ctx.needs_input_grad[:2]
+        of_inputs, of_weight = grad @ weight if for_inputs else None, grad.t() @ inputs if for_weight else None
         return of_inputs, of_weight, None, None, None, None
 
 
-def _block_rows(vocabulary: int) -> int:
-    """Rows of logits that a cache holds; where they are too few for a good product, all."""
+def _block_rows(inputs: Tensor, vocabulary: int) -> int:
+    """Rows of logits that a core's cache holds; where they are too few for a good product, and on CUDA, all."""
     rows = BLOCK_ELEMENTS // vocabulary
-    return rows if rows >= 64 else CHUNK_ELEMENTS
+    return rows if rows >= 64 and not inputs.is_cuda else CHUNK_ELEMENTS
 
 
 def _chunk_rows(hidden: Tensor, logits_fn: LogitsFn) -> int:

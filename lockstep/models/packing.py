@@ -92,7 +92,9 @@ def forward_rows(
         context = PaddedAttention(torch.from_numpy(mask).to(device))
     tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
     rows = ForwardRows(**tensors, context=context, shape=(num_rows, width))
-    return (rows if not packed or sequence is None else _slice_of(rows, pack, sequence, device)).to(device)
+    if packed and sequence is not None:
+        rows = _slice_of(rows, pack, sequence, device)
+    return rows.to(device)
 
 
 class _Pack:

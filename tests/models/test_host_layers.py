@@ -42,7 +42,7 @@ def test_results_and_gradients_are_those_of_transformers(kind: type[PretrainedCo
     model = model_of(kind)
     fused = copy.deepcopy(model)
     classes = fuse_on_host(fused)
-    assert any("Norm" in name for name in classes) and any("Attention" in name for name in classes)
+    assert all(any(part in name for name in classes) for part in ("Norm", "Attention", "MLP"))
     ids = torch.randint(0, 64, (2, 9))
     logits = [m(input_ids=ids, use_cache=False).logits for m in (model, fused)]
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
@@ -50,6 +50,20 @@ def test_results_and_gradients_are_those_of_transformers(kind: type[PretrainedCo
     for value in logits:
         (value * weights).sum().backward()
     for (name, one), other in zip(model.named_parameters(), fused.parameters()):
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-3, atol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("frozen", ["gate_proj", "down_proj", "mlp"])
+def test_frozen_parts_of_an_mlp_get_no_gradient_and_change_no_other(frozen: str) -> None:
+    models = [model_of(USUAL[0])]
+    for name, parameter in models[0].named_parameters():
+        parameter.requires_grad_(frozen not in name)
+    models.append(copy.deepcopy(models[0]))
+    fuse_on_host(models[1])
+    for model in models:
+        model(input_ids=torch.arange(6)[None], use_cache=False).logits.square().sum().backward()
+    for (name, one), other in zip(models[0].named_parameters(), models[1].parameters()):
+        assert (one.grad is None) == (other.grad is None) == (frozen in name)
         torch.testing.assert_close(other.grad, one.grad, rtol=1e-3, atol=1e-3, msg=name)
 
 

@@ -65,7 +65,7 @@ def test_what_is_installed_is_looked_through_when_a_package_is_not_named_as_its_
         "from transformers.utils.import_utils import PACKAGE_DISTRIBUTION_MAPPING as found, _is_package_available\n"
         "assert not looks and metadata.packages_distributions() == whole\n"
         "looks.clear()\n"
-        "assert found.get('scipy') == ['scipy'] and not looks\n"
+        "assert found.get('scipy') == found['scipy'] == ['scipy'] and not looks\n"
         "assert found.get('sklearn') == ['scikit_learn'] and looks == [1]\n"
         "assert _is_package_available('sklearn', return_version=True) == (True, '1.7')\n"
         "assert found.get('nothing_of_the_kind', []) == [] and dict(found) == whole and looks == [1]\n"

@@ -47,6 +47,15 @@ def test_a_bare_product_is_computed_in_blocks_of_rows(rows: int, monkeypatch: py
     torch.testing.assert_close(*results)
 
 
+def test_a_frozen_head_gets_no_gradient() -> None:
+    head = torch.nn.Linear(5, 11, bias=False).requires_grad_(False)
+    hidden = torch.randn(3, 5, requires_grad=True)
+    token_log_probs(hidden, torch.tensor([1, 2, 3]), VocabularyHead(head))["log_probs"].sum().backward()
+    expected = torch.nn.functional.one_hot(torch.tensor([1, 2, 3]), 11) - (hidden @ head.weight.t()).softmax(-1)
+    torch.testing.assert_close(hidden.grad, expected @ head.weight)
+    assert head.weight.grad is None
+
+
 def test_only_what_is_asked_for() -> None:
     head = torch.nn.Linear(5, 11)
     assert list(token_log_probs(torch.randn(2, 5), torch.tensor([1, 2]), head)) == ["log_probs"]

@@ -1,12 +1,10 @@
-"""Attention over packed sequences on a GPU: the kernel in half precision against the padded rows in double precision."""
+"""Attention over packed sequences: padded rows on a CPU against the formula, the kernel in half precision against them."""
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lockstep.models.attention import LayerOptions, PackedAttention
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 LENGTHS = [9, 5, 30, 70, 33]
 PREFIXES = [(0, 0), (0, 6), (0, 6), (0, 0), (44, 60)]
@@ -23,6 +21,25 @@ def values_and_gradients(
     return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
+@pytest.mark.parametrize("window", [1, 3])
+def test_whole_rows_share_the_mask_of_a_window(window: int) -> None:
+    torch.manual_seed(0)
+    lengths = [4, 5, 5]
+    q, k, v = (torch.randn(1, 2, sum(lengths), 8) for _ in range(3))
+    context = PackedAttention(lengths, torch.device("cpu"))
+    out = context.attend(nn.Identity(), q, k, v, LayerOptions(0.2, window))[0]
+    masks = [rows.mask(window, q) for rows in context.buckets]
+    assert [None if mask is None else mask.shape[0] for mask in masks] == [1]
+    for start, length in zip((0, 4, 9), lengths):
+        for place in range(length):
+            seen = slice(start + max(0, place + 1 - window), start + place + 1)
+            scores = 0.2 * torch.einsum("hd,hkd->hk", q[0, :, start + place], k[0, :, seen])
+            expected = torch.einsum("hk,hkd->hd", scores.softmax(-1), v[0, :, seen])
+            torch.testing.assert_close(out[start + place], expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("window", [None, 8])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])

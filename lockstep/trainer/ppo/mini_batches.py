@@ -58,7 +58,9 @@ def lay_out(batch: DataProto, rule: MiniBatches, dp_size: int, *, balance: bool)
 
     balance: give ranks rows of about the same number of tokens, rather than as they follow each other.
     """
-    lengths, owners = _lengths_and_owners(batch) if dp_size > 1 else ([1] * len(batch), [0] * len(batch))
+    lengths, owners = [1] * len(batch), [0] * len(batch)  # one rank takes all rows as they are
+    if dp_size > 1:
+        lengths, owners = _lengths_and_owners(batch)
     taken: list[int] = []  # the rows of all mini-batches, one after another
     number_of: list[int] = []  # the mini-batch of each
     counts: list[dict[str, int]] = []

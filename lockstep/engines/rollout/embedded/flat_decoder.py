@@ -206,6 +206,7 @@ class FlatForm:
 
     offset: whether a norm's factor is 1 + weight.
     hows:   how each layer attends.
+    rotary: its table grows with the positions.
     """
 
     offset: bool
