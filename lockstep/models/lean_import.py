@@ -12,14 +12,15 @@ def import_lean() -> None:
     """Nothing is done where transformers is there already; scipy and scikit-learn are left out each where it is not there yet."""
     if "transformers" in sys.modules:
         return
-    if "scipy" not in sys.modules:  # for losses of detection, which import it when they are called
-        with _distributions_unread():
+    with _distributions_unread():
+        if "scipy" not in sys.modules:  # for losses of detection, which import it when they are called
             _import_without("scipy", "transformers.loss.loss_utils")
-        for name, module in list(sys.modules.items()):
-            if name.startswith("transformers.loss."):
-                vars(module).setdefault("linear_sum_assignment", _linear_sum_assignment)
-    if "sklearn" not in sys.modules:  # for a kind of decoding
-        _import_without("sklearn", "transformers.generation.candidate_generator").is_sklearn_available = lambda: False
+            for name, module in list(sys.modules.items()):
+                if name.startswith("transformers.loss."):
+                    vars(module).setdefault("linear_sum_assignment", _linear_sum_assignment)
+        if "sklearn" not in sys.modules:  # for a kind of decoding
+            generator = _import_without("sklearn", "transformers.generation.candidate_generator")
+            generator.is_sklearn_available = lambda: False
 
 
 def _import_without(package: str, module: str) -> Any:

@@ -52,11 +52,12 @@ def test_a_loss_of_transformers_imports_scipy_when_it_needs_it(packages: dict[st
     subprocess.run([sys.executable, "-c", script], check=True, env=packages)
 
 
+@pytest.mark.parametrize("before", ["", "import scipy\n"])
 def test_what_is_installed_is_looked_through_when_a_package_is_not_named_as_its_distribution(
-    packages: dict[str, str],
+    before: str, packages: dict[str, str]
 ) -> None:
     script = (
-        "import importlib.metadata as metadata\n"
+        f"{before}import importlib.metadata as metadata\n"
         "whole = metadata.packages_distributions()\n"
         "looks = []\n"
         "look = metadata.packages_distributions\n"
