@@ -281,6 +281,7 @@ class WindowAttention:
 class _Gathered(NamedTuple):
     """Keys (n * HK, D, C) and values (n * HK, C, D) of one layer, and room for the queries and outputs of a step.
 
+    mask:                 what `_mask` gives; None where it changes from step to step.
     new_keys, new_values: the column of each step as (1, HK, n, D).
     queries, outputs:     (n * HK, G, D).
     query, output:        the same as (1, H, n, D) and as (1, n, H, D).
@@ -288,6 +289,7 @@ class _Gathered(NamedTuple):
 
     keys: Tensor
     values: Tensor
+    mask: tuple[Tensor, int] | None
     new_keys: tuple[Tensor, ...]
     new_values: tuple[Tensor, ...]
     queries: Tensor
@@ -320,20 +322,20 @@ class _GatheredRows:
 
     def begin(self, step: int) -> None:
         self._step = step
-        self._masks = {key: mask for key, mask in self._masks.items() if key[1] is None}  # sliding windows move
+        self._masks.clear()
 
     def attend(self, index: int, query: Tensor, key: Tensor, value: Tensor, how: LayerOptions) -> Tensor:
         """query (1, H, n, D), key and value (1, HK, n, D) of the new tokens -> (1, n, H, D).
 
         The G query heads of a key head are taken as G queries, so that keys are not repeated.
         """
-        stored = self._stores.get(index) or self._gather(index, query)
+        stored = self._stores.get(index) or self._gather(index, query, how)
         stored.new_keys[self._step].copy_(key)
         stored.new_values[self._step].copy_(value)
         stored.query.copy_(query)
         seen = self.num_cached + self._step + 1
         keys, values = stored.keys.narrow(2, 0, seen), stored.values.narrow(1, 0, seen)
-        mask, beta = self._mask(key.shape[1], how.sliding_window, query.dtype)
+        mask, beta = stored.mask or self._mask(key.shape[1], how.sliding_window, query.dtype)
         if beta:
             mask = mask.narrow(2, 0, seen)
         scores = torch.baddbmm(mask, stored.queries, keys, beta=beta, alpha=how.scaling)
@@ -353,7 +355,7 @@ class _GatheredRows:
                 tokens = torch.cat(columns).transpose(1, 2)  # (steps, n, HK, D)
                 store.view(-1, store.shape[-1]).index_copy_(0, target, tokens.flatten(0, 2))
 
-    def _gather(self, index: int, query: Tensor) -> _Gathered:
+    def _gather(self, index: int, query: Tensor, how: LayerOptions) -> _Gathered:
         num_rows, num_heads, cached = len(self.table), self.cache.layers[index].num_heads, slice(self.num_cached)
         table = self.table[:, : -(-self.num_cached // self.cache.block_size)]
         blocks = (table[:, None] * num_heads + torch.arange(num_heads)[:, None]).flatten()
@@ -370,6 +372,7 @@ class _GatheredRows:
         self._stores[index] = _Gathered(
             keys.flatten(0, 1),
             values.flatten(0, 1),
+            mask=self._mask(num_heads, None, query.dtype) if how.sliding_window is None else None,
             new_keys=keys[..., self.num_cached :].transpose(0, 1)[None].unbind(4),
             new_values=values[:, :, self.num_cached :].transpose(0, 1)[None].unbind(3),
             queries=queries.unflatten(1, (num_heads, -1)).flatten(0, 1),

@@ -12,6 +12,7 @@ those of the model's own forward. The weights are looked up when serving begins,
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,38 +20,14 @@ from torch import Tensor, nn
 
 from lockstep.models.attention import AttentionContext, LayerOptions, PackedAttention
 from lockstep.models.fused_layers import agree
+from lockstep.models.log_probs import VocabularyHead
 from lockstep.models.paged_attention import WindowAttention
 
 Forward = Callable[[Tensor, Tensor, AttentionContext], Tensor]
 """(1, T) tokens and positions, attention context -> (T, E) hidden states."""
 
 LARGEST_COPY = 1 << 18
-"""Weights of so many elements are copied to have them in one: one product of them is faster than two."""
-
-
-class Product:
-    """Linear layers of one input."""
-
-    def __init__(self, *linears: nn.Linear) -> None:
-        weights = [m.weight.detach() for m in linears]
-        biases = [None if m.bias is None else m.bias.detach()[:, None] for m in linears]
-        if sum(weight.numel() for weight in weights) <= LARGEST_COPY and len({bias is None for bias in biases}) == 1:
-            weights = [torch.cat(weights)]
-            biases = [None if biases[0] is None else torch.cat([bias for bias in biases if bias is not None])]
-        self._parts = list(zip(weights, biases))
-        self.sizes = [len(weight) for weight in weights]
-
-    def places_in(self, outputs: Tensor) -> Sequence[Tensor]:
-        """The parts of `outputs` (O, T) that the products go to, the layers' below each other."""
-        return outputs.split(self.sizes)
-
-    def put(self, x: Tensor, places: Sequence[Tensor]) -> None:
-        """x: (I, T)"""
-        for (weight, bias), out in zip(self._parts, places):
-            if bias is None:
-                torch.mm(weight, x, out=out)
-            else:
-                torch.addmm(bias, weight, x, out=out)
+"""Weights of so many elements are copied where that makes their product faster."""
 
 
 class NormRoom:
@@ -62,19 +39,54 @@ class NormRoom:
 
 
 class Norm:
+    """Over the last dimension but one; what it gives may lie in the room."""
+
     def __init__(self, module: Any, offset: bool) -> None:
-        weight = module.weight.detach()[:, None]
-        self._factor = 1 + weight if offset else weight
+        weight = module.weight.detach()
+        self.factor = 1 + weight if offset else weight
+        self._column = self.factor[:, None]
         self._share = 1 / len(weight)
-        self._eps = torch.tensor(getattr(module, "variance_epsilon", None) or module.eps)
+        self._eps = torch.tensor((getattr(module, "variance_epsilon", None) or module.eps) * self._share)
 
     def __call__(self, x: Tensor, room: NormRoom) -> Tensor:
-        """Over the last dimension but one; the result may lie in the room."""
-        wide = x.float()
-        torch.sum(torch.mul(wide, wide, out=room.wide), -2, keepdim=True, out=room.scale)
-        torch.add(self._eps, room.scale, alpha=self._share, out=room.scale).rsqrt_()
+        return self.without_factor(x, room).mul_(self._column)
+
+    def without_factor(self, x: Tensor, room: NormRoom) -> Tensor:
+        wide = x if x.dtype == torch.float32 else x.float()
+        squares = torch.addcmul(self._eps, wide, wide, value=self._share, out=room.wide)
+        torch.sum(squares, -2, keepdim=True, out=room.scale).rsqrt_()
         normed = torch.mul(wide, room.scale, out=room.wide)
-        return (normed if wide is x else normed.to(x.dtype)).mul_(self._factor)
+        return normed if wide is x else normed.to(x.dtype)
+
+
+class Product:
+    """Linear layers of one input, which a norm gives."""
+
+    def __init__(self, norm: Norm, *linears: nn.Linear) -> None:
+        weights = [m.weight.detach() for m in linears]
+        biases = [None if m.bias is None else m.bias.detach()[:, None] for m in linears]
+        self._normed = norm.__call__
+        if sum(weight.numel() for weight in weights) <= LARGEST_COPY and len({bias is None for bias in biases}) == 1:
+            weights = [torch.cat(weights)]  # one product is faster than two
+            biases = [None if biases[0] is None else torch.cat([bias for bias in biases if bias is not None])]
+            if weights[0].dtype == torch.float32:  # else it would be rounded once more
+                weights[0] *= norm.factor
+                self._normed = norm.without_factor
+        self._parts = list(zip(weights, biases))
+        self.sizes = [len(weight) for weight in weights]
+
+    def places_in(self, outputs: Tensor) -> Sequence[Tensor]:
+        """The parts of `outputs` (O, T) that the products go to, the layers' below each other."""
+        return outputs.split(self.sizes)
+
+    def put(self, x: Tensor, room: NormRoom, places: Sequence[Tensor]) -> None:
+        """x: (I, T)"""
+        normed = self._normed(x, room)
+        for (weight, bias), out in zip(self._parts, places):
+            if bias is None:
+                torch.mm(weight, normed, out=out)
+            else:
+                torch.addmm(bias, weight, normed, out=out)
 
 
 class AttentionRoom:
@@ -111,7 +123,6 @@ class MlpRoom:
 class Layer(NamedTuple):
     attention: Any
     how: LayerOptions
-    input_norm: Norm
     qkv: Product
     head_norms: Sequence[Norm]
     num_heads: int
@@ -119,7 +130,6 @@ class Layer(NamedTuple):
     head_dim: int
     swapped: Tensor
     output: Tensor
-    mlp_norm: Norm
     gate_up: Product
     act: Callable[[Tensor], Tensor]
     down: Tensor
@@ -131,16 +141,14 @@ class Layer(NamedTuple):
         return cls(
             attention=attention,
             how=how,
-            input_norm=Norm(layer.input_layernorm, offset),
-            qkv=Product(attention.q_proj, attention.k_proj, attention.v_proj),
+            qkv=Product(Norm(layer.input_layernorm, offset), attention.q_proj, attention.k_proj, attention.v_proj),
             head_norms=[Norm(norm, offset) for norm in head_norms],
             num_heads=attention.q_proj.out_features // attention.head_dim,
             num_key_heads=attention.k_proj.out_features // attention.head_dim,
             head_dim=attention.head_dim,
             swapped=torch.arange(attention.head_dim).roll(attention.head_dim // 2),
             output=attention.o_proj.weight.detach(),
-            mlp_norm=Norm(layer.post_attention_layernorm, offset),
-            gate_up=Product(mlp.gate_proj, mlp.up_proj),
+            gate_up=Product(Norm(layer.post_attention_layernorm, offset), mlp.gate_proj, mlp.up_proj),
             act=mlp.act_fn.forward,
             down=mlp.down_proj.weight.detach(),
         )
@@ -155,7 +163,7 @@ class Layer(NamedTuple):
         self, stream: Tensor, room: AttentionRoom, cos: Tensor, sin: Tensor, context: AttentionContext
     ) -> Tensor:
         """stream (E, T), cos and sin (D, T), the first half of sin negated -> (H * D, T)"""
-        self.qkv.put(self.input_norm(stream, room.norm), room.qkv)
+        self.qkv.put(stream, room.norm, room.qkv)
         for norm, heads, norm_room in zip(self.head_norms, room.normed_heads, room.head_norms):
             heads.copy_(norm(heads, norm_room))
         torch.mul(room.heads, cos, out=room.turned)
@@ -167,7 +175,7 @@ class Layer(NamedTuple):
     def add_to(self, stream: Tensor, attended: Tensor, room: MlpRoom) -> None:
         """stream (E, T), attended (H * D, T)"""
         stream.addmm_(self.output, attended)
-        self.gate_up.put(self.mlp_norm(stream, room.norm), room.gate_up)
+        self.gate_up.put(stream, room.norm, room.gate_up)
         stream.addmm_(self.down, self.act(room.gate).mul_(room.up))
 
 
@@ -217,10 +225,9 @@ class FlatForm:
 class Rooms:
     """The stream (E, T) of T tokens, and where each layer computes; nothing in a room outlives the layer that uses it."""
 
-    def __init__(self, layers: Sequence[Layer], embedded: Tensor) -> None:
-        """embedded: (1, T, E)"""
-        self.stream = embedded.new_empty(embedded.shape[2], embedded.shape[1])
-        self.by_token = self.stream.t()[None]
+    def __init__(self, layers: Sequence[Layer], stream: Tensor) -> None:
+        self.stream = stream
+        self.by_token = stream.t()[None]
         self.norm = NormRoom(self.stream)
         kinds = {layer.kind: layer for layer in layers}
         rooms = {
@@ -233,8 +240,13 @@ class Rooms:
 class FlatDecoder:
     """decoder: its weights must stay where they are while this one is used."""
 
+    @torch.no_grad()
     def __init__(self, decoder: Any, form: FlatForm) -> None:
         self._embed, self._rotary = decoder.embed_tokens.forward, form.rotary
+        vocabulary = decoder.embed_tokens.weight
+        self._has_all = vocabulary.numel() <= LARGEST_COPY
+        tokens = torch.arange(len(vocabulary) if self._has_all else 1)
+        self._embedded = self._embed(tokens[None])[0].t().contiguous()  # (E, V), or the first token's alone
         self._layers = [Layer.of(layer, how, form.offset) for layer, how in zip(decoder.layers, form.hows)]
         self._norm = Norm(decoder.norm, form.offset)
         self._rooms: Rooms | None = None
@@ -248,11 +260,14 @@ class FlatDecoder:
 
         The result holds until the next call.
         """
-        embedded = self._embed(token_ids)
-        if self._rooms is None or self._rooms.by_token.shape != embedded.shape:
-            self._rooms = Rooms(self._layers, embedded)
+        num_tokens = token_ids.shape[1]
+        if self._rooms is None or self._rooms.stream.shape[1] != num_tokens:
+            self._rooms = Rooms(self._layers, self._embedded.new_empty(len(self._embedded), num_tokens))
         rooms = self._rooms
-        rooms.by_token.copy_(embedded)
+        if self._has_all:
+            torch.index_select(self._embedded, 1, token_ids[0], out=rooms.stream)
+        else:
+            rooms.by_token.copy_(self._embed(token_ids))
         stream, norm, last = rooms.stream, rooms.norm, self._layers[-1]
         cos, sin = self._turns(stream, position_ids, context)
         for layer, (attention_room, mlp_room) in zip(self._layers, rooms.of_layers):
@@ -262,7 +277,7 @@ class FlatDecoder:
                 norm = NormRoom(stream)
                 mlp_room = MlpRoom(layer, stream, norm)
             layer.add_to(stream, attended, mlp_room)
-        return self._norm(stream, norm).t().contiguous()
+        return self._norm(stream, norm).t()
 
     def _turns(self, like: Tensor, position_ids: Tensor, context: AttentionContext) -> tuple[Tensor, ...]:
         """cos and sin of the positions; those of a window are looked up at its first step for all."""
@@ -273,6 +288,14 @@ class FlatDecoder:
             turns = self._rotary(like, self._window.flatten()[None])
             self._window_turns = list(zip(*(turn.unflatten(1, self._window.shape).unbind(1) for turn in turns)))
         return self._window_turns[context.step]
+
+
+def flat_head(head: VocabularyHead) -> Callable[[Tensor], Tensor]:
+    """The head as it computes fastest for few tokens; its weights must stay where they are."""
+    weight = head.weight_for(next(head.module.parameters()))
+    if weight is None or weight.numel() > LARGEST_COPY:
+        return head
+    return partial(torch.mm, mat2=weight.detach().t().contiguous())
 
 
 @torch.no_grad()

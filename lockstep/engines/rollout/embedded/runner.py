@@ -5,7 +5,7 @@ makes there (a rotary cache, say) could not take part in training later.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lockstep.engines.rollout.embedded.flat_decoder import FlatDecoder, FlatForm, flat_form
+from lockstep.engines.rollout.embedded.flat_decoder import FlatDecoder, FlatForm, flat_form, flat_head
 from lockstep.engines.rollout.embedded.support import check_config, check_layers, refusal
 from lockstep.models.attention import AttentionContext, no_mask
 from lockstep.models.loading import logits_fn
@@ -30,7 +30,8 @@ class ModelRunner:
     def __init__(self, model: nn.Module, block_size: int) -> None:
         check_config(model)
         self.model: Any = model
-        self.logits = logits_fn(cast(PreTrainedModel, model))
+        self._head = logits_fn(cast(PreTrainedModel, model))
+        self.logits: Callable[[Tensor], Tensor] = self._head
         self.block_size = block_size
         self.cache: PagedCache | None = None
         self.num_tokens_computed = 0
@@ -82,11 +83,11 @@ class ModelRunner:
         take_threads(decoding=True)
         [form] = self._flat_form
         if form is not None:
-            self._flat = FlatDecoder(decoder, form)
+            self._flat, self.logits = FlatDecoder(decoder, form), flat_head(self._head)
         try:
             yield
         finally:
-            self._flat = None
+            self._flat, self.logits = None, self._head
 
     def _fused_modules(self) -> AbstractContextManager[None]:
         tensors = chain(self.model.parameters(), self.model.buffers())
