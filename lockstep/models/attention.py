@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,9 +22,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from lockstep.models.short_attention import ShortRows, short_attention
 from lockstep.utils.device import to_device
 
 ATTENTION_NAME = "lockstep"
+
+SHORT = 2
+"""Rows are short with so many keys for each dimension of a head: the probabilities are then no larger than so many queries."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,7 @@ class PackedAttention:
         self.prefixes = None if prefixes is None else list(prefixes)
         self._starts = [0, *accumulate(self.lengths)]
         self._device = device
+        self._short_rows: dict[int, ShortRows] = {}
 
     @cached_property
     def max_key_length(self) -> int:
@@ -112,11 +117,11 @@ class PackedAttention:
     @cached_property
     def buckets(self) -> "list[_Rows]":
         """Sequences of similar length: the whole ones, then those with a prefix."""
-        prefixes = self.prefixes or [(0, 0)] * len(self.lengths)
-        rows = [_Span(start, own, *prefix) for start, own, prefix in zip(self._starts, self.lengths, prefixes)]
-        whole = [row for row in rows if not row.before]
-        continued = [row for row in rows if row.before]
-        return [_Rows(bucket) for part in (whole, continued) for bucket in _length_buckets(part)]
+        start, length = np.array([self._starts[:-1], self.lengths])
+        prefix, before = np.array(self.prefixes or [(0, 0)] * len(length)).T
+        parts = (np.flatnonzero(before == 0), np.flatnonzero(before))
+        buckets = [part[places] for part in parts for places in _length_buckets((length + before)[part])]
+        return [_Rows(*(column[which, None] for column in (start, length, prefix, before))) for which in buckets]
 
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: LayerOptions) -> Tensor:
         refuse_softcap(how.softcap)
@@ -127,7 +132,11 @@ class PackedAttention:
         varlen = (
             half and query.shape[-1] == value.shape[-1] <= 256 and query.shape[-1] % 8 == 0
         )  # what the kernel takes
-        attend = self._varlen if varlen else self._bucketed
+        short = not query.is_cuda and query.dtype == torch.float32 and query.shape[-1] == value.shape[-1]
+        if short and self.max_key_length <= SHORT * query.shape[-1]:
+            attend = self._short
+        else:
+            attend = self._varlen if varlen else self._bucketed
         return attend(q, k, v, how.scaling, window)[None]
 
     def _varlen(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
@@ -153,6 +162,13 @@ class PackedAttention:
             window_size_right=None if window is None else 0,
         )[0]
         return out
+
+    def _short(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
+        num_heads = k.shape[1]
+        if num_heads not in self._short_rows:
+            self._short_rows[num_heads] = short_rows(self.buckets, self._starts[-1], num_heads)
+        masks = [rows.mask_of_heads(window, num_heads, q.shape[1] // num_heads) for rows in self.buckets]
+        return short_attention(q, k, v, self._short_rows[num_heads], masks, scaling)
 
     def _bucketed(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
         rows_q = self._rows_of(q, self._query_places, [rows.queries.shape for rows in self.buckets])
@@ -271,38 +287,30 @@ class _VarlenBounds:
             self.key_rows = RowIndex(to_device(torch.cat(places), device), starts[-1])
 
 
-class _Span(NamedTuple):
-    """A sequence in the packed row: its own tokens, and those before them that lie elsewhere."""
-
-    start: int
-    length: int
-    prefix: int
-    before: int
-
-    @property
-    def num_keys(self) -> int:
-        return self.before + self.length
-
-
 class _Rows:
     """Some sequences of a pack as padded rows; on the host, where small arrays cost least.
 
+    start, length:  (N, 1) where a sequence's own tokens are in the packed row.
+    prefix, before: (N, 1) where and how many those are that come before them.
     queries: (N, L) token index of each place; valid: (N, L), False where a place is padding (and repeats the last token).
-    keys:    (N, K) token index of each key.
+    keys:    (N, K) token index of each key; own: (N, K), those of the row's own tokens; shared: those of another row's.
     """
 
-    def __init__(self, spans: list[_Span]) -> None:
-        start, length, prefix, self._before = np.array(spans).T[:, :, None]
+    def __init__(self, start: np.ndarray, length: np.ndarray, prefix: np.ndarray, before: np.ndarray) -> None:
+        self._before = before
         place = np.arange(length.max())
         self.valid = place < length
         self.queries = start + np.minimum(place, length - 1)
         self._masks: dict[int | None, Tensor | None] = {}
-        self.keys = self.queries
-        self._continued = bool(self._before.any())
+        self._masks_of_heads: dict[tuple[int | None, int, int], Tensor] = {}
+        self.keys, self.own, self.shared = self.queries, self.valid, np.zeros_like(self.valid)
+        self._continued = bool(before.any())
         if self._continued:
-            key = np.arange((self._before + length).max())
-            own = start + np.minimum(key - self._before, length - 1)
-            self.keys = np.where(key < self._before, prefix + key, own)
+            key = np.arange((before + length).max())
+            own = start + np.minimum(key - before, length - 1)
+            self.shared = key < before
+            self.own = ~self.shared & (key < before + length)
+            self.keys = np.where(self.shared, prefix + key, own)
 
     def mask(self, window: int | None, like: Tensor) -> Tensor | None:
         """What is added to the scores of each query: 0 where it sees a key; None where it sees all that comes before it.
@@ -310,25 +318,61 @@ class _Rows:
         A mask of booleans would be made into such a one in every layer. like: has the mask's type and device.
         """
         if window not in self._masks:
-            self._masks[window] = self._make_mask(window, like) if self._continued or window is not None else None
+            mask = torch.from_numpy(self._added(window)[:, None]) if self._continued or window is not None else None
+            self._masks[window] = None if mask is None else to_device(mask.to(like.dtype), like.device)
         return self._masks[window]
 
-    def _make_mask(self, window: int | None, like: Tensor) -> Tensor:
-        before = self._before if self._continued else self._before[:1]  # whole rows see alike
-        position = before.astype(np.int32) + np.arange(self.queries.shape[1], dtype=np.int32)
-        gap = position[:, None, :, None] - np.arange(self.keys.shape[1], dtype=np.int32)
+    def mask_of_heads(self, window: int | None, num_heads: int, groups: int) -> Tensor:
+        """The same in float32 for G queries in place of one: (N * HK or 1, L * G, K)."""
+        key = window, num_heads, groups
+        if key not in self._masks_of_heads:
+            added = self._added(window)
+            added = added.repeat(num_heads if len(added) > 1 else 1, 0).repeat(groups, 1)
+            self._masks_of_heads[key] = torch.from_numpy(added)
+        return self._masks_of_heads[key]
+
+    def _added(self, window: int | None) -> np.ndarray:
+        """(N, L, K) or, where all rows see alike, (1, L, K)"""
+        alike = bool((self._before == self._before[0]).all())
+        before = self._before[:1] if alike else self._before
+        position = before + np.arange(self.queries.shape[1])
+        gap = position[:, :, None] - np.arange(self.keys.shape[1])
         seen = (gap >= 0) if window is None else (gap >= 0) & (gap < window)
-        added = torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf)))
-        return to_device(added.to(like.dtype), like.device)
+        return np.where(seen, np.float32(0), np.float32(-np.inf))
 
 
-def _length_buckets(spans: list[_Span]) -> Iterator[list[_Span]]:
-    """Sequences sorted by their keys and cut where the longest of a bucket would be twice the shortest."""
-    bucket: list[_Span] = []
-    for span in sorted(spans, key=lambda span: span.num_keys):
-        if bucket and span.num_keys > 2 * max(bucket[0].num_keys, 8):
-            yield bucket
-            bucket = []
-        bucket.append(span)
-    if bucket:
-        yield bucket
+def short_rows(buckets: "list[_Rows]", num_tokens: int, num_heads: int) -> ShortRows:
+    heads = np.arange(num_heads)[:, None]
+    whole: dict[str, np.ndarray] = {}
+    for name in ("queries", "valid", "keys", "own", "shared"):
+        parts = [getattr(rows, name)[:, None] for rows in buckets]
+        if parts[0].dtype == bool:
+            parts = [np.broadcast_to(part, (len(part), num_heads, part.shape[2])) for part in parts]
+        else:
+            parts = [part * num_heads + heads for part in parts]
+        whole[name] = np.concatenate([part.ravel() for part in parts])
+    queries, valid, keys, own = (whole[name] for name in ("queries", "valid", "keys", "own"))
+    places, own_places = np.empty((2, num_tokens * num_heads), dtype=np.int64)
+    [found] = valid.nonzero()
+    places[queries[found]] = found
+    [found] = own.nonzero()
+    own_places[keys[found]] = found
+    [shared] = whole["shared"].nonzero()
+    [padding] = (~valid).nonzero()
+    arrays = (queries, padding, places, keys, own_places, shared, keys[shared])
+    shapes = [(len(rows.queries) * num_heads, rows.queries.shape[1], rows.keys.shape[1]) for rows in buckets]
+    return ShortRows(shapes, *map(torch.from_numpy, arrays))
+
+
+def _length_buckets(num_keys: np.ndarray) -> Iterator[np.ndarray]:
+    """Places of the sequences sorted by their keys and cut where the longest of a bucket would be twice the shortest."""
+    order = num_keys.argsort(kind="stable")
+    start = 0
+    for place, length in enumerate(num_keys[order].tolist()):
+        if place == start:
+            most = 2 * max(length, 8)
+        elif length > most:
+            yield order[start:place]
+            start, most = place, 2 * max(length, 8)
+    if len(order):
+        yield order[start:]

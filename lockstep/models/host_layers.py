@@ -80,7 +80,8 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
         wide = x.float()
-        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = torch.addcmul(norm.new_tensor(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
         ctx.save_for_backward(x, scale, weight)
         ctx.offset = offset
         normed = wide * scale
@@ -97,7 +98,7 @@ class _RmsNorm(torch.autograd.Function):
         of_x, of_weight, _ = torch.ops.aten.native_layer_norm_backward.default(
             grad, x.float(), x.shape[-1:], torch.zeros_like(scale), scale, factor, None, [True, True, False]
         )
-        of_x += (grad @ factor)[..., None].mul_(scale).div_(x.shape[-1])
+        of_x.addcmul_((grad @ factor)[..., None], scale, value=1 / x.shape[-1])
         return of_x.to(x.dtype), of_weight, None, None
 
 

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lockstep.models import attention
 from lockstep.models.attention import LayerOptions, PackedAttention
+from lockstep.models.short_attention import short_attention
 
 LENGTHS = [9, 5, 30, 70, 33]
 PREFIXES = [(0, 0), (0, 6), (0, 6), (0, 0), (44, 60)]
@@ -36,6 +38,35 @@ def test_whole_rows_share_the_mask_of_a_window(window: int) -> None:
             scores = 0.2 * torch.einsum("hd,hkd->hk", q[0, :, start + place], k[0, :, seen])
             expected = torch.einsum("hk,hkd->hd", scores.softmax(-1), v[0, :, seen])
             torch.testing.assert_close(out[start + place], expected)
+
+
+@pytest.mark.parametrize("window", [None, 1, 8])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+@pytest.mark.parametrize("head_dim", [32, 64])  # the rows are short for the larger one
+def test_short_rows_and_longer_ones_compute_the_same(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, shared: bool, kv_heads: int, head_dim: int
+) -> None:
+    torch.manual_seed(0)
+    calls: list[int] = []
+    monkeypatch.setattr(attention, "short_attention", lambda *args: (calls.append(1), short_attention(*args))[1])
+    num_tokens = sum(LENGTHS)
+    tensors = [torch.randn(1, heads, num_tokens, head_dim) for heads in (6, kv_heads, kv_heads)]
+    grad = torch.randn(1, num_tokens, 6, head_dim)
+    got = values_and_gradients(tensors, "cpu", grad, window, shared)
+    exact = values_and_gradients([t.double() for t in tensors], "cpu", grad, window, shared)  # never as short rows
+    assert len(calls) == (head_dim == 64)
+    for a, b in zip(got, exact, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=2e-5)
+
+
+def test_rows_that_go_on_from_prompts_of_one_length_share_a_mask() -> None:
+    context = PackedAttention([6, 3, 4, 5], torch.device("cpu"), [(0, 0), (0, 4), (0, 4), (0, 4)])
+    [of_whole, of_continued] = [rows.mask_of_heads(None, num_heads=2, groups=3) for rows in context.buckets]
+    assert of_whole.shape == (1, 6 * 3, 6)
+    assert of_continued.shape == (1, 5 * 3, 9)
+    seen = (of_continued[0] == 0).sum(-1)
+    assert seen.tolist() == [5] * 3 + [6] * 3 + [7] * 3 + [8] * 3 + [9] * 3
 
 
 @pytest.mark.gpu
