@@ -62,7 +62,8 @@ class _ShortAttention(torch.autograd.Function):
         probs = []
         buckets = zip(_by_query(q, rows, head_dim), _by_key(k, rows), _by_key(v, rows), _by_query(out, rows, head_dim))
         for (of_q, of_k, of_v, of_out), mask in zip(buckets, masks):
-            scores = torch.baddbmm(mask, of_q, of_k.transpose(1, 2), alpha=scaling)
+            scores = q.new_empty(len(of_q), of_q.shape[1], of_k.shape[1])
+            scores.baddbmm_(of_q, of_k.transpose(1, 2), beta=0, alpha=scaling).add_(mask)
             probs.append(scores.softmax(-1))
             torch.bmm(probs[-1], of_v, out=of_out)
         ctx.save_for_backward(q, k, v, *probs)
