@@ -8,6 +8,7 @@ precision on CUDA is served by `kernels/linear_log_prob.py`, which computes the 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,14 +89,12 @@ def token_log_probs(
         out: tuple[Tensor, ...] = _Statistics.apply(h, weight, y, temperature, with_entropy, with_sum_pi_squared)
         return out if entropy_gradient else (out[0], *(more.detach() for more in out[1:]))
 
-    size = _chunk_rows(hidden, logits_fn)
-    pieces = []
-    for h, y in zip(hidden.split(size), targets.split(size)):
-        if torch.is_grad_enabled() and len(hidden) > size:
-            pieces.append(checkpoint(chunk, h, y, use_reentrant=False))
-        else:
-            pieces.append(chunk(h, y))
     names = ["log_probs"] + ["entropy"] * with_entropy + ["sum_pi_squared"] * with_sum_pi_squared
+    size = _chunk_rows(hidden, logits_fn)
+    if len(hidden) <= size:
+        return dict(zip(names, chunk(hidden, targets)))
+    again = partial(checkpoint, chunk, use_reentrant=False) if torch.is_grad_enabled() else chunk
+    pieces = [again(h, y) for h, y in zip(hidden.split(size), targets.split(size))]
     return {name: torch.cat(parts) for name, parts in zip(names, zip(*pieces))}
 
 

@@ -27,9 +27,9 @@ def main() -> None:
             load_object(reference)
         function = load_object(task.function)
     except Exception:  # noqa: BLE001 (process boundary: the parent raises it)
-        send(replies, traceback.format_exc())
+        send(replies, pickle.dumps(traceback.format_exc()))
         return
-    send(replies, None)
+    send(replies, pickle.dumps(None))
     while True:
         try:
             row, timeout_s = receive(rows)
@@ -42,22 +42,23 @@ def main() -> None:
         send(replies, outcome)
 
 
-def attempt(function: Any, arguments: dict[str, Any]) -> Any:
-    """The result, or the exception with its traceback as a note; whatever cannot be pickled, as text."""
+def attempt(function: Any, arguments: dict[str, Any]) -> bytes:
+    """Pickled: the result, or the exception with its traceback as a note; whatever cannot be pickled, as text."""
     try:
         result = function(**arguments)
         if inspect.iscoroutine(result):
             result = asyncio.run(result)
-        pickle.dumps(result)
-        return result
+        return pickle.dumps(result)
     except SystemExit as error:
-        return RuntimeError(f"the reward function called exit({error.code!r})")
+        return pickle.dumps(RuntimeError(f"the reward function called exit({error.code!r})"))
     except Exception as error:  # noqa: BLE001 (boundary to user code; the manager reports it)
         error.add_note(traceback.format_exc())
         try:
-            return pickle.loads(pickle.dumps(error))
+            payload = pickle.dumps(error)
+            pickle.loads(payload)
+            return payload
         except Exception:  # noqa: BLE001 (an exception that does not travel)
-            return RuntimeError(f"{error!r}\n{traceback.format_exc()}")
+            return pickle.dumps(RuntimeError(f"{error!r}\n{traceback.format_exc()}"))
 
 
 def receive(rows: BinaryIO) -> Any:
@@ -67,8 +68,7 @@ def receive(rows: BinaryIO) -> Any:
     return pickle.loads(rows.read(*HEADER.unpack(header)))
 
 
-def send(replies: BinaryIO, message: Any) -> None:
-    payload = pickle.dumps(message)
+def send(replies: BinaryIO, payload: bytes) -> None:
     replies.write(HEADER.pack(len(payload)) + payload)
     replies.flush()
 

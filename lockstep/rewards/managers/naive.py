@@ -185,15 +185,16 @@ class NaiveRewardManager:
         """For managers that change scores by more than the text: changes both in place."""
 
     def _number(self, row: ScoringRow, result: dict[str, Any]) -> float:
-        blame = f"the reward function {function_name(self.compute_score)} gave for data_source {row.data_source!r}"
-        if "score" not in result:
-            raise ValueError(f"{blame} a dict without 'score': {sorted(result)}")
-        score = result["score"]
+        score = result.get("score")
         if isinstance(score, np.generic) or (isinstance(score, torch.Tensor) and score.numel() == 1):
             score = score.item()
-        if not isinstance(score, numbers.Real) or not math.isfinite(score):
-            raise ValueError(f"{blame} the score {score!r}; it must be a finite number")
-        return float(score)
+        if isinstance(score, numbers.Real) and math.isfinite(score):
+            return float(score)
+        wrong = f"the score {score!r}; it must be a finite number"
+        if "score" not in result:
+            wrong = f"a dict without 'score': {sorted(result)}"
+        name = function_name(self.compute_score)
+        raise ValueError(f"the reward function {name} gave for data_source {row.data_source!r} {wrong}")
 
     def _log_examples(self, data: DataProto, rows: list[ScoringRow], scores: list[float]) -> None:
         """The first `num_examine` samples of each data source."""

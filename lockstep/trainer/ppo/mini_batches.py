@@ -67,9 +67,10 @@ def lay_out(batch: DataProto, rule: MiniBatches, dp_size: int, *, balance: bool)
     prepared: list[dict[str, Tensor]] = []
     shares: list[list[int]] = [[] for _ in range(dp_size)]  # places in `taken`
     padding: list[list[bool]] = [[] for _ in range(dp_size)]
+    num_tokens = batch.tensors["response_mask"].numpy().sum(-1)
     for number, rows in enumerate(rule.cut(len(batch))):
-        mask = batch.tensors["response_mask"][rows]
-        counts.append({"batch_num_tokens": int(mask.sum()), "global_batch_size": int(mask.any(-1).sum())})
+        trained = num_tokens[rows]
+        counts.append({"batch_num_tokens": int(trained.sum()), "global_batch_size": int((trained > 0).sum())})
         if rule.prepare is not None:
             prepared.append(rule.prepare(batch.tensors[rows], number))
         parts = spread([lengths[i] for i in rows], dp_size, balance=balance, owners=[owners[i] for i in rows])

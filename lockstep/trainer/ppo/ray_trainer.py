@@ -426,6 +426,8 @@ class PPOTrainer:
         self, batch: DataProto, calls: dict[str, tuple[Any, str, str]], timing: dict[str, float]
     ) -> DataProto:
         """The batch with the outputs of forward passes. calls: name of the timer to (group, its mesh, method)."""
+        if not calls:
+            return batch
         inputs = batch.select(["input_ids", "attention_mask", "position_ids", "responses", "response_mask"], [])
         waiting = {}
         for name, (group, mesh, method) in calls.items():
