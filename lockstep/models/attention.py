@@ -27,8 +27,10 @@ from lockstep.utils.device import to_device
 
 ATTENTION_NAME = "lockstep"
 
+VARLEN_WIDTHS = range(8, 257, 8)
+"""Dimensions of a head that the variable-length kernel takes."""
 SHORT = 2
-"""Rows are short with so many keys for each dimension of a head: the probabilities are then no larger than so many queries."""
+"""Rows are short with at most so many keys for each dimension of a head: their probabilities are no larger than so many queries."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class PackedAttention:
               shares with another one. None where every sequence is whole.
 
     In half precision on CUDA one variable-length kernel serves all of them. Elsewhere sequences of similar length are padded to
-    rows: to the right, so that the causal mask alone keeps padding out.
+    rows: to the right, so that the causal mask alone keeps padding out. Short ones go through `short_attention`.
     """
 
     def __init__(
@@ -128,15 +130,14 @@ class PackedAttention:
         q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))  # (T, H, D)
         reaches_all = how.sliding_window is None or how.sliding_window >= self.max_key_length
         window = None if reaches_all else how.sliding_window
-        half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
-        varlen = (
-            half and query.shape[-1] == value.shape[-1] <= 256 and query.shape[-1] % 8 == 0
-        )  # what the kernel takes
-        short = not query.is_cuda and query.dtype == torch.float32 and query.shape[-1] == value.shape[-1]
-        if short and self.max_key_length <= SHORT * query.shape[-1]:
+        width, where, dtype = query.shape[-1], query.device.type, query.dtype
+        one_width = width == value.shape[-1]
+        if where == "cpu" and dtype == torch.float32 and one_width and self.max_key_length <= SHORT * width:
             attend = self._short
+        elif where == "cuda" and dtype in (torch.bfloat16, torch.float16) and one_width and width in VARLEN_WIDTHS:
+            attend = self._varlen
         else:
-            attend = self._varlen if varlen else self._bucketed
+            attend = self._bucketed
         return attend(q, k, v, how.scaling, window)[None]
 
     def _varlen(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
@@ -166,7 +167,7 @@ class PackedAttention:
     def _short(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
         num_heads = k.shape[1]
         if num_heads not in self._short_rows:
-            self._short_rows[num_heads] = short_rows(self.buckets, self._starts[-1], num_heads)
+            self._short_rows[num_heads] = _short_rows(self.buckets, self._starts[-1], num_heads)
         masks = [rows.mask_of_heads(window, num_heads, q.shape[1] // num_heads) for rows in self.buckets]
         return short_attention(q, k, v, self._short_rows[num_heads], masks, scaling)
 
@@ -335,30 +336,30 @@ class _Rows:
         """(N, L, K) or, where all rows see alike, (1, L, K)"""
         alike = bool((self._before == self._before[0]).all())
         before = self._before[:1] if alike else self._before
-        position = before + np.arange(self.queries.shape[1])
-        gap = position[:, :, None] - np.arange(self.keys.shape[1])
+        num_queries, num_keys = self.queries.shape[1], self.keys.shape[1]
+        position = before.astype(np.int32) + np.arange(num_queries, dtype=np.int32)
+        position = np.minimum(position, num_keys - 1)  # padding too sees a key: a softmax of nothing is not a number
+        gap = position[:, :, None] - np.arange(num_keys, dtype=np.int32)
         seen = (gap >= 0) if window is None else (gap >= 0) & (gap < window)
         return np.where(seen, np.float32(0), np.float32(-np.inf))
 
 
-def short_rows(buckets: "list[_Rows]", num_tokens: int, num_heads: int) -> ShortRows:
-    heads = np.arange(num_heads)[:, None]
-    whole: dict[str, np.ndarray] = {}
-    for name in ("queries", "valid", "keys", "own", "shared"):
-        parts = [getattr(rows, name)[:, None] for rows in buckets]
-        if parts[0].dtype == bool:
-            parts = [np.broadcast_to(part, (len(part), num_heads, part.shape[2])) for part in parts]
-        else:
-            parts = [part * num_heads + heads for part in parts]
-        whole[name] = np.concatenate([part.ravel() for part in parts])
-    queries, valid, keys, own = (whole[name] for name in ("queries", "valid", "keys", "own"))
+def _short_rows(buckets: "list[_Rows]", num_tokens: int, num_heads: int) -> ShortRows:
+    def index(parts: Iterator[np.ndarray]) -> np.ndarray:
+        """Places of tokens (N, L) -> those of (token, key head), all buckets in one."""
+        heads = np.arange(num_heads)[:, None]
+        return np.concatenate([(part[:, None] * num_heads + heads).ravel() for part in parts])
+
+    def found(parts: Iterator[np.ndarray]) -> np.ndarray:
+        """Marks (N, L) -> where the marked ones are for all key heads, all buckets in one."""
+        return np.flatnonzero(np.concatenate([part.repeat(num_heads, 0).ravel() for part in parts]))
+
+    queries, keys = index(rows.queries for rows in buckets), index(rows.keys for rows in buckets)
+    valid, own = found(rows.valid for rows in buckets), found(rows.own for rows in buckets)
+    shared, padding = found(rows.shared for rows in buckets), found(~rows.valid for rows in buckets)
     places, own_places = np.empty((2, num_tokens * num_heads), dtype=np.int64)
-    [found] = valid.nonzero()
-    places[queries[found]] = found
-    [found] = own.nonzero()
-    own_places[keys[found]] = found
-    [shared] = whole["shared"].nonzero()
-    [padding] = (~valid).nonzero()
+    places[queries[valid]] = valid
+    own_places[keys[own]] = own
     arrays = (queries, padding, places, keys, own_places, shared, keys[shared])
     shapes = [(len(rows.queries) * num_heads, rows.queries.shape[1], rows.keys.shape[1]) for rows in buckets]
     return ShortRows(shapes, *map(torch.from_numpy, arrays))

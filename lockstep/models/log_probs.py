@@ -46,14 +46,14 @@ class VocabularyHead:
             out = out / self.divisor
         return out if self.cap is None else torch.tanh(out / self.cap) * self.cap
 
-    def weight_for(self, hidden: Tensor) -> Tensor | None:
-        """The matrix of a head that is nothing but a product in float32; None for any other."""
+    def weight_in(self, dtype: torch.dtype) -> Tensor | None:
+        """The matrix of a head that is nothing but a product in this type; None for any other."""
         bare = type(self.module) is nn.Linear and self.module.bias is None
         if not bare or (self.factor, self.divisor, self.cap) != (None, None, None):
             return None
         assert isinstance(self.module, nn.Linear)
         weight = self.module.weight
-        return weight if hidden.dtype == weight.dtype == torch.float32 else None
+        return weight if weight.dtype == dtype else None
 
     def is_fused_for(self, hidden: Tensor) -> bool:
         """Whether `kernels/linear_log_prob.py` serves this head; a wrapped one (LoRA, say) must compute for itself."""
@@ -82,7 +82,9 @@ def token_log_probs(
         statistics |= {"entropy": entropy if entropy_gradient else entropy.detach()} if with_entropy else {}
         return statistics | ({"sum_pi_squared": squares} if with_sum_pi_squared else {})
 
-    weight = logits_fn.weight_for(hidden) if isinstance(logits_fn, VocabularyHead) else None
+    weight = None
+    if isinstance(logits_fn, VocabularyHead) and hidden.dtype == torch.float32:
+        weight = logits_fn.weight_in(torch.float32)
 
     def chunk(h: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         h = logits_fn(h).float() if weight is None else h
@@ -181,7 +183,7 @@ class _Statistics(torch.autograd.Function):
 
 
 def _block_rows(inputs: Tensor, vocabulary: int) -> int:
-    """Rows of logits that a core's cache holds; where they are too few for a good product, and on CUDA, all."""
+    """Rows of logits that the caches hold; where they are too few for a good product, and on CUDA, all."""
     rows = BLOCK_ELEMENTS // vocabulary
     return rows if rows >= 64 and not inputs.is_cuda else CHUNK_ELEMENTS
 

@@ -21,7 +21,7 @@ class ShortRows:
 
     shapes:   of each bucket, (rows * key heads, queries, keys).
     queries:  which token and head each query is, of all buckets; padding repeats another one.
-    padding:  the queries that are padding.
+    padding:  the queries that are padding; they too see a key, as numbers that are not finite would spoil the gradients.
     places:   where each token's query is among them.
     keys:     which token and head each key is, of all buckets.
     own:      where each token's own key is among them.
@@ -104,7 +104,7 @@ def _by_key(t: Tensor, rows: ShortRows) -> list[Tensor]:
 
 
 def _summed(of_keys: Tensor, rows: ShortRows) -> Tensor:
-    """What the keys of all rows get -> what each token's key gets. Padding gets nothing: nobody looks at it."""
+    """What the keys of all rows get -> what each token's key gets. Padding gets 0: no token looks at it."""
     own = of_keys.index_select(0, rows.own)
     if len(rows.shared):
         own.index_add_(0, rows.shared_by, of_keys.index_select(0, rows.shared))

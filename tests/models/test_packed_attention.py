@@ -11,13 +11,22 @@ from lockstep.models.short_attention import short_attention
 LENGTHS = [9, 5, 30, 70, 33]
 PREFIXES = [(0, 0), (0, 6), (0, 6), (0, 0), (44, 60)]
 """The second and third sequence go on from the first one's six tokens, the last from 60 of the fourth's."""
+PADDED_LENGTHS = [9, 12, 9, 3, 8, 1]
+PADDED_PREFIXES = [(0, 0), (0, 0), (0, 3), (9, 9), (0, 3), (9, 9)]
+"""Rows of one bucket that go on from prompts of different lengths, some to be filled up beyond their last key."""
 
 
 def values_and_gradients(
-    tensors: list[Tensor], device: str, grad: Tensor, window: int | None, shared: bool
+    tensors: list[Tensor],
+    device: str,
+    grad: Tensor,
+    window: int | None,
+    shared: bool,
+    lengths: list[int] = LENGTHS,
+    prefixes: list[tuple[int, int]] = PREFIXES,
 ) -> list[Tensor]:
     leaves = [t.to(device, copy=True).requires_grad_() for t in tensors]
-    context = PackedAttention(LENGTHS, torch.device(device), PREFIXES if shared else None)
+    context = PackedAttention(lengths, torch.device(device), prefixes if shared else None)
     out = context.attend(nn.Identity(), *leaves, LayerOptions(0.2, window))
     out.backward(grad.to(device, out.dtype))
     return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
@@ -58,6 +67,38 @@ def test_short_rows_and_longer_ones_compute_the_same(
     assert len(calls) == (head_dim == 64)
     for a, b in zip(got, exact, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 5])
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+def test_padding_of_short_rows_spoils_nothing(window: int | None, kv_heads: int) -> None:
+    torch.manual_seed(0)
+    num_tokens = sum(PADDED_LENGTHS)
+    tensors = [torch.randn(1, heads, num_tokens, 16) for heads in (6, kv_heads, kv_heads)]
+    grad = torch.randn(1, num_tokens, 6, 16)
+    got = values_and_gradients(tensors, "cpu", grad, window, True, PADDED_LENGTHS, PADDED_PREFIXES)
+    for number, result in enumerate(got):
+        exact = padded_values_and_gradients([t.double() for t in tensors], grad, window)[number]
+        torch.testing.assert_close(result.double(), exact, rtol=1e-4, atol=2e-5)
+
+
+def padded_values_and_gradients(tensors: list[Tensor], grad: Tensor, window: int | None) -> list[Tensor]:
+    """By the formula, a token at a time."""
+    q, k, v = leaves = [t.clone().requires_grad_() for t in tensors]
+    starts = [sum(PADDED_LENGTHS[:i]) for i in range(len(PADDED_LENGTHS))]
+    out = []
+    for start, length, (prefix, before) in zip(starts, PADDED_LENGTHS, PADDED_PREFIXES):
+        seen = [*range(prefix, prefix + before), *range(start, start + length)]
+        for place in range(length):
+            last = before + place + 1
+            keys = seen[max(0, last - (window or last)) : last]
+            repeats = q.shape[1] // k.shape[1]
+            of_k, of_v = (t[0, :, keys].repeat_interleave(repeats, 0) for t in (k, v))
+            scores = 0.2 * torch.einsum("hd,hkd->hk", q[0, :, start + place], of_k)
+            out.append(torch.einsum("hk,hkd->hd", scores.softmax(-1), of_v))
+    result = torch.stack(out)[None]
+    result.backward(grad.double())
+    return [result.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
 def test_rows_that_go_on_from_prompts_of_one_length_share_a_mask() -> None:

@@ -7,7 +7,7 @@ tokens, and add to the stream in place. What is computed on the way goes to room
 call to the next of as many tokens: to make them each time would take as long as to fill them.
 
 For decoders of this form only: `flat_form` looks at the parts, and compares the result, and what every layer attends with, with
-those of the model's own forward. The weights are looked up when serving begins, and let go when it ends.
+those of the model's own forward. The weights are looked up, small ones copied, when serving begins, and let go when it ends.
 """
 
 from collections.abc import Callable, Sequence
@@ -65,11 +65,11 @@ class Product:
     def __init__(self, norm: Norm, *linears: nn.Linear) -> None:
         weights = [m.weight.detach() for m in linears]
         biases = [None if m.bias is None else m.bias.detach()[:, None] for m in linears]
-        self._normed = norm.__call__
+        self._normed: Callable[[Tensor, NormRoom], Tensor] = norm
         if sum(weight.numel() for weight in weights) <= LARGEST_COPY and len({bias is None for bias in biases}) == 1:
             weights = [torch.cat(weights)]  # one product is faster than two
             biases = [None if biases[0] is None else torch.cat([bias for bias in biases if bias is not None])]
-            if weights[0].dtype == torch.float32:  # else it would be rounded once more
+            if weights[0].dtype == torch.float32:  # in half precision a weight times the factor would be rounded
                 weights[0] *= norm.factor
                 self._normed = norm.without_factor
         self._parts = list(zip(weights, biases))
@@ -238,15 +238,15 @@ class Rooms:
 
 
 class FlatDecoder:
-    """decoder: its weights must stay where they are while this one is used."""
+    """decoder: its weights must neither move nor change while this one is used."""
 
     @torch.no_grad()
     def __init__(self, decoder: Any, form: FlatForm) -> None:
-        self._embed, self._rotary = decoder.embed_tokens.forward, form.rotary
-        vocabulary = decoder.embed_tokens.weight
-        self._has_all = vocabulary.numel() <= LARGEST_COPY
-        tokens = torch.arange(len(vocabulary) if self._has_all else 1)
-        self._embedded = self._embed(tokens[None])[0].t().contiguous()  # (E, V), or the first token's alone
+        embedding, self._rotary = decoder.embed_tokens, form.rotary
+        self._embed = embedding.forward
+        self._vocabulary: Tensor | None = None  # (E, V) what the embedding gives for each token
+        if isinstance(embedding, nn.Embedding) and embedding.weight.numel() <= LARGEST_COPY:
+            self._vocabulary = self._embed(torch.arange(embedding.num_embeddings)[None])[0].t().contiguous()
         self._layers = [Layer.of(layer, how, form.offset) for layer, how in zip(decoder.layers, form.hows)]
         self._norm = Norm(decoder.norm, form.offset)
         self._rooms: Rooms | None = None
@@ -260,14 +260,7 @@ class FlatDecoder:
 
         The result holds until the next call.
         """
-        num_tokens = token_ids.shape[1]
-        if self._rooms is None or self._rooms.stream.shape[1] != num_tokens:
-            self._rooms = Rooms(self._layers, self._embedded.new_empty(len(self._embedded), num_tokens))
-        rooms = self._rooms
-        if self._has_all:
-            torch.index_select(self._embedded, 1, token_ids[0], out=rooms.stream)
-        else:
-            rooms.by_token.copy_(self._embed(token_ids))
+        rooms = self._embedded(token_ids)
         stream, norm, last = rooms.stream, rooms.norm, self._layers[-1]
         cos, sin = self._turns(stream, position_ids, context)
         for layer, (attention_room, mlp_room) in zip(self._layers, rooms.of_layers):
@@ -278,6 +271,17 @@ class FlatDecoder:
                 mlp_room = MlpRoom(layer, stream, norm)
             layer.add_to(stream, attended, mlp_room)
         return self._norm(stream, norm).t()
+
+    def _embedded(self, token_ids: Tensor) -> Rooms:
+        """Rooms for so many tokens, with these in the stream."""
+        rooms = self._rooms
+        if rooms is None or rooms.stream.shape[1] != token_ids.shape[1]:
+            rooms = self._rooms = Rooms(self._layers, self._embed(token_ids)[0].t().contiguous())
+        elif self._vocabulary is not None:
+            torch.index_select(self._vocabulary, 1, token_ids[0], out=rooms.stream)
+        else:
+            rooms.by_token.copy_(self._embed(token_ids))
+        return rooms
 
     def _turns(self, like: Tensor, position_ids: Tensor, context: AttentionContext) -> tuple[Tensor, ...]:
         """cos and sin of the positions; those of a window are looked up at its first step for all."""
@@ -291,10 +295,10 @@ class FlatDecoder:
 
 
 def flat_head(head: VocabularyHead) -> Callable[[Tensor], Tensor]:
-    """The head as it computes fastest for few tokens; its weights must stay where they are."""
-    weight = head.weight_for(next(head.module.parameters()))
+    """The head as it computes fastest what a flat decoder gives; its weights must neither move nor change."""
+    weight = head.weight_in(torch.float32)
     if weight is None or weight.numel() > LARGEST_COPY:
-        return head
+        return lambda hidden: head(hidden.contiguous())  # a few tokens as columns would take it several times as long
     return partial(torch.mm, mat2=weight.detach().t().contiguous())
 
 
