@@ -279,12 +279,11 @@ class WindowAttention:
 
 
 class _Gathered(NamedTuple):
-    """Keys (n * HK, D, C) and values (n * HK, C, D) of one layer, and room for the queries and outputs of a step.
+    """Keys (n * HK, D, C) and values (n * HK, C, D) of one layer.
 
     mask:                 what `_mask` gives; None where it changes from step to step.
     new_keys, new_values: the column of each step as (1, HK, n, D).
-    queries, outputs:     (n * HK, G, D).
-    query, output:        the same as (1, H, n, D) and as (1, n, H, D).
+    room:                 for what the step computes.
     """
 
     keys: Tensor
@@ -292,10 +291,19 @@ class _Gathered(NamedTuple):
     mask: tuple[Tensor, int] | None
     new_keys: tuple[Tensor, ...]
     new_values: tuple[Tensor, ...]
-    queries: Tensor
-    query: Tensor
-    outputs: Tensor
-    output: Tensor
+    room: "_StepRoom"
+
+
+class _StepRoom:
+    """Queries and outputs (n * HK, G, D) of a step, which layers of one shape share; query and output: as the layer has them."""
+
+    def __init__(self, num_key_heads: int, query: Tensor, value_dim: int) -> None:
+        """query: (1, H, n, D)"""
+        _, num_heads, num_rows, head_dim = query.shape
+        queries = query.new_empty(num_rows, num_heads, head_dim)
+        outputs = query.new_empty(num_rows, num_heads, value_dim)
+        self.query, self.output = queries.transpose(0, 1)[None], outputs[None]
+        self.queries, self.outputs = (t.unflatten(1, (num_key_heads, -1)).flatten(0, 1) for t in (queries, outputs))
 
 
 class _GatheredRows:
@@ -319,6 +327,7 @@ class _GatheredRows:
         self._empty = (place >= length) & (place < self.num_cached)
         self._masks: dict[tuple[int, int | None], tuple[Tensor, int]] = {}
         self._stores: dict[int, _Gathered] = {}
+        self._rooms: dict[tuple[int, ...], _StepRoom] = {}
 
     def begin(self, step: int) -> None:
         self._step = step
@@ -332,15 +341,16 @@ class _GatheredRows:
         stored = self._stores.get(index) or self._gather(index, query, how)
         stored.new_keys[self._step].copy_(key)
         stored.new_values[self._step].copy_(value)
-        stored.query.copy_(query)
+        room = stored.room
+        room.query.copy_(query)
         seen = self.num_cached + self._step + 1
         keys, values = stored.keys.narrow(2, 0, seen), stored.values.narrow(1, 0, seen)
         mask, beta = stored.mask or self._mask(key.shape[1], how.sliding_window, query.dtype)
         if beta:
             mask = mask.narrow(2, 0, seen)
-        scores = torch.baddbmm(mask, stored.queries, keys, beta=beta, alpha=how.scaling)
-        torch.bmm(scores.softmax(-1), values, out=stored.outputs)
-        return stored.output
+        scores = torch.baddbmm(mask, room.queries, keys, beta=beta, alpha=how.scaling)
+        torch.bmm(scores.softmax(-1), values, out=room.outputs)
+        return room.output
 
     def write_back(self) -> None:
         size, taken = self.cache.block_size, slice(self._step + 1)
@@ -367,18 +377,16 @@ class _GatheredRows:
         values = old_values.new_empty(num_rows, num_heads, self.num_columns, old_values.shape[-1])
         keys[..., cached] = old_keys.transpose(2, 3)
         values[:, :, cached] = old_values
-        queries = query.new_empty(num_rows, query.shape[1], query.shape[3])
-        outputs = values.new_empty(num_rows, query.shape[1], values.shape[3])
+        kind = num_heads, *query.shape, values.shape[3]
+        if kind not in self._rooms:
+            self._rooms[kind] = _StepRoom(num_heads, query, values.shape[3])
         self._stores[index] = _Gathered(
             keys.flatten(0, 1),
             values.flatten(0, 1),
             mask=self._mask(num_heads, None, query.dtype) if how.sliding_window is None else None,
             new_keys=keys[..., self.num_cached :].transpose(0, 1)[None].unbind(4),
             new_values=values[:, :, self.num_cached :].transpose(0, 1)[None].unbind(3),
-            queries=queries.unflatten(1, (num_heads, -1)).flatten(0, 1),
-            query=queries.transpose(0, 1)[None],
-            outputs=outputs.unflatten(1, (num_heads, -1)).flatten(0, 1),
-            output=outputs[None],
+            room=self._rooms[kind],
         )
         return self._stores[index]
 

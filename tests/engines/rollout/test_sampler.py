@@ -53,14 +53,14 @@ def naive_token(logits: torch.Tensor, p: SamplingParams, u: float) -> int:
 
 
 def test_uniform_equals_the_integer_definition() -> None:
-    seeds, positions = [0, 1, 12345, 2**63 - 1, 2**40 + 7], [0, 1, 77, 4096, 3]
-    got = uniform(torch.tensor(seeds), torch.tensor(positions)).tolist()
+    seeds, positions = [0, 1, 12345, 2**63 - 1, 2**40 + 7, -1, 2**64 - 1], [0, 1, 77, 4096, 3, 5, 5]
+    got = uniform(seeds, positions).tolist()
     assert got == [naive_uniform(s, p) for s, p in zip(seeds, positions)]
 
 
 def test_uniform_is_uniform_over_seeds_and_over_positions() -> None:
-    steps, fixed = torch.arange(100_000), torch.full((100_000,), 5)
-    for u in (uniform(steps, fixed), uniform(fixed, steps)):
+    steps, fixed = range(100_000), [5] * 100_000
+    for u in map(torch.from_numpy, (uniform(steps, fixed), uniform(fixed, steps))):
         counts = torch.histc(u, 20, 0, 1)
         assert ((counts - 5000) ** 2 / 5000).sum() < 45  # chi-square, 19 degrees of freedom, p < 0.001
         assert abs(float(torch.corrcoef(torch.stack([u[:-1], u[1:]]))[0, 1])) < 0.015

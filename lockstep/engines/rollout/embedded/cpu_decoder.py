@@ -9,6 +9,7 @@ stopped goes on, for nothing, until the window ends, which it does as soon as a 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -89,6 +90,6 @@ class CpuDecoder:
 
 def sampling_of(rows: Rows[Sequence], num_steps: int) -> SamplingBatch:
     """With random numbers (steps, N) for all steps: what makes them costs the same for one."""
-    positions = torch.tensor([len(s.tokens) for s in rows]) + torch.arange(num_steps)[:, None]
+    positions = np.array([len(s.tokens) for s in rows]) + np.arange(num_steps)[:, None]
     params, seeds = [s.request.sampling for s in rows], [s.request.seed for s in rows]
-    return SamplingBatch.build(params, seeds, positions, positions.device)
+    return SamplingBatch.build(params, seeds, positions, torch.device("cpu"))

@@ -103,6 +103,13 @@ class AttentionRoom:
         self.swapped, self.turned = torch.empty_like(self.heads), torch.empty_like(self.heads)
         self.query, self.key = (_by_token(heads) for heads in self.turned.split((num_heads, num_key_heads)))
         self.value = _by_token(values)
+        self._out, self._columns = torch.empty(0), torch.empty(0)
+
+    def columns(self, out: Tensor) -> Tensor:
+        """(1, T, H, D) -> (H * D, T); a window gives its results in the same tensor each time."""
+        if out is not self._out:
+            self._out, self._columns = out, out.flatten(2)[0].t()
+        return self._columns
 
 
 def _by_token(heads: Tensor) -> Tensor:
@@ -169,8 +176,7 @@ class Layer(NamedTuple):
         torch.mul(room.heads, cos, out=room.turned)
         torch.index_select(room.heads, 1, self.swapped, out=room.swapped)
         room.turned.addcmul_(room.swapped, sin)
-        out = context.attend(self.attention, room.query, room.key, room.value, self.how)
-        return out.reshape(stream.shape[1], -1).t()
+        return room.columns(context.attend(self.attention, room.query, room.key, room.value, self.how))
 
     def add_to(self, stream: Tensor, attended: Tensor, room: MlpRoom) -> None:
         """stream (E, T), attended (H * D, T)"""

@@ -10,14 +10,14 @@ Legend: _N rows, _V vocabulary.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lockstep.engines.rollout.base import SamplingParams
 
-_GOLDEN = 0x9E3779B97F4A7C15
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
+_WORD = (1 << 64) - 1
+_GOLDEN, _MIX_1, _MIX_2 = (np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class SamplingBatch:
         cls,
         params: Sequence[SamplingParams],
         seeds: Sequence[int],
-        positions: Sequence[int] | Tensor,
+        positions: Sequence[int] | np.ndarray,
         device: torch.device,
     ) -> "SamplingBatch":
         """positions: place in the sequence of the token that each row is to draw."""
@@ -50,9 +50,7 @@ class SamplingBatch:
         greedy = [p.greedy for p in params]
         return cls(
             params=params,
-            uniform_N=uniform(
-                torch.tensor([signed(s) for s in seeds], device=device), torch.as_tensor(positions, device=device)
-            ),
+            uniform_N=torch.from_numpy(uniform(seeds, positions)).to(device),
             temperatures_N=torch.tensor(temperatures, device=device) if set(temperatures) != {1.0} else None,
             greedy_N=torch.tensor(greedy, device=device),
             num_greedy=sum(greedy),
@@ -122,22 +120,23 @@ def inverse_cdf(weights_NV: Tensor, uniform_N1: Tensor) -> Tensor:
     return torch.searchsorted(cdf_NV, uniform_N1 * cdf_NV[:, -1:], right=True)
 
 
-def uniform(seeds_N: Tensor, positions_N: Tensor) -> Tensor:
-    """One float32 in [0, 1) of 24 random bits for each (seed, position): splitmix64 on int64, whose overflow wraps."""
-    state_N = _mix(seeds_N + signed(_GOLDEN)) + (positions_N + 1) * signed(_GOLDEN)
-    return (_shift_right(_mix(state_N), 40)).float() * 2.0**-24
+def uniform(seeds: Sequence[int], positions: Sequence[int] | np.ndarray) -> np.ndarray:
+    """One float32 in [0, 1) of 24 random bits for each (seed, position): splitmix64, by the last 64 bits of seeds.
+
+    positions: (N,) or (S, N).
+    """
+    state = _mix(np.array([seed & _WORD for seed in seeds], dtype=np.uint64) + _GOLDEN)
+    state = state + (np.asarray(positions).astype(np.uint64) + np.uint64(1)) * _GOLDEN
+    return (_mix(state) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
 
-def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shift_right(x, 30)) * signed(_MIX_1)
-    x = (x ^ _shift_right(x, 27)) * signed(_MIX_2)
-    return x ^ _shift_right(x, 31)
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * _MIX_1
+    x = (x ^ (x >> np.uint64(27))) * _MIX_2
+    return x ^ (x >> np.uint64(31))
 
 
 def signed(x: int) -> int:
-    x &= (1 << 64) - 1
+    """The number whose two's complement the last 64 bits are."""
+    x &= _WORD
     return x - (1 << 64) if x >= 1 << 63 else x
