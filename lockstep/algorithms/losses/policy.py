@@ -156,7 +156,7 @@ def compute_policy_loss(
     loss = agg_loss(weighted(loss_mat, rollout_is_weights), response_mask, loss_agg_mode, **counts)
 
     with torch.no_grad():
-        clipfrac = masked_mean((clipped > unclipped).float(), response_mask)
-        clipfrac_lower = masked_mean(((ppo > bound) & (advantages < 0)).float(), response_mask)
-        ppo_kl = masked_mean(-log_ratio, response_mask)
+        is_clipped, is_bound = clipped > unclipped, (ppo > bound) & (advantages < 0)
+        statistics = torch.stack([is_clipped.float(), -log_ratio, is_bound.float()])
+        clipfrac, ppo_kl, clipfrac_lower = masked_mean(statistics, response_mask, axis=(1, 2))
     return loss, clipfrac, ppo_kl, clipfrac_lower
