@@ -93,13 +93,13 @@ class _ShortAttention(torch.autograd.Function):
 
 def _by_query(t: Tensor, rows: ShortRows, head_dim: int) -> list[Tensor]:
     """Each bucket's (rows * HK, queries * G, D)"""
-    parts = t.split([num_rows * num_queries for num_rows, num_queries, _ in rows.shapes])
+    parts = t.split_with_sizes([num_rows * num_queries for num_rows, num_queries, _ in rows.shapes])
     return [part.view(num_rows, -1, head_dim) for part, (num_rows, _, _) in zip(parts, rows.shapes)]
 
 
 def _by_key(t: Tensor, rows: ShortRows) -> list[Tensor]:
     """Each bucket's (rows * HK, keys, D)"""
-    parts = t.split([num_rows * num_keys for num_rows, _, num_keys in rows.shapes])
+    parts = t.split_with_sizes([num_rows * num_keys for num_rows, _, num_keys in rows.shapes])
     return [part.view(num_rows, num_keys, -1) for part, (num_rows, _, num_keys) in zip(parts, rows.shapes)]
 
 
