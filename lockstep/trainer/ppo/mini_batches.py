@@ -43,9 +43,9 @@ class MiniBatches:
         """The mini-batches of all passes that differ."""
         generator = None if self.seed is None else torch.Generator().manual_seed(self.seed)
         for _ in range(self.num_passes):
-            order = torch.arange(num_rows) if generator is None else torch.randperm(num_rows, generator=generator)
-            for rows in order.split(self.size):
-                yield rows.tolist()
+            order = range(num_rows) if generator is None else torch.randperm(num_rows, generator=generator).tolist()
+            for start in range(0, num_rows, self.size):
+                yield list(order[start : start + self.size])
 
     @property
     def num_passes(self) -> int:
@@ -101,11 +101,13 @@ def spread(lengths: list[int], num_parts: int, *, balance: bool, owners: list[in
 
     owners: rows of one owner have the same prompt, and stay together where there are enough prompts.
     """
-    if balance and owners is not None and len(set(owners)) >= num_parts > 1:
+    if num_parts == 1:
+        return [list(range(len(lengths)))]
+    if balance and owners is not None and len(set(owners)) >= num_parts:
         parts = get_group_balanced_partitions(lengths, owners, num_parts)
         if max(map(len, parts)) <= 1.1 * len(lengths) / num_parts:  # else padding costs more than sharing saves
             return parts
-    if balance and len(lengths) >= num_parts > 1:
+    if balance and len(lengths) >= num_parts:
         return get_seqlen_balanced_partitions(lengths, num_parts, equal_size=len(lengths) % num_parts == 0)
     return [part.tolist() for part in np.array_split(np.arange(len(lengths)), num_parts)]
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
@@ -607,7 +607,6 @@ RayPPOTrainer = PPOTrainer
 def _reduced(output: DataProto) -> dict[str, float]:
     """A worker group's metrics: equal on all ranks where the engine summed them, else their mean, or the most memory."""
     metrics = output.meta_info["metrics"]
-    return {
-        name: float((np.max if "/max_" in name or name.endswith("_max") else np.mean)(value))
-        for name, value in metrics.items()
-    }
+    of_ranks = {name: value if isinstance(value, list) else [value] for name, value in metrics.items()}
+    largest = {name for name in metrics if "/max_" in name or name.endswith("_max")}
+    return {name: max(values) if name in largest else fmean(values) for name, values in of_ranks.items()}

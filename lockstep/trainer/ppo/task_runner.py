@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 REPLACEMENT_S = 60.0
 """How long to wait for a machine in the place of one that died."""
+COLLECTED_AT_ONCE = 5_000
+"""Objects made since the garbage collector last looked: about those of two steps, hardly any of which need it."""
 
 
 class TaskRunner:
@@ -177,6 +179,8 @@ class TaskRunner:
             gc.collect()
             gc.freeze()  # what is loaded stays: no collection within a step need walk over it
             closing.callback(gc.unfreeze)
+            closing.callback(gc.set_threshold, *gc.get_threshold())
+            gc.set_threshold(COLLECTED_AT_ONCE)
             return _fit(trainer, interrupt)
 
     def _close(self, trainer: PPOTrainer) -> None:
