@@ -128,11 +128,10 @@ class PackedAttention:
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: LayerOptions) -> Tensor:
         refuse_softcap(how.softcap)
         q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))  # (T, H, D)
-        reaches_all = how.sliding_window is None or how.sliding_window >= self.max_key_length
-        window = None if reaches_all else how.sliding_window
+        window = self.window_of(how)
         width, where, dtype = query.shape[-1], query.device.type, query.dtype
         one_width = width == value.shape[-1]
-        if where == "cpu" and dtype == torch.float32 and one_width and self.max_key_length <= SHORT * width:
+        if where == "cpu" and dtype == torch.float32 and one_width and self.has_short_rows(width):
             attend = self._short
         elif where == "cuda" and dtype in (torch.bfloat16, torch.float16) and one_width and width in VARLEN_WIDTHS:
             attend = self._varlen
@@ -165,11 +164,22 @@ class PackedAttention:
         return out
 
     def _short(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
-        num_heads = k.shape[1]
-        if num_heads not in self._short_rows:
-            self._short_rows[num_heads] = _short_rows(self.buckets, self._starts[-1], num_heads)
-        masks = [rows.mask_of_heads(window, num_heads, q.shape[1] // num_heads) for rows in self.buckets]
-        return short_attention(q, k, v, self._short_rows[num_heads], masks, scaling)
+        return short_attention(q, k, v, *self.short_plan(window, k.shape[1], q.shape[1]), scaling)
+
+    def short_plan(self, window: int | None, num_key_heads: int, num_heads: int) -> tuple[ShortRows, list[Tensor]]:
+        """The rows and masks that `short_attention` takes."""
+        if num_key_heads not in self._short_rows:
+            self._short_rows[num_key_heads] = _short_rows(self.buckets, self._starts[-1], num_key_heads)
+        masks = [rows.mask_of_heads(window, num_key_heads, num_heads // num_key_heads) for rows in self.buckets]
+        return self._short_rows[num_key_heads], masks
+
+    def has_short_rows(self, head_dim: int) -> bool:
+        return self.max_key_length <= SHORT * head_dim
+
+    def window_of(self, how: LayerOptions) -> int | None:
+        """How many tokens back a layer sees; None where that is everything."""
+        reaches_all = how.sliding_window is None or how.sliding_window >= self.max_key_length
+        return None if reaches_all else how.sliding_window
 
     def _bucketed(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
         rows_q = self._rows_of(q, self._query_places, [rows.queries.shape for rows in self.buckets])

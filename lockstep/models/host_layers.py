@@ -68,13 +68,13 @@ def _norm_forward(module: nn.Module) -> Forward | None:
     def forward(self: Any, x: Tensor) -> Tensor:
         if x.dtype not in (self.weight.dtype, torch.float32):
             return type(self).forward(self, x)
-        out: Tensor = _RmsNorm.apply(x, self.weight, norm_eps(self), offset)
+        out: Tensor = RmsNorm.apply(x, self.weight, norm_eps(self), offset)
         return out
 
     return forward
 
 
-class _RmsNorm(torch.autograd.Function):
+class RmsNorm(torch.autograd.Function):
     """x / sqrt(mean x² + eps) times weight, or 1 + weight with `offset`; in the type of the weight."""
 
     @staticmethod
@@ -102,7 +102,7 @@ class _RmsNorm(torch.autograd.Function):
         return of_x.to(x.dtype), of_weight, None, None
 
 
-_ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[..., Tensor]]] = {
+ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[..., Tensor]]] = {
     "silu": (F.silu, torch.ops.aten.silu_backward.grad_input),
     "gelu_tanh": (
         partial(F.gelu, approximate="tanh"),
@@ -121,13 +121,13 @@ def _mlp_forward(module: nn.Module) -> Forward | None:
         if not is_plain_mlp(self):
             return type(self).forward(self, x)
         weights = (self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
-        out: Tensor = _GatedMlp.apply(x, *weights, *_ACTIVATIONS[activation])
+        out: Tensor = GatedMlp.apply(x, *weights, *ACTIVATIONS[activation])
         return out
 
     return forward
 
 
-class _GatedMlp(torch.autograd.Function):
+class GatedMlp(torch.autograd.Function):
     """down(activation(gate(x)) * up(x)) of three linear layers without bias."""
 
     @staticmethod
@@ -169,10 +169,10 @@ def _fits(q: Tensor, k: Tensor, cos: Tensor) -> bool:
 
 def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     cos, sin = cos[:, None], sin[:, None]
-    return _Rotation.apply(q, cos, sin), _Rotation.apply(k, cos, sin)
+    return Rotation.apply(q, cos, sin), Rotation.apply(k, cos, sin)
 
 
-class _Rotation(torch.autograd.Function):
+class Rotation(torch.autograd.Function):
     """x * cos + rotate_half(x) * sin."""
 
     @staticmethod

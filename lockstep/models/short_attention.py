@@ -46,11 +46,11 @@ def short_attention(
     masks: of each bucket, what is added to the scores; (rows * key heads or 1, queries * G, keys). The G query heads of a key
     head are taken as G queries, so that keys are not repeated.
     """
-    out: Tensor = _ShortAttention.apply(query, key, value, rows, masks, scaling)
+    out: Tensor = ShortAttention.apply(query, key, value, rows, masks, scaling)
     return out
 
 
-class _ShortAttention(torch.autograd.Function):
+class ShortAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, rows: ShortRows, masks: Sequence[Tensor], scaling: float

@@ -24,6 +24,7 @@ from lockstep.engines.train.offload import Arrival, HostHome, move_optimizer, mo
 from lockstep.engines.train.schedule import build_schedule
 from lockstep.engines.train.state import load_extra, load_shards, model_state, save_extra, save_shards
 from lockstep.models.adjacent import lay_adjacent
+from lockstep.models.flat_layers import flatten_layers
 from lockstep.models.fused_layers import fuse
 from lockstep.models.host_layers import fuse_on_host
 from lockstep.models.packing import ForwardRows, forward_rows, prompt_owners
@@ -74,6 +75,7 @@ class FsdpEngine(TrainEngine):
         if device.type == "cpu":
             settle_on_host(sum(parameter.numel() for parameter in model.parameters()))
             fuse_on_host(model)
+            flatten_layers(model)
         else:
             fuse(model)
         self._streams = sharding.streams_from_host(config, device)
