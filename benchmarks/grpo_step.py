@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pandas as pd
@@ -168,8 +169,9 @@ def run_lockstep(folder: Path, model: Path, texts: list[str], args: argparse.Nam
     times = {name: statistics.median(s[name] for s in steady) for name in steady[0] if name.startswith("timing_s/")}
     result = {name.removeprefix("timing_s/"): value for name, value in times.items()}
     gap = "training/rollout_log_probs_gap"
+    result.pop("step")
     return {
-        "step_s": result.pop("step"),
+        "step_s": _between([step["time"] for step in steps]),
         "start_s": steps[0]["time"] - start,
         "peak_gb": steps[-1].get("perf/max_memory_allocated_gb", 0.0) * 2**30 / 1e9,
         "log_probs_gap": statistics.median(s.get(gap, 0.0) for s in steady),
@@ -202,12 +204,17 @@ def run_trl(folder: Path, model: Path, texts: list[str], args: argparse.Namespac
     if not lines:
         raise SystemExit(f"the TRL run failed:\n{done.stdout[-4000:]}")
     result = json.loads(lines[0].removeprefix("RESULT "))
-    steps = [after - before for before, after in zip(result["ends"], result["ends"][1:])]
     return {
-        "step_s": statistics.median(steps[1:] or steps),
+        "step_s": _between(result["ends"]),
         "start_s": result["ends"][0] - start,
         "peak_gb": result["peak_gb"],
     }
+
+
+def _between(ends: list[float]) -> float:
+    """Median time from the end of one step to the end of the next, without the first two."""
+    steps = [after - before for before, after in pairwise(ends)]
+    return statistics.median(steps[1:] or steps)
 
 
 def median_of(rounds: list[dict[str, float]]) -> dict[str, float]:

@@ -19,6 +19,7 @@ from lockstep.registry import Registry
 from lockstep.rewards.calls import Outcome, function_name, make_caller
 from lockstep.rewards.custom import ARGUMENTS, ComputeScore
 from lockstep.rewards.default import UnknownDataSourceError, default_compute_score
+from lockstep.utils.decoding import decode_all
 
 logger = logging.getLogger(__name__)
 
@@ -141,8 +142,7 @@ class NaiveRewardManager:
     def _texts(self, ids: torch.Tensor, attended: torch.Tensor) -> list[str]:
         """Of each row's attended tokens."""
         rows = [list(compress(row, keep)) for row, keep in zip(ids.tolist(), attended.tolist())]
-        texts: list[str] = self.tokenizer.batch_decode(rows, skip_special_tokens=True)
-        return texts
+        return decode_all(self.tokenizer, rows)
 
     def _score_all(self, rows: list[ScoringRow]) -> list[Outcome]:
         """One outcome a row: what the function gave, or the exception that it cost."""

@@ -56,6 +56,7 @@ from lockstep.trainer.ppo.sampling import RewardFn, Sampling, extra_metrics
 from lockstep.trainer.ppo.validation import Answers
 from lockstep.trainer.ppo.weight_sync import WeightSync
 from lockstep.trainer.run_config import refuse_another_run, write_run_config
+from lockstep.utils.decoding import decode_all
 from lockstep.utils.device import resolve_device
 from lockstep.utils.seqlen import log_seqlen_unbalance
 from lockstep.utils.timing import marked_timer
@@ -540,8 +541,7 @@ class PPOTrainer:
         return answers
 
     def _decode(self, rows: list[torch.Tensor]) -> list[str]:
-        texts: list[str] = self.tokenizer.batch_decode([row.tolist() for row in rows], skip_special_tokens=True)
-        return texts
+        return decode_all(self.tokenizer, [row.tolist() for row in rows])
 
     def _dump_answers(self, answers: Answers, folder: str) -> None:
         dump_generations(
