@@ -258,6 +258,20 @@ class PaddedAttention:
         return out.transpose(1, 2)
 
 
+class Witness:
+    """A context that keeps how layers attend, and with what: query, key and value of each."""
+
+    def __init__(self, context: AttentionContext) -> None:
+        self._context = context
+        self.hows: list[LayerOptions] = []
+        self.seen: list[Tensor] = []
+
+    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: LayerOptions) -> Tensor:
+        self.hows.append(how)
+        self.seen += [query.clone(), key.clone(), value.clone()]
+        return self._context.attend(layer, query, key, value, how)
+
+
 def refuse_softcap(softcap: float | None) -> None:
     if softcap is not None:
         raise ValueError(

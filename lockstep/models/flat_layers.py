@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lockstep.models.attention import LayerOptions, PackedAttention
+from lockstep.models.attention import LayerOptions, PackedAttention, Witness
 from lockstep.models.fused_layers import agree, gate_activation, is_plain_mlp, is_usual_layer, norm_eps, norm_offset
 from lockstep.models.host_layers import ACTIVATIONS, GatedMlp, RmsNorm, Rotation
 from lockstep.models.short_attention import ShortAttention, ShortRows
@@ -169,18 +169,6 @@ class _Layer(torch.autograd.Function):
         return tuple(gradient if wanted else None for gradient, wanted in zip(found, ctx.needs_input_grad))
 
 
-class _Witness:
-    """A context that keeps how a layer attends."""
-
-    def __init__(self, context: PackedAttention) -> None:
-        self._context = context
-        self.how: LayerOptions | None = None
-
-    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: LayerOptions) -> Tensor:
-        self.how = how
-        return self._context.attend(layer, query, key, value, how)
-
-
 @torch.no_grad()
 def _form_of(layer: Any, rotary: Any) -> LayerForm | None:
     if not is_usual_layer(layer) or set(dict(layer.self_attn.named_children())) != set(LINEARS):
@@ -196,14 +184,14 @@ def _form_of(layer: Any, rotary: Any) -> LayerForm | None:
         (norm_eps(norm), bool(norm_offset(norm))) for norm in (layer.input_layernorm, layer.post_attention_layernorm)
     ]
     context = PackedAttention([4, 3], weight.device)
-    witness = _Witness(context)
+    witness = Witness(context)
     x = torch.randn(1, 7, weight.shape[1], generator=torch.Generator().manual_seed(0))
     try:
         cos, sin = rotary(x, torch.tensor([[0, 1, 2, 3, 0, 1, 2]]))
         expected = type(layer).forward(layer, x, position_embeddings=(cos, sin), lockstep_context=witness)
-        if witness.how is None:
+        if len(witness.hows) != 1:
             return None
-        form = LayerForm(witness.how, head_dim, norms[0], norms[1], ACTIVATIONS[activation])
+        form = LayerForm(witness.hows[0], head_dim, norms[0], norms[1], ACTIVATIONS[activation])
         same = agree(_compute(layer, form, x, cos, sin, context), expected, 2.0)
     except (TypeError, ValueError, RuntimeError, AttributeError):
         return None  # parts of the same names that want other arguments

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lockstep.models.attention import AttentionContext, LayerOptions, PackedAttention
+from lockstep.models.attention import AttentionContext, LayerOptions, PackedAttention, Witness
 from lockstep.models.fused_layers import agree
 from lockstep.models.log_probs import VocabularyHead
 from lockstep.models.paged_attention import WindowAttention
@@ -318,10 +318,13 @@ def flat_form(decoder: Any, own: Forward) -> FlatForm | None:
         return None
     ids, last = torch.arange(5)[None], decoder.config.max_position_embeddings - 1
     positions = torch.tensor([[0, 1, 2, last // 2, last]])  # some layers do otherwise from a far position on
-    expected = _Witness(5)
+    expected = Witness(PackedAttention([5], ids.device))
     hidden = own(ids, positions, expected)
     for offset in (False, True):
-        form, got = FlatForm(offset, expected.hows, Rotary(decoder.rotary_emb)), _Witness(5)
+        form, got = (
+            FlatForm(offset, expected.hows, Rotary(decoder.rotary_emb)),
+            Witness(PackedAttention([5], ids.device)),
+        )
         try:
             same = agree(FlatDecoder(decoder, form)(ids, positions, got), hidden, 2.0)
         except (TypeError, ValueError, RuntimeError, AttributeError):
@@ -348,17 +351,3 @@ def _is_usual(layer: Any) -> bool:
         and mlp.down_proj.bias is None
         and hasattr(attention, "head_dim")
     )
-
-
-class _Witness:
-    """An attention context that keeps what the layers attend with."""
-
-    def __init__(self, length: int) -> None:
-        self._context = PackedAttention([length], torch.device("cpu"))
-        self.hows: list[LayerOptions] = []
-        self.seen: list[Tensor] = []
-
-    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: LayerOptions) -> Tensor:
-        self.hows.append(how)
-        self.seen += [query.clone(), key.clone(), value.clone()]
-        return self._context.attend(layer, query, key, value, how)
