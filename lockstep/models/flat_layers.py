@@ -7,9 +7,10 @@ and `models/short_attention.py`, called one after another. A layer has this form
 it is called as it was. Which layers have it is told by their parts, and by comparing what they give.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +19,9 @@ from torch.autograd.function import once_differentiable
 
 from lockstep.models.attention import LayerOptions, PackedAttention, Witness
 from lockstep.models.fused_layers import agree, gate_activation, is_plain_mlp, is_usual_layer, norm_eps, norm_offset
-from lockstep.models.host_layers import ACTIVATIONS, GatedMlp, RmsNorm, Rotation
-from lockstep.models.short_attention import ShortAttention, ShortRows
+from lockstep.models.host_layers import ACTIVATIONS, GatedMlp
+from lockstep.models.rotary_table import MOVING_ROPES, RotaryTable
+from lockstep.models.short_attention import ShortRows, attend, attend_backward
 
 WIDEST = 512
 """Elements of a token up to which modules and autograd are worth sparing."""
@@ -27,19 +29,83 @@ WIDEST = 512
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
+class Turns:
+    """What a rotary module gives for a row of tokens: the pair of cos and sin, computed where somebody takes it apart, or numbers.
+
+    tables: those of `numbers`, which outlast a row.
+    """
+
+    def __init__(self, rotary: Any, like: Tensor, position_ids: Tensor, tables: dict[int, RotaryTable]) -> None:
+        self._pair = partial(type(rotary).forward, rotary)
+        self._like, self._position_ids, self._tables = like, position_ids, tables
+        self._numbers: dict[int, Tensor] = {}
+        self._inverse: dict[int, Tensor] = {}
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._pair(self._like, self._position_ids))
+
+    def numbers(self, times: int) -> Tensor:
+        """(T, 1, times * D / 2) complex: a head times these is turned, where a number holds one element of each half of it."""
+        if times not in self._numbers:
+            table = self._tables.setdefault(times, RotaryTable(partial(_as_numbers, times), dim=0))
+            found = table(self._pair, self._like, self._position_ids)
+            self._numbers[times] = torch.view_as_complex(found.view(len(found), 1, -1, 2))
+        return self._numbers[times]
+
+    def inverse(self, times: int) -> Tensor:
+        """Those that turn a gradient back."""
+        if times not in self._inverse:
+            self._inverse[times] = self.numbers(times).conj_physical()
+        return self._inverse[times]
+
+
+def _as_numbers(times: int, cos: Tensor, sin: Tensor) -> Tensor:
+    """(P, D) each -> (P, times * D): real and imaginary parts in turn."""
+    return torch.stack([t.chunk(2, 1)[0] for t in (cos, sin)], 2).flatten(1).repeat(1, times)
+
+
 class LayerForm(NamedTuple):
     """What the parameters of a layer do not tell.
 
+    Of each key head the G queries, the key and the value lie side by side; in queries and keys, the elements that the rotary
+    embedding turns together do.
+
     how:        how it attends.
-    before:     eps and offset of the norm before the attention; after: of the one after it.
+    order:      rows of the weights of queries, keys and values, one below the other, as they are wanted; back: the reverse.
+    sizes:      rows of each of the three.
+    width:      (G + 2) * D.
+    eps:        of the norm before the attention and of the one after it; offset: whether their factor is 1 + weight.
     activation: that of the MLP, and its gradient.
     """
 
     how: LayerOptions
     head_dim: int
-    before: tuple[float, bool]
-    after: tuple[float, bool]
+    num_key_heads: int
+    width: int
+    order: Tensor
+    back: Tensor
+    sizes: list[int]
+    eps: list[Tensor]
+    offset: bool
     activation: tuple[Callable[[Tensor], Tensor], Callable[..., Tensor]]
+
+    @property
+    def num_turned(self) -> int:
+        """Heads of a key head that are turned: its queries and the key."""
+        return self.width // self.head_dim - 1
+
+    def turned(self, qkv: Tensor) -> Tensor:
+        """(T * HK, (G + 2) * D) -> the part that is turned, (T, HK, (G + 1) * D / 2) complex"""
+        pairs = torch.view_as_complex(qkv.view(-1, self.num_key_heads, self.width // 2, 2))
+        return pairs[..., : self.num_turned * self.head_dim // 2]
+
+
+def _row_order(num_heads: int, num_key_heads: int, head_dim: int) -> Tensor:
+    by_key_head = torch.arange((num_heads + 2 * num_key_heads) * head_dim).view(-1, head_dim)
+    queries, keys, values = by_key_head.split((num_heads, num_key_heads, num_key_heads))
+    turned = torch.cat((queries.view(num_key_heads, -1, head_dim), keys[:, None]), 1)
+    turned = turned.unflatten(2, (2, -1)).transpose(2, 3).flatten(2)
+    return torch.cat((turned, values[:, None]), 1).flatten()
 
 
 def flatten_layers(model: nn.Module) -> int:
@@ -47,23 +113,33 @@ def flatten_layers(model: nn.Module) -> int:
     number = 0
     for decoder in model.modules():
         rotary, layers = (getattr(decoder, name, None) for name in ("rotary_emb", "layers"))
-        if rotary is None or not isinstance(layers, nn.ModuleList):
+        if rotary is None or not isinstance(layers, nn.ModuleList) or getattr(rotary, "rope_type", "") in MOVING_ROPES:
             continue
-        for layer in layers:
-            form = _form_of(layer, rotary)
+        forms = [_form_of(layer, rotary) for layer in layers]
+        for layer, form in zip(layers, forms):
             if form is not None:
                 layer.__dict__["forward"] = MethodType(_forward_by(form), layer)
                 number += 1
+        if any(forms):
+            rotary.__dict__["forward"] = MethodType(_turns_by({}), rotary)
     return number
+
+
+def _turns_by(tables: dict[int, RotaryTable]) -> Callable[..., Any]:
+    def forward(self: Any, x: Tensor, position_ids: Tensor) -> Any:
+        if x.device.type != "cpu" or x.dtype != torch.float32 or len(position_ids) != 1:
+            return type(self).forward(self, x, position_ids)
+        return Turns(self, x, position_ids, tables)
+
+    return forward
 
 
 def _forward_by(form: LayerForm) -> Callable[..., Any]:
     def forward(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
-        context: Any = options.get("lockstep_context")
-        if args or "position_embeddings" not in options or not _fits(self, form, hidden_states, context):
+        context, turns = (options.get(name) for name in ("lockstep_context", "position_embeddings"))
+        if args or not isinstance(turns, Turns) or not _fits(self, form, hidden_states, context):
             return type(self).forward(self, hidden_states, *args, **options)
-        cos, sin = options["position_embeddings"]
-        return _compute(self, form, hidden_states, cos, sin, context)
+        return _compute(self, form, hidden_states, turns, cast(PackedAttention, context))
 
     return forward
 
@@ -82,15 +158,15 @@ def _has_plain_parts(layer: Any) -> bool:
     return is_plain_mlp(layer.mlp) and all(type(getattr(layer.self_attn, name)) is nn.Linear for name in LINEARS)
 
 
-def _compute(layer: Any, form: LayerForm, x: Tensor, cos: Tensor, sin: Tensor, context: PackedAttention) -> Tensor:
-    """x: (1, T, E), cos and sin (1, T, D)"""
+def _compute(layer: Any, form: LayerForm, x: Tensor, turns: Turns, context: PackedAttention) -> Tensor:
+    """x: (1, T, E)"""
     mlp, linears = layer.mlp, [getattr(layer.self_attn, name) for name in LINEARS]
-    num_heads, num_key_heads = (linear.out_features // form.head_dim for linear in linears[:2])
-    rows, masks = context.short_plan(context.window_of(form.how), num_key_heads, num_heads)
+    num_heads = (form.num_turned - 1) * form.num_key_heads
+    rows, masks = context.short_plan(context.window_of(form.how), form.num_key_heads, num_heads)
     biases, weights = [linear.bias for linear in linears[:3]], [linear.weight for linear in linears]
     norms = [layer.input_layernorm.weight, layer.post_attention_layernorm.weight]
     of_mlp = [mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight]
-    out: Tensor = _Layer.apply(x, cos, sin, rows, masks, form, *biases, *weights, *norms, *of_mlp)
+    out: Tensor = _Layer.apply(x, turns, rows, masks, form, *biases, *weights, *norms, *of_mlp)
     return out
 
 
@@ -105,68 +181,73 @@ class _Part:
         self.saved_tensors = tensors
 
 
-def _gradients(function: Any, part: _Part, grad: Tensor) -> Any:
-    """What the inputs of a part get."""
-    return function.backward(part, grad)
-
-
 class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        rows: ShortRows,
-        masks: list[Tensor],
-        form: LayerForm,
-        *parameters: Any,
+        ctx: Any, x: Tensor, turns: Turns, rows: ShortRows, masks: list[Tensor], form: LayerForm, *parameters: Any
     ) -> Tensor:
-        biases, of_heads, (of_output, before, after, *of_mlp) = parameters[:3], parameters[3:6], parameters[6:]
-        weight, bias = torch.cat(of_heads), None if biases[0] is None else torch.cat(biases)
-        num_key_heads = len(of_heads[1]) // form.head_dim
-        norm, rotation, attention, mlp_norm, mlp = parts = [*(_Part() for _ in range(4)), _Part(True, True, True, True)]
-        normed = RmsNorm.forward(norm, x, before, *form.before)[0]
-        qkv = F.linear(normed, weight, bias).unflatten(1, (-1, form.head_dim))  # (T, H + 2 HK, D)
-        heads, values = qkv[:, :-num_key_heads], qkv[:, -num_key_heads:]
-        heads = Rotation.forward(rotation, heads, cos[0, :, None], sin[0, :, None])
-        queries, keys = heads[:, :-num_key_heads], heads[:, -num_key_heads:]
-        attended = ShortAttention.forward(attention, queries, keys, values, rows, masks, form.how.scaling).flatten(1)
-        stream = torch.addmm(x[0], attended, of_output.t())[None]
-        mlp_input = RmsNorm.forward(mlp_norm, stream, after, *form.after)
-        activation, through_activation = form.activation
-        gate, up, down = of_mlp
-        out = GatedMlp.forward(mlp, mlp_input, gate, up, down, activation, through_activation).add_(stream)
-        ctx.parts, ctx.sizes = parts, [len(w) for w in of_heads]
-        ctx.counts = [len(part.saved_tensors) for part in parts]
-        ctx.save_for_backward(normed, weight, attended, of_output, *(t for part in parts for t in part.saved_tensors))
-        for part in parts:
-            part.saved_tensors = ()  # autograd alone holds them
-        return out
+        biases, of_heads, (of_output, *norms, of_gate, of_up, of_down) = parameters[:3], parameters[3:6], parameters[6:]
+        before, after = (1 + norm if form.offset else norm for norm in norms)
+        of_qkv = torch.cat(of_heads).index_select(0, form.order)
+        weight, bias = of_qkv * before, None if biases[0] is None else torch.cat(biases).index_select(0, form.order)
+        normed, scale = _normed(x[0], form.eps[0])
+        qkv = F.linear(normed, weight, bias).view(-1, form.width)  # (T * HK, (G + 2) * D)
+        form.turned(qkv).mul_(turns.numbers(form.num_turned))
+        of_query, of_key_and_value = qkv.split((form.width - 2 * form.head_dim, 2 * form.head_dim), 1)
+        q, kv = of_query.index_select(0, rows.queries), of_key_and_value.index_select(0, rows.keys)
+        k, v = kv.chunk(2, 1)
+        attended, probs = attend(q, k, v, rows, masks, form.how.scaling)
+        attended = attended.view(len(normed), -1)
+        stream = torch.addmm(x[0], attended, of_output.t())
+        mlp_normed, mlp_scale = _normed(stream, form.eps[1])
+        mlp = _Part(True, True, True, True)
+        out = GatedMlp.forward(mlp, mlp_normed, of_gate * after, of_up * after, of_down, *form.activation).add_(stream)
+        saved = (normed, scale, mlp_scale, weight, of_qkv, before, after, of_output, of_gate, of_up, attended, q, kv)
+        ctx.save_for_backward(*saved, *mlp.saved_tensors, *probs)
+        mlp.saved_tensors = ()  # autograd alone holds them
+        ctx.mlp, ctx.turns, ctx.rows, ctx.form = mlp, turns, rows, form
+        return out[None]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        normed, weight, attended, of_output, *saved = ctx.saved_tensors
-        for part, count in zip(ctx.parts, ctx.counts):
-            part.saved_tensors, saved = tuple(saved[:count]), saved[count:]
-        norm, rotation, attention, mlp_norm, mlp = ctx.parts
-        for_mlp_input, *for_mlp = _gradients(GatedMlp, mlp, grad)[:4]
-        for_stream, for_after = _gradients(RmsNorm, mlp_norm, for_mlp_input)[:2]
-        for_stream += grad
-        rows = for_stream[0]
-        head_dim = attention.saved_tensors[1].shape[1]
-        for_attended = (rows @ of_output).unflatten(1, (-1, head_dim))
-        for_queries, for_keys, for_values = _gradients(ShortAttention, attention, for_attended)[:3]
-        for_heads = _gradients(Rotation, rotation, torch.cat((for_queries, for_keys), 1))[0]
-        for_qkv = torch.cat((for_heads, for_values), 1).flatten(1)
-        for_x, for_before = _gradients(RmsNorm, norm, (for_qkv @ weight)[None])[:2]
-        for_x += for_stream
-        for_biases = for_qkv.sum(0).split(ctx.sizes)
-        for_weights = (for_qkv.t() @ normed).split(ctx.sizes)
-        for_output = rows.t() @ attended
-        found = (for_x, *[None] * 5, *for_biases, *for_weights, for_output, for_before, for_after, *for_mlp)
+        normed, scale, mlp_scale, weight, of_qkv, before, after, of_output, of_gate, of_up, *saved = ctx.saved_tensors
+        (attended, q, kv), of_mlp, probs = saved[:3], saved[3:11], saved[11:]
+        mlp, rows, form = ctx.mlp, ctx.rows, ctx.form
+        mlp.saved_tensors = of_mlp
+        for_mlp_normed, for_gate, for_up, for_down = cast(list[Tensor], GatedMlp.backward(mlp, grad[0])[:4])
+        for_after = torch.mul(for_gate, of_gate).addcmul_(for_up, of_up).sum(0)
+        for_stream = _through_norm(for_mlp_normed, of_mlp[0], mlp_scale, grad[0])
+
+        for_attended = (for_stream @ of_output).view(-1, q.shape[1])
+        for_qkv = torch.empty(len(for_attended), form.width)
+        parts = for_qkv.split((form.width - 2 * form.head_dim, form.head_dim, form.head_dim), 1)
+        k, v = kv.chunk(2, 1)
+        attend_backward(for_attended, q, k, v, probs, rows, form.how.scaling, parts)
+        form.turned(for_qkv).mul_(ctx.turns.inverse(form.num_turned))
+        for_qkv = for_qkv.view(len(normed), -1)
+        for_weight = (normed.t() @ for_qkv).t()
+        for_before = torch.mul(for_weight, of_qkv).sum(0)
+        for_x = _through_norm(for_qkv @ weight, normed, scale, for_stream)
+
+        for_biases = for_qkv.sum(0).index_select(0, form.back).split(form.sizes)
+        for_heads = torch.mul(for_weight, before).index_select(0, form.back).split(form.sizes)
+        of_weights = (for_stream.t() @ attended, for_before, for_after, for_gate * after, for_up * after, for_down)
+        found = (for_x[None], *[None] * 4, *for_biases, *for_heads, *of_weights)
         return tuple(gradient if wanted else None for gradient, wanted in zip(found, ctx.needs_input_grad))
+
+
+def _normed(x: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
+    """x: (T, E) -> x over the root of its mean square, and one over that root (T, 1)."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    scale = torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
+    return x * scale, scale
+
+
+def _through_norm(grad: Tensor, normed: Tensor, scale: Tensor, added: Tensor) -> Tensor:
+    """The gradient of what was normed, given that of the normed; plus `added`."""
+    share = torch.linalg.vecdot(grad, normed)[:, None].mul_(scale)
+    return torch.addcmul(added, grad, scale).addcmul_(normed, share, value=-1 / normed.shape[-1])
 
 
 @torch.no_grad()
@@ -180,19 +261,34 @@ def _form_of(layer: Any, rotary: Any) -> LayerForm | None:
         return None
     if weight.dtype != torch.float32 or weight.device.type != "cpu" or weight.shape[1] > WIDEST:
         return None
-    norms = [
-        (norm_eps(norm), bool(norm_offset(norm))) for norm in (layer.input_layernorm, layer.post_attention_layernorm)
-    ]
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    offsets = {norm_offset(norm) for norm in norms}
+    if len(offsets) != 1:
+        return None
     context = PackedAttention([4, 3], weight.device)
     witness = Witness(context)
     x = torch.randn(1, 7, weight.shape[1], generator=torch.Generator().manual_seed(0))
     try:
-        cos, sin = rotary(x, torch.tensor([[0, 1, 2, 3, 0, 1, 2]]))
-        expected = type(layer).forward(layer, x, position_embeddings=(cos, sin), lockstep_context=witness)
+        turns = Turns(rotary, x, torch.tensor([[0, 1, 2, 3, 0, 1, 2]]), {})
+        expected = type(layer).forward(layer, x, position_embeddings=tuple(turns), lockstep_context=witness)
         if len(witness.hows) != 1:
             return None
-        form = LayerForm(witness.hows[0], head_dim, norms[0], norms[1], ACTIVATIONS[activation])
-        same = agree(_compute(layer, form, x, cos, sin, context), expected, 2.0)
+        sizes = [len(getattr(attention, name).weight) for name in LINEARS[:3]]
+        num_heads, num_key_heads = sizes[0] // head_dim, sizes[1] // head_dim
+        order = _row_order(num_heads, num_key_heads, head_dim)
+        form = LayerForm(
+            how=witness.hows[0],
+            head_dim=head_dim,
+            num_key_heads=num_key_heads,
+            width=sum(sizes) // num_key_heads,
+            order=order,
+            back=order.argsort(),
+            sizes=sizes,
+            eps=[torch.tensor(norm_eps(norm)) for norm in norms],
+            offset=bool(offsets.pop()),
+            activation=ACTIVATIONS[activation],
+        )
+        same = agree(_compute(layer, form, x, turns, context), expected, 2.0)
     except (TypeError, ValueError, RuntimeError, AttributeError):
         return None  # parts of the same names that want other arguments
     return form if same else None

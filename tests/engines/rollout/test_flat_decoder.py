@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from lockstep.engines.rollout.embedded import flat_decoder
-from lockstep.engines.rollout.embedded.flat_decoder import FlatDecoder, Rotary, flat_form, flat_head
+from lockstep.engines.rollout.embedded.flat_decoder import FlatDecoder, flat_form, flat_head
 from lockstep.engines.rollout.embedded.runner import ModelRunner
 from lockstep.models.attention import PackedAttention
 from lockstep.models.log_probs import VocabularyHead
+from lockstep.models.rotary_table import RotaryTable
 from tests.engines.rollout.rollout_cases import CONFIGS, embedded, mixed_requests, naive_log_probs, tiny_model
 
 USUAL = {"qwen2": False, "qwen3": False, "llama": False, "mistral": False, "smollm": False, "gemma": True}
@@ -71,10 +72,10 @@ def test_rotary_of_longer_and_longer_positions() -> None:
     """They come from a table that grows."""
     parameters = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
     model = tiny_model("llama", rope_parameters=parameters, max_position_embeddings=16).eval()
-    rotary, own = Rotary(model.get_decoder().rotary_emb), model.get_decoder().rotary_emb
+    table, own = RotaryTable(flat_decoder._by_column, dim=1), model.get_decoder().rotary_emb
     for positions in (torch.arange(5)[None], torch.tensor([[40, 3]]), torch.tensor([[90, 50, 1]])):
         cos, sin = own(torch.zeros(1), positions)
-        turned_cos, turned_sin = rotary(torch.zeros(1), positions)
+        turned_cos, turned_sin = table(own, torch.zeros(1), positions).chunk(2)
         half = len(turned_sin) // 2
         torch.testing.assert_close(turned_cos, cos[0].t())
         torch.testing.assert_close(torch.cat((-turned_sin[:half], turned_sin[half:])), sin[0].t())

@@ -22,6 +22,7 @@ from lockstep.models.attention import AttentionContext, LayerOptions, PackedAtte
 from lockstep.models.fused_layers import agree
 from lockstep.models.log_probs import VocabularyHead
 from lockstep.models.paged_attention import WindowAttention
+from lockstep.models.rotary_table import MOVING_ROPES, RotaryTable
 
 Forward = Callable[[Tensor, Tensor, AttentionContext], Tensor]
 """(1, T) tokens and positions, attention context -> (T, E) hidden states."""
@@ -185,33 +186,10 @@ class Layer(NamedTuple):
         stream.addmm_(self.down, self.act(room.gate).mul_(room.up))
 
 
-MOVING_ROPES = ("dynamic", "longrope")
-"""Their frequencies change with the longest position of a call, also for the rows beside it."""
-
-LARGEST_TABLE = 1 << 16
-"""Positions beyond are computed when they come."""
-
-
-class Rotary:
-    """cos and sin of positions, the first half of sin negated, which depend on the position alone; computed once."""
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-        self._table = torch.empty(0, 0)
-
-    def __call__(self, like: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
-        """(1, T) positions -> (D, T) each, of the type of `like`."""
-        longest = int(position_ids.max())
-        if longest >= LARGEST_TABLE:
-            return self._computed(like, position_ids).chunk(2)
-        if longest >= self._table.shape[1] or like.dtype != self._table.dtype:
-            self._table = self._computed(like, torch.arange(2 * longest + 2)[None])
-        return self._table.index_select(1, position_ids[0]).chunk(2)
-
-    def _computed(self, like: Tensor, position_ids: Tensor) -> Tensor:
-        cos, sin = (t[0].t() for t in self._module(like, position_ids))
-        first, second = sin.chunk(2)
-        return torch.cat((cos, -first, second))
+def _by_column(cos: Tensor, sin: Tensor) -> Tensor:
+    """(P, D) each -> (2 * D, P): cos, then sin with its first half negated."""
+    first, second = sin.t().chunk(2)
+    return torch.cat((cos.t(), -first, second))
 
 
 @dataclass(frozen=True)
@@ -220,12 +198,12 @@ class FlatForm:
 
     offset: whether a norm's factor is 1 + weight.
     hows:   how each layer attends.
-    rotary: its table grows with the positions.
+    turns:  cos and sin of positions.
     """
 
     offset: bool
     hows: list[LayerOptions]
-    rotary: Rotary
+    turns: RotaryTable
 
 
 class Rooms:
@@ -248,7 +226,7 @@ class FlatDecoder:
 
     @torch.no_grad()
     def __init__(self, decoder: Any, form: FlatForm) -> None:
-        embedding, self._rotary = decoder.embed_tokens, form.rotary
+        embedding, self._rotary, self._table = decoder.embed_tokens, decoder.rotary_emb, form.turns
         self._embed = embedding.forward
         self._vocabulary: Tensor | None = None  # (E, V) what the embedding gives for each token
         if isinstance(embedding, nn.Embedding) and embedding.weight.numel() <= LARGEST_COPY:
@@ -292,10 +270,10 @@ class FlatDecoder:
     def _turns(self, like: Tensor, position_ids: Tensor, context: AttentionContext) -> tuple[Tensor, ...]:
         """cos and sin of the positions; those of a window are looked up at its first step for all."""
         if not isinstance(context, WindowAttention):
-            return self._rotary(like, position_ids)
+            return self._table(self._rotary, like, position_ids).chunk(2)
         if self._window is not context.positions:
             self._window = context.positions
-            turns = self._rotary(like, self._window.flatten()[None])
+            turns = self._table(self._rotary, like, self._window.flatten()[None]).chunk(2)
             self._window_turns = list(zip(*(turn.unflatten(1, self._window.shape).unbind(1) for turn in turns)))
         return self._window_turns[context.step]
 
@@ -321,16 +299,14 @@ def flat_form(decoder: Any, own: Forward) -> FlatForm | None:
     expected = Witness(PackedAttention([5], ids.device))
     hidden = own(ids, positions, expected)
     for offset in (False, True):
-        form, got = (
-            FlatForm(offset, expected.hows, Rotary(decoder.rotary_emb)),
-            Witness(PackedAttention([5], ids.device)),
-        )
+        form = FlatForm(offset, expected.hows, RotaryTable(_by_column, dim=1))
+        got = Witness(PackedAttention([5], ids.device))
         try:
             same = agree(FlatDecoder(decoder, form)(ids, positions, got), hidden, 2.0)
         except (TypeError, ValueError, RuntimeError, AttributeError):
             return None  # parts of the same names that want other arguments
         if same and all(agree(*pair, 2.0) for pair in zip(got.seen, expected.seen)):
-            return replace(form, rotary=Rotary(decoder.rotary_emb))  # the table is as long as the farthest position
+            return replace(form, turns=RotaryTable(_by_column, dim=1))  # this table is as long as the farthest position
     return None
 
 
