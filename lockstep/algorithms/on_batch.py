@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.algorithms.advantages import AdvantageFn, get_adv_estimator_fn, required_inputs
+from lockstep.algorithms.advantages import AdvantageFn, get_adv_estimator_fn, parameters_of, required_inputs
 from lockstep.config.algorithm import AlgoConfig
 from lockstep.protocol import DataProto
 
@@ -65,7 +65,7 @@ def compute_advantage(
 
 def _accepted(estimator: AdvantageFn, available: dict[str, Any]) -> dict[str, Any]:
     """What the estimator has parameters for; everything where it takes **kwargs."""
-    parameters = inspect.signature(estimator).parameters.values()
+    parameters = parameters_of(estimator)
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return available
     return {p.name: available[p.name] for p in parameters if p.name in available}

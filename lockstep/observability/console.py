@@ -88,7 +88,10 @@ class ConsoleTracker:
     def _write(self, line: str, style: str = "") -> None:
         """One line as it is: no markup, no wrapping, and no failure where the stream cannot spell a character."""
         spelled = line.encode(self._console.encoding, "replace").decode(self._console.encoding)
-        self._console.print(Text(spelled, style=style), soft_wrap=True)
+        if self._console.is_terminal:
+            self._console.print(Text(spelled, style=style), soft_wrap=True)
+        else:
+            print(spelled, file=self._console.file, flush=True)
 
 
 class Pace:

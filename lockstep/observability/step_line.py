@@ -47,11 +47,11 @@ def step_parts(data: Metrics) -> list[str]:
 
 def validation_parts(data: Metrics) -> list[str]:
     """Every core validation metric as `{data_source}/{variable}/{metric} value`."""
+    core = {name: value for name, value in data.items() if name.startswith(VALIDATION_PREFIXES)}
     parts = []
-    for name, value in numbers_of(data).items():
-        prefix = next((prefix for prefix in VALIDATION_PREFIXES if name.startswith(prefix)), None)
-        if prefix is not None:
-            parts.append(f"{name.removeprefix(prefix)} {format_number(value)}")
+    for name, value in numbers_of(core).items():
+        prefix = next(prefix for prefix in VALIDATION_PREFIXES if name.startswith(prefix))
+        parts.append(f"{name.removeprefix(prefix)} {format_number(value)}")
     return parts
 
 

@@ -31,8 +31,8 @@ def group_mean_std(
     """
     scores = scores.to(device) if device is not None else scores
     gidx = gidx.to(scores.device)
-    count_G = group_sum(torch.ones_like(scores), gidx)
-    mean_G = group_sum(scores, gidx) / count_G
+    count_G, sum_G = group_sum(torch.stack((torch.ones_like(scores), scores), 1), gidx).unbind(1)
+    mean_G = sum_G / count_G
     square_G = group_sum((scores - mean_G[gidx]) ** 2, gidx)
     std_G = torch.sqrt((square_G / (count_G - 1).clamp(min=1)).clamp(min=eps))
     alone_G = count_G == 1

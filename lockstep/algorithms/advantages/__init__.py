@@ -20,6 +20,7 @@ from lockstep.algorithms.advantages.registry import (
     may_read,
     needs_groups,
     needs_values,
+    parameters_of,
     register_adv_est,
     required_inputs,
 )
@@ -57,6 +58,7 @@ __all__ = [
     "may_read",
     "needs_groups",
     "needs_values",
+    "parameters_of",
     "register_adv_est",
     "required_inputs",
 ]

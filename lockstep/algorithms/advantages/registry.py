@@ -7,6 +7,7 @@ with `algorithm.adv_estimator`; add one with `@register_adv_est("name")` or name
 import inspect
 from collections.abc import Callable, Collection
 from enum import StrEnum
+from functools import cache
 
 from torch import Tensor
 
@@ -53,9 +54,14 @@ def get_adv_estimator_fn(name: str) -> AdvantageFn:
     return ADVANTAGE_ESTIMATORS.get(str(name))
 
 
+@cache
+def parameters_of(estimator: AdvantageFn) -> list[inspect.Parameter]:
+    return list(inspect.signature(estimator).parameters.values())
+
+
 def required_inputs(name: str) -> set[str]:
     """Names of the parameters that the estimator cannot do without."""
-    parameters = inspect.signature(get_adv_estimator_fn(name)).parameters.values()
+    parameters = parameters_of(get_adv_estimator_fn(name))
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {p.name for p in parameters if p.kind in named and p.default is inspect.Parameter.empty}
 
@@ -63,7 +69,7 @@ def required_inputs(name: str) -> set[str]:
 def may_read(name: str, *keys: str) -> bool:
     """Whether the estimator could read one of these batch keys: ours name what they read, others may take everything."""
     estimator = get_adv_estimator_fn(name)
-    parameters = inspect.signature(estimator).parameters.values()
+    parameters = parameters_of(estimator)
     is_ours = estimator.__module__.startswith("lockstep.")
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD or p.name == "batch" for p in parameters)
     return any(p.name in keys for p in parameters) or (takes_all and not is_ours)

@@ -74,6 +74,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def _sharded(model: nn.Module) -> list[FSDPModule]:
+    if not isinstance(model, FSDPModule):
+        return []  # `shard` makes the whole one a group too
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 

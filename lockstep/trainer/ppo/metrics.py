@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from lockstep.protocol import DataProto
@@ -31,42 +30,40 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
     Scores and rewards are per sequence and leave out aborted ones (an empty response); advantages, returns and values
     are per token of the policy. vf_explained_var = 1 - var(returns - values) / var(returns).
     """
-    tensors = batch.batch
-    assert tensors is not None
+    tensors = batch.tensors
     prompt_B, response_B = _lengths(batch)
     finished_B = response_B > 0
     max_response, max_prompt = tensors["responses"].shape[-1], tensors["prompts"].shape[-1]
-    mask = tensors["response_mask"].bool()
-    returns = tensors["returns"][mask]
+    mask = tensors["response_mask"].numpy() != 0
+    returns = _numbers(tensors["returns"])[mask]
 
     metrics = {
-        **_mean_max_min("critic/score", tensors["token_level_scores"].sum(-1)[finished_B]),
-        **_mean_max_min("critic/rewards", tensors["token_level_rewards"].sum(-1)[finished_B]),
-        **_mean_max_min("critic/advantages", tensors["advantages"][mask]),
+        **_mean_max_min("critic/score", _numbers(tensors["token_level_scores"]).sum(-1)[finished_B]),
+        **_mean_max_min("critic/rewards", _numbers(tensors["token_level_rewards"]).sum(-1)[finished_B]),
+        **_mean_max_min("critic/advantages", _numbers(tensors["advantages"])[mask]),
         **_mean_max_min("critic/returns", returns),
     }
     if use_critic:
-        values = tensors["values"][mask]
+        values = _numbers(tensors["values"])[mask]
         metrics |= _mean_max_min("critic/values", values)
         metrics["critic/vf_explained_var"] = 1.0 - _variance(returns - values) / (_variance(returns) + 1e-5)
     metrics |= {
         **_length_metrics("response_length", response_B, max_response),
         **_length_metrics("response_length_non_aborted", response_B[finished_B], max_response),
-        "response/aborted_ratio": (~finished_B).float().mean().item(),
+        "response/aborted_ratio": float((~finished_B).mean()),
         **_length_metrics("prompt_length", prompt_B, max_prompt),
     }
     for key, name in (("__num_turns__", "num_turns"), ("tool_call_counts", "tool_call_counts")):
         if key in batch.non_tensor_batch:
-            counts = torch.tensor(batch.non_tensor_batch[key].astype(np.float64))
-            metrics |= _mean_max_min(name, counts)
+            metrics |= _mean_max_min(name, batch.non_tensor_batch[key].astype(np.float64))
     return metrics
 
 
 def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
     """Seconds of each stage, and milliseconds per token of the stages whose cost grows with the tokens."""
     prompt_B, response_B = _lengths(batch)
-    num_response_tokens = response_B.sum().item()
-    num_tokens = {name: prompt_B.sum().item() + num_response_tokens for name in SEQUENCE_STAGES}
+    num_response_tokens = int(response_B.sum())
+    num_tokens = dict.fromkeys(SEQUENCE_STAGES, int(prompt_B.sum()) + num_response_tokens)
     num_tokens["gen"] = num_response_tokens
     return {
         **{f"timing_s/{name}": seconds for name, seconds in timing_raw.items()},
@@ -185,29 +182,30 @@ def is_numeric(values: Sequence[Any]) -> bool:
     return bool(told) and all(isinstance(value, int | float | np.number | np.bool_) for value in told)
 
 
-def _lengths(batch: DataProto) -> tuple[Tensor, Tensor]:
-    """Tokens of each prompt and of each response (tool output counts), (B,) float."""
-    assert batch.batch is not None
-    width = batch.batch["responses"].shape[-1]
-    attention_mask = batch.batch["attention_mask"]
-    return attention_mask[:, :-width].sum(-1).float(), attention_mask[:, -width:].sum(-1).float()
+def _lengths(batch: DataProto) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of each prompt and of each response (tool output counts), (B,)."""
+    width = batch.tensors["responses"].shape[-1]
+    attention_mask = batch.tensors["attention_mask"].numpy()
+    return attention_mask[:, :-width].sum(-1), attention_mask[:, -width:].sum(-1)
 
 
-def _mean_max_min(name: str, values: Tensor) -> dict[str, float]:
+def _numbers(tensor: Tensor) -> np.ndarray:
+    """In float32, on the host: small arrays take numpy less time than tensors take torch."""
+    found: np.ndarray = tensor.detach().float().cpu().numpy()
+    return found
+
+
+def _mean_max_min(name: str, values: np.ndarray) -> dict[str, float]:
     """Mean, maximum and minimum; 0 where there is no value (every response aborted)."""
-    values = values.detach().float() if values.numel() else torch.zeros(1)
-    return {
-        f"{name}/mean": values.mean().item(),
-        f"{name}/max": values.max().item(),
-        f"{name}/min": values.min().item(),
-    }
+    mean, largest, least = (values.mean(dtype=np.float64), values.max(), values.min()) if values.size else (0, 0, 0)
+    return {f"{name}/mean": float(mean), f"{name}/max": float(largest), f"{name}/min": float(least)}
 
 
-def _length_metrics(name: str, lengths_B: Tensor, limit: int) -> dict[str, float]:
+def _length_metrics(name: str, lengths_B: np.ndarray, limit: int) -> dict[str, float]:
     """Mean, maximum, minimum and the share that fills the whole width."""
-    clipped = (lengths_B == limit).float().mean().item() if lengths_B.numel() else 0.0
+    clipped = float((lengths_B == limit).mean()) if lengths_B.size else 0.0
     return {**_mean_max_min(name, lengths_B), f"{name}/clip_ratio": clipped}
 
 
-def _variance(values: Tensor) -> float:
-    return values.float().var().item() if values.numel() > 1 else 0.0
+def _variance(values: np.ndarray) -> float:
+    return float(values.var(ddof=1, dtype=np.float64)) if values.size > 1 else 0.0

@@ -53,8 +53,8 @@ class MiniBatches:
 
 
 def lay_out(batch: DataProto, rule: MiniBatches, dp_size: int, *, balance: bool) -> DataProto:
-    """The batch for an update: row key `mini_batch`; meta_info `mini_batches` (counts of each), `num_repeats` (how often all of
-    them are taken), `prepared` (names of what `rule.prepare` added).
+    """The tensors of the batch for an update: row key `mini_batch`; meta_info `mini_batches` (counts of each), `num_repeats` (how
+    often all of them are taken), `prepared` (names of what `rule.prepare` added).
 
     balance: give ranks rows of about the same number of tokens, rather than as they follow each other.
     """
@@ -87,9 +87,8 @@ def lay_out(batch: DataProto, rule: MiniBatches, dp_size: int, *, balance: bool)
     tensors |= {name: torch.cat([columns[name] for columns in prepared])[places] for name in names}
     order = torch.tensor(taken)[places]
     is_as_it_was = torch.equal(order, torch.arange(len(batch)))
-    laid_out = (batch.select() if is_as_it_was else batch.select_idxs(order)).union(
-        DataProto.from_dict(tensors=tensors)
-    )
+    laid_out = batch.select(None, [])
+    laid_out = (laid_out if is_as_it_was else laid_out.select_idxs(order)).union(DataProto.from_dict(tensors=tensors))
     _empty_rows(laid_out, torch.tensor(list(chain.from_iterable(padding))))
     num_repeats = rule.epochs // rule.num_passes
     laid_out.meta_info |= {"mini_batches": counts, "num_repeats": num_repeats, "prepared": names}

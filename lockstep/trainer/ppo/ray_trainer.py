@@ -467,7 +467,7 @@ class PPOTrainer:
         return metrics
 
     def _laid_out(self, batch: DataProto, rule: MiniBatches, dp_size: int) -> DataProto:
-        return lay_out(batch.select(None, []), rule, dp_size, balance=self.config.trainer.balance_batch)
+        return lay_out(batch, rule, dp_size, balance=self.config.trainer.balance_batch)
 
     def _mini_batches(self, section: ActorConfig | CriticConfig, prepare: Prepare | None = None) -> MiniBatches:
         seed = section.data_loader_seed + self.global_steps if section.shuffle else None

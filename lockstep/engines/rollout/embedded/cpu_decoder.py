@@ -6,6 +6,7 @@ What a row needs is put into tensors once a window; the keys and values it sees 
 stopped goes on, for nothing, until the window ends, which it does as soon as a good part of the rows have stopped.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
@@ -62,7 +63,7 @@ class CpuDecoder:
         stop_ids = frozenset[int]().union(*(s.stop_ids for s in rows))
         tokens_1N = torch.tensor([[s.tokens[-1] for s in rows]])
         ends = [s.request.sampling.max_tokens - s.num_generated for s in rows]  # steps of each row
-        first_end = min(ends)
+        sorted_ends = sorted(ends)
         steps_S = torch.arange(window.num_steps)
         lengths_N = torch.tensor([len(s.tokens) - 1 for s in rows])
         positions_SN = lengths_N + torch.minimum(steps_S[:, None], torch.tensor(ends) - 1)
@@ -79,8 +80,8 @@ class CpuDecoder:
             [new] = tokens_1N.tolist()
             if not stop_ids.isdisjoint(new):
                 ends = [min(end, step) if token in s.stop_ids else end for end, token, s in zip(ends, new, rows)]
-                first_end = min(ends)
-            if step >= first_end and sum([end <= step for end in ends]) * IDLE_SHARE >= len(rows):
+                sorted_ends = sorted(ends)
+            if bisect_right(sorted_ends, step) * IDLE_SHARE >= len(rows):
                 break
         if max(ends) > step:
             attention.write_back()

@@ -133,7 +133,8 @@ class ModelRunner:
             self.cache = PagedCache(self.layers(), num_blocks, self.block_size, self.device)
         elif num_blocks > self.cache.num_blocks:
             self.cache.grow(num_blocks)
-        self.addresses.copy_(self.cache.addresses())
+        if self.device.type == "cuda":
+            self.addresses.copy_(self.cache.addresses())
 
     @property
     def addresses(self) -> Tensor:
