@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from lockstep.models.attention import LayerOptions, PackedAttention, Witness
 from lockstep.models.fused_layers import agree, gate_activation, is_plain_mlp, is_usual_layer, norm_eps, norm_offset
 from lockstep.models.host_layers import ACTIVATIONS, GatedMlp
-from lockstep.models.rotary_table import MOVING_ROPES, RotaryTable
+from lockstep.models.rotary_table import MOVING_ROPES, RotaryTable, as_numbers, pair_order
 from lockstep.models.short_attention import ShortRows, attend, attend_backward
 
 WIDEST = 512
@@ -47,7 +47,7 @@ class Turns:
     def numbers(self, times: int) -> Tensor:
         """(T, 1, times * D / 2) complex: a head times these is turned, where a number holds one element of each half of it."""
         if times not in self._numbers:
-            table = self._tables.setdefault(times, RotaryTable(partial(_as_numbers, times), dim=0))
+            table = self._tables.setdefault(times, RotaryTable(lambda *pair: as_numbers(*pair).repeat(1, times), dim=0))
             found = table(self._pair, self._like, self._position_ids)
             self._numbers[times] = torch.view_as_complex(found.view(len(found), 1, -1, 2))
         return self._numbers[times]
@@ -57,11 +57,6 @@ class Turns:
         if times not in self._inverse:
             self._inverse[times] = self.numbers(times).conj_physical()
         return self._inverse[times]
-
-
-def _as_numbers(times: int, cos: Tensor, sin: Tensor) -> Tensor:
-    """(P, D) each -> (P, times * D): real and imaginary parts in turn."""
-    return torch.stack([t.chunk(2, 1)[0] for t in (cos, sin)], 2).flatten(1).repeat(1, times)
 
 
 class LayerForm(NamedTuple):
@@ -104,8 +99,7 @@ def _row_order(num_heads: int, num_key_heads: int, head_dim: int) -> Tensor:
     by_key_head = torch.arange((num_heads + 2 * num_key_heads) * head_dim).view(-1, head_dim)
     queries, keys, values = by_key_head.split((num_heads, num_key_heads, num_key_heads))
     turned = torch.cat((queries.view(num_key_heads, -1, head_dim), keys[:, None]), 1)
-    turned = turned.unflatten(2, (2, -1)).transpose(2, 3).flatten(2)
-    return torch.cat((turned, values[:, None]), 1).flatten()
+    return torch.cat((turned[..., pair_order(head_dim)], values[:, None]), 1).flatten()
 
 
 def flatten_layers(model: nn.Module) -> int:

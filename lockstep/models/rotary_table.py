@@ -13,6 +13,16 @@ LARGEST_TABLE = 1 << 16
 """Positions beyond are computed when they come."""
 
 
+def pair_order(head_dim: int) -> Tensor:
+    """Elements of a head so that those that the rotary embedding turns together lie side by side."""
+    return torch.arange(head_dim).view(2, -1).t().flatten()
+
+
+def as_numbers(cos: Tensor, sin: Tensor) -> Tensor:
+    """(P, D) each -> (P, D): real and imaginary parts in turn of the complex numbers that turn pairs of elements."""
+    return torch.stack([t.chunk(2, 1)[0] for t in (cos, sin)], 2).flatten(1)
+
+
 class RotaryTable:
     """arrange: cos and sin (P, D) -> what is kept, with the positions along `dim`."""
 

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.engines.rollout.embedded import flat_decoder
+from lockstep.engines.rollout.embedded import flat_parts
 from lockstep.engines.rollout.embedded.flat_decoder import FlatDecoder, flat_form, flat_head
+from lockstep.engines.rollout.embedded.flat_heads import HeadColumns, HeadRows
 from lockstep.engines.rollout.embedded.runner import ModelRunner
 from lockstep.models.attention import PackedAttention
 from lockstep.models.log_probs import VocabularyHead
-from lockstep.models.rotary_table import RotaryTable
 from tests.engines.rollout.rollout_cases import CONFIGS, embedded, mixed_requests, naive_log_probs, tiny_model
 
 USUAL = {"qwen2": False, "qwen3": False, "llama": False, "mistral": False, "smollm": False, "gemma": True}
@@ -24,13 +24,13 @@ def hidden(forward: Any) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize("largest_copy", [0, flat_decoder.LARGEST_COPY])
+@pytest.mark.parametrize("largest_copy", [0, flat_parts.LARGEST_COPY])
 @pytest.mark.parametrize("kind", list(USUAL))
 @torch.no_grad()
 def test_usual_decoders_are_flat_and_compute_the_same(
     kind: str, largest_copy: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flat_decoder, "LARGEST_COPY", largest_copy)
+    monkeypatch.setattr(flat_parts, "LARGEST_COPY", largest_copy)
     model = tiny_model(kind).eval()
     torch.manual_seed(0)
     for parameter in model.parameters():
@@ -72,13 +72,15 @@ def test_rotary_of_longer_and_longer_positions() -> None:
     """They come from a table that grows."""
     parameters = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
     model = tiny_model("llama", rope_parameters=parameters, max_position_embeddings=16).eval()
-    table, own = RotaryTable(flat_decoder._by_column, dim=1), model.get_decoder().rotary_emb
+    own, columns, rows = model.get_decoder().rotary_emb, HeadColumns.table(), HeadRows.table()
     for positions in (torch.arange(5)[None], torch.tensor([[40, 3]]), torch.tensor([[90, 50, 1]])):
         cos, sin = own(torch.zeros(1), positions)
-        turned_cos, turned_sin = table(own, torch.zeros(1), positions).chunk(2)
+        [(turned_cos, turned_sin)] = HeadColumns.turns(columns(own, torch.zeros(1), positions), 1)
         half = len(turned_sin) // 2
         torch.testing.assert_close(turned_cos, cos[0].t())
         torch.testing.assert_close(torch.cat((-turned_sin[:half], turned_sin[half:])), sin[0].t())
+        [numbers] = HeadRows.turns(rows(own, torch.zeros(1), positions), 1)
+        torch.testing.assert_close(numbers[:, 0].repeat(1, 2), torch.complex(cos[0], sin[0]))
 
 
 def test_others_keep_their_own_forward() -> None:
@@ -109,13 +111,13 @@ def test_weights_are_let_go_after_serving() -> None:
     assert runner._flat is None and runner.logits is runner._head
 
 
-@pytest.mark.parametrize("largest_copy", [0, flat_decoder.LARGEST_COPY])
+@pytest.mark.parametrize("largest_copy", [0, flat_parts.LARGEST_COPY])
 @pytest.mark.parametrize("how", [{}, {"cap": 3.0}, {"factor": 0.5}, {"bias": True}, {"dtype": torch.bfloat16}])
 @torch.no_grad()
 def test_heads_compute_the_same_from_columns(
     how: dict[str, Any], largest_copy: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flat_decoder, "LARGEST_COPY", largest_copy)
+    monkeypatch.setattr(flat_parts, "LARGEST_COPY", largest_copy)
     torch.manual_seed(0)
     linear = torch.nn.Linear(16, 50, bias=how.get("bias", False), dtype=how.get("dtype"))
     head = VocabularyHead(linear, cap=how.get("cap"), factor=how.get("factor"))

@@ -10,14 +10,17 @@ For decoders of this form only: `flat_form` looks at the parts, and compares the
 those of the model's own forward. The weights are looked up, small ones copied, when serving begins, and let go when it ends.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.engines.rollout.embedded import flat_parts
+from lockstep.engines.rollout.embedded.flat_heads import HeadColumns, HeadRoom, HeadRows
+from lockstep.engines.rollout.embedded.flat_parts import Norm, NormRoom, Product
 from lockstep.models.attention import AttentionContext, LayerOptions, PackedAttention, Witness
 from lockstep.models.fused_layers import agree
 from lockstep.models.log_probs import VocabularyHead
@@ -26,96 +29,6 @@ from lockstep.models.rotary_table import MOVING_ROPES, RotaryTable
 
 Forward = Callable[[Tensor, Tensor, AttentionContext], Tensor]
 """(1, T) tokens and positions, attention context -> (T, E) hidden states."""
-
-LARGEST_COPY = 1 << 18
-"""Weights of so many elements are copied where that makes their product faster."""
-
-
-class NormRoom:
-    """Where norms of tensors (…, E, T) of one shape compute."""
-
-    def __init__(self, like: Tensor) -> None:
-        *others, _, num_tokens = like.shape
-        self.wide, self.scale = torch.empty(like.shape), torch.empty(*others, 1, num_tokens)
-
-
-class Norm:
-    """Over the last dimension but one; what it gives may lie in the room."""
-
-    def __init__(self, module: Any, offset: bool) -> None:
-        weight = module.weight.detach()
-        self.factor = 1 + weight if offset else weight
-        self._column = self.factor[:, None]
-        self._share = 1 / len(weight)
-        self._eps = torch.tensor((getattr(module, "variance_epsilon", None) or module.eps) * self._share)
-
-    def __call__(self, x: Tensor, room: NormRoom) -> Tensor:
-        return self.without_factor(x, room).mul_(self._column)
-
-    def without_factor(self, x: Tensor, room: NormRoom) -> Tensor:
-        wide = x if x.dtype == torch.float32 else x.float()
-        squares = torch.addcmul(self._eps, wide, wide, value=self._share, out=room.wide)
-        torch.sum(squares, -2, keepdim=True, out=room.scale).rsqrt_()
-        normed = torch.mul(wide, room.scale, out=room.wide)
-        return normed if wide is x else normed.to(x.dtype)
-
-
-class Product:
-    """Linear layers of one input, which a norm gives."""
-
-    def __init__(self, norm: Norm, *linears: nn.Linear) -> None:
-        weights = [m.weight.detach() for m in linears]
-        biases = [None if m.bias is None else m.bias.detach()[:, None] for m in linears]
-        self._normed: Callable[[Tensor, NormRoom], Tensor] = norm
-        if sum(weight.numel() for weight in weights) <= LARGEST_COPY and len({bias is None for bias in biases}) == 1:
-            weights = [torch.cat(weights)]  # one product is faster than two
-            biases = [None if biases[0] is None else torch.cat([bias for bias in biases if bias is not None])]
-            if weights[0].dtype == torch.float32:  # in half precision a weight times the factor would be rounded
-                weights[0] *= norm.factor
-                self._normed = norm.without_factor
-        self._parts = list(zip(weights, biases))
-        self.sizes = [len(weight) for weight in weights]
-
-    def places_in(self, outputs: Tensor) -> Sequence[Tensor]:
-        """The parts of `outputs` (O, T) that the products go to, the layers' below each other."""
-        return outputs.split(self.sizes)
-
-    def put(self, x: Tensor, room: NormRoom, places: Sequence[Tensor]) -> None:
-        """x: (I, T)"""
-        normed = self._normed(x, room)
-        for (weight, bias), out in zip(self._parts, places):
-            if bias is None:
-                torch.mm(weight, normed, out=out)
-            else:
-                torch.addmm(bias, weight, normed, out=out)
-
-
-class AttentionRoom:
-    """Where layers of one kind compute what they attend with: query, key and value are (1, H, T, D)."""
-
-    def __init__(self, layer: "Layer", stream: Tensor, norm: NormRoom) -> None:
-        num_heads, num_key_heads = layer.num_heads, layer.num_key_heads
-        self.norm = norm
-        qkv = stream.new_empty(num_heads + 2 * num_key_heads, layer.head_dim, stream.shape[1])
-        self.qkv = layer.qkv.places_in(qkv.flatten(0, 1))
-        self.heads, values = qkv.split((num_heads + num_key_heads, num_key_heads))
-        self.normed_heads = self.heads.split((num_heads, num_key_heads)) if layer.head_norms else ()
-        self.head_norms = [NormRoom(heads) for heads in self.normed_heads]
-        self.swapped, self.turned = torch.empty_like(self.heads), torch.empty_like(self.heads)
-        self.query, self.key = (_by_token(heads) for heads in self.turned.split((num_heads, num_key_heads)))
-        self.value = _by_token(values)
-        self._out, self._columns = torch.empty(0), torch.empty(0)
-
-    def columns(self, out: Tensor) -> Tensor:
-        """(1, T, H, D) -> (H * D, T); a window gives its results in the same tensor each time."""
-        if out is not self._out:
-            self._out, self._columns = out, out.flatten(2)[0].t()
-        return self._columns
-
-
-def _by_token(heads: Tensor) -> Tensor:
-    """(H, D, T) -> (1, H, T, D)"""
-    return heads.transpose(1, 2)[None]
 
 
 class MlpRoom:
@@ -131,32 +44,21 @@ class MlpRoom:
 class Layer(NamedTuple):
     attention: Any
     how: LayerOptions
-    qkv: Product
-    head_norms: Sequence[Norm]
-    num_heads: int
-    num_key_heads: int
-    head_dim: int
-    swapped: Tensor
+    heads: HeadColumns | HeadRows
     output: Tensor
     gate_up: Product
     act: Callable[[Tensor], Tensor]
     down: Tensor
 
     @classmethod
-    def of(cls, layer: Any, how: LayerOptions, offset: bool) -> "Layer":
+    def of(cls, layer: Any, how: LayerOptions, form: "FlatForm") -> "Layer":
         attention, mlp = layer.self_attn, layer.mlp
-        head_norms = [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
         return cls(
             attention=attention,
             how=how,
-            qkv=Product(Norm(layer.input_layernorm, offset), attention.q_proj, attention.k_proj, attention.v_proj),
-            head_norms=[Norm(norm, offset) for norm in head_norms],
-            num_heads=attention.q_proj.out_features // attention.head_dim,
-            num_key_heads=attention.k_proj.out_features // attention.head_dim,
-            head_dim=attention.head_dim,
-            swapped=torch.arange(attention.head_dim).roll(attention.head_dim // 2),
+            heads=form.heads(attention, Norm(layer.input_layernorm, form.offset), form.offset),
             output=attention.o_proj.weight.detach(),
-            gate_up=Product(Norm(layer.post_attention_layernorm, offset), mlp.gate_proj, mlp.up_proj),
+            gate_up=Product(Norm(layer.post_attention_layernorm, form.offset), mlp.gate_proj, mlp.up_proj),
             act=mlp.act_fn.forward,
             down=mlp.down_proj.weight.detach(),
         )
@@ -164,20 +66,12 @@ class Layer(NamedTuple):
     @property
     def kind(self) -> tuple[object, ...]:
         """Layers of one kind fit the same rooms."""
-        heads = self.num_heads, self.num_key_heads, self.head_dim, len(self.head_norms)
-        return *heads, *self.qkv.sizes, *self.gate_up.sizes
+        return *self.heads.kind, *self.gate_up.sizes
 
-    def attend(
-        self, stream: Tensor, room: AttentionRoom, cos: Tensor, sin: Tensor, context: AttentionContext
-    ) -> Tensor:
-        """stream (E, T), cos and sin (D, T), the first half of sin negated -> (H * D, T)"""
-        self.qkv.put(stream, room.norm, room.qkv)
-        for norm, heads, norm_room in zip(self.head_norms, room.normed_heads, room.head_norms):
-            heads.copy_(norm(heads, norm_room))
-        torch.mul(room.heads, cos, out=room.turned)
-        torch.index_select(room.heads, 1, self.swapped, out=room.swapped)
-        room.turned.addcmul_(room.swapped, sin)
-        return room.columns(context.attend(self.attention, room.query, room.key, room.value, self.how))
+    def attend(self, stream: Tensor, room: Any, turns: Any, context: AttentionContext) -> Tensor:
+        """stream (E, T), room and turns as `heads` made them -> (H * D, T)"""
+        self.heads.fill(room, stream, turns)
+        return cast(HeadRoom, room).columns(context.attend(self.attention, room.query, room.key, room.value, self.how))
 
     def add_to(self, stream: Tensor, attended: Tensor, room: MlpRoom) -> None:
         """stream (E, T), attended (H * D, T)"""
@@ -186,23 +80,18 @@ class Layer(NamedTuple):
         stream.addmm_(self.down, self.act(room.gate).mul_(room.up))
 
 
-def _by_column(cos: Tensor, sin: Tensor) -> Tensor:
-    """(P, D) each -> (2 * D, P): cos, then sin with its first half negated."""
-    first, second = sin.t().chunk(2)
-    return torch.cat((cos.t(), -first, second))
-
-
 @dataclass(frozen=True)
 class FlatForm:
     """What the parts do not tell, and what outlasts a change of weights.
 
     offset: whether a norm's factor is 1 + weight.
     hows:   how each layer attends.
-    turns:  cos and sin of positions.
+    heads:  how it computes what it attends with; turns: what that needs for each position.
     """
 
     offset: bool
     hows: list[LayerOptions]
+    heads: type[HeadColumns] | type[HeadRows]
     turns: RotaryTable
 
 
@@ -215,7 +104,7 @@ class Rooms:
         self.norm = NormRoom(self.stream)
         kinds = {layer.kind: layer for layer in layers}
         rooms = {
-            kind: (AttentionRoom(layer, self.stream, self.norm), MlpRoom(layer, self.stream, self.norm))
+            kind: (layer.heads.room(self.stream, self.norm), MlpRoom(layer, self.stream, self.norm))
             for kind, layer in kinds.items()
         }
         self.of_layers = [rooms[layer.kind] for layer in layers]
@@ -226,16 +115,16 @@ class FlatDecoder:
 
     @torch.no_grad()
     def __init__(self, decoder: Any, form: FlatForm) -> None:
-        embedding, self._rotary, self._table = decoder.embed_tokens, decoder.rotary_emb, form.turns
+        embedding, self._rotary, self._form = decoder.embed_tokens, decoder.rotary_emb, form
         self._embed = embedding.forward
         self._vocabulary: Tensor | None = None  # (E, V) what the embedding gives for each token
-        if isinstance(embedding, nn.Embedding) and embedding.weight.numel() <= LARGEST_COPY:
+        if isinstance(embedding, nn.Embedding) and embedding.weight.numel() <= flat_parts.LARGEST_COPY:
             self._vocabulary = self._embed(torch.arange(embedding.num_embeddings)[None])[0].t().contiguous()
-        self._layers = [Layer.of(layer, how, form.offset) for layer, how in zip(decoder.layers, form.hows)]
+        self._layers = [Layer.of(layer, how, form) for layer, how in zip(decoder.layers, form.hows)]
         self._norm = Norm(decoder.norm, form.offset)
         self._rooms: Rooms | None = None
         self._window = torch.empty(0)
-        self._window_turns: list[tuple[Tensor, ...]] = []
+        self._window_turns: Sequence[Any] = []
 
     def __call__(
         self, token_ids: Tensor, position_ids: Tensor, context: AttentionContext, wanted: Tensor | None = None
@@ -246,9 +135,9 @@ class FlatDecoder:
         """
         rooms = self._embedded(token_ids)
         stream, norm, last = rooms.stream, rooms.norm, self._layers[-1]
-        cos, sin = self._turns(stream, position_ids, context)
-        for layer, (attention_room, mlp_room) in zip(self._layers, rooms.of_layers):
-            attended = layer.attend(stream, attention_room, cos, sin, context)
+        turns = self._turns(stream, position_ids, context)
+        for layer, (head_room, mlp_room) in zip(self._layers, rooms.of_layers):
+            attended = layer.attend(stream, head_room, turns, context)
             if wanted is not None and layer is last:
                 stream, attended = stream.index_select(1, wanted), attended.index_select(1, wanted)
                 norm = NormRoom(stream)
@@ -267,21 +156,25 @@ class FlatDecoder:
             rooms.by_token.copy_(self._embed(token_ids))
         return rooms
 
-    def _turns(self, like: Tensor, position_ids: Tensor, context: AttentionContext) -> tuple[Tensor, ...]:
-        """cos and sin of the positions; those of a window are looked up at its first step for all."""
+    def _turns(self, like: Tensor, position_ids: Tensor, context: AttentionContext) -> Any:
+        """By what the heads of each token are turned; for a window looked up at its first step for all."""
         if not isinstance(context, WindowAttention):
-            return self._table(self._rotary, like, position_ids).chunk(2)
+            return self._looked_up(like, position_ids)[0]
         if self._window is not context.positions:
             self._window = context.positions
-            turns = self._table(self._rotary, like, self._window.flatten()[None]).chunk(2)
-            self._window_turns = list(zip(*(turn.unflatten(1, self._window.shape).unbind(1) for turn in turns)))
+            self._window_turns = self._looked_up(like, context.positions)
         return self._window_turns[context.step]
+
+    def _looked_up(self, like: Tensor, positions: Tensor) -> Sequence[Any]:
+        """(steps, T)"""
+        found = self._form.turns(self._rotary, like, positions.flatten()[None])
+        return self._form.heads.turns(found, len(positions))
 
 
 def flat_head(head: VocabularyHead) -> Callable[[Tensor], Tensor]:
     """The head as it computes fastest what a flat decoder gives; its weights must neither move nor change."""
     weight = head.weight_in(torch.float32)
-    if weight is None or weight.numel() > LARGEST_COPY:
+    if weight is None or weight.numel() > flat_parts.LARGEST_COPY:
         return lambda hidden: head(hidden.contiguous())  # a few tokens as columns would take it several times as long
     return partial(torch.mm, mat2=weight.detach().t().contiguous())
 
@@ -298,16 +191,22 @@ def flat_form(decoder: Any, own: Forward) -> FlatForm | None:
     positions = torch.tensor([[0, 1, 2, last // 2, last]])  # some layers do otherwise from a far position on
     expected = Witness(PackedAttention([5], ids.device))
     hidden = own(ids, positions, expected)
+    heads = HeadRows if all(HeadRows.fits(layer.self_attn) for layer in decoder.layers) else HeadColumns
     for offset in (False, True):
-        form = FlatForm(offset, expected.hows, RotaryTable(_by_column, dim=1))
+        form = FlatForm(offset, expected.hows, heads, heads.table())
         got = Witness(PackedAttention([5], ids.device))
         try:
             same = agree(FlatDecoder(decoder, form)(ids, positions, got), hidden, 2.0)
         except (TypeError, ValueError, RuntimeError, AttributeError):
             return None  # parts of the same names that want other arguments
-        if same and all(agree(*pair, 2.0) for pair in zip(got.seen, expected.seen)):
-            return replace(form, turns=RotaryTable(_by_column, dim=1))  # this table is as long as the farthest position
+        if same and all(agree(*pair, 2.0) for pair in zip(_seen(got, heads.as_they_were), expected.seen)):
+            return replace(form, turns=heads.table())  # this table is as long as the farthest position
     return None
+
+
+def _seen(witness: Witness, as_they_were: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
+    for query, key, value in zip(*[iter(witness.seen)] * 3):
+        yield from (as_they_were(query), as_they_were(key), value)
 
 
 def _is_usual(layer: Any) -> bool:
