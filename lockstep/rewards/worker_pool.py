@@ -31,6 +31,8 @@ USER_MODULE = "lockstep_user_"
 HEADER = struct.Struct("!Q")
 SENT_AHEAD = 1 << 14
 """Bytes of rows that a worker is sent before it asks: little enough for a pipe to hold, so that sending them does not wait."""
+SENT_AT_ONCE = 1 << 11
+"""Bytes that are worth a call of the system."""
 
 
 @dataclass(frozen=True)
@@ -132,15 +134,22 @@ class _Worker:
         """Of the rows in order, up to one that costs the process, if there is one. Each has `timeout_s` from the reply before."""
         process = self._running()
         replies = _Replies(process)
-        messages = deque(map(_message, ((row, timeout_s) for row in rows)))
+        messages = map(_message, ((row, timeout_s) for row in rows))
+        message = next(messages, b"")
         ahead: deque[int] = deque()
+        num_ahead = 0  # bytes
         outcomes: list[Any] = []
         while len(outcomes) < len(rows):
             sent = b""
-            while messages and (not ahead or sum(ahead) + len(messages[0]) <= SENT_AHEAD):
-                ahead.append(len(messages[0]))
-                sent += messages.popleft()
             try:
+                while message and (not ahead or num_ahead + len(message) <= SENT_AHEAD):
+                    ahead.append(len(message))
+                    num_ahead += len(message)
+                    sent += message
+                    if len(sent) >= SENT_AT_ONCE:  # it begins while the next ones are written down
+                        _write(process, sent)
+                        sent = b""
+                    message = next(messages, b"")
                 if sent:
                     _write(process, sent)
                 reply = replies.next(timeout_s)
@@ -155,7 +164,7 @@ class _Worker:
             except BaseException:
                 self.stop()  # its next replies would be those of rows that nobody waits for
                 raise
-            ahead.popleft()
+            num_ahead -= ahead.popleft()
             outcomes.append(_outcome(reply))
         return outcomes
 

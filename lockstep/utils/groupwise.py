@@ -18,7 +18,7 @@ def as_torch_index(index: Sequence[Any] | np.ndarray | Tensor, device: torch.dev
 def group_sum(values: Tensor, ids_B: Tensor) -> Tensor:
     """Sum over the rows of each group, (B, ...) to (G, ...)."""
     num_groups = int(ids_B.max()) + 1 if len(ids_B) else 0
-    return values.new_zeros((num_groups, *values.shape[1:])).index_add(0, ids_B, values)
+    return values.new_zeros((num_groups, *values.shape[1:])).index_add_(0, ids_B, values)
 
 
 def group_mean_std(

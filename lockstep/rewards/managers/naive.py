@@ -223,14 +223,12 @@ def last_token_positions(data: DataProto) -> list[int]:
     mask = data.batch.get("response_mask", None)
     if mask is None:
         mask = data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :]
-    places = torch.arange(mask.shape[1], device=mask.device)
-    return (mask.bool() * places).amax(dim=1).tolist()
+    places: list[int] = ((mask.cpu().numpy() != 0) * np.arange(mask.shape[1])).max(1).tolist()
+    return places
 
 
 def place_scores(scores: list[float], positions: list[int], response_length: int) -> torch.Tensor:
     """(B, R) float32 with each row's score at its position."""
-    reward_tensor = torch.zeros(len(scores), response_length, dtype=torch.float32)
-    reward_tensor[torch.arange(len(scores)), torch.tensor(positions, dtype=torch.int64)] = torch.tensor(
-        scores, dtype=torch.float32
-    )
-    return reward_tensor
+    rewards = np.zeros((len(scores), response_length), dtype=np.float32)
+    rewards[np.arange(len(scores)), np.array(positions, dtype=np.int64)] = scores
+    return torch.from_numpy(rewards)

@@ -7,6 +7,7 @@ Rows take fewer calls, which counts for small models, and copies of the weights,
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -112,15 +113,11 @@ class HeadRows:
         self.kind = (self.head_dim, *self.num_heads)
         self._normed = norm.without_factor
         linears = [getattr(attention, name) for name in PROJECTIONS]
-        pairs = pair_order(self.head_dim)
-        weights = [m.weight.detach() for m in linears]
+        order = _paired_rows(sum(self.num_heads), self.num_heads[2], self.head_dim)
+        weight = torch.cat([m.weight.detach() for m in linears]).index_select(0, order)
         biases = [m.bias.detach() for m in linears if m.bias is not None]
-        self._weight = (torch.cat(self._paired(weights, pairs)) * norm.factor).t().contiguous()
-        self._bias = torch.cat(self._paired(biases, pairs)) if biases else None
-
-    def _paired(self, of_heads: list[Tensor], pairs: Tensor) -> list[Tensor]:
-        queries, keys, values = of_heads
-        return [*(t.unflatten(0, (-1, self.head_dim))[:, pairs].flatten(0, 1) for t in (queries, keys)), values]
+        self._weight = weight.mul_(norm.factor).t().contiguous()
+        self._bias = torch.cat(biases).index_select(0, order) if biases else None
 
     @staticmethod
     def fits(attention: Any) -> bool:
@@ -158,6 +155,13 @@ class HeadRows:
     def as_they_were(heads: Tensor) -> Tensor:
         """Queries or keys (..., D) in the order that the model has."""
         return heads[..., pair_order(heads.shape[-1]).argsort()]
+
+
+@cache
+def _paired_rows(num_heads: int, num_values: int, head_dim: int) -> Tensor:
+    """The order of the rows of all heads' weights in which those of queries and keys are paired."""
+    heads = torch.arange(num_heads * head_dim).view(num_heads, head_dim)
+    return torch.cat((heads[:-num_values, pair_order(head_dim)], heads[-num_values:])).flatten()
 
 
 def _num_heads(attention: Any) -> list[int]:
