@@ -2,13 +2,16 @@
 
     norm ─► q, k, v ─► rotary ─► short attention ─► += output ─► norm ─► += mlp      and the same backwards
 
-For a small model, modules and autograd take as long as what they compute. The parts are the functions of `models/host_layers.py`
-and `models/short_attention.py`, called one after another. A layer has this form for calls in float32 over short rows; for any other
-it is called as it was. Which layers have it is told by their parts, and by comparing what they give.
+For a small model, modules and autograd take as long as what they compute, and every pass over the tokens counts. So a norm's factor
+is multiplied into the weights that come after it, and the rows of the weights of queries and keys are taken in an order in which the
+rotary embedding is one product of complex numbers; both cost little, as such weights are smaller than the tokens of a batch.
+
+A layer has this form for calls in float32 over short rows; for any other it is called as it was. Which layers have it is told by
+their parts, and by comparing what they give.
 """
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cached_property, partial
 from types import MethodType
 from typing import Any, NamedTuple, cast
 
@@ -30,25 +33,30 @@ LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 class Turns:
-    """What a rotary module gives for a row of tokens: the pair of cos and sin, computed where somebody takes it apart, or numbers.
+    """What a rotary module gives for a row of tokens: the pair of cos and sin, computed where a layer takes it apart, or numbers.
 
+    like:   has the type of what is given.
     tables: those of `numbers`, which outlast a row.
     """
 
     def __init__(self, rotary: Any, like: Tensor, position_ids: Tensor, tables: dict[int, RotaryTable]) -> None:
-        self._pair = partial(type(rotary).forward, rotary)
-        self._like, self._position_ids, self._tables = like, position_ids, tables
+        self._rotary = partial(type(rotary).forward, rotary)
+        self._like, self._position_ids, self._tables = like.new_empty(0), position_ids, tables
         self._numbers: dict[int, Tensor] = {}
         self._inverse: dict[int, Tensor] = {}
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._pair(self._like, self._position_ids))
+        return iter(self._pair)
+
+    @cached_property
+    def _pair(self) -> Any:
+        return self._rotary(self._like, self._position_ids)
 
     def numbers(self, times: int) -> Tensor:
         """(T, 1, times * D / 2) complex: a head times these is turned, where a number holds one element of each half of it."""
         if times not in self._numbers:
             table = self._tables.setdefault(times, RotaryTable(lambda *pair: as_numbers(*pair).repeat(1, times), dim=0))
-            found = table(self._pair, self._like, self._position_ids)
+            found = table(self._rotary, self._like, self._position_ids)
             self._numbers[times] = torch.view_as_complex(found.view(len(found), 1, -1, 2))
         return self._numbers[times]
 
