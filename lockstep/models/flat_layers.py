@@ -3,8 +3,8 @@
     norm ─► q, k, v ─► rotary ─► short attention ─► += output ─► norm ─► += mlp      and the same backwards
 
 For a small model, modules and autograd take as long as what they compute, and every pass over the tokens counts. So a norm's factor
-is multiplied into the weights that come after it, and the rows of the weights of queries and keys are taken in an order in which the
-rotary embedding is one product of complex numbers; both cost little, as such weights are smaller than the tokens of a batch.
+is multiplied into the weights that come after it, and the rows of the weights of queries and keys are taken in an order in which
+the rotary embedding is one product of complex numbers; both cost little, as such weights are smaller than the tokens of a batch.
 
 A layer has this form for calls in float32 over short rows; for any other it is called as it was. Which layers have it is told by
 their parts, and by comparing what they give.
