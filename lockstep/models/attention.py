@@ -343,7 +343,8 @@ class _Rows:
         A mask of booleans would be made into such a one in every layer. like: has the mask's type and device.
         """
         if window not in self._masks:
-            mask = torch.from_numpy(self._added(window)[:, None]) if self._continued or window is not None else None
+            wanted = self._continued or window is not None
+            mask = torch.from_numpy(_added(self._positions(), self.keys.shape[1], window)[:, None]) if wanted else None
             self._masks[window] = None if mask is None else to_device(mask.to(like.dtype), like.device)
         return self._masks[window]
 
@@ -351,21 +352,26 @@ class _Rows:
         """The same in float32 for G queries in place of one: (N * HK or 1, L * G, K)."""
         key = window, num_heads, groups
         if key not in self._masks_of_heads:
-            added = self._added(window)
-            added = added.repeat(num_heads if len(added) > 1 else 1, 0).repeat(groups, 1)
-            self._masks_of_heads[key] = torch.from_numpy(added)
+            num_keys = self.keys.shape[1]
+            positions = self._positions().repeat(groups, 1)
+            positions = positions.repeat(num_heads if len(positions) > 1 else 1, 0)
+            at_each = _added(np.arange(num_keys), num_keys, window)  # to take from: few keys make a small table
+            self._masks_of_heads[key] = torch.from_numpy(at_each[positions])
         return self._masks_of_heads[key]
 
-    def _added(self, window: int | None) -> np.ndarray:
-        """(N, L, K) or, where all rows see alike, (1, L, K)"""
+    def _positions(self) -> np.ndarray:
+        """(N, L) of the queries among the keys or, where all rows see alike, (1, L)."""
         alike = bool((self._before == self._before[0]).all())
-        before = self._before[:1] if alike else self._before
-        num_queries, num_keys = self.queries.shape[1], self.keys.shape[1]
-        position = before.astype(np.int32) + np.arange(num_queries, dtype=np.int32)
-        position = np.minimum(position, num_keys - 1)  # padding too sees a key: a softmax of nothing is not a number
-        gap = position[:, :, None] - np.arange(num_keys, dtype=np.int32)
-        seen = (gap >= 0) if window is None else (gap >= 0) & (gap < window)
-        return np.where(seen, np.float32(0), np.float32(-np.inf))
+        positions = (self._before[:1] if alike else self._before) + np.arange(self.queries.shape[1])
+        last = self.keys.shape[1] - 1  # padding too sees a key: a softmax of nothing is not a number
+        return np.minimum(positions, last)
+
+
+def _added(positions: np.ndarray, num_keys: int, window: int | None) -> np.ndarray:
+    """(..., K) what is added to the scores of queries at these positions among their keys."""
+    gap = positions[..., None].astype(np.int32) - np.arange(num_keys, dtype=np.int32)
+    seen = (gap >= 0) if window is None else (gap >= 0) & (gap < window)
+    return np.where(seen, np.float32(0), np.float32(-np.inf))
 
 
 def _short_rows(buckets: "list[_Rows]", num_tokens: int, num_heads: int) -> ShortRows:
