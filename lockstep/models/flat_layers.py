@@ -10,6 +10,7 @@ A layer has this form for calls in float32 over short rows; for any other it is 
 their parts, and by comparing what they give.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from types import MethodType
@@ -23,8 +24,10 @@ from torch.autograd.function import once_differentiable
 from lockstep.models.attention import LayerOptions, PackedAttention, Witness
 from lockstep.models.fused_layers import agree, gate_activation, is_plain_mlp, is_usual_layer, norm_eps, norm_offset
 from lockstep.models.host_layers import ACTIVATIONS, GatedMlp
-from lockstep.models.rotary_table import MOVING_ROPES, RotaryTable, as_numbers, pair_order
+from lockstep.models.rotary_table import RotaryTable, as_numbers, pair_order, stands_still
 from lockstep.models.short_attention import ShortRows, attend, attend_backward
+
+logger = logging.getLogger(__name__)
 
 WIDEST = 512
 """Elements of a token up to which modules and autograd are worth sparing."""
@@ -32,31 +35,39 @@ WIDEST = 512
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
-class Turns:
-    """What a rotary module gives for a row of tokens: the pair of cos and sin, computed where a layer takes it apart, or numbers.
+class RowRotation:
+    """What a rotary module gives for a row of tokens: the pair of cos and sin, computed where a layer asks for it, or numbers.
 
     like:   has the type of what is given.
     tables: those of `numbers`, which outlast a row.
     """
 
     def __init__(self, rotary: Any, like: Tensor, position_ids: Tensor, tables: dict[int, RotaryTable]) -> None:
-        self._rotary = partial(type(rotary).forward, rotary)
-        self._like, self._position_ids, self._tables = like.new_empty(0), position_ids, tables
+        self._rotary, self._tables = rotary, tables
+        self._like, self._position_ids = like.new_empty(0), position_ids
         self._numbers: dict[int, Tensor] = {}
         self._inverse: dict[int, Tensor] = {}
 
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._pair)
-
     @cached_property
-    def _pair(self) -> Any:
-        return self._rotary(self._like, self._position_ids)
+    def pair(self) -> tuple[Tensor, Tensor]:
+        cos, sin = type(self._rotary).forward(self._rotary, self._like, self._position_ids)
+        return cos, sin
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.pair)
+
+    def __getitem__(self, which: int) -> Tensor:
+        return self.pair[which]
+
+    def __len__(self) -> int:
+        return 2
 
     def numbers(self, times: int) -> Tensor:
         """(T, 1, times * D / 2) complex: a head times these is turned, where a number holds one element of each half of it."""
         if times not in self._numbers:
-            table = self._tables.setdefault(times, RotaryTable(lambda *pair: as_numbers(*pair).repeat(1, times), dim=0))
-            found = table(self._rotary, self._like, self._position_ids)
+            if times not in self._tables:
+                self._tables[times] = RotaryTable(partial(as_numbers, times=times), dim=0)
+            found = self._tables[times](self._rotary, self._like, self._position_ids)
             self._numbers[times] = torch.view_as_complex(found.view(len(found), 1, -1, 2))
         return self._numbers[times]
 
@@ -104,8 +115,9 @@ class LayerForm(NamedTuple):
 
 
 def _row_order(num_heads: int, num_key_heads: int, head_dim: int) -> Tensor:
-    by_key_head = torch.arange((num_heads + 2 * num_key_heads) * head_dim).view(-1, head_dim)
-    queries, keys, values = by_key_head.split((num_heads, num_key_heads, num_key_heads))
+    """`LayerForm.order`"""
+    by_head = torch.arange((num_heads + 2 * num_key_heads) * head_dim).view(-1, head_dim)
+    queries, keys, values = by_head.split((num_heads, num_key_heads, num_key_heads))
     turned = torch.cat((queries.view(num_key_heads, -1, head_dim), keys[:, None]), 1)
     return torch.cat((turned[..., pair_order(head_dim)], values[:, None]), 1).flatten()
 
@@ -115,7 +127,7 @@ def flatten_layers(model: nn.Module) -> int:
     number = 0
     for decoder in model.modules():
         rotary, layers = (getattr(decoder, name, None) for name in ("rotary_emb", "layers"))
-        if rotary is None or not isinstance(layers, nn.ModuleList) or getattr(rotary, "rope_type", "") in MOVING_ROPES:
+        if not isinstance(rotary, nn.Module) or not isinstance(layers, nn.ModuleList):
             continue
         forms = [_form_of(layer, rotary) for layer in layers]
         for layer, form in zip(layers, forms):
@@ -123,25 +135,22 @@ def flatten_layers(model: nn.Module) -> int:
                 layer.__dict__["forward"] = MethodType(_forward_by(form), layer)
                 number += 1
         if any(forms):
-            rotary.__dict__["forward"] = MethodType(_turns_by({}), rotary)
+            rotary.__dict__["forward"] = MethodType(_rotation_forward, rotary)
     return number
 
 
-def _turns_by(tables: dict[int, RotaryTable]) -> Callable[..., Any]:
-    def forward(self: Any, x: Tensor, position_ids: Tensor) -> Any:
-        if x.device.type != "cpu" or x.dtype != torch.float32 or len(position_ids) != 1:
-            return type(self).forward(self, x, position_ids)
-        return Turns(self, x, position_ids, tables)
-
-    return forward
+def _rotation_forward(self: Any, x: Tensor, position_ids: Tensor, *args: Any, **options: Any) -> Any:
+    if args or options or x.device.type != "cpu" or x.dtype != torch.float32 or len(position_ids) != 1:
+        return type(self).forward(self, x, position_ids, *args, **options)
+    return RowRotation(self, x, position_ids, self.__dict__.setdefault("lockstep_tables", {}))
 
 
 def _forward_by(form: LayerForm) -> Callable[..., Any]:
     def forward(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
-        context, turns = (options.get(name) for name in ("lockstep_context", "position_embeddings"))
-        if args or not isinstance(turns, Turns) or not _fits(self, form, hidden_states, context):
+        context, rotation = (options.get(name) for name in ("lockstep_context", "position_embeddings"))
+        if args or not isinstance(rotation, RowRotation) or not _fits(self, form, hidden_states, context):
             return type(self).forward(self, hidden_states, *args, **options)
-        return _compute(self, form, hidden_states, turns, cast(PackedAttention, context))
+        return _compute(self, form, hidden_states, rotation, cast(PackedAttention, context))
 
     return forward
 
@@ -160,7 +169,7 @@ def _has_plain_parts(layer: Any) -> bool:
     return is_plain_mlp(layer.mlp) and all(type(getattr(layer.self_attn, name)) is nn.Linear for name in LINEARS)
 
 
-def _compute(layer: Any, form: LayerForm, x: Tensor, turns: Turns, context: PackedAttention) -> Tensor:
+def _compute(layer: Any, form: LayerForm, x: Tensor, rotation: RowRotation, context: PackedAttention) -> Tensor:
     """x: (1, T, E)"""
     mlp, linears = layer.mlp, [getattr(layer.self_attn, name) for name in LINEARS]
     num_heads = (form.num_turned - 1) * form.num_key_heads
@@ -168,7 +177,7 @@ def _compute(layer: Any, form: LayerForm, x: Tensor, turns: Turns, context: Pack
     biases, weights = [linear.bias for linear in linears[:3]], [linear.weight for linear in linears]
     norms = [layer.input_layernorm.weight, layer.post_attention_layernorm.weight]
     of_mlp = [mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight]
-    out: Tensor = _Layer.apply(x, turns, rows, masks, form, *biases, *weights, *norms, *of_mlp)
+    out: Tensor = _Layer.apply(x, rotation, rows, masks, form, *biases, *weights, *norms, *of_mlp)
     return out
 
 
@@ -186,7 +195,13 @@ class _Part:
 class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, turns: Turns, rows: ShortRows, masks: list[Tensor], form: LayerForm, *parameters: Any
+        ctx: Any,
+        x: Tensor,
+        rotation: RowRotation,
+        rows: ShortRows,
+        masks: list[Tensor],
+        form: LayerForm,
+        *parameters: Any,
     ) -> Tensor:
         biases, of_heads, (of_output, *norms, of_gate, of_up, of_down) = parameters[:3], parameters[3:6], parameters[6:]
         before, after = (1 + norm if form.offset else norm for norm in norms)
@@ -194,7 +209,7 @@ class _Layer(torch.autograd.Function):
         weight, bias = of_qkv * before, None if biases[0] is None else torch.cat(biases).index_select(0, form.order)
         normed, scale = _normed(x[0], form.eps[0])
         qkv = F.linear(normed, weight, bias).view(-1, form.width)  # (T * HK, (G + 2) * D)
-        form.turned(qkv).mul_(turns.numbers(form.num_turned))
+        form.turned(qkv).mul_(rotation.numbers(form.num_turned))
         of_query, of_key_and_value = qkv.split((form.width - 2 * form.head_dim, 2 * form.head_dim), 1)
         q, kv = of_query.index_select(0, rows.queries), of_key_and_value.index_select(0, rows.keys)
         k, v = kv.chunk(2, 1)
@@ -203,12 +218,12 @@ class _Layer(torch.autograd.Function):
         stream = torch.addmm(x[0], attended, of_output.t())
         mlp_normed, mlp_scale = _normed(stream, form.eps[1])
         mlp = _Part(True, True, True, True)
-        out = GatedMlp.forward(mlp, mlp_normed, of_gate * after, of_up * after, of_down, *form.activation).add_(stream)
+        added = GatedMlp.forward(mlp, mlp_normed, of_gate * after, of_up * after, of_down, *form.activation)
         saved = (normed, scale, mlp_scale, weight, of_qkv, before, after, of_output, of_gate, of_up, attended, q, kv)
         ctx.save_for_backward(*saved, *mlp.saved_tensors, *probs)
         mlp.saved_tensors = ()  # autograd alone holds them
-        ctx.mlp, ctx.turns, ctx.rows, ctx.form = mlp, turns, rows, form
-        return out[None]
+        ctx.mlp, ctx.rotation, ctx.rows, ctx.form = mlp, rotation, rows, form
+        return torch.add(stream[None], added[None])
 
     @staticmethod
     @once_differentiable
@@ -226,7 +241,7 @@ class _Layer(torch.autograd.Function):
         parts = for_qkv.split((form.width - 2 * form.head_dim, form.head_dim, form.head_dim), 1)
         k, v = kv.chunk(2, 1)
         attend_backward(for_attended, q, k, v, probs, rows, form.how.scaling, parts)
-        form.turned(for_qkv).mul_(ctx.turns.inverse(form.num_turned))
+        form.turned(for_qkv).mul_(ctx.rotation.inverse(form.num_turned))
         for_qkv = for_qkv.view(len(normed), -1)
         for_weight = (normed.t() @ for_qkv).t()
         for_before = torch.mul(for_weight, of_qkv).sum(0)
@@ -247,7 +262,10 @@ def _normed(x: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _through_norm(grad: Tensor, normed: Tensor, scale: Tensor, added: Tensor) -> Tensor:
-    """The gradient of what was normed, given that of the normed; plus `added`."""
+    """The gradient of what was normed, given that of the normed; plus `added`.
+
+    With n = x * s: s * (g - n * mean(g * n)), as s falls with the length of x.
+    """
     share = torch.linalg.vecdot(grad, normed)[:, None].mul_(scale)
     return torch.addcmul(added, grad, scale).addcmul_(normed, share, value=-1 / normed.shape[-1])
 
@@ -271,8 +289,10 @@ def _form_of(layer: Any, rotary: Any) -> LayerForm | None:
     witness = Witness(context)
     x = torch.randn(1, 7, weight.shape[1], generator=torch.Generator().manual_seed(0))
     try:
-        turns = Turns(rotary, x, torch.tensor([[0, 1, 2, 3, 0, 1, 2]]), {})
-        expected = type(layer).forward(layer, x, position_embeddings=tuple(turns), lockstep_context=witness)
+        if not stands_still(rotary, x):
+            return None
+        rotation = RowRotation(rotary, x, torch.tensor([[0, 1, 2, 3, 0, 1, 2]]), {})
+        expected = type(layer).forward(layer, x, position_embeddings=rotation.pair, lockstep_context=witness)
         if len(witness.hows) != 1:
             return None
         sizes = [len(getattr(attention, name).weight) for name in LINEARS[:3]]
@@ -290,7 +310,8 @@ def _form_of(layer: Any, rotary: Any) -> LayerForm | None:
             offset=bool(offsets.pop()),
             activation=ACTIVATIONS[activation],
         )
-        same = agree(_compute(layer, form, x, turns, context), expected, 2.0)
-    except (TypeError, ValueError, RuntimeError, AttributeError):
+        same = agree(_compute(layer, form, x, rotation, context), expected, 2.0)
+    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError):
+        logger.debug("%s is called as it is", type(layer).__name__, exc_info=True)
         return None  # parts of the same names that want other arguments
     return form if same else None

@@ -87,11 +87,14 @@ class ConsoleTracker:
 
     def _write(self, line: str, style: str = "") -> None:
         """One line as it is: no markup, no wrapping, and no failure where the stream cannot spell a character."""
-        spelled = line.encode(self._console.encoding, "replace").decode(self._console.encoding)
+        text = Text(line.encode(self._console.encoding, "replace").decode(self._console.encoding), style=style)
         if self._console.is_terminal:
-            self._console.print(Text(spelled, style=style), soft_wrap=True)
-        else:
-            print(spelled, file=self._console.file, flush=True)
+            self._console.print(text, soft_wrap=True)
+            return
+        try:
+            print(text.plain, file=self._console.file, flush=True)
+        except BrokenPipeError:
+            self._console.on_broken_pipe()
 
 
 class Pace:

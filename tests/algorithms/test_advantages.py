@@ -1,4 +1,6 @@
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from lockstep.algorithms.advantages import (
     get_adv_estimator_fn,
     needs_groups,
     needs_values,
+    parameters_of,
     register_adv_est,
     required_inputs,
 )
@@ -331,6 +334,17 @@ def test_what_estimators_need_is_their_signature() -> None:
     assert needs_groups("grpo") and not needs_values("grpo")
     assert not needs_values("reinforce_plus_plus") and not needs_groups("reinforce_plus_plus")
     assert "reward_baselines" in required_inputs("remax")
+
+
+def test_an_estimator_may_be_any_object_that_is_called() -> None:
+    @dataclass
+    class Estimator:
+        factor: float
+
+        def __call__(self, token_level_rewards: Tensor, response_mask: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            return self.factor * token_level_rewards, token_level_rewards
+
+    assert [p.name for p in parameters_of(Estimator(2.0))] == ["token_level_rewards", "response_mask", "kwargs"]
 
 
 def test_registry_names() -> None:

@@ -155,3 +155,70 @@ def test_which_models_have_none() -> None:
     assert flatten_layers(model_of(Qwen3Config(**SIZES))) == 0  # norms of heads
     assert flatten_layers(model_of(LlamaConfig(**SIZES)).bfloat16()) == 0
     assert flatten_layers(model_of(LlamaConfig(**SIZES | {"hidden_size": 1024, "num_hidden_layers": 1}))) == 0
+
+
+def test_norms_of_two_kinds_and_layers_of_two_sizes(calls: list[int]) -> None:
+    model = model_of(KINDS["qwen2"])
+    for layer in model.model.layers:
+        layer.post_attention_layernorm.variance_epsilon = 0.5
+    other = copy.deepcopy(model.config)
+    other.num_key_value_heads = 1
+    model.model.layers[1].self_attn = type(model.model.layers[1].self_attn)(other, 1)
+    flat = flat_one(model)
+    calls.clear()
+    assert_same(model, flat)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4},
+    ],
+)
+def test_frequencies_that_follow_the_longest_row_are_left_to_the_modules(rope: dict[str, Any]) -> None:
+    more = {"rope_theta": 10000.0, "original_max_position_embeddings": 8}
+    config = LlamaConfig(**SIZES, max_position_embeddings=16, rope_parameters=rope | more)
+    assert flatten_layers(model_of(config)) == 0
+
+
+def test_the_rotary_module_serves_other_callers() -> None:
+    """Layers that take the pair apart or by index, calls with more arguments, several rows, other types."""
+    flat = flat_one(model_of(KINDS["llama"]))
+    rotary, x = flat.model.rotary_emb, torch.zeros(1, 3, 16)
+    ids = torch.tensor([[0, 4, 2]])
+    expected = type(rotary).forward(rotary, x, ids)
+    given = rotary(x, ids)
+    assert len(given) == 2
+    for got in (tuple(given), (given[0], given[1])):
+        torch.testing.assert_close(got, expected)
+
+    class Scaling(type(rotary)):  # type: ignore[misc]
+        def forward(self, x: Tensor, position_ids: Tensor, scale: float = 1.0) -> list[Tensor]:
+            return [scale * t for t in super().forward(x, position_ids)]
+
+    rotary.__class__ = Scaling
+    torch.testing.assert_close(rotary(x, ids, scale=2.0), [2 * t for t in expected])
+    rotary.__class__ = Scaling.__base__
+    assert isinstance(rotary(x, ids.repeat(2, 1)), tuple)
+    assert isinstance(rotary(x.bfloat16(), ids), tuple)
+
+
+def test_a_copy_with_other_frequencies_follows_them() -> None:
+    model = model_of(KINDS["llama"])
+    flat = flat_one(model)
+    run(flat)  # its tables are filled
+    model, flat = copy.deepcopy(model), copy.deepcopy(flat)
+    for m in (model, flat):
+        m.zero_grad()
+        m.model.rotary_emb.register_buffer("inv_freq", m.model.rotary_emb.inv_freq * 0.5, persistent=False)
+    assert_same(model, flat)
+
+
+def test_hooks_may_change_what_a_layer_gives() -> None:
+    model = model_of(KINDS["llama"])
+    flat = flat_one(model)
+    for m in (model, flat):
+        m.model.layers[0].register_forward_hook(lambda module, args, out: out.add_(1))
+    assert_same(model, flat)

@@ -84,6 +84,12 @@ def test_text_of_the_model_cannot_reach_the_terminal_raw() -> None:
         assert ("\x1b" in text) == terminal
 
 
+def test_names_of_data_sources_cannot_either() -> None:
+    stream = io.StringIO()
+    tracker_into(stream).log({"val-core/a\rb\x07c/acc/mean@1": 1.0}, step=1)
+    assert stream.getvalue() == "validation at step 1 | abc/acc/mean@1 1\n"
+
+
 def test_a_stream_that_cannot_spell_a_character_does_not_stop_the_run() -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")

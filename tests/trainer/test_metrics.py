@@ -33,8 +33,12 @@ def make_batch() -> DataProto:
     )
 
 
-def test_data_metrics_by_hand() -> None:
-    metrics = compute_data_metrics(make_batch(), use_critic=True)
+@pytest.mark.parametrize("mask_type", [torch.int64, torch.bool, torch.bfloat16])
+def test_data_metrics_by_hand(mask_type: torch.dtype) -> None:
+    batch = make_batch()
+    for name in ("attention_mask", "response_mask"):
+        batch.tensors[name] = batch.tensors[name].to(mask_type)
+    metrics = compute_data_metrics(batch, use_critic=True)
     want = {
         "critic/score/mean": 2.0,
         "critic/score/min": 1.0,

@@ -5,7 +5,7 @@ with `algorithm.adv_estimator`; add one with `@register_adv_est("name")` or name
 """
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from enum import StrEnum
 from functools import cache
 
@@ -54,9 +54,15 @@ def get_adv_estimator_fn(name: str) -> AdvantageFn:
     return ADVANTAGE_ESTIMATORS.get(str(name))
 
 
-@cache
 def parameters_of(estimator: AdvantageFn) -> list[inspect.Parameter]:
+    return _read_once(estimator) if isinstance(estimator, Hashable) else _parameters(estimator)
+
+
+def _parameters(estimator: AdvantageFn) -> list[inspect.Parameter]:
     return list(inspect.signature(estimator).parameters.values())
+
+
+_read_once = cache(_parameters)
 
 
 def required_inputs(name: str) -> set[str]:

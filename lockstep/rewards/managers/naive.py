@@ -230,5 +230,6 @@ def last_token_positions(data: DataProto) -> list[int]:
 def place_scores(scores: list[float], positions: list[int], response_length: int) -> torch.Tensor:
     """(B, R) float32 with each row's score at its position."""
     rewards = np.zeros((len(scores), response_length), dtype=np.float32)
-    rewards[np.arange(len(scores)), np.array(positions, dtype=np.int64)] = scores
+    with np.errstate(over="ignore"):  # beyond float32 it is infinite, which the step refuses
+        rewards[np.arange(len(scores)), np.array(positions, dtype=np.int64)] = scores
     return torch.from_numpy(rewards)

@@ -34,7 +34,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
     prompt_B, response_B = _lengths(batch)
     finished_B = response_B > 0
     max_response, max_prompt = tensors["responses"].shape[-1], tensors["prompts"].shape[-1]
-    mask = tensors["response_mask"].numpy() != 0
+    mask = _marks(tensors["response_mask"])
     returns = _numbers(tensors["returns"])[mask]
 
     metrics = {
@@ -185,13 +185,18 @@ def is_numeric(values: Sequence[Any]) -> bool:
 def _lengths(batch: DataProto) -> tuple[np.ndarray, np.ndarray]:
     """Tokens of each prompt and of each response (tool output counts), (B,)."""
     width = batch.tensors["responses"].shape[-1]
-    attention_mask = batch.tensors["attention_mask"].numpy()
+    attention_mask = _marks(batch.tensors["attention_mask"])
     return attention_mask[:, :-width].sum(-1), attention_mask[:, -width:].sum(-1)
 
 
 def _numbers(tensor: Tensor) -> np.ndarray:
     """In float32, on the host: small arrays take numpy less time than tensors take torch."""
     found: np.ndarray = tensor.detach().float().cpu().numpy()
+    return found
+
+
+def _marks(mask: Tensor) -> np.ndarray:
+    found: np.ndarray = mask.bool().cpu().numpy()
     return found
 
 
@@ -208,4 +213,5 @@ def _length_metrics(name: str, lengths_B: np.ndarray, limit: int) -> dict[str, f
 
 
 def _variance(values: np.ndarray) -> float:
-    return float(values.var(ddof=1, dtype=np.float64)) if values.size > 1 else 0.0
+    with np.errstate(invalid="ignore"):  # of numbers that are not finite it is not a number
+        return float(values.var(ddof=1, dtype=np.float64)) if values.size > 1 else 0.0

@@ -75,11 +75,11 @@ def test_rotary_of_longer_and_longer_positions() -> None:
     own, columns, rows = model.get_decoder().rotary_emb, HeadColumns.table(), HeadRows.table()
     for positions in (torch.arange(5)[None], torch.tensor([[40, 3]]), torch.tensor([[90, 50, 1]])):
         cos, sin = own(torch.zeros(1), positions)
-        [(turned_cos, turned_sin)] = HeadColumns.turns(columns(own, torch.zeros(1), positions), 1)
+        [(turned_cos, turned_sin)] = HeadColumns.by_step(columns(own, torch.zeros(1), positions), 1)
         half = len(turned_sin) // 2
         torch.testing.assert_close(turned_cos, cos[0].t())
         torch.testing.assert_close(torch.cat((-turned_sin[:half], turned_sin[half:])), sin[0].t())
-        [numbers] = HeadRows.turns(rows(own, torch.zeros(1), positions), 1)
+        [numbers] = HeadRows.by_step(rows(own, torch.zeros(1), positions), 1)
         torch.testing.assert_close(numbers[:, 0].repeat(1, 2), torch.complex(cos[0], sin[0]))
 
 
@@ -87,9 +87,11 @@ def test_others_keep_their_own_forward() -> None:
     for kind in ("phi", "phi3", "mixtral", "qwen3_moe"):
         model = tiny_model(kind).eval()
         assert flat_form(model.get_decoder(), ModelRunner(model, 4).forward) is None
-    moving = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
-    model = tiny_model("llama", rope_parameters=moving).eval()
-    assert flat_form(model.get_decoder(), ModelRunner(model, 4).forward) is None
+    half = tiny_model("llama").config.head_dim // 2
+    longrope = {"short_factor": [1.0] * half, "long_factor": [3.0] * half, "original_max_position_embeddings": 16}
+    for moving in ({"rope_type": "dynamic"}, {"rope_type": "longrope"} | longrope):
+        model = tiny_model("llama", rope_parameters=moving | {"rope_theta": 10000.0, "factor": 4.0}).eval()
+        assert flat_form(model.get_decoder(), ModelRunner(model, 4).forward) is None
     model = tiny_model("granite", residual_multiplier=0.5).eval()  # the usual parts, put together otherwise
     assert flat_form(model.get_decoder(), ModelRunner(model, 4).forward) is None
 
@@ -127,6 +129,7 @@ def test_heads_compute_the_same_from_columns(
 
 def test_bfloat16() -> None:
     model = tiny_model("llama").bfloat16()
+    assert flat_form(model.get_decoder(), ModelRunner(model, 4).forward) is not None
     requests = mixed_requests()
     for request, completion in zip(requests, embedded(model).generate(requests)):
         got = torch.tensor(completion.log_probs)

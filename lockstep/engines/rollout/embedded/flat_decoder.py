@@ -2,14 +2,15 @@
 
     embedding ─► [ norm ─► q, k, v ─► rotary ─► attention ─► += output ─► norm ─► gate, up ─► += down ]* ─► norm
 
-A token is a column in all tensors: the products then have the weights on the left, which the matrix library does faster for few
-tokens, and add to the stream in place. What is computed on the way goes to rooms, tensors that are kept with their views from one
-call to the next of as many tokens: to make them each time would take as long as to fill them.
+A token is a column, but where heads are rows (`flat_heads.py`): the products then have the weights on the left, which the matrix
+library does faster for few tokens, and add to the stream in place. What is computed on the way goes to rooms, tensors that are kept
+with their views from one call to the next of as many tokens: to make them each time would take as long as to fill them.
 
 For decoders of this form only: `flat_form` looks at the parts, and compares the result, and what every layer attends with, with
 those of the model's own forward. The weights are looked up, small ones copied, when serving begins, and let go when it ends.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +26,9 @@ from lockstep.models.attention import AttentionContext, LayerOptions, PackedAtte
 from lockstep.models.fused_layers import agree
 from lockstep.models.log_probs import VocabularyHead
 from lockstep.models.paged_attention import WindowAttention
-from lockstep.models.rotary_table import MOVING_ROPES, RotaryTable
+from lockstep.models.rotary_table import RotaryTable, stands_still
+
+logger = logging.getLogger(__name__)
 
 Forward = Callable[[Tensor, Tensor, AttentionContext], Tensor]
 """(1, T) tokens and positions, attention context -> (T, E) hidden states."""
@@ -68,9 +71,9 @@ class Layer(NamedTuple):
         """Layers of one kind fit the same rooms."""
         return *self.heads.kind, *self.gate_up.sizes
 
-    def attend(self, stream: Tensor, room: Any, turns: Any, context: AttentionContext) -> Tensor:
-        """stream (E, T), room and turns as `heads` made them -> (H * D, T)"""
-        self.heads.fill(room, stream, turns)
+    def attend(self, stream: Tensor, room: Any, rotation: Any, context: AttentionContext) -> Tensor:
+        """stream (E, T), room and rotation as `heads` makes them -> (H * D, T)"""
+        self.heads.fill(room, stream, rotation)
         return cast(HeadRoom, room).columns(context.attend(self.attention, room.query, room.key, room.value, self.how))
 
     def add_to(self, stream: Tensor, attended: Tensor, room: MlpRoom) -> None:
@@ -86,13 +89,13 @@ class FlatForm:
 
     offset: whether a norm's factor is 1 + weight.
     hows:   how each layer attends.
-    heads:  how it computes what it attends with; turns: what that needs for each position.
+    heads:  how it computes what it attends with; table: what that needs for each position.
     """
 
     offset: bool
     hows: list[LayerOptions]
     heads: type[HeadColumns] | type[HeadRows]
-    turns: RotaryTable
+    table: RotaryTable
 
 
 class Rooms:
@@ -124,7 +127,7 @@ class FlatDecoder:
         self._norm = Norm(decoder.norm, form.offset)
         self._rooms: Rooms | None = None
         self._window = torch.empty(0)
-        self._window_turns: Sequence[Any] = []
+        self._window_rotations: Sequence[Any] = []
 
     def __call__(
         self, token_ids: Tensor, position_ids: Tensor, context: AttentionContext, wanted: Tensor | None = None
@@ -135,9 +138,9 @@ class FlatDecoder:
         """
         rooms = self._embedded(token_ids)
         stream, norm, last = rooms.stream, rooms.norm, self._layers[-1]
-        turns = self._turns(stream, position_ids, context)
+        rotation = self._rotation(stream, position_ids, context)
         for layer, (head_room, mlp_room) in zip(self._layers, rooms.of_layers):
-            attended = layer.attend(stream, head_room, turns, context)
+            attended = layer.attend(stream, head_room, rotation, context)
             if wanted is not None and layer is last:
                 stream, attended = stream.index_select(1, wanted), attended.index_select(1, wanted)
                 norm = NormRoom(stream)
@@ -156,19 +159,19 @@ class FlatDecoder:
             rooms.by_token.copy_(self._embed(token_ids))
         return rooms
 
-    def _turns(self, like: Tensor, position_ids: Tensor, context: AttentionContext) -> Any:
+    def _rotation(self, like: Tensor, position_ids: Tensor, context: AttentionContext) -> Any:
         """By what the heads of each token are turned; for a window looked up at its first step for all."""
         if not isinstance(context, WindowAttention):
             return self._looked_up(like, position_ids)[0]
         if self._window is not context.positions:
             self._window = context.positions
-            self._window_turns = self._looked_up(like, context.positions)
-        return self._window_turns[context.step]
+            self._window_rotations = self._looked_up(like, context.positions)
+        return self._window_rotations[context.step]
 
     def _looked_up(self, like: Tensor, positions: Tensor) -> Sequence[Any]:
         """(steps, T)"""
-        found = self._form.turns(self._rotary, like, positions.flatten()[None])
-        return self._form.heads.turns(found, len(positions))
+        found = self._form.table(self._rotary, like, positions.flatten()[None])
+        return self._form.heads.by_step(found, len(positions))
 
 
 def flat_head(head: VocabularyHead) -> Callable[[Tensor], Tensor]:
@@ -185,7 +188,7 @@ def flat_form(decoder: Any, own: Forward) -> FlatForm | None:
     names = {"embed_tokens", "layers", "norm", "rotary_emb"}
     if set(dict(decoder.named_children())) != names or not all(_is_usual(layer) for layer in decoder.layers):
         return None
-    if getattr(decoder.rotary_emb, "rope_type", None) in MOVING_ROPES:
+    if not stands_still(decoder.rotary_emb, torch.zeros(0, dtype=decoder.embed_tokens.weight.dtype)):
         return None
     ids, last = torch.arange(5)[None], decoder.config.max_position_embeddings - 1
     positions = torch.tensor([[0, 1, 2, last // 2, last]])  # some layers do otherwise from a far position on
@@ -198,9 +201,10 @@ def flat_form(decoder: Any, own: Forward) -> FlatForm | None:
         try:
             same = agree(FlatDecoder(decoder, form)(ids, positions, got), hidden, 2.0)
         except (TypeError, ValueError, RuntimeError, AttributeError):
+            logger.debug("%s decodes by its own forward", type(decoder).__name__, exc_info=True)
             return None  # parts of the same names that want other arguments
         if same and all(agree(*pair, 2.0) for pair in zip(_seen(got, heads.as_they_were), expected.seen)):
-            return replace(form, turns=heads.table())  # this table is as long as the farthest position
+            return replace(form, table=heads.table())  # this table is as long as the farthest position
     return None
 
 

@@ -64,9 +64,9 @@ class HeadColumns:
     def room(self, stream: Tensor, norm: NormRoom) -> ColumnRoom:
         return ColumnRoom(self, stream, norm)
 
-    def fill(self, room: ColumnRoom, stream: Tensor, turns: Sequence[Tensor]) -> None:
+    def fill(self, room: ColumnRoom, stream: Tensor, cos_and_sin: Sequence[Tensor]) -> None:
         """stream: (E, T)"""
-        cos, sin = turns
+        cos, sin = cos_and_sin
         self.product.put(stream, room.norm, room.qkv)
         for norm, heads, norm_room in zip(self.norms, room.normed, room.norms):
             heads.copy_(norm(heads, norm_room))
@@ -79,7 +79,7 @@ class HeadColumns:
         return RotaryTable(_cos_and_sin, dim=1)
 
     @staticmethod
-    def turns(found: Tensor, num_steps: int) -> list[tuple[Tensor, ...]]:
+    def by_step(found: Tensor, num_steps: int) -> list[tuple[Tensor, ...]]:
         """What the table gave for the tokens of all steps -> cos and sin (D, T) of each, the first half of sin negated."""
         return list(zip(*(part.unflatten(1, (num_steps, -1)).unbind(1) for part in found.chunk(2))))
 
@@ -106,7 +106,10 @@ class RowRoom(HeadRoom):
 
 
 class HeadRows:
-    """Elements of queries and keys that are turned together lie side by side: `pair_order`."""
+    """Elements of queries and keys that are turned together lie side by side: `pair_order`.
+
+    offset: that of norms of heads, of which such a layer has none.
+    """
 
     def __init__(self, attention: Any, norm: Norm, offset: bool) -> None:
         self.head_dim, self.num_heads = attention.head_dim, _num_heads(attention)
@@ -133,21 +136,21 @@ class HeadRows:
     def room(self, stream: Tensor, norm: NormRoom) -> RowRoom:
         return RowRoom(self, stream, norm)
 
-    def fill(self, room: RowRoom, stream: Tensor, turns: Tensor) -> None:
+    def fill(self, room: RowRoom, stream: Tensor, numbers: Tensor) -> None:
         """stream: (E, T)"""
         self._normed(stream, room.norm)
         if self._bias is None:
             torch.mm(room.normed, self._weight, out=room.rows)
         else:
             torch.addmm(self._bias, room.normed, self._weight, out=room.rows)
-        room.turned.mul_(turns)
+        room.turned.mul_(numbers)
 
     @staticmethod
     def table() -> RotaryTable:
         return RotaryTable(as_numbers, dim=0)
 
     @staticmethod
-    def turns(found: Tensor, num_steps: int) -> list[Tensor]:
+    def by_step(found: Tensor, num_steps: int) -> list[Tensor]:
         """What the table gave for the tokens of all steps -> (T, 1, D / 2) complex of each."""
         return list(torch.view_as_complex(found.view(num_steps, -1, 1, found.shape[1] // 2, 2)).unbind(0))
 
