@@ -14,13 +14,19 @@ LARGEST_TABLE = 1 << 16
 
 
 def stands_still(rotary: Any, like: Tensor) -> bool:
-    """Whether what a rotary module gives for a position depends on that position alone, so that a table can hold it."""
+    """Whether what a rotary module gives for a position depends on that position alone, so that a table can hold it.
+
+    False too for one that wants other arguments than `like` and positions.
+    """
     if getattr(rotary, "rope_type", None) in MOVING_ROPES:
         return False
     far = min(getattr(getattr(rotary, "config", None), "max_position_embeddings", 4), LARGEST_TABLE) - 1
     near = torch.tensor([[1, 2, 3]])
-    alone, beside = (rotary(like, positions) for positions in (near, torch.cat((near, torch.tensor([[far]])), 1)))
-    return all(torch.equal(a, b[:, :3]) for a, b in zip(alone, beside))
+    try:
+        alone, beside = (rotary(like, positions) for positions in (near, torch.cat((near, torch.tensor([[far]])), 1)))
+        return all(torch.equal(a, b[:, :3]) for a, b in zip(alone, beside))
+    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError):
+        return False
 
 
 def pair_order(head_dim: int) -> Tensor:

@@ -80,6 +80,7 @@ def test_which_ropes_stand_still() -> None:
     assert not stands_still(rotary_of("dynamic", factor=2.0), like)
     longrope = rotary_of("longrope", **LONG_FACTORS)
     assert not stands_still(longrope, like)
+    assert not stands_still(lambda like, ids, layer_type: None, like)
     longrope.rope_type = None  # without its name, by what it does
     longrope.forward = lambda like, ids: [(1 + (ids.max() > 16)) * torch.ones(*ids.shape, 8)] * 2
     assert not stands_still(longrope, like)

@@ -223,7 +223,7 @@ def last_token_positions(data: DataProto) -> list[int]:
     mask = data.batch.get("response_mask", None)
     if mask is None:
         mask = data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :]
-    places: list[int] = ((mask.cpu().numpy() != 0) * np.arange(mask.shape[1])).max(1).tolist()
+    places: list[int] = (mask.bool().cpu().numpy() * np.arange(mask.shape[1])).max(1).tolist()
     return places
 
 

@@ -3,7 +3,7 @@
     HeadColumns: norm ─► product ─► norms of heads ─► cos and sin, a token in each column
     HeadRows:    norm ─► product ─► complex numbers, a token in each row
 
-Rows take fewer calls, which counts for small models, and copies of the weights, which only those have small ones of.
+Rows take fewer calls, but copies of the weights: they are for small models, whose calls take longer than what they compute.
 """
 
 from collections.abc import Sequence
