@@ -4,6 +4,7 @@ prompts ─► n rows each, with uid and seed ─► generate ─► reward mode
 """
 
 import logging
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -124,9 +125,8 @@ class Sampling:
 
 
 def _uid(draw: int, number: int) -> str:
-    """In the form of a UUID, made by hand: the library's takes long for thousands of them."""
-    high, low = f"{draw:016x}", f"{number:016x}"
-    return f"{high[:8]}-{high[8:12]}-{high[12:]}-{low[:4]}-{low[4:]}"
+    """Of a prompt in a step: the same for its samples, another for each prompt and draw."""
+    return str(uuid.UUID(int=(draw << 64) + number))
 
 
 def extra_metrics(batch: DataProto) -> dict[str, float]:
