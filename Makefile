@@ -1,8 +1,8 @@
-# make setup   a virtual environment with everything for development
+# make setup   create a virtual environment for development
 # make demo    train a small model from scratch on this machine
 # make test    every check that a change must pass
 # make lint    the checks without the tests
-# `make setup PYTHON=python3.12` chooses the interpreter (3.11 or newer).
+# `make setup PYTHON=python3.12` selects the interpreter (3.11 or newer).
 
 PYTHON ?= python3
 VENV := .venv
@@ -15,10 +15,10 @@ PYTEST_ARGS ?= -n auto --maxprocesses 8 --dist loadfile
 
 setup: $(READY)
 
-# torch comes first and by its exact version, so that nothing else chooses one.
+# Install the pinned torch first, so that no other package selects a version.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-		|| { echo "$(PYTHON) is older than 3.11; name another one: make setup PYTHON=python3.11"; exit 1; }
+		|| { echo "$(PYTHON) is older than 3.11; use another one: make setup PYTHON=python3.11"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q $(TORCH)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
@@ -33,7 +33,7 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# The tests are many small computations: one thread each is fastest.
+# The tests are many small computations; one thread per process is fastest.
 test: export OMP_NUM_THREADS := 1
 test: lint
 	$(BIN)/pytest $(PYTEST_ARGS)

@@ -1,8 +1,8 @@
-"""The learning curve of a run as SVG, and its validations as a Markdown table.
+"""Plot the learning curve of a run as SVG, and print its validations as a Markdown table.
 
     python benchmarks/curve.py --run runs/grpo --title "GRPO on GSM8K" --output docs/assets/grpo.svg
 
-metrics.jsonl ─► accuracy in validation and in training, by step ─► <svg>
+metrics.jsonl ─► validation and training accuracy by step ─► <svg>
 """
 
 import argparse
@@ -24,21 +24,21 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def validation_points(steps: list[dict[str, Any]]) -> Points:
-    """Accuracy of each validation; the score where the reward function tells none."""
+    """Accuracy of each validation; the score if the reward function returns no accuracy."""
     names = [name for name in steps[0] if name.startswith("val-core/") and "/mean@" in name]
     if not names:
-        raise SystemExit("the run has no validation before its first step: set trainer.val_before_train=true")
+        raise SystemExit("the run has no validation before its first step; set trainer.val_before_train=true")
     return [(step["step"], step[names[0]]) for step in steps if names[0] in step]
 
 
 def training_points(steps: list[dict[str, Any]]) -> Points:
-    """The same of the samples that each step trains on."""
+    """Accuracy of each step's training samples; the score if there is no accuracy."""
     name = "reward/acc/mean" if any("reward/acc/mean" in step for step in steps) else "critic/score/mean"
     return [(step["step"], step[name]) for step in steps if name in step]
 
 
 def round_spacing(most: float, least: float) -> float:
-    """The first of 1, 2, 5, 10, ... times `least` of which six reach `most`."""
+    """The smallest of 1, 2, 5, 10, ... times `least` with at most six ticks up to `most`."""
     return next(s for decade in range(9) for s in (least * f * 10**decade for f in (1, 2, 5)) if s * 6 >= most)
 
 
@@ -81,7 +81,7 @@ def draw(title: str, validation: Points, training: Points) -> str:
 
 
 def table(steps: list[dict[str, Any]], validation: Points) -> str:
-    """Validations with the minutes since the first one."""
+    """Validations by step, with minutes since the first one."""
     times = {step["step"]: step["time"] for step in steps}
     began = times[validation[0][0]]
     lines = ["| step | minutes | held-out accuracy |", "|---|---|---|"]
@@ -90,7 +90,7 @@ def table(steps: list[dict[str, Any]], validation: Points) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Draw the learning curve of a run.")
+    parser = argparse.ArgumentParser(description="Plot the learning curve of a run.")
     parser.add_argument("--run", type=Path, required=True, help="the run's folder, with metrics.jsonl")
     parser.add_argument("--title", required=True)
     parser.add_argument("--output", type=Path, required=True, help="SVG file to write")

@@ -1,14 +1,14 @@
-"""What the controller costs: a DataProto through a group of Ray workers and back, beside plain Ray with the same bytes.
+"""Overhead of the controller: a DataProto sent to a group of Ray workers and back, compared with plain Ray.
 
     python benchmarks/dispatch.py [--megabytes 64 --workers 4 --repeats 25 --json out.json]
 
-    put_get         ray.put and ray.get of one numpy array of that size: one copy in memory that is warm
+    put_get         ray.put and ray.get of one numpy array of that size: one copy in warm memory
     there           the batch is split over the workers, each returns a number
     there_and_back  the batch is split over the workers, each returns its rows, and they are joined
-    plain           there and back by hand: the columns as numpy views, split over as many actors, which return them; the
+    plain           the same in plain Ray: numpy views of the columns, split over as many actors, which return them; the
                     controller concatenates them
 
-Rounds of all four alternate; medians are reported, and the ratio of there_and_back to plain is what Lockstep adds to Ray.
+The four alternate; medians are reported. The ratio of there_and_back to plain is the overhead of Lockstep over Ray.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from lockstep.single_controller.ray_backend.cluster import ray
 
 
 class Echo(Worker):
-    """Touches its rows."""
+    """Returns its rows, or a number."""
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def count(self, data: DataProto) -> int:
@@ -49,7 +49,7 @@ Columns = dict[str, np.ndarray]
 
 
 class PlainEcho:
-    """The same without Lockstep."""
+    """The same in plain Ray."""
 
     def echo(self, data: Columns) -> Columns:
         return data
@@ -61,7 +61,7 @@ def plain_round(actors: list[Any], shards: list[Columns]) -> Columns:
 
 
 def make_batch(num_bytes: int) -> DataProto:
-    """A batch as the update gets it: five int64 and eight float32 columns of 512 tokens."""
+    """A typical batch of an update: five int64 and eight float32 columns of 512 tokens."""
     rows = num_bytes // (512 * (5 * 8 + 8 * 4))
     rows -= rows % 8
     columns = {f"float_{i}": torch.rand(rows, 512) for i in range(8)}
@@ -98,7 +98,7 @@ def measure(megabytes: int, num_workers: int, repeats: int) -> dict[str, float]:
         for repeat in range(repeats + 3):
             for name, action in sides.items():
                 spent = seconds(action)
-                if repeat >= 3:  # the first rounds pay for fresh memory
+                if repeat >= 3:  # the first rounds allocate memory
                     times[name].append(spent)
     result = {name: statistics.median(spent) for name, spent in times.items()}
     result["megabytes"] = num_bytes / 2**20

@@ -1,12 +1,17 @@
-"""A whole GRPO step, from the user's command: Lockstep beside TRL where it can be imported, one after the other on this machine.
+"""Time of a whole GRPO step, measured from the user's command: Lockstep beside TRL, one after the other on this machine.
 
     python benchmarks/grpo_step.py [--shape 0.5b --prompts 32 --samples 8 --prompt-tokens 256 --new-tokens 256]
                                    [--peer trl --peer trl+vllm --peer-python .trl/bin/python] [--json out.json]
                                    [key=value ...]
 
-The model has random weights and every prompt exactly `--prompt-tokens` tokens; rewards are random. `--model DIR` takes a real one.
-Both sides run in processes of their own, `--rounds` times in turns. The time of a step is the median after the first two; start-up
-is from the command to the end of the first step. Further `key=value` are overrides of the Lockstep run.
+    --shape 1.5b --prompts 16 --samples 8 --prompt-tokens 512 --new-tokens 1024 --max-tokens 32768
+    --shape 7b --prompts 16 --samples 8 --prompt-tokens 256 --new-tokens 512 --checkpointing --max-tokens 32768
+               --master-dtype bfloat16, or float32 masters with --optimizer-offload
+
+The model has random weights (`--model DIR` uses a real one), every prompt has exactly `--prompt-tokens` tokens, and rewards are
+random. Each side runs in its own process, `--rounds` times in turn. The step time is the median without the first two steps;
+start-up is from the command to the end of the first step. Further `key=value` arguments are overrides of the Lockstep run. If a
+peer fails, Lockstep's figures are still printed and the exit code is 1.
 """
 
 import argparse
@@ -29,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 from shapes import SHAPES
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config
 
 SPECIAL = ("<s>", "</s>", "<pad>")
 
@@ -62,7 +67,7 @@ def reward(completions, **kwargs):
 
 cuda = torch.cuda.is_available()
 rows = options["prompts"] * options["samples"]
-vllm = dict(use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.3, vllm_max_model_length=1024)
+vllm = dict(use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.3, vllm_max_model_length=options["max_length"])
 arguments = GRPOConfig(
     output_dir=options["output"],
     per_device_train_batch_size=options["micro"],
@@ -77,7 +82,7 @@ arguments = GRPOConfig(
     beta=0.0,
     report_to=[],
     save_strategy="no",
-    gradient_checkpointing=False,
+    gradient_checkpointing=options["checkpointing"],
     disable_tqdm=True,
     **(vllm if options["vllm"] else {}),
 )
@@ -95,19 +100,18 @@ print("RESULT", json.dumps({"start": start, "ends": ends, "peak_gb": peak}))
 """
 
 
-def make_model(folder: Path, shape: str) -> Path:
-    """Random weights, and a tokenizer of one letter a token."""
+class PeerError(Exception):
+    """A peer's run failed; the message is the end of its output."""
+
+
+def make_model(folder: Path, shape: str) -> None:
+    """Write a model with random weights and a byte-level tokenizer."""
     torch.manual_seed(0)
-    sizes = SHAPES[shape]
-    config = Qwen2Config(
-        **sizes,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
-    )
-    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        Qwen2ForCausalLM(config).to(dtype).save_pretrained(folder)
+    config = Qwen2Config(**SHAPES[shape], bos_token_id=0, eos_token_id=1, pad_token_id=2)
+    on_gpu = torch.cuda.is_available()
+    with torch.device("cuda" if on_gpu else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if on_gpu else torch.float32)
+    model.save_pretrained(folder)
     words = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -115,11 +119,16 @@ def make_model(folder: Path, shape: str) -> Path:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
     fast.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     fast.save_pretrained(folder)
+
+
+def make_model_in_subprocess(folder: Path, shape: str) -> Path:
+    """Call `make_model` in a process that exits, so that its GPU memory is free when the runs start."""
+    subprocess.run([sys.executable, __file__, "--shape", shape, "--make-model", str(folder)], check=True)
     return folder
 
 
 def make_prompts(model: Path, count: int, num_tokens: int) -> list[str]:
-    """Random texts of so many tokens."""
+    """Random texts of `num_tokens` tokens each."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     rng = random.Random(0)
     texts = ("".join(rng.choices(string.ascii_lowercase, k=2 * num_tokens)) for _ in range(count))
@@ -146,11 +155,12 @@ def run_lockstep(folder: Path, model: Path, texts: list[str], args: argparse.Nam
         f"data.max_prompt_length={args.prompt_tokens + 64}",
         f"data.max_response_length={args.new_tokens}",
         f"actor_rollout_ref.model.path={model}",
-        "actor_rollout_ref.model.enable_gradient_checkpointing=false",
+        f"actor_rollout_ref.model.enable_gradient_checkpointing={args.checkpointing}",
         "actor_rollout_ref.actor.use_kl_loss=false",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={args.prompts}",
-        f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={args.micro}",
-        f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={args.micro}",
+        f"actor_rollout_ref.actor.fsdp_config.model_dtype={args.master_dtype}",
+        f"actor_rollout_ref.actor.fsdp_config.optimizer_offload={args.optimizer_offload}",
+        *micro_batching(args),
         f"actor_rollout_ref.rollout.n={args.samples}",
         f"actor_rollout_ref.rollout.max_num_seqs={args.prompts * args.samples}",
         f"custom_reward_function.path={folder}/reward.py",
@@ -167,24 +177,31 @@ def run_lockstep(folder: Path, model: Path, texts: list[str], args: argparse.Nam
     steps = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     steady = steps[2:] or steps
     times = {name: statistics.median(s[name] for s in steady) for name in steady[0] if name.startswith("timing_s/")}
-    result = {name.removeprefix("timing_s/"): value for name, value in times.items()}
-    gap = "training/rollout_log_probs_gap"
-    result.pop("step")
+    times.pop("timing_s/step")
     return {
-        "step_s": _between([step["time"] for step in steps]),
+        "step_s": median_step([step["time"] for step in steps]),
         "start_s": steps[0]["time"] - start,
         "peak_gb": steps[-1].get("perf/max_memory_allocated_gb", 0.0) * 2**30 / 1e9,
-        "log_probs_gap": statistics.median(s.get(gap, 0.0) for s in steady),
-        **{f"{name}_s": value for name, value in result.items()},
+        "log_probs_gap": statistics.median(s.get("training/rollout_log_probs_gap", 0.0) for s in steady),
+        **{f"{name.removeprefix('timing_s/')}_s": value for name, value in times.items()},
     }
 
 
+def micro_batching(args: argparse.Namespace) -> list[str]:
+    if args.max_tokens is None:
+        keys = ("actor.ppo_micro_batch_size_per_gpu", "rollout.log_prob_micro_batch_size_per_gpu")
+        return [f"actor_rollout_ref.{key}={args.micro}" for key in keys]
+    actor = "actor_rollout_ref.actor"
+    return [f"{actor}.use_dynamic_bsz=true", f"{actor}.ppo_max_token_len_per_gpu={args.max_tokens}"]
+
+
 def run_trl(folder: Path, model: Path, texts: list[str], args: argparse.Namespace, vllm: bool) -> dict[str, float]:
-    options = {name: getattr(args, name) for name in ("prompts", "samples", "new_tokens", "steps")}
+    options = {name: getattr(args, name) for name in ("prompts", "samples", "new_tokens", "steps", "checkpointing")}
     options |= {
         "model": str(model),
         "texts": texts,
         "micro": args.peer_micro,
+        "max_length": args.prompt_tokens + args.new_tokens + 64,
         "vllm": vllm,
         "output": str(folder / "trl"),
     }
@@ -202,17 +219,17 @@ def run_trl(folder: Path, model: Path, texts: list[str], args: argparse.Namespac
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if not lines:
-        raise SystemExit(f"the TRL run failed:\n{done.stdout[-4000:]}")
+        raise PeerError(done.stdout[-4000:].strip() or f"exit code {done.returncode}")
     result = json.loads(lines[0].removeprefix("RESULT "))
     return {
-        "step_s": _between(result["ends"]),
+        "step_s": median_step(result["ends"]),
         "start_s": result["ends"][0] - start,
         "peak_gb": result["peak_gb"],
     }
 
 
-def _between(ends: list[float]) -> float:
-    """Median time from the end of one step to the end of the next, without the first two."""
+def median_step(ends: list[float]) -> float:
+    """Median time between the ends of consecutive steps, without the first two steps."""
     steps = [after - before for before, after in pairwise(ends)]
     return statistics.median(steps[1:] or steps)
 
@@ -221,50 +238,75 @@ def median_of(rounds: list[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.median(found[name] for found in rounds) for name in rounds[0]}
 
 
+def measure(args: argparse.Namespace, console: Console) -> tuple[dict[str, list[dict[str, float]]], dict[str, str]]:
+    """Results of all rounds by side, and the output of peers that failed."""
+    peers = args.peer if args.peer is not None else ["trl"] if importlib.util.find_spec("trl") else []
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in ("lockstep", *peers)}
+    failures: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = args.model or make_model_in_subprocess(folder / "model", args.shape)
+        texts = make_prompts(model, 4 * args.prompts, args.prompt_tokens)
+        for number in range(args.rounds):
+            round_folder = folder / f"round{number}"
+            round_folder.mkdir()
+            ours = run_lockstep(round_folder, model, texts, args)
+            rounds["lockstep"].append(ours)
+            console.print(f"round {number + 1}: lockstep {ours['step_s']:.3f} s per step, {ours['peak_gb']:.1f} GB")
+            for peer in peers:
+                if peer in failures:
+                    continue
+                try:
+                    rounds[peer].append(run_trl(round_folder, model, texts, args, vllm=peer == "trl+vllm"))
+                except PeerError as error:
+                    failures[peer] = str(error)
+    return rounds, failures
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="0.5b" if torch.cuda.is_available() else "tiny")
-    parser.add_argument("--model", type=Path)
+    parser.add_argument("--model", type=Path, help="folder of a real model instead of --shape")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--new-tokens", type=int, default=256)
-    parser.add_argument("--micro", type=int, default=64, help="sequences in one of our micro-batches")
-    parser.add_argument("--peer-micro", type=int, default=32, help="sequences in one of the peer's micro-batches")
+    parser.add_argument("--micro", type=int, default=64, help="sequences per micro-batch of Lockstep")
+    parser.add_argument("--max-tokens", type=int, help="tokens per micro-batch of Lockstep, instead of --micro")
+    parser.add_argument("--peer-micro", type=int, default=32, help="sequences per micro-batch of the peer")
+    parser.add_argument(
+        "--master-dtype", choices=["float32", "bfloat16"], default="float32", help="Lockstep's master weights"
+    )
+    parser.add_argument("--optimizer-offload", action="store_true", help="keep Lockstep's optimizer state on the host")
+    parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing on both sides")
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--rounds", type=int, default=1, help="times that each side runs, in turns; medians are shown")
+    parser.add_argument("--rounds", type=int, default=1, help="runs per side, in turn; medians are shown")
     parser.add_argument("--peer", action="append", choices=["trl", "trl+vllm"], default=None)
-    parser.add_argument("--peer-python", default=sys.executable, help="interpreter of the environment that has TRL")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--peer-python", default=sys.executable, help="Python interpreter of the environment with TRL")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument("--make-model", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
-    peers = args.peer if args.peer is not None else ["trl"] if importlib.util.find_spec("trl") else []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        model = args.model or make_model(folder / "model", args.shape)
-        texts = make_prompts(model, 4 * args.prompts, args.prompt_tokens)
-        rounds: dict[str, list[dict[str, float]]] = {name: [] for name in ("lockstep", *peers)}
-        for number in range(args.rounds):
-            place = folder / f"round{number}"
-            place.mkdir()
-            rounds["lockstep"].append(run_lockstep(place, model, texts, args))
-            for peer in peers:
-                rounds[peer].append(run_trl(place, model, texts, args, vllm=peer == "trl+vllm"))
-    results = {name: median_of(found) for name, found in rounds.items()}
-    table = Table("", "step s", "times faster", "first step after s", "peak GB")
+    if args.make_model:
+        return make_model(args.make_model, args.shape)
+    console = Console()
+    rounds, failures = measure(args, console)
+    results = {name: median_of(found) for name, found in rounds.items() if found}
+    table = Table("", "step s", "Lockstep is faster by", "start-up s", "peak GB")
     ours = results["lockstep"]
     for name, result in results.items():
-        ratio = result["step_s"] / ours["step_s"]
-        figures = (f"{result['step_s']:.3f}", f"{ratio:.2f}", f"{result['start_s']:.1f}", f"{result['peak_gb']:.1f}")
-        table.add_row(name, *figures)
-    console = Console()
+        ratio = "" if name == "lockstep" else f"{result['step_s'] / ours['step_s']:.2f}x"
+        table.add_row(name, f"{result['step_s']:.3f}", ratio, f"{result['start_s']:.1f}", f"{result['peak_gb']:.1f}")
     console.print(table)
-    parts = {name: round(value, 3) for name, value in ours.items() if name not in ("step_s", "start_s", "peak_gb")}
-    console.print("of the step:", parts)
+    phases = {name: round(value, 3) for name, value in ours.items() if name not in ("step_s", "start_s", "peak_gb")}
+    console.print("Lockstep by phase:", phases)
     if args.json:
-        args.json.write_text(
-            json.dumps({"arguments": vars(args), "results": results, "rounds": rounds}, indent=1, default=str)
-        )
+        content = {"arguments": vars(args), "results": results, "rounds": rounds, "failures": failures}
+        args.json.write_text(json.dumps(content, indent=1, default=str))
+    for peer, output in failures.items():
+        console.print(f"{peer} failed: {output.splitlines()[-1]}", markup=False, soft_wrap=True)
+    if failures:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

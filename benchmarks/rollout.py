@@ -1,13 +1,13 @@
-"""Rollout throughput: the embedded engine beside transformers' generate and vLLM, each in a process of its own.
+"""Rollout throughput: the embedded engine compared with transformers' generate and vLLM, each in its own process.
 
-    python benchmarks/rollout.py --model DIR [--requests 64 --new-tokens 8-128]        a model of one's own, greedy (CPU or GPU)
-    python benchmarks/rollout.py --shape 0.5b 7b --workload uniform mixed [--json out.json]    random weights on the device, sampled
-    ... --engines embedded transformers vllm --peer-python .vllm/bin/python                    vLLM from an environment of its own
+    python benchmarks/rollout.py --model DIR [--requests 64 --new-tokens 8-128]                a real model, greedy (CPU or GPU)
+    python benchmarks/rollout.py --shape 0.5b 7b --workload uniform mixed [--json out.json]    random weights, sampled
+    ... --engines embedded transformers vllm --peer-python .vllm/bin/python                    vLLM from another environment
 
-Requests have random prompts and ask for exact numbers of tokens; only those asked for count. Sampled requests return the log-prob
-of every token and carry a stop token, so that all engines look for it. transformers is told the lengths beforehand: its batches
-hold requests of similar length. Each figure is the best of `--repeats` runs after a first one; start-up is from the process's
-start to the first token. vLLM is left out where `--peer-python` does not have it.
+Requests have random prompts and ask for a fixed number of tokens; only those count. Sampled requests return the log-prob of every
+token and have a stop token, so that all engines check for it. transformers gets batches of requests of similar length. Each figure
+is the best of `--repeats` runs after a warm-up run; start-up is from the process's start to the first token. vLLM is skipped if
+`--peer-python` does not have it.
 """
 
 import time
@@ -34,7 +34,7 @@ WORKLOADS = {"uniform": (256, "256", "256"), "mixed": (512, "256", "16-1024")}
 
 @dataclass(frozen=True)
 class Case:
-    """One workload. prompt_tokens, new_tokens: least and most of a request."""
+    """One workload. prompt_tokens, new_tokens: minimum and maximum per request."""
 
     name: str
     requests: int
@@ -44,7 +44,7 @@ class Case:
 
 @dataclass
 class Result:
-    """seconds: of each run after the first. same_tokens: share of tokens equal to embedded's, where both are greedy."""
+    """seconds: per run after the first. same_tokens: fraction of tokens equal to embedded's, if both are greedy."""
 
     engine: str
     case: str
@@ -80,18 +80,18 @@ Generate = Callable[[list[Request]], list[list[int]]]
 
 
 def embedded(args: argparse.Namespace, longest: Case) -> tuple[Generate, int]:
-    from lockstep.kernels.wake import wake_device
+    from lockstep.kernels.gpu_warmup import start_gpu_warmup
 
-    wake_device(args.device)
+    start_gpu_warmup(args.device)
     from lockstep.config.actor_rollout_ref import RolloutConfig
     from lockstep.engines.rollout import EmbeddedEngine, GenerationRequest, SamplingParams
     from lockstep.models.attention import ATTENTION_NAME
+    from lockstep.models.known_models import install_decoder_layers
+    from lockstep.models.packed_weights import pack_weights
 
     model = load_model(args, ATTENTION_NAME)
-    if args.device == "cuda":
-        from lockstep.models.adjacent import lay_adjacent
-
-        lay_adjacent(model)
+    install_decoder_layers(model)
+    pack_weights(model)
     config = RolloutConfig(
         prompt_length=longest.prompt_tokens[1],
         response_length=longest.new_tokens[1],
@@ -152,7 +152,7 @@ def transformers(args: argparse.Namespace, longest: Case) -> tuple[Generate, int
 def vllm(args: argparse.Namespace, longest: Case) -> tuple[Generate, int]:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     options: dict[str, Any] = {"gpu_memory_utilization": 0.5}
-    if args.device == "cpu":  # in this process: one of its own would keep a core to itself
+    if args.device == "cpu":  # in this process: a separate one would occupy a core
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         options = {"distributed_executor_backend": "uni", "enforce_eager": True}
@@ -218,7 +218,7 @@ def load_model(args: argparse.Namespace, attention: str) -> Any:
 
 
 def work(args: argparse.Namespace) -> None:
-    """The process of one engine: all cases, results as JSON."""
+    """Process of one engine: run all cases, write the results as JSON."""
     cases = [Case(**case) for case in json.loads(args.cases)]
     longest = Case(
         "longest",
@@ -235,7 +235,7 @@ def work(args: argparse.Namespace) -> None:
         seconds = []
         for _ in range(args.repeats + 1):
             started = time.perf_counter()
-            outputs = generate(requests)  # lists on the host: the device has finished
+            outputs = generate(requests)  # returns host lists, so the device has finished
             seconds.append(time.perf_counter() - started)
         tokens = sum(len(o) for o in outputs)
         kept = outputs if args.model is not None else []
@@ -245,14 +245,14 @@ def work(args: argparse.Namespace) -> None:
 
 def peak_gb(args: argparse.Namespace) -> float | None:
     if args.device != "cuda" or args.work == "vllm":
-        return None  # vLLM takes what it is told to take, in a process of its own
+        return None  # vLLM allocates a fixed fraction, in another process
     import torch
 
     return torch.cuda.max_memory_allocated() / 1e9
 
 
 def run(args: argparse.Namespace, shape: str | None, cases: list[Case]) -> Iterator[Result]:
-    """Results of all engines, one process after the other."""
+    """Run all engines, one process after the other."""
     for engine in args.engines:
         python = args.peer_python if engine == "vllm" else sys.executable
         if engine == "vllm" and not has_vllm(python):
@@ -265,7 +265,7 @@ def run(args: argparse.Namespace, shape: str | None, cases: list[Case]) -> Itera
             command += ["--prefill-tokens", str(args.prefill_tokens)]
             command += ["--shape", shape] if shape else ["--model", args.model]
             if subprocess.run(command, env={**os.environ, "PYTHONPATH": path_here()}).returncode != 0:
-                print(f"{engine} failed; its figures are left out", file=sys.stderr)
+                print(f"{engine} failed; skipping it", file=sys.stderr)
                 continue
             yield from (Result(**entry) for entry in json.loads(out.read_text()))
 
@@ -286,7 +286,7 @@ def span(text: str) -> tuple[int, int]:
 
 
 def compare(results: list[Result]) -> None:
-    """Where outputs were kept, how many tokens are those of embedded."""
+    """Fraction of tokens equal to embedded's, if outputs were kept."""
     references = {r.case: r.outputs for r in results if r.engine == "embedded"}
     for r in results:
         reference = references.get(r.case)
@@ -325,21 +325,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="directory of a transformers causal LM")
     parser.add_argument("--shape", nargs="*", choices=SHAPES, help="random weights of these shapes")
-    parser.add_argument("--workload", nargs="*", choices=WORKLOADS, default=["uniform"], help="of the shapes")
+    parser.add_argument("--workload", nargs="*", choices=WORKLOADS, default=["uniform"], help="for the shapes")
     parser.add_argument(
         "--engines", nargs="*", choices=ENGINES, help="default: on CUDA embedded, vllm; else embedded, transformers"
     )
     parser.add_argument("--requests", type=int, nargs="*", help="batch sizes; default: the workload's, 64 for a model")
-    parser.add_argument("--prompt-tokens", help="of a request, N or N-M")
-    parser.add_argument("--new-tokens", help="of a request, N or N-M")
-    parser.add_argument("--prefill-tokens", type=int, default=16384, help="embedded: tokens in one prefill step")
-    parser.add_argument("--batch-size", type=int, default=16, help="of transformers")
-    parser.add_argument("--peer-python", default=sys.executable, help="interpreter of the environment that has vLLM")
+    parser.add_argument("--prompt-tokens", help="per request, N or N-M")
+    parser.add_argument("--new-tokens", help="per request, N or N-M")
+    parser.add_argument("--prefill-tokens", type=int, default=16384, help="embedded: tokens per prefill step")
+    parser.add_argument("--batch-size", type=int, default=16, help="for transformers")
+    parser.add_argument("--peer-python", default=sys.executable, help="Python interpreter of the environment with vLLM")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dtype", help="default: bfloat16 on CUDA, float32 elsewhere")
-    parser.add_argument("--device", help="default: cuda where there is one")
-    parser.add_argument("--json", type=Path, help="write the results here too")
+    parser.add_argument("--dtype", help="default: bfloat16 on CUDA, else float32")
+    parser.add_argument("--device", help="default: cuda if available")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--cases", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)

@@ -1,4 +1,4 @@
-"""Sizes of the random models that the benchmarks make: Qwen2's, and a tiny one for CPUs."""
+"""Sizes of the benchmarks' random models: those of Qwen2.5, and a tiny one to try the scripts on a CPU."""
 
 from typing import Any
 
@@ -21,6 +21,7 @@ def _sizes(
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": _sizes(512, 64, 128, 2, 2, 1, True),
     "0.5b": _sizes(151936, 896, 4864, 24, 14, 2, True),
+    "1.5b": _sizes(151936, 1536, 8960, 28, 12, 2, True),
     "7b": _sizes(152064, 3584, 18944, 28, 28, 4, False),
 }
-"""Name to arguments of Qwen2Config."""
+"""Name -> arguments of Qwen2Config."""

@@ -1,10 +1,10 @@
-"""How long it takes from the command to the first training step: the demo's small model by PPO, in one process and on Ray.
+"""Time from the command to the first training step: PPO on the demo's model, in one process and on Ray.
 
     python benchmarks/startup.py [--workers 2 --repeats 3 --json out.json]
 
-    models_s      the models are loaded and the first prompts are on their way
-    first_step_s  the first step is done, its line on the console
-    whole_s       the command has ended: three steps, a checkpoint, everything taken down
+    models_s      the models are loaded and the first rollout starts
+    first_step_s  the first step is done and its line printed
+    whole_s       the command has exited: three steps, a checkpoint, shutdown
 
 Seconds since the command, medians over the repeats; local and Ray alternate.
 """
@@ -26,12 +26,12 @@ from lockstep.demo import reward
 from lockstep.demo.model import make_model_folder
 from lockstep.demo.task import split_problems, write_rows
 
-MODELS_LOADED = "the run's files:"
+MODELS_LOADED = "output folder:"
 FIRST_STEP = "step 1/"
 
 
 def make_files(folder: Path) -> list[str]:
-    """A model and its data, and the overrides of a run on them."""
+    """Write a model and data; return the overrides of a run on them."""
     make_model_folder(folder / "model", seed=0)
     problems, _ = split_problems(seed=0)
     write_rows(folder / "train.parquet", problems, "train")
@@ -50,7 +50,7 @@ def make_files(folder: Path) -> list[str]:
 
 
 def measure(overrides: list[str], folder: Path) -> dict[str, float]:
-    """Seconds from the start of one command to what its console says."""
+    """Seconds from the start of one command to the marker lines on its console."""
     started = time.perf_counter()
     command = [sys.executable, "-m", "lockstep.trainer.main_ppo", *overrides, f"trainer.default_local_dir={folder}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
@@ -62,8 +62,8 @@ def measure(overrides: list[str], folder: Path) -> dict[str, float]:
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line)
-            for name, sign in (("models_s", MODELS_LOADED), ("first_step_s", FIRST_STEP)):
-                if sign in line and name not in spent:
+            for name, marker in (("models_s", MODELS_LOADED), ("first_step_s", FIRST_STEP)):
+                if marker in line and name not in spent:
                     spent[name] = time.perf_counter() - started
     if process.returncode:
         raise SystemExit("".join(lines))
@@ -74,7 +74,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=2, help="worker processes on Ray")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write the results here too")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     args = parser.parse_args()
     sides = {"local": [], f"ray x{args.workers}": [f"trainer.n_gpus_per_node={args.workers}"]}
     times: dict[str, list[dict[str, float]]] = {name: [] for name in sides}

@@ -1,12 +1,12 @@
-"""One training step (forward, backward, clip, AdamW) on random weights: lockstep's engine beside plain transformers.
+"""One training step (forward, backward, clip, AdamW) on random weights: Lockstep's engine compared with plain transformers.
 
-    python benchmarks/train_step.py [--shape 0.5b|7b|tiny] [--tokens 16384 --length 512] [--profile] [--json out.json]
+    python benchmarks/train_step.py [--shape 0.5b|1.5b|7b] [--tokens 16384 --length 512] [--profile] [--json out.json]
 
-Rows of `length` tokens, the second half of each is response. lockstep: `FsdpEngine` over `PolicyModel` (packed, log-probs at
+Rows have `length` tokens, the second half of which is the response. lockstep: `FsdpEngine` with `PolicyModel` (packed, log-probs at
 response tokens). transformers: sdpa attention on the same rows, log-softmax of the full logits, gather. Both compute in bfloat16 on
-CUDA and take the same loss, gradient clipping and fused AdamW. lockstep's master weights are float32, transformers' are of the type
-that it computes in; for 7b, whose optimizer in float32 does not fit one device, both are bfloat16. MFU counts the work that is
-asked for (the head at response tokens only, nothing recomputed) against `--peak-tflops`.
+CUDA with the same loss, gradient clipping and AdamW. Lockstep's master weights are float32, transformers' have the compute dtype;
+for 7b, whose float32 optimizer does not fit on one device, both are bfloat16. MFU is relative to `--peak-tflops` and counts only
+required work (the head at response tokens only, no recomputation).
 """
 
 import argparse
@@ -31,12 +31,14 @@ from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig
 from lockstep.engines.train.base import MicroBatching
 from lockstep.engines.train.fsdp import FsdpEngine
 from lockstep.models.attention import ATTENTION_NAME
+from lockstep.models.known_models import install_decoder_layers
+from lockstep.models.packed_weights import pack_weights
 from lockstep.models.token_models import PolicyModel
 
 
 @dataclass
 class Result:
-    """ms: median of a step. peak_gb: most memory allocated, weights and optimizer included. warmup_s: the first steps."""
+    """ms: median per step. peak_gb: peak allocated memory, including weights and optimizer. warmup_s: the first steps."""
 
     name: str
     tokens_per_s: float
@@ -48,7 +50,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Task:
-    """rows x length tokens on `device`; master: type of lockstep's master weights."""
+    """rows x length tokens on `device`; master: dtype of Lockstep's master weights."""
 
     config: Qwen2Config
     rows: int
@@ -64,12 +66,12 @@ class Task:
         return self.rows * self.length
 
     def flops(self) -> float:
-        """Of the forward and backward passes: 6 for each weight a token meets, and causal attention."""
+        """Forward and backward pass: 6 per weight and token, plus causal attention."""
         c = self.config
         head_dim = c.hidden_size // c.num_attention_heads
         attention = c.hidden_size * (2 * c.hidden_size + 2 * c.num_key_value_heads * head_dim)
         layer = attention + 3 * c.hidden_size * c.intermediate_size
-        scores = 2 * c.hidden_size * self.length / 2  # queries by keys and weights by values, of half the places
+        scores = 2 * c.hidden_size * self.length / 2  # QK and PV products over the causal half
         head = c.vocab_size * c.hidden_size * self.num_tokens / 2
         return 6 * (c.num_hidden_layers * (layer + scores) * self.num_tokens + head)
 
@@ -97,7 +99,10 @@ class Task:
 
 
 def lockstep_step(task: Task) -> Callable[[], float]:
-    policy = PolicyModel(task.model(task.master, ATTENTION_NAME))
+    model = task.model(task.master, ATTENTION_NAME)
+    install_decoder_layers(model)
+    pack_weights(model)
+    policy = PolicyModel(model)
     engine = FsdpEngine(
         policy,
         FSDPEngineConfig(),
@@ -173,7 +178,7 @@ def measure(name: str, task: Task, make: Callable[[Task], Callable[[], float]], 
 
 
 def print_kernels(console: Console, step: Callable[[], float], count: int) -> None:
-    """The kernels of one step that take longest, and how long the device had nothing to do."""
+    """Print the longest kernels of one step, and the device's busy time."""
     from torch.profiler import ProfilerActivity, profile
 
     step()
@@ -201,15 +206,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="0.5b" if on_gpu else "tiny")
     parser.add_argument("--tokens", type=int, default=16384 if on_gpu else 1024)
-    parser.add_argument("--length", type=int, default=512 if on_gpu else 128, help="tokens of a row")
+    parser.add_argument("--length", type=int, default=512 if on_gpu else 128, help="tokens per row")
     parser.add_argument("--steps", type=int, default=10, help="timed steps")
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations in the backward pass")
     parser.add_argument("--entropy", action="store_true", help="with an entropy bonus in the loss")
-    parser.add_argument("--only", choices=["lockstep", "transformers"], help="leave the other one out")
-    parser.add_argument("--peak-tflops", type=float, default=790.0, help="matrix rate of the device, for MFU")
-    parser.add_argument("--profile", action="store_true", help="print lockstep's longest kernels")
-    parser.add_argument("--json", type=Path, help="write the results here too")
+    parser.add_argument("--only", choices=["lockstep", "transformers"], help="run only one side")
+    parser.add_argument(
+        "--peak-tflops", type=float, default=790.0, help="peak matmul throughput of the device, for MFU"
+    )
+    parser.add_argument("--profile", action="store_true", help="print Lockstep's longest kernels")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     args = parser.parse_args()
 
     device = torch.device(args.device)

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# DAPO: GRPO without KL, clipped further above than below (0.28 and 0.2), token-mean loss, groups whose samples all score
-# alike sampled again, and a penalty that grows over the last tokens of an answer that is too long.
+# DAPO: GRPO without KL, with asymmetric clipping (0.28 above, 0.2 below), token-mean loss, dynamic sampling of groups whose
+# samples all have the same score, and a soft penalty for overlong answers.
 #
 #   MODEL=~/models/Qwen2.5-7B-Instruct DATA=~/data/dapo_math examples/dapo.sh [key=value ...]
 #
-# MODEL: folder of the model. DATA: folder with train.parquet and test.parquet (examples/data_preprocess makes them).
-# RUN: folder for checkpoints and metrics. Further arguments override what stands here; the lengths and batch sizes below can
-# be set by environment too (MAX_RESPONSE_LENGTH=8192), and the overlong buffer follows.
+# MODEL: folder of the model. DATA: folder with train.parquet and test.parquet (see examples/data_preprocess).
+# RUN: folder for checkpoints and metrics. Further arguments override the settings below; the lengths and batch sizes can
+# also be set by environment variables (MAX_RESPONSE_LENGTH=8192), and the overlong buffer follows.
 set -euo pipefail
 : "${MODEL:?the folder of a Hugging Face causal language model}"
-: "${DATA:?the folder that holds train.parquet and test.parquet}"
+: "${DATA:?the folder with train.parquet and test.parquet}"
 RUN=${RUN:-runs/dapo}
 
 clip_ratio_low=0.2

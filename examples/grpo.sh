@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# GRPO: 16 samples of each prompt are compared with each other, so there is no critic.
+# GRPO: 16 samples per prompt are compared with each other, so there is no critic.
 #
 #   MODEL=~/models/Qwen2.5-7B-Instruct DATA=~/data/gsm8k examples/grpo.sh [key=value ...]
 #
-# MODEL: folder of the model. DATA: folder with train.parquet and test.parquet (examples/data_preprocess makes them).
-# RUN: folder for checkpoints and metrics. Further arguments override what stands here.
+# MODEL: folder of the model. DATA: folder with train.parquet and test.parquet (see examples/data_preprocess).
+# RUN: folder for checkpoints and metrics. Further arguments override the settings below.
 set -euo pipefail
 : "${MODEL:?the folder of a Hugging Face causal language model}"
-: "${DATA:?the folder that holds train.parquet and test.parquet}"
+: "${DATA:?the folder with train.parquet and test.parquet}"
 RUN=${RUN:-runs/grpo}
 
 exec "${PYTHON:-python3}" -m lockstep.trainer.main_ppo \

@@ -4,10 +4,10 @@
 #   MODEL=~/models/SmolLM2-135M-Instruct DATA=~/data/easy examples/grpo_smollm2_easy.sh [key=value ...]
 #
 # MODEL: folder of the model. DATA: folder with train.parquet and test.parquet (examples/data_preprocess/word_problems.py).
-# RUN: folder for checkpoints and metrics. Further arguments override what stands here.
+# RUN: folder for checkpoints and metrics. Further arguments override the settings below.
 set -euo pipefail
 : "${MODEL:?the folder of SmolLM2-135M-Instruct}"
-: "${DATA:?the folder that holds train.parquet and test.parquet}"
+: "${DATA:?the folder with train.parquet and test.parquet}"
 RUN=${RUN:-runs/grpo_smollm2_easy}
 
 exec "${PYTHON:-python3}" -m lockstep.trainer.main_ppo \

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# GRPO of a SmolLM2-135M on GSM8K, after the supervised warm-up of examples/warm_up_sft.py (docs/learning_runs.md).
+# GRPO of SmolLM2-135M on GSM8K, after the supervised warm-up of examples/warm_up_sft.py (docs/learning_runs.md).
 #
 #   MODEL=~/models/SmolLM2-135M-warm DATA=~/data/gsm8k examples/grpo_smollm2_gsm8k.sh [key=value ...]
 #
-# MODEL: folder that the warm-up wrote. DATA: folder with train.parquet and test.parquet (examples/data_preprocess/gsm8k.py).
-# RUN: folder for checkpoints and metrics. Further arguments override what stands here.
+# MODEL: folder written by the warm-up. DATA: folder with train.parquet and test.parquet (examples/data_preprocess/gsm8k.py).
+# RUN: folder for checkpoints and metrics. Further arguments override the settings below.
 set -euo pipefail
-: "${MODEL:?the folder that examples/warm_up_sft.py wrote}"
-: "${DATA:?the folder that holds train.parquet and test.parquet}"
+: "${MODEL:?the folder written by examples/warm_up_sft.py}"
+: "${DATA:?the folder with train.parquet and test.parquet}"
 RUN=${RUN:-runs/grpo_smollm2_gsm8k}
 
 exec "${PYTHON:-python3}" -m lockstep.trainer.main_ppo \

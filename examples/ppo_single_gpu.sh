@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# PPO on one GPU (or CPU): a critic, advantages by GAE, a KL penalty against the reference in the reward.
+# PPO on one GPU (or CPU): a critic, GAE advantages, a KL penalty against the reference in the reward.
 #
 #   MODEL=~/models/Qwen2.5-0.5B-Instruct DATA=~/data/gsm8k examples/ppo_single_gpu.sh [key=value ...]
 #
-# MODEL: folder of the model. DATA: folder with train.parquet and test.parquet (examples/data_preprocess makes them).
-# RUN: folder for checkpoints and metrics. Further arguments override what stands here.
+# MODEL: folder of the model. DATA: folder with train.parquet and test.parquet (see examples/data_preprocess).
+# RUN: folder for checkpoints and metrics. Further arguments override the settings below.
 set -euo pipefail
 : "${MODEL:?the folder of a Hugging Face causal language model}"
-: "${DATA:?the folder that holds train.parquet and test.parquet}"
+: "${DATA:?the folder with train.parquet and test.parquet}"
 RUN=${RUN:-runs/ppo_single_gpu}
 
 exec "${PYTHON:-python3}" -m lockstep.trainer.main_ppo \

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# REINFORCE++: discounted returns of one sample a prompt, normalised over the whole batch; KL counts token by token in the
-# reward. There is no critic.
+# REINFORCE++: discounted returns of one sample per prompt, normalised over the whole batch; per-token KL penalty in the
+# reward; no critic.
 #
 #   MODEL=~/models/Qwen2.5-1.5B-Instruct DATA=~/data/gsm8k examples/reinforce_plus_plus.sh [key=value ...]
 #
-# MODEL: folder of the model. DATA: folder with train.parquet and test.parquet (examples/data_preprocess makes them).
-# RUN: folder for checkpoints and metrics. Further arguments override what stands here.
+# MODEL: folder of the model. DATA: folder with train.parquet and test.parquet (see examples/data_preprocess).
+# RUN: folder for checkpoints and metrics. Further arguments override the settings below.
 set -euo pipefail
 : "${MODEL:?the folder of a Hugging Face causal language model}"
-: "${DATA:?the folder that holds train.parquet and test.parquet}"
+: "${DATA:?the folder with train.parquet and test.parquet}"
 RUN=${RUN:-runs/reinforce_plus_plus}
 
 exec "${PYTHON:-python3}" -m lockstep.trainer.main_ppo \

@@ -1,4 +1,4 @@
-"""The reward of grpo_smollm2_easy.sh: a right number, and a little for the form in which it is asked for."""
+"""The reward of grpo_smollm2_easy.sh: the correct number, plus a small bonus for the format."""
 
 import re
 from typing import Any
@@ -11,10 +11,10 @@ FORM_SCORE = 0.1
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
 ) -> dict[str, float]:
-    """1 if the last number is the ground truth, and `FORM_SCORE` if the answer ends with `####` and a number.
+    """1 if the last number is the ground truth, plus `FORM_SCORE` if the answer ends with `####` and a number.
 
-    acc:  the first of the two alone, which validation reports as accuracy.
-    form: whether the answer has the form, right or wrong.
+    acc:  whether the number is correct, reported by validation as accuracy.
+    form: whether the format is correct.
     """
     numbers = NUMBER.findall(solution_str)
     right = bool(numbers) and abs(_value(numbers[-1]) - _value(ground_truth)) < 1e-4

@@ -1,4 +1,4 @@
-"""Supervised warm-up: train a model on pairs of a prompt and a response, and write it as a Hugging Face folder.
+"""Supervised warm-up: train a model on pairs of a prompt and a response, and save it as a Hugging Face folder.
 
     python examples/warm_up_sft.py --model models/SmolLM2-135M-Instruct --data data/gsm8k/pairs.parquet --output models/warm
 
@@ -76,7 +76,7 @@ def batches(samples: list[dict[str, Tensor]], epochs: int, batch_size: int, seed
 
 
 def collated(samples: list[dict[str, Tensor]]) -> TensorDict:
-    """Samples as the rows that the engine computes on: prompts padded left, responses padded right."""
+    """Collate samples to rows for the engine: left-padded prompts, right-padded responses."""
     prompt_lengths = [int((sample["loss_mask"] == 0).sum()) for sample in samples]
     before = max(prompt_lengths)
     width = max(len(sample["input_ids"]) - prompt for sample, prompt in zip(samples, prompt_lengths))
@@ -103,7 +103,7 @@ def collated(samples: list[dict[str, Tensor]]) -> TensorDict:
 
 
 def cross_entropy(batch: TensorDict) -> LossFn:
-    """Mean over the response tokens of the whole batch."""
+    """Mean cross-entropy over the response tokens of the whole batch."""
     num_tokens = int(batch["response_mask"].sum())
 
     def loss_fn(outputs: dict[str, Tensor], rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
@@ -119,10 +119,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, required=True, help="parquet or jsonl with prompt and response")
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=64, help="pairs in one optimizer step")
-    parser.add_argument("--lr", type=float, default=3e-4, help="peak; a cosine falls to a tenth of it")
-    parser.add_argument("--max-length", type=int, default=512, help="longer sequences are cut on the right")
-    parser.add_argument("--max-tokens", type=int, default=32768, help="in one forward and backward")
+    parser.add_argument("--batch-size", type=int, default=64, help="pairs per optimizer step")
+    parser.add_argument("--lr", type=float, default=3e-4, help="peak; decays to a tenth along a cosine")
+    parser.add_argument("--max-length", type=int, default=512, help="longer sequences are truncated on the right")
+    parser.add_argument("--max-tokens", type=int, default=32768, help="tokens per micro-batch")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     warm_up(parser.parse_args(argv))

@@ -1,3 +1,3 @@
-"""Lockstep: reinforcement-learning post-training for language models, trainer and rollout on one set of weights."""
+"""Lockstep: RL post-training of language models; trainer and rollout share one set of weights."""
 
 __version__ = "0.1.0"

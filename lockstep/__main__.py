@@ -1,4 +1,4 @@
-"""`python -m lockstep` is the `lockstep` command."""
+"""`python -m lockstep` runs the `lockstep` command."""
 
 import sys
 

@@ -1,8 +1,8 @@
-"""The `lockstep` command: one word per program, each imported only when it is called.
+"""The `lockstep` command. Each program is imported only when it is called.
 
-lockstep ppo key=value ...     train; the same as `python -m lockstep.trainer.main_ppo`
+lockstep ppo key=value ...     train; same as `python -m lockstep.trainer.main_ppo`
 lockstep demo [options]        train a small model from scratch on this machine
-lockstep doctor                what is installed, and what this machine offers
+lockstep doctor                show installed packages and hardware
 """
 
 import os
@@ -13,26 +13,25 @@ from importlib.metadata import PackageNotFoundError, version
 
 from lockstep import __version__
 from lockstep.config.errors import nearest
-from lockstep.utils.bytecode import how_to_compile, uncompiled
 
 USAGE = """\
 usage: lockstep PROGRAM [arguments]
 
   ppo key=value ...   train a language model by reinforcement learning
   demo                train a small model from scratch on this machine
-  doctor              show what is installed and what this machine offers
+  doctor              show installed packages and hardware
 
   --version           show the version and exit
-  --help              show this message and exit; `lockstep PROGRAM --help` explains a program
+  --help              show this message and exit; see also `lockstep PROGRAM --help`
 """
 
 REQUIRED = ("torch", "transformers", "tensordict", "hydra-core", "omegaconf", "pyarrow", "math-verify")
 EXTRAS = {"wandb": "wandb", "mlflow-skinny": "mlflow", "swanlab": "swanlab"}
-"""Optional distribution to the extra that installs it."""
+"""Optional package -> the extra that installs it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program that the first argument names; the exit code is the program's."""
+    """Run the program named by the first argument and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         sys.stdout.write(USAGE)
@@ -44,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if program not in PROGRAMS:
         guess = nearest(program, PROGRAMS)
         hint = f"did you mean {guess}?" if guess else f"known: {', '.join(PROGRAMS)}"
-        sys.stderr.write(f"lockstep: no program {program!r}; {hint}\n")
+        sys.stderr.write(f"lockstep: unknown program {program!r}; {hint}\n")
         return 2
     return PROGRAMS[program](rest)
 
@@ -65,7 +64,7 @@ def _doctor(argv: list[str]) -> int:
     if argv:
         asked_for_help = argv[0] in ("-h", "--help")
         stream = sys.stdout if asked_for_help else sys.stderr
-        stream.write("usage: lockstep doctor\n\nShow what is installed and what this machine offers.\n")
+        stream.write("usage: lockstep doctor\n\nShow installed packages and hardware.\n")
         return 0 if asked_for_help else 2
     from rich.console import Console
     from rich.table import Table
@@ -78,7 +77,7 @@ def _doctor(argv: list[str]) -> int:
     return 1 if any(found == MISSING for _, found in rows) else 0
 
 
-MISSING = "missing: install the package again"
+MISSING = "missing: reinstall lockstep-rl"
 
 
 def _software() -> list[tuple[str, str]]:
@@ -86,10 +85,6 @@ def _software() -> list[tuple[str, str]]:
     rows += [(name, _installed(name) or MISSING) for name in REQUIRED]
     for name, extra in EXTRAS.items():
         rows.append((name, _installed(name) or f"not installed; pip install 'lockstep-rl\\[{extra}]'"))
-    if slow := uncompiled():
-        rows.append(
-            ("bytecode", f"none of {', '.join(slow)}: every start takes seconds longer; {how_to_compile(slow)}")
-        )
     return rows
 
 
@@ -110,7 +105,7 @@ def _machine() -> list[tuple[str, str]]:
 
     rows.append(("torch threads", str(torch.get_num_threads())))
     if not torch.cuda.is_available():
-        return [*rows, ("device", "cpu (no CUDA device is visible)")]
+        return [*rows, ("device", "cpu (no CUDA device)")]
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
         rows.append((f"cuda:{index}", f"{device.name}, {device.total_memory / 2**30:.1f} GiB"))

@@ -1,6 +1,6 @@
-"""One registry class for every plug-in point: names to objects, refusing duplicates and explaining unknown names.
+"""The registry class of every plug-in point: rejects duplicate names, suggests a name for an unknown one.
 
-Outside code enters as `pkg.module:attr`, as `pkg://pkg.module:attr` or as `path/to/file.py:attr`; see `load_object`.
+User code is given as `pkg.module:attr`, `pkg://pkg.module:attr` or `path/to/file.py:attr`; see `load_object`.
 """
 
 import difflib
@@ -17,8 +17,8 @@ T = TypeVar("T")
 class Registry(Generic[T]):
     """A named table of objects of one kind.
 
-    kind: what the entries are, in the words of an error message ("advantage estimator").
-    key:  the dotted config key that selects an entry, named in the error for an unknown name; None where there is none.
+    kind: what the entries are, for error messages ("advantage estimator").
+    key:  the dotted config key that selects an entry, for error messages; None if there is none.
     """
 
     def __init__(self, kind: str, key: str | None = None) -> None:
@@ -27,18 +27,18 @@ class Registry(Generic[T]):
         self._entries: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorator: enter the decorated object under `name`; a second object under the same name is an error."""
+        """Decorator: register an object under `name`; registering a second one under the same name is an error."""
 
-        def enter(obj: T) -> T:
+        def add(obj: T) -> T:
             if name in self._entries and self._entries[name] is not obj:
-                raise ValueError(f"{self.kind} {name!r} is registered already: {self._entries[name]!r}")
+                raise ValueError(f"{self.kind} {name!r} is already registered: {self._entries[name]!r}")
             self._entries[name] = obj
             return obj
 
-        return enter
+        return add
 
     def get(self, name: str) -> T:
-        """The entry `name`, or outside code where `name` is `module:attr` or `file.py:attr`."""
+        """The entry `name`, or the user's object if `name` is `module:attr` or `file.py:attr`."""
         if name in self._entries:
             return self._entries[name]
         if ":" in name:
@@ -60,7 +60,7 @@ class Registry(Generic[T]):
 
 
 def did_you_mean(name: str, known: Any) -> str:
-    """A sentence that names the nearest known name, if one is near, and all known names."""
+    """A message with the closest known name, if any, and all known names."""
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     guess = f"Did you mean {near[0]!r}? " if near else ""
@@ -68,9 +68,9 @@ def did_you_mean(name: str, known: Any) -> str:
 
 
 def load_object(reference: str, default_attr: str | None = None) -> Any:
-    """The object behind `pkg.module:attr`, `pkg://pkg.module:attr` or `path/to/file.py:attr`.
+    """Load `pkg.module:attr`, `pkg://pkg.module:attr` or `path/to/file.py:attr`.
 
-    Without `:attr` the attribute `default_attr` is taken.
+    Without `:attr`, load the attribute `default_attr`.
     """
     target = reference.removeprefix("pkg://")
     module_ref, _, attr = target.rpartition(":") if ":" in target else (target, "", default_attr or "")
@@ -90,7 +90,7 @@ def _load_module(module_ref: str) -> Any:
     path = Path(module_ref).expanduser().resolve()
     if not path.is_file():
         raise ValueError(f"no file {path}")
-    # a file that was edited since is another module
+    # the modification time is part of the name, so an edited file is loaded again
     name = f"lockstep_user_{path.stem}_{abs(hash((str(path), path.stat().st_mtime_ns))):x}"
     if name in sys.modules:
         return sys.modules[name]

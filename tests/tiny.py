@@ -1,4 +1,4 @@
-"""Small models, tokenizers and batches that tests make for themselves."""
+"""Small models, tokenizers and batches for tests."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ CHAT_TEMPLATE = (
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, plus the chat template's special tokens."""
+    """One token per byte, plus the chat template's special tokens."""
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate([*special, *alphabet])}
@@ -52,7 +52,7 @@ def tiny_config(kind: str = "qwen2", vocab_size: int = 259, **changes: Any) -> A
 
 
 def save_tiny_model(folder: Path, seed: int = 0, **changes: Any) -> Path:
-    """A folder that `from_pretrained` opens, with weights large enough that the model has opinions."""
+    """Save a model folder, with weights large enough for non-uniform predictions."""
     torch.manual_seed(seed)
     model = Qwen2ForCausalLM(tiny_config(**changes))
     with torch.no_grad():
@@ -65,7 +65,7 @@ def save_tiny_model(folder: Path, seed: int = 0, **changes: Any) -> Path:
 
 
 def write_rows(path: Path, num_rows: int = 16, data_source: str = "openai/gsm8k") -> Path:
-    """Sums in the row schema of the training files."""
+    """Write sums in the row schema of training files."""
     rows = []
     for i in range(num_rows):
         question = f"{i % 7}+{i % 5}="
@@ -86,7 +86,7 @@ def write_rows(path: Path, num_rows: int = 16, data_source: str = "openai/gsm8k"
 
 
 def random_batch(num_rows: int = 6, prompt: int = 10, response: int = 8, vocab: int = 259, seed: int = 0) -> TensorDict:
-    """Rows of random lengths: prompts padded left, responses padded right, one tool token masked out."""
+    """Rows of random lengths: left-padded prompts, right-padded responses, one masked tool token."""
     g = torch.Generator().manual_seed(seed)
     p_len = torch.randint(1, prompt + 1, (num_rows,), generator=g)
     r_len = torch.randint(1, response + 1, (num_rows,), generator=g)

@@ -1,4 +1,4 @@
-r"""AIME and AMC contests (`problem`, `answer`) to validation rows in parquet.
+r"""Convert AIME and AMC problems (`problem`, `answer`) to validation rows in parquet.
 
     python examples/data_preprocess/aime2024.py --input aime24.jsonl --output data/aime24.parquet
 

@@ -1,7 +1,7 @@
-"""Python asserts to test cases of the code scorer: `assert f(1, 2) == 3` to the input "1\\n2" and the output "3".
+"""Convert Python asserts to test cases of the code scorer: `assert f(1, 2) == 3` becomes input "1\\n2" and output "3".
 
-Arguments and result go through JSON, so an assert counts only if they are literals that JSON keeps as they are. The
-scorer takes a list for a tuple in the result; in the arguments a function may need the tuple.
+Arguments and results are JSON, so they must be literals that JSON preserves. In results the scorer accepts a list for a
+tuple; in arguments a function may need the tuple.
 """
 
 import ast
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def test_cases(source: str, function: str) -> dict[str, Any] | None:
-    """`{"inputs", "outputs"}` of the asserts in `source` about `function`; None if one does not fit."""
+    """`{"inputs", "outputs"}` of the asserts in `source` about `function`; None if one cannot be converted."""
     inputs, outputs = [], []
     for statement in ast.walk(ast.parse(source)):
         if isinstance(statement, ast.For | ast.While | ast.If | ast.Assign):
@@ -44,7 +44,7 @@ def _case(test: ast.expr, function: str) -> tuple[str, str] | None:
 
 
 def _as_json(value: Any) -> str:
-    """JSON text that gives `value` back; ValueError where there is none."""
+    """JSON that round-trips to `value`; ValueError if there is none."""
     try:
         text = json.dumps(value, allow_nan=False)
     except TypeError as error:

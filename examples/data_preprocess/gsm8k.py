@@ -1,8 +1,8 @@
-"""GSM8K as published (jsonl with `question` and `answer`) to training rows in parquet.
+"""Convert GSM8K (jsonl with `question` and `answer`) to training rows in parquet.
 
     python examples/data_preprocess/gsm8k.py --input train.jsonl --output data/gsm8k/train.parquet --split train
 
-The ground truth is the number after `####` in the published answer; the question gets an instruction to end likewise.
+The ground truth is the number after `####` in the published answer; an instruction asks for the same format.
 """
 
 from typing import Any

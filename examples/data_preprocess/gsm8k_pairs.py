@@ -1,9 +1,9 @@
-"""GSM8K as published (jsonl with `question` and `answer`) to pairs of a prompt and a response, for supervised training.
+"""Convert GSM8K (jsonl with `question` and `answer`) to pairs of a prompt and a response, for supervised training.
 
     python examples/data_preprocess/gsm8k_pairs.py --input train.jsonl --output data/gsm8k/pairs.parquet
 
-The prompt is that of gsm8k.py, so that reinforcement learning goes on from it. The calculator's notes (`<<48/2=24>>`) are
-taken out: without a calculator they repeat the equation before them, and cost a third more tokens.
+The prompt is the same as in gsm8k.py, so that RL can continue from it. The calculator annotations (`<<48/2=24>>`) are
+removed: without a calculator they repeat the equation before them, and cost a third more tokens.
 """
 
 import re

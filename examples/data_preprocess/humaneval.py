@@ -1,9 +1,9 @@
-"""HumanEval as published (`prompt`, `entry_point`, `test`) to rows of the code scorer in parquet.
+"""Convert HumanEval (`prompt`, `entry_point`, `test`) to rows for the code scorer in parquet.
 
     python examples/data_preprocess/humaneval.py --input HumanEval.jsonl --output data/humaneval.parquet
 
-The ground truth is JSON text `{"fn_name", "inputs", "outputs"}`. Tasks whose checks are not plain comparisons of a call
-with a value (loops, tolerances, random inputs) have no such form; they are left out and named.
+The ground truth is JSON `{"fn_name", "inputs", "outputs"}`. Tasks whose checks are not plain comparisons of a call with a
+value (loops, tolerances, random inputs) cannot be converted; they are skipped and listed.
 """
 
 import ast
@@ -18,7 +18,7 @@ INSTRUCTION = "Complete the following Python function. Give the whole function i
 
 
 def ground_truth(example: dict[str, Any]) -> str | None:
-    """The checks in the code scorer's form."""
+    """The checks as test cases of the code scorer."""
     check = next(
         node for node in ast.parse(example["test"]).body if isinstance(node, ast.FunctionDef) and node.name == "check"
     )
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> None:
         rows.append(make_row(arguments.data_source, prompt, "code", truth, extra))
     if left_out:
         logging.warning(
-            "left out %d tasks whose checks are not plain comparisons: %s", len(left_out), ", ".join(left_out)
+            "skipped %d tasks whose checks are not plain comparisons: %s", len(left_out), ", ".join(left_out)
         )
     write_rows(rows, arguments.output)
 

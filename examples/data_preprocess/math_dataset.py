@@ -1,9 +1,9 @@
-r"""MATH (Hendrycks) and sets of the same form to training rows in parquet.
+r"""Convert MATH (Hendrycks) and datasets with the same fields to training rows in parquet.
 
     python examples/data_preprocess/math_dataset.py --input train.jsonl --output data/math/train.parquet --split train
 
-An example has `problem` and either `answer` or a worked `solution` whose last `\boxed{...}` is the answer; what else it
-has goes to `extra_info`, and one without an answer is left out and named. For MATH-500 add
+An example has `problem` and either `answer` or a worked `solution` whose last `\boxed{...}` is the answer; other fields go
+to `extra_info`. Examples without an answer are skipped and listed. For MATH-500 add
 `--data-source HuggingFaceH4/MATH-500 --split test`.
 """
 
@@ -16,7 +16,7 @@ INSTRUCTION = "Please reason step by step, and put your final answer within \\bo
 
 
 def boxed_answer(solution: str) -> str | None:
-    r"""What stands in the last `\boxed{...}` (or `\boxed x`, `\fbox{...}`), with its braces matched."""
+    r"""Content of the last `\boxed{...}` (or `\boxed x`, `\fbox{...}`), with matched braces."""
     start = max(solution.rfind("\\boxed"), solution.rfind("\\fbox"))
     if start < 0:
         return None
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> None:
         extra = {"split": arguments.split, "index": number} | kept
         rows.append(make_row(arguments.data_source, f"{example['problem']}\n{INSTRUCTION}", "math", answer, extra))
     if left_out:
-        logging.warning("left out %d examples without an answer: %s", len(left_out), ", ".join(left_out))
+        logging.warning("skipped %d examples without an answer: %s", len(left_out), ", ".join(left_out))
     write_rows(rows, arguments.output)
 
 

@@ -1,9 +1,9 @@
-"""MBPP as published (`text`, `code`, `test_list`) to rows of the code scorer in parquet.
+"""Convert MBPP (`text`, `code`, `test_list`) to rows for the code scorer in parquet.
 
     python examples/data_preprocess/mbpp.py --input mbpp.jsonl --output data/mbpp.parquet
 
-The ground truth is JSON text `{"fn_name", "inputs", "outputs"}`; the first assert stands in the prompt, since the text
-does not name the function. Tasks whose asserts are not plain comparisons of a call with a value are left out and named.
+The ground truth is JSON `{"fn_name", "inputs", "outputs"}`; the prompt includes the first assert, since the text does not
+name the function. Tasks whose asserts are not plain comparisons of a call with a value are skipped and listed.
 """
 
 import ast
@@ -18,7 +18,7 @@ INSTRUCTION = "Give the whole Python function in one ```python block. It must pa
 
 
 def ground_truth(example: dict[str, Any]) -> str | None:
-    """The asserts in the code scorer's form, for the function that the first of them calls."""
+    """The asserts as test cases of the code scorer, for the function that the first one calls."""
     if example.get("test_setup_code"):
         return None
     called = [node.func for node in ast.walk(ast.parse(example["test_list"][0])) if isinstance(node, ast.Call)]
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> None:
         rows.append(make_row(arguments.data_source, prompt, "code", truth, extra))
     if left_out:
         logging.warning(
-            "left out %d tasks whose asserts are not plain comparisons: %s", len(left_out), ", ".join(left_out)
+            "skipped %d tasks whose asserts are not plain comparisons: %s", len(left_out), ", ".join(left_out)
         )
     write_rows(rows, arguments.output)
 

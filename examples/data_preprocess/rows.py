@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: reading published examples, and writing training rows."""
+"""Shared by the scripts in this folder: read published examples, write training rows."""
 
 import argparse
 import json
@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 
 
 def parse_arguments(description: str, argv: list[str] | None, **options: str) -> argparse.Namespace:
-    """`--input` and `--output`, and one further option for each keyword, with its default."""
+    """Parse `--input`, `--output` and one option per keyword, with its default."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
-        "--input", type=Path, required=True, help="the published file: one JSON object a line, or a list"
+        "--input", type=Path, required=True, help="the published file: one JSON object per line, or a list"
     )
     parser.add_argument("--output", type=Path, required=True, help="parquet file to write")
     for name, default in options.items():
@@ -24,7 +24,7 @@ def parse_arguments(description: str, argv: list[str] | None, **options: str) ->
 
 
 def read_examples(path: Path, *fields: str) -> list[dict[str, Any]]:
-    """The examples of a file; one that lacks a field is an error that names it."""
+    """The examples of a file; a missing field is an error that names it."""
     if not path.is_file():
         raise SystemExit(f"--input {path}: no such file")
     text = path.read_text(encoding="utf-8")
@@ -59,6 +59,6 @@ def write_rows(rows: Iterable[dict[str, Any]], output: Path) -> None:
 
 
 def run(main: Any) -> None:
-    """The script's own logging, then `main`."""
+    """Configure logging, then run `main`."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     main()

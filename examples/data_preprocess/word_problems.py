@@ -1,9 +1,9 @@
-"""Easy word problems from several files of training rows to one training and one held-out file.
+"""Merge files of easy word problems into one training and one held-out file.
 
     python examples/data_preprocess/word_problems.py --input easy/*.parquet --output data/easy
 
-The same question in several files is kept once, and questions that differ in their numbers alone stay on one side of
-the split. A question is asked after four worked examples, which show the wanted form: a sentence, then `####` and the number.
+Duplicate questions are kept once, and questions that differ only in their numbers stay in the same split. Each question
+follows four worked examples that show the format: a sentence, then `####` and the number.
 """
 
 import argparse
@@ -36,27 +36,27 @@ EXAMPLES = [
 
 
 def messages(question: str) -> list[dict[str, str]]:
-    """The worked examples as turns of a conversation, then the question."""
+    """The worked examples as conversation turns, then the question."""
     turns = [turn for asked, answered in EXAMPLES for turn in (("user", asked), ("assistant", answered))]
     return [{"role": role, "content": text} for role, text in [*turns, ("user", question)]]
 
 
 def row_of(source: dict[str, Any]) -> dict[str, Any]:
-    """A row of the input, asked anew."""
+    """A row of the input with the few-shot prompt."""
     extra = source["extra_info"]
     row = make_row(source["data_source"], "", "math", source["reward_model"]["ground_truth"], extra)
     return row | {"prompt": messages(extra["question"])}
 
 
 def form_of(question: str) -> str:
-    """What two questions have in common that differ in numbers, spaces and punctuation alone."""
+    """The question without numbers, spaces and punctuation."""
     return re.sub(r"\d+", "0", re.sub(r"[^a-z0-9]", "", question.lower()))
 
 
 def split(
     rows: list[dict[str, Any]], num_held_out: int, seed: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(training rows, held-out rows), in random order; forms are held out until there are at least `num_held_out` rows."""
+    """(training rows, held-out rows) in random order; whole forms are held out until there are `num_held_out` rows."""
     by_form: dict[str, dict[str, dict[str, Any]]] = {}
     for row in rows:
         question = row["extra_info"]["question"]
@@ -71,11 +71,11 @@ def split(
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Join files of word problems and hold some out.")
+    parser = argparse.ArgumentParser(description="Merge files of word problems and hold some out.")
     parser.add_argument("--input", type=Path, nargs="+", required=True, help="parquet files of training rows")
     parser.add_argument("--output", type=Path, required=True, help="folder for train.parquet and test.parquet")
-    parser.add_argument("--held-out", type=int, default=400, help="rows of test.parquet; default: 400")
-    parser.add_argument("--seed", type=int, default=0, help="of the order and the split; default: 0")
+    parser.add_argument("--held-out", type=int, default=400, help="rows in test.parquet; default: 400")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the order and the split; default: 0")
     arguments = parser.parse_args(argv)
     rows = [row for path in arguments.input for row in pq.read_table(path).to_pylist()]
     train, test = split(rows, arguments.held_out, arguments.seed)

@@ -1,1 +1,1 @@
-"""Conversations with tools: tool schemas and the parsers of a model's tool calls."""
+"""Tool use: tool schemas and parsers of a model's tool calls."""

@@ -1,4 +1,4 @@
-"""Records of tool use in OpenAI's function-calling form: what a tool takes, what a model asked for, what came back.
+"""OpenAI function-calling schemas: tool descriptions, tool calls and tool responses.
 
 tool description (YAML, dict) --model_validate--> OpenAIFunctionToolSchema --model_dump--> the chat template's `tools`
 """
@@ -12,15 +12,15 @@ from typing import Any, Literal, Self, get_type_hints
 
 @dataclass
 class Schema:
-    """Base of the records: made from plain data with checks, and turned back into it."""
+    """Base of the schemas: validated conversion from and to plain data."""
 
     @classmethod
     def model_validate(cls, data: Any) -> Self:
-        """An instance from a mapping (or from an instance); a field that lacks or has another type is named."""
+        """Build an instance from a mapping (or return an instance); errors name a missing or wrong field."""
         if isinstance(data, cls):
             return data
         if not isinstance(data, Mapping):
-            raise ValueError(f"{cls.__name__} must be made from a mapping, not {type(data).__name__}")
+            raise ValueError(f"{cls.__name__} must be built from a mapping, not {type(data).__name__}")
         hints = get_type_hints(cls)
         known = {entry.name: entry for entry in dataclasses.fields(cls)}
         values: dict[str, Any] = {}
@@ -40,7 +40,7 @@ class Schema:
         return value
 
     def model_dump(self, exclude_unset: bool = False, exclude_none: bool = False) -> dict[str, Any]:
-        """Plain data. `exclude_unset` leaves out what equals its default, `exclude_none` what is None."""
+        """Convert to plain data. `exclude_unset` skips fields equal to their default, `exclude_none` None values."""
         plain: dict[str, Any] = {}
         for entry in dataclasses.fields(self):
             value = getattr(self, entry.name)
@@ -78,7 +78,7 @@ class OpenAIFunctionPropertySchema(Schema):
     description: str | None = None
     enum: list[Any] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
-    """Further JSON-schema keys (`items`, `properties`, `default`, ...), kept so that the model sees them."""
+    """Further JSON-schema keys (`items`, `properties`, `default`, ...), passed on to the model."""
 
     def __post_init__(self) -> None:
         _require(isinstance(self.type, str | list), f"a parameter's `type` must be text, not {self.type!r}")
@@ -100,7 +100,7 @@ class OpenAIFunctionParametersSchema(Schema):
             name: OpenAIFunctionPropertySchema.model_validate(value) for name, value in self.properties.items()
         }
         unknown = [name for name in self.required if name not in self.properties]
-        _require(not unknown, f"`required` names {unknown}, which `properties` does not have")
+        _require(not unknown, f"`required` has {unknown}, which `properties` does not have")
 
 
 def _no_parameters() -> OpenAIFunctionParametersSchema:
@@ -122,7 +122,7 @@ class OpenAIFunctionSchema(Schema):
 
 @dataclass
 class OpenAIFunctionToolSchema(Schema):
-    """A tool as the chat template gets it."""
+    """A tool as passed to the chat template."""
 
     type: str
     function: OpenAIFunctionSchema
@@ -134,19 +134,19 @@ class OpenAIFunctionParsedSchema(Schema):
 
     name: str
     arguments: str
-    """JSON text, not yet checked."""
+    """JSON text, not validated."""
 
 
 @dataclass
 class OpenAIFunctionCallSchema(Schema):
-    """A call with its arguments read."""
+    """A call with parsed arguments."""
 
     name: str
     arguments: dict[str, Any]
 
     @classmethod
     def from_openai_function_parsed_schema(cls, parsed_schema: OpenAIFunctionParsedSchema) -> tuple[Self, bool]:
-        """The call, and whether its arguments could not be read (they are then empty)."""
+        """The call, and whether parsing its arguments failed (they are then empty)."""
         try:
             arguments = json.loads(parsed_schema.arguments)
         except json.JSONDecodeError:
@@ -166,7 +166,7 @@ class OpenAIFunctionToolCall(Schema):
 
 @dataclass
 class ToolResponse(Schema):
-    """What a tool gave back."""
+    """The response of a tool."""
 
     text: str | None = None
     image: list[Any] | None = None

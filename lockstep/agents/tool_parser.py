@@ -1,9 +1,9 @@
-"""Tool calls out of a model's text, one parser for each way in which models write them.
+"""Parse tool calls from a model's output, with one parser per tool-call format.
 
     response ids --decode--> text --parse--> (content, [FunctionCall, ...])
 
-`content` is what the model said beside the calls. A call that cannot be read is left out and logged; it never raises,
-since the text comes from a model. `actor_rollout_ref.rollout.multi_turn.format` chooses the parser.
+`content` is the text besides the calls. A malformed call is skipped and logged; parsers never raise, since the text comes
+from a model. `actor_rollout_ref.rollout.multi_turn.format` selects the parser.
 """
 
 import ast
@@ -24,10 +24,10 @@ Tools = Sequence[OpenAIFunctionToolSchema]
 
 @dataclass(frozen=True)
 class FunctionCall:
-    """One call that a model asks for."""
+    """One tool call of a model."""
 
     arguments: str
-    """JSON text; `gpt-oss` gives it as the model wrote it, so it may be malformed."""
+    """JSON text; unvalidated for `gpt-oss`, so it may be malformed."""
     name: str
 
 
@@ -35,20 +35,20 @@ Parsed = tuple[str, list[FunctionCall]]
 
 
 class ToolParser:
-    """Base of the parsers: a subclass gives `parse`, or `extract_tool_calls` where it needs the token ids."""
+    """Base of the parsers: a subclass defines `parse`, or `extract_tool_calls` if it needs the token ids."""
 
     registry: ClassVar[Registry[type["ToolParser"]]] = Registry(
         "tool parser", key="actor_rollout_ref.rollout.multi_turn.format"
     )
     stop_token: ClassVar[str | None] = None
-    """The token after which generation must stop, for models that write on after a call."""
+    """The token at which generation must stop, for models that do not stop after a call."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
 
     @classmethod
     def register(cls, name: str) -> Callable[[type["ToolParser"]], type["ToolParser"]]:
-        """Class decorator: enter a parser under `name`."""
+        """Class decorator: register a parser under `name`."""
         return cls.registry.register(name)
 
     @classmethod
@@ -57,14 +57,14 @@ class ToolParser:
 
     @property
     def stop_token_ids(self) -> list[int]:
-        """Ids that must end generation so that the call can be run; mostly none, the model's own end is enough."""
+        """Extra stop token ids; usually none, since the model's EOS is enough."""
         if self.stop_token is None:
             return []
         token_id = self.tokenizer.convert_tokens_to_ids(self.stop_token)
         return [token_id] if isinstance(token_id, int) and token_id >= 0 else []
 
     async def extract_tool_calls(self, responses_ids: list[int], tools: Tools | None = None) -> Parsed:
-        """The content and the calls of one response; `tools` tells a parser the types of the arguments."""
+        """The content and the calls of one response; `tools` has the argument types."""
         return self.parse(self.tokenizer.decode(responses_ids, skip_special_tokens=False), tools)
 
     def parse(self, text: str, tools: Tools | None = None) -> Parsed:
@@ -100,7 +100,7 @@ class HermesToolParser(ToolParser):
                 call = json.loads(block)
                 name, arguments = call["name"], call["arguments"]
             except (json.JSONDecodeError, KeyError, TypeError) as error:
-                logger.warning("a tool call is not a JSON object with name and arguments: %r", error)
+                logger.warning("skipping a tool call that is not a JSON object with name and arguments: %r", error)
                 continue
             if isinstance(name, str):
                 calls.append(_call(name, arguments))
@@ -111,7 +111,7 @@ class HermesToolParser(ToolParser):
 class GptOssToolParser(ToolParser):
     """Harmony channels: `<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`.
 
-    What stands in the analysis channel is the model's reasoning: a call in it is none, and it is taken out.
+    The analysis channel is the model's reasoning: it is removed, and calls in it are ignored.
     """
 
     ANALYSIS = re.compile(r"(?:<\|start\|>assistant)?<\|channel\|>analysis<\|message\|>.*?<\|end\|>", re.DOTALL)
@@ -130,8 +130,8 @@ class GptOssToolParser(ToolParser):
 class Qwen3CoderToolParser(ToolParser):
     """`<tool_call><function=NAME><parameter=KEY>value</parameter>...</function></tool_call>`: Qwen3-Coder, Qwen3.5.
 
-    Values are bare text, so their types come from the tool's schema; without one they stay text. Blocks that the
-    length limit cut off count as far as they go.
+    Values are bare text, so their types come from the tool's schema; without one they stay text. Truncated blocks are
+    parsed as far as possible.
     """
 
     BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
@@ -166,7 +166,7 @@ def _parameter_types(function: str, tools: Tools | None) -> dict[str, str]:
 
 
 def _typed_value(value: str, kind: str) -> Any:
-    """`value` in the JSON type that the schema names; text where it cannot be read so, false for a bad boolean."""
+    """Convert `value` to the schema's JSON type; text if that fails, false for an invalid boolean."""
     if value.lower() == "null":
         return None
     if kind in ("string", "str", "text", "varchar", "char", "enum"):
@@ -185,14 +185,14 @@ def _typed_value(value: str, kind: str) -> Any:
 
 
 def _object_value(value: str, is_object: bool) -> Any:
-    """An array or object, written as JSON or as a Python literal."""
+    """Parse an array or object, written as JSON or as a Python literal."""
     if is_object:
         try:
             return json.loads(value)
         except json.JSONDecodeError:
             pass
     literal = ast.literal_eval(value)
-    json.dumps(literal)  # a TypeError for what JSON does not have, such as a set
+    json.dumps(literal)  # TypeError for non-JSON types such as a set
     return literal
 
 
@@ -221,9 +221,9 @@ def _without_thinking(content: str) -> str:
 
 
 class _InvokeParser(ToolParser):
-    """Calls as nested tags within a block: what the tags are called is all that differs between the models.
+    """Calls as nested tags in a block; subclasses differ only in the tag names.
 
-    BLOCK, CALL and PARAMETER each capture what they hold; CALL and PARAMETER capture the name first.
+    BLOCK, CALL and PARAMETER each capture their content; CALL and PARAMETER capture the name first.
     """
 
     START: ClassVar[re.Pattern[str]]
@@ -251,7 +251,7 @@ class _InvokeParser(ToolParser):
 
 @ToolParser.register("seed")
 class SeedToolParser(_InvokeParser):
-    """`<seed:tool_call><function=NAME><parameter=KEY>value</parameter></function></seed:tool_call>`, one a block."""
+    """`<seed:tool_call><function=NAME><parameter=KEY>value</parameter></function></seed:tool_call>`, one per block."""
 
     START = re.compile(r"<seed:tool_call>")
     BLOCK = re.compile(r"<seed:tool_call>(.*?)</seed:tool_call>", re.DOTALL)
@@ -276,7 +276,7 @@ class MiniMaxToolParser(_InvokeParser):
 class DeepSeekToolParser(_InvokeParser):
     """DSML: `<｜DSML｜tool_calls><｜DSML｜invoke name="NAME"><｜DSML｜parameter name="KEY" string="true">value...`.
 
-    `string` says whether the value is text or JSON. The block is called `function_calls` in V3.2.
+    `string` is true if the value is text, else it is JSON. V3.2 names the block `function_calls`.
     """
 
     START = re.compile(r"<｜DSML｜(?:tool|function)_calls>")
@@ -294,7 +294,7 @@ class DeepSeekToolParser(_InvokeParser):
 class KimiToolParser(ToolParser):
     """`<|tool_call_begin|>ID<|tool_call_argument_begin|>{...}<|tool_call_end|>` in a section: Kimi K2.
 
-    ID is `functions.NAME:INDEX`; models also write it otherwise, so the name is looked for among the tools.
+    ID is `functions.NAME:INDEX`; models do not always follow this, so the name is matched against the tools.
     """
 
     SECTION = "<|tool_calls_section_begin|>"
@@ -307,7 +307,7 @@ class KimiToolParser(ToolParser):
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(tokenizer)
         self.last_tool_call_ids: list[str] = []
-        """The ids of the last response's calls, as the model wrote them: the tool's answer must repeat them."""
+        """The ids of the last response's calls as the model wrote them; the tool's response must repeat them."""
 
     def parse(self, text: str, tools: Tools | None = None) -> Parsed:
         self.last_tool_call_ids = []
@@ -317,7 +317,7 @@ class KimiToolParser(ToolParser):
         for call_id, body in self.CALL.findall(text):
             arguments = _json_or_text(body)
             if not isinstance(arguments, dict):
-                logger.warning("the arguments of tool call %r are not a JSON object", call_id)
+                logger.warning("the arguments of tool call %r are not a JSON object; using none", call_id)
                 arguments = {}
             calls.append(_call(_kimi_name(call_id.strip(), arguments, tools), arguments))
             self.last_tool_call_ids.append(call_id.strip())
@@ -325,7 +325,7 @@ class KimiToolParser(ToolParser):
 
 
 def _kimi_name(call_id: str, arguments: dict[str, Any], tools: Tools | None) -> str:
-    """The tool that a call id means: the one it contains, else the only one whose required arguments are given."""
+    """The tool of a call id: the one it contains, else the only one whose required arguments are all given."""
     functions = [tool.function for tool in tools or () if tool.type == "function"]
     if call_id in (function.name for function in functions):
         return call_id
@@ -351,7 +351,7 @@ class Gemma4ToolParser(ToolParser):
 
 
 class _GemmaValues:
-    """Reads Gemma's notation from left to right; what does not fit it is passed over."""
+    """Reads Gemma's notation from left to right; unexpected characters are skipped."""
 
     QUOTED = re.compile(r'<\|"\|>(.*?)<\|"\|>', re.DOTALL)
     KEY = re.compile(r"(\w+):")

@@ -1,4 +1,4 @@
-"""Which prompts of a scored batch teach anything: those whose samples do not all score the same."""
+"""DAPO's group filter: keep the prompts whose samples have different scores."""
 
 import torch
 from torch import Tensor
@@ -8,14 +8,14 @@ from lockstep.registry import did_you_mean
 from lockstep.utils.groupwise import as_torch_index
 
 _SUMS = {"score": "token_level_scores", "seq_reward": "token_level_scores", "seq_final_reward": "token_level_rewards"}
-"""Metric to the (B, R) key whose sum it is."""
+"""Metric to the (B, R) key that is summed."""
 
 
 def keep_informative_groups(batch: DataProto, metric: str | None = None) -> list[int]:
-    """The rows, in their order, of the groups (by uid) whose samples differ in `metric` (DAPO, arXiv:2503.14476).
+    """The rows, in order, of the groups (by uid) whose samples differ in `metric` (DAPO, arXiv:2503.14476).
 
-    metric: score or seq_reward, the row's reward before the KL penalty (also for None); seq_final_reward, the one after
-    it; or a column that the reward function returned, such as acc. A group of one is kept: there is nothing to compare.
+    metric: score or seq_reward, the row's reward before the KL penalty (the default); seq_final_reward, the reward after it;
+    or a column that the reward function returned, such as acc. A group of one is kept.
     """
     values_B = _metric(batch, metric or "score")
     ids_B = as_torch_index(batch.non_tensor_batch["uid"])
@@ -33,7 +33,7 @@ def _metric(batch: DataProto, metric: str) -> Tensor:
         key = _SUMS[metric]
         if key not in batch.tensors:
             raise ValueError(
-                f"algorithm.filter_groups.metric={metric}: {key} is not there yet when groups are filtered"
+                f"algorithm.filter_groups.metric={metric}: {key} is not computed yet when groups are filtered"
             )
         total: Tensor = batch.tensors[key].sum(dim=-1)
         return total.cpu()
@@ -45,4 +45,4 @@ def _metric(batch: DataProto, metric: str) -> Tensor:
     try:
         return torch.tensor([float(value) for value in batch.non_tensor_batch[metric]], dtype=torch.float64)
     except (TypeError, ValueError):
-        raise ValueError(f"algorithm.filter_groups.metric={metric}: must be one number for each row") from None
+        raise ValueError(f"algorithm.filter_groups.metric={metric}: must be one number per row") from None

@@ -1,17 +1,15 @@
-"""KL against the reference policy: per-token estimators, the penalty in the reward, controllers of its coefficient."""
+"""KL to the reference policy: per-token estimators, the penalty in the reward, controllers of its coefficient."""
 
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.config.algorithm import KLControlConfig
+from lockstep.config.algorithm import KL_ALIASES, KLControlConfig, KLControllerType, KLEstimator
 from lockstep.protocol import DataProto
 from lockstep.registry import did_you_mean
 from lockstep.utils.masked import masked_mean
-
-KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
@@ -20,48 +18,49 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     kl, k1          d                      unbiased, can be negative
     abs             |d|
     mse, k2         d^2 / 2                biased, its gradient is that of the KL
-    low_var_kl, k3  exp(-d) - 1 + d        unbiased and never negative; d held within +-20, the result within +-10
+    low_var_kl, k3  exp(-d) - 1 + d        unbiased and never negative; d is clamped to +-20, the result to +-10
 
-    With `+` at the end (k3+) the value is the estimator's and the gradient is k2's, which is the right one on policy.
-    After http://joschu.net/blog/kl-approx.html.
+    With a trailing `+` (k3+), the value is the estimator's and the gradient is that of k2, which is correct on policy.
+    See http://joschu.net/blog/kl-approx.html.
     """
-    name = kl_penalty.removesuffix("+")
-    if name not in KL_ESTIMATORS:
+    known = get_args(KLEstimator)
+    name = KL_ALIASES.get(kl_penalty, kl_penalty)
+    if name not in known:
         raise ValueError(
             f"algorithm.kl_penalty or actor_rollout_ref.actor.kl_loss_type={kl_penalty}: no such KL estimator. "
-            f"{did_you_mean(name, KL_ESTIMATORS)} A `+` may follow."
+            f"{did_you_mean(kl_penalty, [*known, *KL_ALIASES])}"
         )
-    estimate = _estimate(logprob - ref_logprob, name)
-    if not kl_penalty.endswith("+"):
+    estimate = _estimate(logprob - ref_logprob, name.removesuffix("+"))
+    if not name.endswith("+"):
         return estimate
-    k2 = _estimate(logprob - ref_logprob, "k2")
+    k2 = _estimate(logprob - ref_logprob, "mse")
     return estimate.detach() + (k2 - k2.detach())
 
 
 def _estimate(difference: Tensor, name: str) -> Tensor:
-    if name in ("kl", "k1"):
+    if name == "kl":
         return difference
     if name == "abs":
         return difference.abs()
-    if name in ("mse", "k2"):
+    if name == "mse":
         return 0.5 * difference.square()
-    # low_var_kl, k3; unclamped, one token the reference finds likely would swamp the batch
+    # low_var_kl; unclamped, a single token that is likely under the reference would dominate the batch
     difference = difference.clamp(-20.0, 20.0)
     return (torch.exp(-difference) - 1.0 + difference).clamp(-10.0, 10.0)
 
 
 class FixedKLController:
-    """A coefficient that stays what it is."""
+    """A constant coefficient."""
 
     def __init__(self, kl_coef: float) -> None:
         self.value = kl_coef
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Nothing to learn from the KL."""
+        """No-op."""
 
 
 class AdaptiveKLController:
-    """A coefficient that steers the KL to `target_kl` (arXiv:1909.08593, section 2.2).
+    """A coefficient that adapts to keep the KL at `target_kl` (arXiv:1909.08593, section 2.2).
 
     value <- value (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon) after n sequences.
     """
@@ -76,7 +75,7 @@ class AdaptiveKLController:
         self.horizon = horizon
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Move the coefficient after `n_steps` sequences whose mean KL was `current_kl`."""
+        """Adapt the coefficient after `n_steps` sequences with mean KL `current_kl`."""
         error = float(np.clip(current_kl / self.target_kl - 1.0, -0.2, 0.2))
         self.value *= 1.0 + error * n_steps / self.horizon
 
@@ -85,31 +84,33 @@ KLController = FixedKLController | AdaptiveKLController
 
 
 def get_kl_controller(kl_ctrl: KLControlConfig) -> KLController:
-    """The controller that `algorithm.kl_ctrl` asks for."""
+    """The controller configured by `algorithm.kl_ctrl`."""
     if kl_ctrl.type == "fixed":
         return FixedKLController(kl_ctrl.kl_coef)
     if kl_ctrl.type == "adaptive":
         return AdaptiveKLController(kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
-    raise ValueError(f"algorithm.kl_ctrl.type={kl_ctrl.type}: no such controller. Known: adaptive, fixed.")
+    raise ValueError(
+        f"algorithm.kl_ctrl.type={kl_ctrl.type}: no such controller. {did_you_mean(kl_ctrl.type, get_args(KLControllerType))}"
+    )
 
 
 def compute_rewards(token_level_scores: Tensor, old_log_prob: Tensor, ref_log_prob: Tensor, kl_ratio: float) -> Tensor:
-    """Scores less `kl_ratio` times the k1 estimate of each token."""
+    """Scores minus `kl_ratio` times the k1 estimate of each token."""
     return token_level_scores - kl_ratio * kl_penalty(old_log_prob, ref_log_prob, "k1")
 
 
-# under a second name because `apply_kl_penalty` has an argument of the first
+# `apply_kl_penalty` has an argument named `kl_penalty`
 _token_kl = kl_penalty
 
 
 def apply_kl_penalty(
     data: DataProto, kl_ctrl: KLController, kl_penalty: str = "kl"
 ) -> tuple[DataProto, dict[str, Any]]:
-    """Write `token_level_rewards`: `token_level_scores` less the controller's coefficient times each token's KL.
+    """Write `token_level_rewards`: `token_level_scores` minus the controller's coefficient times each token's KL.
 
-    Reads response_mask, old_log_probs and ref_log_prob; moves the controller by the batch's KL (the mean over
-    sequences of each one's mean over its tokens). Returns the same batch and the metrics actor/reward_kl_penalty
-    (that KL) and actor/reward_kl_penalty_coeff (the coefficient used).
+    Reads response_mask, old_log_probs and ref_log_prob; updates the controller with the batch's KL (mean over tokens, then
+    over sequences). Returns the same batch and the metrics actor/reward_kl_penalty (that KL) and
+    actor/reward_kl_penalty_coeff (the coefficient that was applied).
     """
     batch = data.batch
     assert batch is not None

@@ -1,18 +1,19 @@
-"""PF-PPO: the batch that is trained on is drawn anew from the scored samples, by their scores (arXiv:2409.06957)."""
+"""PF-PPO: resample the training batch from the scored samples, weighted by their scores (arXiv:2409.06957)."""
+
+from typing import get_args
 
 import torch
 from torch import Tensor
 
+from lockstep.config.algorithm import ReweightMethod
 from lockstep.protocol import DataProto
 from lockstep.registry import did_you_mean
 
-METHODS = ("pow", "max_min", "max_random")
-
 
 def pf_ppo_weights(scores_B: Tensor, reweight_method: str = "pow", weight_pow: float = 2.0) -> Tensor:
-    """How likely each sample is drawn, up to a factor, (B,).
+    """Unnormalized sampling weights, (B,).
 
-    pow         |s| to the power `weight_pow`
+    pow         |s| ** weight_pow
     max_min     1 for the best and the worst score of the batch, 0 for the others
     max_random  0.4 for the best score, 0.1 for the others
     """
@@ -25,7 +26,7 @@ def pf_ppo_weights(scores_B: Tensor, reweight_method: str = "pow", weight_pow: f
     else:
         raise ValueError(
             f"algorithm.pf_ppo.reweight_method={reweight_method}: no such method. "
-            f"{did_you_mean(reweight_method, METHODS)}"
+            f"{did_you_mean(reweight_method, get_args(ReweightMethod))}"
         )
     return weights_B.clamp(min=1e-8)
 
@@ -35,8 +36,8 @@ def compute_pf_ppo_reweight_data(
 ) -> DataProto:
     """As many rows as `data` has, drawn with replacement by `pf_ppo_weights` of their token_level_scores.
 
-    Where every score is 0 each row is equally likely. To be called once advantages are there, so that groups are whole
-    when they are compared. `seed` names the draw; None takes torch's own stream.
+    If every score is 0, all rows are equally likely. Call it after the advantages are computed, which need complete groups.
+    Without a `seed`, torch's global generator is used.
     """
     scores_B = data.tensors["token_level_scores"].sum(dim=-1).cpu()
     weights_B = pf_ppo_weights(scores_B, reweight_method, weight_pow)

@@ -1,1 +1,23 @@
-"""Configuration: frozen dataclasses are the one definition of every key (type, default, meaning)."""
+"""Configuration: frozen dataclasses define every key once (type, default, meaning).
+
+The path of a key from the command line to the dataclass:
+
+    lockstep ppo key=value ...
+      │  commandline.py        arguments, help text, exit code
+      ▼
+    compose.py                 presets and the user's YAML (Hydra), then the overrides in order
+      │  normalize.py          each source in canonical spelling: aliases applied, unknown and unsupported keys collected
+      │  compat.py             the tables behind that: how verl's configurations spell keys, and what is not supported
+      │  derived_defaults.py   values that follow from others that were set
+      ▼
+    schema.py                  interpolations resolved, each value converted to the type of its field, dataclass built
+      ▼
+    checks.py                  ranges, files, keys that must agree, worker counts
+      ▼
+    PPOConfig                  ppo.py: the root; algorithm.py, data.py, actor_rollout_ref.py, critic.py, model.py, reward.py,
+                               trainer.py: its sections
+
+Each step adds to a list of `Problem`s (errors.py); one ConfigError reports them all. estimators.py lists what each advantage
+estimator needs, placement.py computes worker pools, reference.py writes docs/config.md. To add a key: a field with a docstring
+in its section, a range in checks.py if it has one, then `make docs-config`. Nothing here imports torch.
+"""

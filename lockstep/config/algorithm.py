@@ -1,88 +1,96 @@
-"""`algorithm.*`: advantage estimation, KL control, corrections and filters of the rollout."""
+"""`algorithm.*`: advantage estimation, KL control, rollout correction and filtering of samples."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
+
+KLEstimator = Literal["kl", "abs", "mse", "low_var_kl", "kl+", "abs+", "mse+", "low_var_kl+"]
+KL_ESTIMATORS = tuple(name for name in get_args(KLEstimator) if not name.endswith("+"))
+KL_ALIASES = {"k1": "kl", "k2": "mse", "k3": "low_var_kl", "k1+": "kl+", "k2+": "mse+", "k3+": "low_var_kl+"}
+"""Other names of the KL estimators, after http://joschu.net/blog/kl-approx.html."""
+
+KLControllerType = Literal["fixed", "adaptive"]
+ImportanceLevel = Literal["token", "sequence"]
+ReweightMethod = Literal["pow", "max_min", "max_random"]
 
 
 @dataclass(frozen=True)
 class KLControlConfig:
-    type: Literal["fixed", "adaptive"] = "fixed"
-    """How the coefficient of the KL penalty in the reward moves."""
+    type: KLControllerType = "fixed"
+    """Whether the coefficient of the KL penalty in the reward is constant or adapts to `target_kl`."""
     kl_coef: float = 0.001
-    """The coefficient, or its first value where it adapts."""
+    """The coefficient, or its initial value if it adapts."""
     horizon: int = 10000
-    """Adaptive only: the number of sequences over which the coefficient closes the gap to `target_kl`."""
+    """Adaptive only: number of sequences over which the coefficient adapts."""
     target_kl: float = 0.1
-    """Adaptive only: the KL per sequence that the controller steers to."""
+    """Adaptive only: target KL per sequence."""
 
 
 @dataclass(frozen=True)
 class RolloutCorrectionConfig:
-    """What to do about rollouts whose log-probs are not the trainer's. Needs `rollout.calculate_log_probs`."""
+    """Correction for rollouts whose log-probs differ from the trainer's. Needs `rollout.calculate_log_probs`."""
 
-    rollout_is: Literal["token", "sequence"] | None = None
-    """Weigh the policy loss by the trainer's probability over the rollout's, of each token or of the whole sequence; null
-    does not."""
+    rollout_is: ImportanceLevel | None = None
+    """Weight the policy loss by importance ratios (trainer over rollout), per token or per sequence; null does not."""
     rollout_is_threshold: float | str = 2.0
-    """Largest weight; `low_high` sets weights outside the two to 0."""
+    """Upper bound of the weights; `low_high` sets weights outside these bounds to 0."""
     rollout_rs: str | None = None
-    """Drop tokens or sequences from the loss that are too far from the trainer's policy: token_k1, token_k2, token_k3,
-    seq_sum_k1, seq_mean_k3, seq_max_k2, ..., several with commas."""
+    """Rejection criteria that remove tokens or sequences too far from the trainer's policy: token_k1, token_k2, token_k3,
+    seq_sum_k1, seq_mean_k3, seq_max_k2, ...; separate several with commas."""
     rollout_rs_threshold: float | str | None = None
-    """Largest distance kept, one for all of `rollout_rs` or one each with commas; `low_high` for k1, as ratios."""
+    """Largest distance kept: one value, or one per criterion separated by commas; `low_high` for k1, as ratios."""
     bypass_mode: bool = False
-    """Take the rollout's log-probs as the old ones and leave their recomputation out."""
+    """Use the rollout's log-probs as the old log-probs and skip recomputing them."""
     loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
-    """Loss of `bypass_mode`: clipped, or plain policy gradient with importance weights."""
+    """Loss of `bypass_mode`: PPO's clipped loss, or REINFORCE with importance weights."""
     rollout_is_batch_normalize: bool = False
     """Divide the weights by their mean over the batch."""
 
 
 @dataclass(frozen=True)
 class PFPPOConfig:
-    reweight_method: Literal["pow", "max_min", "max_random"] = "pow"
-    """How likely a sample is drawn: |score| to a power; only the best and the worst scores; mostly the best."""
+    reweight_method: ReweightMethod = "pow"
+    """Sampling weights: |score| to a power; only the best and the worst scores; mostly the best."""
     weight_pow: float = 2.0
-    """That power."""
+    """The power of `reweight_method=pow`."""
 
 
 @dataclass(frozen=True)
 class FilterGroupsConfig:
     enable: bool = False
-    """Drop prompts whose samples all score the same, and generate on until the batch is full (DAPO)."""
+    """Drop prompts whose samples all have the same score, and generate more until the batch is full (DAPO)."""
     metric: str | None = None
-    """What is compared: score (seq_reward), seq_final_reward (after the KL penalty), or a key that the reward function
-    returns, such as acc; null takes score."""
+    """What is compared: score (or seq_reward), or a column that the reward function returns, such as acc; null is score."""
     max_num_gen_batches: int = 0
-    """Give up after so many batches of prompts for one step; 0 never does."""
+    """Stop with an error after generating this many batches of prompts for one step; 0 is no limit."""
 
 
 @dataclass(frozen=True)
 class AlgoConfig:
     adv_estimator: str = "gae"
-    """Advantage estimator by registered name, or outside code as `module:function` or `file.py:function`."""
+    """Advantage estimator: a registered name (see docs/algorithms/advantages.md), or your own as `module:function` or
+    `file.py:function`."""
     gamma: float = 1.0
     """Discount per token."""
     lam: float = 1.0
     """GAE's lambda."""
     norm_adv_by_std_in_grpo: bool = True
-    """Divide group-relative advantages by the group's standard deviation; false gives Dr.GRPO."""
+    """Divide group-relative advantages by the group's standard deviation; false is Dr.GRPO."""
     gdpo_reward_keys: list[str] = field(default_factory=list)
-    """gdpo: the keys of the reward function's result that are normalized one by one; none takes the score."""
+    """gdpo: columns of the reward function's result that are normalized separately; empty uses the score."""
     gdpo_reward_weights: list[float] = field(default_factory=list)
-    """gdpo: one weight for each of `gdpo_reward_keys`; none weighs all 1."""
+    """gdpo: one weight per key of `gdpo_reward_keys`; empty weights all by 1."""
     egpo_lambda: float = 0.4
     """egpo: weight of the entropy bonus in the advantage."""
     egpo_alpha: float = 2.0
-    """egpo: the bonus is at most the advantage's size divided by this."""
+    """egpo: the bonus is at most |advantage| divided by this."""
     use_kl_in_reward: bool = False
-    """Subtract a KL penalty against the reference policy from each token's reward; on where a key of `kl_ctrl` is set and
-    this one is not."""
-    kl_penalty: str = "kl"
-    """KL estimator of the penalty: kl (k1), abs, mse (k2), low_var_kl (k3)."""
+    """Subtract a KL penalty against the reference policy from each token's reward; defaults to true if a key of `kl_ctrl` is
+    set."""
+    kl_penalty: KLEstimator = "kl"
+    """KL estimator of the penalty: kl (k1), abs, mse (k2), low_var_kl (k3); `+` uses the gradient of mse."""
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
     use_pf_ppo: bool = False
-    """Draw the batch that is trained on anew from the scored samples, by `pf_ppo` (PF-PPO)."""
+    """Resample the training batch from the scored samples, weighted by `pf_ppo` (PF-PPO)."""
     pf_ppo: PFPPOConfig = field(default_factory=PFPPOConfig)
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)

@@ -1,34 +1,32 @@
-"""Checks of a whole PPO configuration: ranges, files, keys that must agree, and what this build does not have.
+"""Checks of a whole PPO configuration: ranges, files, keys that must agree, worker counts.
 
-Names that a registry knows (estimators, losses, engines, reward managers) are checked where the registry is.
+Registered names other than advantage estimators (losses, engines, reward managers) are checked by their registry.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.compat import NOT_IN_BUILD
-from lockstep.config.errors import NO_VALUE, Problem, nearest, show
-from lockstep.config.implied import GROUP_ESTIMATORS
-from lockstep.config.placement import ROLES, Pools, TooFewWorkers, controller_of, num_workers, pools_of
+from lockstep.config.compat import NOT_SUPPORTED
+from lockstep.config.errors import NO_VALUE, ConfigError, Problem, nearest
+from lockstep.config.estimators import required_inputs
+from lockstep.config.placement import ROLES, Pools, TooFewWorkers, controller_of, needed_models, num_workers, pools_of
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import defaults, get_in, keys, to_plain
+from lockstep.config.trainer import LOGGERS
 
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _REF = "actor_rollout_ref.ref"
 _SAMPLER = ("data.sampler.class_path", "data.sampler.class_name")
 
-LOGGERS = ("console", "file", "mlflow", "swanlab", "tensorboard", "wandb")
-
-UNREAD = [
-    *(
-        (f"{section}.wrap_policy.min_num_params", 0, "models are sharded layer by layer")
-        for section in (f"{_ACTOR}.fsdp_config", f"{_REF}.fsdp_config", "critic.model.fsdp_config")
-    ),
+UNUSED = [
+    (f"{section}.wrap_policy.min_num_params", 0, "models are sharded layer by layer")
+    for section in (f"{_ACTOR}.fsdp_config", f"{_REF}.fsdp_config", "critic.model.fsdp_config")
 ]
-"""(key, default, why another value changes nothing)."""
+"""(key, default, why another value has no effect)."""
 
 Values = Mapping[str, Any]
 """Dotted key to value."""
@@ -41,11 +39,11 @@ _SHARDED = {
     "critic": ("critic", "critic.model.fsdp_config", "critic.model"),
     "rm": ("reward_model", "reward_model.model.fsdp_config", "reward_model.model"),
 }
-"""Role with a training engine to (its section, its engine's, its model's)."""
+"""Role with a training engine to its sections: (role, engine, model)."""
 
 POSITIVE: Range = (lambda x: x > 0, "must be greater than 0")
 NOT_NEGATIVE: Range = (lambda x: x >= 0, "must be 0 or more")
-UNIT: Range = (lambda x: 0 <= x <= 1, "must lie between 0 and 1")
+UNIT: Range = (lambda x: 0 <= x <= 1, "must be between 0 and 1")
 SHARE: Range = (lambda x: 0 < x <= 1, "must be greater than 0 and at most 1")
 COUNT_OR_ALL: Range = (lambda x: x == -1 or x >= 1, "must be 1 or more, or -1 for all")
 EVERY_OR_NEVER: Range = (lambda x: x == -1 or x >= 1, "must be 1 or more, or -1 for never")
@@ -59,7 +57,7 @@ RANGES: dict[str, Range] = {
     "val_batch_size": POSITIVE,
     "gen_batch_size": POSITIVE,
     "seed": NOT_NEGATIVE,
-    "betas": (lambda pair: all(0 <= x < 1 for x in pair), "must be two numbers from 0 up to 1"),
+    "betas": (lambda pair: all(0 <= x < 1 for x in pair), "must be two numbers of at least 0 and below 1"),
     "ppo_mini_batch_size": POSITIVE,
     "ppo_micro_batch_size_per_gpu": POSITIVE,
     "forward_micro_batch_size_per_gpu": POSITIVE,
@@ -126,41 +124,38 @@ RANGES: dict[str, Range] = {
     "top_k": COUNT_OR_ALL,
     "train_max_samples": COUNT_OR_ALL,
     "val_max_samples": COUNT_OR_ALL,
-    "save_freq": (lambda x: x >= -1, "must be 1 or more, -1 for the last step alone, or 0 for never"),
+    "save_freq": (lambda x: x >= -1, "must be 1 or more, -1 for only the last step, or 0 for never"),
     "test_freq": EVERY_OR_NEVER,
 }
-"""Field name to the values that it allows, wherever the field stands (a whole key: there); null always passes."""
-
-PARTS = ("model", "optimizer", "extra", "hf_model")
-KL_ESTIMATORS = ("kl", "abs", "mse", "low_var_kl")
-AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+"""Field name, in any section, or full key to its allowed values; null is always allowed."""
 
 
 def check(config: PPOConfig) -> tuple[list[Problem], list[str]]:
-    """Everything that keeps the configuration from running, and warnings about what is likely not meant."""
+    """Everything that prevents the configuration from running, and warnings about likely mistakes."""
     values = flat_values(config)
-    followed = _followed(values)
-    problems = [
-        problem
-        for part in (
-            _ranges,
-            _names,
-            _build_limits,
-            _files,
-            _algorithm,
-            _batches,
-            _lengths,
-            _sampling,
-            _contents,
-            _pool_keys,
-        )
-        for problem in part(values)
-        if problem.key not in followed
-    ]
+    estimator_problems: tuple[Problem, ...] = ()
+    try:
+        inputs, models = required_inputs(config.algorithm.adv_estimator), needed_models(config)
+    except ConfigError as error:
+        inputs, models, estimator_problems = frozenset(), [], error.problems
+    found = chain(
+        estimator_problems,
+        _ranges(values),
+        _names(values),
+        _fixed_values(values),
+        _files(values, models),
+        _algorithm(values, inputs),
+        _batches(values, models),
+        _lengths(values),
+        _sampling(values),
+        _pool_keys(values),
+    )
+    inherited = _inherited(values)
+    problems = [problem for problem in found if problem.key not in inherited]
     warnings = list(_warnings(values))
-    if not any(part in problem.key for problem in problems for part in _OF_POOLS):
-        problems += _workers(config, values)
-        warnings += _unused_pools(config, values) if config.resource_pool_spec else []
+    if not any(part in problem.key for problem in problems for part in _POOL_SIZE_KEYS):
+        problems += _workers(config, values, models)
+        warnings += _unused_pools(config, models) if config.resource_pool_spec else []
     return problems, warnings
 
 
@@ -170,8 +165,8 @@ def flat_values(config: PPOConfig) -> dict[str, Any]:
     return {name: get_in(tree, name, None) for name in keys(PPOConfig)}
 
 
-def _followed(values: Values) -> set[str]:
-    """Keys that took another key's value: what is wrong with it is said once, of the key it comes from."""
+def _inherited(values: Values) -> set[str]:
+    """Keys whose value comes from another key: a problem is reported once, for that key."""
     tree = defaults(PPOConfig)
     found = set()
     for name in keys(PPOConfig):
@@ -181,11 +176,6 @@ def _followed(values: Values) -> set[str]:
             if values.get(source) == values[name]:
                 found.add(name)
     return found
-
-
-def _trains_critic(values: Values) -> bool:
-    enable = values["critic.enable"]
-    return enable if enable is not None else values["algorithm.adv_estimator"] == "gae"
 
 
 def _ranges(values: Values) -> Iterator[Problem]:
@@ -198,23 +188,23 @@ def _ranges(values: Values) -> Iterator[Problem]:
         yield Problem("trainer.total_training_steps", steps, "must be 1 or more, or null for all epochs")
 
 
-_BUILD_LIMITS: dict[str, tuple[Any, str]] = {
-    "tensor_model_parallel_size": (1, "each worker generates with the whole model; set 1"),
-    "async_save": (False, "a checkpoint is written before the run goes on; set false"),
-    "hybrid_engine": (True, "it parts nothing; set true, and trainer.placement=split to part actor and rollout"),
+_FIXED_VALUES: dict[str, tuple[Any, str]] = {
+    "tensor_model_parallel_size": (1, "each worker holds the whole rollout model; set 1"),
+    "async_save": (False, "checkpoints are written before training continues; set false"),
+    "hybrid_engine": (True, "set true, and trainer.placement=split to separate actor and rollout"),
 }
-"""Field name to the one value that it takes for now, wherever the field stands, and what to do."""
+"""Field name, in any section, to its only supported value and what to set."""
 
 
-def _build_limits(values: Values) -> Iterator[Problem]:
+def _fixed_values(values: Values) -> Iterator[Problem]:
     for name, value in values.items():
-        only, hint = _BUILD_LIMITS.get(name.rsplit(".", 1)[-1], (value, ""))
-        out_of_range = only == 1 and not isinstance(value, bool) and value < 1  # which `_ranges` says
+        only, hint = _FIXED_VALUES.get(name.rsplit(".", 1)[-1], (value, ""))
+        out_of_range = only == 1 and not isinstance(value, bool) and value < 1  # reported by `_ranges`
         if value != only and not out_of_range:
-            yield Problem(name, value, f"{NOT_IN_BUILD}: {hint}")
+            yield Problem(name, value, f"{NOT_SUPPORTED}: {hint}")
 
 
-def _files(values: Values) -> Iterator[Problem]:
+def _files(values: Values, models: Collection[str]) -> Iterator[Problem]:
     if not values["data.train_files"]:
         yield Problem("data.train_files", NO_VALUE, "must name at least one parquet or jsonl file")
     for name in ("data.train_files", "data.val_files"):
@@ -222,8 +212,8 @@ def _files(values: Values) -> Iterator[Problem]:
             if not Path(path).exists():
                 yield Problem(name, path, "no such file")
     yield from _model_folder(values, "actor_rollout_ref.model.path", "the model to train")
-    if _trains_critic(values):
-        yield from _model_folder(values, "critic.model.path", "the model whose body the critic takes")
+    if "critic" in models:
+        yield from _model_folder(values, "critic.model.path", "the critic's base model")
     if values["reward_model.enable"]:
         yield from _model_folder(values, "reward_model.model.path", "the reward model")
     for name in ("custom_reward_function.path", "data.custom_cls.path", _SAMPLER[0]):
@@ -234,15 +224,15 @@ def _files(values: Values) -> Iterator[Problem]:
         if values[path] and not values[name]:
             yield Problem(name, NO_VALUE, f"must name the class in {path}")
     if values[_SAMPLER[0]] and values["data.dataloader_num_workers"] > 0:
-        message = "a sampler of your own works in the controller; set 0"
+        message = "a custom sampler runs in the controller; set 0"
         workers = values["data.dataloader_num_workers"]
         yield Problem("data.dataloader_num_workers", workers, message, also=_SAMPLER)
     if values["trainer.val_only"] and not values["data.val_files"]:
-        yield Problem("trainer.val_only", True, "there is nothing to validate on; set data.val_files")
+        yield Problem("trainer.val_only", True, "there is no validation data; set data.val_files")
     if values["trainer.resume_mode"] == "resume_path":
         path = values["trainer.resume_from_path"]
         if not path:
-            message = "must be the global_step_N folder to go on from, since trainer.resume_mode=resume_path"
+            message = "must be the global_step_N folder to resume from, because trainer.resume_mode=resume_path"
             yield Problem("trainer.resume_from_path", NO_VALUE, message)
         elif not Path(path).is_dir():
             yield Problem("trainer.resume_from_path", path, "no such folder")
@@ -253,50 +243,43 @@ def _model_folder(values: Values, name: str, what: str) -> Iterator[Problem]:
     if not path:
         yield Problem(name, NO_VALUE, f"must be the folder of {what}")
     elif not Path(path).is_dir():
-        yield Problem(name, path, "no such folder; a model of the hub must be downloaded first, then give its folder")
+        yield Problem(name, path, "no such folder; download a Hub model first and set its local folder")
     elif not (Path(path) / "config.json").is_file():
-        yield Problem(name, path, "the folder has no config.json, so it is not a Hugging Face model")
+        yield Problem(name, path, "not a Hugging Face model: the folder has no config.json")
 
 
-def _algorithm(values: Values) -> Iterator[Problem]:
+def _algorithm(values: Values, inputs: Collection[str]) -> Iterator[Problem]:
+    """inputs: what the advantage estimator needs; see `estimators`."""
     estimator = values["algorithm.adv_estimator"]
-    if estimator == "gae" and values["critic.enable"] is False:
-        message = "gae takes its values from a critic; leave critic.enable null, or choose another adv_estimator"
+    if "values" in inputs and values["critic.enable"] is False:
+        message = f"{estimator} needs a critic; set critic.enable to null, or choose another algorithm.adv_estimator"
         yield Problem("critic.enable", False, message, also=("algorithm.adv_estimator",))
-    if estimator in GROUP_ESTIMATORS and values[f"{_ROLLOUT}.n"] == 1:
-        message = f"{estimator} compares the samples of one prompt, and there is one; set 2 or more"
+    if "index" in inputs and values[f"{_ROLLOUT}.n"] == 1:
+        message = f"{estimator} compares the samples of one prompt; set 2 or more"
         yield Problem(f"{_ROLLOUT}.n", 1, message, also=("algorithm.adv_estimator",))
     for name in ("algorithm.use_kl_in_reward", f"{_ACTOR}.use_kl_loss"):
         if values[name] and values[f"{_REF}.enable"] is False:
-            message = f"KL is measured against a reference policy, and {_REF}.enable is false; leave that null"
+            message = f"KL needs a reference policy, but {_REF}.enable is false; set that to null"
             yield Problem(name, True, message, also=(f"{_REF}.enable",))
-    for name in ("actor", "critic"):
-        section = _ACTOR if name == "actor" else "critic"
+    for section in (_ACTOR, "critic"):
         if values[f"{section}.rollout_n"] != values[f"{_ROLLOUT}.n"]:
-            message = f"must be {_ROLLOUT}.n={values[f'{_ROLLOUT}.n']}; set that key alone"
+            message = f"must equal {_ROLLOUT}.n={values[f'{_ROLLOUT}.n']}; set only that key"
             yield Problem(f"{section}.rollout_n", values[f"{section}.rollout_n"], message, also=(f"{_ROLLOUT}.n",))
-        mode = values[f"{section}.loss_agg_mode"]
-        if mode not in AGGREGATIONS:
-            yield Problem(f"{section}.loss_agg_mode", mode, f"must be one of {', '.join(AGGREGATIONS)}")
-    if values["algorithm.filter_groups.enable"] and values[f"{_ROLLOUT}.n"] == 1 and estimator not in GROUP_ESTIMATORS:
-        message = "samples of one prompt are compared, and there is one; set 2 or more"
+    if values["algorithm.filter_groups.enable"] and values[f"{_ROLLOUT}.n"] == 1 and "index" not in inputs:
+        message = "algorithm.filter_groups compares the samples of one prompt; set 2 or more"
         yield Problem(f"{_ROLLOUT}.n", 1, message, also=("algorithm.filter_groups.enable",))
     for field in ("rollout_is", "rollout_rs", "bypass_mode"):
         name = f"algorithm.rollout_correction.{field}"
         if values[name] and not values[f"{_ROLLOUT}.calculate_log_probs"]:
-            message = f"needs the rollout's own log-probs; set {_ROLLOUT}.calculate_log_probs=true"
+            message = f"needs the rollout's log-probs; set {_ROLLOUT}.calculate_log_probs=true"
             yield Problem(name, values[name], message, also=(f"{_ROLLOUT}.calculate_log_probs",))
     if values["data.gen_batch_size"] is not None and not values["algorithm.filter_groups.enable"]:
-        message = "counts only with algorithm.filter_groups.enable=true; set data.train_batch_size instead"
+        message = "is used only with algorithm.filter_groups.enable=true; set data.train_batch_size instead"
         yield Problem("data.gen_batch_size", values["data.gen_batch_size"], message)
     if values["algorithm.filter_groups.metric"] == "seq_final_reward":
-        message = "groups are filtered before the KL penalty is known; set seq_reward, score or a column of the reward function"
+        message = "groups are filtered before the KL penalty is computed; set score, seq_reward or a column of the reward function"
         yield Problem("algorithm.filter_groups.metric", "seq_final_reward", message)
     yield from _bypass(values)
-    for name in ("algorithm.kl_penalty", f"{_ACTOR}.kl_loss_type"):
-        if values[name].removesuffix("+") not in KL_ESTIMATORS:
-            message = f"must be one of {', '.join(KL_ESTIMATORS)}; + at the end takes the gradient of mse"
-            yield Problem(name, values[name], message)
 
 
 def _names(values: Values) -> Iterator[Problem]:
@@ -314,22 +297,22 @@ def _bypass(values: Values) -> Iterator[Problem]:
     for field in ("rollout_is", "rollout_rs"):
         name = f"{section}.{field}"
         if values[name] is not None and values[loss] not in ("vanilla", "bypass_mode"):
-            message = f"in bypass mode the loss corrects, and {values[loss]} does not; set {loss}=vanilla"
+            message = f"{values[loss]} does not apply it in bypass mode; set {loss}=vanilla"
             yield Problem(name, values[name], message, also=(loss,))
     if values[f"{section}.rollout_is_batch_normalize"]:
-        message = "the mean weight of a mini-batch is not known in bypass mode; set false"
+        message = "the mean weight of a mini-batch is unknown in bypass mode; set false"
         yield Problem(f"{section}.rollout_is_batch_normalize", True, message)
 
 
-def _batches(values: Values) -> Iterator[Problem]:
+def _batches(values: Values, models: Collection[str]) -> Iterator[Problem]:
     batch = values["data.train_batch_size"]
-    critic = ["critic.ppo_mini_batch_size"] if _trains_critic(values) else []
+    critic = ["critic.ppo_mini_batch_size"] if "critic" in models else []
     for name in (f"{_ACTOR}.ppo_mini_batch_size", *critic):
         mini = values[name]
         if mini <= 0 or batch <= 0:
             continue
         if batch < mini:
-            message = f"is more than data.train_batch_size={batch}; set it to {batch} or less"
+            message = f"is larger than data.train_batch_size={batch}; set it to {batch} or less"
             yield Problem(name, mini, message, also=("data.train_batch_size",))
         elif batch % mini:
             message = f"does not divide data.train_batch_size={batch}; both count prompts"
@@ -337,8 +320,8 @@ def _batches(values: Values) -> Iterator[Problem]:
 
 
 _SIZES = ("trainer.nnodes", "trainer.n_gpus_per_node", "trainer.placement", "resource_pool_spec")
-_OF_POOLS = (*_SIZES, "resource_pool_mapping", "reward_model.n", "ulysses_sequence_parallel_size", "fsdp_size")
-"""Parts of keys by which the sizes of pools cannot be told."""
+_POOL_SIZE_KEYS = (*_SIZES, "resource_pool_mapping", "reward_model.n", "ulysses_sequence_parallel_size", "fsdp_size")
+"""Parts of keys: a problem with one of them leaves the pool sizes unknown."""
 
 _BUDGETS = {
     f"{_ACTOR}.ppo_max_token_len_per_gpu": (f"{_ACTOR}.use_dynamic_bsz", "actor"),
@@ -348,7 +331,7 @@ _BUDGETS = {
     "critic.forward_max_token_len_per_gpu": ("critic.use_dynamic_bsz", "critic"),
     "reward_model.forward_max_token_len_per_gpu": ("reward_model.use_dynamic_bsz", "rm"),
 }
-"""Token budget of a micro-batch to the key that makes it count and the role whose ranks may share a sequence."""
+"""Token budget of a micro-batch to the key that enables it and the role whose ranks may split a sequence."""
 
 
 def _lengths(values: Values) -> Iterator[Problem]:
@@ -357,7 +340,7 @@ def _lengths(values: Values) -> Iterator[Problem]:
     for name, (switch, role) in _BUDGETS.items():
         ranks = max(values[f"{part}.ulysses_sequence_parallel_size"] for part in _SHARDED[role][:2])
         if values[switch] and 0 < values[name] * ranks < longest:
-            message = f"one sequence may have {longest} tokens (data.max_prompt_length + data.max_response_length)"
+            message = f"a sequence can have {longest} tokens (data.max_prompt_length + data.max_response_length)"
             yield Problem(name, values[name], f"{message}; set {-(-longest // ranks)} or more", also=lengths)
     rollout = values[f"{_ROLLOUT}.prompt_length"] + values[f"{_ROLLOUT}.response_length"]
     limit = values[f"{_ROLLOUT}.max_model_len"]
@@ -365,82 +348,63 @@ def _lengths(values: Values) -> Iterator[Problem]:
         message = f"prompt_length + response_length is {rollout}; set that or more, or null"
         yield Problem(f"{_ROLLOUT}.max_model_len", limit, message, also=lengths)
     if values[f"{_ROLLOUT}.prompt_length"] < values["data.max_prompt_length"]:
-        message = (
-            f"is less than data.max_prompt_length={values['data.max_prompt_length']}; set data.max_prompt_length alone"
-        )
+        message = f"is less than data.max_prompt_length={values['data.max_prompt_length']}; set only that key"
         yield Problem(f"{_ROLLOUT}.prompt_length", values[f"{_ROLLOUT}.prompt_length"], message, also=lengths)
 
 
 def _sampling(values: Values) -> Iterator[Problem]:
     for section in (_ROLLOUT, f"{_ROLLOUT}.val_kwargs"):
         if values[f"{section}.do_sample"] and values[f"{section}.temperature"] == 0:
-            message = "nothing can be sampled at temperature 0; set a temperature above 0, or do_sample=false"
+            message = "sampling needs a temperature above 0; set one, or do_sample=false"
             yield Problem(f"{section}.temperature", 0, message, also=(f"{section}.do_sample",))
-
-
-def _contents(values: Values) -> Iterator[Problem]:
-    for section in (_ACTOR, "critic"):
-        for field in ("save_contents", "load_contents"):
-            name = f"{section}.checkpoint.{field}"
-            unknown = [part for part in values[name] if part not in PARTS]
-            if unknown:
-                yield Problem(name, values[name], f"{show(unknown)} is not among {', '.join(PARTS)}")
 
 
 def _pool_keys(values: Values) -> Iterator[Problem]:
     spec, mapping = values["resource_pool_spec"], values["resource_pool_mapping"]
     if spec and values["trainer.placement"] != "colocate":
-        message = "resource_pool_spec says where roles run; leave one of the two out"
+        message = "conflicts with resource_pool_spec; set only one of them"
         yield Problem("trainer.placement", values["trainer.placement"], message, also=("resource_pool_spec",))
     for pool, machines in spec.items():
         if not isinstance(machines, list) or not machines or not all(isinstance(n, int) and n > 0 for n in machines):
-            yield Problem(f"resource_pool_spec.{pool}", machines, "must be processes per machine, such as [8, 8]")
+            yield Problem(
+                f"resource_pool_spec.{pool}", machines, "must be a list of processes per machine, such as [8, 8]"
+            )
     for role, pool in mapping.items():
         if role not in ROLES:
-            yield Problem(f"resource_pool_mapping.{role}", pool, f"is no role; roles are {', '.join(ROLES)}")
+            yield Problem(f"resource_pool_mapping.{role}", pool, f"unknown role; roles are {', '.join(ROLES)}")
         elif pool not in list(spec):
-            message = f"is no pool of resource_pool_spec ({', '.join(spec) or 'which is empty'})"
+            message = f"unknown pool; resource_pool_spec has {', '.join(spec) or 'none'}"
             yield Problem(f"resource_pool_mapping.{role}", pool, message, also=("resource_pool_spec",))
     if values["reward_model.enable"] and values["reward_model.enable_resource_pool"]:
         if spec and "reward_pool" not in spec and "rm" not in mapping:
-            message = "resource_pool_spec says where roles run; add a reward_pool there, or set false"
+            message = "conflicts with resource_pool_spec; add a reward_pool to it, or set false"
             yield Problem("reward_model.enable_resource_pool", True, message, also=("resource_pool_spec",))
         elif not spec and not values["reward_model.nnodes"]:
             yield Problem("reward_model.nnodes", 0, "must be 1 or more with reward_model.enable_resource_pool")
 
 
-def _workers(config: PPOConfig, values: Values) -> Iterator[Problem]:
+def _workers(config: PPOConfig, values: Values, models: Collection[str]) -> Iterator[Problem]:
     count = num_workers(config)
     if count > 1 and values["trainer.controller"] == "local":
-        message = f"there are {count} workers, and this process can be one; set auto or ray"
+        message = f"can run only 1 worker, not {count}; set auto or ray"
         yield Problem("trainer.controller", "local", message, also=("trainer.n_gpus_per_node", "resource_pool_spec"))
     if controller_of(config) == "ray" and find_spec("ray") is None:
-        message = 'workers in processes of their own need Ray: pip install "lockstep-rl[ray]"'
+        message = 'several worker processes need Ray: pip install "lockstep-rl[ray]"'
         yield Problem("trainer.controller", values["trainer.controller"], message)
     try:
-        yield from _ranks(pools_of(config, list(_models(values))), values)
+        yield from _ranks(pools_of(config, models), values)
     except TooFewWorkers as error:
         yield Problem("trainer.placement", values["trainer.placement"], error.reason, also=_SIZES[:2])
 
 
-def _unused_pools(config: PPOConfig, values: Values) -> Iterator[str]:
-    for name in values["resource_pool_spec"].keys() - pools_of(config, list(_models(values))).spec.keys():
-        yield f"resource_pool_spec.{name}: no role runs there"
-
-
-def _models(values: Values) -> Iterator[str]:
-    """What there is beside the policy."""
-    if values["algorithm.use_kl_in_reward"] or values[f"{_ACTOR}.use_kl_loss"]:
-        yield "ref"
-    if _trains_critic(values):
-        yield "critic"
-    if values["reward_model.enable"]:
-        yield "rm"
+def _unused_pools(config: PPOConfig, models: Collection[str]) -> Iterator[str]:
+    for name in config.resource_pool_spec.keys() - pools_of(config, models).spec.keys():
+        yield f"resource_pool_spec.{name}: no role uses this pool"
 
 
 def _ranks(pools: Pools, values: Values) -> Iterator[Problem]:
-    """How the ranks of a pool share models and sequences; what is wrong with several roles of a pool is said once."""
-    told: set[Any] = set()
+    """How the ranks of a pool shard models and split sequences; a problem of several roles in one pool is reported once."""
+    reported: set[Any] = set()
     for role, pool in pools.role_pools.items():
         if role not in _SHARDED:
             continue
@@ -449,21 +413,19 @@ def _ranks(pools: Pools, values: Values) -> Iterator[Problem]:
         key, engine_key = (f"{part}.ulysses_sequence_parallel_size" for part in (section, engine))
         size, engine_size, shard = values[key], values[engine_key], values[f"{engine}.fsdp_size"]
         if size > 1 and engine_size > 1 and size != engine_size:
-            yield Problem(engine_key, engine_size, f"differs from {key}={size}; set that alone", also=(key,))
+            yield Problem(engine_key, engine_size, f"differs from {key}={size}; set only that key", also=(key,))
             continue
         key, size = (key, size) if size > 1 else (engine_key, engine_size)
-        if workers % size and (pool, size) not in told:
-            told.add((pool, size))
-            message = (
-                f"does not divide the number of workers in {pool}, {workers}; set a divisor of it, or other workers"
-            )
+        if workers % size and (pool, size) not in reported:
+            reported.add((pool, size))
+            message = f"does not divide the number of workers in {pool} ({workers}); set a divisor, or change the number of workers"
             yield Problem(key, size, f"{message} (trainer.n_gpus_per_node)", also=_SIZES)
-        if size > 1 and not values[f"{model}.use_remove_padding"] and model not in told:
-            told.add(model)
-            message = f"ranks share sequences ({key}={size}) only where these are packed; set true"
+        if size > 1 and not values[f"{model}.use_remove_padding"] and model not in reported:
+            reported.add(model)
+            message = f"splitting sequences across ranks ({key}={size}) needs packed sequences; set true"
             yield Problem(f"{model}.use_remove_padding", False, message, also=(key,))
         if shard != -1 and workers % shard:
-            message = f"does not divide the number of workers in {pool}, {workers}; set a divisor of it, or -1 for all"
+            message = f"does not divide the number of workers in {pool} ({workers}); set a divisor, or -1 for all"
             yield Problem(f"{engine}.fsdp_size", shard, message, also=_SIZES)
 
 
@@ -471,38 +433,38 @@ def _warnings(values: Values) -> Iterator[str]:
     low, high = values[f"{_ACTOR}.clip_ratio_low"], values[f"{_ACTOR}.clip_ratio_high"]
     if low >= 0.5:
         yield (
-            f"{_ACTOR}.clip_ratio_low={low:g} is a distance: the ratio is clipped at 1-{low:g}={1 - low:.4g}; "
-            f"write {1 - low:.4g} to clip at {low:g}"
+            f"{_ACTOR}.clip_ratio_low={low:g} is a distance from 1: the ratio is clipped at 1-{low:g}={1 - low:.4g}; "
+            f"set {1 - low:.4g} to clip at {low:g}"
         )
     if high >= 1:
         yield (
-            f"{_ACTOR}.clip_ratio_high={high:g} is a distance: the ratio is clipped at 1+{high:g}={1 + high:.4g}; "
-            f"write {high - 1:.4g} to clip at {high:g}"
+            f"{_ACTOR}.clip_ratio_high={high:g} is a distance from 1: the ratio is clipped at 1+{high:g}={1 + high:.4g}; "
+            f"set {high - 1:.4g} to clip at {high:g}"
         )
     samples = values[f"{_ROLLOUT}.n"]
     if samples > 1 and not values[f"{_ROLLOUT}.do_sample"]:
-        yield f"{_ROLLOUT}.do_sample=false: the {samples} samples of a prompt will be the same"
+        yield f"{_ROLLOUT}.do_sample=false: the {samples} samples of a prompt will be identical"
     if values[f"{_ROLLOUT}.response_length"] != values["data.max_response_length"]:
         yield (
             f"{_ROLLOUT}.response_length={values[f'{_ROLLOUT}.response_length']} differs from "
-            f"data.max_response_length={values['data.max_response_length']}; set data.max_response_length alone"
+            f"data.max_response_length={values['data.max_response_length']}; set only data.max_response_length"
         )
     validation = f"{_ROLLOUT}.val_kwargs"
     if values[f"{validation}.n"] > 1 and not values[f"{validation}.do_sample"]:
-        yield f"{validation}.do_sample=false: the {values[f'{validation}.n']} answers to a prompt will be the same"
+        yield f"{validation}.do_sample=false: the {values[f'{validation}.n']} responses to a prompt will be identical"
     if values["trainer.resume_from_path"] and values["trainer.resume_mode"] != "resume_path":
         yield (
-            "trainer.resume_from_path counts only with trainer.resume_mode=resume_path, "
-            f"and that is {values['trainer.resume_mode']}"
+            "trainer.resume_from_path is used only with trainer.resume_mode=resume_path, "
+            f"not {values['trainer.resume_mode']}"
         )
     if values["trainer.max_restarts"] and values["trainer.save_freq"] < 1:
-        yield "trainer.max_restarts without trainer.save_freq: there is no checkpoint to go on from, so a restart begins anew"
-    for name, default, reason in UNREAD:
+        yield "trainer.max_restarts without trainer.save_freq: there are no checkpoints, so a restart begins at step 0"
+    for name, default, reason in UNUSED:
         if values[name] != default:
-            yield f"{name}={values[name]} has no effect in this build: {reason}"
+            yield f"{name}={values[name]} has no effect: {reason}"
     if values["reward_model.enable"] and values["custom_reward_function.path"]:
-        yield "reward_model.enable: the model's scores count; custom_reward_function.path is not called"
+        yield "reward_model.enable: scores come from the reward model; custom_reward_function.path is not called"
     if values["algorithm.use_kl_in_reward"] and values[f"{_ACTOR}.use_kl_loss"]:
-        yield f"algorithm.use_kl_in_reward and {_ACTOR}.use_kl_loss are both on: KL counts in the reward and in the loss"
+        yield f"algorithm.use_kl_in_reward and {_ACTOR}.use_kl_loss are both on: KL is penalized in the reward and in the loss"
     if values["trainer.test_freq"] > 0 and not values["data.val_files"]:
-        yield f"trainer.test_freq={values['trainer.test_freq']} without data.val_files: there is nothing to validate on"
+        yield f"trainer.test_freq={values['trainer.test_freq']} without data.val_files: there is no validation data"

@@ -1,4 +1,4 @@
-"""The front that every training program shares: from `sys.argv` to a configuration, or to a message and exit code."""
+"""Command line of the training programs: parse `sys.argv` into a configuration, or exit with a message."""
 
 import argparse
 import sys
@@ -16,7 +16,7 @@ EPILOG = """\
 Overrides follow Hydra's grammar:
   trainer.total_epochs=3               set a key
   data.train_files=[a.jsonl,b.jsonl]   a list
-  ~trainer.total_epochs                back to the default
+  ~trainer.total_epochs                reset a key to its default
   algorithm=grpo                       a preset: ppo, grpo
 
 docs/config.md lists every key with its type, default and meaning.
@@ -30,8 +30,8 @@ def config_from_command_line(
 ) -> C | None:
     """The configuration that `argv` describes (`sys.argv[1:]` for None).
 
-    None: the command asked for help or for the resolved configuration, and has it. A configuration that cannot be run
-    ends the program with exit code 2 and every problem on stderr.
+    Returns None after printing the help or the resolved configuration. An invalid configuration exits with code 2 and lists
+    every problem on stderr.
     """
     parser = _parser(prog)
     options = parser.parse_intermixed_args(sys.argv[1:] if argv is None else list(argv))
@@ -65,7 +65,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         add_help=False,
         allow_abbrev=False,
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, over the file's")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings; override those of the file")
     parser.add_argument("-h", "--help", action="store_true", help="show this message and exit")
     parser.add_argument("-c", "--cfg", choices=("job",), help="print the resolved configuration as YAML and exit")
     parser.add_argument("-cn", "--config-name", metavar="NAME", help="YAML file to start from, or a path to one")

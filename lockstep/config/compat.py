@@ -1,20 +1,23 @@
-"""The one table of what the public system's configurations say differently.
+"""How verl's configurations differ from ours: the tables that `normalize` applies.
 
-ALIASES        other spellings of a key or a section, read as the canonical one (one notice each)
-VALUE_ALIASES  other spellings of a value
-UNSUPPORTED    keys for what this build does not have: values that ask for nothing pass in silence, others are a problem
-REFUSED_VALUES values of real keys for what this build does not have
-REFUSED_FILES  presets and configuration files for what this build does not have
-NO_EFFECT      keys that tune what is settled otherwise here: dropped, with a notice
+ALIASES             other spellings of a key or a section, read as the canonical one (one notice each)
+VALUE_ALIASES       other spellings of a value
+UNSUPPORTED_KEYS    keys of unsupported features: values that request nothing are accepted, others are a problem
+UNSUPPORTED_VALUES  values of existing keys that select an unsupported feature
+UNSUPPORTED_FILES   presets and configuration files of unsupported features
+NO_EFFECT           keys that tune something which works differently here: ignored, with a notice
 
-`canonical` reads settings by these tables. A key that becomes real leaves its table; a test says so.
+A key that gains support leaves its table; a test checks that.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-NOT_IN_BUILD = "not in this build"
+from lockstep.config.algorithm import KL_ALIASES, KL_ESTIMATORS
+from lockstep.config.trainer import LOGGERS
+
+NOT_SUPPORTED = "not supported"
 """How the message about a missing feature begins."""
 
 _ARR = "actor_rollout_ref"
@@ -30,7 +33,7 @@ _OPTIMIZERS = (f"{_ARR}.actor.optim", "critic.optim")
 
 
 def _in_each(sections: tuple[str, ...], entries: Mapping[str, Any]) -> dict[str, Any]:
-    """The same entries in every one of `sections`."""
+    """The same entries in each of `sections`."""
     return {f"{section}.{name}": entry for section in sections for name, entry in entries.items()}
 
 
@@ -66,21 +69,19 @@ ALIASES: dict[str, str] = {
     for written, name in {"warmup_steps": "lr_warmup_steps", "warmup_style": "lr_scheduler_type"}.items()
 }
 
-_KL_NAMES = {"k1": "kl", "k2": "mse", "k3": "low_var_kl", "k1+": "kl+", "k2+": "mse+", "k3+": "low_var_kl+"}
-
 VALUE_ALIASES: dict[str, dict[str, str]] = {
-    "algorithm.kl_penalty": _KL_NAMES,
-    f"{_ARR}.actor.kl_loss_type": _KL_NAMES,
+    "algorithm.kl_penalty": KL_ALIASES,
+    f"{_ARR}.actor.kl_loss_type": KL_ALIASES,
 }
 
 
 @dataclass(frozen=True)
 class Unsupported:
-    """A public key or section for something that this build does not have.
+    """A key or section of verl whose feature is missing here.
 
-    reason:   what there is instead, and what to set.
-    harmless: values that ask for nothing.
-    switches: for a section, the keys that turn it on; the others mean nothing while these are harmless.
+    reason:   what happens instead, and what to set.
+    harmless: values that do not request the feature.
+    switches: for a section, the keys that turn it on; the others are ignored while these are harmless.
     """
 
     reason: str
@@ -89,32 +90,32 @@ class Unsupported:
 
     @property
     def message(self) -> str:
-        return f"{NOT_IN_BUILD}: {self.reason}"
+        return f"{NOT_SUPPORTED}: {self.reason}"
 
-    def asks(self, value: Any) -> bool:
-        """Whether `value` asks for what is not there. One that follows another key asks for nothing by itself."""
+    def is_requested_by(self, value: Any) -> bool:
+        """Whether `value` requests the feature; an interpolation does not."""
         if isinstance(value, Mapping):
-            return any(self.asks(item) for name, item in value.items() if name != "_target_")
+            return any(self.is_requested_by(item) for name, item in value.items() if name != "_target_")
         if isinstance(value, str) and (value.startswith("${") or value == "???"):
             return False
         return not any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in self.harmless)
 
 
 _LORA = Unsupported("all parameters are trained; set lora_rank=0", harmless=(None, False, 0))
-_PROFILER = Unsupported("there are no profiler hooks; leave it off", switches=("enable",))
+_PROFILER = Unsupported("there are no profiler hooks; turn it off", switches=("enable",))
 _MTP = Unsupported(
     "models predict one token at a time; set enable=false", switches=("enable", "enable_train", "enable_rollout")
 )
-_ONE_WORKER = Unsupported("each worker generates with the whole model; set 1", harmless=(None, 1))
-_ROUTING = Unsupported("experts' routing is not recorded; leave it disabled", (None, False, "disabled"), ("mode",))
-_MEGATRON = Unsupported("models are trained with FSDP2; set strategy=fsdp and leave Megatron's keys out")
-_OTHER_PROGRAM = Unsupported("it is a key of the programs that generate and evaluate; leave it out to train")
+_ONE_WORKER = Unsupported("each worker holds the whole rollout model; set 1", harmless=(None, 1))
+_ROUTING = Unsupported("expert routing is not recorded; leave it disabled", (None, False, "disabled"), ("mode",))
+_MEGATRON = Unsupported("models are trained with FSDP2; set strategy=fsdp and remove the Megatron keys")
+_OTHER_PROGRAM = Unsupported("it is a key of verl's generation and evaluation programs; remove it to train")
 _OWN_MANAGER = Unsupported(
-    "a reward manager of your own enters as reward_model.reward_manager=path/to/file.py:Class",
+    "select your own reward manager with reward_model.reward_manager=path/to/file.py:Class",
     harmless=(None, "register"),
 )
 
-UNSUPPORTED: dict[str, Unsupported] = {
+UNSUPPORTED_KEYS: dict[str, Unsupported] = {
     f"{_ARR}.rollout.multi_turn": Unsupported(
         "responses are single-turn; set multi_turn.enable=false", switches=("enable",)
     ),
@@ -122,42 +123,43 @@ UNSUPPORTED: dict[str, Unsupported] = {
     f"{_ARR}.model.hf_config_path": Unsupported("the model's config.json is read from model.path; set null"),
     f"{_ARR}.model.mtp": _MTP,
     f"{_ARR}.rollout.mtp": _MTP,
-    f"{_ARR}.rollout.quantization": Unsupported("the rollout decodes with the trainer's own weights; leave it out"),
+    f"{_ARR}.rollout.quantization": Unsupported("the rollout decodes with the trainer's weights; remove it"),
     f"{_ARR}.rollout.quantization_config_file": Unsupported(
-        "the rollout decodes with the trainer's own weights; leave it out"
+        "the rollout decodes with the trainer's weights; remove it"
     ),
     f"{_ARR}.rollout.data_parallel_size": _ONE_WORKER,
     f"{_ARR}.rollout.expert_parallel_size": _ONE_WORKER,
     f"{_ARR}.rollout.pipeline_model_parallel_size": _ONE_WORKER,
     f"{_ARR}.rollout.skip_rollout": Unsupported("every step generates; set false"),
-    f"{_ARR}.rollout.over_sample_rate": Unsupported("a step waits for all its samples; set 0", (None, False, 0)),
-    f"{_ARR}.rollout.scheduling_policy": Unsupported("requests run in the order they come; set fcfs", (None, "fcfs")),
-    f"{_ARR}.rollout.enable_rollout_routing_replay": Unsupported("experts' routing is not recorded; set false"),
+    f"{_ARR}.rollout.over_sample_rate": Unsupported("a step waits for all of its samples; set 0", (None, False, 0)),
+    f"{_ARR}.rollout.scheduling_policy": Unsupported("requests run in order of arrival; set fcfs", (None, "fcfs")),
+    f"{_ARR}.rollout.enable_rollout_routing_replay": Unsupported("expert routing is not recorded; set false"),
     f"{_ARR}.rollout.trace": Unsupported(
-        "there is no tracing service; trainer.rollout_data_dir writes every rollout", switches=("backend",)
+        "there is no tracing service; set trainer.rollout_data_dir to write every rollout", switches=("backend",)
     ),
     f"{_ARR}.rollout.prometheus": Unsupported(
         "metrics go to trainer.logger; set prometheus.enable=false", switches=("enable",)
     ),
-    f"{_ARR}.actor.freeze_vision_tower": Unsupported("models are text models; leave it out"),
-    f"{_ARR}.actor.use_prefix_grouper": Unsupported("a shared prompt is computed once in the rollout only; set false"),
+    f"{_ARR}.actor.freeze_vision_tower": Unsupported("only text models are supported; remove it"),
     f"{_ARR}.rollout.profiler": _PROFILER,
     f"{_ARR}.profiler": _PROFILER,
-    "global_profiler": Unsupported("there are no profiler hooks; leave it off", switches=("tool", "steps")),
+    "global_profiler": Unsupported("there are no profiler hooks; turn it off", switches=("tool", "steps")),
     "trainer.profile_steps": Unsupported("there are no profiler hooks; set null"),
     "trainer.default_hdfs_dir": Unsupported(
-        "checkpoints are written to local or mounted folders; set default_local_dir"
+        "checkpoints are written to local or mounted folders; set trainer.default_local_dir"
     ),
-    "trainer.del_local_ckpt_after_load": Unsupported("the checkpoint that is loaded is kept; set false"),
-    "trainer.esi_redundant_time": Unsupported("no cloud instance's end is watched; set 0", (None, False, 0)),
+    "trainer.del_local_ckpt_after_load": Unsupported("checkpoints are kept after loading; set false"),
+    "trainer.esi_redundant_time": Unsupported("the end of a cloud instance is not detected; set 0", (None, False, 0)),
     "reward_manager.source": _OWN_MANAGER,
     "reward_manager.module": Unsupported(_OWN_MANAGER.reason, switches=("path",)),
     "reward_model.reward_loop_source": _OWN_MANAGER,
     "reward_model.reward_loop_module_path": _OWN_MANAGER,
     "reward_model.reward_loop_class_name": _OWN_MANAGER,
-    "reward_model.rollout": Unsupported("a reward model is a classifier, and generates nothing", switches=("name",)),
+    "reward_model.rollout": Unsupported(
+        "reward models are classifiers and do not generate; set name to null", switches=("name",)
+    ),
     "reward_model.max_length": Unsupported("the reward model reads the whole sequence; set null"),
-    "reward_model.sandbox_fusion": Unsupported("there is no code sandbox; leave url null", switches=("url",)),
+    "reward_model.sandbox_fusion": Unsupported("code is run in local processes; set url to null", switches=("url",)),
     "reward_model.launch_reward_fn_async": Unsupported("rewards are computed within the step; set false"),
     "data.tool_config_path": Unsupported("responses are single-turn; set null"),
     "data.path": _OTHER_PROGRAM,
@@ -167,37 +169,39 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "data.response_key": _OTHER_PROGRAM,
     "data.data_source_key": _OTHER_PROGRAM,
     "data.reward_model_key": _OTHER_PROGRAM,
-    "data.datagen": Unsupported("prompts are read from files; leave it null", switches=("path",)),
-    "transfer_queue": Unsupported("batches travel in the controller's memory; set enable=false", switches=("enable",)),
+    "data.datagen": Unsupported("prompts are read from files; set path to null", switches=("path",)),
+    "transfer_queue": Unsupported(
+        "batches are kept in the controller's memory; set enable=false", switches=("enable",)
+    ),
 }
-UNSUPPORTED |= _in_each(
+UNSUPPORTED_KEYS |= _in_each(
     _ROLES,
     {"profiler": _PROFILER, "megatron": _MEGATRON, "load_weight": Unsupported(_MEGATRON.reason, (None, False, True))},
 )
-UNSUPPORTED |= _in_each(_ROLES[:2], {"router_replay": _ROUTING})
-UNSUPPORTED |= _in_each(
+UNSUPPORTED_KEYS |= _in_each(_ROLES[:2], {"router_replay": _ROUTING})
+UNSUPPORTED_KEYS |= _in_each(
     _MODELS[:2],
     {
         "lora_rank": _LORA,
         "lora": Unsupported(_LORA.reason, _LORA.harmless, switches=("rank", "adapter_path")),
         "enable_activation_offload": Unsupported(
-            "activations are recomputed instead; set enable_gradient_checkpointing=true"
+            "set enable_gradient_checkpointing=true to recompute activations instead"
         ),
-        "tiled_mlp": Unsupported("layers run whole; set enabled=false", switches=("enabled",)),
+        "tiled_mlp": Unsupported("MLPs are not tiled; set enabled=false", switches=("enabled",)),
     },
 )
-UNSUPPORTED |= _in_each(
+UNSUPPORTED_KEYS |= _in_each(
     _ENGINES,
     {
         "strategy": Unsupported("models are trained with FSDP2; set fsdp", (None, "fsdp", "fsdp2")),
         "full_determinism": Unsupported("GPU kernels are not forced to be deterministic; set false"),
     },
 )
-UNSUPPORTED |= _in_each(
+UNSUPPORTED_KEYS |= _in_each(
     _OPTIMIZERS,
     {
         "optimizer_impl": Unsupported("the optimizer is torch.optim.AdamW; set torch.optim", (None, "torch.optim")),
-        "override_optimizer_config": Unsupported("AdamW has the keys beside this one; set those (betas, weight_decay)"),
+        "override_optimizer_config": Unsupported("set the keys next to this one (betas, weight_decay)"),
         **dict.fromkeys(
             (
                 "lr_warmup_init",
@@ -209,49 +213,53 @@ UNSUPPORTED |= _in_each(
                 "lr_wsd_decay_steps",
                 "use_checkpoint_opt_param_scheduler",
             ),
-            Unsupported("it is Megatron's; set lr_scheduler_type, lr_warmup_steps and min_lr_ratio", (None, False, 0)),
+            Unsupported(
+                "it is a key of Megatron; set lr_scheduler_type, lr_warmup_steps and min_lr_ratio", (None, False, 0)
+            ),
         ),
     },
 )
 
-REFUSED_VALUES: dict[str, dict[str, str]] = {
+_SAMPLED_KL = f"KL is estimated from the sampled tokens; set one of {', '.join(KL_ESTIMATORS)}"
+
+UNSUPPORTED_VALUES: dict[str, dict[str, str]] = {
     f"{section}.strategy": {"megatron": "models are trained with FSDP2; set fsdp"} for section in _ROLES
 } | {
     f"{_ARR}.rollout.name": dict.fromkeys(
         ("vllm", "sglang", "trtllm", "tgi"),
-        "responses are generated with the trainer's own weights; set embedded (or hf)",
+        "responses are generated with the trainer's weights; set embedded or hf",
     ),
     "trainer.device": {"npu": "training runs on cuda and cpu"},
     "trainer.logger": dict.fromkeys(
-        ("vemlp_wandb", "clearml", "trackio", "rl_insight"),
-        "take one of console, file, tensorboard, wandb, mlflow, swanlab",
+        ("vemlp_wandb", "clearml", "trackio", "rl_insight"), f"use any of {', '.join(LOGGERS)}"
     ),
-    "algorithm.kl_penalty": {"full": "KL is estimated from the sampled tokens; set kl, abs, mse or low_var_kl"},
-    f"{_ARR}.actor.kl_loss_type": {"full": "KL is estimated from the sampled tokens; set kl, abs, mse or low_var_kl"},
+    "algorithm.kl_penalty": {"full": _SAMPLED_KL},
+    f"{_ARR}.actor.kl_loss_type": {"full": _SAMPLED_KL},
 }
 
-REFUSED_FILES: dict[str, str] = dict.fromkeys(
+UNSUPPORTED_FILES: dict[str, str] = dict.fromkeys(
     ("megatron", "megatron_actor", "megatron_critic", "ppo_megatron_trainer"),
-    f"{NOT_IN_BUILD}: models are trained with FSDP2; take ppo_trainer and fsdp",
+    f"{NOT_SUPPORTED}: models are trained with FSDP2; use ppo_trainer and fsdp",
 )
 
 _ALWAYS_CHUNKED = "entropy and log-probs are always computed in chunks"
-_AS_THEY_ARE = "layers run as they are"
-_FUSED = "the output head is always fused with the loss"
-_OTHER_ENGINE = "it tunes an engine that keeps weights of its own"
-_ONE_PROCESS = "responses are generated within the worker"
-_READ_DIRECTLY = "files are read directly"
-_TEXT = "prompts are text"
-_NO_ADAPTER = "there is no adapter without lora_rank"
-_PROFILING = "it counts only with trainer.profile_steps"
+_NO_COMPILE = "torch.compile is not used"
+_FUSED = "log-probs are always computed without the full logits"
+_OTHER_ENGINE = "it tunes an engine with its own copy of the weights"
+_IN_WORKER = "responses are generated in the worker process"
+_NO_SHM = "files are not copied to shared memory"
+_TEXT = "prompts are text only"
+_NO_ADAPTER = "there is no adapter, because lora_rank is not supported"
+_PROFILING = "it is used only with trainer.profile_steps"
 
 NO_EFFECT: dict[str, str] = {
+    f"{_ARR}.actor.use_prefix_grouper": "a prompt shared by several samples is always computed once (packed sequences)",
     f"{_ARR}.actor.use_fused_kernels": _FUSED,
     f"{_ARR}.actor.sum_pi_squared_checkpointing": _ALWAYS_CHUNKED,
     f"{_ARR}.ref.rollout_n": f"it follows {_ARR}.rollout.n",
     f"{_ARR}.model.use_fused_kernels": _FUSED,
     f"{_ARR}.model.fused_kernel_options": _FUSED,
-    f"{_ARR}.model.use_liger": "layers run as transformers has them",
+    f"{_ARR}.model.use_liger": "fused kernels are applied automatically to the layers that have them",
     f"{_ARR}.rollout.load_format": _OTHER_ENGINE,
     f"{_ARR}.rollout.disable_log_stats": _OTHER_ENGINE,
     f"{_ARR}.rollout.engine_kwargs": _OTHER_ENGINE,
@@ -260,12 +268,12 @@ NO_EFFECT: dict[str, str] = {
     f"{_ARR}.rollout.checkpoint_engine.engine_kwargs": _OTHER_ENGINE,
     f"{_ARR}.rollout.multi_stage_wake_up": _OTHER_ENGINE,
     f"{_ARR}.rollout.skip_tokenizer_init": _OTHER_ENGINE,
-    f"{_ARR}.rollout.cudagraph_capture_sizes": "graphs are captured for the batch sizes that come up",
+    f"{_ARR}.rollout.cudagraph_capture_sizes": "CUDA graphs are captured when a batch size is first used",
     f"{_ARR}.rollout.logprobs_mode": "log-probs are always those of the policy at the sampling temperature",
-    f"{_ARR}.rollout.skip_dump_dir": "it counts only with skip_rollout",
-    f"{_ARR}.rollout.agent": _ONE_PROCESS,
-    "reward_model.use_reward_loop": "there is one way to compute rewards",
-    "reward_model.num_workers": "reward_model.reward_kwargs.num_workers says how many processes score",
+    f"{_ARR}.rollout.skip_dump_dir": "it is used only with skip_rollout",
+    f"{_ARR}.rollout.agent": _IN_WORKER,
+    "reward_model.use_reward_loop": "there is one reward implementation",
+    "reward_model.num_workers": "set reward_model.reward_kwargs.num_workers instead",
     "reward_model.model.use_fused_kernels": _FUSED,
     "data.return_raw_input_ids": "the prompt's tokens are always kept",
     "data.return_full_prompt": "the prompt's messages are always kept",
@@ -273,10 +281,10 @@ NO_EFFECT: dict[str, str] = {
     "data.image_key": _TEXT,
     "data.image_patch_size": _TEXT,
     "data.video_key": _TEXT,
-    "data.use_shm": _READ_DIRECTLY,
+    "data.use_shm": _NO_SHM,
     "trainer.controller_nsight_options": _PROFILING,
     "trainer.worker_nsight_options": _PROFILING,
-    "trainer.ray_wait_register_center_timeout": "workers are waited for until they answer or die",
+    "trainer.ray_wait_register_center_timeout": "the controller waits until workers respond or die",
     "trainer.use_legacy_worker_impl": "there is one worker implementation",
 }
 NO_EFFECT |= _in_each(
@@ -284,7 +292,7 @@ NO_EFFECT |= _in_each(
     {
         "entropy_from_logits_with_chunking": _ALWAYS_CHUNKED,
         "entropy_checkpointing": _ALWAYS_CHUNKED,
-        "use_torch_compile": _AS_THEY_ARE,
+        "use_torch_compile": _NO_COMPILE,
     },
 )
 NO_EFFECT |= _in_each(
@@ -294,5 +302,5 @@ NO_EFFECT |= _in_each(
         "forward_only": "the role decides whether a model is trained",
     },
 )
-NO_EFFECT |= _in_each(_MODELS, {"use_shm": _READ_DIRECTLY})
+NO_EFFECT |= _in_each(_MODELS, {"use_shm": _NO_SHM})
 NO_EFFECT |= _in_each(_MODELS[:2], dict.fromkeys(("lora_alpha", "target_modules", "exclude_modules"), _NO_ADAPTER))

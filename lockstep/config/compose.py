@@ -1,8 +1,8 @@
-"""From files and overrides to one checked configuration.
+"""Compose files and overrides into one checked configuration: `load_config`.
 
-    defaults (dataclasses) ◄── presets, the user's YAML (Hydra) ◄── overrides, in order ──► types ──► checks ──► config
+    presets and the user's YAML (Hydra) ──► overrides, in order ──► derived defaults ──► types ──► checks ──► dataclass
 
-Every layer is brought to canonical spelling first (`compat`), so that a later layer wins whatever its spelling.
+Each layer is normalized to canonical spelling first, so that a later layer wins regardless of its spelling.
 """
 
 import logging
@@ -22,11 +22,11 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep.config.canonical import Layer, canonical_layer, canonical_name, merged, refused_values
 from lockstep.config.checks import check
-from lockstep.config.compat import REFUSED_FILES
+from lockstep.config.compat import UNSUPPORTED_FILES
+from lockstep.config.derived_defaults import derived_defaults
 from lockstep.config.errors import NO_VALUE, ConfigError, Problem
-from lockstep.config.implied import implied_values
+from lockstep.config.normalize import Layer, canonical_name, merge, normalize, unsupported_values
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import build, explain_unknown_key, is_mapping_key, keys, sections, set_in, to_plain
 
@@ -35,41 +35,41 @@ C = TypeVar("C")
 
 PRESETS = Path(__file__).parent / "presets"
 DEFAULT_NAME = "ppo_trainer"
-IDLE_NAMED_ONE_BY_ONE = 8
+MAX_NO_EFFECT_NOTICES = 8
+"""More settings without effect than this are listed in one line."""
 _HOME = re.compile(r"(?<=[=\[,])~/")
-"""Where a value begins with the home folder, which Hydra's grammar does not know."""
+"""`~/` at the start of a value, which Hydra's grammar does not accept."""
 
 
 @dataclass
 class _Settings:
-    """All layers so far: what is set, what was asked for in vain, what is wrong, what the user should know."""
+    """The layers so far, merged; see `Layer`."""
 
     values: dict[str, Any] = field(default_factory=dict)
     unsupported: dict[str, Problem | None] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
-    idle: dict[str, str] = field(default_factory=dict)
+    no_effect: dict[str, str] = field(default_factory=dict)
 
     def add(self, layer: Layer, cls: type) -> None:
         for name, value in layer.values.items():
             old = self.values.get(name)
             both_mappings = isinstance(old, Mapping) and isinstance(value, Mapping)
-            merge = is_mapping_key(keys(cls)[name]) and both_mappings
-            self.values[name] = merged(old, value) if merge else value
+            self.values[name] = merge(old, value) if is_mapping_key(keys(cls)[name]) and both_mappings else value
         self.unsupported.update(layer.unsupported)
         self.problems += layer.problems
         self.notices += [notice for notice in layer.notices if notice not in self.notices]
-        self.idle |= layer.idle
+        self.no_effect |= layer.no_effect
 
     def remove(self, name: str) -> bool:
-        """Forget what was set at or below `name`, so that the default holds again; whether anything was."""
+        """Reset `name` and everything below it to the defaults; returns whether anything was set."""
         below = [key for key in self.values if key == name or key.startswith(f"{name}.")]
-        asked = [key for key in self.unsupported if key == name or key.startswith(f"{name}.")]
+        unsupported = [key for key in self.unsupported if key == name or key.startswith(f"{name}.")]
         for key in below:
             del self.values[key]
-        for key in asked:
+        for key in unsupported:
             del self.unsupported[key]
-        return bool(below or asked)
+        return bool(below or unsupported)
 
 
 def load_config(
@@ -79,65 +79,65 @@ def load_config(
     config_dir: str | Path | None = None,
     run_checks: bool = True,
 ) -> C:
-    """The configuration that a file and overrides describe; ConfigError with every problem if it cannot be run.
+    """The configuration of a file and overrides; ConfigError with every problem if it is invalid.
 
-    overrides:   Hydra's grammar: `key=value`, `+key=value`, `++key=value`, `~key` (the default again), `group=preset`.
+    overrides:   Hydra's grammar: `key=value`, `+key=value`, `++key=value`, `~key` (reset to the default), `group=preset`.
     config_name: YAML file in `config_dir` (or a preset), with or without `.yaml`; a path to a file works too.
-    config_dir:  folder with the user's YAML files and groups.
-    run_checks:  false skips the checks across keys and of files, and leaves spelling and types.
+    config_dir:  folder of the user's YAML files and config groups.
+    run_checks:  false checks only names and types, not `checks.py`.
     """
     name, folder = _locate(config_name, config_dir)
     settings = _Settings()
     parsed, settings.problems = _parse(overrides)
     presets, values = _split(parsed, cls, folder, settings)
-    settings.add(canonical_layer(cls, _compose_files(name, folder, presets)), cls)
+    settings.add(normalize(cls, _compose_files(name, folder, presets)), cls)
     for override in values:
         _apply(override, settings, cls)
 
-    implied, notices = implied_values(settings.values)
-    settings.values |= implied
+    derived, notices = derived_defaults(settings.values)
+    settings.values |= derived
     settings.notices += notices
-    refused = refused_values(settings.values)
-    for problem in refused:
+    unsupported = unsupported_values(settings.values)
+    for problem in unsupported:
         settings.values.pop(problem.key, None)
     tree: dict[str, Any] = {}
     for key, value in settings.values.items():
         set_in(tree, key, _expand_home(value))
     config, mistyped = build(cls, tree)
-    asked = [problem for problem in settings.unsupported.values() if problem is not None]
-    problems = [*settings.problems, *asked, *refused, *mistyped]
+    requested = [problem for problem in settings.unsupported.values() if problem is not None]
+    problems = [*settings.problems, *requested, *unsupported, *mistyped]
     warnings: list[str] = []
     if run_checks and isinstance(config, PPOConfig):
-        touched = {canonical_name(cls, problem.key) for problem in problems}
+        reported = {canonical_name(cls, problem.key) for problem in problems}
         failed, warnings = check(config)
-        problems += [problem for problem in failed if touched.isdisjoint({problem.key, *problem.also})]
-    for notice in [*settings.notices, *_idle_notices(settings.idle), *warnings]:
-        say_once(notice)
+        problems += [problem for problem in failed if reported.isdisjoint({problem.key, *problem.also})]
+    for notice in [*settings.notices, *_no_effect_notices(settings.no_effect), *warnings]:
+        log_once(notice)
     if problems:
         raise ConfigError(problems)
     return config
 
 
 @cache
-def say_once(notice: str) -> None:
-    """Log a notice, once in the life of the process."""
+def log_once(notice: str) -> None:
+    """Log a notice once per process."""
     logger.warning(notice)
 
 
-def _idle_notices(idle: Mapping[str, str]) -> list[str]:
-    """What has no effect: each with its reason, or in one line where a whole configuration came over."""
-    if len(idle) <= IDLE_NAMED_ONE_BY_ONE:
-        return [f"{name} has no effect: {reason}" for name, reason in idle.items()]
-    return [f"{len(idle)} settings have no effect here (docs/config.md says why): {', '.join(sorted(idle))}"]
+def _no_effect_notices(no_effect: Mapping[str, str]) -> list[str]:
+    """One notice per setting with its reason, or a single line if there are many."""
+    if len(no_effect) <= MAX_NO_EFFECT_NOTICES:
+        return [f"{name} has no effect: {reason}" for name, reason in no_effect.items()]
+    return [f"{len(no_effect)} settings have no effect (see docs/config.md): {', '.join(sorted(no_effect))}"]
 
 
 def to_yaml(config: Any) -> str:
-    """A config instance as YAML that `load_config` reads back to the same values."""
+    """A config instance as YAML; `load_config` reads it back to the same values."""
     return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
 
 
 def _locate(config_name: str | None, config_dir: str | Path | None) -> tuple[str, Path | None]:
-    """The config's name and the user's folder; the name may be a path to a file."""
+    """The config's name and the user's folder; `config_name` may be a path."""
     folder = Path(config_dir).expanduser() if config_dir is not None else None
     name = config_name or DEFAULT_NAME
     if Path(name).parent != Path(".") or (folder is None and Path(name).suffix in (".yaml", ".yml")):
@@ -151,7 +151,7 @@ def _locate(config_name: str | None, config_dir: str | Path | None) -> tuple[str
         known = sorted({file.stem for place in places for file in place.glob("*.yaml")})
         where = " and ".join(str(place) for place in places)
         message = f"no {name}.yaml in {where}. Known: {', '.join(known)}."
-        raise ConfigError([Problem("--config-name", name, REFUSED_FILES.get(name, message))])
+        raise ConfigError([Problem("--config-name", name, UNSUPPORTED_FILES.get(name, message))])
     return name, folder.resolve() if folder else None
 
 
@@ -163,13 +163,13 @@ def _parse(overrides: Sequence[str]) -> tuple[list[Override], list[Problem]]:
             override = parser.parse_override(_HOME.sub(f"{Path.home()}/", text))
         except HydraException as error:
             reason = str(error).splitlines()[0]
-            hint = "write key=value, and quote a value that holds any of = , : [ ] { } ( )"
+            hint = "write key=value, and quote a value that contains any of = , : [ ] { } ( )"
             if text.endswith((".yaml", ".yml")):
-                hint = f"a configuration file is given as --config-name {text}"
-            problems.append(Problem(text, NO_VALUE, f"cannot be read ({reason}); {hint}"))
+                hint = f"to load a configuration file, use --config-name {text}"
+            problems.append(Problem(text, NO_VALUE, f"cannot be parsed ({reason}); {hint}"))
             continue
         if override.is_sweep_override():
-            hint = "several values in one override; write a list as [a,b] or run the command once for each"
+            hint = "several values in one override; write a list as [a,b], or run the command once per value"
             problems.append(Problem(text, NO_VALUE, hint))
         else:
             parsed.append(override)
@@ -179,12 +179,12 @@ def _parse(overrides: Sequence[str]) -> tuple[list[Override], list[Problem]]:
 def _split(
     parsed: Sequence[Override], cls: type, folder: Path | None, settings: _Settings
 ) -> tuple[list[str], list[Override]]:
-    """Choices of presets (`algorithm=grpo`) and settings of values apart."""
+    """Separate preset choices (`algorithm=grpo`) from value overrides."""
     presets, values = [], []
     for override in parsed:
         name, choice = override.key_or_group, override.value()
         if name == "hydra" or name.startswith("hydra."):
-            settings.notices.append(f"{name} has no effect: the run's folder is trainer.default_local_dir")
+            settings.notices.append(f"{name} has no effect: the output folder is trainer.default_local_dir")
             continue
         options = sorted(
             {
@@ -201,13 +201,13 @@ def _split(
             presets.append(f"{name}={choice}")
         else:
             message = f"no such preset. Known: {', '.join(options)}." if options else "is a section; set its keys."
-            settings.problems.append(Problem(name, choice, REFUSED_FILES.get(str(choice), message)))
+            settings.problems.append(Problem(name, choice, UNSUPPORTED_FILES.get(str(choice), message)))
     return presets, values
 
 
 def _compose_files(name: str, folder: Path | None, presets: Sequence[str]) -> Mapping[str, Any]:
     """The YAML file `name` and the chosen presets, merged by Hydra; interpolations stay as text."""
-    if folder is None:  # the package's own files do not change while it runs
+    if folder is None:  # the package's own files do not change at run time
         return _composed_presets(name, tuple(presets))
     return _composed(name, folder, presets)
 
@@ -242,11 +242,11 @@ def _apply(override: Override, settings: _Settings, cls: type) -> None:
         if not settings.remove(canonical) and canonical not in keys(cls) and canonical not in sections(cls):
             settings.problems.append(Problem(f"~{name}", NO_VALUE, explain_unknown_key(canonical, cls)))
     else:
-        settings.add(canonical_layer(cls, {name: _value(override)}), cls)
+        settings.add(normalize(cls, {name: _value(override)}), cls)
 
 
 def _value(override: Override) -> Any:
-    """The value as written: Hydra reads 0.5_2 as the number 0.52, and here it may be two bounds."""
+    """The value; 0.5_2, which Hydra parses as 0.52, stays a string because it may be two bounds."""
     value = override.value()
     written = (override.input_line or "").partition("=")[2].strip()
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from omegaconf import II
 
+from lockstep.config.actor_rollout_ref import LossAggMode
 from lockstep.config.model import CheckpointConfig, CriticModelConfig, FSDPOptimizerConfig
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -19,39 +20,39 @@ class CriticOptimizerConfig(FSDPOptimizerConfig):
 @dataclass(frozen=True)
 class CriticConfig:
     enable: bool | None = None
-    """Train a critic; null does so where `algorithm.adv_estimator` needs values (gae)."""
+    """Train a critic; null trains one if `algorithm.adv_estimator` needs values."""
     strategy: Literal["fsdp", "fsdp2"] = II(f"{_ACTOR}.strategy")
     """Training engine; both names mean FSDP2."""
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
     optim: CriticOptimizerConfig = field(default_factory=CriticOptimizerConfig)
     ppo_mini_batch_size: int = II(f"{_ACTOR}.ppo_mini_batch_size")
-    """Prompts in one optimizer step (times `rollout.n` sequences)."""
+    """Prompts per optimizer step (times `rollout.n` sequences)."""
     ppo_micro_batch_size_per_gpu: int | None = None
-    """Sequences in one forward/backward; null takes the whole mini-batch."""
+    """Sequences per forward/backward; null is the whole mini-batch."""
     forward_micro_batch_size_per_gpu: int | None = II("critic.ppo_micro_batch_size_per_gpu")
-    """Sequences in one forward of the value pass."""
+    """Sequences per forward of the value pass."""
     use_dynamic_bsz: bool = II(f"{_ACTOR}.use_dynamic_bsz")
     """Fill micro-batches by tokens."""
     ppo_max_token_len_per_gpu: int = 32768
-    """Tokens in one micro-batch with `use_dynamic_bsz`."""
+    """Tokens per micro-batch with `use_dynamic_bsz`."""
     forward_max_token_len_per_gpu: int = II("critic.ppo_max_token_len_per_gpu")
-    """Tokens in one micro-batch of the value pass."""
+    """Tokens per micro-batch of the value pass."""
     ppo_epochs: int = II(f"{_ACTOR}.ppo_epochs")
     """Passes over a step's batch."""
     shuffle: bool = II(f"{_ACTOR}.shuffle")
-    """Shuffle the batch before it is cut into mini-batches."""
+    """Shuffle the batch before it is split into mini-batches."""
     data_loader_seed: int = 42
-    """Seed of that shuffling."""
+    """Seed of `shuffle`."""
     cliprange_value: float = 0.5
-    """How far a value may move from the one of the rollout before its loss is clipped."""
-    loss_agg_mode: str = II(f"{_ACTOR}.loss_agg_mode")
-    """How token losses become one number."""
+    """Clip range of the value loss around the values computed before the update."""
+    loss_agg_mode: LossAggMode = field(default=II(f"{_ACTOR}.loss_agg_mode"))
+    """How token losses are aggregated to a scalar."""
     grad_clip: float = II("critic.optim.clip_grad")
-    """Largest gradient norm."""
+    """Gradients are clipped to this norm."""
     ulysses_sequence_parallel_size: int = 1
-    """Ranks that share one sequence."""
+    """Ranks that split each sequence (Ulysses)."""
     nccl_timeout: int = II("actor_rollout_ref.nccl_timeout")
-    """Seconds that a worker waits for the others in a collective operation."""
+    """Timeout of collective operations in seconds."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     rollout_n: int = II("actor_rollout_ref.rollout.n")
     """Samples per prompt; follows `rollout.n`."""

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 NO_VALUE = object()
-"""Value of a problem that concerns a key as such."""
+"""Value of a problem that concerns the key itself."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing to mend.
+    """One thing to fix.
 
-    key:     dotted key, or the text of an override that could not be read.
-    value:   what was given there; NO_VALUE where there is none to show.
+    key:     dotted key, or the text of an override that could not be parsed.
+    value:   the given value; NO_VALUE if there is none to show.
     message: what is allowed, and what to set instead.
-    also:    other keys that take part, for a check that compares several.
+    also:    other keys involved, for a check that compares several.
     """
 
     key: str
@@ -30,7 +30,7 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be run; `problems` holds everything that is wrong with it."""
+    """An invalid configuration; `problems` lists everything that is wrong with it."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
@@ -40,7 +40,7 @@ class ConfigError(ValueError):
 
 
 def show(value: Any) -> str:
-    """A value as one would write it in an override."""
+    """A value as written in an override."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -53,5 +53,5 @@ def show(value: Any) -> str:
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known name that reads most like `name`, if one is near enough."""
+    """The known name most similar to `name`, if any is similar enough."""
     return next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=cutoff)), None)

@@ -1,4 +1,4 @@
-"""Models, optimizer and the FSDP engine: the sections that actor, reference, critic and reward model share."""
+"""Model, optimizer and FSDP engine: sections shared by actor, reference, critic and reward model."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -6,6 +6,7 @@ from typing import Any, Literal
 from omegaconf import II
 
 Dtype = Literal["float32", "fp32", "bfloat16", "bf16", "float16", "fp16", "auto"]
+CheckpointPart = Literal["model", "optimizer", "extra", "hf_model"]
 
 
 @dataclass(frozen=True)
@@ -13,9 +14,9 @@ class HFModelConfig:
     path: str = ""
     """Local folder of a Hugging Face causal language model."""
     tokenizer_path: str | None = None
-    """Tokenizer folder; null takes `path`."""
+    """Tokenizer folder; null is `path`."""
     trust_remote_code: bool = False
-    """Run the model's own Python code from its folder."""
+    """Allow the model to run code from its folder."""
     external_lib: str | None = None
     """Module to import before the model is loaded (it may register architectures)."""
     override_config: dict[str, Any] = field(default_factory=dict)
@@ -25,17 +26,17 @@ class HFModelConfig:
     enable_gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: less memory, about a third more time."""
     use_remove_padding: bool = True
-    """Compute on packed sequences without padding; false computes on padded rows."""
+    """Pack sequences without padding; false computes on padded rows."""
 
 
 @dataclass(frozen=True)
 class CriticModelConfig(HFModelConfig):
     path: str = II("actor_rollout_ref.model.path")
-    """Local folder of the model whose body the critic takes; a value head is put on it (or loaded with it)."""
+    """Local folder of the critic's base model; a value head is added, or loaded if the folder has one."""
     tokenizer_path: str | None = II("actor_rollout_ref.model.tokenizer_path")
-    """Tokenizer folder; null takes `path`."""
+    """Tokenizer folder; null is `path`."""
     trust_remote_code: bool = II("actor_rollout_ref.model.trust_remote_code")
-    """Run the model's own Python code from its folder."""
+    """Allow the model to run code from its folder."""
     external_lib: str | None = II("actor_rollout_ref.model.external_lib")
     """Module to import before the model is loaded."""
     fsdp_config: "FSDPEngineConfig" = field(default_factory=lambda: FSDPEngineConfig())
@@ -50,27 +51,27 @@ class FSDPOptimizerConfig:
     lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
     """Schedule after the warm-up."""
     lr_warmup_steps: int = -1
-    """Warm-up in training steps; -1 takes `lr_warmup_steps_ratio`."""
+    """Warm-up in training steps; -1 uses `lr_warmup_steps_ratio`."""
     lr_warmup_steps_ratio: float = 0.0
-    """Warm-up as a share of all training steps."""
+    """Warm-up as a fraction of all training steps."""
     total_training_steps: int = -1
     """Length of the schedule in training steps; -1 for the length of the run."""
     min_lr_ratio: float = 0.0
-    """Cosine and linear: the last learning rate as a share of the peak."""
+    """Cosine and linear: final learning rate as a fraction of the peak."""
     num_cycles: float = 0.5
-    """Cosine: number of waves; 0.5 falls once from the peak."""
+    """Cosine: number of periods; 0.5 decays once from the peak."""
     weight_decay: float = 0.01
     """Decoupled weight decay."""
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's averaging coefficients."""
     clip_grad: float = 1.0
-    """Largest gradient norm; larger ones are scaled down to it."""
+    """Gradients are clipped to this norm."""
 
 
 @dataclass(frozen=True)
 class WrapPolicyConfig:
     min_num_params: int = 0
-    """0 shards layer by layer."""
+    """Has no effect: models are sharded layer by layer."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class FSDPEngineConfig:
     param_offload: bool = False
     """Keep parameters in host memory between the phases that use them (no effect on CPU)."""
     optimizer_offload: bool = False
-    """Keep optimizer state in host memory between updates (no effect on CPU)."""
+    """Keep optimizer state in host memory; each optimizer step streams it through the device (no effect on CPU)."""
     offload_policy: bool = False
     """FSDP2's own CPU offload: parameters live in host memory and stream in layer by layer."""
     reshard_after_forward: bool = True
@@ -89,27 +90,26 @@ class FSDPEngineConfig:
     forward_prefetch: bool = False
     """Gather the next layer's parameters while the current one computes."""
     model_dtype: Dtype = "fp32"
-    """Type of the master weights that the optimizer updates."""
+    """Dtype of the master weights and of the optimizer's state: float32, or bfloat16 with stochastic rounding."""
     dtype: Dtype = "auto"
-    """Type of the compute copy: auto is bfloat16 on CUDA and float32 on CPU."""
+    """Dtype of the compute copy: auto is bfloat16 on CUDA and float32 on CPU; float16 uses dynamic loss scaling."""
     ulysses_sequence_parallel_size: int = 1
-    """Ranks that share one sequence."""
+    """Ranks that split each sequence (Ulysses)."""
     seed: int = 42
-    """Seed of what the engine initialises (a fresh value head)."""
+    """Seed of new parameters (the value head) and of stochastic rounding."""
 
 
 def sequence_parallel_size(section: Any) -> int:
-    """Ranks that share one sequence, of a section that says so itself or in its engine's configuration."""
+    """Ranks that split each sequence; the key may be set in the section or in its engine's."""
     engine = section.model.fsdp_config if hasattr(section, "model") else section.fsdp_config
     return max(section.ulysses_sequence_parallel_size, engine.ulysses_sequence_parallel_size)
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    save_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra", "hf_model"])
-    """Parts that a checkpoint holds: model, optimizer, extra (schedule and RNG), hf_model (a `from_pretrained`
-    folder)."""
-    load_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
-    """Parts that are read on resume."""
+    save_contents: list[CheckpointPart] = field(default_factory=lambda: ["model", "optimizer", "extra", "hf_model"])
+    """Parts that a checkpoint contains; extra is the schedule and RNG state, hf_model a `from_pretrained` folder."""
+    load_contents: list[CheckpointPart] = field(default_factory=lambda: ["model", "optimizer", "extra"])
+    """Parts that are loaded on resume."""
     async_save: bool = False
-    """Write checkpoints in the background."""
+    """Must be false: checkpoints are written before training continues."""

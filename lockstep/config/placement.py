@@ -1,20 +1,21 @@
-"""Which worker processes there are and which roles run in them: pools of processes, and the pool of each role.
+"""Which roles a run needs, and the pools of worker processes they run in.
 
 trainer.placement   pools
 colocate            global_pool: everything
 hybrid              actor_pool: actor, rollout, ref        critic_pool: critic, rm
 split               actor_pool: actor, ref                 critic_pool: critic, rm      rollout_pool: rollout
-standalone          a pool for each role
+standalone          one pool per role
 
-The pools of a named placement share out the workers of `trainer.nnodes` machines with `trainer.n_gpus_per_node` each: whole
-machines where there are enough, parts of every machine otherwise. `resource_pool_spec` and `resource_pool_mapping` say it
-in full instead.
+The pools of a named placement split the workers of `trainer.nnodes` machines with `trainer.n_gpus_per_node` each: by machine if
+there are enough machines, otherwise within every machine. `resource_pool_spec` and `resource_pool_mapping` define pools
+explicitly instead.
 """
 
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
+from lockstep.config.estimators import needs_values
 from lockstep.config.ppo import PPOConfig
 
 POOLS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -29,7 +30,7 @@ ROLES = ("actor_rollout", "actor", "rollout", "ref", "critic", "rm")
 
 
 class TooFewWorkers(ValueError):
-    """A named placement has more pools than the workers can be shared out to; `reason` says what it needs."""
+    """A named placement has more pools than there are workers; `reason` says how many it needs."""
 
     def __init__(self, placement: str, reason: str) -> None:
         super().__init__(f"trainer.placement={placement}: {reason}")
@@ -47,15 +48,35 @@ class Pools:
         return sum(self.spec[self.role_pools[role]])
 
 
+def need_critic(config: PPOConfig) -> bool:
+    if config.critic.enable is not None:
+        return config.critic.enable
+    return needs_values(config.algorithm.adv_estimator)
+
+
+def need_reference_policy(config: PPOConfig) -> bool:
+    return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
+
+
+def need_reward_model(config: PPOConfig) -> bool:
+    return config.reward_model.enable
+
+
+def needed_models(config: PPOConfig) -> list[str]:
+    """The roles besides the policy: any of ref, critic and rm."""
+    needed = {"ref": need_reference_policy(config), "critic": need_critic(config), "rm": need_reward_model(config)}
+    return [role for role, is_needed in needed.items() if is_needed]
+
+
 def controller_of(config: PPOConfig) -> Literal["local", "ray"]:
-    """auto is local where there is one worker, which then runs in the controller's process."""
+    """auto is local for a single worker, which then runs in the controller's process."""
     if config.trainer.controller != "auto":
         return config.trainer.controller
     return "local" if num_workers(config) == 1 else "ray"
 
 
 def machines_of(config: PPOConfig) -> list[int]:
-    """Worker processes of each machine, or part of one, that the pools ask for."""
+    """Worker processes per machine (or part of one) over all pools."""
     if config.resource_pool_spec:
         return [count for pool in config.resource_pool_spec.values() for count in pool]
     trainer, reward = config.trainer, config.reward_model
@@ -64,12 +85,12 @@ def machines_of(config: PPOConfig) -> list[int]:
 
 
 def num_workers(config: PPOConfig) -> int:
-    """Worker processes of all pools."""
+    """Number of worker processes of all pools."""
     return sum(machines_of(config))
 
 
 def pools_of(config: PPOConfig, models: Collection[str]) -> Pools:
-    """The pools of a run that have a role. models: what it has beside the policy, of ref, critic and rm."""
+    """The pools that have a role. models: the roles besides the policy (see `needed_models`)."""
     pools = _explicit(config, models) if config.resource_pool_spec else _named(config, models)
     used = set(pools.role_pools.values())
     return Pools({name: machines for name, machines in pools.spec.items() if name in used}, pools.role_pools)
@@ -77,16 +98,16 @@ def pools_of(config: PPOConfig, models: Collection[str]) -> Pools:
 
 def _named(config: PPOConfig, models: Collection[str]) -> Pools:
     trainer, reward = config.trainer, config.reward_model
-    wanted = {"actor_rollout", "actor", "rollout", *models}
+    present = {"actor_rollout", "actor", "rollout", *models}
     separate = {"rm"} if reward.enable_resource_pool else set()
-    parts = {pool: [r for r in roles if r in wanted - separate] for pool, roles in POOLS[trainer.placement].items()}
+    parts = {pool: [r for r in roles if r in present - separate] for pool, roles in POOLS[trainer.placement].items()}
     parts = {pool: roles for pool, roles in parts.items() if roles}
-    spec = dict(zip(parts, _share_out(trainer.nnodes, trainer.n_gpus_per_node, len(parts))))
+    spec = dict(zip(parts, _split_workers(trainer.nnodes, trainer.n_gpus_per_node, len(parts))))
     if not all(spec.values()):
         raise TooFewWorkers(
             trainer.placement,
             f"has {len(parts)} pools ({', '.join(parts)}), more than there are machines (trainer.nnodes={trainer.nnodes}) or "
-            f"workers on each (trainer.n_gpus_per_node={trainer.n_gpus_per_node}); set one of the two to {len(parts)} or more",
+            f"workers per machine (trainer.n_gpus_per_node={trainer.n_gpus_per_node}); set either to {len(parts)} or more",
         )
     role_pools = {role: pool for pool, roles in parts.items() for role in roles}
     if "rm" in models and reward.enable_resource_pool:
@@ -95,13 +116,13 @@ def _named(config: PPOConfig, models: Collection[str]) -> Pools:
     return Pools(spec, role_pools)
 
 
-def _share_out(num_machines: int, per_machine: int, num_pools: int) -> list[list[int]]:
-    """Processes per machine of each pool; the first pools get what does not divide."""
+def _split_workers(num_machines: int, per_machine: int, num_pools: int) -> list[list[int]]:
+    """Processes per machine of each pool; the first pools get the remainder."""
     if num_machines >= num_pools:
-        base, more = divmod(num_machines, num_pools)
-        return [[per_machine] * (base + (i < more)) for i in range(num_pools)]
-    base, more = divmod(per_machine, num_pools)
-    counts = [base + (i < more) for i in range(num_pools)]
+        base, remainder = divmod(num_machines, num_pools)
+        return [[per_machine] * (base + (i < remainder)) for i in range(num_pools)]
+    base, remainder = divmod(per_machine, num_pools)
+    counts = [base + (i < remainder) for i in range(num_pools)]
     return [[count] * num_machines if count else [] for count in counts]
 
 
@@ -112,7 +133,7 @@ def _explicit(config: PPOConfig, models: Collection[str]) -> Pools:
     chosen = {role: mapping.get(role, fallback[role]) for role in models}
     if "actor" in mapping or "rollout" in mapping:
         chosen |= {role: mapping.get(role, mapping.get("actor_rollout", default)) for role in ("actor", "rollout")}
-    if chosen.get("actor") == chosen.get("rollout"):  # neither is named, or both run in the same processes
+    if chosen.get("actor") == chosen.get("rollout"):  # neither is mapped, or both run in the same pool
         pool = chosen.pop("actor", mapping.get("actor_rollout", default))
         chosen.pop("rollout", None)
         chosen["actor_rollout"] = pool

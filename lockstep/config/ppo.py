@@ -21,8 +21,8 @@ class PPOConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     ray_init: RayInitConfig = field(default_factory=RayInitConfig)
     resource_pool_spec: dict[str, list[int]] = field(default_factory=dict)
-    """Pools of workers with their processes per machine, such as `{global_pool: [8, 8], reward_pool: [4]}`; empty takes
+    """Worker pools with their processes per machine, such as `{global_pool: [8, 8], reward_pool: [4]}`; empty uses
     `trainer.placement`."""
     resource_pool_mapping: dict[str, str] = field(default_factory=dict)
-    """The pool of each role (actor_rollout, or actor and rollout; ref, critic, rm); the others run in `global_pool`, the reward
-    model in `reward_pool` if there is one."""
+    """The pool of each role (actor_rollout, or actor and rollout; ref, critic, rm). Other roles run in `global_pool`, the reward
+    model in `reward_pool` if it exists."""

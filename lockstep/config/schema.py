@@ -1,8 +1,8 @@
-"""The dataclasses read as a schema: their keys, defaults and types, and the way from plain data to an instance.
+"""The dataclasses as a schema: their keys, defaults and types, and how plain data becomes an instance.
 
-    plain data ──► over the defaults ──► interpolations resolved ──► each value brought to its type ──► instance
+    plain data ──► merged over the defaults ──► interpolations resolved ──► values converted to their types ──► instance
 
-Problems are collected, not raised one by one, so that a user mends a configuration in one go.
+Problems are collected instead of raised one by one, so that users can fix all of them at once.
 """
 
 import dataclasses
@@ -19,12 +19,12 @@ from lockstep.config.errors import ConfigError, Problem, nearest, show
 
 C = TypeVar("C")
 MISSING = "???"
-"""What a YAML file writes for a value that the command line must give."""
+"""Marks a value in a YAML file that must be set on the command line."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """One settable key: its dotted name, the section it stands in, its type, and the class and field that define it."""
+    """One settable key: its dotted name, its section, its type, and the class and field that define it."""
 
     name: str
     section: str
@@ -35,13 +35,13 @@ class Key:
 
 @cache
 def keys(cls: type) -> dict[str, Key]:
-    """Every key that a user may set below `cls`, by dotted name."""
+    """Every key of `cls` that a user can set, by dotted name."""
     return {key.name: key for key in _walk(cls, "") if not _is_section(key.annotation)}
 
 
 @cache
 def sections(cls: type) -> dict[str, type]:
-    """Every section below `cls`, by dotted name."""
+    """Every section of `cls`, by dotted name."""
     return {key.name: key.annotation for key in _walk(cls, "") if _is_section(key.annotation)}
 
 
@@ -62,7 +62,7 @@ def _is_section(annotation: Any) -> bool:
 
 
 def is_mapping_key(key: Key) -> bool:
-    """Whether the key holds a free mapping, below which any name goes."""
+    """Whether the key holds a mapping with arbitrary names."""
     return get_origin(key.annotation) is dict
 
 
@@ -83,12 +83,12 @@ def _plain_value(value: Any) -> Any:
 
 
 def defaults(cls: type) -> dict[str, Any]:
-    """The defaults of `cls` as nested dicts; a value that follows another key is its `${...}` text."""
+    """The defaults of `cls` as nested dicts; a value that follows another key is an interpolation `${...}`."""
     return to_plain(cls())
 
 
 def explain_unknown_key(name: str, cls: type) -> str:
-    """The message for a key that does not exist: the nearest one that does."""
+    """The message for an unknown key, with the most similar known key."""
     if name in sections(cls):
         return "is a section; set its keys."
     known = [*keys(cls), *sections(cls)]
@@ -99,11 +99,11 @@ def explain_unknown_key(name: str, cls: type) -> str:
     guess = f"{section}.{near_sibling}".lstrip(".") if near_sibling else None
     elsewhere = [key for key in known if not name.startswith(f"{key}.")]
     guess = guess or nearest(name, same_leaf, cutoff=0.0) or nearest(name, elsewhere, cutoff=0.7)
-    return f"no such key. Did you mean {guess}?" if guess else "no such key; docs/config.md lists all."
+    return f"no such key. Did you mean {guess}?" if guess else "no such key; see docs/config.md."
 
 
 def to_dataclass(cls: type[C], data: Mapping[str, Any]) -> C:
-    """`data` (nested, any subset of the keys) over the defaults, as an instance; ConfigError with every problem."""
+    """An instance from `data` (nested, any subset of the keys) over the defaults; ConfigError with every problem."""
     unknown = [Problem(name, value, explain_unknown_key(name, cls)) for name, value in unknown_keys(cls, data)]
     config, problems = build(cls, data)
     if unknown or problems:
@@ -112,7 +112,7 @@ def to_dataclass(cls: type[C], data: Mapping[str, Any]) -> C:
 
 
 def unknown_keys(cls: type, data: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
-    """The keys of nested `data` that `cls` has not, with their values."""
+    """The keys of nested `data` that `cls` does not have, with their values."""
     for field, value in data.items():
         name = f"{section}.{field}" if section else str(field)
         if name in sections(cls) and (value is None or isinstance(value, Mapping)):
@@ -122,18 +122,18 @@ def unknown_keys(cls: type, data: Mapping[str, Any], section: str = "") -> Itera
 
 
 def build(cls: type[C], data: Mapping[str, Any]) -> tuple[C, list[Problem]]:
-    """An instance from nested `data`, with the problems met; a value with a problem is left at its default.
+    """An instance from nested `data`, and its problems; a value with a problem keeps its default.
 
-    Keys that `cls` has not are passed over.
+    Keys that `cls` does not have are ignored.
     """
     known: dict[str, Key] = keys(typing.cast(Any, cls))
     given = {name: value for name in known if (value := get_in(data, name, MISSING)) != MISSING}
-    asked = [name for name in known if get_in(data, name, None) == MISSING]
+    unset = [name for name in known if get_in(data, name, None) == MISSING]
     values, problems = _typed_values(cls, given)
     if problems:
         bad = {problem.key for problem in problems}
         values, _ = _typed_values(cls, {name: value for name, value in given.items() if name not in bad})
-    problems += [Problem(name, MISSING, "must be given a value on the command line") for name in asked]
+    problems += [Problem(name, MISSING, "must be set on the command line") for name in unset]
     return _instantiate(cls, values, ""), problems
 
 
@@ -153,10 +153,10 @@ def _typed_values(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], 
             values[key.name] = coerce(value, key.annotation)
         except OmegaConfBaseException as error:
             reason = str(error).splitlines()[0]
-            found.append(Problem(key.name, get_in(tree, key.name, None), f"the interpolation fails: {reason}"))
+            found.append(Problem(key.name, get_in(tree, key.name, None), f"interpolation failed: {reason}"))
         except Mismatch as error:
             found.append(Problem(key.name, value, f"must be {error}"))
-    # A key that follows a wrong one is wrong for the same reason: the user hears of the one that was set.
+    # A key that follows an invalid one is invalid for the same reason: report the one that was set.
     return values, own or inherited
 
 
@@ -172,11 +172,11 @@ def _instantiate(cls: type[C], values: Mapping[str, Any], section: str) -> C:
 
 
 class Mismatch(ValueError):
-    """A value that does not fit its key's type; the text says what does."""
+    """A value of the wrong type; the text says what is allowed."""
 
 
 def coerce(value: Any, annotation: Any) -> Any:
-    """`value` as the type `annotation`, where that loses nothing ("1e-6" as a float, "x" as a list of one)."""
+    """`value` converted to `annotation` without loss ("1e-6" to a float, "x" to a list of one); Mismatch otherwise."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation is Any:
         return value
@@ -247,11 +247,18 @@ def _coerce_scalar(value: Any, annotation: Any) -> Any:
     raise Mismatch(describe(annotation))
 
 
-_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null", Any: "anything"}
+_NAMES = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    type(None): "null",
+    Any: "any value",
+}
 
 
 def describe(annotation: Any) -> str:
-    """What a type allows, in words: "an integer or null"."""
+    """The values that a type allows, in words: "an integer or null"."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
         return " or ".join(describe(choice) for choice in arguments)
@@ -277,7 +284,7 @@ def get_in(tree: Mapping[str, Any], name: str, default: Any) -> Any:
 
 
 def set_in(tree: MutableMapping[str, Any], name: str, value: Any) -> None:
-    """Put `value` at dotted `name` in nested dicts, making the sections on the way."""
+    """Set dotted `name` in nested dicts, creating missing sections."""
     *parents, last = name.split(".")
     for part in parents:
         node = tree.get(part)

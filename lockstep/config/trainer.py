@@ -1,9 +1,12 @@
-"""`trainer.*` and `ray_init.*`: the run itself."""
+"""`trainer.*` and `ray_init.*`: the training run."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from omegaconf import II
+
+LOGGERS = ("console", "file", "tensorboard", "wandb", "mlflow", "swanlab")
+ResumeMode = Literal["auto", "disable", "resume_path"]
 
 
 @dataclass(frozen=True)
@@ -11,66 +14,66 @@ class TrainerConfig:
     total_epochs: int = 30
     """Passes over the training rows."""
     total_training_steps: int | None = None
-    """Stop after this many steps; null runs all epochs."""
+    """Stop after this many steps; null trains for all epochs."""
     project_name: str = "lockstep_examples"
-    """Project under which trackers file the run."""
+    """Project name in the trackers."""
     experiment_name: str = "gsm8k"
     """Name of the run."""
     logger: list[str] = field(default_factory=lambda: ["console"])
     """Trackers: console, file, tensorboard, wandb, mlflow, swanlab, or `module:Class`. `metrics.jsonl` in `default_local_dir`
     is always written."""
     log_val_generations: int = 0
-    """Validation answers that trackers show."""
+    """Number of validation responses sent to the trackers."""
     rollout_data_dir: str | None = None
-    """Folder for every step's rollouts as `{step}.jsonl`."""
+    """Folder for the rollouts of each step, as `{step}.jsonl`."""
     validation_data_dir: str | None = None
-    """Folder for every validation's answers as `{step}.jsonl`."""
+    """Folder for the responses of each validation, as `{step}.jsonl`."""
     nnodes: int = 1
-    """Machines."""
+    """Number of machines."""
     n_gpus_per_node: int = 1
     """Workers per machine: GPUs, or processes on CPU."""
     controller: Literal["auto", "local", "ray"] = "auto"
-    """What the workers are: local is this process, ray are processes of a Ray cluster; auto is local for one worker."""
+    """Where workers run: local is this process, ray are processes of a Ray cluster; auto is local for one worker."""
     placement: Literal["colocate", "hybrid", "split", "standalone"] = "colocate"
-    """How roles share the workers: all of them everywhere; critic and reward model apart; the rollout apart too; each role by
-    itself. `resource_pool_spec` says it in full instead."""
+    """How roles share workers. colocate: all together; hybrid: critic and reward model separate; split: the rollout separate too;
+    standalone: each role separate. `resource_pool_spec` overrides it."""
     max_restarts: int = 0
-    """How often workers that died are started anew, to go on from the last checkpoint."""
+    """How often to restart dead workers from the last checkpoint."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to train; auto takes GPUs if there are any."""
+    """Training device; auto uses GPUs if there are any."""
     seed: int = 1
     """Seed of shuffling, sampling and initialisation."""
     balance_batch: bool = True
-    """Give every rank about the same number of tokens."""
+    """Balance the number of tokens across ranks."""
     critic_warmup: int = 0
-    """Steps in which only the critic learns."""
+    """Number of initial steps that update only the critic."""
     val_before_train: bool = True
     """Validate before the first step."""
     val_only: bool = False
     """Validate once and stop."""
     test_freq: int = -1
-    """Validate every so many steps, and after the last one; -1 never."""
+    """Validate every this many steps and after the last one; -1 never validates."""
     save_freq: int = -1
-    """Save every so many steps, and after the last one; -1 after the last one alone, 0 never."""
-    resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
-    """auto goes on from the newest checkpoint in `default_local_dir`."""
+    """Save every this many steps and after the last one; -1 saves only after the last one, 0 never."""
+    resume_mode: ResumeMode = "auto"
+    """auto resumes from the newest checkpoint in `default_local_dir`, resume_path from `resume_from_path`."""
     resume_from_path: str | None = None
-    """The `global_step_N` folder that resume_mode=resume_path goes on from."""
+    """The `global_step_N` folder for resume_mode=resume_path."""
     default_local_dir: str = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
-    """The run's folder: checkpoints, metrics.jsonl, the config."""
+    """Output folder of the run: checkpoints, metrics.jsonl, config.yaml."""
     max_actor_ckpt_to_keep: int | None = None
     """Keep this many of the newest checkpoints; null keeps all."""
     max_critic_ckpt_to_keep: int | None = II("trainer.max_actor_ckpt_to_keep")
-    """As `max_actor_ckpt_to_keep`; follows it. A checkpoint holds both models, so the larger of the two counts."""
+    """Same for the critic. A checkpoint holds both models, so the larger of the two applies."""
 
 
 @dataclass(frozen=True)
 class RayInitConfig:
     address: str | None = None
-    """Cluster to join (`auto`, `host:port`); null joins the one in RAY_ADDRESS, or starts one on this machine."""
+    """Cluster to join (`auto`, `host:port`); null joins the one in RAY_ADDRESS or starts one on this machine."""
     num_cpus: int | None = None
-    """CPUs that a Ray started by the run may use."""
+    """CPUs of a Ray cluster that the run starts."""
     runtime_env: dict[str, Any] = field(default_factory=dict)
-    """Environment of the workers as Ray takes it, such as `env_vars` or `working_dir`."""
+    """Ray runtime environment of the workers, such as `env_vars` or `working_dir`."""
     timeline_json_file: str | None = None
-    """File for Ray's timeline."""
+    """Write Ray's timeline to this file."""

@@ -1,1 +1,1 @@
-"""Prompts: files to rows, rows to token ids, rows to batches."""
+"""Datasets and loaders: files to rows, rows to token ids, rows to batches."""

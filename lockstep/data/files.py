@@ -1,4 +1,4 @@
-"""Row files: parquet and jsonl to plain Python dicts."""
+"""Read rows of parquet and jsonl files as Python dicts."""
 
 import json
 from collections.abc import Iterator
@@ -15,22 +15,22 @@ READ_ROWS = 1024
 
 @dataclass(frozen=True)
 class FileRow:
-    """One row and where it stands, so that an error can name it."""
+    """One row and its location, for error messages."""
 
     file: str
     number: int
-    """Row number in its file, from 0."""
+    """Row number in the file, from 0."""
     columns: dict[str, Any]
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         return f"{self.file}, row {self.number}"
 
 
 def read_rows(data_files: str | Path | list[str], max_samples: int = -1, draw_seed: int | None = None) -> list[FileRow]:
-    """The rows of all files in order, `max_samples` of them if that is not negative.
+    """The rows of all files in order, at most `max_samples` if that is not negative.
 
-    Those are the first ones, or with `draw_seed` a draw that depends on it and on the number of rows alone.
+    With `draw_seed` they are a random draw that depends only on the seed and the number of rows, else the first ones.
     """
     if max_samples < 0 or draw_seed is None:
         return _read_first(data_files, max_samples)
@@ -44,7 +44,7 @@ def read_rows(data_files: str | Path | list[str], max_samples: int = -1, draw_se
 def _read_first(data_files: str | Path | list[str], max_samples: int) -> list[FileRow]:
     files = [data_files] if isinstance(data_files, str | Path) else list(data_files)
     if not files:
-        raise ValueError("no data file given; set data.train_files (data.val_files) to a parquet or jsonl file")
+        raise ValueError("no data files; set data.train_files (data.val_files) to a parquet or jsonl file")
     rows: list[FileRow] = []
     for file in files:
         before = len(rows)
@@ -53,24 +53,24 @@ def _read_first(data_files: str | Path | list[str], max_samples: int) -> list[Fi
                 return rows
             rows.append(FileRow(str(file), number, columns))
         if len(rows) == before:
-            raise ValueError(f"{file} holds no rows; remove it from data.train_files (data.val_files) or fill it")
+            raise ValueError(f"{file} has no rows; remove it from data.train_files (data.val_files)")
     return rows
 
 
-def without_none(struct: dict[str, Any] | None, keep: str | None = None) -> dict[str, Any]:
-    """Parquet gives every row the fields of all rows, absent ones as null; those are taken out again."""
+def drop_none(struct: dict[str, Any] | None, keep: str | None = None) -> dict[str, Any]:
+    """Drop null fields: parquet gives every row the fields of all rows, with null for absent ones."""
     return {name: value for name, value in (struct or {}).items() if value is not None or name == keep}
 
 
 def _iter_file(path: Path) -> Iterator[dict[str, Any]]:
     if not path.is_file():
-        raise ValueError(f"no data file {path.resolve()}; check data.train_files and data.val_files")
+        raise ValueError(f"data file {path.resolve()} does not exist; check data.train_files and data.val_files")
     if path.suffix == ".parquet":
         yield from _iter_parquet(path)
     elif path.suffix in (".jsonl", ".json"):
         yield from _iter_json(path)
     else:
-        raise ValueError(f"{path}: data.train_files and data.val_files take .parquet, .jsonl and .json files")
+        raise ValueError(f"{path}: data.train_files and data.val_files must be .parquet, .jsonl or .json files")
 
 
 def _iter_parquet(path: Path) -> Iterator[dict[str, Any]]:
@@ -82,7 +82,7 @@ def _iter_parquet(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _iter_json(path: Path) -> Iterator[dict[str, Any]]:
-    """One JSON object a line, or one list of objects."""
+    """One JSON object per line, or one list of objects."""
     with path.open(encoding="utf-8") as lines:
         is_list = lines.read(1) == "["
         lines.seek(0)

@@ -1,6 +1,6 @@
-"""Batches in an order that can be resumed: epoch e's order depends only on (seed, e), the state is a position in it.
+"""Resumable data loader: the order of epoch e depends only on (seed, e), and the state is a position in it.
 
-A sampler of the user's in place of that order is resumed by its own state, or by drawing again (see `sampler.py`).
+A custom sampler is resumed from its own state, or by drawing again (see `sampler.py`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
@@ -16,17 +16,16 @@ from lockstep.data.sampler import AbstractCurriculumSampler, Resumable
 from lockstep.protocol import DataProto
 
 EpochOrder = Callable[[int], Sequence[int]]
-"""Epoch number to the order of the dataset's rows in it; must give the same answer whenever it is asked."""
+"""Epoch number -> order of the dataset's rows in it; must be deterministic."""
 
 Collate = Callable[[Sequence[Any]], Any]
 
 
 class StatefulLoader:
-    """A cursor over the endless sequence of epochs: iterating gives the rest of the current epoch.
+    """A cursor over an endless sequence of epochs; iterating yields the rest of the current epoch.
 
-    A batch counts as done when it is handed out; with the last one the cursor stands at the next epoch's begin, so a
-    state saved while that batch is worked on resumes there. Leaving a loop early and iterating again goes on where it
-    stopped.
+    A batch counts as done when it is yielded; with the last one the cursor moves to the start of the next epoch, so a
+    state saved during that step resumes there. Iterating again after leaving a loop early continues where it stopped.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class StatefulLoader:
         self._fingerprint = fingerprint
         self.epoch = 0
         self.position = 0
-        """Rows of the current epoch that were handed out."""
+        """Rows of the current epoch that have been yielded."""
 
     def __len__(self) -> int:
         """Batches in one epoch."""
@@ -63,7 +62,7 @@ class StatefulLoader:
             batch_sampler=self._batches(starts),
             num_workers=self.num_workers,
             collate_fn=self._collate,
-            # Its own generator: the seed that DataLoader draws for its workers must not move the run's RNG.
+            # Own generator: the seed that DataLoader draws for its workers must not advance the run's RNG.
             generator=torch.Generator().manual_seed(self.epoch),
         )
         for start, batch in zip(starts, loader):
@@ -75,14 +74,14 @@ class StatefulLoader:
             yield batch
 
     def _batches(self, starts: list[int]) -> Iterator[list[int]]:
-        """The row numbers of each batch, drawn when the batch is asked for and not before."""
+        """The row numbers of each batch, drawn only when the batch is requested."""
         rest = self.rows.rest_of_epoch(self.epoch, self.position)
         for start in starts:
             size = min(self.batch_size, self.num_rows - start)
             batch = [int(row) for row in islice(rest, size)]
             if len(batch) < size:
                 raise ValueError(
-                    f"the sampler gave {start + len(batch)} rows in epoch {self.epoch}, but its len() is {self.num_rows}"
+                    f"the sampler yielded {start + len(batch)} rows in epoch {self.epoch}, but its len() is {self.num_rows}"
                 )
             yield batch
 
@@ -91,7 +90,7 @@ class StatefulLoader:
         return list(range(position, end, self.batch_size))
 
     def on_batch_end(self, batch: DataProto) -> None:
-        """Tell a curriculum sampler (`update`) and the dataset (`on_batch_end`) of a finished training step."""
+        """Pass the batch of a finished training step to a curriculum sampler (`update`) and the dataset (`on_batch_end`)."""
         sampler = self.rows.sampler
         if isinstance(sampler, AbstractCurriculumSampler):
             sampler.update(batch)
@@ -105,23 +104,23 @@ class StatefulLoader:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved position; refused where the order of the rows is no longer the same."""
+        """Go to a saved position; an error if the order of the rows has changed."""
         for name, saved in state["order"].items():
             if self._fingerprint[name] != saved:
                 raise ValueError(
                     f"cannot resume the data order: {name} was {saved!r} and is now {self._fingerprint[name]!r}; "
-                    "resume with the same data files and settings, or start anew with trainer.resume_mode=disable"
+                    "resume with the same data files and settings, or start over with trainer.resume_mode=disable"
                 )
         for name, part in self._resumable_parts().items():
             if name not in state:
                 raise ValueError(
-                    f"cannot resume the data order: the checkpoint holds no state of the {name}; resume with the "
-                    "classes it was made with, or start anew with trainer.resume_mode=disable"
+                    f"cannot resume the data order: the checkpoint has no state of the {name}; resume with the same "
+                    "classes, or start over with trainer.resume_mode=disable"
                 )
             part.load_state_dict(state[name])
         self.epoch, self.position = state["epoch"], state["position"]
         self.rows.resume(self.epoch, self.num_rows)
-        if not self._starts(self.position):  # a larger batch than before no longer fits into the rest of the epoch
+        if not self._starts(self.position):  # the batch size was raised and no batch is left in this epoch
             self.rows.end_epoch(self.num_rows - self.position)
             self.epoch, self.position = self.epoch + 1, 0
 
@@ -145,40 +144,40 @@ class _OrderedRows:
         return iter(self._order(epoch)[position:])
 
     def end_epoch(self, num_left: int) -> None:
-        """Nothing to do: the next epoch's order does not depend on this one's."""
+        """No-op: the next epoch's order does not depend on this one's."""
 
     def resume(self, epoch: int, num_rows: int) -> None:
-        """Nothing to do: the order is asked for by epoch."""
+        """No-op: the order is a function of the epoch."""
 
 
 class _SampledRows:
-    """Rows as a sampler gives them: one iterator an epoch, kept while the epoch lasts."""
+    """Rows in a sampler's order: one iterator per epoch, kept until the epoch ends."""
 
     def __init__(self, sampler: "Sampler[int]") -> None:
         self.sampler = sampler
-        self._drawing: Iterator[int] | None = None
+        self._iterator: Iterator[int] | None = None
 
     def per_epoch(self, num_rows: int) -> int:
         return len(self.sampler) if isinstance(self.sampler, Sized) else num_rows
 
     def rest_of_epoch(self, epoch: int, position: int) -> Iterator[int]:
-        if self._drawing is None:
+        if self._iterator is None:
             if hasattr(self.sampler, "set_epoch"):
                 self.sampler.set_epoch(epoch)
-            self._drawing = iter(self.sampler)
+            self._iterator = iter(self.sampler)
             if not isinstance(self.sampler, Resumable):
-                _exhaust(islice(self._drawing, position))
-        return self._drawing
+                _exhaust(islice(self._iterator, position))
+        return self._iterator
 
     def end_epoch(self, num_left: int) -> None:
-        """Draw what no batch takes, and once more, so that a sampler written as a generator runs to its end."""
-        if self._drawing is not None:
-            _exhaust(islice(self._drawing, max(num_left, 0) + 1))
-        self._drawing = None
+        """Draw the rows left over, and once more, so that a sampler written as a generator runs to its end."""
+        if self._iterator is not None:
+            _exhaust(islice(self._iterator, max(num_left, 0) + 1))
+        self._iterator = None
 
     def resume(self, epoch: int, num_rows: int) -> None:
-        """A sampler that keeps no state and is not told the epoch draws the epochs before anew."""
-        self._drawing = None
+        """Redraw all earlier epochs if the sampler has neither state nor `set_epoch`."""
+        self._iterator = None
         if not isinstance(self.sampler, Resumable) and not hasattr(self.sampler, "set_epoch"):
             for _ in range(epoch):
                 _exhaust(islice(iter(self.sampler), num_rows + 1))
@@ -190,7 +189,7 @@ def _exhaust(rows: Iterable[int]) -> None:
 
 
 def shuffled_order(num_rows: int, seed: int, epoch: int) -> list[int]:
-    """A permutation that depends on nothing but the arguments (numpy keeps RandomState's stream the same for good)."""
+    """A permutation that depends only on the arguments (numpy guarantees RandomState's stream)."""
     words = np.random.SeedSequence([seed, epoch]).generate_state(4)
     return np.random.RandomState(words).permutation(num_rows).tolist()
 
@@ -207,8 +206,8 @@ def create_dataloader(
 ) -> StatefulLoader:
     """A resumable loader.
 
-    sampler:    gives the order of an epoch's rows in place of `shuffle` and `seed`.
-    collate_fn: samples to a batch; null takes the dataset's own `collate_fn` if it has one, else the built-in one.
+    sampler:    determines the order of an epoch's rows instead of `shuffle` and `seed`.
+    collate_fn: samples to a batch; None uses the dataset's own `collate_fn` if it has one, else the built-in one.
     """
     assert isinstance(dataset, Sized)
     num_rows = len(dataset)
@@ -223,7 +222,7 @@ def create_dataloader(
     if isinstance(sampler, Sampler) and num_workers != 0:
         raise ValueError(
             f"data.dataloader_num_workers={num_workers} with a sampler: loader processes would draw rows ahead of the "
-            "steps; set data.dataloader_num_workers=0"
+            "training steps; set data.dataloader_num_workers=0"
         )
 
     def seeded_order(epoch: int) -> Sequence[int]:
@@ -239,7 +238,7 @@ def create_dataloader(
         collate=collate_fn or getattr(dataset, "collate_fn", None) or collate_samples,
     )
     if drop_last and loader.num_rows < batch_size:
-        whose = "the dataset has" if loader.num_rows == num_rows else f"{type(sampler).__name__} gives"
+        whose = "the dataset has" if loader.num_rows == num_rows else f"{type(sampler).__name__} yields"
         raise ValueError(
             f"data.train_batch_size={batch_size}, but {whose} only {loader.num_rows} rows: not one full batch. "
             f"Set data.train_batch_size to at most {loader.num_rows}"

@@ -1,4 +1,4 @@
-"""Prompts for reinforcement learning: file rows to chat messages and token ids.
+"""RL prompts: file rows to chat messages and token ids.
 
 A row: `data_source`, `prompt` ([{role, content}, ...]), `reward_model` ({style, ground_truth}), and optionally
 `ability`, `extra_info` ({index, tools_kwargs, interaction_kwargs, ...}), `agent_name` and any further column.
@@ -18,7 +18,7 @@ from jinja2 import TemplateError
 from torch.utils.data import Dataset
 
 from lockstep.config.data import DataConfig
-from lockstep.data.files import FileRow, read_rows, without_none
+from lockstep.data.files import FileRow, drop_none, read_rows
 from lockstep.data.settings import from_mapping
 from lockstep.data.tensors import truncate_ids
 from lockstep.protocol import object_array
@@ -38,10 +38,10 @@ Messages = list[dict[str, Any]]
 class RLHFDataset(Dataset[dict[str, Any]]):
     """Rows of one or several files, each with its prompt as messages and as token ids.
 
-    All rows are checked when the dataset is made, so that a bad row stops the run before it starts.
+    All rows are checked on construction, so that a bad row stops the run before it starts.
 
-    A script may give `config` as a mapping with some of the keys. Then, as in the public system, overlong prompts are
-    dropped unless it says `filter_overlong_prompts: false`, and neither cut nor refused unless it has `truncation`.
+    A script may pass `config` as a mapping with some of the keys. Then, as in verl, overlong prompts are dropped unless
+    `filter_overlong_prompts: false`, and neither truncated nor rejected unless `truncation` is set.
     """
 
     def __init__(
@@ -60,16 +60,16 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
                 "the tokenizer has no chat template; set actor_rollout_ref.model.custom_chat_template "
-                "(or take an instruction-tuned model)"
+                "(or use an instruction-tuned model)"
             )
         self.tokenizer = tokenizer
         self.config = config
-        # The position before filtering is the row's index where its extra_info gives none.
+        # The position before filtering is the row's index if its extra_info has none.
         self.rows = list(enumerate(read_rows(data_files, max_samples, config.seed if config.shuffle else None)))
         for _, row in self.rows:
             check_row(row, config)
         check_ground_truths([row for _, row in self.rows], config)
-        self._measured: dict[int, np.ndarray] = {}  # by position, the token ids of prompts whose length was asked for
+        self._encoded: dict[int, np.ndarray] = {}  # token ids by position, of prompts that were measured
         if config.filter_overlong_prompts:
             self.rows = self._without_overlong(self.rows)
         elif config.truncation == "error" and self.limits_length:
@@ -80,12 +80,12 @@ class RLHFDataset(Dataset[dict[str, Any]]):
 
     @property
     def data_sources(self) -> set[str]:
-        """What chooses the rows' scorers."""
+        """The data sources of all rows; they select the scorers."""
         return {str(row.columns[self.config.reward_fn_key]) for _, row in self.rows}
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         position, row = self.rows[item]
-        ids = self._measured[position].tolist() if position in self._measured else self._encode([row])[0]
+        ids = self._encoded[position].tolist() if position in self._encoded else self._encode([row])[0]
         extra_info = row.columns.get("extra_info") or {}
         index = extra_info.get("index")
         sample = {name: value for name, value in row.columns.items() if name != self.config.prompt_key}
@@ -96,15 +96,15 @@ class RLHFDataset(Dataset[dict[str, Any]]):
             ids = truncate_ids(ids, self.config.max_prompt_length, self.config.truncation)
         sample["raw_prompt_ids"] = ids
         sample["index"] = position if index is None else index
-        sample["tools_kwargs"] = without_none(extra_info.get("tools_kwargs"))
-        sample["interaction_kwargs"] = without_none(extra_info.get("interaction_kwargs"))
+        sample["tools_kwargs"] = drop_none(extra_info.get("tools_kwargs"))
+        sample["interaction_kwargs"] = drop_none(extra_info.get("interaction_kwargs"))
         return sample
 
     def _messages(self, row: FileRow) -> Messages:
-        return [without_none(message, keep="content") for message in row.columns[self.config.prompt_key]]
+        return [drop_none(message, keep="content") for message in row.columns[self.config.prompt_key]]
 
     def _encode(self, rows: Sequence[FileRow]) -> list[list[int]]:
-        """Token ids of the prompts, with the head of the answer that is to be generated."""
+        """Token ids of the prompts, including the generation prompt."""
         texts = []
         for row in rows:
             try:
@@ -116,7 +116,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
                 )
             except TemplateError as error:
                 raise ValueError(
-                    f"{row.place}: the chat template refuses this prompt ({error}); change the row, "
+                    f"{row.location}: the chat template rejects this prompt ({error}); change the row, "
                     "data.apply_chat_template_kwargs or actor_rollout_ref.model.custom_chat_template"
                 ) from error
             texts.append(text)
@@ -126,19 +126,19 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         for start in range(0, len(rows), ENCODE_ROWS):
             part = rows[start : start + ENCODE_ROWS]
             for (position, _), ids in zip(part, self._encode([row for _, row in part])):
-                self._measured[position] = np.array(ids, dtype=np.int32)
-        return [len(self._measured[position]) for position, _ in rows]
+                self._encoded[position] = np.array(ids, dtype=np.int32)
+        return [len(self._encoded[position]) for position, _ in rows]
 
     def _without_overlong(self, rows: list[tuple[int, FileRow]]) -> list[tuple[int, FileRow]]:
         longest = self.config.max_prompt_length
         if self.config.filter_overlong_prompts_workers != 1:
             logger.warning(
-                "data.filter_overlong_prompts_workers=%d is not used: the tokenizer's own threads measure the prompts",
+                "data.filter_overlong_prompts_workers=%d is ignored: the tokenizer's own threads measure the prompts",
                 self.config.filter_overlong_prompts_workers,
             )
         lengths = self._lengths(rows)
         kept = [entry for entry, length in zip(rows, lengths) if length <= longest]
-        self._measured = {position: self._measured[position] for position, _ in kept}
+        self._encoded = {position: self._encoded[position] for position, _ in kept}
         if rows and not kept:
             raise ValueError(
                 f"every prompt is longer than data.max_prompt_length={longest} (the shortest: {min(lengths)} tokens); "
@@ -154,48 +154,48 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         if overlong:
             row, length = overlong[0]
             raise ValueError(
-                f"{row.place}: the prompt has {length} tokens, more than data.max_prompt_length={longest} "
+                f"{row.location}: the prompt has {length} tokens, more than data.max_prompt_length={longest} "
                 f"({len(overlong)} of {len(rows)} prompts are too long). Raise data.max_prompt_length, set "
                 "data.filter_overlong_prompts=true to drop them or data.truncation=left, right or middle to cut them"
             )
 
 
 def check_row(row: FileRow, config: DataConfig) -> None:
-    """Refuse a row that lacks a column or holds a prompt that is not chat messages."""
+    """Reject a row that lacks a column or whose prompt is not chat messages."""
     needed = {
         config.prompt_key: "set data.prompt_key to the column with the chat messages",
-        config.reward_fn_key: "set data.reward_fn_key to the column that chooses the scorer",
-        "reward_model": 'add one with values such as {"style": "rule", "ground_truth": "72"}',
+        config.reward_fn_key: "set data.reward_fn_key to the column that selects the scorer",
+        "reward_model": 'add it with values such as {"style": "rule", "ground_truth": "72"}',
     }
     for name, remedy in needed.items():
         if row.columns.get(name) is None:
-            raise ValueError(f"{row.place} has no {name!r}; {remedy} (columns: {', '.join(row.columns)})")
+            raise ValueError(f"{row.location} has no {name!r}; {remedy} (columns: {', '.join(row.columns)})")
     if not isinstance(row.columns["reward_model"], dict):
         raise ValueError(
-            f"{row.place}: 'reward_model' must be an object with `style` and `ground_truth`, "
+            f"{row.location}: 'reward_model' must be an object with `style` and `ground_truth`, "
             f"not {row.columns['reward_model']!r}"
         )
     reward_model = row.columns["reward_model"]
     if reward_model.get("style") == "rule" and reward_model.get("ground_truth") is None:
         raise ValueError(
-            f"{row.place}: 'reward_model' has style 'rule' and no 'ground_truth' to judge an answer by; add it, or set "
-            "style 'model' where a reward model judges"
+            f"{row.location}: 'reward_model' has style 'rule' but no 'ground_truth'; add it, or set style 'model' if a "
+            "reward model scores the answers"
         )
     for name in MEDIA_COLUMNS:
         if row.columns.get(name):
-            raise ValueError(f"{row.place} has {name!r}: only text prompts are supported; remove the column")
+            raise ValueError(f"{row.location} has {name!r}: only text prompts are supported; remove the column")
     problem = _message_problem(row.columns[config.prompt_key])
     if problem:
         raise ValueError(
-            f"{row.place}: {config.prompt_key!r} must be a list of messages "
+            f"{row.location}: {config.prompt_key!r} must be a list of messages "
             f'[{{"role": "user", "content": "..."}}, ...], but {problem}; data.prompt_key names the column'
         )
 
 
 def check_ground_truths(rows: Sequence[FileRow], config: DataConfig) -> None:
-    """Refuse a ground truth of another scalar type than the rows before have for the same scorer.
+    """Reject a ground truth whose scalar type differs from earlier rows with the same scorer.
 
-    A scorer compares values of one type: where most rows hold "72", a row with 72 would never be answered right.
+    Scorers compare values of one type: if most rows have "72", no answer to a row with 72 would ever be correct.
     """
     first: dict[str, tuple[str, FileRow]] = {}
     for row in rows:
@@ -206,8 +206,8 @@ def check_ground_truths(rows: Sequence[FileRow], config: DataConfig) -> None:
         known, known_row = first.setdefault(source, (kind, row))
         if kind != known:
             raise ValueError(
-                f"{row.place}: reward_model.ground_truth is {row.columns['reward_model']['ground_truth']!r} ({kind}), "
-                f"but {known_row.columns['reward_model']['ground_truth']!r} ({known}) in {known_row.place}, which has "
+                f"{row.location}: reward_model.ground_truth is {row.columns['reward_model']['ground_truth']!r} ({kind}), "
+                f"but {known_row.columns['reward_model']['ground_truth']!r} ({known}) in {known_row.location}, which has "
                 f"the same {config.reward_fn_key} {source!r}; write them all as one type (the built-in scorers: text)"
             )
 
@@ -236,7 +236,7 @@ def _message_problem(prompt: Any) -> str | None:
 
 
 def collate_fn(samples: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor | np.ndarray]:
-    """One batch: tensors stacked, everything else a 1-D object array; a column that a row lacks is None there."""
+    """One batch: tensors stacked, everything else a 1-D object array with None for missing values."""
     names = dict.fromkeys(name for sample in samples for name in sample)
     batch: dict[str, torch.Tensor | np.ndarray] = {}
     for name in names:
@@ -254,7 +254,7 @@ def create_rl_dataset(
     config: DataConfig,
     max_samples: int = -1,
 ) -> Dataset[dict[str, Any]]:
-    """`RLHFDataset`, or the class that `data.custom_cls` names, made with the same arguments."""
+    """Build `RLHFDataset`, or the class named by `data.custom_cls`, with the same arguments."""
     custom = config.custom_cls
     cls: Any = RLHFDataset
     if custom.path is not None:

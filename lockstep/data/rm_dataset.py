@@ -1,7 +1,7 @@
-"""Preference pairs for reward models: a prompt with the chosen and the rejected answer, as two padded sequences.
+"""Preference pairs for reward models: a prompt with a chosen and a rejected answer, as two padded sequences.
 
 A row: `prompt`, `chosen`, `rejected`, all text. A sample: `input_ids` and `attention_mask`, (2, max_length) int64, the
-chosen answer first; padding is on the right with id 0, and a sequence that is too long loses its end.
+chosen answer first; right-padded with id 0, overlong sequences are truncated on the right.
 """
 
 from pathlib import Path
@@ -46,7 +46,7 @@ class RMDataset(Dataset[dict[str, torch.Tensor]]):
         input_ids = torch.zeros(2, self.max_length, dtype=torch.int64)
         attention_mask = torch.zeros_like(input_ids)
         for side, answer in enumerate(answers):
-            # Two texts, so that an answer's tokens do not depend on how the prompt ends.
+            # Encoded separately, so that an answer's tokens do not depend on how the prompt ends.
             tail = self.tokenizer(f"{answer}{self.ending}", add_special_tokens=False)["input_ids"]
             ids = [*self.tokenizer(prompt)["input_ids"], *tail][: self.max_length]
             input_ids[side, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
@@ -57,7 +57,7 @@ class RMDataset(Dataset[dict[str, torch.Tensor]]):
         for name, key in zip(("prompt", "chosen", "rejected"), self.keys):
             if row.columns.get(key) is None:
                 raise ValueError(
-                    f"{row.place} has no {key!r}; set {name}_key to the column (columns: {', '.join(row.columns)})"
+                    f"{row.location} has no {key!r}; set {name}_key to the column (columns: {', '.join(row.columns)})"
                 )
             if not isinstance(row.columns[key], str):
-                raise ValueError(f"{row.place}: {key!r} must be text, not {type(row.columns[key]).__name__}")
+                raise ValueError(f"{row.location}: {key!r} must be text, not {type(row.columns[key]).__name__}")

@@ -1,9 +1,9 @@
-"""Samplers of training rows by user code: fixed orders and curricula that learn from the batches.
+"""Custom samplers of training rows: fixed orders, and curricula that adapt to the training batches.
 
     data.sampler.{class_path,class_name} --create_rl_sampler--> sampler --create_dataloader--> batches
                        update(batch) after each step <------------------------------------------'
 
-What a sampler must do to be resumed is said in `Resumable`.
+`Resumable` describes what a sampler needs in order to resume.
 """
 
 import logging
@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 
 class AbstractSampler(Sampler[int], ABC):
-    """The order of the training rows; `__iter__` gives the row numbers of one epoch, `__len__` how many they are.
+    """The order of the training rows; `__iter__` yields the row numbers of one epoch, `__len__` is their count.
 
-    Row numbers are drawn one batch at a time, and the next batch's only when its step begins.
+    Row numbers are drawn one batch at a time, when the batch's step begins.
     """
 
     def __init__(self, data_source: Sized, data_config: DataConfig) -> None:
@@ -38,7 +38,7 @@ class AbstractSampler(Sampler[int], ABC):
 
 
 class AbstractCurriculumSampler(AbstractSampler):
-    """A sampler that is told of every finished training step."""
+    """A sampler that is updated after every training step."""
 
     @abstractmethod
     def update(self, batch: DataProto) -> None:
@@ -47,11 +47,11 @@ class AbstractCurriculumSampler(AbstractSampler):
 
 @runtime_checkable
 class Resumable(Protocol):
-    """What a sampler (or a dataset) has whose state a checkpoint must keep.
+    """A sampler (or dataset) whose state is saved in checkpoints.
 
-    A sampler's state includes its place in the epoch: after `load_state_dict`, `__iter__` gives the rest of it. One
-    without these methods is resumed by drawing again what had been drawn, which is right where its order depends on
-    nothing but the epoch's number (`set_epoch` is called if there is one) or on a generator of its own.
+    A sampler's state includes its position in the epoch: after `load_state_dict`, `__iter__` yields the rest. A sampler
+    without these methods is resumed by drawing again, which is correct if its order depends only on the epoch number
+    (`set_epoch` is called if it exists) or on its own generator.
     """
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -60,7 +60,7 @@ class Resumable(Protocol):
 
 
 def create_rl_sampler(data_config: DataConfig, dataset: Sized) -> AbstractSampler | None:
-    """The sampler that `data.sampler` names; None where it names none and `data.shuffle` decides."""
+    """The sampler named by `data.sampler`; None if unset, then `data.shuffle` decides."""
     path, name = data_config.sampler.class_path, data_config.sampler.class_name
     if path is None:
         return None
@@ -75,11 +75,11 @@ def create_rl_sampler(data_config: DataConfig, dataset: Sized) -> AbstractSample
     if data_config.dataloader_num_workers != 0:
         raise ValueError(
             f"data.dataloader_num_workers={data_config.dataloader_num_workers} with data.sampler: loader processes "
-            "would draw rows before the sampler has seen the batches before them; set data.dataloader_num_workers=0"
+            "would draw rows before the sampler has seen the previous batches; set data.dataloader_num_workers=0"
         )
     sampler = cls(data_source=dataset, data_config=data_config)
     if isinstance(sampler, AbstractCurriculumSampler) and not isinstance(sampler, Resumable):
         logger.warning(
-            "%s has no state_dict and load_state_dict: a resumed run draws its rows as if it had seen no batch", name
+            "%s has no state_dict and load_state_dict: a resumed run draws rows as if it had seen no batches", name
         )
     return sampler

@@ -1,4 +1,4 @@
-"""Settings of a dataset given as a plain mapping, as scripts that build a dataset by hand do."""
+"""Dataset settings from a plain mapping, for scripts that build a dataset directly."""
 
 import logging
 from collections.abc import Mapping
@@ -15,12 +15,12 @@ C = TypeVar("C")
 
 
 def from_mapping(cls: type[C], config: Mapping[str, Any], **defaults: Any) -> C:
-    """`config` over `defaults` over those of `cls`; a key that `cls` has not is passed over with a warning."""
+    """Build `cls` from `config`, then `defaults`, then its own defaults; unknown keys are ignored with a warning."""
     given: Any = OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else dict(config)
     built, problems = build(cls, defaults | given)
     if problems:
         raise ConfigError(problems)
-    passed_over = [name for name, _ in unknown_keys(cls, given)]
-    if passed_over:
-        logger.warning("%s does not use these settings: %s", cls.__name__, ", ".join(passed_over))
+    ignored = [name for name, _ in unknown_keys(cls, given)]
+    if ignored:
+        logger.warning("%s ignores these settings: %s", cls.__name__, ", ".join(ignored))
     return built

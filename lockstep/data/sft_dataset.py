@@ -1,10 +1,10 @@
-"""Sequences for supervised training: rows to token ids with a mask of the tokens that the loss counts.
+"""SFT sequences: rows to token ids and a loss mask.
 
-    row --pieces--> [(text, is it the assistant's?), ...] --tokenize--> ids, loss_mask --cut, pad--> sample
+    row --pieces--> [(text, is it the assistant's?), ...] --tokenize--> ids, loss_mask --truncate, pad--> sample
 
-`loss_mask` is 1 at a token that the model should have written, with what ends its turn. `MultiTurnSFTDataset` reads
-conversations, `SFTDataset` pairs of a prompt and a response; a sample is the same in both: `input_ids`, `position_ids`,
-`loss_mask` and, where it is padded, `attention_mask`, each (max_length,) int64.
+`loss_mask` is 1 at the assistant's tokens, including the end of its turn. `MultiTurnSFTDataset` reads conversations,
+`SFTDataset` pairs of a prompt and a response. A sample has `input_ids`, `position_ids`, `loss_mask` and, if padded,
+`attention_mask`, each (max_length,) int64.
 """
 
 import json
@@ -18,7 +18,7 @@ from jinja2 import TemplateError
 from torch.utils.data import Dataset
 
 from lockstep.config.data import SFTDataConfig
-from lockstep.data.files import FileRow, read_rows, without_none
+from lockstep.data.files import FileRow, drop_none, read_rows
 from lockstep.data.settings import from_mapping
 from lockstep.data.tensors import kept_ends
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Piece = tuple[str, bool]
-"""Text of a sequence, and whether the model should have written it."""
+"""Part of a sequence's text, and whether the loss is computed on it."""
 
 
 class _SupervisedRows(Dataset[dict[str, torch.Tensor]]):
-    """What both kinds of rows share: reading, checking, tokenizing, cutting and padding."""
+    """Shared by both datasets: reading, checking, tokenizing, truncating and padding."""
 
     def __init__(
         self,
@@ -56,11 +56,11 @@ class _SupervisedRows(Dataset[dict[str, torch.Tensor]]):
                 self._kept(row, sum(len(ids) for ids, _ in self._tokens(row)))
 
     def check(self, row: FileRow) -> None:
-        """Refuse a row that cannot be read."""
+        """Reject a malformed row."""
         raise NotImplementedError
 
     def pieces(self, row: FileRow) -> list[Piece]:
-        """The row's whole text."""
+        """The row's text in pieces."""
         raise NotImplementedError
 
     def __len__(self) -> int:
@@ -73,7 +73,7 @@ class _SupervisedRows(Dataset[dict[str, torch.Tensor]]):
         for piece, is_target in self._tokens(row):
             ids += piece
             loss_mask += [int(is_target)] * len(piece)
-        # A cut sequence keeps the positions that its tokens had in the whole one.
+        # Tokens of a truncated sequence keep their original positions.
         positions = self._kept(row, len(ids))
         sample = {
             "input_ids": [ids[i] for i in positions],
@@ -96,17 +96,17 @@ class _SupervisedRows(Dataset[dict[str, torch.Tensor]]):
         yield from zip(encoded, (is_target for _, is_target in pieces))
 
     def _kept(self, row: FileRow, length: int) -> list[int]:
-        """The positions that stay when a sequence of `length` tokens is cut."""
+        """The positions that remain after truncating a sequence of `length` tokens."""
         try:
             head, tail = kept_ends(length, self.config.max_length, self.config.truncation)
         except ValueError as error:
             raise ValueError(
-                f"{row.place}: the sequence has {error} by data.max_length; raise it or set data.truncation=right or left"
+                f"{row.location}: the sequence has {error} by data.max_length; raise it or set data.truncation=right or left"
             ) from error
         return [*range(head), *range(length - tail, length)]
 
     def render(self, row: FileRow, messages: list[dict[str, Any]], generate: bool = False, **options: Any) -> str:
-        """Messages as the chat template writes them, with the head of the assistant's turn if `generate`."""
+        """Render messages with the chat template, with the generation prompt if `generate`."""
         try:
             text = self.tokenizer.apply_chat_template(
                 messages,
@@ -116,7 +116,7 @@ class _SupervisedRows(Dataset[dict[str, torch.Tensor]]):
             )
         except TemplateError as error:
             raise ValueError(
-                f"{row.place}: the chat template refuses these messages ({error}); change the row, "
+                f"{row.location}: the chat template rejects these messages ({error}); change the row, "
                 "data.apply_chat_template_kwargs or model.custom_chat_template"
             ) from error
         assert isinstance(text, str)
@@ -124,23 +124,23 @@ class _SupervisedRows(Dataset[dict[str, torch.Tensor]]):
 
 
 class MultiTurnSFTDataset(_SupervisedRows):
-    """Conversations: the loss counts what the assistant says, in every turn of it."""
+    """Conversations: the loss is computed on every assistant turn."""
 
     def check(self, row: FileRow) -> None:
         key = self.config.messages_key
         messages = row.columns.get(key)
         if messages is None:
             raise ValueError(
-                f"{row.place} has no {key!r}; set data.messages_key to the column with the conversation "
+                f"{row.location} has no {key!r}; set data.messages_key to the column with the conversation "
                 f"(columns: {', '.join(row.columns)})"
             )
         if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
             raise ValueError(
-                f"{row.place}: {key!r} must be a list of messages "
+                f"{row.location}: {key!r} must be a list of messages "
                 f'[{{"role": "user", "content": "..."}}, ...], not {messages!r:.80}'
             )
         if not any(message["role"] == "assistant" for message in messages):
-            raise ValueError(f"{row.place}: {key!r} has no message of the assistant: there is nothing to train on")
+            raise ValueError(f"{row.location}: {key!r} has no assistant message, so there is nothing to train on")
 
     def pieces(self, row: FileRow) -> list[Piece]:
         messages = [_message(message) for message in row.columns[self.config.messages_key]]
@@ -154,31 +154,33 @@ class MultiTurnSFTDataset(_SupervisedRows):
                     self.render(row, messages[: i + 1], **options),
                 ):
                     if not whole.startswith(prefix):
-                        return self._turns_alone(row, messages, options)
+                        return self._render_turns_separately(row, messages, options)
                     cuts.append(len(prefix))
         bounds = [0, *cuts, len(whole)]
         pieces = [(whole[start:end], i % 2 == 1) for i, (start, end) in enumerate(pairwise(bounds))]
         return [piece for piece in pieces if piece[0]]
 
     def _options(self, row: FileRow) -> dict[str, Any]:
-        """What the row itself tells the chat template."""
+        """The row's own chat-template arguments."""
         options: dict[str, Any] = {}
         tools = row.columns.get(self.config.tools_key)
         if tools is not None:
             tools = json.loads(tools) if isinstance(tools, str) else tools
-            options["tools"] = [_deep_without_none(json.loads(t) if isinstance(t, str) else t) for t in tools]
+            options["tools"] = [_drop_none_recursively(json.loads(t) if isinstance(t, str) else t) for t in tools]
         thinking = row.columns.get(self.config.enable_thinking_key)
         if thinking is not None:
             options["enable_thinking"] = bool(thinking)
         return options
 
-    def _turns_alone(self, row: FileRow, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[Piece]:
-        """Each turn as the template writes it by itself, for templates that write earlier turns differently."""
+    def _render_turns_separately(
+        self, row: FileRow, messages: list[dict[str, Any]], options: dict[str, Any]
+    ) -> list[Piece]:
+        """Render each turn on its own, for templates that render earlier turns differently."""
         if not self.config.ignore_input_ids_mismatch:
             raise ValueError(
-                f"{row.place}: the chat template writes a turn of the assistant differently once more messages follow "
-                "(some take earlier reasoning out), so there is no one sequence to train on. Set "
-                "data.ignore_input_ids_mismatch=true to train on each turn as it is written alone"
+                f"{row.location}: the chat template renders an assistant turn differently if more messages follow (some "
+                "drop earlier reasoning), so there is no single sequence to train on. Set "
+                "data.ignore_input_ids_mismatch=true to train on each turn rendered on its own"
             )
         user = {"role": "user", "content": ""}
         one, two = self.render(row, [user]), self.render(row, [user, user])
@@ -193,25 +195,23 @@ class MultiTurnSFTDataset(_SupervisedRows):
             elif text.startswith(head):
                 pieces += [(head, False), (text[len(head) :], True)]
             else:
-                raise ValueError(
-                    f"{row.place}: a turn of the assistant does not begin with the chat template's {head!r}"
-                )
+                raise ValueError(f"{row.location}: an assistant turn does not begin with the chat template's {head!r}")
         return pieces
 
 
 class SFTDataset(_SupervisedRows):
-    """Pairs: the prompt is one message of the user, the loss counts the response and the end-of-sequence token."""
+    """Pairs: the prompt is one user message; the loss is computed on the response and the EOS token."""
 
     def check(self, row: FileRow) -> None:
-        for name, key, way in self._columns():
-            self._text(row, name, key, way)
+        for name, key, path in self._columns():
+            self._text(row, name, key, path)
         if self.tokenizer.eos_token is None:
             raise ValueError("the tokenizer has no eos token to end a response with; set one in its config")
 
     def pieces(self, row: FileRow) -> list[Piece]:
         prompt, response = (self._text(row, *column) for column in self._columns())
-        asked = self.render(row, [{"role": "user", "content": prompt}], generate=True)
-        return [(asked, False), (f"{response}{self.tokenizer.eos_token}", True)]
+        rendered = self.render(row, [{"role": "user", "content": prompt}], generate=True)
+        return [(rendered, False), (f"{response}{self.tokenizer.eos_token}", True)]
 
     def _columns(self) -> list[tuple[str, str, list[str]]]:
         config = self.config
@@ -220,33 +220,33 @@ class SFTDataset(_SupervisedRows):
             ("response", config.response_key, config.response_dict_keys or []),
         ]
 
-    def _text(self, row: FileRow, name: str, key: str, way: list[str]) -> str:
+    def _text(self, row: FileRow, name: str, key: str, path: list[str]) -> str:
         value: Any = row.columns
-        for step in (key, *way):
+        for step in (key, *path):
             if not isinstance(value, Mapping) or value.get(step) is None:
                 raise ValueError(
-                    f"{row.place} has no {'.'.join((key, *way))!r}; set data.{name}_key (and data.{name}_dict_keys) to "
+                    f"{row.location} has no {'.'.join((key, *path))!r}; set data.{name}_key (and data.{name}_dict_keys) to "
                     f"the column with the {name} (columns: {', '.join(row.columns)})"
                 )
             value = value[step]
         if not isinstance(value, str):
             raise ValueError(
-                f"{row.place}: {'.'.join((key, *way))!r} must be text, not {type(value).__name__}; "
-                f"data.{name}_dict_keys leads to the text in an object"
+                f"{row.location}: {'.'.join((key, *path))!r} must be text, not {type(value).__name__}; "
+                f"set data.{name}_dict_keys to the path of the text in the object"
             )
         return value
 
 
 def sft_settings(config: Mapping[str, Any]) -> SFTDataConfig:
-    """Settings from a mapping; the keys below `multiturn` count as if they stood beside it."""
-    flat = {**config, **without_none(config.get("multiturn"))}
+    """Settings from a mapping; the keys under `multiturn` are moved to the top level."""
+    flat = {**config, **drop_none(config.get("multiturn"))}
     flat.pop("multiturn", None)
     flat.pop("enable", None)
     return from_mapping(SFTDataConfig, flat)
 
 
 def _turns(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Each message of the assistant by itself, and what stands between two of them together."""
+    """Each assistant message on its own; the messages between two of them together."""
     turns: list[list[dict[str, Any]]] = []
     for message in messages:
         if turns and message["role"] != "assistant" and turns[-1][0]["role"] != "assistant":
@@ -257,10 +257,10 @@ def _turns(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
-    return {"content": "", **_deep_without_none(message)}
+    return {"content": "", **_drop_none_recursively(message)}
 
 
-def _deep_without_none(value: Any) -> Any:
+def _drop_none_recursively(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: _deep_without_none(item) for name, item in value.items() if item is not None}
-    return [_deep_without_none(item) for item in value] if isinstance(value, list) else value
+        return {name: _drop_none_recursively(item) for name, item in value.items() if item is not None}
+    return [_drop_none_recursively(item) for item in value] if isinstance(value, list) else value

@@ -9,9 +9,9 @@ Truncation = Literal["error", "left", "right", "middle"]
 
 
 def kept_ends(length: int, max_length: int, truncation: Truncation) -> tuple[int, int]:
-    """How many tokens of a sequence of `length` stay at its head and at its tail.
+    """How many tokens to keep at the head and at the tail of a sequence of `length` tokens.
 
-    `left` cuts the beginning off, `right` the end, `middle` the middle; `error` refuses a sequence that is too long.
+    `left` drops the beginning, `right` the end, `middle` the middle; `error` rejects an overlong sequence.
     """
     if length <= max_length:
         return length, 0
@@ -23,11 +23,11 @@ def kept_ends(length: int, max_length: int, truncation: Truncation) -> tuple[int
         return max_length // 2, max_length - max_length // 2
     if truncation == "error":
         raise ValueError(f"{length} tokens, but at most {max_length} are allowed")
-    raise ValueError(f"truncation={truncation!r}: choose error, left, right or middle")
+    raise ValueError(f"truncation={truncation!r}: must be error, left, right or middle")
 
 
 def truncate_ids(ids: list[int], max_length: int, truncation: Truncation) -> list[int]:
-    """`ids` cut to `max_length`; see `kept_ends`."""
+    """Truncate `ids` to `max_length`; see `kept_ends`."""
     head, tail = kept_ends(len(ids), max_length, truncation)
     return ids[:head] + ids[len(ids) - tail :]
 
@@ -40,10 +40,10 @@ def postprocess_data(
     left_pad: bool = True,
     truncation: Truncation = "error",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cut or pad a (B, L) batch to (B, max_length): ids with `pad_token_id`, the mask with 0."""
+    """Truncate or pad a (B, L) batch to (B, max_length): ids with `pad_token_id`, the mask with 0."""
     if input_ids.dim() != 2 or input_ids.shape != attention_mask.shape:
         raise ValueError(
-            f"input_ids {tuple(input_ids.shape)} and attention_mask {tuple(attention_mask.shape)} must be one (B, L)"
+            f"input_ids {tuple(input_ids.shape)} and attention_mask {tuple(attention_mask.shape)} must have the same shape (B, L)"
         )
     length = input_ids.shape[1]
     head, tail = kept_ends(length, max_length, truncation)
@@ -57,7 +57,7 @@ def postprocess_data(
 
 
 def compute_position_id_with_mask(mask: torch.Tensor) -> torch.Tensor:
-    """Positions that count the attended tokens from 0; padding before the first of them gets 0."""
+    """Positions of the attended tokens, from 0; left padding gets 0."""
     return (torch.cumsum(mask.long(), dim=-1) - 1).clamp(min=0)
 
 

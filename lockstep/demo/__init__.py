@@ -1,6 +1,6 @@
-"""`lockstep demo`: make a small model, warm it up, train it by reinforcement learning, show what it learned.
+"""`lockstep demo`: create a small model, warm it up, train it with RL, report the result.
 
-make (model.py) ─► warm up on sloppy homework (warmup.py) ─► the ordinary training command (program.py) ─► report (report.py)
+create (model.py) ─► supervised warm-up (warmup.py) ─► the regular training command (program.py) ─► report (report.py)
                                       the task: sums of two two-digit numbers (task.py, reward.py)
 """
 
@@ -9,17 +9,17 @@ import time
 from pathlib import Path
 
 DESCRIPTION = """\
-Train a small language model by reinforcement learning, from nothing, on this machine: no download, no GPU needed.
+Train a small language model from scratch with reinforcement learning on this machine: no download, no GPU needed.
 
-A model of 0.13 million parameters first learns sums from homework in which the carry is mostly forgotten, so it answers
-in the wanted form but is often wrong. Training then rewards right answers alone."""
+A model of 0.13 million parameters first learns sums from examples that mostly forget the carry, so it answers in the
+right format but is often wrong. RL then rewards only correct answers."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the demo; returns the exit code."""
+    """Run the demo and return the exit code."""
     started = time.monotonic()
     options = _parser().parse_args(argv)
-    # `--help` and a wrong option are answered before the seconds that importing torch takes.
+    # Importing torch takes seconds; `--help` and option errors do not need it.
     from lockstep.demo.program import run_demo
 
     return run_demo(
@@ -38,13 +38,15 @@ def _parser() -> argparse.ArgumentParser:
         prog="lockstep demo", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--algorithm", choices=("grpo", "ppo"), default="grpo", help="ppo adds a critic and GAE")
-    parser.add_argument("--seed", type=_count, default=1, help="of the problems, the model and the sampling (1)")
+    parser.add_argument("--seed", type=_count, default=1, help="seed of the problems, the model and the sampling (1)")
     parser.add_argument(
         "--out", type=Path, default=None, help="folder for the run's files (outputs/demo-ALGORITHM-seedSEED)"
     )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto takes a GPU if any")
-    parser.add_argument("--steps", type=_positive, default=None, help="training steps, for a shorter or longer run")
-    parser.add_argument("--warmup-steps", type=_positive, default=None, help="supervised steps before them")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto uses a GPU if there is one"
+    )
+    parser.add_argument("--steps", type=_positive, default=None, help="number of training steps")
+    parser.add_argument("--warmup-steps", type=_positive, default=None, help="number of supervised warm-up steps")
     return parser
 
 

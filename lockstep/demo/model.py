@@ -1,4 +1,4 @@
-"""The demo's model folder: a Qwen2-shaped model with random weights and a tokenizer of one token a character."""
+"""The demo's model folder: a Qwen2 model with random weights and a character-level tokenizer."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """47+85 of the user is `<|user|> 4 7 + 8 5 <|assistant|>`: seven tokens."""
+    """The user message 47+85 is `<|user|> 4 7 + 8 5 <|assistant|>`: seven tokens."""
     special = [PAD, USER, ASSISTANT, END, UNKNOWN]
     vocabulary = {token: i for i, token in enumerate([*special, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
@@ -37,7 +37,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model_folder(folder: Path, seed: int) -> int:
-    """Write config, random weights and tokenizer to `folder`; returns the number of parameters."""
+    """Write config, random weights and tokenizer to `folder`; return the number of parameters."""
     tokenizer = make_tokenizer()
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -48,7 +48,7 @@ def make_model_folder(folder: Path, seed: int) -> int:
         num_key_value_heads=4,
         max_position_embeddings=64,
         tie_word_embeddings=False,
-        initializer_range=0.1,  # 0.02 is meant for wide models; this narrow one learns sums sooner from larger weights
+        initializer_range=0.1,  # the default 0.02 suits wide models; this narrow one learns faster with larger weights
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

@@ -1,4 +1,4 @@
-"""The demo from beginning to end: files, warm-up, the ordinary training command, report."""
+"""The demo program: files, warm-up, the regular training command, report."""
 
 import dataclasses
 import re
@@ -18,16 +18,15 @@ from lockstep.demo.task import split_problems, write_rows
 from lockstep.demo.warmup import WarmUp, warm_up
 from lockstep.trainer import main_ppo
 from lockstep.utils.device import resolve_device
-from lockstep.utils.host import take_threads
 
 Algorithm = Literal["grpo", "ppo"]
 
 TRAINING_STEPS: dict[Algorithm, int] = {"grpo": 60, "ppo": 40}
 WARMUP_LINE_EVERY = 150
 
-HOMEWORK = (
-    "Its homework is sloppy on purpose: of three pupils two forget every carry (47+85=022) and one is right (47+85=132). "
-    "So the model learns the form of an answer and both ways to add, and prefers the wrong one."
+WARMUP_NOTE = (
+    "Two thirds of the examples forget every carry (47+85=022), the rest are correct (47+85=132). "
+    "So the model learns the answer format and both ways to add, and prefers the wrong one."
 )
 
 
@@ -40,7 +39,7 @@ def run_demo(
     warmup_steps: int | None,
     started: float,
 ) -> int:
-    """Run the demo; returns the exit code. started: `time.monotonic()` at its beginning."""
+    """Run the demo and return the exit code. started: `time.monotonic()` at the start."""
     console = Console(force_terminal=sys.stdout.isatty(), highlight=False)
     try:
         device = resolve_device(device)
@@ -48,23 +47,21 @@ def run_demo(
     except ValueError as error:
         sys.stderr.write(f"lockstep demo: {error}\n")
         return 2
-    if device == "cpu":
-        take_threads(decoding=False)
     recipe = WarmUp() if warmup_steps is None else dataclasses.replace(WarmUp(), steps=warmup_steps)
     steps = TRAINING_STEPS[algorithm] if steps is None else steps
     try:
         _prepare(console, folder, recipe, seed, device)
         return _train(console, folder, algorithm, steps, seed, device, started)
     except KeyboardInterrupt:
-        console.print(f"\nStopped. Its files so far: {folder}", soft_wrap=True)
+        console.print(f"\nStopped. Files so far: {folder}", soft_wrap=True)
         return 130
 
 
 def new_folder(chosen: Path | None, default: Path) -> Path:
-    """The folder that was asked for, which must be empty or new, or the first free one of default, default-2, ..."""
+    """The chosen folder, which must be empty or new, or the first free one of default, default-2, ..."""
     if chosen is not None:
         if chosen.exists() and (not chosen.is_dir() or any(chosen.iterdir())):
-            raise ValueError(f"--out {chosen} exists and is not empty; name another folder or remove it")
+            raise ValueError(f"--out {chosen} exists and is not empty; choose another folder or remove it")
         folder = chosen
     else:
         folder, number = default, 1
@@ -85,11 +82,11 @@ def _prepare(console: Console, folder: Path, recipe: WarmUp, seed: int, device: 
 
     console.rule("1  Problems and model", align="left")
     console.print(
-        f"{len(train)} sums of two two-digit numbers to train on, {len(validation)} others to validate on. "
-        f"A Qwen2-shaped model of {num_parameters:,} parameters with random weights; a token is a character."
+        f"{len(train)} sums of two two-digit numbers for training, {len(validation)} for validation. "
+        f"A Qwen2 model of {num_parameters:,} parameters with random weights; one token per character."
     )
     console.rule(f"2  Warm-up: {recipe.steps} supervised steps on {device}", align="left")
-    console.print(HOMEWORK)
+    console.print(WARMUP_NOTE)
     with Progress(
         TextColumn("warm-up"),
         BarColumn(bar_width=30),
@@ -112,16 +109,16 @@ def _prepare(console: Console, folder: Path, recipe: WarmUp, seed: int, device: 
 def _train(
     console: Console, folder: Path, algorithm: Algorithm, steps: int, seed: int, device: str, started: float
 ) -> int:
-    """Hand over to the training command, then report."""
+    """Run the training command, then report."""
     console.rule(f"3  {algorithm.upper()}: {steps} steps of reinforcement learning on {device}", align="left")
     overrides = training_overrides(folder, folder, algorithm, steps, seed, device)
-    console.print("The same as this command:", style="dim")
+    console.print("Equivalent command:", style="dim")
     console.print(command_line(overrides), style="dim", soft_wrap=True, markup=False)
     again = training_overrides(folder, folder.with_name(f"{folder.name}-again"), algorithm, steps, seed, device)
     (folder / "train_again.sh").write_text(command_line(again) + "\n")
     exit_code = main_ppo.main(overrides)
     if exit_code != 0:
-        console.print("Training did not reach its end; the command above goes on from the last checkpoint.")
+        console.print("Training did not finish; the command above resumes from the last checkpoint.")
         return exit_code
     summary = write_summary(folder, started)
     show_report(console, folder, summary)
@@ -131,7 +128,7 @@ def _train(
 def training_overrides(
     files: Path, run_dir: Path, algorithm: Algorithm, steps: int, seed: int, device: str
 ) -> list[str]:
-    """The settings of the training command. files: where problems, reward function and model lie."""
+    """The overrides of the training command. files: folder with problems, reward function and model."""
     settings: dict[str, object] = {
         "algorithm.adv_estimator": "gae" if algorithm == "ppo" else "grpo",
         "data.train_files": files / "data" / "train.parquet",
@@ -162,7 +159,7 @@ def training_overrides(
         "trainer.validation_data_dir": run_dir / "validation",
     }
     if algorithm == "ppo":
-        # A critic judges each answer by itself, so samples of one prompt add nothing over samples of other prompts.
+        # With a critic, several samples per prompt add nothing over samples of other prompts.
         settings |= {
             "data.train_batch_size": 1024,
             "actor_rollout_ref.actor.ppo_mini_batch_size": 512,
@@ -176,12 +173,12 @@ def training_overrides(
 
 
 def command_line(overrides: list[str]) -> str:
-    """The training command as one types it."""
+    """The training command for a shell."""
     return " \\\n  ".join(["lockstep ppo", *(shlex.quote(override) for override in overrides)])
 
 
 def _hydra_value(value: object) -> str:
-    """A value as Hydra's grammar reads it back: text with characters of the grammar in quotes."""
+    """A value in Hydra's override grammar; quoted if it has special characters."""
     text = str(value)
     if not isinstance(value, Path) or re.fullmatch(r"[\w./+-]+", text):
         return text

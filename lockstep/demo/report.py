@@ -1,4 +1,4 @@
-"""What the demo's run has learned: before and after in numbers, answers and a curve, from the files of the run.
+"""The demo's report: accuracy before and after, sample answers and a reward curve, from the files of the run.
 
 metrics.jsonl, validation/{step}.jsonl ─► summary.json and the last page on the terminal
 """
@@ -52,7 +52,7 @@ def show_report(console: Console, folder: Path, summary: Summary) -> None:
     console.print(_files(folder, steps))
     console.print(
         f"Accuracy on problems never trained on: {summary['val_before']:.1%} before, {summary['val_after']:.1%} after "
-        f"{steps} steps; {summary['seconds']:.0f} s in all.",
+        f"{steps} steps; {summary['seconds']:.0f} s in total.",
         style="bold",
         soft_wrap=True,
     )
@@ -63,14 +63,14 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _comparison(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> Table:
-    """Shares of the greedy answers to the held-out problems."""
+    """Fractions of the greedy answers to the held-out problems."""
     table = Table(f"{len(before)} problems not seen in training", title="Before and after", title_justify="left")
     table.add_column("warm-up only", justify="right")
     table.add_column("trained", justify="right")
     for name, share in (
-        ("right", lambda row: row["acc"]),
-        ("wrong, carry forgotten", forgot_carry),
-        ("in the wanted form", lambda row: row["form"]),
+        ("correct", lambda row: row["acc"]),
+        ("wrong: carry forgotten", forgot_carry),
+        ("correct format", lambda row: row["form"]),
     ):
         table.add_row(name, *(f"{sum(map(share, rows)) / len(rows):.1%}" for rows in (before, after)))
     return table
@@ -88,7 +88,7 @@ def needs_carry(problem: Problem) -> bool:
 def _samples(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> Table:
     """The first held-out problems with a carry, and the model's answers."""
     table = Table("problem", title="Three answers to problems with a carry", title_justify="left")
-    for column in ("right answer", "warm-up only", "trained"):
+    for column in ("correct answer", "warm-up only", "trained"):
         table.add_column(column)
     pairs = [pair for pair in zip(before, after) if needs_carry(parse_question(pair[0]["input"]))]
     for old, new in pairs[:NUM_SAMPLES]:
@@ -102,7 +102,7 @@ def _mark(row: dict[str, Any]) -> str:
 
 
 def plot(values: Sequence[float], width: int, height: int, *, unicode: bool) -> str:
-    """Bars of values between 0 and 1, each the mean over a span of steps, under a scale; without unicode whole cells."""
+    """A bar chart of values between 0 and 1, each bar the mean over a range of steps; ASCII without `unicode`."""
     columns = _means(values, width)
     lines = []
     for row in range(height - 1, -1, -1):
@@ -123,15 +123,15 @@ def _means(values: Sequence[float], width: int) -> list[float]:
 def _files(folder: Path, steps: int) -> Table:
     table = Table(box=None, title=f"Files in {folder}", title_justify="left", show_header=False)
     for name, meaning in (
-        (f"global_step_{steps}/actor/huggingface", "the trained model; transformers opens it"),
+        (f"global_step_{steps}/actor/huggingface", "the trained model, for `from_pretrained`"),
         ("model", "the model after the warm-up"),
         ("data", "the problems"),
         ("reward.py", "the reward function"),
         ("metrics.jsonl", "every metric of every step"),
         ("validation", "every answer of every validation"),
         ("config.yaml", "the resolved configuration"),
-        ("train_again.sh", "the training command, into a new folder"),
-        ("summary.json", "the numbers of this page"),
+        ("train_again.sh", "the training command, with a new output folder"),
+        ("summary.json", "the numbers of this report"),
     ):
         table.add_row(name, meaning)
     return table

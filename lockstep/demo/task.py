@@ -32,12 +32,12 @@ class Problem:
 
     @property
     def careless_answer(self) -> int:
-        """Each column added by itself and no carry taken along: 47+85 gives 022. Right where nothing is carried."""
+        """The sum without carries: 47+85 gives 022. Correct if nothing is carried."""
         return (self.a // 10 + self.b // 10) % 10 * 10 + (self.a + self.b) % 10
 
 
 def answer_text(number: int) -> str:
-    """The answer in the wanted form: the sign and three digits."""
+    """The answer in the expected format: an equals sign and three digits."""
     return f"={number:03d}"
 
 
@@ -47,9 +47,9 @@ def parse_question(text: str) -> Problem:
 
 
 def split_problems(seed: int, num_validation: int = NUM_VALIDATION) -> tuple[list[Problem], list[Problem]]:
-    """Every problem once, shuffled by `seed`: (train, validation).
+    """All problems, shuffled by `seed`: (train, validation).
 
-    a+b and b+a go to the same side: the one would give the other away.
+    a+b and b+a go to the same split, so that training does not reveal validation answers.
     """
     pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]
     order = random.Random(seed)
@@ -65,7 +65,7 @@ def split_problems(seed: int, num_validation: int = NUM_VALIDATION) -> tuple[lis
 
 
 def write_rows(path: Path, problems: list[Problem], split: str) -> None:
-    """Write problems as the rows that `data.train_files` and `data.val_files` read."""
+    """Write problems as rows for `data.train_files` and `data.val_files`."""
     rows: list[dict[str, Any]] = [
         {
             "data_source": DATA_SOURCE,

@@ -1,6 +1,6 @@
-"""Supervised warm-up on careless homework, with the engine that trains every policy here.
+"""Supervised warm-up on partly wrong examples, with the regular training engine.
 
-problems ─► questions with right or careless answers ─► batch of tokens ─► cross-entropy of the answer's tokens
+problems ─► questions with correct or careless answers ─► batch of tokens ─► cross-entropy of the answer's tokens
 """
 
 import random
@@ -23,14 +23,14 @@ from lockstep.models.token_models import PolicyModel
 from lockstep.models.tokenizer import hf_tokenizer
 
 ANSWER_TOKENS = 5
-"""An answer: the sign, three digits, the end token."""
+"""An answer: equals sign, three digits, end token."""
 
 
 @dataclass(frozen=True)
 class WarmUp:
-    """The recipe.
+    """Warm-up settings.
 
-    careless: share of the homework in which no carry is taken along.
+    careless: fraction of the examples that forget every carry.
     """
 
     steps: int = 900
@@ -42,7 +42,7 @@ class WarmUp:
 def warm_up(
     folder: Path, problems: list[Problem], recipe: WarmUp, seed: int, device: str, on_step: Callable[[int, float], None]
 ) -> None:
-    """Train the model in `folder` on homework about `problems` and write it back; `on_step(step, loss)` after each step."""
+    """Train the model in `folder` on examples of `problems` and save it; calls `on_step(step, loss)` after each step."""
     tokenizer = hf_tokenizer(folder)
     model = load_causal_lm(HFModelConfig(path=str(folder)), "demo", torch.float32, torch.device(device))
     engine = FsdpEngine(
@@ -59,9 +59,9 @@ def warm_up(
         compute_dtype=torch.float32,
         packed=False,
     )
-    homework = Homework(tokenizer, problems, recipe.careless, seed)
+    examples = WarmUpExamples(tokenizer, problems, recipe.careless, seed)
     for step in range(1, recipe.steps + 1):
-        batch = homework.draw(recipe.batch_size)
+        batch = examples.draw(recipe.batch_size)
         metrics = engine.forward_backward(batch, _cross_entropy(batch), MicroBatching())
         engine.optimizer_step()
         engine.schedule_step()
@@ -69,8 +69,8 @@ def warm_up(
     save_policy(model, engine.full_state_dict(), tokenizer, folder)
 
 
-class Homework:
-    """Questions with the answers of many pupils, as rows of tokens. A pupil is careless with probability `careless`."""
+class WarmUpExamples:
+    """Questions with answers as token rows; an answer forgets the carries with probability `careless`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, problems: list[Problem], careless: float, seed: int) -> None:
         self.careless = careless

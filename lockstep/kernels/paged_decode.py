@@ -1,11 +1,11 @@
-"""Grouped-query attention of one new token per row over a paged KV cache, and the writing of keys and values to it.
+"""Attention of one new token per row over a paged KV cache, with grouped queries; and writes to the cache.
 
-Each program serves one row, one key head (with the G query heads that share it) and one stretch of the cached tokens; the stretches
-of a row are joined by a second kernel. The first program of a row and head also takes the new token, from its own registers, and
-writes it to the cache, so that nothing is read in the launch that wrote it.
+A program of the grid serves one row, one key head (with the G query heads that share it) and one split of the cached tokens. A
+second kernel joins the splits of a row. The program of split 0 also attends to the new token, whose key and value it has in
+registers, and writes them to the cache: nothing is read in the launch that writes it.
 
-The cache's addresses are read from a small table in device memory: a captured graph stays valid when the cache is allocated anew.
-Cache of a layer: (num_blocks * HK, block_size, D). Legend: H query heads, HK key heads, G = H / HK, S stretches.
+The addresses of the cache are read from device memory, so that a captured graph stays valid when the cache is reallocated.
+Cache of a layer: (num_blocks * HK, block_size, D). Legend: H query heads, HK key heads, G = H / HK.
 """
 
 import torch
@@ -14,46 +14,31 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 64
-"""Most cached tokens that a program takes at a time."""
+"""Most cached tokens per iteration of a program."""
 MAX_SPLITS = 16
-"""Most stretches of one row."""
+"""Most splits per row."""
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _base2_logits(products, scale, SOFTCAP: tl.constexpr):
+    """log2(e) * logits, for exp2 instead of exp."""
+    logits = products * (scale * LOG2E)
+    if SOFTCAP is not None:
+        tanh = 1.0 - 2.0 / (tl.exp2(logits * (2.0 / SOFTCAP)) + 1.0)
+        logits = tanh * (SOFTCAP * LOG2E)
+    return logits
 
 
 @triton.jit(do_not_specialize=["splits"])
 def _decode(
-    q_ptr: tl.tensor,
-    k_ptr: tl.tensor,
-    v_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    partial_ptr: tl.tensor,
-    stats_ptr: tl.tensor,
-    addresses_ptr: tl.tensor,
-    tables_ptr: tl.tensor,
-    seats_ptr: tl.tensor,
-    positions_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    q_head: tl.tensor,
-    q_token: tl.tensor,
-    k_head: tl.tensor,
-    k_token: tl.tensor,
-    v_head: tl.tensor,
-    v_token: tl.tensor,
-    table_width: tl.tensor,
-    scale: tl.tensor,
-    window: tl.tensor,
-    splits: tl.tensor,
-    G: tl.constexpr,
-    G_PADDED: tl.constexpr,
-    HK: tl.constexpr,
-    D: tl.constexpr,
-    D_PADDED: tl.constexpr,
-    DV: tl.constexpr,
-    DV_PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> None:
+    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, stats_ptr, sinks_ptr,
+    addresses_ptr, tables_ptr, slot_ids_ptr, positions_ptr, cache_slots_ptr,
+    q_head, q_token, k_head, k_token, v_head, v_token, table_width, scale, window, splits,
+    G: tl.constexpr, G_PADDED: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr,
+    DV: tl.constexpr, DV_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    SPLIT: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split = tl.program_id(2)
@@ -67,7 +52,6 @@ def _decode(
     heads = head * G + g
     q_inside = (g < G)[:, None] & (d < D)[None, :]
     q = tl.load(q_ptr + row * q_token + heads[:, None] * q_head + d[None, :], mask=q_inside, other=0.0)
-    scale2 = scale * 1.4426950408889634  # powers of two instead of e
 
     m = tl.full([G_PADDED], -float("inf"), tl.float32)
     total = tl.zeros([G_PADDED], tl.float32)
@@ -75,20 +59,27 @@ def _decode(
     if split == 0:
         k_new = tl.load(k_ptr + row * k_token + head * k_head + d, mask=d < D, other=0.0)
         v_new = tl.load(v_ptr + row * v_token + head * v_head + e, mask=e < DV, other=0.0)
-        slot = tl.load(slots_ptr + row)
+        slot = tl.load(cache_slots_ptr + row)
         if slot >= 0:
             place = (slot // BLOCK_SIZE * HK + head) * BLOCK_SIZE + slot % BLOCK_SIZE
             tl.store(keys + place * D + d, k_new, mask=d < D)
             tl.store(values + place * DV + e, v_new, mask=e < DV)
-        m = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale2
-        total = total + 1.0
-        acc = acc + v_new.to(tl.float32)[None, :]
+        m = _base2_logits(tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1), scale, SOFTCAP)
+        weight = total + 1.0
+        total = weight
+        if sinks_ptr is not None:  # in split 0 alone: it counts once per row
+            sink = tl.load(sinks_ptr + heads, mask=g < G, other=0.0).to(tl.float32) * LOG2E
+            logit = m
+            m = tl.maximum(logit, sink)
+            weight = tl.exp2(logit - m)
+            total = weight + tl.exp2(sink - m)
+        acc = acc + weight[:, None] * v_new.to(tl.float32)[None, :]
 
     first = tl.maximum(position - window + 1, 0)
     share = tl.cdiv(tl.cdiv(position - first, splits), TILE) * TILE
     start = first + split * share
     stop = tl.minimum(start + share, position)
-    table = tables_ptr + tl.load(seats_ptr + row).to(tl.int64) * table_width
+    table = tables_ptr + tl.load(slot_ids_ptr + row).to(tl.int64) * table_width
     for at in range(start, stop, TILE):
         p = at + tl.arange(0, TILE)
         inside = p < stop
@@ -97,7 +88,7 @@ def _decode(
         k_at = tl.multiple_of(keys + place[None, :] * D + d[:, None], [16, 1])
         v_at = tl.multiple_of(values + place[:, None] * DV + e[None, :], [1, 16])
         k = tl.load(k_at, mask=inside[None, :] & (d < D)[:, None], other=0.0)
-        scores = tl.dot(q, k, input_precision=PRECISION) * scale2
+        scores = _base2_logits(tl.dot(q, k, input_precision=PRECISION), scale, SOFTCAP)
         scores = tl.where(inside[None, :], scores, -float("inf"))
         m_new = tl.maximum(m, tl.max(scores, 1))
         weights = tl.exp2(scores - m_new[:, None])
@@ -120,15 +111,7 @@ def _decode(
 
 
 @triton.jit(do_not_specialize=["splits"])
-def _join(
-    partial_ptr: tl.tensor,
-    stats_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    splits: tl.tensor,
-    DV: tl.constexpr,
-    DV_PADDED: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-) -> None:
+def _join(partial_ptr, stats_ptr, out_ptr, splits, DV: tl.constexpr, DV_PADDED: tl.constexpr, MAX_SPLITS: tl.constexpr):
     place = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, MAX_SPLITS)
     e = tl.arange(0, DV_PADDED)
@@ -142,13 +125,21 @@ def _join(
     tl.store(out_ptr + place * DV + e, out.to(out_ptr.dtype.element_ty), mask=e < DV)
 
 
-def _tile_warps_stages(dim: int, groups: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Cached tokens at a time, warps and pipeline stages of a program: the fastest of those tried on an H200."""
+def num_splits(num_programs: int, dim: int, max_splits: int) -> int:
+    """Splits per row and key head, of which there are `num_programs`: as many as keep the device busy."""
+    target = 512 if dim <= 64 else 256
+    return max(1, min(target // num_programs, max_splits))
+
+
+def _tile_warps_stages(dim: int, groups: int, dtype: torch.dtype, num_programs: int) -> tuple[int, int, int]:
+    """Cached tokens per iteration, warps and pipeline stages; the fastest of those measured on an H200."""
     half = dtype != torch.float32
     if dim > 128:
         return TILE, 4, 2
     if half and groups <= 16:
-        return TILE // 2, 1, 5 if dim <= 64 else 4
+        if dim <= 64 or num_programs > 768:
+            return TILE // 2, 1, 5 if dim <= 64 else 4
+        return TILE, 2, 5 if num_programs <= 264 else 3
     return TILE, 2, 3 if half else 2
 
 
@@ -158,22 +149,25 @@ def decode_attention(
     value: Tensor,
     addresses: Tensor,
     tables: Tensor,
-    seats: Tensor,
+    slot_ids: Tensor,
     positions: Tensor,
-    slots: Tensor,
+    cache_slots: Tensor,
     *,
     scale: float,
     window: int | None,
     block_size: int,
     splits: int,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """query (1, H, T, D), key and value (1, HK, T, D) of one new token of each of T rows -> (1, T, H, DV).
 
-    addresses: (2,) int64, where the layer's keys and values begin.
-    tables:    (seats, width) int32 blocks; row r uses tables[seats[r]].
-    positions: (T,) place of each new token, so many tokens of the row are in the cache.
-    slots:     (T,) where the new token is written, block * block_size + offset; -1 for nowhere.
-    splits:    stretches of one row's cache that run side by side, at most `MAX_SPLITS`.
+    addresses:   (2,) int64, addresses of the layer's keys and values.
+    tables:      (slots, width) int32 blocks; row r uses tables[slot_ids[r]].
+    positions:   (T,) position of each new token, i.e. the number of cached tokens of its row.
+    cache_slots: (T,) where the new token is written, block * block_size + offset; -1 for nowhere.
+    splits:      programs that share the cached tokens of one row and key head, at most `MAX_SPLITS`.
+    window, softcap, sinks: as in `LayerOptions`.
     """
     _, num_heads, length, dim = query.shape
     key_heads, value_dim = key.shape[1], value.shape[-1]
@@ -183,43 +177,18 @@ def decode_attention(
         partial = torch.empty(length, num_heads, splits, value_dim, dtype=torch.float32, device=query.device)
         stats = torch.empty(length, num_heads, splits, 2, dtype=torch.float32, device=query.device)
     groups = num_heads // key_heads
-    tile, num_warps, num_stages = _tile_warps_stages(dim, groups, query.dtype)
+    programs = length * key_heads * splits
+    tile, num_warps, num_stages = _tile_warps_stages(dim, groups, query.dtype, programs)
+    tensors = (query, key, value, out, partial, stats, sinks, addresses, tables, slot_ids, positions, cache_slots)
+    strides = [stride for t in (query, key, value) for stride in t.stride()[1:3]]
     _decode[(length, key_heads, splits)](
-        query,
-        key,
-        value,
-        out,
-        partial,
-        stats,
-        addresses,
-        tables,
-        seats,
-        positions,
-        slots,
-        query.stride(1),
-        query.stride(2),
-        key.stride(1),
-        key.stride(2),
-        value.stride(1),
-        value.stride(2),
-        tables.stride(0),
-        scale,
-        (1 << 30) if window is None else window,
-        splits,
-        G=groups,
-        G_PADDED=max(16, triton.next_power_of_2(groups)),
-        HK=key_heads,
-        D=dim,
-        D_PADDED=max(16, triton.next_power_of_2(dim)),
-        DV=value_dim,
-        DV_PADDED=max(16, triton.next_power_of_2(value_dim)),
-        BLOCK_SIZE=block_size,
-        TILE=tile,
-        SPLIT=splits > 1,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        num_warps=num_warps,
-        num_stages=num_stages,
-    )
+        *tensors, *strides, tables.stride(0), scale, (1 << 30) if window is None else window, splits,
+        G=groups, G_PADDED=max(16, triton.next_power_of_2(groups)), HK=key_heads,
+        D=dim, D_PADDED=max(16, triton.next_power_of_2(dim)),
+        DV=value_dim, DV_PADDED=max(16, triton.next_power_of_2(value_dim)),
+        BLOCK_SIZE=block_size, TILE=tile, SPLIT=splits > 1, SOFTCAP=softcap,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
     if splits > 1:
         _join[(length * num_heads,)](
             partial, stats, out, splits, value_dim, triton.next_power_of_2(value_dim), MAX_SPLITS, num_warps=1
@@ -229,17 +198,9 @@ def decode_attention(
 
 @triton.jit
 def _write(
-    x_ptr: tl.tensor,
-    cache_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    stride_head: tl.tensor,
-    stride_token: tl.tensor,
-    HK: tl.constexpr,
-    HK_PADDED: tl.constexpr,
-    D: tl.constexpr,
-    D_PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-) -> None:
+    x_ptr, cache_ptr, slots_ptr, stride_head, stride_token,
+    HK: tl.constexpr, HK_PADDED: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     head = tl.arange(0, HK_PADDED)
@@ -251,18 +212,8 @@ def _write(
 
 
 def write_to_cache(x: Tensor, cache: Tensor, slots: Tensor, block_size: int) -> None:
-    """Put the keys or values x (1, HK, T, D) into their slots (T,) of a layer's cache."""
+    """Write the keys or values x (1, HK, T, D) to their cache slots (T,) of a layer."""
     _, heads, length, dim = x.shape
-    _write[(length,)](
-        x,
-        cache,
-        slots,
-        x.stride(1),
-        x.stride(2),
-        heads,
-        triton.next_power_of_2(heads),
-        dim,
-        triton.next_power_of_2(dim),
-        block_size,
-        num_warps=2,
-    )
+    padded_heads, padded_dim = triton.next_power_of_2(heads), triton.next_power_of_2(dim)
+    shape = heads, padded_heads, dim, padded_dim, block_size
+    _write[(length,)](x, cache, slots, *x.stride()[1:3], *shape, num_warps=2)

@@ -1,16 +1,16 @@
-"""The attention function under every model here, so that training and decoding run transformers' own modules.
+"""The attention function of every model, so that training and decoding run transformers' own modules.
 
-    model(input_ids, position_ids, use_cache=False, lockstep_context=context)
-      └─ each attention layer calls `lockstep` attention ─► context.attend(layer, query, key, value, ...)
+    model(input_ids, position_ids, attention_mask=no_mask(device), use_cache=False, lockstep_context=context)
+      └─ each attention layer calls `lockstep_attention` ─► context.attend(layer, query, key, value, options)
 
-A context says what the tokens of one forward pass may see: `PackedAttention` (sequences laid end to end, for training) is here,
-the paged cache of the embedded rollout is in `models/paged_attention.py`. It travels as a keyword argument, which gradient
-checkpointing keeps for its recomputation.
+A context knows which keys each query sees. `PackedAttention` and `PaddedAttention` serve training; the contexts of the KV cache
+are in `engines/rollout/embedded/`. The context is a keyword argument, which gradient checkpointing keeps for its recomputation.
+Legend: T packed tokens, N rows of Q queries and K keys, H query heads, HK key heads, G = H / HK, D head dimension.
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, Protocol
@@ -19,18 +19,22 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from lockstep.models.short_attention import ShortRows, short_attention
+from lockstep.kernels.ops import RowIndex, take_rows
 from lockstep.utils.device import to_device
 
 ATTENTION_NAME = "lockstep"
-
-VARLEN_WIDTHS = range(8, 257, 8)
-"""Dimensions of a head that the variable-length kernel takes."""
-SHORT = 2
-"""Rows are short with at most so many keys for each dimension of a head: their probabilities are no larger than so many queries."""
+FLASH_HEAD_DIMS = range(8, 257, 8)
+"""Head dimensions of the variable-length flash kernel."""
+MAX_SCORES = 1 << 27
+"""Most scores that `eager_attention` holds at a time."""
+SERVED = {"sliding_window", "softcap", "s_aux", "is_causal"}
+HARMLESS = {"position_ids", "cache_position", "use_cache", "output_router_logits", "num_items_in_batch"}
+"""Keyword arguments that models of transformers pass to attention. Any other must be None or False."""
 
 
 @dataclass(frozen=True)
@@ -38,17 +42,19 @@ class LayerOptions:
     """How one layer attends.
 
     scaling:        factor of query · key.
-    sliding_window: how many tokens back a query sees, itself included; None for all.
-    softcap:        bound of the attention logits; None for none.
+    sliding_window: number of tokens that a query sees, itself included; None for all.
+    softcap:        logits become softcap * tanh(logits / softcap) before the mask; None for no cap.
+    sinks:          (H,) one more logit per query head, which takes probability but has no value; None for none.
     """
 
     scaling: float
     sliding_window: int | None = None
     softcap: float | None = None
+    sinks: Tensor | None = None
 
 
 class AttentionContext(Protocol):
-    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: LayerOptions) -> Tensor:
+    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
         """query (1, H, T, D), key and value (1, HK, T, D) of one layer (`layer.layer_idx`) -> output (1, T, H, D)."""
 
 
@@ -62,19 +68,18 @@ def lockstep_attention(
     dropout: float = 0.0,
     *,
     lockstep_context: AttentionContext | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
+    """Dropout is ignored: it would change the log-probs."""
     if lockstep_context is None:
         raise RuntimeError(
             f"{type(module).__name__} got no attention context: the model does not hand keyword arguments down to its "
             "attention layers, or was called outside the engines. Use actor_rollout_ref.rollout.name=hf for such a model."
         )
-    if kwargs.get("s_aux") is not None:
-        raise ValueError(f"{type(module).__name__} attends with sinks, which is not supported")
-    how = LayerOptions(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
-    return lockstep_context.attend(module, query, key, value, how), None
+    _refuse_unserved(module, attention_mask, kwargs)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    options = LayerOptions(scaling, kwargs.get("sliding_window"), kwargs.get("softcap"), kwargs.get("s_aux"))
+    return lockstep_context.attend(module, query, key, value, options), None
 
 
 AttentionInterface.register(ATTENTION_NAME, lockstep_attention)
@@ -82,19 +87,40 @@ AttentionMaskInterface.register(ATTENTION_NAME, lambda *args, **kwargs: None)
 
 
 def no_mask(device: torch.device) -> Tensor:
-    """A mask that our attention ignores: transformers hands four dimensions on as they are, but for None looks at the positions."""
+    """A placeholder that transformers passes through: it builds no mask if it is given one of four dimensions."""
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
+def _refuse_unserved(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:
+    """Raise if the layer asks for something that changes the result and that no context computes."""
+    name = type(module).__name__
+    if attention_mask is not None and attention_mask.shape != (1, 1, 1, 1):
+        shape = tuple(attention_mask.shape)
+        raise ValueError(f"{name} builds its own attention mask {shape}, which packed computation would drop")
+    is_causal = kwargs.get("is_causal")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise ValueError(f"{name} is not causal (is_causal=False); only causal attention is supported")
+    for key, value in kwargs.items():
+        if key not in SERVED | HARMLESS and value is not None and value is not False:
+            raise ValueError(f"{name} passes {key} to its attention function, which is not supported")
+    if "sliding_window" not in kwargs:  # the model may apply a window in its mask alone, which `no_mask` replaces
+        config = getattr(module, "config", None)
+        layer_types = getattr(config, "layer_types", None)
+        windowed = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+        kind = layer_types[module.layer_idx] if layer_types else windowed
+        if kind in ("sliding_attention", "chunked_attention"):
+            raise ValueError(f"{name} applies {kind} by its own mask alone, which packed computation would drop")
+
+
 class PackedAttention:
-    """Causal attention over sequences that lie end to end in one row of T tokens.
+    """Causal attention over sequences that are concatenated to one row of T tokens.
 
-    lengths:  tokens of each sequence in order; they sum to T.
-    prefixes: for each sequence, (start, length) of tokens elsewhere in the row that come before its own: the prompt that it
-              shares with another one. None where every sequence is whole.
+    lengths:  number of tokens of each sequence; they sum to T.
+    prefixes: (start, length) per sequence: tokens elsewhere in the row that precede its own, i.e. a prompt that it shares with
+              another sequence. None if no sequence has one.
 
-    In half precision on CUDA one variable-length kernel serves all of them. Elsewhere sequences of similar length are padded to
-    rows: to the right, so that the causal mask alone keeps padding out. Short ones go through `short_attention`.
+    In half precision on CUDA the variable-length flash kernel serves all sequences at once. Otherwise sequences of similar length
+    are padded to rows, on the right, so that the causal mask alone hides the padding.
     """
 
     def __init__(
@@ -104,7 +130,15 @@ class PackedAttention:
         self.prefixes = None if prefixes is None else list(prefixes)
         self._starts = [0, *accumulate(self.lengths)]
         self._device = device
-        self._short_rows: dict[int, ShortRows] = {}
+
+    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
+        q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))  # (T, H, D)
+        if options.sliding_window is not None and options.sliding_window >= self.max_key_length:
+            options = replace(options, sliding_window=None)
+        half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+        fits = query.shape[-1] == value.shape[-1] and query.shape[-1] in FLASH_HEAD_DIMS
+        attend = self._flash if half and fits and options.softcap is None else self._bucketed
+        return attend(q, k, v, options)[None]
 
     @cached_property
     def max_key_length(self) -> int:
@@ -112,298 +146,222 @@ class PackedAttention:
             return max(self.lengths)
         return max(own + before for own, (_, before) in zip(self.lengths, self.prefixes))
 
+    def _flash(self, q: Tensor, k: Tensor, v: Tensor, options: LayerOptions) -> Tensor:
+        query_bounds, key_bounds, key_rows = self._flash_bounds
+        if key_rows is not None:
+            k, v = take_rows(k, key_rows), take_rows(v, key_rows)
+        left, right = (None, None) if options.sliding_window is None else (options.sliding_window - 1, 0)
+        lengths = (query_bounds, key_bounds, max(self.lengths), self.max_key_length, 0.0, left is None)
+        settings = {"scale": options.scaling, "window_size_left": left, "window_size_right": right}
+        if options.sinks is not None:
+            return FlashWithSinks.apply(q, k, v, options.sinks, lengths, settings)
+        # the op itself: the Python of torch.nn.attention.varlen takes longer on the host than the kernel on the device
+        return torch.ops.aten._flash_attention_forward(q, k, v, *lengths, False, **settings)[0]
+
     @cached_property
-    def _varlen_bounds(self) -> "_VarlenBounds":
-        return _VarlenBounds(self.lengths, self._starts, self.prefixes, self._device)
+    def _flash_bounds(self) -> tuple[Tensor, Tensor, RowIndex | None]:
+        """(N + 1,) bounds of the sequences' queries and of their keys; the token index of each key, None if it is the same."""
+        query_bounds = self._on_device(np.array(self._starts, dtype=np.int32))
+        if self.prefixes is None:
+            return query_bounds, query_bounds, None
+        key_lengths = [own + before for own, (_, before) in zip(self.lengths, self.prefixes)]
+        own_tokens = zip(self._starts, self.lengths)
+        parts = [np.arange(first, first + n) for pair in zip(self.prefixes, own_tokens) for first, n in pair]
+        key_bounds = self._on_device(np.array([0, *accumulate(key_lengths)], dtype=np.int32))
+        return query_bounds, key_bounds, RowIndex(self._on_device(np.concatenate(parts)), self._starts[-1])
+
+    def _bucketed(self, q: Tensor, k: Tensor, v: Tensor, options: LayerOptions) -> Tensor:
+        query_index, key_index, token_index = self._bucket_index
+        rows_q = _split_rows(q.index_select(0, query_index), [rows.queries.shape for rows in self.buckets])
+        rows_k, rows_v = (
+            _split_rows(t.index_select(0, key_index), [rows.keys.shape for rows in self.buckets]) for t in (k, v)
+        )
+        outputs = []
+        gqa = q.shape[1] != k.shape[1]
+        for place, (rows, of_q, of_k, of_v) in enumerate(zip(self.buckets, rows_q, rows_k, rows_v)):
+            if options.softcap is None and options.sinks is None:
+                mask = rows.mask(options.sliding_window, q)
+                out = F.scaled_dot_product_attention(
+                    of_q, of_k, of_v, mask, is_causal=mask is None, scale=options.scaling, enable_gqa=gqa
+                )
+            else:
+                out = eager_attention(of_q, of_k, of_v, self._positions[place], options)
+            outputs.append(out.transpose(1, 2).flatten(0, 1))
+        return torch.cat(outputs).index_select(0, token_index)
 
     @cached_property
     def buckets(self) -> "list[_Rows]":
-        """Sequences of similar length: the whole ones, then those with a prefix."""
+        """Sequences of similar length: first those without a prefix, then those with one."""
         start, length = np.array([self._starts[:-1], self.lengths])
         prefix, before = np.array(self.prefixes or [(0, 0)] * len(length)).T
         parts = (np.flatnonzero(before == 0), np.flatnonzero(before))
         buckets = [part[places] for part in parts for places in _length_buckets((length + before)[part])]
         return [_Rows(*(column[which, None] for column in (start, length, prefix, before))) for which in buckets]
 
-    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: LayerOptions) -> Tensor:
-        refuse_softcap(how.softcap)
-        q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))  # (T, H, D)
-        window = self.window_of(how)
-        width, where, dtype = query.shape[-1], query.device.type, query.dtype
-        one_width = width == value.shape[-1]
-        if where == "cpu" and dtype == torch.float32 and one_width and self.has_short_rows(width):
-            attend = self._short
-        elif where == "cuda" and dtype in (torch.bfloat16, torch.float16) and one_width and width in VARLEN_WIDTHS:
-            attend = self._varlen
-        else:
-            attend = self._bucketed
-        return attend(q, k, v, how.scaling, window)[None]
-
-    def _varlen(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
-        bounds = self._varlen_bounds
-        if bounds.key_rows is not None:
-            from lockstep.kernels.layer_gradients import take_rows
-
-            k, v = take_rows(k, bounds.key_rows), take_rows(v, bounds.key_rows)
-        # What torch.nn.attention.varlen calls: its Python, forward and backward, takes the host longer than the kernel the device.
-        out: Tensor = torch.ops.aten._flash_attention_forward(
-            q,
-            k,
-            v,
-            bounds.queries,
-            bounds.keys,
-            max(self.lengths),
-            self.max_key_length,
-            0.0,
-            window is None,
-            False,
-            scale=scaling,
-            window_size_left=None if window is None else window - 1,
-            window_size_right=None if window is None else 0,
-        )[0]
-        return out
-
-    def _short(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
-        return short_attention(q, k, v, *self.short_plan(window, k.shape[1], q.shape[1]), scaling)
-
-    def short_plan(self, window: int | None, num_key_heads: int, num_heads: int) -> tuple[ShortRows, list[Tensor]]:
-        """The rows and masks that `short_attention` takes."""
-        if num_key_heads not in self._short_rows:
-            self._short_rows[num_key_heads] = _short_rows(self.buckets, self._starts[-1], num_key_heads)
-        masks = [rows.mask_of_heads(window, num_key_heads, num_heads // num_key_heads) for rows in self.buckets]
-        return self._short_rows[num_key_heads], masks
-
-    def has_short_rows(self, head_dim: int) -> bool:
-        return self.max_key_length <= SHORT * head_dim
-
-    def window_of(self, how: LayerOptions) -> int | None:
-        """How many tokens back a layer sees; None where that is everything."""
-        reaches_all = how.sliding_window is None or how.sliding_window >= self.max_key_length
-        return None if reaches_all else how.sliding_window
-
-    def _bucketed(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
-        rows_q = self._rows_of(q, self._query_places, [rows.queries.shape for rows in self.buckets])
-        rows_k, rows_v = (
-            self._rows_of(t, self._key_places, [rows.keys.shape for rows in self.buckets]) for t in (k, v)
-        )
-        parts = []
-        for rows, of_q, of_k, of_v in zip(self.buckets, rows_q, rows_k, rows_v):
-            mask = rows.mask(window, q)
-            o = F.scaled_dot_product_attention(
-                of_q,
-                of_k,
-                of_v,
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=scaling,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
-            parts.append(o.transpose(1, 2).flatten(0, 1))
-        return torch.cat(parts).index_select(0, self._places)
-
-    @staticmethod
-    def _rows_of(tokens: Tensor, places: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:
-        """tokens (T, H, D) at the places of all buckets -> for each bucket's (N, L) of them (N, H, L, D).
-
-        All are taken at once, so that their gradient is summed once.
-        """
-        taken = tokens.index_select(0, places).split([math.prod(shape) for shape in shapes])
-        return [part.unflatten(0, shape).transpose(1, 2) for part, shape in zip(taken, shapes)]
+    @cached_property
+    def _bucket_index(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Token index of each query and of each key of all buckets; (T,) index of each token among these queries."""
+        queries = np.concatenate([rows.queries.ravel() for rows in self.buckets])
+        keys = np.concatenate([rows.keys.ravel() for rows in self.buckets])
+        valid = np.flatnonzero(np.concatenate([rows.valid.ravel() for rows in self.buckets]))
+        tokens = np.empty(self._starts[-1], dtype=np.int64)
+        tokens[queries[valid]] = valid
+        return self._on_device(queries), self._on_device(keys), self._on_device(tokens)
 
     @cached_property
-    def _query_places(self) -> Tensor:
-        """Token index of each query of all buckets."""
-        return self._on_device(np.concatenate([rows.queries.ravel() for rows in self.buckets]))
+    def _positions(self) -> list[Tensor]:
+        return [self._on_device(rows.positions) for rows in self.buckets]
 
-    @cached_property
-    def _key_places(self) -> Tensor:
-        """Token index of each key of all buckets."""
-        return self._on_device(np.concatenate([rows.keys.ravel() for rows in self.buckets]))
-
-    @cached_property
-    def _places(self) -> Tensor:
-        """(T) where each token is among the queries of all buckets."""
-        places = np.empty(self._starts[-1], dtype=np.int64)
-        start = 0
-        for rows in self.buckets:
-            valid = np.flatnonzero(rows.valid)
-            places[rows.queries.ravel()[valid]] = start + valid
-            start += rows.valid.size
-        return self._on_device(places)
-
-    def _on_device(self, places: np.ndarray) -> Tensor:
-        return to_device(torch.from_numpy(places), self._device)
+    def _on_device(self, index: np.ndarray) -> Tensor:
+        return to_device(torch.from_numpy(index), self._device)
 
 
 class PaddedAttention:
     """Causal attention over B padded rows, for models that cannot compute on packed tokens.
 
-    attention_mask: (B, L), 1 where a place holds a token.
+    attention_mask: (B, L), 1 at tokens and 0 at padding. Padding is neither seen nor computed: its output is 0.
     """
 
     def __init__(self, attention_mask: Tensor) -> None:
-        self.attention_mask = attention_mask.bool()
+        self._tokens = attention_mask.flatten().nonzero()[:, 0]
+        lengths = [length for length in attention_mask.bool().sum(-1).tolist() if length]
+        self._packed = PackedAttention(lengths, attention_mask.device)
 
-    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: LayerOptions) -> Tensor:
-        refuse_softcap(how.softcap)
-        length = query.shape[2]
-        causal = sliding_mask(length, how.sliding_window, query.device)
-        mask = causal[None, None] & self.attention_mask[:, None, None, :]
-        mask = mask | torch.eye(
-            length, dtype=torch.bool, device=query.device
-        )  # a padding place sees itself: no empty softmax
-        out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, scale=how.scaling, enable_gqa=query.shape[1] != key.shape[1]
-        )
-        return out.transpose(1, 2)
+    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
+        num_rows, _, length, _ = query.shape
+        q, k, v = (t.transpose(1, 2).flatten(0, 1)[self._tokens].transpose(0, 1)[None] for t in (query, key, value))
+        out = self._packed.attend(layer, q, k, v, options)[0]
+        padded = out.new_zeros(num_rows * length, *out.shape[1:]).index_copy(0, self._tokens, out)
+        return padded.unflatten(0, (num_rows, length))
 
 
-class Witness:
-    """A context that keeps how layers attend, and with what: query, key and value of each."""
+def eager_attention(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, options: LayerOptions) -> Tensor:
+    """Attention with softcap and sinks: query (N, H, Q, D), key and value (N, HK, K, D) -> (N, H, Q, D).
 
-    def __init__(self, context: AttentionContext) -> None:
-        self._context = context
-        self.hows: list[LayerOptions] = []
-        self.seen: list[Tensor] = []
+    positions: (N or 1, Q) index of each query among its keys; it sees no later ones.
 
-    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: LayerOptions) -> Tensor:
-        self.hows.append(how)
-        self.seen += [query.clone(), key.clone(), value.clone()]
-        return self._context.attend(layer, query, key, value, how)
-
-
-def refuse_softcap(softcap: float | None) -> None:
-    if softcap is not None:
-        raise ValueError(
-            "attention with logit soft-capping is not supported; train a model without attn_logit_softcapping"
-        )
-
-
-def sliding_mask(length: int, window: int | None, device: torch.device) -> Tensor:
-    """(L, L) bool: query i sees key j where 0 <= i - j < window."""
-    i = torch.arange(length, device=device)
-    gap = i[:, None] - i[None, :]
-    return (gap >= 0) if window is None else (gap >= 0) & (gap < window)
+    The scores are computed in pieces of rows and queries, and again in the backward: at most `MAX_SCORES` exist at a time.
+    """
+    num_rows, num_heads, length, _ = query.shape
+    scores_per_query = num_heads * key.shape[2]
+    rows = max(1, MAX_SCORES // (scores_per_query * length))
+    queries = max(1, MAX_SCORES // (scores_per_query * rows))
+    outputs = []
+    for q, k, v, p in zip(*(t.split(rows) for t in (query, key, value, positions.expand(num_rows, length)))):
+        pieces = [
+            checkpoint(_eager_piece, *piece, k, v, options, use_reentrant=False, preserve_rng_state=False)
+            for piece in zip(q.split(queries, 2), p.split(queries, 1))
+        ]
+        outputs.append(torch.cat(pieces, 2))
+    return torch.cat(outputs)
 
 
-class _VarlenBounds:
-    """Where sequences begin and end, for a variable-length kernel.
+def _eager_piece(query: Tensor, positions: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
+    num_rows, num_heads, length, _ = query.shape
+    num_key_heads, num_keys = key.shape[1:3]
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    q = query.reshape(num_rows, num_key_heads, -1, query.shape[3])  # (N, HK, G * Q, D): keys are not repeated
+    scores = q.to(dtype) @ key.to(dtype).transpose(2, 3) * options.scaling
+    scores = scores.view(num_rows, num_heads, length, num_keys)
+    if options.softcap is not None:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
+    distance = positions[:, None, :, None] - torch.arange(num_keys, device=query.device)
+    hidden = distance < 0
+    if options.sliding_window is not None:
+        hidden |= distance >= options.sliding_window
+    scores = scores.masked_fill(hidden, -math.inf)
+    total = scores.logsumexp(-1, keepdim=True)
+    if options.sinks is not None:
+        total = torch.logaddexp(total, options.sinks.to(dtype)[:, None, None])
+    probs = (scores - total).exp().to(value.dtype)
+    return (probs.view(num_rows, num_key_heads, -1, num_keys) @ value).view(num_rows, num_heads, length, -1)
 
-    queries, keys: (N + 1,) bounds among the T tokens and among the keys.
-    key_rows:      place in the row of each key; None where keys are the tokens as they lie.
+
+class FlashWithSinks(torch.autograd.Function):
+    """The variable-length flash kernel with a sink s per query head, on q, k, v (T, H, D).
+
+    With lse the log-sum-exp of a query's scores z, lse' = log(exp(lse) + exp(s)) makes its probabilities P' = exp(z - lse') and
+    its output out' = out * exp(lse - lse'). The kernel's backward computes P' from lse' and D = dout · out' from out', so that
+    given these two it returns the gradients of q, k and v; that of s is the sum of -exp(s - lse') * D.
     """
 
-    def __init__(
-        self, lengths: list[int], starts: list[int], prefixes: list[tuple[int, int]] | None, device: torch.device
-    ) -> None:
-        from lockstep.kernels.layer_gradients import RowIndex
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, lengths: tuple, settings: dict) -> Tensor:
+        out, lse, *random_state, _ = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, False, **settings)
+        total = torch.logaddexp(lse, sinks.float()[:, None])  # (H, T)
+        out = (out * (lse - total).exp().T[..., None]).to(q.dtype)
+        ctx.save_for_backward(q, k, v, sinks, out, total, *random_state)
+        ctx.lengths, ctx.settings = lengths, settings
+        return out
 
-        self.queries = to_device(torch.tensor(starts, dtype=torch.int32), device)
-        self.keys: Tensor = self.queries
-        self.key_rows: RowIndex | None = None
-        if prefixes is not None:
-            key_lengths = [own + before for own, (_, before) in zip(lengths, prefixes)]
-            self.keys = to_device(torch.tensor([0, *accumulate(key_lengths)], dtype=torch.int32), device)
-            places = [
-                torch.arange(place, place + length)
-                for start, own, prefix in zip(starts, lengths, prefixes)
-                for place, length in (prefix, (start, own))
-            ]
-            self.key_rows = RowIndex(to_device(torch.cat(places), device), starts[-1])
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, total, *random_state = ctx.saved_tensors
+        grad = grad.contiguous()
+        arguments = (grad, q, k, v, out, total, *ctx.lengths, *random_state)
+        gradients = torch.ops.aten._flash_attention_backward(*arguments, **ctx.settings)
+        sink_probs = (sinks.float()[:, None] - total).exp()  # (H, T)
+        of_sinks = -(sink_probs.T * (grad.float() * out.float()).sum(-1)).sum(0)
+        return *gradients, of_sinks.to(sinks.dtype), None, None
 
 
 class _Rows:
-    """Some sequences of a pack as padded rows; on the host, where small arrays cost least.
+    """Some sequences of a pack as N padded rows, as numpy arrays: small ones cost less there than in torch.
 
-    start, length:  (N, 1) where a sequence's own tokens are in the packed row.
-    prefix, before: (N, 1) where and how many those are that come before them.
-    queries: (N, L) token index of each place; valid: (N, L), False where a place is padding (and repeats the last token).
-    keys:    (N, K) token index of each key; own: (N, K), those of the row's own tokens; shared: those of another row's.
+    start, length:  (N, 1) first token of each sequence in the pack, and number of tokens.
+    prefix, before: (N, 1) the same of the tokens that precede them.
+    queries:        (N, Q) token index; padding repeats the last token.
+    valid:          (N, Q) False at padding.
+    keys:           (N, K) token index; padding repeats the last token.
+    positions:      (N, Q) index of each query among its keys, (1, Q) if all rows have the same.
     """
 
     def __init__(self, start: np.ndarray, length: np.ndarray, prefix: np.ndarray, before: np.ndarray) -> None:
-        self._before = before
-        place = np.arange(length.max())
-        self.valid = place < length
-        self.queries = start + np.minimum(place, length - 1)
-        self._masks: dict[int | None, Tensor | None] = {}
-        self._masks_of_heads: dict[tuple[int | None, int, int], Tensor] = {}
-        self.keys, self.own, self.shared = self.queries, self.valid, np.zeros_like(self.valid)
-        self._continued = bool(before.any())
-        if self._continued:
+        query = np.arange(length.max())
+        self.valid = query < length
+        self.queries = self.keys = start + np.minimum(query, length - 1)
+        self._has_prefix = bool(before.any())
+        if self._has_prefix:
             key = np.arange((before + length).max())
             own = start + np.minimum(key - before, length - 1)
-            self.shared = key < before
-            self.own = ~self.shared & (key < before + length)
-            self.keys = np.where(self.shared, prefix + key, own)
+            self.keys = np.where(key < before, prefix + key, own)
+        same = bool((before == before[0]).all())
+        # padding sees at least one key: the softmax of nothing is NaN
+        self.positions = np.minimum((before[:1] if same else before) + query, self.keys.shape[1] - 1)
+        self._masks: dict[int | None, Tensor | None] = {}
 
     def mask(self, window: int | None, like: Tensor) -> Tensor | None:
-        """What is added to the scores of each query: 0 where it sees a key; None where it sees all that comes before it.
+        """(N or 1, 1, Q, K): 0 if the query sees the key, else -inf; None if `is_causal` says the same.
 
-        A mask of booleans would be made into such a one in every layer. like: has the mask's type and device.
+        Float, because scaled_dot_product_attention would convert a bool mask in every layer. like: gives dtype and device.
         """
         if window not in self._masks:
-            wanted = self._continued or window is not None
-            mask = torch.from_numpy(_added(self._positions(), self.keys.shape[1], window)[:, None]) if wanted else None
-            self._masks[window] = None if mask is None else to_device(mask.to(like.dtype), like.device)
+            mask = None
+            if self._has_prefix or window is not None:
+                distance = self.positions[:, None, :, None] - np.arange(self.keys.shape[1])
+                seen = (distance >= 0) & (distance < (window or math.inf))
+                mask = torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf)))
+                mask = to_device(mask.to(like.dtype), like.device)
+            self._masks[window] = mask
         return self._masks[window]
 
-    def mask_of_heads(self, window: int | None, num_heads: int, groups: int) -> Tensor:
-        """The same in float32 for G queries in place of one: (N * HK or 1, L * G, K)."""
-        key = window, num_heads, groups
-        if key not in self._masks_of_heads:
-            num_keys = self.keys.shape[1]
-            positions = self._positions().repeat(groups, 1)
-            positions = positions.repeat(num_heads if len(positions) > 1 else 1, 0)
-            at_each = _added(np.arange(num_keys), num_keys, window)  # to take from: few keys make a small table
-            self._masks_of_heads[key] = torch.from_numpy(at_each[positions])
-        return self._masks_of_heads[key]
 
-    def _positions(self) -> np.ndarray:
-        """(N, L) of the queries among the keys or, where all rows see alike, (1, L)."""
-        alike = bool((self._before == self._before[0]).all())
-        positions = (self._before[:1] if alike else self._before) + np.arange(self.queries.shape[1])
-        last = self.keys.shape[1] - 1  # padding too sees a key: a softmax of nothing is not a number
-        return np.minimum(positions, last)
-
-
-def _added(positions: np.ndarray, num_keys: int, window: int | None) -> np.ndarray:
-    """(..., K) what is added to the scores of queries at these positions among their keys."""
-    gap = positions[..., None].astype(np.int32) - np.arange(num_keys, dtype=np.int32)
-    seen = (gap >= 0) if window is None else (gap >= 0) & (gap < window)
-    return np.where(seen, np.float32(0), np.float32(-np.inf))
-
-
-def _short_rows(buckets: "list[_Rows]", num_tokens: int, num_heads: int) -> ShortRows:
-    def index(parts: Iterator[np.ndarray]) -> np.ndarray:
-        """Places of tokens (N, L) -> those of (token, key head), all buckets in one."""
-        heads = np.arange(num_heads)[:, None]
-        return np.concatenate([(part[:, None] * num_heads + heads).ravel() for part in parts])
-
-    def found(parts: Iterator[np.ndarray]) -> np.ndarray:
-        """Marks (N, L) -> where the marked ones are for all key heads, all buckets in one."""
-        return np.flatnonzero(np.concatenate([part.repeat(num_heads, 0).ravel() for part in parts]))
-
-    queries, keys = index(rows.queries for rows in buckets), index(rows.keys for rows in buckets)
-    valid, own = found(rows.valid for rows in buckets), found(rows.own for rows in buckets)
-    shared, padding = found(rows.shared for rows in buckets), found(~rows.valid for rows in buckets)
-    places, own_places = np.empty((2, num_tokens * num_heads), dtype=np.int64)
-    places[queries[valid]] = valid
-    own_places[keys[own]] = own
-    arrays = (queries, padding, places, keys, own_places, shared, keys[shared])
-    shapes = [(len(rows.queries) * num_heads, rows.queries.shape[1], rows.keys.shape[1]) for rows in buckets]
-    return ShortRows(shapes, *map(torch.from_numpy, arrays))
+def _split_rows(tokens: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """tokens (sum of N * L, H, D) of all buckets -> (N, H, L, D) for each bucket's shape (N, L)."""
+    parts = tokens.split([math.prod(shape) for shape in shapes])
+    return [part.unflatten(0, shape).transpose(1, 2) for part, shape in zip(parts, shapes)]
 
 
 def _length_buckets(num_keys: np.ndarray) -> Iterator[np.ndarray]:
-    """Places of the sequences sorted by their keys and cut where the longest of a bucket would be twice the shortest."""
+    """Indices of the sequences, sorted by length and cut so that the longest of a bucket is at most twice the shortest."""
     order = num_keys.argsort(kind="stable")
     start = 0
     for place, length in enumerate(num_keys[order].tolist()):
         if place == start:
-            most = 2 * max(length, 8)
-        elif length > most:
+            longest = 2 * max(length, 8)
+        elif length > longest:
             yield order[start:place]
-            start, most = place, 2 * max(length, 8)
+            start, longest = place, 2 * max(length, 8)
     if len(order):
         yield order[start:]

@@ -1,6 +1,6 @@
 """Load a Hugging Face model from a local folder: as a language model, with a value head, or with a reward head.
 
-folder ──► causal LM  |  (body, value head)  |  (body, reward head)
+folder ──► causal LM  |  (body, value head)  |  (body, reward head)      with our decoder layers if the architecture is known
 """
 
 import importlib
@@ -22,8 +22,10 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from lockstep.config.model import HFModelConfig
-from lockstep.models.attention import ATTENTION_NAME
+from lockstep.models.known_models import attention_implementation, install_decoder_layers, why_own_forward
 from lockstep.models.log_probs import VocabularyHead
+from lockstep.models.packed_weights import pack_weights
+from lockstep.models.rope import fix_rope
 
 logger = logging.getLogger(__name__)
 hf_logging.disable_progress_bar()
@@ -33,14 +35,14 @@ _DTYPES |= {"float16": torch.float16, "fp16": torch.float16}
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` computes in bfloat16 on CUDA and in float32 elsewhere."""
+    """`auto` is bfloat16 on CUDA and float32 elsewhere."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return _DTYPES[name]
 
 
 def model_folder(config: HFModelConfig, key: str) -> Path:
-    """The model's folder, checked before anything is loaded. key: the config section it comes from, for the message."""
+    """The model's folder, checked before loading. key: its config section, for messages."""
     folder = Path(os.path.expanduser(config.path))
     if not config.path or not folder.is_dir():
         raise ValueError(f"{key}.path={config.path!r} is not a folder; give the local folder of a Hugging Face model")
@@ -57,24 +59,37 @@ def load_hf_config(config: HFModelConfig, key: str) -> PretrainedConfig:
         if not hasattr(hf_config, name):
             raise ValueError(f"{key}.override_config.{name}: {type(hf_config).__name__} has no such setting")
         setattr(hf_config, name, value)
-    _turn_dropout_off(hf_config)
+    turn_noise_off(hf_config)
+    if reason := why_own_forward(hf_config):
+        logger.warning(
+            "%s computes one row at a time by its own forward: %s. This is slow.", hf_config.model_type, reason
+        )
     return hf_config
 
 
-def _turn_dropout_off(hf_config: PretrainedConfig) -> None:
-    """A policy that drops units while it is trained is not the one that was sampled: its ratios would be noise."""
+NOISE = ("dropout", "pdrop", "dropout_prob", "dropout_p", "layerdrop", "layer_drop", "jitter_noise", "jitter_eps")
+"""Endings of config keys that make the forward random in training mode."""
+
+
+def turn_noise_off(hf_config: PretrainedConfig) -> None:
+    """Set every dropout, layer drop and router jitter to 0, in nested configs too.
+
+    A policy that drops units while it trains is not the policy that was sampled: its ratios would be noise.
+    """
     for name, value in list(vars(hf_config).items()):
-        if name.endswith(("dropout", "pdrop", "dropout_prob")) and isinstance(value, int | float) and value > 0:
-            logger.warning(
-                "%s=%g of %s is set to 0: dropout would change the log-probs", name, value, hf_config.model_type
-            )
+        if isinstance(value, PretrainedConfig):
+            turn_noise_off(value)
+        elif name.endswith(NOISE) and isinstance(value, int | float) and value > 0:
+            logger.warning("%s.%s=%g is set to 0: it would change the log-probs", hf_config.model_type, name, value)
             setattr(hf_config, name, 0.0)
 
 
-def load_causal_lm(config: HFModelConfig, key: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The language model with its weights in `dtype`, attending through `models/attention.py`."""
+def load_causal_lm(
+    config: HFModelConfig, key: str, dtype: torch.dtype, device: torch.device, max_length: int | None = None
+) -> PreTrainedModel:
+    """The language model with its weights in `dtype`. max_length: of the run's sequences, for `fix_rope`."""
     hf_config = load_hf_config(config, key)
-    model = _from_pretrained(AutoModelForCausalLM, config, hf_config, key, dtype, device)
+    model = _from_pretrained(AutoModelForCausalLM, config, hf_config, key, dtype, device, max_length)
     if model.get_output_embeddings() is None:
         raise ValueError(f"{key}.path={config.path!r}: {type(model).__name__} has no language-model head")
     return model
@@ -83,7 +98,7 @@ def load_causal_lm(config: HFModelConfig, key: str, dtype: torch.dtype, device: 
 def load_value_model(
     config: HFModelConfig, key: str, dtype: torch.dtype, device: torch.device, seed: int
 ) -> tuple[PreTrainedModel, nn.Linear]:
-    """A critic's body and head: the folder's own `score` head, or a fresh one near zero drawn from `seed`."""
+    """A critic's body and head: the folder's `score` head, or a random one near zero from `seed`."""
     hf_config = load_hf_config(config, key)
     body = _from_pretrained(AutoModelForCausalLM, config, hf_config, key, dtype, device).get_decoder()
     score = nn.Linear(hf_config.get_text_config().hidden_size, 1, bias=False, dtype=dtype, device=device)
@@ -99,7 +114,7 @@ def load_value_model(
 def load_reward_model(
     config: HFModelConfig, key: str, dtype: torch.dtype, device: torch.device
 ) -> tuple[PreTrainedModel, nn.Linear]:
-    """A sequence classifier with one label; a folder without such a head is refused, since a random one scores nonsense."""
+    """A sequence classifier with one label. A folder without such a head is refused: a random head scores nonsense."""
     hf_config = load_hf_config(config, key)
     if _saved_score_head(Path(os.path.expanduser(config.path))) is None:
         raise ValueError(f"{key}.path={config.path!r} has no one-label `score` head, so it is not a reward model")
@@ -109,7 +124,7 @@ def load_reward_model(
 
 
 def logits_fn(model: PreTrainedModel) -> VocabularyHead:
-    """Hidden states -> logits, with the final soft-capping or scaling that some architectures apply after the head."""
+    """Hidden states -> float32 logits, with the final soft-capping or scaling that some architectures apply."""
     config = model.config.get_text_config()
     return VocabularyHead(
         model.get_output_embeddings(),
@@ -120,7 +135,13 @@ def logits_fn(model: PreTrainedModel) -> VocabularyHead:
 
 
 def _from_pretrained(
-    cls: Any, config: HFModelConfig, hf_config: PretrainedConfig, key: str, dtype: torch.dtype, device: torch.device
+    cls: Any,
+    config: HFModelConfig,
+    hf_config: PretrainedConfig,
+    key: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_length: int | None = None,
 ) -> PreTrainedModel:
     folder = model_folder(config, key)
     try:
@@ -128,14 +149,17 @@ def _from_pretrained(
             folder,
             config=hf_config,
             dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
+            attn_implementation=attention_implementation(hf_config),
             trust_remote_code=config.trust_remote_code,
             local_files_only=True,
         )
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{key}.path={config.path!r} cannot be loaded: {error}") from error
     nn.Module.to(model, device)
-    return model
+    install_decoder_layers(model)
+    fix_rope(model, max_length)
+    pack_weights(model)
+    return model.eval()
 
 
 def _saved_score_head(folder: Path) -> Tensor | None:

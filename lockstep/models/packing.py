@@ -1,12 +1,14 @@
 """Rows of a batch (left-padded prompt + right-padded response) as the tokens of one forward pass.
 
-row b:   pad pad p1 p2 p3 | r1 r2 pad        position of r1's prediction is p3, of r2's is r1
-packed:  p1 p2 p3 r1 r2 s1 s2 q1 q2 t1 …     one row of T tokens, no padding; a prompt p that several rows have is in it once
+row b:   pad pad p1 p2 p3 | r1 r2 pad        p3 predicts r1, r1 predicts r2
+packed:  p1 p2 p3 r1 r2 s1 s2 q1 q2 t1 …     one row of T tokens without padding; a prompt shared by several rows is there once
+padded:  the rows as they are
+rows:    one row at a time without padding, for models that can compute neither packed nor padded
 sliced:  rank s of a sequence group holds tokens [s T/size, (s+1) T/size) of the packed row
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,26 +20,29 @@ from lockstep.models.attention import AttentionContext, PackedAttention, PaddedA
 from lockstep.models.ulysses import SequenceGroup, UlyssesAttention
 from lockstep.utils.device import to_device
 
+Layout = Literal["packed", "padded", "rows"]
+
 
 @dataclass(frozen=True)
 class ForwardRows:
     """What one forward pass computes and where its results go.
 
-    input_ids:      (1, T) packed or (B, L) padded.
-    position_ids:   same shape; each token's place in its own sequence.
-    context:        what each token may attend to.
+    input_ids:      (1, T) packed (also for rows), or (B, L) padded.
+    position_ids:   same shape; each token's position in its own sequence.
+    context:        what each token may attend to; None for rows, which the model attends by itself.
+    lengths:        tokens of each row in input_ids, for rows.
     predicts:       (N) index into the flattened hidden states: the place that predicts response token n.
     targets:        (N) the response tokens themselves.
     row, column:    (N) where result n belongs in a (B, R) tensor.
     last:           (M) index into the flattened hidden states of a sequence's last token.
-    last_row:       (M) the row of that sequence; all B rows in order, unless `sequence` shares them out.
+    last_row:       (M) the row of that sequence; all B rows in order, unless `sequence` splits them over ranks.
     shape:          (B, R).
-    sequence:       the ranks that share the packed row; the tokens and results here are then those of this rank's slice.
+    sequence:       the ranks that share the packed row; the tokens and results here are then this rank's slice.
     """
 
     input_ids: Tensor
     position_ids: Tensor
-    context: AttentionContext
+    context: AttentionContext | None
     predicts: Tensor
     targets: Tensor
     row: Tensor
@@ -45,10 +50,15 @@ class ForwardRows:
     last: Tensor
     last_row: Tensor
     shape: tuple[int, int]
+    lengths: tuple[int, ...] = ()
     sequence: SequenceGroup | None = None
 
+    def split(self) -> tuple[Tensor, ...]:
+        """The tokens of each row (1, L), of rows."""
+        return self.input_ids.split(self.lengths, 1)
+
     def spread(self, values: Tensor) -> Tensor:
-        """(N) results -> (B, R), zero where there is none."""
+        """(N) results -> (B, R), zero elsewhere."""
         return self._whole(values.new_zeros(self.shape).index_put((self.row, self.column), values))
 
     def spread_last(self, values: Tensor) -> Tensor:
@@ -66,11 +76,11 @@ class ForwardRows:
 
 
 def forward_rows(
-    batch: TensorDict, device: torch.device, *, packed: bool, sequence: SequenceGroup | None = None
+    batch: TensorDict, device: torch.device, layout: Layout, sequence: SequenceGroup | None = None
 ) -> ForwardRows:
     """Lay out the rows of `batch` (on the host) for `device`; only places with response_mask 1 are predicted.
 
-    sequence: ranks that share the packed row; each of them is given the same rows and gets a slice of their tokens.
+    sequence: ranks that share the packed row; each gets the same rows and a slice of their tokens.
     """
     input_ids, position_ids = batch["input_ids"].numpy(), batch["position_ids"].numpy()
     mask = batch["attention_mask"].numpy().astype(bool)
@@ -80,34 +90,37 @@ def forward_rows(
     place = column + (length - width)  # of the response token in its padded row
     every, end = np.arange(num_rows), (np.arange(length) * mask).max(-1)
     arrays = {"targets": input_ids[row, place], "row": row, "column": column, "last_row": every}
-    context: AttentionContext
-    if packed:
-        pack = _Pack(input_ids, mask, length - width)
+    context: AttentionContext | None = None
+    if layout != "padded":
+        pack = _Pack(input_ids, mask, length - width, share_prompts=layout == "packed")
         arrays |= {"input_ids": input_ids[pack.kept][None], "position_ids": position_ids[pack.kept][None]}
         arrays |= {"predicts": pack.index(row, place - 1), "last": pack.index(every, end)}
-        context = PackedAttention(pack.lengths, device, pack.prefixes)
+        if layout == "packed":
+            context = PackedAttention(pack.lengths, device, pack.prefixes)
     else:
         arrays |= {"input_ids": input_ids, "position_ids": position_ids}
         arrays |= {"predicts": row * length + place - 1, "last": every * length + end}
         context = PaddedAttention(torch.from_numpy(mask).to(device))
     tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    rows = ForwardRows(**tensors, context=context, shape=(num_rows, width))
-    if packed and sequence is not None:
+    lengths = tuple(pack.lengths) if layout == "rows" else ()
+    rows = ForwardRows(**tensors, context=context, shape=(num_rows, width), lengths=lengths)
+    if layout == "packed" and sequence is not None:
         rows = _slice_of(rows, pack, sequence, device)
     return rows.to(device)
 
 
 class _Pack:
-    """The tokens of a packed row. A prompt that several rows have is kept once, in the first of them.
+    """The tokens of a packed row. A prompt shared by several rows is kept once, in the first of them.
 
     kept:     (B, L) tokens that are in the packed row, row by row.
-    lengths:  how many of each row.
-    prefixes: (start, length) of the prompt that a row finds elsewhere in the packed row; None where no row does.
+    lengths:  number of kept tokens of each row.
+    prefixes: (start, length) of a row's prompt if it is kept in another row; None if no prompt is shared.
     """
 
-    def __init__(self, input_ids: np.ndarray, mask: np.ndarray, prompt_length: int) -> None:
+    def __init__(self, input_ids: np.ndarray, mask: np.ndarray, prompt_length: int, share_prompts: bool) -> None:
         self.prompt_length = prompt_length
-        self.owner = np.array(prompt_owners(input_ids, mask, prompt_length))
+        owners = prompt_owners(input_ids, mask, prompt_length) if share_prompts else range(len(mask))
+        self.owner = np.array(owners)
         shares = self.owner != np.arange(len(mask))
         self.kept = mask.copy()
         self.kept[shares, :prompt_length] = False
@@ -120,7 +133,7 @@ class _Pack:
             self.prefixes = [(s, n) if n else (0, 0) for s, n in zip(start.tolist(), before.tolist())]
 
     def index(self, row: np.ndarray, place: np.ndarray) -> np.ndarray:
-        """Where the token at a place of a padded row is in the packed one."""
+        """Index in the packed row of the token at a place of a padded row."""
         found: np.ndarray = self._place[np.where(place < self.prompt_length, self.owner[row], row), place]
         return found
 
@@ -136,7 +149,7 @@ def prompt_owners(input_ids: np.ndarray, mask: np.ndarray, prompt_length: int) -
 def _slice_of(rows: ForwardRows, pack: _Pack, sequence: SequenceGroup, device: torch.device) -> ForwardRows:
     """This rank's tokens of a packed row, and the predictions and last tokens among them.
 
-    The row is filled up to a multiple of the group's size with sequences of one token, which see and predict nothing else.
+    The row is padded to a multiple of the group's size with sequences of one token, which predict nothing.
     """
     num_tokens = rows.input_ids.shape[1]
     missing = -num_tokens % sequence.size

@@ -1,4 +1,4 @@
-"""The two kinds of model that an engine trains: a policy (log-probs of tokens) and a scalar model (one number a token).
+"""The two kinds of model that an engine trains: a policy (log-probs of tokens) and a scalar model (one number per token).
 
 Each is a module whose forward takes `ForwardRows` and does everything that needs its parameters, so that sharding wraps it whole.
 """
@@ -17,30 +17,44 @@ from lockstep.models.packing import ForwardRows
 
 
 class TokenModel(nn.Module):
-    """What both kinds have in common: a transformers model inside, and parameters that it would name otherwise."""
+    """A transformers model with a head. Parameter names differ from those of a Hugging Face folder by a prefix."""
 
     hf_config: PretrainedConfig
 
+    @property
+    def transformer(self) -> PreTrainedModel:
+        """The transformers model inside."""
+        raise NotImplementedError
+
     def hf_name(self, name: str) -> str:
-        """The name by which a Hugging Face folder knows the parameter `name` of this module."""
+        """The name of the parameter `name` in a Hugging Face folder."""
         raise NotImplementedError
 
 
 class PolicyModel(TokenModel):
-    """A causal language model that gives each response token's log-prob and, if asked for, more about its distribution."""
+    """A causal language model: log-probs of response tokens and, if asked for, statistics of their distributions."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
         self.hf_config = model.config
 
+    @property
+    def transformer(self) -> PreTrainedModel:
+        return self.model
+
     def hf_name(self, name: str) -> str:
         return name.removeprefix("model.")
 
     def forward(self, rows: ForwardRows, **options: Any) -> dict[str, Tensor]:
         """options: those of `token_log_probs`."""
-        hidden = _hidden_states(self.model.get_decoder(), rows)
-        flat = token_log_probs(hidden.index_select(0, rows.predicts), rows.targets, logits_fn(self.model), **options)
+        if rows.context is None:  # the model's own forward and head, one row at a time
+            logits = [self.model(input_ids=ids, use_cache=False).logits[0] for ids in rows.split()]
+            flat = token_log_probs(torch.cat(logits)[rows.predicts], rows.targets, torch.Tensor.float, **options)
+        else:
+            hidden = _hidden_states(self.model.get_decoder(), rows)
+            predicting = hidden.index_select(0, rows.predicts)
+            flat = token_log_probs(predicting, rows.targets, logits_fn(self.model), **options)
         return {name: rows.spread(values) for name, values in flat.items()}
 
 
@@ -56,23 +70,30 @@ class ScalarModel(TokenModel):
         self.score = score
         self.hf_config = body.config
 
+    @property
+    def transformer(self) -> PreTrainedModel:
+        return self.body
+
     def hf_name(self, name: str) -> str:
         return f"{self.body.base_model_prefix}.{name.removeprefix('body.')}" if name.startswith("body.") else name
 
-    def forward(self, rows: ForwardRows, at_end: bool = False) -> dict[str, Tensor]:
+    def forward(self, rows: ForwardRows, *, at_end: bool = False) -> dict[str, Tensor]:
         hidden = _hidden_states(self.body, rows)
         if at_end:
             return {"score": rows.spread_last(self._numbers(hidden[rows.last]))}
         return {"values": rows.spread(self._numbers(hidden.index_select(0, rows.predicts)))}
 
     def _numbers(self, hidden: Tensor) -> Tensor:
-        """(N, H) -> (N) in float32: rounded to half precision, a value near 1 would stand on a grid of 1/128."""
+        """(N, H) -> (N) in float32: in bf16 a value near 1 would be quantised to 1/128."""
         head = self.score
         bias = None if head.bias is None else head.bias.float()
         return F.linear(hidden.float(), head.weight.float(), bias).squeeze(-1)
 
 
 def _hidden_states(body: nn.Module, rows: ForwardRows) -> Tensor:
+    """(T, H) of packed tokens, or (B * L, H) of padded rows."""
+    if rows.context is None:  # the model's own forward, one row at a time
+        return torch.cat([body(input_ids=ids, use_cache=False).last_hidden_state[0] for ids in rows.split()])
     out = body(
         input_ids=rows.input_ids,
         position_ids=rows.position_ids,

@@ -1,14 +1,14 @@
 """Ulysses sequence parallelism: several ranks share one packed row (Jacobs et al. 2023, arXiv 2309.14509).
 
-    rank s holds T/size tokens   ──► all layers but attention work on them alone
+    rank s holds T/size tokens ──► all layers except attention compute on these alone
     attention: (H heads, T/size tokens) ─ all-to-all ─► (H/size heads, T tokens) ─► attend ─ all-to-all ─► (H heads, T/size tokens)
-    results: each rank fills in those of its own tokens ─ sum ─► every rank has all of them
+    results: each rank fills in those of its own tokens ─ all-reduce ─► every rank has all of them
 
-Every rank of the group then computes the same loss from the same results. A rank's gradient is that of its own tokens' part in it,
-so the gradients of the group add up to the whole: the backward of the sum hands the gradient on as it is.
+Every rank of the group then computes the same loss from the same results. The gradient of a rank is the part of its own tokens, and
+the gradients of the group sum to the whole: so the backward of the all-reduce passes the gradient through unchanged.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
@@ -28,7 +28,7 @@ class SequenceGroup:
     size: int
 
     def sum(self, values: Tensor) -> Tensor:
-        """The ranks' values added up; differentiable, for a loss that every rank of the group computes alike."""
+        """All-reduce; differentiable, for a loss that every rank of the group computes."""
         total: Tensor = _SumOnce.apply(values, self.group)
         return total
 
@@ -48,23 +48,26 @@ def check_heads(num_heads: int, size: int) -> None:
 
 
 class UlyssesAttention:
-    """An attention context over whole sequences, for ranks that hold a slice of the tokens each.
+    """An attention context for ranks that each hold a slice of the tokens.
 
-    whole: attends over all T tokens, with the heads that it is given.
+    whole: the context of all T tokens; it is given this rank's share of the heads.
     """
 
     def __init__(self, whole: AttentionContext, sequence: SequenceGroup) -> None:
         self.whole = whole
         self.sequence = sequence
 
-    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: LayerOptions) -> Tensor:
-        check_heads(query.shape[1], self.sequence.size)
-        # r copies of each key head make their number divide by `size`; r divides the queries per key, since the queries divide
-        copies = self.sequence.size // gcd(key.shape[1], self.sequence.size)
+    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
+        rank, size = self.sequence.rank, self.sequence.size
+        check_heads(query.shape[1], size)
+        # copies make the number of key heads divisible by `size`; they divide the queries per key, as the query heads are divisible
+        copies = size // gcd(key.shape[1], size)
         if copies > 1:
             key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
         query, key, value = self._all_tokens(query, key, value)
-        return self._all_heads(self.whole.attend(layer, query, key, value, how))
+        if options.sinks is not None:
+            options = replace(options, sinks=options.sinks.chunk(size)[rank])
+        return self._all_heads(self.whole.attend(layer, query, key, value, options))
 
     def _all_tokens(self, *tensors: Tensor) -> list[Tensor]:
         """Each (1, H, T/size, D) -> (1, H/size, T, D), in one exchange."""
@@ -87,7 +90,7 @@ class UlyssesAttention:
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of equal parts; it is its own adjoint."""
+    """All-to-all of equal parts; its backward is the same exchange."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:

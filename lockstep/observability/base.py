@@ -1,4 +1,4 @@
-"""What every tracker is told about the run, and what it must do."""
+"""The tracker interface and the run information that trackers get."""
 
 import importlib
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from lockstep.utils.files import atomic_write_text, ensure_writable
 
 Metrics = Mapping[str, Any]
-"""Metric name -> number; a number may be a Python, numpy or zero-dimensional torch one. Text is allowed."""
+"""Metric name -> Python, numpy or zero-dimensional torch number, or text."""
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,9 @@ class RunInfo:
     """The run as trackers see it.
 
     run_dir:     the run's folder, `trainer.default_local_dir`.
-    config:      the whole config as plain dicts, shown by trackers that show configs.
-    total_steps: steps the run will take, None where unknown.
-    start_step:  the step the run goes on from, 0 for a new run; what was tracked after it is void. None: void nothing.
+    config:      the whole config as plain dicts, for trackers that show it.
+    total_steps: number of steps of the run, None if unknown.
+    start_step:  the step the run resumes from, 0 for a new run; later records are discarded. None discards nothing.
     """
 
     project_name: str
@@ -31,7 +31,7 @@ class RunInfo:
 
 
 class Tracker(Protocol):
-    """One place where metrics go. Built as `factory(run: RunInfo)`; see `TRACKERS`."""
+    """A destination of metrics, built by `factory(run: RunInfo)`; see `TRACKERS`."""
 
     def log(self, data: Metrics, step: int) -> None: ...
 
@@ -41,33 +41,33 @@ class Tracker(Protocol):
 
 
 def import_service(module: str, extra: str) -> Any:
-    """The package of a tracker that is installed by `extra`."""
+    """Import the package of a tracker, installed by `extra`."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         raise ImportError(
-            f'trainer.logger names {extra}, which is not installed: pip install "lockstep-rl[{extra}]", or take it '
-            "out of trainer.logger"
+            f'trainer.logger includes {extra}, which is not installed: pip install "lockstep-rl[{extra}]", or remove '
+            "it from trainer.logger"
         ) from error
 
 
 class RunIdFile:
-    """The id that a service gave the run, kept as `<service>_run_id.txt` in the run's folder for a later process."""
+    """The service's id of the run, saved as `<service>_run_id.txt` in the run's folder so that a resumed run can use it."""
 
     def __init__(self, run: RunInfo, service: str) -> None:
         self._path = ensure_writable(run.run_dir, "trainer.default_local_dir") / f"{service}_run_id.txt"
         self._resumed = bool(run.start_step)
 
-    def earlier(self) -> str | None:
-        """The id of the run that this one goes on from."""
+    def previous(self) -> str | None:
+        """The id of the run being resumed."""
         return self._path.read_text().strip() if self._resumed and self._path.exists() else None
 
-    def keep(self, run_id: str) -> None:
+    def save(self, run_id: str) -> None:
         atomic_write_text(self._path, run_id)
 
 
 def plain(value: Any) -> Any:
-    """`value` with numpy and torch numbers and arrays, at any depth, as Python's own; anything unknown as text."""
+    """Convert numpy and torch values, at any depth, to Python values; unknown types to text."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):

@@ -1,10 +1,10 @@
-"""Tracker `console`: one line per step, and on a terminal a small live display below the lines.
+"""Tracker `console`: one line per step, and on a terminal a small live display below.
 
-terminal:  step 12/100 | reward 0.41 | ...      <- scrolls away, one line per step
+terminal:  step 12/100 | reward 0.41 | ...      <- scrolls, one line per step
            training ━━━━╺━━━━━ 12/100  0:03:10, 23 min 10 s left
            reward 0.41 ▁▂▃▅▇ | length 83 | ...
 
-elsewhere: only the lines, as plain text without escape codes
+otherwise: only the lines, as plain text without escape codes
 """
 
 import atexit
@@ -38,22 +38,22 @@ CELL_CHARS = 300
 
 
 class ConsoleTracker:
-    """console: where to write; without one standard output, with the live display if that is a terminal."""
+    """console: where to write; by default stdout, with the live display if it is a terminal."""
 
     def __init__(self, run: RunInfo, console: Console | None = None) -> None:
         self._console = console or Console(force_terminal=sys.stdout.isatty())
         self._total_steps = run.total_steps
-        self._pace = Pace()
+        self._step_times = StepTimes()
         interactive = self._console.is_terminal and not self._console.is_dumb_terminal
         self._display = LiveDisplay(self._console, run) if interactive else None
-        atexit.register(self.finish)  # a display that is not stopped leaves the terminal without a cursor
+        atexit.register(self.finish)  # an unstopped display leaves the terminal without a cursor
 
     def log(self, data: Metrics, step: int) -> None:
         parts = step_parts(data)
         validation = validation_parts(data)
         left = None
         if parts:
-            left = self._pace.seconds_left(data, step, self._total_steps)
+            left = self._step_times.seconds_left(data, step, self._total_steps)
             end = [f"{format_seconds(left)} left"] if left else []
             self._write(" | ".join([self._step_name(step), *parts, *end]))
         if validation:
@@ -62,7 +62,7 @@ class ConsoleTracker:
             self._display.update(data, step, parts, validation, left)
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
-        """The first rows, each cell cut to a readable length."""
+        """Show the first rows, with cells truncated to a readable length."""
         shown = [[one_line(value, CELL_CHARS) for value in row] for row in rows[:TABLE_ROWS_SHOWN]]
         title = f"{name} at {self._step_name(step)}, {len(shown)} of {len(rows)}"
         self._write(title)
@@ -86,7 +86,7 @@ class ConsoleTracker:
         return f"step {step}" if self._total_steps is None else f"step {step}/{self._total_steps}"
 
     def _write(self, line: str, style: str = "") -> None:
-        """One line as it is: no markup, no wrapping, and no failure where the stream cannot spell a character."""
+        """Write one line without markup or wrapping; characters that the stream cannot encode are replaced."""
         text = Text(line.encode(self._console.encoding, "replace").decode(self._console.encoding), style=style)
         if self._console.is_terminal:
             self._console.print(text, soft_wrap=True)
@@ -97,16 +97,16 @@ class ConsoleTracker:
             self._console.on_broken_pipe()
 
 
-class Pace:
-    """How long steps take, over the last of them."""
+class StepTimes:
+    """Durations of the last steps, to estimate the remaining time."""
 
     def __init__(self) -> None:
         self._durations: deque[float] = deque(maxlen=STEPS_AVERAGED)
         self._last: tuple[int, float] | None = None
 
     def seconds_left(self, data: Metrics, step: int, total_steps: int | None) -> float | None:
-        """Counts the step just done. The time between two calls is taken, which includes validation and saving; for
-        the first call, which has none before it, the step's own time."""
+        """Record a finished step and estimate the remaining time. A step's duration is the time since the previous call,
+        including validation and saving; for the first call it is the step's own time."""
         now = time.monotonic()
         if self._last is not None and step > self._last[0]:
             self._durations.append((now - self._last[1]) / (step - self._last[0]))
@@ -119,7 +119,7 @@ class Pace:
 
 
 class LiveDisplay:
-    """The lines at the bottom of the terminal: progress, the newest numbers, the newest validation."""
+    """The lines at the bottom of the terminal: progress, latest metrics, latest validation."""
 
     def __init__(self, console: Console, run: RunInfo) -> None:
         self._rewards: deque[float] = deque(maxlen=STEPS_DRAWN)

@@ -1,7 +1,7 @@
-"""Files of one JSON object per line: `metrics.jsonl` of every run, and the `file` tracker.
+"""JSON-lines files: `metrics.jsonl` of every run, and the `file` tracker.
 
-A line is `{"step": 12, "time": 1735689600.0, "actor/pg_loss": 0.1, ...}`. JSON has no NaN or infinity, so such a number
-is null and the line carries `"non_finite": {"actor/pg_loss": "nan"}` besides.
+A line is `{"step": 12, "time": 1735689600.0, "actor/pg_loss": 0.1, ...}`. JSON has no NaN or infinity, so such values
+are null and the line also has `"non_finite": {"actor/pg_loss": "nan"}`.
 """
 
 import json
@@ -22,7 +22,7 @@ PATH_VARIABLE = "LOCKSTEP_FILE_LOGGER_PATH"
 
 
 def json_line(data: Metrics) -> bytes:
-    """`data` as one line of strict JSON. Half of a surrogate pair, which models emit, stays as its JSON escape."""
+    """`data` as one line of strict JSON. Lone surrogates, which models emit, are written as JSON escapes."""
     non_finite: dict[str, str] = {}
     row = {str(key): _finite(plain(value), str(key), non_finite) for key, value in data.items()}
     if non_finite:
@@ -42,9 +42,9 @@ def _finite(value: Any, path: str, non_finite: dict[str, str]) -> Any:
 
 
 def truncate_after(path: Path | str, step: int) -> None:
-    """Drop the lines of later steps than `step`, and lines that are no JSON, such as one cut off by a kill.
+    """Drop the lines of steps after `step`, and lines that are not JSON, such as one cut off by a kill.
 
-    A file that is not there is left so. The file is replaced as a whole, so a crash in between loses nothing.
+    No-op if the file does not exist. The file is replaced atomically, so a crash loses nothing.
     """
     path = Path(path)
     if not path.exists():
@@ -53,7 +53,7 @@ def truncate_after(path: Path | str, step: int) -> None:
         for number, line in enumerate(old, start=1):
             line_step = _step_of(line)
             if line_step is None:
-                logger.warning("%s: dropping line %d, which was not written whole", path, number)
+                logger.warning("%s: dropping incomplete line %d", path, number)
             elif line_step <= step:
                 new.write(line)
 
@@ -68,7 +68,7 @@ def _step_of(line: bytes) -> int | None:
 
 
 def last_step(path: Path) -> int | None:
-    """The step of the last line; None where there is none."""
+    """The step of the last complete line, or None."""
     if not path.exists():
         return None
     steps = map(_step_of, reversed(path.read_bytes().splitlines(keepends=True)))
@@ -76,7 +76,7 @@ def last_step(path: Path) -> int | None:
 
 
 def cut_unfinished_line(path: Path) -> None:
-    """Cut the end of the file back to the last line break."""
+    """Truncate the file after the last line break."""
     if not path.exists():
         return
     with open(path, "rb+") as file:
@@ -90,9 +90,9 @@ def cut_unfinished_line(path: Path) -> None:
 
 
 def prepare(path: Path, start_step: int | None) -> None:
-    """Make an existing file ready to go on with.
+    """Prepare an existing file for appending.
 
-    start_step N > 0 drops later lines; 0 begins anew and keeps the earlier run's lines as `<name>.old`; None appends.
+    start_step N > 0 drops later lines; 0 starts a new file and renames the old one to `<name>.old`; None appends.
     """
     if start_step == 0 and path.exists() and path.stat().st_size > 0:
         path.replace(path.with_name(path.name + ".old"))
@@ -103,9 +103,9 @@ def prepare(path: Path, start_step: int | None) -> None:
 
 
 class JsonlFile:
-    """A file that grows by whole lines, each of them handed to the system at once.
+    """A file that is appended to line by line, unbuffered.
 
-    key: what the user set to choose the folder, for the message when the disk is full.
+    key: the setting that selects the folder, for error messages.
     """
 
     def __init__(self, path: Path, key: str, start_step: int | None = None) -> None:
@@ -122,7 +122,7 @@ class JsonlFile:
             while line:
                 line = line[self._file.write(line) :]
         except OSError as error:
-            raise OSError(error.errno, f"cannot write {self.path} (chosen by {self.key}): {error.strerror}") from error
+            raise OSError(error.errno, f"cannot write {self.path} (set by {self.key}): {error.strerror}") from error
 
     def close(self) -> None:
         self._file.close()
@@ -131,7 +131,7 @@ class JsonlFile:
 class FileTracker:
     """Tracker `file`: metrics to $LOCKSTEP_FILE_LOGGER_PATH or `tracker.jsonl` in the run's folder.
 
-    Tables go to `<name>.tables.jsonl` beside it.
+    Tables go to `<name>.tables.jsonl` next to it.
     """
 
     def __init__(self, run: RunInfo) -> None:

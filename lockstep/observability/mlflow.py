@@ -1,5 +1,5 @@
-"""Tracker `mlflow`: the one place that imports it. $MLFLOW_TRACKING_URI says where runs go; without it to `mlruns/` in the
-run's folder (`mlflow ui --backend-store-uri <run>/mlruns` shows them)."""
+"""Tracker `mlflow`; the only file that imports it. Runs go to $MLFLOW_TRACKING_URI, else to `mlruns/` in the run's folder
+(`mlflow ui --backend-store-uri <run>/mlruns` shows them)."""
 
 import logging
 import os
@@ -17,9 +17,9 @@ PARAM_CHARS = 6000
 
 
 class MlflowTracker:
-    """A resumed run goes on in the same MLflow run: its id is kept as `mlflow_run_id.txt` in the run's folder.
+    """A resumed run continues the same MLflow run; its id is in `mlflow_run_id.txt` in the run's folder.
 
-    A server that fails once the run is on costs a warning, never the run: `metrics.jsonl` holds what it missed.
+    A server failure during training only logs a warning: `metrics.jsonl` has all metrics.
     """
 
     def __init__(self, run: RunInfo) -> None:
@@ -27,23 +27,23 @@ class MlflowTracker:
         self._entities = import_service("mlflow.entities", "mlflow")
         self._failure: type[Exception] = import_service("mlflow.exceptions", "mlflow").MlflowException
         run_id = RunIdFile(run, "mlflow")
-        os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # it would break the console's lines
+        os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # it would garble the console
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if not uri:
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # folders are what the small package can write
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # mlflow-skinny supports only the file store
             uri = (run.run_dir / "mlruns").resolve().as_uri()
         self._client = mlflow.MlflowClient(tracking_uri=uri)
-        earlier = run_id.earlier()
-        self._id = earlier or self._new_run(run)
-        if earlier:
+        previous = run_id.previous()
+        self._id = previous or self._new_run(run)
+        if previous:
             self._client.update_run(self._id, status="RUNNING")
-        run_id.keep(self._id)
+        run_id.save(self._id)
 
     def _new_run(self, run: RunInfo) -> str:
         experiment = self._client.get_experiment_by_name(run.project_name)
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(run.project_name)
         created = self._client.create_run(experiment_id, run_name=run.experiment_name).info.run_id
-        params = [self._entities.Param(name, value[:PARAM_CHARS]) for name, value in _flat(run.config)]
+        params = [self._entities.Param(name, value[:PARAM_CHARS]) for name, value in _flatten(run.config)]
         for start in range(0, len(params), PARAMS_PER_CALL):
             self._client.log_batch(created, params=params[start : start + PARAMS_PER_CALL])
         return str(created)
@@ -60,9 +60,9 @@ class MlflowTracker:
             self._send(step, self._client.log_batch, metrics=metrics[start : start + METRICS_PER_CALL])
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
-        """The rows, under those of earlier steps, in the artifact `<name>.json`."""
+        """Append the rows to the artifact `<name>.json`."""
         table = {"step": [step] * len(rows)}
-        table |= {column: [plain(row[place]) for row in rows] for place, column in enumerate(columns)}
+        table |= {column: [plain(row[i]) for row in rows] for i, column in enumerate(columns)}
         self._send(step, self._client.log_table, data=table, artifact_file=f"{name}.json")
 
     def finish(self) -> None:
@@ -73,19 +73,19 @@ class MlflowTracker:
             call(self._id, **arguments)
         except self._failure as error:
             what = "the end of the run" if step is None else f"step {step}"
-            logger.warning("mlflow did not take %s (%s); metrics.jsonl has every number", what, error)
+            logger.warning("mlflow failed to log %s (%s); metrics.jsonl has all metrics", what, error)
 
 
 def metric_name(name: str) -> str:
-    """The name in the characters that MLflow allows: mean@8 is mean_at_8, any other stranger an underscore."""
-    spelled = name.replace("@", "_at_")
-    return "".join(char if char.isalnum() or char in "_-. /" else "_" for char in spelled)
+    """The name in MLflow's allowed characters: mean@8 becomes mean_at_8, other disallowed characters an underscore."""
+    name = name.replace("@", "_at_")
+    return "".join(char if char.isalnum() or char in "_-. /" else "_" for char in name)
 
 
-def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     for name, value in tree.items():
-        full = f"{above}.{name}" if above else str(name)
+        full = f"{prefix}.{name}" if prefix else str(name)
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, full)
+            yield from _flatten(value, full)
         else:
             yield full, str(plain(value))

@@ -1,4 +1,4 @@
-"""The text of a step's rollouts, or of a validation's answers, as `{step}.jsonl`: one answer per line."""
+"""Dump the generations of a step or a validation to `{step}.jsonl`, one per line."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -20,9 +20,9 @@ def dump_generations(
     dump_path: Path | str,
     step: int,
 ) -> Path:
-    """Write input, output, gts, score, step and the reward's extras of every answer; returns the file.
+    """Write input, output, gts, score, step and the reward's extras of every answer; return the file.
 
-    An extra that does not have one value per answer is left out with a warning.
+    Extras that do not have one value per answer are skipped with a warning.
     """
     columns: dict[str, Sequence[Any]] = {"input": inputs, "output": outputs, "gts": gts, "score": scores}
     columns["step"] = [step] * len(inputs)
@@ -31,7 +31,7 @@ def dump_generations(
             raise ValueError(f"dump_generations: {len(values)} values of {name} for {len(inputs)} inputs")
     for name, values in reward_extra_infos_dict.items():
         if len(values) != len(inputs):
-            logger.warning("rollout log: %s has %d values for %d answers, left out", name, len(values), len(inputs))
+            logger.warning("rollout log: skipping %s: %d values for %d answers", name, len(values), len(inputs))
         else:
             columns.setdefault(name, values)
     folder = Path(dump_path).expanduser()

@@ -1,4 +1,4 @@
-"""The few metrics of a step that a person watches, as short text."""
+"""Format the main metrics of a step as one short line."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ UNKNOWN_SHOWN = 6
 
 @dataclass(frozen=True)
 class Field:
-    """One number of the line. keys: metric names, the first that the step has is shown. unit: follows the number."""
+    """One number of the line. keys: metric names; the first one present is shown. unit: appended to the number."""
 
     label: str
     keys: tuple[str, ...]
@@ -34,7 +34,7 @@ FIELDS = (
 
 
 def step_parts(data: Metrics) -> list[str]:
-    """The known fields that `data` has; where it has none and no validation either, its first few metrics."""
+    """The known fields in `data`; if there are none and no validation metrics either, its first few metrics."""
     parts = []
     for field in FIELDS:
         if (value := first_number(data, field.keys)) is not None:
@@ -46,7 +46,7 @@ def step_parts(data: Metrics) -> list[str]:
 
 
 def validation_parts(data: Metrics) -> list[str]:
-    """Every core validation metric as `{data_source}/{variable}/{metric} value`."""
+    """The core validation metrics as `{data_source}/{variable}/{metric} value`."""
     core = {name: value for name, value in data.items() if name.startswith(VALIDATION_PREFIXES)}
     parts = []
     for name, value in numbers_of(core).items():
@@ -66,7 +66,7 @@ def numbers_of(data: Mapping[str, Any]) -> dict[str, float]:
 
 
 def format_number(value: float) -> str:
-    """Three digits that matter: 0.41, 346, 12,345, 2.1e-05."""
+    """Three significant digits: 0.41, 346, 12,345, 2.1e-05."""
     if value != value or value in (float("inf"), float("-inf")):
         return str(value)
     if abs(value) >= 1e7 or 0 < abs(value) < 1e-4:
@@ -89,14 +89,14 @@ def format_seconds(seconds: float) -> str:
 
 
 def one_line(value: Any, max_chars: int) -> str:
-    """Text of any origin as one printable line: model output may hold line breaks and terminal escapes."""
+    """Any text as one printable line; model output may contain line breaks and terminal escapes."""
     text = " ".join(str(plain(value)).split())
     text = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
     return text if len(text) <= max_chars else text[: max_chars - 1] + "…"
 
 
 def sparkline(values: list[float]) -> str:
-    """The course of `values` in one character each, from the lowest to the highest among them."""
+    """`values` as a sparkline, one character each, scaled from minimum to maximum."""
     bars = "▁▂▃▄▅▆▇█"
     finite = [value for value in values if abs(value) < float("inf")]
     if not finite:

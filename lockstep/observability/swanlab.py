@@ -1,5 +1,5 @@
-"""Tracker `swanlab`: the one place that imports it. $SWANLAB_MODE (online, local, offline, disabled), $SWANLAB_API_KEY and
-its other variables hold; logs go to $SWANLAB_LOG_DIR or `swanlog/` in the run's folder."""
+"""Tracker `swanlab`; the only file that imports it. $SWANLAB_MODE (online, local, offline, disabled), $SWANLAB_API_KEY and
+its other variables apply; logs go to $SWANLAB_LOG_DIR or `swanlog/` in the run's folder."""
 
 import os
 from collections.abc import Sequence
@@ -9,21 +9,21 @@ from lockstep.observability.base import Metrics, RunIdFile, RunInfo, import_serv
 
 
 class SwanlabTracker:
-    """A resumed run goes on in the same SwanLab run: its id is kept as `swanlab_run_id.txt` in the run's folder."""
+    """A resumed run continues the same SwanLab run; its id is in `swanlab_run_id.txt` in the run's folder."""
 
     def __init__(self, run: RunInfo) -> None:
         self._swanlab = import_service("swanlab", "swanlab")
         run_id = RunIdFile(run, "swanlab")
-        earlier = run_id.earlier()
+        previous = run_id.previous()
         self._run = self._swanlab.init(
             project=run.project_name,
             name=run.experiment_name,
             config=run.config,
             log_dir=os.environ.get("SWANLAB_LOG_DIR") or str(run.run_dir / "swanlog"),
-            id=earlier,
-            resume="allow" if earlier else None,
+            id=previous,
+            resume="allow" if previous else None,
         )
-        run_id.keep(str(self._run.id))
+        run_id.save(str(self._run.id))
 
     def log(self, data: Metrics, step: int) -> None:
         numbers = {name: plain(value) for name, value in data.items()}

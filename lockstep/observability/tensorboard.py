@@ -10,12 +10,12 @@ from lockstep.utils.files import ensure_writable
 
 class TensorboardTracker:
     def __init__(self, run: RunInfo) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # takes seconds to import, so only where it is wanted
+        from torch.utils.tensorboard import SummaryWriter  # imported here since it takes seconds
 
         chosen = os.environ.get("TENSORBOARD_DIR")
         key = "TENSORBOARD_DIR" if chosen else "trainer.default_local_dir"
         folder = ensure_writable(chosen or run.run_dir / "tensorboard", key)
-        purge_step = run.start_step + 1 if run.start_step else run.start_step  # a new run voids step 0 as well
+        purge_step = run.start_step + 1 if run.start_step else run.start_step  # a new run also discards step 0
         self._writer: Any = SummaryWriter(str(folder), purge_step=purge_step)
 
     def log(self, data: Metrics, step: int) -> None:
@@ -38,5 +38,5 @@ class TensorboardTracker:
 
 
 def _cell(value: Any) -> str:
-    """One cell of a Markdown table: bars and line breaks would end it."""
+    """One cell of a Markdown table, with bars and line breaks escaped."""
     return str(plain(value)).replace("|", "\\|").replace("\n", "<br>")

@@ -1,4 +1,4 @@
-"""Where a run's metrics go: the registry of trackers, and `Tracking`, which hands metrics to those chosen."""
+"""The registry of trackers, and `Tracking`, which logs to the selected ones."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -29,12 +29,12 @@ TRACKERS.register("swanlab")(SwanlabTracker)
 
 
 class Tracking:
-    """All trackers of a run, and `metrics.jsonl` in its folder, which is always written.
+    """All trackers of a run, plus `metrics.jsonl` in its folder, which is always written.
 
     default_backend: names in `TRACKERS`, or `pkg.module:attr` of a factory that takes a RunInfo.
-    start_step:      the step that the run goes on from, 0 for a new run, so that what an earlier process tracked after
-                     it is dropped; None drops nothing.
-    last_step:       the last step that an earlier process of a resumed run had tracked.
+    start_step:      the step the run resumes from, 0 for a new run; later records of an earlier process are dropped.
+                     None drops nothing.
+    last_step:       the last step that an earlier process of a resumed run had logged.
 
     Use it as a context manager, or call `finish` at the end.
     """
@@ -68,12 +68,12 @@ class Tracking:
             tracker.log(data, step)
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
-        """A small table, such as validation's questions and answers, for the trackers only."""
+        """Log a small table, such as validation samples, to the trackers only."""
         for tracker in self._trackers.values():
             tracker.log_table(name, columns, rows, step)
 
     def finish(self) -> None:
-        """Finish all trackers, the others also when one fails; a second call does nothing."""
+        """Finish all trackers, even if one fails; a second call is a no-op."""
         self._closing.close()
 
     def __enter__(self) -> "Tracking":

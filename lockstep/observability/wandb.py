@@ -1,4 +1,4 @@
-"""Tracker `wandb`: Weights & Biases, the one place that imports it. $WANDB_MODE and its other variables hold."""
+"""Tracker `wandb` (Weights & Biases); the only file that imports it. $WANDB_MODE and its other variables apply."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,21 +7,21 @@ from lockstep.observability.base import Metrics, RunIdFile, RunInfo, import_serv
 
 
 class WandbTracker:
-    """A resumed run goes on in the same W&B run: its id is kept as `wandb_run_id.txt` in the run's folder."""
+    """A resumed run continues the same W&B run; its id is in `wandb_run_id.txt` in the run's folder."""
 
     def __init__(self, run: RunInfo) -> None:
         self._wandb = import_service("wandb", "wandb")
         run_id = RunIdFile(run, "wandb")
-        earlier = run_id.earlier()
+        previous = run_id.previous()
         self._run = self._wandb.init(
             project=run.project_name,
             name=run.experiment_name,
             config=run.config,
             dir=str(run.run_dir),
-            id=earlier,
-            resume="allow" if earlier else None,
+            id=previous,
+            resume="allow" if previous else None,
         )
-        run_id.keep(str(self._run.id))
+        run_id.save(str(self._run.id))
 
     def log(self, data: Metrics, step: int) -> None:
         self._run.log({name: plain(value) for name, value in data.items()}, step=step)

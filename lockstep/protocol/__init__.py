@@ -1,4 +1,4 @@
-"""The batch that travels through a step (`DataProto`) and the table of its keys (`lockstep.protocol.keys`)."""
+"""`DataProto`, the batch passed between the stages of a step, and the table of its keys (`lockstep.protocol.keys`)."""
 
 from lockstep.protocol.columns import (
     list_of_dict_to_dict_of_list,

@@ -1,4 +1,4 @@
-"""Columns of a batch, tensors and object arrays: equality, union, joining, choice of rows, wire format."""
+"""Columns of a batch (tensors and object arrays): equality, union, concatenation, row selection, pickling."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from tensordict import TensorDict
 
 
 def object_array(values: Iterable[Any]) -> np.ndarray:
-    """A 1-D object array with one entry per value; equally long lists stay lists and do not become a second axis."""
+    """A 1-D object array with one entry per value; lists of equal length do not become a second axis."""
     rows = list(values)
     array = np.empty(len(rows), dtype=object)
     for i, row in enumerate(rows):
@@ -18,12 +18,12 @@ def object_array(values: Iterable[Any]) -> np.ndarray:
 
 
 def tensors_of(batch: TensorDict | None) -> dict[str, torch.Tensor]:
-    """The columns of a TensorDict as a plain dict; none for None."""
+    """The columns of a TensorDict as a plain dict; empty for None."""
     return {} if batch is None else {str(key): batch.get(key) for key in batch.keys()}  # noqa: SIM118
 
 
 def deep_equal(a: Any, b: Any) -> bool:
-    """Equality of nested values where NaN equals NaN and tensors and arrays compare by shape and content."""
+    """Equality of nested values; NaN equals NaN, tensors and arrays compare by shape and content."""
     if a is b:
         return True
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
@@ -47,7 +47,7 @@ def _tensors_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
-    """Add the tensors of the second to the first, in place; a tensor that both have must be the same."""
+    """Add the tensors of the second to the first, in place; shared keys must have equal values."""
     if tensor_dict1.batch_size != tensor_dict2.batch_size:
         raise ValueError(
             f"union: the batches have {tuple(tensor_dict1.batch_size)} and {tuple(tensor_dict2.batch_size)} rows "
@@ -60,14 +60,14 @@ def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> Ten
 
 
 def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Add the arrays of the second to the first, in place; an array that both have must be the same."""
+    """Add the arrays of the second to the first, in place; shared keys must have equal values."""
     _refuse_conflicts("non-tensor key", tensor_dict1, tensor_dict2)
     tensor_dict1.update({k: v for k, v in tensor_dict2.items() if k not in tensor_dict1})
     return tensor_dict1
 
 
 def union_meta_info(meta1: dict[str, Any], meta2: dict[str, Any]) -> dict[str, Any]:
-    """Add the entries of the second to the first, in place; an entry that both have must be the same."""
+    """Add the entries of the second to the first, in place; shared keys must have equal values."""
     _refuse_conflicts("meta_info key", meta1, meta2)
     meta1.update({k: v for k, v in meta2.items() if k not in meta1})
     return meta1
@@ -80,7 +80,7 @@ def _refuse_conflicts(kind: str, first: Mapping[str, Any], second: Mapping[str, 
 
 
 def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """[{a: 1}, {a: 2, b: 3}] → {a: [1, 2], b: [3]}: per-worker metrics to lists of their values."""
+    """[{a: 1}, {a: 2, b: 3}] → {a: [1, 2], b: [3]}."""
     merged: dict[str, list[Any]] = {}
     for entry in list_of_dict:
         for key, value in entry.items():
@@ -93,19 +93,19 @@ def row_numbers(idxs: Any, num_rows: int) -> np.ndarray:
     rows = idxs.detach().cpu().numpy() if isinstance(idxs, torch.Tensor) else np.asarray(idxs)
     if rows.dtype == bool:
         if rows.shape != (num_rows,):
-            raise ValueError(f"a mask of shape {rows.shape} for a batch of {num_rows} rows")
+            raise ValueError(f"mask has shape {rows.shape}, but the batch has {num_rows} rows")
         return np.nonzero(rows)[0]
     if rows.size == 0:
         return np.zeros(0, dtype=np.int64)
     if rows.ndim != 1 or not np.issubdtype(rows.dtype, np.integer):
-        raise ValueError(f"rows are chosen by a list of ints or a mask, not by {rows.dtype} of shape {rows.shape}")
+        raise ValueError(f"select rows with a list of ints or a mask, not with {rows.dtype} of shape {rows.shape}")
     for row in rows[(rows < -num_rows) | (rows >= num_rows)]:
-        raise IndexError(f"row {row} of a batch of {num_rows} rows")
+        raise IndexError(f"row {row} is out of range for a batch of {num_rows} rows")
     return rows.astype(np.int64)
 
 
 def common_batch_size(tensors: dict[str, torch.Tensor], num_batch_dims: int) -> tuple[int, ...]:
-    """The leading dimensions that all tensors share; a tensor that does not is named."""
+    """The leading dimensions shared by all tensors; an error names a tensor that differs."""
     first = next(iter(tensors))
     sizes = {k: tuple(v.shape[:num_batch_dims]) for k, v in tensors.items()}
     for key, size in sizes.items():
@@ -115,7 +115,7 @@ def common_batch_size(tensors: dict[str, torch.Tensor], num_batch_dims: int) -> 
 
 
 def concat_tensors(batches: Sequence[TensorDict]) -> TensorDict:
-    """The rows of all batches in order; a column whose rows differ in shape is named."""
+    """Concatenate the rows of all batches; an error names a column whose shapes differ."""
     columns = {}
     for key in tensors_of(batches[0]):
         parts = [batch[key] for batch in batches]
@@ -129,7 +129,7 @@ def concat_tensors(batches: Sequence[TensorDict]) -> TensorDict:
 
 
 def concat_meta_info(metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One meta_info for joined parts: equal values stay, `metrics` become a dict of lists."""
+    """Merge the meta_info of concatenated parts: values must be equal, `metrics` become a dict of lists."""
     merged: dict[str, Any] = {}
     metrics: list[dict[str, Any]] = []
     for meta in metas:
@@ -148,9 +148,9 @@ def concat_meta_info(metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def pack_tensor(value: Any) -> Any:
-    """A tensor as (dtype, shape, bytes), holding only its own rows even where it is a view of a larger batch.
+    """A tensor as (dtype, shape, bytes) of only its own rows, even if it is a view of a larger batch.
 
-    Plain pickling would ship the whole storage behind each shard. Anything but a dense tensor is left alone.
+    Default pickling would include the whole storage behind each shard. Values that are not dense tensors are unchanged.
     """
     if type(value) is not torch.Tensor or value.layout is not torch.strided or value.is_nested:
         return value
@@ -159,7 +159,7 @@ def pack_tensor(value: Any) -> Any:
 
 
 def unpack_tensor(packed: Any) -> Any:
-    """The inverse of `pack_tensor`; the tensor arrives on the CPU and owns writable memory."""
+    """The inverse of `pack_tensor`; the tensor is on the CPU in writable memory."""
     if not isinstance(packed, tuple):
         return packed
     dtype, shape, raw = packed

@@ -1,14 +1,14 @@
-"""DataProto: the one batch that travels through a training step, and its algebra.
+"""DataProto: the batch of a training step and its operations.
 
 A batch has B rows and three parts:
 
-    batch             tensors, all with B as their first dimension
+    batch             tensors with B as their first dimension
     non_tensor_batch  numpy arrays of B entries, mostly objects (uid, raw_prompt, ...)
-    meta_info         what holds for the batch as a whole (temperature, metrics, ...)
+    meta_info         values for the whole batch (temperature, metrics, ...)
 
-Every stage takes a DataProto and returns one with further keys; `lockstep.protocol.keys` lists them. Operations return
-new batches that share tensor memory where they can; `union`, `rename`, `reorder`, `padding`, `pop` and `to` change the
-batch they are called on. `meta_info` is copied shallowly.
+Every stage takes a DataProto and returns one with more keys; `lockstep.protocol.keys` lists them. Operations return new
+batches that share tensor memory if possible; `union`, `rename`, `reorder`, `padding`, `pop` and `to` modify the batch in
+place. `meta_info` is copied shallowly.
 """
 
 import copy
@@ -41,7 +41,7 @@ from lockstep.protocol.columns import (
 logger = logging.getLogger(__name__)
 
 AUTO_PADDING_KEY = "_auto_padding"
-"""meta_info key: `chunk` may make a short last part of this batch."""
+"""meta_info key: `chunk` may return a shorter last part."""
 
 Index = int | slice | Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
 
@@ -57,7 +57,7 @@ class DataProtoItem:
 
 @dataclass
 class DataProto:
-    """See the module's docstring. `batch` is None where a batch has only non-tensor keys."""
+    """See the module docstring. `batch` is None if there are only non-tensor keys."""
 
     batch: TensorDict | None = None
     non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class DataProto:
 
     @property
     def tensors(self) -> TensorDict:
-        """`batch`, where a batch without tensors would be a fault."""
+        """`batch`; an error if the batch has no tensors."""
         if self.batch is None:
             raise ValueError(f"the batch has no tensors, only {sorted(self.non_tensor_batch)}")
         return self.batch
@@ -100,12 +100,12 @@ class DataProto:
         num_batch_dims: int = 1,
         auto_padding: bool = False,
     ) -> Self:
-        """Build a batch from tensors that agree in their first `num_batch_dims` dimensions, and arrays or lists."""
+        """Build a batch from tensors with the same first `num_batch_dims` dimensions, and arrays or lists."""
         if num_batch_dims < 1:
             raise ValueError(f"num_batch_dims is {num_batch_dims}; a batch has at least one batch dimension")
         if num_batch_dims > 1 and non_tensors:
             raise ValueError(
-                f"num_batch_dims={num_batch_dims} goes with tensors only; got {sorted(non_tensors)} as well"
+                f"num_batch_dims={num_batch_dims} is for tensors only; got non-tensor keys {sorted(non_tensors)}"
             )
         arrays = {k: v if isinstance(v, np.ndarray) else object_array(v) for k, v in (non_tensors or {}).items()}
         meta = dict(meta_info or {})
@@ -128,12 +128,12 @@ class DataProto:
         for key, value in tensors_of(tensor_dict).items():
             if isinstance(value, torch.Tensor):
                 tensors[key] = value
-            else:  # NonTensorStack, which the stubs do not know
+            else:  # NonTensorStack, which the stubs do not have
                 non_tensors[key] = object_array(value.tolist())
         return cls.from_dict(tensors, non_tensors, meta_info, num_batch_dims)
 
     def to_tensordict(self) -> TensorDict:
-        """All rows as one TensorDict, objects as NonTensorStack. `meta_info` belongs to no row and stays behind."""
+        """All rows as one TensorDict, objects as NonTensorStack. `meta_info` is not included."""
         out = TensorDict({}, batch_size=[len(self)]) if self.batch is None else self.batch.copy()
         for key, value in self.non_tensor_batch.items():
             out[key] = NonTensorStack(*value.tolist())
@@ -145,7 +145,7 @@ class DataProto:
         return next((len(v) for v in self.non_tensor_batch.values()), 0)
 
     def check_consistency(self) -> None:
-        """Every column has one entry per row; a ValueError names the one that has not."""
+        """Check that every column has one entry per row; ValueError names one that does not."""
         if self.batch is not None and len(self.batch.batch_size) < 1:
             raise ValueError("batch has no batch dimension; give TensorDict a batch_size of [B]")
         for key, value in self.non_tensor_batch.items():
@@ -164,7 +164,7 @@ class DataProto:
         """A row for an int; a batch for a slice, a list of rows or a mask."""
         if isinstance(item, (int, np.integer)):
             if not -len(self) <= item < len(self):
-                raise IndexError(f"row {item} of a batch of {len(self)} rows")
+                raise IndexError(f"row {item} is out of range for a batch of {len(self)} rows")
             row = None if self.batch is None else self.batch[int(item)]
             return DataProtoItem(row, {k: v[item] for k, v in self.non_tensor_batch.items()}, dict(self.meta_info))
         if isinstance(item, slice):
@@ -178,7 +178,7 @@ class DataProto:
         return self._with_rows(batch, {k: v[rows] for k, v in self.non_tensor_batch.items()})
 
     def select_idxs(self, idxs: Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor) -> "DataProto":
-        """The rows of the given numbers, in that order and possibly several times, or those where a mask is True."""
+        """Rows by number, in the given order and possibly repeated, or by boolean mask."""
         rows = row_numbers(idxs, len(self))
         batch = None if self.batch is None else self.batch[torch.from_numpy(rows)]
         return self._with_rows(batch, {k: v[rows] for k, v in self.non_tensor_batch.items()})
@@ -190,7 +190,7 @@ class DataProto:
         meta_info_keys: Sequence[str] | None = None,
         deepcopy: bool = False,
     ) -> "DataProto":
-        """A batch with only the given keys; None keeps all of that part."""
+        """A batch with only the given keys; None keeps all keys of that part."""
         self._require_keys(batch_keys, non_tensor_batch_keys, meta_info_keys)
         batch = self.batch
         if batch is not None:
@@ -208,7 +208,7 @@ class DataProto:
         non_tensor_batch_keys: Sequence[str] | None = None,
         meta_info_keys: Sequence[str] | None = None,
     ) -> "DataProto":
-        """Take the given keys out of this batch and return them as a batch; None takes nothing of that part."""
+        """Remove the given keys from this batch and return them as a batch; None removes nothing from that part."""
         self._require_keys(batch_keys, non_tensor_batch_keys, meta_info_keys)
         tensors = {k: self.batch.pop(k) for k in batch_keys or () if self.batch is not None}
         arrays = {k: self.non_tensor_batch.pop(k) for k in non_tensor_batch_keys or ()}
@@ -223,13 +223,13 @@ class DataProto:
         old = [old_keys] if isinstance(old_keys, str) else list(old_keys or ())
         new = [new_keys] if isinstance(new_keys, str) else list(new_keys or ())
         if len(old) != len(new) or len(set(new)) != len(new):
-            raise ValueError(f"rename needs one new name for each old one; got {old} and {new}")
+            raise ValueError(f"rename needs one new name per old name; got {old} and {new}")
         kept = self._columns() - set(old)
         for key, target in zip(old, new):
             if key not in self._columns():
                 raise KeyError(f"rename: no key {key!r} in the batch, which has {sorted(self._columns())}")
             if target in kept:
-                raise ValueError(f"rename: {key!r} cannot become {target!r}, which the batch has already")
+                raise ValueError(f"rename: {key!r} cannot become {target!r}, which the batch already has")
         table = dict(zip(old, new))
         if self.batch is not None:
             renamed = {table.get(k, k): v for k, v in tensors_of(self.batch).items()}
@@ -238,7 +238,7 @@ class DataProto:
         return self
 
     def union(self, other: "DataProto") -> "DataProto":
-        """Add the keys of `other` in place. A key that both have must have the same value, and rows must match."""
+        """Add the keys of `other` in place. Shared keys must have equal values, and the number of rows must match."""
         if self._columns() and other._columns() and len(self) != len(other):
             mine, theirs = sorted(self._columns()), sorted(other._columns())
             raise ValueError(f"union: {len(self)} rows of {mine} and {len(other)} rows of {theirs}")
@@ -252,11 +252,11 @@ class DataProto:
         return self
 
     def is_padding_enabled(self) -> bool:
-        """Whether `chunk` may make a short last part; set by `auto_padding=True` when the batch was built."""
+        """Whether `chunk` may return a shorter last part; set by `auto_padding=True` on construction."""
         return bool(self.meta_info.get(AUTO_PADDING_KEY, False))
 
     def padding(self, padding_size: int, padding_candidate: str = "") -> None:
-        """Append `padding_size` copies of the last row, or of the first where `padding_candidate` is "first"."""
+        """Append `padding_size` copies of the last row, or of the first if `padding_candidate` is "first"."""
         if padding_size == 0:
             return
         row = 0 if padding_candidate == "first" else len(self) - 1
@@ -264,9 +264,9 @@ class DataProto:
         self.batch, self.non_tensor_batch = padded.batch, padded.non_tensor_batch
 
     def chunk(self, chunks: int) -> list["DataProto"]:
-        """`chunks` equal parts. With auto padding up to `chunks` parts of ceil(B / chunks) rows, the last shorter."""
+        """Split into `chunks` equal parts; with auto padding into parts of ceil(B / chunks) rows, the last one shorter."""
         if chunks < 1:
-            raise ValueError(f"chunk: {chunks} parts")
+            raise ValueError(f"chunk: the number of parts must be at least 1, not {chunks}")
         if len(self) % chunks and not self.is_padding_enabled():
             raise ValueError(f"chunk: {len(self)} rows do not divide into {chunks} parts; see pad_dataproto_to_divisor")
         if len(self) == 0:
@@ -276,12 +276,12 @@ class DataProto:
     def split(self, split_size: int) -> list["DataProto"]:
         """Parts of `split_size` rows; the last may be shorter."""
         if split_size < 1:
-            raise ValueError(f"split: parts of {split_size} rows")
+            raise ValueError(f"split: split_size must be at least 1, not {split_size}")
         return [self.slice(i, i + split_size) for i in range(0, len(self), split_size)]
 
     @staticmethod
     def concat(data: Sequence["DataProto"]) -> "DataProto":
-        """The rows of all parts in order. All parts have the same keys and equal meta_info.
+        """Concatenate the rows of all parts, which must have the same keys and equal meta_info.
 
         meta_info["metrics"], a dict or a list of dicts in each part, becomes one dict of lists.
         """
@@ -314,23 +314,25 @@ class DataProto:
         """Permute the rows in place: row `indices[i]` becomes row i."""
         rows = row_numbers(indices, len(self))
         if not np.array_equal(np.sort(rows), np.arange(len(self))):
-            raise ValueError(f"reorder: {rows.tolist()} is no permutation of {len(self)} rows")
+            raise ValueError(f"reorder: {rows.tolist()} is not a permutation of {len(self)} rows")
         ordered = self.select_idxs(rows)
         self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
 
     def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> "DataProto":
-        """Every row becomes `n_split` rows: columns in `split_keys` are cut along dimension 1, the others repeated."""
-        cut = set(split_keys or ())
-        self._require_columns(cut, "unfold_column_chunks")
+        """Every row becomes `n_split` rows: columns in `split_keys` are split along dimension 1, the others repeated."""
+        split = set(split_keys or ())
+        self._require_columns(split, "unfold_column_chunks")
         repeated = self.repeat(n_split, interleave=True)
         tensors = tensors_of(self.batch)
 
         def unfold(key: str, value: Any, shape: tuple[int, ...]) -> Any:
             if len(shape) < 2 or shape[1] % n_split:
-                raise ValueError(f"unfold_column_chunks: {key!r} of shape {shape} cannot be cut into {n_split} columns")
+                raise ValueError(
+                    f"unfold_column_chunks: {key!r} of shape {shape} cannot be split into {n_split} columns"
+                )
             return value.reshape(shape[0] * n_split, shape[1] // n_split, *shape[2:])
 
-        for key in cut:
+        for key in split:
             if repeated.batch is not None and key in tensors:
                 repeated.batch[key] = unfold(key, tensors[key], tuple(tensors[key].shape))
             else:
@@ -345,17 +347,19 @@ class DataProto:
         seed: int | None = None,
         dataloader_kwargs: dict[str, Any] | None = None,
     ) -> Iterator["DataProto"]:
-        """Mini-batches of equal size, `epochs` times over; `dataloader_kwargs={"shuffle": True}` shuffles by `seed`."""
+        """Mini-batches of equal size for `epochs` epochs; `dataloader_kwargs={"shuffle": True}` shuffles by `seed`."""
         if mini_batch_size < 1 or len(self) % mini_batch_size:
             raise ValueError(f"make_iterator: {len(self)} rows do not divide into mini-batches of {mini_batch_size}")
         options = dataloader_kwargs or {}
-        generator = torch.Generator()  # its own even unshuffled: a DataLoader draws a seed, which must not move torch's
+        generator = (
+            torch.Generator()
+        )  # own generator: DataLoader draws a seed, which must not advance torch's global RNG
         if seed is not None:
             generator.manual_seed(seed)
         elif options.get("shuffle"):
             generator.manual_seed(int(torch.randint(2**62, ())))
         loader: DataLoader[int] = DataLoader(
-            range(len(self)),  # type: ignore[arg-type]  # any sequence of row numbers will do
+            range(len(self)),  # type: ignore[arg-type]  # any sequence of row numbers works
             batch_size=mini_batch_size,
             collate_fn=self.select_idxs,
             generator=generator,
@@ -371,23 +375,23 @@ class DataProto:
         return self
 
     def print_size(self, prefix: str = "") -> None:
-        """Log how much memory the tensors and the arrays take."""
+        """Log the memory use of tensors and arrays."""
         tensors = sum(v.nbytes for v in tensors_of(self.batch).values())
         arrays = sum(v.nbytes for v in self.non_tensor_batch.values())
         logger.info("%s%d rows: tensors %.6f GB, arrays %.6f GB", prefix, len(self), tensors / 2**30, arrays / 2**30)
 
     def save_to_disk(self, filepath: str | Path) -> None:
-        """Write the batch to one file; tensors are stored as on the CPU."""
+        """Write the batch to one file; tensors are stored on the CPU."""
         with open(filepath, "wb") as file:
             pickle.dump(self, file)
 
     @staticmethod
     def load_from_disk(filepath: str | Path) -> "DataProto":
-        """The batch that `save_to_disk` wrote. The file is a pickle: open only what you trust."""
+        """Read a batch written by `save_to_disk`. The file is a pickle: load only files you trust."""
         with open(filepath, "rb") as file:
             data = pickle.load(file)
         if not isinstance(data, DataProto):
-            raise ValueError(f"{filepath} holds a {type(data).__name__}, not a DataProto")
+            raise ValueError(f"{filepath} contains a {type(data).__name__}, not a DataProto")
         return data
 
     def __getstate__(self) -> dict[str, Any]:
@@ -429,7 +433,7 @@ class DataProto:
 
 
 def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
-    """Rows back to a batch. meta_info is the first row's."""
+    """Collate rows to a batch. meta_info is the first row's."""
     if not x:
         raise ValueError("collate_fn: no rows")
     tensors: dict[str, torch.Tensor] = {}

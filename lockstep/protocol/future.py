@@ -1,7 +1,7 @@
 """DataProtoFuture: a batch that workers are still computing.
 
-The controller may hand it to the next worker group without waiting: `chunk` gives each worker a future of its part, and
-the worker waits for it. How single futures are waited for belongs to the backend, which gives `resolve`.
+The controller can pass it to the next worker group without waiting: `chunk` gives each worker a future of its part, and
+the worker waits for it. The backend provides `resolve`, which waits for its futures.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ class DataProtoFuture:
     resolve: Callable[[Sequence[Any]], list[Any]] = resolve_each
 
     def get(self) -> DataProto:
-        """Wait, and return the batch."""
+        """Wait and return the batch."""
         data = self.collect_fn(self.resolve(self.futures))
         return data if self.dispatch_fn is None else self.dispatch_fn(data)
 
@@ -42,7 +42,7 @@ class DataProtoFuture:
         return self.split_by([partial(_part, index=i, chunks=chunks) for i in range(chunks)])
 
     def split_by(self, parts: Sequence[Callable[[DataProto], DataProto]]) -> list["DataProtoFuture"]:
-        """One future for each way to take a part of this batch."""
+        """One future per function that takes a part of this batch."""
         return [
             DataProtoFuture(self.collect_fn, self.futures, partial(_then, self.dispatch_fn, part), self.resolve)
             for part in parts
@@ -50,7 +50,7 @@ class DataProtoFuture:
 
     @staticmethod
     def concat(data: Sequence[Any]) -> "DataProtoFuture":
-        """The future of the rows of all given futures, in order."""
+        """A future of the rows of all given futures, in order."""
         return DataProtoFuture(DataProto.concat, list(data))
 
 

@@ -1,9 +1,9 @@
-"""Every key of the batch in one table: its shape and type, who writes it, who reads it, what it means.
+"""The table of all batch keys: shape, dtype, writer, readers and meaning.
 
 Shapes: B rows, P prompt length (left-padded), R response length (right-padded), T = P + R.
 
-A worker opens with `require(data, "responses", "advantages")`, so that a stage that was left out is an error by name
-and not a KeyError deep inside a loss.
+A worker method starts with `require(data, "responses", "advantages")`, so that a skipped stage is a clear error and not a
+KeyError deep inside a loss.
 """
 
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ class BatchKey:
     """One column of the batch.
 
     name:       the key in `batch` (tensors) or in `non_tensor_batch` (dtype None).
-    shape:      one letter per dimension, see the module's legend.
-    dtype:      of the tensor; None for a column of Python objects.
-    written_by: the stage that adds the key, in the words of an error message.
+    shape:      one letter per dimension, see the module docstring.
+    dtype:      dtype of the tensor; None for a column of Python objects.
+    written_by: the stage that adds the key, for error messages.
     read_by:    the stages that need it.
     meaning:    one line.
     """
@@ -58,7 +58,7 @@ _TABLE = (
     ),
     BatchKey("sampling_seed", "B", _INT, "the trainer", "rollout", "seed of the row's own random stream"),
     BatchKey(
-        "rollout_log_probs", "BR", _FLOAT, "the rollout", "rollout correction, audit", "log-prob as it was sampled"
+        "rollout_log_probs", "BR", _FLOAT, "the rollout", "rollout correction, audit", "log-prob at sampling time"
     ),
     BatchKey("old_log_probs", "BR", _FLOAT, "the actor", "policy loss", "log-prob under the policy before the update"),
     BatchKey("entropys", "BR", _FLOAT, "the actor", "metrics", "entropy of the policy at each position"),
@@ -79,9 +79,9 @@ _TABLE = (
     BatchKey("mini_batch", "B", _INT, "the trainer's layout of an update", "updates", "mini-batch the row is in"),
     BatchKey("uid", "B", None, "the trainer", "advantages by group", "one id per prompt, shared by its samples"),
     BatchKey("index", "B", None, "the data", "metrics, filtering", "number of the row in its data set"),
-    BatchKey("data_source", "B", None, "the data", "reward, validation", "name that chooses the scorer"),
+    BatchKey("data_source", "B", None, "the data", "reward, validation", "name that selects the scorer"),
     BatchKey("reward_model", "B", None, "the data", "reward", '{"style", "ground_truth"}'),
-    BatchKey("extra_info", "B", None, "the data", "reward, agents", "whatever else the data set says of the row"),
+    BatchKey("extra_info", "B", None, "the data", "reward, agents", "further fields of the data set"),
     BatchKey("raw_prompt", "B", None, "the data", "agents, validation", "the prompt as chat messages"),
     BatchKey("raw_prompt_ids", "B", None, "the data", "rollout", "the prompt as a list of token ids without padding"),
     BatchKey("agent_name", "B", None, "the data", "agents", "which agent loop answers the row"),
@@ -94,14 +94,14 @@ BATCH_KEYS: dict[str, BatchKey] = {key.name: key for key in _TABLE}
 
 
 def require(data: DataProto, *names: str) -> None:
-    """Check that the batch has the named keys with the shape and type of the table; the first fault is an error.
+    """Check that the batch has the named keys with the shape and dtype of the table.
 
     KeyError for a missing key, ValueError for a wrong dtype or shape. P, R and T must agree between the keys.
     """
     lengths: dict[str, tuple[int, str]] = {"B": (len(data), "the batch")}
     for name in names:
         if name not in BATCH_KEYS:
-            raise KeyError(f"{name!r} is no batch key. {did_you_mean(name, BATCH_KEYS)}")
+            raise KeyError(f"{name!r} is not a batch key. {did_you_mean(name, BATCH_KEYS)}")
         key = BATCH_KEYS[name]
         shape = _checked_shape(data, key)
         for letter, length in zip(key.shape, shape):

@@ -1,4 +1,4 @@
-"""Padding of batches: whole rows added so that a batch divides evenly, and marked so that they can be left out again.
+"""Pad batches with rows so that they divide evenly; padding rows are marked and dropped later.
 
 rows 0 1 2 3 4 ──► pad to 6: 0 1 2 3 4 0 ──► split over workers ──► join ──► drop the marked row: 0 1 2 3 4
 """
@@ -10,13 +10,13 @@ from lockstep.protocol.columns import tensors_of
 from lockstep.protocol.data_proto import DataProto
 
 PADDING_KEY = "is_padding"
-"""Non-tensor key of a batch that was padded for its way to the workers: True for the rows that are not real."""
+"""Non-tensor key of a padded batch: True for padding rows."""
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
-    """The batch with its leading rows repeated at the end until `size_divisor` divides it, and how many were added."""
+    """Repeat the first rows at the end until the size is divisible by `size_divisor`; returns the batch and the number added."""
     if size_divisor < 1:
-        raise ValueError(f"pad_dataproto_to_divisor: divisor {size_divisor}")
+        raise ValueError(f"pad_dataproto_to_divisor: size_divisor must be at least 1, not {size_divisor}")
     pad_size = -len(data) % size_divisor
     if pad_size == 0:
         return data, 0
@@ -29,7 +29,7 @@ def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
 
 
 def pad_and_mark(data: DataProto, size_divisor: int) -> DataProto:
-    """As `pad_dataproto_to_divisor`, the added rows marked under `is_padding`; no mark where it divides already."""
+    """Like `pad_dataproto_to_divisor`, with the added rows marked under `is_padding`; no marks if none were added."""
     padded, pad_size = pad_dataproto_to_divisor(data, size_divisor)
     if pad_size:
         marks = padded.non_tensor_batch.get(PADDING_KEY, np.zeros(len(padded), dtype=bool)).astype(bool)
@@ -39,7 +39,7 @@ def pad_and_mark(data: DataProto, size_divisor: int) -> DataProto:
 
 
 def drop_marked(data: DataProto) -> DataProto:
-    """The batch without its marked rows and without the mark."""
+    """The batch without padding rows and without the marks."""
     if PADDING_KEY not in data.non_tensor_batch:
         return data
     real = ~data.non_tensor_batch[PADDING_KEY].astype(bool)
@@ -49,14 +49,14 @@ def drop_marked(data: DataProto) -> DataProto:
 
 
 def real_rows(data: DataProto) -> torch.Tensor:
-    """(B,) bool: False for the rows that were added as padding. Losses multiply their masks by it."""
+    """(B,) bool: False for padding rows. Losses multiply their masks by it."""
     if PADDING_KEY not in data.non_tensor_batch:
         return torch.ones(len(data), dtype=torch.bool)
     return torch.from_numpy(~data.non_tensor_batch[PADDING_KEY].astype(bool))
 
 
 def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
-    """B rows to `new_batch_size` rows of B / new_batch_size consecutive ones: a second batch dimension."""
+    """Fold B rows into (new_batch_size, B / new_batch_size), adding a second batch dimension."""
     if new_batch_size < 1 or len(data) % new_batch_size:
         raise ValueError(f"fold_batch_dim: {len(data)} rows do not fold into {new_batch_size}")
     inner = len(data) // new_batch_size

@@ -1,1 +1,1 @@
-"""Rewards: scorers give one response a score, a manager gives a batch its reward tensor."""
+"""Rewards: a scorer scores one response, a manager turns a batch into its reward tensor."""

@@ -1,4 +1,4 @@
-"""The reward function of `custom_reward_function`: loaded from a file or package, its signature checked at once."""
+"""Load the reward function of `custom_reward_function` from a file or package and check its signature."""
 
 import functools
 import inspect
@@ -14,13 +14,13 @@ ComputeScore = Callable[..., Any]
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-"""Of a function that scores a whole batch and returns a list; see the batch manager."""
+"""Arguments of a function that scores a whole batch and returns a list; see the batch manager."""
 
 
 def get_custom_reward_fn(
     config: CustomRewardFunctionConfig, arguments: tuple[str, ...] = ARGUMENTS
 ) -> ComputeScore | None:
-    """The user's function with its `reward_kwargs` filled in; None where `custom_reward_function.path` is null."""
+    """The user's function with its `reward_kwargs` bound; None if `custom_reward_function.path` is null."""
     if config.path is None:
         return None
     where = f"custom_reward_function.path={config.path}"
@@ -32,7 +32,9 @@ def get_custom_reward_fn(
         raise ValueError(f"{where}: {config.name!r} is not a function but {function!r}")
     clash = set(config.reward_kwargs) & set(arguments)
     if clash:
-        raise ValueError(f"custom_reward_function.reward_kwargs may not set {', '.join(sorted(clash))}: rows give them")
+        raise ValueError(
+            f"custom_reward_function.reward_kwargs may not set {', '.join(sorted(clash))}: they come from the rows"
+        )
     signature = inspect.signature(function)
     try:
         signature.bind(**dict.fromkeys(arguments), **config.reward_kwargs)
@@ -40,6 +42,6 @@ def get_custom_reward_fn(
         given = "".join(f", {name}" for name in config.reward_kwargs)
         raise ValueError(
             f"{where}: {config.name}{signature} cannot be called with ({', '.join(arguments)}{given}): {error}. "
-            "Give it these parameters by name, or **kwargs; extra ones come from custom_reward_function.reward_kwargs"
+            "It must accept these parameters by name, or **kwargs; set others in custom_reward_function.reward_kwargs"
         ) from error
     return functools.partial(function, **config.reward_kwargs) if config.reward_kwargs else function

@@ -1,4 +1,4 @@
-"""The default reward function: the scorer that is registered for a row's `data_source`.
+"""The default reward function: calls the scorer registered for a row's `data_source`.
 
 default_compute_score(data_source, solution_str, ground_truth) --SCORERS or `scorer`--> scorer --> number or dict
 """
@@ -30,11 +30,11 @@ ScoreResult = float | int | bool | dict[str, Any]
 """A number, or a dict with `score` whose further entries are logged."""
 
 Scorer = Callable[..., Any]
-"""`scorer(solution_str, ground_truth, **options)`: a ScoreResult, or a tuple that begins with the score. It gets the row's
-`data_source` and `extra_info` too where it has parameters of these names."""
+"""`scorer(solution_str, ground_truth, **options)` returns a ScoreResult, or a tuple that begins with the score. It is also
+passed the row's `data_source` and `extra_info` if it has parameters of these names."""
 
 SCORERS: Registry[Scorer] = Registry("scorer")
-"""By `data_source`; a name may hold `*` for any text."""
+"""Scorers by `data_source`; names may contain the wildcard `*`."""
 
 ROUTES: dict[Scorer, tuple[str, ...]] = {
     gsm8k.compute_score: ("openai/gsm8k",),
@@ -64,11 +64,11 @@ ROW_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 class UnknownDataSourceError(ValueError):
-    """A row whose `data_source` no scorer is registered for."""
+    """No scorer is registered for a row's `data_source`."""
 
 
 def find_scorer(data_source: str) -> Scorer:
-    """The scorer of an exact name, or else of the first pattern that matches."""
+    """The scorer registered under the exact name, else under the first pattern that matches."""
     if data_source in SCORERS:
         return SCORERS.get(data_source)
     for pattern in SCORERS:
@@ -82,7 +82,7 @@ def find_scorer(data_source: str) -> Scorer:
 
 
 def check_data_sources(config: PPOConfig, datasets: Iterable[Any]) -> None:
-    """UnknownDataSourceError where a row would find no scorer; datasets that do not tell their sources are passed over."""
+    """Raise UnknownDataSourceError if a row has no scorer; datasets without `data_sources` are skipped."""
     if config.custom_reward_function.path is not None:
         return
     scorer = config.custom_reward_function.reward_kwargs.get("scorer")
@@ -104,13 +104,13 @@ def named_scorer(name: str) -> Scorer:
 
 
 def builtin_names() -> list[str]:
-    """The modules of `lockstep.rewards.scorers` that score."""
+    """The scorer modules in `lockstep.rewards.scorers`."""
     helpers = ("code_judge", "latex", "latex_text", "math_grader", "math_grader_child", "symbolic")
     return [module.name for module in pkgutil.iter_modules(scorers.__path__) if module.name not in helpers]
 
 
 def choose_scorer(data_source: str, scorer: str | Mapping[str, str] | None) -> Scorer:
-    """What `scorer` names, for all rows or by the patterns of `data_source` that it holds; else the registered one."""
+    """The scorer that `scorer` names, for all rows or by `data_source` pattern; else the registered one."""
     if isinstance(scorer, str):
         return named_scorer(scorer)
     for pattern, name in (scorer or {}).items():
@@ -127,7 +127,7 @@ def default_compute_score(
     scorer: str | Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> ScoreResult:
-    """Score by `data_source`; of `kwargs` each scorer gets those that it takes, such as `method` of gsm8k."""
+    """Score by `data_source`; each scorer gets the `kwargs` that it accepts, such as `method` of gsm8k."""
     function = choose_scorer(data_source, scorer)
     parameters = _parameters(function)
     given = {"data_source": data_source, "extra_info": extra_info, **kwargs}
@@ -146,24 +146,24 @@ def default_compute_scores(
     extra_infos: list[dict[str, Any] | None],
     **kwargs: Any,
 ) -> list[ScoreResult]:
-    """The default reward function in the form of the batch manager."""
+    """The default reward function with the signature of the batch manager."""
     rows = zip(data_sources, solution_strs, ground_truths, extra_infos)
     return [default_compute_score(*row, **kwargs) for row in rows]
 
 
 def check_scorer_options(options: dict[str, Any]) -> None:
-    """Refuse a scorer that does not exist and an option that no scorer takes."""
+    """Reject a scorer that does not exist and an option that no scorer accepts."""
     functions = _scorers_in_use(options.get("scorer"))
     known = {"scorer", *(name for function in functions for name in _parameters(function))} - set(ROW_ARGUMENTS)
     for name in options:
         if name not in known:
             raise ValueError(
-                f"custom_reward_function.reward_kwargs.{name}: no built-in scorer takes it. {did_you_mean(name, known)}"
+                f"custom_reward_function.reward_kwargs.{name}: no built-in scorer accepts it. {did_you_mean(name, known)}"
             )
 
 
-def outside_scorers(scorer: str | Mapping[str, str] | None = None) -> list[Scorer]:
-    """The scorers in use that are not ours. Ours limit their own time and keep what may crash in other processes."""
+def external_scorers(scorer: str | Mapping[str, str] | None = None) -> list[Scorer]:
+    """The user's scorers. The built-in ones limit their own time and run what may crash in other processes."""
     functions = _scorers_in_use(scorer)
     return [f for f in functions if not getattr(f, "func", f).__module__.startswith(scorers.__name__)]
 

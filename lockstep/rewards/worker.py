@@ -1,4 +1,4 @@
-"""The worker's program: loads a reward function and calls it on rows from stdin until that closes; see worker_pool."""
+"""Worker process: loads a reward function and calls it on rows from stdin until stdin closes; see worker_pool."""
 
 import asyncio
 import inspect
@@ -13,14 +13,14 @@ from lockstep.registry import load_object
 
 HEADER = struct.Struct("!Q")
 ORPHAN_GRACE_S = 10.0
-"""A call that hangs ends by itself this long after its limit, should nobody be there to kill it."""
+"""A call that hangs is killed by SIGALRM this long after its limit, in case the parent is gone."""
 
 
 def main() -> None:
     rows, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the function reads nothing
-    os.dup2(2, 1)  # and what it prints goes to stderr
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; a worker ends with its stdin
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the function must not read rows
+    os.dup2(2, 1)  # what the function prints goes to stderr
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C; a worker exits when stdin closes
     task = receive(rows)
     try:
         for reference in task.first:
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def attempt(function: Any, arguments: dict[str, Any]) -> bytes:
-    """Pickled: the result, or the exception with its traceback as a note; whatever cannot be pickled, as text."""
+    """Pickle the result, or the exception with its traceback as a note; as text if it cannot be pickled."""
     try:
         result = function(**arguments)
         if inspect.iscoroutine(result):
@@ -57,7 +57,7 @@ def attempt(function: Any, arguments: dict[str, Any]) -> bytes:
             payload = pickle.dumps(error)
             pickle.loads(payload)
             return payload
-        except Exception:  # noqa: BLE001 (an exception that does not travel)
+        except Exception:  # noqa: BLE001 (an exception that cannot be pickled)
             return pickle.dumps(RuntimeError(f"{error!r}\n{traceback.format_exc()}"))
 
 

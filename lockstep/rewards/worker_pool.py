@@ -1,9 +1,8 @@
-"""Worker processes that call a reward function: one that hangs or crashes is killed and replaced, its row has failed.
+"""Worker processes that call a reward function. If a call hangs or crashes, its row fails and the process is replaced.
 
     WorkerPool --pickled rows--> worker.py, one call at a time --pickled outcomes--> WorkerPool
 
-A worker is a fresh interpreter that imports the function again by its name: nothing is shared with the trainer, neither
-its threads nor its GPU.
+A worker is a fresh interpreter that imports the function by name; it shares no threads and no GPU with the trainer.
 """
 
 import contextlib
@@ -25,19 +24,19 @@ from functools import partial
 from typing import Any
 
 START_TIMEOUT_S = 300.0
-"""For the worker's interpreter and the imports of the function's module."""
+"""Time for the interpreter to start and to import the function's module."""
 USER_MODULE = "lockstep_user_"
-"""Prefix of modules that `load_object` made of a file."""
+"""Prefix of modules that `load_object` loads from a file."""
 HEADER = struct.Struct("!Q")
-SENT_AHEAD = 1 << 14
-"""Bytes of rows that a worker is sent before it asks: little enough for a pipe to hold, so that sending them does not wait."""
-SENT_AT_ONCE = 1 << 11
-"""Bytes that are worth a call of the system."""
+MAX_BYTES_IN_FLIGHT = 1 << 14
+"""Bytes of rows sent to a worker ahead of its replies; small enough for the pipe's buffer, so writing does not block."""
+MIN_WRITE_BYTES = 1 << 11
+"""Bytes to collect before a write."""
 
 
 @dataclass(frozen=True)
 class WorkerTask:
-    """What a worker calls: `load_object(function)(**kwargs, **row)`, after the modules behind `first` were imported."""
+    """What a worker calls: `load_object(function)(**kwargs, **row)`, after loading the objects in `first`."""
 
     function: str
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -45,7 +44,7 @@ class WorkerTask:
 
 
 class RewardTimeoutError(RuntimeError):
-    """A call that took longer than `reward_model.timeout_s`."""
+    """A call took longer than `reward_model.timeout_s`."""
 
     def __init__(self, timeout_s: float) -> None:
         super().__init__(f"the reward function took longer than reward_model.timeout_s={timeout_s:g}")
@@ -56,11 +55,11 @@ class WorkerDiedError(RuntimeError):
 
 
 class WorkerStartError(RuntimeError):
-    """The function does not load in a worker: a fault of the setting, not of a row."""
+    """The function cannot be loaded in a worker: a configuration error, not a failed row."""
 
 
 def worker_task(function: Any, first: list[Any]) -> WorkerTask | None:
-    """The task for `function`; None where it, or one of `first`, is not found by name in another process."""
+    """The task for `function`; None if it, or one of `first`, cannot be imported by name in another process."""
     kwargs: dict[str, Any] = {}
     while isinstance(function, partial) and not function.args:
         kwargs = {**function.keywords, **kwargs}
@@ -83,11 +82,11 @@ def _reference(function: Any) -> str | None:
 
 
 class WorkerPool:
-    """Calls rows in up to `num_workers` processes; an outcome is the result or the exception that the row cost."""
+    """Calls the function on rows in up to `num_workers` processes; an outcome is a result or an exception."""
 
     def __init__(self, task: WorkerTask, num_workers: int, timeout_s: float | None) -> None:
         if num_workers < 1:
-            raise ValueError(f"reward_model.reward_kwargs.num_workers={num_workers}: at least 1")
+            raise ValueError(f"reward_model.reward_kwargs.num_workers={num_workers}: must be at least 1")
         self.task = task
         self.timeout_s = timeout_s
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
@@ -109,7 +108,7 @@ class WorkerPool:
             self._idle.put(worker)
 
     def close(self) -> None:
-        """End the idle workers; they start again with the next call."""
+        """Stop the idle workers; the next call starts them again."""
         for _ in range(self._idle.qsize()):
             worker = self._idle.get()
             worker.stop()
@@ -117,7 +116,7 @@ class WorkerPool:
 
 
 class _Worker:
-    """One process, started when it is first needed."""
+    """One process, started on first use."""
 
     def __init__(self, task: WorkerTask) -> None:
         self.task = task
@@ -131,22 +130,22 @@ class _Worker:
         return outcomes
 
     def _outcomes(self, rows: list[dict[str, Any]], timeout_s: float | None) -> list[Any]:
-        """Of the rows in order, up to one that costs the process, if there is one. Each has `timeout_s` from the reply before."""
+        """Outcomes in row order, up to the first row that kills the process. `timeout_s` counts from the previous reply."""
         process = self._running()
         replies = _Replies(process)
         messages = map(_message, ((row, timeout_s) for row in rows))
         message = next(messages, b"")
-        ahead: deque[int] = deque()
-        num_ahead = 0  # bytes
+        in_flight: deque[int] = deque()  # bytes per row
+        bytes_in_flight = 0
         outcomes: list[Any] = []
         while len(outcomes) < len(rows):
             sent = b""
             try:
-                while message and (not ahead or num_ahead + len(message) <= SENT_AHEAD):
-                    ahead.append(len(message))
-                    num_ahead += len(message)
+                while message and (not in_flight or bytes_in_flight + len(message) <= MAX_BYTES_IN_FLIGHT):
+                    in_flight.append(len(message))
+                    bytes_in_flight += len(message)
                     sent += message
-                    if len(sent) >= SENT_AT_ONCE:  # it begins while the next ones are written down
+                    if len(sent) >= MIN_WRITE_BYTES:  # the worker starts while the next rows are pickled
                         _write(process, sent)
                         sent = b""
                     message = next(messages, b"")
@@ -162,9 +161,9 @@ class _Worker:
                 reason = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
                 return [*outcomes, WorkerDiedError(f"the process of the reward function {self.task.function} {reason}")]
             except BaseException:
-                self.stop()  # its next replies would be those of rows that nobody waits for
+                self.stop()  # its pending replies belong to rows that are no longer awaited
                 raise
-            num_ahead -= ahead.popleft()
+            bytes_in_flight -= in_flight.popleft()
             outcomes.append(_outcome(reply))
         return outcomes
 
@@ -188,18 +187,18 @@ class _Worker:
         if problem is not None:
             self.stop()
             raise WorkerStartError(
-                f"the reward function {self.task.function} could not be loaded in a process of its own: {problem}. "
-                "Set reward_model.timeout_s=null to call it within the trainer, without a limit"
+                f"the reward function {self.task.function} could not be loaded in a worker process: {problem}. "
+                "Set reward_model.timeout_s=null to call it in the trainer's process without a time limit"
             )
         return process
 
     def stop(self) -> int:
-        """Kill the process with all that it started; its exit code."""
+        """Kill the process and its children; return its exit code."""
         process, self._process = self._process, None
         if process is None or self._kill is None:
             return 0
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=0.2)  # a process that ended by itself says how
+            process.wait(timeout=0.2)  # to get the exit code of a process that ended by itself
         self._kill()
         return process.returncode
 
@@ -220,7 +219,7 @@ def _message(content: Any) -> bytes:
 
 
 def _write(process: subprocess.Popen[bytes], data: bytes) -> None:
-    """Send it, if the process still listens; of one that does not, the replies tell where it ended."""
+    """Write `data`; if the process has exited, reading its replies reports it."""
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(data)
@@ -231,11 +230,11 @@ def _outcome(reply: bytes) -> Any:
     try:
         return pickle.loads(reply)
     except Exception as error:  # noqa: BLE001 (unpickling raises what the classes raise)
-        return TypeError(f"the result of the reward function cannot travel between processes: {error!r}")
+        return TypeError(f"the result of the reward function cannot be unpickled: {error!r}")
 
 
 class _Replies:
-    """What a process sends, message by message."""
+    """Reads the messages that a process sends."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None

@@ -1,10 +1,10 @@
-"""One controller program that calls groups of workers as if they were one object. Knows nothing of RL.
+"""A single controller that calls groups of workers as if each were one object. Independent of RL.
 
 dispatch.py      modes, `@register`: how arguments are split and outputs joined
-worker.py        Worker: the base of every worker class
+worker.py        Worker: base of every worker class
 worker_group.py  WorkerGroup: call → dispatch → execute → collect
-local.py         the backend in this process
-ray_backend/     the backend of processes on a Ray cluster; imported, and Ray with it, when first asked for
+local.py         backend in this process
+ray_backend/     backend of processes on a Ray cluster; imported, with Ray, on first use
 colocated.py     several roles in one process
 placement.py     roles to resource pools
 """
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
         RayWorkerGroup,
         make_ray_backend,
     )
-    from lockstep.single_controller.worker import Place, Worker, placed_at
+    from lockstep.single_controller.worker import Place, Worker, worker_place
     from lockstep.single_controller.worker_group import Backend, ClassWithInitArgs, ResourcePool, WorkerGroup
 
-_HOMES = {
+_EXPORTS = {
     "colocated": ("ColocatedWorker", "create_colocated_worker_cls"),
     "dispatch": (
         "Dispatch",
@@ -46,10 +46,10 @@ _HOMES = {
     "local": ("LOCAL", "LocalWorkerGroup"),
     "placement": ("ResourcePoolManager", "Role"),
     "ray_backend": ("RayClassWithInitArgs", "RayResourcePool", "RayWorkerGroup", "make_ray_backend"),
-    "worker": ("Place", "Worker", "placed_at"),
+    "worker": ("Place", "Worker", "worker_place"),
     "worker_group": ("Backend", "ClassWithInitArgs", "ResourcePool", "WorkerGroup"),
 }
-"""Module to the names it has. A name is imported when first asked for: what drives a cluster needs no torch."""
+"""Module -> its public names. Names are imported on first use, since driving a cluster needs no torch."""
 
 __all__ = [
     "LOCAL",
@@ -74,14 +74,14 @@ __all__ = [
     "create_colocated_worker_cls",
     "make_nd_compute_dataproto_dispatch_fn",
     "make_ray_backend",
-    "placed_at",
     "register",
     "register_dispatch_mode",
+    "worker_place",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    for module, names in _HOMES.items():
+    for module, names in _EXPORTS.items():
         if name in names:
             return getattr(importlib.import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

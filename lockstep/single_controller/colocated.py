@@ -1,4 +1,4 @@
-"""Several roles in one process: one worker class that holds a worker of each role.
+"""Several roles in one process: one worker class that contains a worker of each role.
 
 create_colocated_worker_cls({"actor": A, "critic": C}) ─► group with actor_update, critic_update, ...
 group.spawn(["actor", "critic"])                       ─► {"actor": group with update, "critic": group with update}
@@ -14,7 +14,7 @@ from lockstep.single_controller.worker_group import ClassWithInitArgs
 
 
 class ColocatedWorker(Worker):
-    """Base of the made classes. Calls to `{role}_{method}` go to the role's own worker."""
+    """Base of the generated classes. `{role}_{method}` calls the method of the role's worker."""
 
     roles: ClassVar[dict[str, ClassWithInitArgs]] = {}
 
@@ -25,12 +25,12 @@ class ColocatedWorker(Worker):
             try:
                 self.worker_dict[role] = cls_with_init()
             except Exception as error:
-                error.add_note(f"raised while the worker of role {role!r} was constructed")
+                error.add_note(f"raised while constructing the worker of role {role!r}")
                 raise
 
 
 def create_colocated_worker_cls(class_dict: dict[str, ClassWithInitArgs]) -> ClassWithInitArgs:
-    """A worker class that holds every role of `class_dict`, ready to be given to a worker group."""
+    """A worker class that contains every role of `class_dict`, to be passed to a worker group."""
     if not class_dict:
         raise ValueError("create_colocated_worker_cls: no roles")
     members: dict[str, Any] = {"roles": dict(class_dict)}
@@ -39,14 +39,14 @@ def create_colocated_worker_cls(class_dict: dict[str, ClassWithInitArgs]) -> Cla
             raise TypeError(f"role {role!r}: {cls_with_init.cls.__name__} is not a Worker")
         for name in registered_methods(cls_with_init.cls):
             if f"{role}_{name}" in members:
-                raise ValueError(f"role {role!r} method {name!r}: another role has a method {role}_{name} already")
+                raise ValueError(f"role {role!r} method {name!r}: another role already has a method {role}_{name}")
             members[f"{role}_{name}"] = _forward(role, name, getattr(cls_with_init.cls, name))
-    made = type("Colocated_" + "_".join(class_dict), (ColocatedWorker,), members)
-    return type(next(iter(class_dict.values())))(made)
+    cls = type("Colocated_" + "_".join(class_dict), (ColocatedWorker,), members)
+    return type(next(iter(class_dict.values())))(cls)
 
 
 def _forward(role: str, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that calls the role's worker; `wraps` carries the registration over."""
+    """A method that calls the role's worker; `wraps` copies the registration."""
 
     @functools.wraps(method)
     def call(self: ColocatedWorker, *args: Any, **kwargs: Any) -> Any:

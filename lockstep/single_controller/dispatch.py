@@ -1,4 +1,4 @@
-"""How one call on a worker group becomes one call per worker, and the outputs one result again.
+"""How a call on a worker group becomes one call per worker, and the outputs become one result.
 
     group.method(data) ─► dispatch_fn ─► one share per rank ─► workers ─► outputs per rank ─► collect_fn ─► result
 
@@ -6,7 +6,7 @@ A worker method declares its mode with `@register`. The modes:
 
     ONE_TO_ALL                  every rank gets the same arguments             list of all outputs
     ALL_TO_ALL, DP_COMPUTE      every argument is a list, one item per rank    list of all outputs
-    RANK_ZERO                   rank 0 alone is called                         its output
+    RANK_ZERO                   only rank 0 is called                          its output
     DP_COMPUTE_PROTO            every DataProto is split by rows               the joined DataProto
     DP_COMPUTE_PROTO_WITH_FUNC  the first argument is a function for all,      the joined DataProto
                                 the others are split by rows
@@ -16,9 +16,9 @@ A worker method declares its mode with `@register`. The modes:
                                 ranks that share a data-parallel rank get      per data-parallel rank
                                 the same rows
 
-Where the rows do not divide evenly, the batch is padded on its way out: the added rows are marked under the batch key
+If the rows do not divide evenly, the batch is padded before dispatch: the added rows are marked under the batch key
 `is_padding`, which a worker may read (`lockstep.protocol.real_rows`), and are dropped from the joined result. A method
-whose outputs are joined therefore returns one row for each row it got, in the same order.
+whose outputs are joined must therefore return one row per input row, in the same order.
 """
 
 import functools
@@ -41,7 +41,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Dispatch(StrEnum):
-    """The modes that are always there; `register_dispatch_mode` adds others by name."""
+    """The built-in modes; `register_dispatch_mode` adds others by name."""
 
     RANK_ZERO = "RANK_ZERO"
     ONE_TO_ALL = "ONE_TO_ALL"
@@ -63,8 +63,8 @@ class Execute(Enum):
 class Mesh:
     """How the ranks of a group share the rows of a batch.
 
-    dp_ranks:      for each rank, which part of the rows it gets.
-    collect_ranks: for each part, the rank whose output is the result for it.
+    dp_ranks:      for each rank, its data-parallel rank, that is the part of the rows it gets.
+    collect_ranks: for each part, the rank whose output is collected.
     """
 
     dp_ranks: list[int]
@@ -76,7 +76,7 @@ class Mesh:
 
 
 class Group(Protocol):
-    """What dispatch and collect functions may ask of a worker group."""
+    """The part of a worker group's interface that dispatch and collect functions may use."""
 
     @property
     def world_size(self) -> int: ...
@@ -97,7 +97,7 @@ class DispatchMode(TypedDict):
 
 @dataclass(frozen=True)
 class Registration:
-    """What `@register` says of a worker method."""
+    """The settings of `@register` on a worker method."""
 
     mode: DispatchMode
     execute_mode: Execute
@@ -111,12 +111,12 @@ def dispatch_one_to_all(worker_group: Group, *args: Any, **kwargs: Any) -> Share
 
 
 def dispatch_rank_zero(worker_group: Group, *args: Any, **kwargs: Any) -> Shares:
-    """The arguments as they are, for rank 0."""
+    """The arguments unchanged, for rank 0."""
     return tuple([arg] for arg in args), {name: [value] for name, value in kwargs.items()}
 
 
 def dispatch_all_to_all(worker_group: Group, *args: Any, **kwargs: Any) -> Shares:
-    """Arguments that are lists of one item per rank already."""
+    """Arguments that already are lists with one item per rank."""
     n = worker_group.world_size
     for name, value in _named(args, kwargs):
         if not isinstance(value, (list, tuple)):
@@ -136,7 +136,7 @@ def dispatch_dp_compute_data_proto(worker_group: Group, *args: Any, **kwargs: An
 def dispatch_dp_compute_data_proto_with_func(worker_group: Group, *args: Any, **kwargs: Any) -> Shares:
     """A function for every rank, then batches split by rows."""
     if not args or not callable(args[0]):
-        raise TypeError("the first argument must be a function; it is called on every rank with the rank's rows")
+        raise TypeError("the first argument must be a function, which is called on every rank with the rank's rows")
     parts, named_parts = split_rows(worker_group.world_size, args[1:], kwargs)
     return ([args[0]] * worker_group.world_size, *parts), named_parts
 
@@ -147,7 +147,7 @@ def dispatch_nd_compute_dataproto(mesh_name: str, worker_group: Group, *args: An
     parts, named_parts = split_rows(mesh.dp_size, args, kwargs)
 
     def per_rank(shares: Sequence[Any]) -> list[Any]:
-        # Ranks with the same rows get batch objects of their own, so that one may pop keys and the other still has them.
+        # Ranks with the same rows get separate batch objects, so that one popping keys does not affect the others.
         return [s.select() if isinstance(s, DataProto) else s for s in (shares[dp_rank] for dp_rank in mesh.dp_ranks)]
 
     return tuple(per_rank(p) for p in parts), {name: per_rank(p) for name, p in named_parts.items()}
@@ -176,11 +176,13 @@ def collect_nd_compute_dataproto(
 
 
 def split_rows(num_parts: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Shares:
-    """Cut every batch among the arguments into `num_parts` equal parts, padded and marked where it does not divide."""
+    """Split every batch into `num_parts` equal parts, padded and marked if it does not divide evenly."""
     rows: dict[str, int] = {}
     for name, value in _named(args, kwargs):
         if not isinstance(value, (DataProto, DataProtoFuture)):
-            raise TypeError(f"{name} is a {type(value).__name__}; only DataProto is split by rows, put it in meta_info")
+            raise TypeError(
+                f"{name} is a {type(value).__name__}; only DataProto can be split by rows, put other values in meta_info"
+            )
         if isinstance(value, DataProto) and (value.batch is not None or value.non_tensor_batch):
             rows[name] = len(value)
     if 0 in rows.values():
@@ -201,7 +203,7 @@ def _padded_part(num_parts: int, index: int, data: DataProto) -> DataProto:
 
 
 def join_rows(outputs: Sequence[Any]) -> DataProto | DataProtoFuture:
-    """One batch of the outputs' rows, without padding; a future of it where the outputs are futures."""
+    """One batch of the outputs' rows, without padding; a future of it if the outputs are futures."""
     first = outputs[0]
     if isinstance(first, Future):
         return DataProtoFuture(join_real_rows, list(outputs), resolve=type(first).get_all)
@@ -209,7 +211,7 @@ def join_rows(outputs: Sequence[Any]) -> DataProto | DataProtoFuture:
 
 
 def join_real_rows(outputs: Sequence[Any]) -> DataProto:
-    """The rows of all outputs in order, less those marked as padding."""
+    """The rows of all outputs in order, without those marked as padding."""
     for i, output in enumerate(outputs):
         if not isinstance(output, DataProto):
             raise TypeError(f"part {i} of the output is a {type(output).__name__}; this dispatch mode joins DataProto")
@@ -217,7 +219,7 @@ def join_real_rows(outputs: Sequence[Any]) -> DataProto:
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchMode:
-    """The mode that splits over the mesh which workers named by `_register_dispatch_collect_info(mesh_name, ...)`."""
+    """The mode that splits over the mesh registered by `_register_dispatch_collect_info(mesh_name, ...)`."""
     return {
         "dispatch_fn": functools.partial(dispatch_nd_compute_dataproto, mesh_name),
         "collect_fn": functools.partial(collect_nd_compute_dataproto, mesh_name),
@@ -230,12 +232,12 @@ DISPATCH_MODES: Registry[DispatchMode] = Registry("dispatch mode")
 def register_dispatch_mode(
     dispatch_mode_name: str, dispatch_fn: Callable[..., Shares], collect_fn: Callable[[Any, Sequence[Any]], Any]
 ) -> None:
-    """Add a mode of your own; workers then write `@register(dispatch_mode="its name")`."""
+    """Add a custom mode; workers select it with `@register(dispatch_mode="name")`."""
     DISPATCH_MODES.register(str(dispatch_mode_name))({"dispatch_fn": dispatch_fn, "collect_fn": collect_fn})
 
 
 def get_predefined_dispatch_fn(dispatch_mode: str) -> DispatchMode:
-    """The two functions of a mode."""
+    """The dispatch and collect functions of a mode."""
     return DISPATCH_MODES.get(dispatch_mode)
 
 
@@ -260,16 +262,16 @@ def register(
 ) -> Callable[[Method], Method]:
     """Decorator: make a worker method callable on its worker group.
 
-    dispatch_mode:       a name of `Dispatch` or of `register_dispatch_mode`, or the two functions themselves.
-    execute_mode:        RANK_ZERO calls rank 0 alone with the arguments as they are and returns its output.
-    blocking:            False returns at once something with `get()`.
-    materialize_futures: the worker waits for DataProtoFuture arguments before the method begins.
+    dispatch_mode:       a name in `Dispatch` or of `register_dispatch_mode`, or the two functions themselves.
+    execute_mode:        RANK_ZERO calls only rank 0 with the arguments unchanged and returns its output.
+    blocking:            False returns immediately an object with `get()`.
+    materialize_futures: the worker waits for DataProtoFuture arguments before the method runs.
     """
     if Execute.RANK_ZERO is execute_mode:
         whole = (Dispatch.RANK_ZERO, Dispatch.ONE_TO_ALL, Dispatch.ALL_TO_ALL)
         if not isinstance(dispatch_mode, str) or dispatch_mode not in whole:
             raise ValueError(
-                f"execute_mode RANK_ZERO would lose the other ranks' share of dispatch_mode {dispatch_mode}"
+                f"execute_mode RANK_ZERO would drop the other ranks' shares of dispatch_mode {dispatch_mode}"
             )
         dispatch_mode = Dispatch.RANK_ZERO
     if dispatch_mode == Dispatch.RANK_ZERO:
@@ -278,7 +280,7 @@ def register(
     registration = Registration(mode, execute_mode, blocking)
 
     def decorate(method: Method) -> Method:
-        # What follows runs on the worker, around the method.
+        # The wrappers run on the worker.
         @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             args, kwargs = _materialize(args, kwargs) if materialize_futures else (args, kwargs)
@@ -299,7 +301,7 @@ def register(
 
 
 def registered_methods(worker_cls: type) -> dict[str, Registration]:
-    """Every method of the class that carries `@register`."""
+    """Every method of the class with `@register`."""
     found = {name: getattr(getattr(worker_cls, name, None), _REGISTRATION, None) for name in dir(worker_cls)}
     return {name: registration for name, registration in found.items() if registration is not None}
 
@@ -312,7 +314,7 @@ def _materialize(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[A
 
 
 def _padding_marks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> np.ndarray | None:
-    """The padding marks of the rows that came in; None where nothing was padded."""
+    """The padding marks of the input rows; None if nothing was padded."""
     for _, value in _named(args, kwargs):
         if isinstance(value, DataProto) and PADDING_KEY in value.non_tensor_batch:
             return value.non_tensor_batch[PADDING_KEY]
@@ -320,18 +322,18 @@ def _padding_marks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> np.ndarray 
 
 
 def _mark_output(output: Any, marks: np.ndarray | None, method: str) -> Any:
-    """The output with the marks of the input rows, so that the collecting side can drop those of padding."""
+    """Copy the padding marks of the input rows to the output, so that collect can drop the padding."""
     if marks is None or not isinstance(output, DataProto) or PADDING_KEY in output.non_tensor_batch:
         return output
     if output.batch is None and not output.non_tensor_batch:
         return output
     num_padding = int(marks.sum())
-    if len(output) == len(marks) - num_padding or num_padding == 0:  # the method left the padding out, or had none
+    if len(output) == len(marks) - num_padding or num_padding == 0:  # the method dropped the padding, or got none
         marks = np.zeros(len(output), dtype=bool)
     elif len(output) != len(marks):
         raise ValueError(
-            f"{method} returned {len(output)} rows for {len(marks)}, {num_padding} of them padding, so that it is not "
-            f"known which rows to drop; call it with a batch that the number of ranks divides"
+            f"{method} returned {len(output)} rows for {len(marks)} input rows, {num_padding} of them padding, so the "
+            f"padding cannot be dropped; call it with a batch size divisible by the number of ranks"
         )
     marked = output.select()
     marked.non_tensor_batch[PADDING_KEY] = marks

@@ -1,6 +1,6 @@
-"""The local backend: workers are plain objects in this process and run one after another, so that `breakpoint()` works.
+"""The local backend: workers are plain objects in this process and run one after another, so `breakpoint()` works.
 
-Arguments and outputs are passed by reference. Several workers are allowed where their methods need no collectives.
+Arguments and outputs are passed by reference. Several workers are allowed if their methods use no collectives.
 """
 
 import asyncio
@@ -8,12 +8,12 @@ import inspect
 from typing import Any
 
 from lockstep.single_controller.futures import Future
-from lockstep.single_controller.worker import placed_at
+from lockstep.single_controller.worker import worker_place
 from lockstep.single_controller.worker_group import Backend, ClassWithInitArgs, ResourcePool, WorkerGroup
 
 
 class LocalFuture(Future):
-    """An output that is there already, or the exception that came instead of it."""
+    """A finished output, or the exception that was raised."""
 
     def __init__(self, value: Any = None, error: Exception | None = None) -> None:
         self._value = value
@@ -26,12 +26,12 @@ class LocalFuture(Future):
 
 
 class LocalWorkerGroup(WorkerGroup):
-    """Workers in this process. A non-blocking call has run when it returns; what it raised comes out of `get`."""
+    """Workers in this process. A non-blocking call runs to completion; `get` raises its exception."""
 
     def _start_workers(self) -> list[Any]:
         workers = []
         for place in self.resource_pool.places():
-            with placed_at(place):
+            with worker_place(place):
                 try:
                     workers.append(self.cls_with_init())
                 except Exception as error:

@@ -9,7 +9,7 @@ from lockstep.single_controller.worker_group import ResourcePool
 
 
 class Role(StrEnum):
-    """The parts a worker group can play; `str(role)` is its name in configs, metrics and messages."""
+    """The roles of a worker group; `str(role)` is its name in configs, metrics and messages."""
 
     Actor = "actor"
     Rollout = "rollout"
@@ -23,12 +23,12 @@ class Role(StrEnum):
 
 @dataclass
 class ResourcePoolManager:
-    """Builds the pools and says which one a role runs on.
+    """Builds the resource pools and maps roles to them.
 
     resource_pool_spec: processes per machine of each pool, {"global_pool": [8, 8]}.
     mapping:            the pool of each role; roles with the same pool share its processes.
     pool_class:         the pool class of the backend.
-    resource_pool_dict: the pools, once `create_resource_pool` has run.
+    resource_pool_dict: the pools, after `create_resource_pool`.
     """
 
     resource_pool_spec: dict[str, list[int]]
@@ -40,11 +40,13 @@ class ResourcePoolManager:
         for role, pool in self.mapping.items():
             if pool not in self.resource_pool_spec:
                 raise ValueError(
-                    f"role {role} is mapped to no pool: {pool!r}. {did_you_mean(pool, self.resource_pool_spec)}"
+                    f"role {role} is mapped to an unknown pool {pool!r}. {did_you_mean(pool, self.resource_pool_spec)}"
                 )
         for pool, process_on_nodes in self.resource_pool_spec.items():
             if not process_on_nodes:
-                raise ValueError(f"resource pool {pool!r} has no machines; write its processes per machine, as [8, 8]")
+                raise ValueError(
+                    f"resource pool {pool!r} has no machines; list its processes per machine, for example [8, 8]"
+                )
 
     def create_resource_pool(self) -> None:
         """Build every pool of the spec."""
@@ -62,10 +64,10 @@ class ResourcePoolManager:
         return self.resource_pool_dict[self.mapping[role]]
 
     def shutdown(self) -> None:
-        """Give back what the pools hold."""
+        """Release all pools."""
         for pool in self.resource_pool_dict.values():
             pool.shutdown()
 
     def get_n_gpus(self) -> int:
-        """Processes of all pools together."""
+        """Total number of processes in all pools."""
         return sum(sum(process_on_nodes) for process_on_nodes in self.resource_pool_spec.values())

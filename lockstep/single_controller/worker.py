@@ -1,4 +1,4 @@
-"""Worker: the base of every class whose methods a worker group calls."""
+"""Worker: base of every class whose methods a worker group calls."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from lockstep.single_controller.dispatch import Dispatch, register
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker stands in its group.
+    """A worker's rank in its group.
 
     rank, world_size:             among all workers of the group.
     local_rank, local_world_size: among those on the same machine.
@@ -29,8 +29,8 @@ _place: ContextVar[Place] = ContextVar("place", default=Place())  # noqa: B039 -
 
 
 @contextmanager
-def placed_at(place: Place) -> Iterator[None]:
-    """Workers constructed inside stand at `place`. Backends use it; a worker made outside is the only one of its group."""
+def worker_place(place: Place) -> Iterator[None]:
+    """Workers constructed in the block get `place`; used by backends. Otherwise a worker is rank 0 of 1."""
     token = _place.set(place)
     try:
         yield
@@ -39,7 +39,7 @@ def placed_at(place: Place) -> Iterator[None]:
 
 
 class Worker:
-    """One process's part of a role. Subclasses call `super().__init__()` and mark their methods with `@register`."""
+    """One rank of a role. Subclasses call `super().__init__()` and decorate their methods with `@register`."""
 
     def __init__(self) -> None:
         self._place = _place.get()
@@ -62,10 +62,10 @@ class Worker:
         return self._place.local_world_size
 
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
-        """Say which rows of a batch split over `mesh_name` this worker gets, and whether its output is collected."""
+        """Declare which part of a batch split over `mesh_name` this worker gets, and whether its output is collected."""
         if self._meshes.setdefault(mesh_name, (dp_rank, is_collect)) != (dp_rank, is_collect):
             raise ValueError(
-                f"mesh {mesh_name!r} is registered already with (dp_rank, is_collect) = {self._meshes[mesh_name]}"
+                f"mesh {mesh_name!r} is already registered with (dp_rank, is_collect) = {self._meshes[mesh_name]}"
             )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -1,11 +1,11 @@
 """WorkerGroup: the controller's handle on the workers of one role.
 
     group.update(data)
-      1. dispatch  `@register` on the worker's method says how to make one share per rank of `data`
+      1. dispatch  `@register` on the worker's method defines how `data` is split into one share per rank
       2. execute   every rank runs its method on its share; only this step differs between backends
       3. collect   the outputs become one result; a non-blocking method returns it as a future
 
-A backend is one file with a subclass of WorkerGroup that starts workers and submits one call to one of them.
+A backend is a subclass of WorkerGroup that starts workers and submits a call to one of them.
 """
 
 from abc import ABC, abstractmethod
@@ -24,7 +24,7 @@ class ResourcePool:
 
     process_on_nodes:   processes per machine, [8, 8] for two machines of eight.
     max_colocate_count: how many worker groups may share the pool.
-    n_gpus_per_node:    devices of a machine.
+    n_gpus_per_node:    devices per machine.
     name_prefix:        name of the pool in messages and in the backend.
     """
 
@@ -43,7 +43,7 @@ class ResourcePool:
             self.add_node(process_count)
 
     def add_node(self, process_count: int) -> None:
-        """One more machine with `process_count` processes."""
+        """Add a machine with `process_count` processes."""
         if process_count < 1:
             raise ValueError(f"resource pool {self.name_prefix!r}: a machine with {process_count} processes")
         self._store.append(process_count)
@@ -58,24 +58,24 @@ class ResourcePool:
         return sum(self._store)
 
     def local_world_size_list(self) -> list[int]:
-        """For each rank, how many processes its machine has."""
+        """For each rank, the number of processes on its machine."""
         return [count for count in self._store for _ in range(count)]
 
     def local_rank_list(self) -> list[int]:
-        """For each rank, its number on its machine."""
+        """For each rank, its local rank."""
         return [i for count in self._store for i in range(count)]
 
     def shutdown(self) -> None:
-        """Give back what is reserved; nothing where workers live in this process."""
+        """Release reserved machines; no-op for local workers."""
 
     def places(self) -> list[Place]:
-        """Where each rank stands."""
+        """The place of each rank."""
         pairs = zip(self.local_rank_list(), self.local_world_size_list())
         return [Place(rank, self.world_size, local, local_size) for rank, (local, local_size) in enumerate(pairs)]
 
 
 class ClassWithInitArgs:
-    """A class and the arguments to construct it with, later and elsewhere."""
+    """A class and its constructor arguments, for deferred construction."""
 
     def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
         self.cls = cls
@@ -87,10 +87,10 @@ class ClassWithInitArgs:
 
 
 class WorkerGroup(ABC):
-    """Every `@register`ed method of the worker class, as one call over all its workers.
+    """Every `@register`ed method of the worker class, as one call on all workers.
 
     resource_pool: how many workers, and where.
-    cls_with_init: what each worker is.
+    cls_with_init: the worker class and its arguments.
     name:          the role's name in error messages; the class's name by default.
     """
 
@@ -111,7 +111,7 @@ class WorkerGroup(ABC):
         self.workers: list[Any] = []
         for method_name, registration in registered_methods(cls_with_init.cls).items():
             if hasattr(type(self), method_name):
-                raise ValueError(f"{cls_with_init.cls.__name__}.{method_name}: worker groups use that name themselves")
+                raise ValueError(f"{cls_with_init.cls.__name__}.{method_name}: worker groups use that name, rename it")
             setattr(self, method_name, self._bind(method_name, registration))
 
     def _bind(self, method_name: str, registration: Registration) -> Callable[..., Any]:
@@ -134,7 +134,7 @@ class WorkerGroup(ABC):
         shares: Sequence[Sequence[Any]],
         named_shares: dict[str, Sequence[Any]],
     ) -> FutureList:
-        """Submit each rank's share to it."""
+        """Submit its share to each rank."""
         ranks = range(1 if execute_mode is Execute.RANK_ZERO else self.world_size)
         for share in (*shares, *named_shares.values()):
             if len(share) != len(ranks):
@@ -155,10 +155,10 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def _submit(self, rank: int, method_name: str, args: list[Any], kwargs: dict[str, Any]) -> Future:
-        """Begin `method_name(*args, **kwargs)` on one worker. What it raises gets `failure_note` and comes out of `get`."""
+        """Start `method_name(*args, **kwargs)` on one worker; its exception gets `failure_note` and is raised by `get`."""
 
     def failure_note(self, rank: int, method_name: str) -> str:
-        """The note that tells on the controller where a worker's exception comes from."""
+        """The note that says which worker raised an exception."""
         method = f"{self.cls_with_init.cls.__name__}.{method_name.removeprefix(self._method_prefix)}"
         return f"raised in worker group {self.name!r} by {method} on rank {rank} of {self.world_size}"
 
@@ -167,13 +167,13 @@ class WorkerGroup(ABC):
         return self.resource_pool.world_size
 
     def mesh(self, name: str) -> Mesh:
-        """How the workers share rows over the mesh that they registered under `name`."""
+        """The mesh that the workers registered under `name`."""
         if name not in self._meshes:
             self._meshes[name] = _make_mesh(name, self._query_dispatch_collect_info(name))
         return self._meshes[name]
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, Self]:
-        """One group per role of a colocated group, all on the same workers, with the roles' plain method names."""
+        """One group per role of a colocated group, all on the same workers, with unprefixed method names."""
         roles: dict[str, ClassWithInitArgs] = getattr(self.cls_with_init.cls, "roles", {})
         groups = {}
         for role in prefix_set:
@@ -186,7 +186,7 @@ class WorkerGroup(ABC):
         return groups
 
     def shutdown(self) -> None:  # noqa: B027
-        """End the workers, those of groups spawned from the same ones included; nothing where they live in this process."""
+        """Stop the workers, including those of groups spawned from this one; no-op for local workers."""
 
     def __enter__(self) -> Self:
         return self
@@ -195,12 +195,12 @@ class WorkerGroup(ABC):
         self.shutdown()
 
     def __getattr__(self, name: str) -> Any:
-        # Reached only where no such attribute is set: the methods of the worker class are bound in _set_up.
+        # Only reached for missing attributes: the methods of the worker class are bound in _set_up.
         if name.startswith("__") or "cls_with_init" not in self.__dict__:
             raise AttributeError(name)
         cls = self.cls_with_init.cls
         if callable(getattr(cls, name, None)):
-            raise AttributeError(f"{cls.__name__}.{name} carries no @register, so that its worker group cannot call it")
+            raise AttributeError(f"{cls.__name__}.{name} has no @register, so its worker group cannot call it")
         raise AttributeError(f"{cls.__name__} has no method {name!r}. {did_you_mean(name, registered_methods(cls))}")
 
 
@@ -221,7 +221,7 @@ def _make_mesh(name: str, infos: Sequence[tuple[int, bool]]) -> Mesh:
 
 @dataclass(frozen=True)
 class Backend:
-    """What a program needs to build worker groups of one kind.
+    """The classes needed to build worker groups of one backend.
 
     pool_class(process_on_nodes=..., max_colocate_count=..., name_prefix=...), class_with_init(cls, *args, **kwargs),
     group_class(resource_pool, cls_with_init).

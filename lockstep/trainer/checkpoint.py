@@ -1,9 +1,9 @@
-"""The checkpoint folders of one run: written so that a crash at any moment leaves the earlier ones usable.
+"""Checkpoint folders of a run, written atomically: a crash at any time leaves the earlier ones usable.
 
     .staging-global_step_N-<pid>/ ──► fsync ──► manifest.json ──► rename to global_step_N/ ──► tracker ──► prune
 
-A folder named `global_step_N` is therefore complete, and its manifest proves it. The order of starting a run is
-`RunLock.acquire`, `CheckpointStore.clean_stale`, `CheckpointStore.find`.
+A folder named `global_step_N` is therefore complete; its manifest has the checksums. A run starts with `RunLock.acquire`,
+`CheckpointStore.clean_stale` and `CheckpointStore.find`, in this order.
 """
 
 import errno
@@ -21,8 +21,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import get_args
 
+from lockstep.config.trainer import ResumeMode
 from lockstep.utils.files import atomic_write_json, atomic_write_text, ensure_writable, fsync_path, fsync_tree, sha256
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ _FULL_BELOW_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file of a checkpoint as it was when saved."""
+    """One file of a checkpoint."""
 
     size: int
     sha256: str
@@ -47,13 +48,13 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The last file written into a checkpoint.
+    """The manifest, written last.
 
-    step:     the training step, equal to the folder's N.
-    sequence: counts the saves into this root. The newest save is the one to go on from, also when the run went back
-              to an earlier step and older folders carry larger numbers.
-    saved_at: unix time, for the reader.
-    files:    path relative to the folder -> size and checksum; everything but the manifest itself.
+    step:     the training step, equal to the N of the folder.
+    sequence: number of the save in this root. The newest save is resumed, even if the run was resumed from an earlier step
+              and older folders have larger step numbers.
+    saved_at: unix time, informational.
+    files:    path relative to the folder -> size and checksum; every file except the manifest.
     """
 
     step: int
@@ -63,7 +64,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The folder's manifest; ValueError with the reason where there is none that makes sense."""
+    """The folder's manifest; ValueError if it is missing or invalid."""
     path = folder / MANIFEST
     try:
         raw = json.loads(path.read_text())
@@ -74,28 +75,28 @@ def read_manifest(folder: Path) -> Manifest:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a checkpoint manifest ({error!r})") from error
     if folder.name != f"global_step_{manifest.step}":
-        raise ValueError(f"{path} belongs to step {manifest.step}, the folder is {folder.name}")
+        raise ValueError(f"{path} is for step {manifest.step}, but the folder is {folder.name}")
     return manifest
 
 
 def verify(folder: Path) -> Manifest:
-    """Check every file of a checkpoint against its manifest; ValueError that names the first damaged file."""
+    """Check every file of a checkpoint against its manifest; ValueError for the first damaged file."""
     manifest = read_manifest(folder)
     for name, entry in manifest.files.items():
         path = folder / name
         if not path.is_file():
             raise ValueError(f"{path} is missing")
         if (size := path.stat().st_size) != entry.size:
-            raise ValueError(f"{path} has {size} bytes, its manifest says {entry.size}")
+            raise ValueError(f"{path} has {size} bytes, but its manifest says {entry.size}")
     checksums = _checksums([folder / name for name in manifest.files])
     for name, entry in manifest.files.items():
         if checksums[folder / name] != entry.sha256:
-            raise ValueError(f"{folder / name} has changed: its checksum differs from the manifest's")
+            raise ValueError(f"{folder / name} is corrupt: its checksum differs from the manifest")
     return manifest
 
 
 def _checksums(paths: list[Path]) -> dict[Path, str]:
-    """Checksums of many files; hashing releases the interpreter lock, so threads share the work."""
+    """Checksums of many files, in threads: hashing releases the GIL."""
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         return dict(zip(paths, pool.map(sha256, paths)))
 
@@ -103,20 +104,20 @@ def _checksums(paths: list[Path]) -> dict[Path, str]:
 class CheckpointStore:
     """The `global_step_N` folders under `root`.
 
-    keep: how many of the newest saves to keep; None keeps all.
+    keep: number of newest saves to keep; None keeps all.
     """
 
     def __init__(self, root: Path, keep: int | None = None) -> None:
         if keep is not None and keep < 1:
-            raise ValueError(f"trainer.max_actor_ckpt_to_keep={keep}: keep at least 1, or null to keep all")
+            raise ValueError(f"trainer.max_actor_ckpt_to_keep={keep}: must be at least 1, or null to keep all")
         self.root = Path(root).expanduser().absolute()
         self.keep = keep
 
     def save(self, step: int, write: Callable[[Path], None]) -> Path:
-        """Call `write(folder)` on an empty folder and make what it wrote the checkpoint of `step`.
+        """Call `write(folder)` on an empty folder and commit the result as the checkpoint of `step`.
 
-        When anything fails, the half-made folder is removed, earlier checkpoints stay as they were, and the error is
-        raised; one of the file system names the config key.
+        If anything fails, the incomplete folder is removed, earlier checkpoints are unchanged, and the error is raised; file
+        system errors name the config key.
         """
         final = self.root / f"global_step_{step}"
         staging = self._hidden("staging", final)
@@ -140,23 +141,21 @@ class CheckpointStore:
         self._prune(final)
         return final
 
-    def find(
-        self, resume_mode: Literal["auto", "disable", "resume_path"], resume_from_path: str | None = None
-    ) -> tuple[int, Path] | None:
-        """The step and folder to go on from, verified; None to begin at step 0."""
+    def find(self, resume_mode: ResumeMode, resume_from_path: str | None = None) -> tuple[int, Path] | None:
+        """The step and verified folder to resume from; None to start at step 0."""
         if resume_mode == "disable":
             return None
         if resume_mode == "resume_path":
             return _verified_path(resume_from_path)
         if resume_mode == "auto":
             return self._find_newest()
-        raise ValueError(f"trainer.resume_mode={resume_mode}: known are auto, disable, resume_path")
+        raise ValueError(f"trainer.resume_mode={resume_mode}: must be one of {', '.join(get_args(ResumeMode))}")
 
     def clean_stale(self) -> None:
-        """Remove what dead processes left half done, and put back a checkpoint that one had moved aside.
+        """Remove incomplete folders of dead processes, and restore a checkpoint that one was replacing.
 
-        Folders of another process that is alive on this host stay. This process's own count as left over, because in a
-        container a restarted run often has the process id of the one before: call this before the first save.
+        Folders of other live processes on this host are kept. Those with this process's id count as stale, because in a
+        container a restarted run often has the same process id: call this before the first save.
         """
         if not self.root.is_dir():
             return
@@ -168,17 +167,17 @@ class CheckpointStore:
             if pid != os.getpid() and _is_alive(pid):
                 continue
             if kind == "replaced" and not (self.root / name).exists():
-                logger.warning("%s: the run died while replacing %s; putting the earlier one back", self.root, name)
+                logger.warning("%s: the run died while replacing %s; restoring the previous one", self.root, name)
                 path.rename(self.root / name)
             else:
-                logger.info("removing %s, left by process %d", path, pid)
+                logger.info("removing %s, left behind by process %d", path, pid)
                 _remove(path)
 
     def _hidden(self, kind: str, final: Path) -> Path:
         return self.root / f".{kind}-{final.name}-{os.getpid()}"
 
     def _seal(self, staging: Path, step: int) -> None:
-        """Sync what was written, then write the manifest that vouches for it."""
+        """Sync the files, then write the manifest."""
         fsync_tree(staging)
         paths = sorted(path for path in staging.rglob("*") if path.is_file())
         checksums = _checksums(paths)
@@ -201,7 +200,7 @@ class CheckpointStore:
         _remove(replaced)
 
     def _by_age(self) -> list[tuple[int, int, Path]]:
-        """(sequence, step, folder) of every `global_step_N`, oldest save first; without a manifest, sequence is -1."""
+        """(sequence, step, folder) of every `global_step_N`, oldest save first; sequence is -1 without a manifest."""
         found = []
         for folder in self.root.iterdir() if self.root.is_dir() else ():
             match = _STEP_FOLDER.fullmatch(folder.name)
@@ -215,7 +214,7 @@ class CheckpointStore:
         return sorted(found)
 
     def _prune(self, written: Path) -> None:
-        """Remove the oldest saves beyond `keep`; folders without a readable manifest are not ours to remove."""
+        """Remove the oldest saves beyond `keep`; folders without a readable manifest are never removed."""
         if self.keep is None:
             return
         others = [folder for sequence, _, folder in self._by_age() if sequence >= 0 and folder != written]
@@ -226,13 +225,15 @@ class CheckpointStore:
                 os.rename(folder, pruned)
                 _remove(pruned)
             except OSError as error:
-                logger.warning("cannot remove the old checkpoint %s: %s", folder, error)
+                logger.warning("cannot remove old checkpoint %s: %s", folder, error)
 
     def _find_newest(self) -> tuple[int, Path] | None:
         tracked = self._tracked_step()
         damaged = []
         newest_first = self._by_age()[::-1]
-        without_manifest_first = sorted(newest_first, key=lambda entry: entry[0] >= 0)  # so that all of them are named
+        without_manifest_first = sorted(
+            newest_first, key=lambda entry: entry[0] >= 0
+        )  # so that all of them are reported
         for _, step, folder in without_manifest_first:
             try:
                 verify(folder)
@@ -242,8 +243,8 @@ class CheckpointStore:
                 continue
             if tracked is not None and tracked != step:
                 logger.warning(
-                    "%s names step %d, but the newest complete checkpoint is %s; going on from that one. To choose "
-                    "another, set trainer.resume_mode=resume_path and trainer.resume_from_path",
+                    "%s says step %d, but the newest complete checkpoint is %s; resuming from that one. To choose another, set "
+                    "trainer.resume_mode=resume_path and trainer.resume_from_path",
                     self.root / TRACKER,
                     tracked,
                     folder,
@@ -251,11 +252,13 @@ class CheckpointStore:
             return step, folder
         if damaged:
             raise ValueError(
-                f"{ROOT_KEY}={self.root}: every checkpoint there is damaged: {'; '.join(damaged)}. "
-                "Set trainer.resume_mode=disable to begin at step 0"
+                f"{ROOT_KEY}={self.root}: all checkpoints are damaged: {'; '.join(damaged)}. "
+                "Set trainer.resume_mode=disable to start at step 0"
             )
         if tracked is not None:
-            logger.warning("%s names step %d, but no checkpoint is there; beginning at 0", self.root / TRACKER, tracked)
+            logger.warning(
+                "%s says step %d, but there is no checkpoint; starting at step 0", self.root / TRACKER, tracked
+            )
         return None
 
     def _tracked_step(self) -> int | None:
@@ -265,9 +268,9 @@ class CheckpointStore:
             return None
 
     def _explain(self, error: Exception, final: Path) -> OSError | None:
-        """`error` in the user's terms, or None where it is not the file system's.
+        """`error` as an OSError that names the config key, or None if it is not a file system error.
 
-        Writers in compiled code report a full disk as an error of their own kind, so the free space is asked too.
+        Compiled writers report a full disk as other exceptions, so the free space is checked too.
         """
         code = error.errno if isinstance(error, OSError) else None
         if code is None:
@@ -278,21 +281,21 @@ class CheckpointStore:
             if free >= _FULL_BELOW_BYTES:
                 return None
             code = errno.ENOSPC
-        fix = "free some space there or set it to another folder"
+        fix = "free some space or set another folder"
         if code in (errno.EACCES, errno.EPERM, errno.EROFS):
-            fix = "make it writable or set it to another folder"
+            fix = "make it writable or set another folder"
         return OSError(code, f"cannot save {final.name} in {ROOT_KEY}={self.root}: {os.strerror(code)}; {fix}")
 
 
 class RunLock:
-    """At most one live run per folder, by a lock that the system lets go when the process ends, however it ends."""
+    """At most one live run per folder, by a file lock that the OS releases when the process ends."""
 
     def __init__(self, root: Path) -> None:
         self.root = Path(root).expanduser().absolute()
         self._descriptor: int | None = None
 
     def acquire(self) -> None:
-        """Take the folder; ValueError that names the process which has it."""
+        """Lock the folder; ValueError with the owning process if it is locked."""
         ensure_writable(self.root, ROOT_KEY)
         descriptor = os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -302,10 +305,14 @@ class RunLock:
             os.close(descriptor)
             raise ValueError(
                 f"{ROOT_KEY}={self.root} is in use by a live run ({owner}); wait for it, stop it, or set {ROOT_KEY} "
-                "or trainer.experiment_name to something else"
+                "or trainer.experiment_name to another value"
             ) from None
         except OSError as error:
-            logger.warning("%s: this file system has no locks (%s); start no second run here", self.root, error)
+            logger.warning(
+                "%s: the file system does not support locks (%s); do not start a second run in this folder",
+                self.root,
+                error,
+            )
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         self._descriptor = descriptor
@@ -327,12 +334,12 @@ class RunLock:
 
 
 def _close_in_forked_children(lock: RunLock) -> None:
-    """A forked child shares the lock; without this an orphan would hold the folder after the run was killed."""
+    """Release the lock in forked children: an orphan would otherwise hold it after the run was killed."""
     reference = weakref.ref(lock)
 
     def close() -> None:
-        if (held := reference()) is not None:
-            held.release()
+        if (inherited := reference()) is not None:
+            inherited.release()
 
     os.register_at_fork(after_in_child=close)
 
@@ -340,11 +347,11 @@ def _close_in_forked_children(lock: RunLock) -> None:
 def _verified_path(resume_from_path: str | None) -> tuple[int, Path]:
     key = "trainer.resume_from_path"
     if not resume_from_path:
-        raise ValueError(f"trainer.resume_mode=resume_path needs {key}, the global_step_N folder to go on from")
+        raise ValueError(f"trainer.resume_mode=resume_path needs {key}, the global_step_N folder to resume from")
     folder = Path(resume_from_path).expanduser().absolute()
     match = _STEP_FOLDER.fullmatch(folder.name)
     if match is None:
-        raise ValueError(f"{key}={resume_from_path} is not a checkpoint; its last part must be global_step_N")
+        raise ValueError(f"{key}={resume_from_path} is not a checkpoint; the folder name must be global_step_N")
     if not folder.is_dir():
         raise ValueError(f"{key}={resume_from_path}: no such folder")
     try:

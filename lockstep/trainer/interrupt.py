@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM ask for a stop after the current step; a second Ctrl-C stops at once."""
+"""Ctrl-C and SIGTERM request a stop after the current step; a second Ctrl-C stops immediately."""
 
 import logging
 import signal
@@ -10,11 +10,11 @@ logger = logging.getLogger(__name__)
 
 
 class StopRequested(Exception):
-    """The user wants no more, in the middle of a step."""
+    """Stop requested mid-step."""
 
 
 class Interrupt:
-    """While entered, notes a request to stop instead of raising. Only the main thread can catch signals; elsewhere it is inert."""
+    """Context manager that records stop requests instead of raising. No-op outside the main thread, which alone gets signals."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -23,15 +23,15 @@ class Interrupt:
     def __enter__(self) -> "Interrupt":
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._note)
+                self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, *exc: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        logger.warning("stopping after this step (a training step is saved first); press Ctrl-C again to stop at once")
+        logger.warning("stopping after this step and saving a checkpoint; press Ctrl-C again to stop immediately")

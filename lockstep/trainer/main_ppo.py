@@ -1,6 +1,6 @@
 """Train with reinforcement learning: `python -m lockstep.trainer.main_ppo key=value …`, or `lockstep ppo key=value …`.
 
-The config is checked before anything heavy is imported, so that a wrong key is told at once.
+The config is checked before torch is imported, so that errors in it are reported immediately.
 """
 
 import logging
@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from lockstep.config.commandline import config_from_command_line
 from lockstep.config.placement import controller_of
 from lockstep.config.ppo import PPOConfig
-from lockstep.kernels.wake import wake_device
-from lockstep.utils.bytecode import uncompiled
+from lockstep.kernels.gpu_warmup import start_gpu_warmup
 
 if TYPE_CHECKING:
     from lockstep.trainer.ppo.task_runner import TaskRunner
@@ -24,11 +23,10 @@ def run_ppo(config: PPOConfig, task_runner_class: "type[TaskRunner] | None" = No
     if controller_of(config) == "ray":
         from lockstep.trainer.ray_runner import run_on_ray
 
-        logger.info("joining Ray, or starting it here")
+        logger.info("connecting to Ray, or starting it on this machine")
         return run_on_ray(config, task_runner_class)
-    note = "; they have no bytecode, which takes seconds (see `lockstep doctor`)" if uncompiled() else ""
-    logger.info("loading torch and transformers%s", note)
-    wake_device(config.trainer.device)
+    logger.info("loading torch and transformers")
+    start_gpu_warmup(config.trainer.device)
     from lockstep.trainer.ppo.task_runner import TaskRunner
 
     return (task_runner_class or TaskRunner)().run(config)

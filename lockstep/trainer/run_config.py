@@ -1,4 +1,4 @@
-"""The configuration that a run leaves in its folder, and what it tells about the next run there."""
+"""The config saved in a run's folder, and the check that a resumed run belongs to it."""
 
 from pathlib import Path
 
@@ -9,15 +9,15 @@ from lockstep.config.schema import get_in, to_plain
 
 FILE = "config.yaml"
 IDENTITY = ("algorithm.adv_estimator", "actor_rollout_ref.model.path", "critic.enable", "data.train_files")
-"""Keys whose change makes another experiment of a run."""
+"""Keys that identify an experiment."""
 
 
 def write_run_config(run_dir: Path, config: PPOConfig) -> None:
     (run_dir / FILE).write_text(yaml.safe_dump(to_plain(config), sort_keys=False))
 
 
-def refuse_another_run(run_dir: Path, config: PPOConfig) -> None:
-    """ValueError where the folder's checkpoints belong to another experiment than `config` describes."""
+def check_same_experiment(run_dir: Path, config: PPOConfig) -> None:
+    """ValueError if the folder's checkpoints belong to another experiment than `config`."""
     path = run_dir / FILE
     if not path.is_file():
         return
@@ -29,7 +29,7 @@ def refuse_another_run(run_dir: Path, config: PPOConfig) -> None:
     ]
     if changed:
         raise ValueError(
-            f"trainer.default_local_dir={run_dir} holds the checkpoints of another experiment: {'; '.join(changed)}. "
-            "Set another trainer.default_local_dir; or trainer.resume_mode=disable to start anew here; or "
-            "trainer.resume_mode=resume_path with trainer.resume_from_path to go on from its weights on purpose"
+            f"trainer.default_local_dir={run_dir} has checkpoints of another experiment: {'; '.join(changed)}. "
+            "Set another trainer.default_local_dir; or trainer.resume_mode=disable to start from scratch; or "
+            "trainer.resume_mode=resume_path with trainer.resume_from_path to continue from its weights"
         )

@@ -1,20 +1,54 @@
-"""The error of a broken invariant, and the distance between the rollout's log-probs and the trainer's."""
+"""AuditError, and the gap between the rollout's log-probs and the trainer's with the bound on it."""
 
 import torch
 from torch import Tensor
 
 from lockstep.utils.device import HostCopy
 
-MAX_LOG_PROB_GAP = 0.5
-"""Mean |log p_rollout - log p_trainer| above which the two cannot be the same policy."""
+GAP_METRIC = "training/rollout_log_probs_gap"
 
 
 class AuditError(RuntimeError):
     """A step broke an invariant; the message names it."""
 
 
+class GapBound:
+    """The largest mean |log p_rollout - log p_trainer| that a run allows; it lives as long as the run.
+
+    The first step's gap is what the two forwards differ by on this model. It must stay below a cap, and later gaps below a
+    multiple of it. A floor keeps a first gap of nearly zero from being held against later batches.
+    dtype: the compute type.
+    """
+
+    MULTIPLE = 4.0
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        # With the same weights float32 forwards differ by 1e-6 to 1e-4 per token (TF32: 1e-3), bfloat16 and float16 by 1e-3 to
+        # 3e-2. A wrong temperature or unrelated weights differ by 0.1 and more.
+        self.floor, self.cap = (1e-3, 0.01) if dtype == torch.float32 else (0.03, 0.1)
+        self.bound: float | None = None
+
+    def check(self, metrics: dict[str, float]) -> None:
+        """AuditError if the gap in the metrics of a `RolloutGap` exceeds the bound. No-op on a batch without tokens."""
+        if GAP_METRIC not in metrics:
+            return
+        gap = metrics[GAP_METRIC]
+        bound = self.cap if self.bound is None else self.bound
+        if not gap <= bound:
+            raise AuditError(
+                f"the rollout's log-probs differ from the trainer's by {gap:.4f} per token on average; the bound for "
+                f"{str(self.dtype).removeprefix('torch.')} is {bound:.4f}"
+                f"{' at the first step' if self.bound is None else ''}. Likely causes: the rollout's weights are not in sync, "
+                "a different temperature, or a model whose rollout and training forwards differ. If the difference is "
+                "expected, set algorithm.rollout_correction.rollout_is or rollout_rs: then it is corrected and only reported"
+            )
+        if self.bound is None:
+            self.bound = max(self.floor, self.MULTIPLE * gap)
+
+
 class RolloutGap:
-    """How far the rollout's probabilities are from the trainer's, gathered over parts of a batch."""
+    """Distance between the rollout's probabilities and the trainer's, summed over parts of a batch."""
 
     def __init__(self) -> None:
         self._sums: list[HostCopy] = []
@@ -31,14 +65,14 @@ class RolloutGap:
         self._largest.append(HostCopy(difference.max()))
 
     def sums(self) -> list[float]:
-        """What `metrics` takes, added over all parts; to be added over ranks too where each has parts of its own."""
+        """The arguments of `metrics`, summed over this rank's parts; sum them over ranks as well."""
         if not self._sums:
             return [0.0] * 4
         values: list[float] = torch.stack([part.read() for part in self._sums]).double().sum(0).tolist()
         return values
 
     def metrics(self, count: float, distance: float, difference: float, squares: float) -> dict[str, float]:
-        """From the sums over everything; the largest difference is of this rank's parts. Empty where there was no token."""
+        """From the sums over all ranks; the largest difference is this rank's. Empty if there was no token."""
         if not count:
             return {}
         mean = difference / count
@@ -48,15 +82,5 @@ class RolloutGap:
             "training/rollout_probs_diff_max": max((float(part.read()) for part in self._largest), default=0.0),
             "training/rollout_probs_diff_mean": mean,
             "training/rollout_probs_diff_std": max(variance, 0.0) ** 0.5,
-            "training/rollout_log_probs_gap": distance / count,
+            GAP_METRIC: distance / count,
         }
-
-
-def check_gap(metrics: dict[str, float]) -> None:
-    """AuditError where the metrics of a `RolloutGap` say that rollout and trainer are of different policies."""
-    gap = metrics.get("training/rollout_log_probs_gap", 0.0)
-    if not gap <= MAX_LOG_PROB_GAP:
-        raise AuditError(
-            f"the rollout's log-probs differ from the trainer's by {gap:.3f} a token on average: the rollout does not "
-            "run the trainer's weights, or scores another distribution (temperature)"
-        )

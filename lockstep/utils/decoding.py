@@ -1,23 +1,23 @@
-"""Tokens to texts."""
+"""Decode token ids to text."""
 
 from typing import Any
 
 
 def decode_all(tokenizer: Any, rows: list[list[int]]) -> list[str]:
-    """The text of each row without special tokens, as `tokenizer.batch_decode` gives it.
+    """The text of each row without special tokens, equal to `tokenizer.batch_decode`.
 
-    Where that would look at every token in Python and then ask the library below it, the library is asked at once.
+    Calls the Rust tokenizer directly if `batch_decode` is not overridden, to avoid a Python loop over tokens.
     """
-    from transformers import PreTrainedTokenizerFast as Usual
+    from transformers import PreTrainedTokenizerFast as Fast
 
-    kind: Any = type(tokenizer)
-    is_usual = (
-        isinstance(tokenizer, Usual)
-        and kind._decode is Usual._decode
-        and kind.decode is Usual.decode
-        and kind.batch_decode is Usual.batch_decode
+    cls: Any = type(tokenizer)
+    is_plain_fast = (
+        isinstance(tokenizer, Fast)
+        and cls._decode is Fast._decode
+        and cls.decode is Fast.decode
+        and cls.batch_decode is Fast.batch_decode
         and not tokenizer.clean_up_tokenization_spaces
     )
-    decode = tokenizer.backend_tokenizer.decode_batch if is_usual else tokenizer.batch_decode
+    decode = tokenizer.backend_tokenizer.decode_batch if is_plain_fast else tokenizer.batch_decode
     texts: list[str] = decode(rows, skip_special_tokens=True)
     return texts

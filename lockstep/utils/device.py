@@ -1,4 +1,4 @@
-"""Where to compute, and the memory there."""
+"""Devices: choice, transfers and memory."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,21 +10,21 @@ from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on the device; to CUDA without waiting for what runs there."""
+    """Move a tensor to the device; to CUDA without synchronising."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
 def background(device: torch.device) -> ThreadPoolExecutor:
-    """Threads that launch where the calling one does; a CPU has no more than one, which works behind the calling one."""
+    """A thread pool that launches on the caller's CUDA stream; on CPU a single thread."""
     if device.type != "cuda":
         return ThreadPoolExecutor(1)
     return ThreadPoolExecutor(initializer=torch.cuda.set_stream, initargs=(torch.cuda.current_stream(device),))
 
 
 class HostCopy:
-    """Values on their way to the host: reading them waits for what was launched before the copy, not for what came after."""
+    """An asynchronous copy to the host; `read` waits only for work launched before the copy."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._values = tensor.detach()
@@ -42,16 +42,16 @@ class HostCopy:
 
 
 def resolve_device(name: str) -> str:
-    """`auto` is cuda where there is a GPU and cpu elsewhere; asking for a GPU that is not there is an error."""
+    """`auto` is cuda if there is a GPU, else cpu; asking for a missing GPU is an error."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("trainer.device=cuda: no CUDA device is visible here; set trainer.device=cpu or auto")
+        raise ValueError("trainer.device=cuda: no CUDA device is visible; set trainer.device=cpu or auto")
     return name
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that may still be allocated on a CUDA device: free ones and those that torch keeps, but not those kept for graphs."""
+    """Bytes that can still be allocated on a CUDA device: free, or cached by torch outside of CUDA-graph pools."""
     free, _ = torch.cuda.mem_get_info(device)
     index = torch.cuda.current_device() if device.index is None else device.index
     segments = (s for s in torch.cuda.memory_snapshot() if s["device"] == index and s["segment_pool_id"] == (0, 0))
@@ -60,12 +60,12 @@ def free_memory(device: torch.device) -> int:
 
 @cache
 def memory_peaks(device: torch.device) -> "MemoryPeaks":
-    """Those of this process, whose workers share the device's counters."""
+    """The peaks of this process; its workers share the device's counters."""
     return MemoryPeaks(device)
 
 
 class MemoryPeaks:
-    """The most memory that this process takes on a CUDA device, in all and in each phase of a step."""
+    """Peak CUDA memory of this process, overall and per phase of a step."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -74,7 +74,7 @@ class MemoryPeaks:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure what runs inside; phases do not overlap."""
+        """Measure the block; phases must not overlap."""
         if self._device.type != "cuda":
             yield
             return
@@ -85,7 +85,7 @@ class MemoryPeaks:
         self._phases[name] = torch.cuda.max_memory_allocated(self._device) / 2**30
 
     def metrics(self) -> dict[str, float]:
-        """Peaks since the process began, and of the last run of each phase. Nothing off CUDA."""
+        """Peaks since the process started, and of the last run of each phase; empty on CPU."""
         if self._device.type != "cuda":
             return {}
         self._note()

@@ -1,7 +1,7 @@
 """The process group that all roles of a process share, and meshes over its ranks.
 
-MASTER_ADDR and MASTER_PORT stand in the environment; rank and world size come from whoever placed the process. On CUDA a group
-has two backends, so that numbers on the host are exchanged without waiting for the device.
+MASTER_ADDR and MASTER_PORT come from the environment, rank and world size from the caller. On CUDA a group has two backends,
+so that host tensors are exchanged without synchronising with the device.
 """
 
 import atexit
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
 def join_process_group(rank: int, world_size: int, device: torch.device, timeout_s: float) -> None:
-    """Join the group of all `world_size` processes, to be left at exit; a process that is alone or has joined has nothing to do.
+    """Join the group of all `world_size` processes; no-op for a single process or if it has already joined.
 
     timeout_s: how long a rank waits for the others, here and in every collective.
     """
@@ -23,8 +23,8 @@ def join_process_group(rank: int, world_size: int, device: torch.device, timeout
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
             raise RuntimeError(
-                f"rank {rank} of {world_size} cannot join: this process is rank {dist.get_rank()} of "
-                f"{dist.get_world_size()} already, and roles that share a process share its process group"
+                f"rank {rank} of {world_size} cannot join: this process is already rank {dist.get_rank()} of "
+                f"{dist.get_world_size()}, and roles that share a process share its process group"
             )
         return
     if device.type == "cuda" and device.index is not None:
@@ -34,8 +34,8 @@ def join_process_group(rank: int, world_size: int, device: torch.device, timeout
     atexit.register(leave_process_group)
 
 
-def found_lone_group(device: torch.device) -> None:
-    """A group of this process alone, where it has none: what is built on meshes then works at world size 1 too."""
+def init_single_process_group(device: torch.device) -> None:
+    """Create a group of this process alone if it has none, so that meshes also work at world size 1."""
     if not dist.is_initialized():
         dist.init_process_group(_backends(device), store=dist.HashStore(), rank=0, world_size=1)
         atexit.register(leave_process_group)
@@ -48,7 +48,7 @@ def leave_process_group() -> None:
 
 
 def current_rank() -> int:
-    """This process's rank, 0 where it has joined no group."""
+    """This process's rank; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -56,10 +56,19 @@ def current_world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def mesh_of(device: torch.device, size: int) -> DeviceMesh:
-    """All ranks, in groups of `size` that follow each other: dimension `inner`; ranks of equal place in them: `outer`.
+def least_of_ranks(number: int) -> int:
+    """The smallest `number` of all ranks; collective."""
+    if current_world_size() == 1:
+        return number
+    least = torch.tensor(number)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return int(least)
 
-    Where one group holds all ranks, the mesh has the dimension `inner` alone.
+
+def get_mesh(device: torch.device, size: int) -> DeviceMesh:
+    """All ranks as (outer, inner), with `size` consecutive ranks in `inner`.
+
+    If `size` is the world size, the mesh has only the dimension `inner`.
     """
     return _mesh(device.type, dist.get_world_size(), size)
 

@@ -1,4 +1,4 @@
-"""Files that survive a crash: written beside, synced to disk, then renamed into place."""
+"""Crash-safe files: written to a temporary file, synced to disk, then renamed into place."""
 
 import hashlib
 import json
@@ -12,9 +12,9 @@ from typing import Any, BinaryIO
 
 @contextmanager
 def atomic_writer(path: Path | str) -> Iterator[BinaryIO]:
-    """A binary file that becomes `path` when the block ends, and leaves nothing behind when the block raises.
+    """A binary file that replaces `path` when the block ends; removed if the block raises.
 
-    A reader sees the old content or the new, never a part; after the block the new content survives a power cut.
+    Readers see the old content or the new, never a part; after the block the new content survives a power failure.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
@@ -40,12 +40,12 @@ def atomic_write_text(path: Path | str, text: str) -> None:
 
 
 def atomic_write_json(path: Path | str, value: Any) -> None:
-    """`value` as indented JSON; NaN and infinity are refused, because other readers of JSON refuse them."""
+    """Write `value` as indented JSON; NaN and infinity are errors, since strict JSON readers reject them."""
     atomic_write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def fsync_path(path: Path | str) -> None:
-    """Force one file's content, or one folder's entries, to disk."""
+    """Flush one file's content, or one folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -54,7 +54,7 @@ def fsync_path(path: Path | str) -> None:
 
 
 def fsync_tree(folder: Path | str) -> None:
-    """Force every file and folder under `folder`, and `folder` itself, to disk; symbolic links are not followed."""
+    """Flush `folder` and everything under it to disk; symbolic links are not followed."""
     for parent, _, names in os.walk(folder, topdown=False):
         for name in names:
             path = os.path.join(parent, name)
@@ -64,13 +64,13 @@ def fsync_tree(folder: Path | str) -> None:
 
 
 def sha256(path: Path | str) -> str:
-    """The file's SHA-256 in hexadecimal, read in pieces."""
+    """The file's SHA-256 in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def ensure_writable(folder: Path | str, key: str) -> Path:
-    """Make `folder` and prove that a file can be written there. key: the config key that named it, for the message."""
+    """Create `folder` and check that it is writable. key: its config key, for the error message."""
     path = Path(folder).expanduser()
     probe = path / f".writable-{os.getpid()}-{secrets.token_hex(4)}"
     try:

@@ -1,4 +1,4 @@
-"""Statistics over groups of rows, such as the samples of one prompt, for any order and any size of groups."""
+"""Statistics over groups of rows, such as the samples of one prompt; groups may have any order and size."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,10 +24,9 @@ def group_sum(values: Tensor, ids_B: Tensor) -> Tensor:
 def group_mean_std(
     scores: Tensor, gidx: Tensor, eps: float = 1e-6, device: torch.device | str | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, unbiased standard deviation and size of each group, all (G,); a variance below `eps` is taken as `eps`.
+    """Mean, unbiased standard deviation and size of each group, all (G,); the variance is at least `eps`.
 
-    scores (B,), gidx (B,) the group of each row. A group of one has nothing to be compared with: its mean is 0 and its
-    deviation 1, so that (s - mean) / std = s.
+    scores (B,), gidx (B,) the group of each row. A group of one gets mean 0 and std 1, so that (s - mean) / std = s.
     """
     scores = scores.to(device) if device is not None else scores
     gidx = gidx.to(scores.device)
@@ -35,5 +34,5 @@ def group_mean_std(
     mean_G = sum_G / count_G
     square_G = group_sum((scores - mean_G[gidx]) ** 2, gidx)
     std_G = torch.sqrt((square_G / (count_G - 1).clamp(min=1)).clamp(min=eps))
-    alone_G = count_G == 1
-    return mean_G.masked_fill(alone_G, 0.0), std_G.masked_fill(alone_G, 1.0), count_G
+    single_G = count_G == 1
+    return mean_G.masked_fill(single_G, 0.0), std_G.masked_fill(single_G, 1.0), count_G

@@ -1,8 +1,7 @@
-"""Sums, means, variances and whitening over the positions a mask selects, and the mask of a response.
+"""Masked sum, mean, variance and whitening, and the response mask.
 
-A mask is 0/1 of any dtype (bool, int64, float32) and broadcasts against the values. What stands at a masked position
-never reaches a result of sum, mean or variance, not even as NaN or infinity; in the gradient such positions get
-exactly 0.
+A mask is 0/1 of any dtype (bool, int64, float32) and broadcasts against the values. Values at masked positions never
+affect a sum, mean or variance, even if NaN or infinite; their gradient is exactly 0.
 """
 
 from collections.abc import Sequence
@@ -14,12 +13,12 @@ Axis = int | tuple[int, ...] | None
 
 
 def masked_sum(values: Tensor, mask: Tensor, axis: Axis = None) -> Tensor:
-    """Sum over the positions where `mask` is 1; an empty mask gives 0."""
+    """Sum over the positions where `mask` is 1; 0 for an empty mask."""
     return torch.where(mask.bool(), values, 0.0).sum(dim=axis)
 
 
 def masked_mean(values: Tensor, mask: Tensor, axis: Axis = None) -> Tensor:
-    """Mean over the positions where `mask` is 1; an empty mask (or an empty row, with `axis`) gives 0."""
+    """Mean over the positions where `mask` is 1; 0 for an empty mask (or an empty row, with `axis`)."""
     count = mask.bool().expand_as(values).sum(dim=axis)
     return masked_sum(values, mask, axis) / count.clamp(min=1)
 
@@ -27,7 +26,7 @@ def masked_mean(values: Tensor, mask: Tensor, axis: Axis = None) -> Tensor:
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
     """Variance over the positions where `mask` is 1.
 
-    Unbiased (divided by n - 1) needs two positions at least; the biased variance of none or one is 0.
+    Unbiased (divided by n - 1) needs at least two positions; the biased variance of zero or one position is 0.
     """
     count = mask.bool().expand_as(values).sum()
     deviation = values - masked_mean(values, mask)
@@ -39,9 +38,9 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
 
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """Values scaled to unit variance and, with `shift_mean`, moved to mean 0, both taken over the mask.
+    """Values scaled to unit variance and, with `shift_mean`, shifted to mean 0, both over the mask.
 
-    Masked positions are transformed like the others: multiply by the mask where they must stay 0. Needs two positions.
+    Masked positions are transformed too: multiply by the mask if they must stay 0. Needs at least two positions.
     """
     mean = masked_mean(values, mask)
     whitened = (values - mean) * torch.rsqrt(masked_var(values, mask) + 1e-8)
@@ -51,7 +50,7 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
 def get_response_mask(
     response_id: Tensor, eos_token: int | Sequence[int] = 2, dtype: torch.dtype = torch.int64
 ) -> Tensor:
-    """1 up to a row's first end-of-sequence token and at it, 0 after; all 1 in a row without one. Shapes (B, R)."""
+    """1 up to and including a row's first EOS token, 0 after; all 1 in a row without EOS. Shapes (B, R)."""
     ends = torch.as_tensor(eos_token, device=response_id.device)
     is_end = torch.isin(response_id, ends).long()
     return (is_end.cumsum(dim=-1) - is_end == 0).to(dtype)

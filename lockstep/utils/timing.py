@@ -1,4 +1,4 @@
-"""Wall-clock time of the parts of a step, gathered in a plain dict."""
+"""Wall-clock time of the phases of a step, collected in a dict."""
 
 import time
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def marked_timer(name: str, timing_raw: dict[str, float]) -> Iterator[None]:
-    """Add the seconds that the block takes to `timing_raw[name]`, also when the block raises."""
+    """Add the block's duration in seconds to `timing_raw[name]`, even if it raises."""
     start = time.perf_counter()
     try:
         yield

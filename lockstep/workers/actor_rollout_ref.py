@@ -1,30 +1,28 @@
-"""Actor, rollout and reference: the policy in one worker, in the parts that its role names.
+"""Actor, rollout and reference policy: one worker class, whose role says which of them it is.
 
-role actor_rollout       trains, and generates with the very weights it trains
-role actor, rollout      one of the two, in processes of its own; the rollout's weights are handed over after each update
-role ref                 a frozen copy that only computes log-probs
-role actor_rollout_ref   all of it
+role actor_rollout       trains, and generates with the same weights
+role actor, rollout      one of the two, in separate processes; weights are sent to the rollout after each update
+role ref                 a frozen copy for reference log-probs
+role actor_rollout_ref   all three
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import cast
+from contextlib import nullcontext
 
 import torch
 
 from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig
 from lockstep.config.model import FSDPEngineConfig, sequence_parallel_size
-from lockstep.engines.rollout.base import create_rollout_engine
+from lockstep.engines.rollout.base import create_rollout_engine, longest_sequence
 from lockstep.engines.train.fsdp import FsdpEngine
 from lockstep.models.export import save_policy
 from lockstep.models.loading import load_causal_lm, model_folder, resolve_dtype
+from lockstep.models.shared_weights import rollout_module
 from lockstep.models.token_models import PolicyModel
 from lockstep.models.tokenizer import eos_token_ids, hf_tokenizer
-from lockstep.models.twin import make_twin, release, share
 from lockstep.protocol import DataProto, drop_marked
 from lockstep.protocol.keys import require
 from lockstep.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from lockstep.utils.audit import RolloutGap, check_gap
+from lockstep.utils.audit import GapBound, RolloutGap
 from lockstep.utils.device import memory_peaks
 from lockstep.utils.distributed import join_process_group
 from lockstep.workers.losses import actor_loss_fn
@@ -64,6 +62,7 @@ class ActorRolloutRefWorker(WeightHandOver):
         if self.is_actor:
             sp = sequence_parallel_size(config.actor)
             self.actor = self._engine(self.policy, config.actor.fsdp_config, sp, trained=True)
+            self.gap_bound = GapBound(resolve_dtype(config.actor.fsdp_config.dtype, self.device))
             self._register_dispatch_collect_info("actor", self.actor.dp_rank, self.actor.sp_rank == 0)
         if self.is_rollout:
             self.rollout = create_rollout_engine(
@@ -71,8 +70,7 @@ class ActorRolloutRefWorker(WeightHandOver):
                 eos_token_ids=eos_token_ids(self.tokenizer, folder),
                 pad_token_id=self.tokenizer.pad_token_id,
             )
-            self.generator = make_twin(self.policy.model) if self.is_actor else self.policy.model
-            self._generator_shares = False
+            self.generator = rollout_module(self.policy.model) if self.is_actor else self.policy.model
             self.rollout.bind(self.generator)
         if self.is_ref:
             policy, sp = self._load(config.ref.fsdp_config, trained=False), sequence_parallel_size(config.ref)
@@ -80,9 +78,10 @@ class ActorRolloutRefWorker(WeightHandOver):
             self._register_dispatch_collect_info("ref", self.ref.dp_rank, self.ref.sp_rank == 0)
 
     def _load(self, fsdp: FSDPEngineConfig, *, trained: bool) -> PolicyModel:
-        """Master weights for a model that is trained, the compute type for one that only computes."""
+        """In the master dtype if it is trained, else in the compute dtype."""
         dtype = resolve_dtype(fsdp.model_dtype if trained else fsdp.dtype, self.device)
-        return PolicyModel(load_causal_lm(self.config.model, _KEY, dtype, self.device))
+        longest = longest_sequence(self.config.rollout)
+        return PolicyModel(load_causal_lm(self.config.model, _KEY, dtype, self.device, longest))
 
     def _engine(self, policy: PolicyModel, fsdp: FSDPEngineConfig, sp: int, *, trained: bool) -> FsdpEngine:
         model, actor = self.config.model, self.config.actor
@@ -105,32 +104,17 @@ class ActorRolloutRefWorker(WeightHandOver):
         validate, greedy = prompts.meta_info["validate"], prompts.meta_info["greedy"]
         sampling = sampling_params(self.config.rollout, validate=validate, greedy=greedy)
         requests = requests_of(prompts, sampling)
-        with self.memory.phase("gen"), self._whole_weights():
+        weights = self.actor.lend_weights(self.generator) if self.is_actor else nullcontext()
+        with self.memory.phase("gen"), weights:
             self.rollout.wake()
             completions = self.rollout.generate(requests)
             if self.config.rollout.free_cache_engine:
                 self.rollout.sleep()
         return batch_of(requests, completions, self.config.rollout, self.tokenizer.pad_token_id)
 
-    @contextmanager
-    def _whole_weights(self) -> Iterator[None]:
-        """The generator has its weights for the span of the context: its own, or the actor's, gathered and not copied."""
-        if not self.is_actor:
-            yield
-            return
-        with self.actor.gathered() as policy:
-            if not self._generator_shares:
-                share(self.generator, cast(PolicyModel, policy).model)
-            try:
-                yield
-            finally:
-                self._generator_shares = self.actor.weights_stay
-                if not self._generator_shares:
-                    release(self.generator)
-
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"), blocking=False)
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """`old_log_probs` and `entropys` (and `sum_pi_squared`, if configured) under the policy as it stands."""
+        """`old_log_probs` and `entropys` (and `sum_pi_squared`, if configured) under the current policy."""
         more = {"with_entropy": True, "with_sum_pi_squared": self.config.actor.calculate_sum_pi_squared}
         with self.memory.phase("old_log_prob"):
             out = self._log_probs(self.actor, data, **more)
@@ -158,13 +142,13 @@ class ActorRolloutRefWorker(WeightHandOver):
 
     @property
     def _temperature(self) -> float:
-        """Log-probs are those of the distribution that was sampled from; greedy rollouts are scored at 1."""
+        """Of the sampled distribution, which log-probs must be of; 1 for greedy rollouts."""
         rollout = self.config.rollout
         return rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"), blocking=False)
     def update_actor(self, data: DataProto) -> DataProto:
-        """Train on a batch that `trainer.ppo.mini_batches.lay_out` made.
+        """Train on a batch laid out by `trainer.ppo.mini_batches.lay_out`.
 
         meta_info `rollout_gap`: check | report | none, what becomes of the distance between the rollout's log-probs and those of
         the policy before its first step.
@@ -188,7 +172,7 @@ class ActorRolloutRefWorker(WeightHandOver):
                 if gap is not None:
                     distance = gap.metrics(*engine.global_sum(*gap.sums()))
                     if data.meta_info["rollout_gap"] == "check":
-                        check_gap(distance)
+                        self.gap_bound.check(distance)
                     gap = None
                 metrics["actor/grad_norm"] = engine.optimizer_step()
                 means.add(metrics)

@@ -1,4 +1,4 @@
-"""The critic: values of the states before each response token, and their update."""
+"""The critic: the value of the state before each response token, and its update."""
 
 import torch
 
@@ -62,7 +62,7 @@ class CriticWorker(Worker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("critic"), blocking=False)
     def update_critic(self, data: DataProto) -> DataProto:
-        """Train on a batch that `trainer.ppo.mini_batches.lay_out` made."""
+        """Train on a batch laid out by `trainer.ppo.mini_batches.lay_out`."""
         require(data, "input_ids", "responses", "response_mask", "values", "returns", "mini_batch")
         config, engine = self.config, self.engine
         micro = micro_batching(

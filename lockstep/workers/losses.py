@@ -1,4 +1,4 @@
-"""The losses that the workers hand to their engines, put together from `algorithms`."""
+"""The loss functions that workers pass to their engines, composed from `algorithms`."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -21,12 +21,12 @@ from lockstep.workers.updates import token_share
 def actor_loss_fn(
     config: ActorConfig, info: dict[str, Any], prepared: Iterable[str] = (), gap: RolloutGap | None = None
 ) -> LossFn:
-    """Policy loss, minus the entropy bonus, plus the KL term against the reference.
+    """Policy loss, minus the entropy bonus, plus the KL to the reference.
 
-    prepared: names of the row tensors that `prepare_policy_loss` made for the loss.
-    gap: told of the rollout's log-probs beside those of the policy as it stands.
+    prepared: names of the columns from `prepare_policy_loss`.
+    gap: collects the difference between the rollout's log-probs and the current policy's.
 
-    Rows without `old_log_probs` are of an update that is the only one of its step: the policy's own are the old ones.
+    Rows have no `old_log_probs` if the update is the only one of its step: the current log-probs are the old ones then.
     """
     policy_loss = get_policy_loss_fn(policy_loss_mode(config))
     prepared = tuple(prepared)
@@ -47,7 +47,7 @@ def actor_loss_fn(
             **{name: rows[name] for name in prepared},
         )
         share = token_share(mask, info)
-        metrics = {name: share * value for name, value in token_means.items()}  # a user's loss may give plain numbers
+        metrics = {name: share * value for name, value in token_means.items()}  # a user's loss may return plain numbers
         metrics["actor/pg_loss"] = loss
         if "entropy" in outputs:
             entropy = agg_loss(outputs["entropy"], mask, config.loss_agg_mode, **info)
@@ -64,7 +64,7 @@ def actor_loss_fn(
 
 
 def critic_loss_fn(config: CriticConfig, info: dict[str, Any]) -> LossFn:
-    """Squared error of the value against the return, clipped around the rollout's value."""
+    """Squared error between values and returns, clipped around the old values."""
 
     def loss_fn(outputs: dict[str, Tensor], rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         mask = rows["response_mask"]

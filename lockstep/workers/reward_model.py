@@ -1,4 +1,4 @@
-"""The reward model: one score a sequence, at its last response token."""
+"""The reward model: one score per sequence, at its last response token."""
 
 import torch
 from tensordict import TensorDict
@@ -55,7 +55,7 @@ class RewardModelWorker(Worker):
         micro = micro_batching(
             config.micro_batch_size_per_gpu, config.use_dynamic_bsz, config.forward_max_token_len_per_gpu
         )
-        rows = data.tensors if self.policy_tokenizer is None else self._encode_anew(data, self.policy_tokenizer)
+        rows = data.tensors if self.policy_tokenizer is None else self._reencode(data, self.policy_tokenizer)
         self.engine.onload()
         score = self.engine.forward(rows, micro, at_end=True)["score"]
         self.engine.offload()
@@ -65,8 +65,8 @@ class RewardModelWorker(Worker):
         rm_scores = torch.where((place == last) & mask.any(-1, keepdim=True), score[:, None], 0.0)
         return DataProto.from_dict(tensors={"rm_scores": rm_scores})
 
-    def _encode_anew(self, data: DataProto, policy_tokenizer: PreTrainedTokenizerBase) -> TensorDict:
-        """The conversation in the reward model's own tokens and template, where its tokenizer is not the policy's."""
+    def _reencode(self, data: DataProto, policy_tokenizer: PreTrainedTokenizerBase) -> TensorDict:
+        """The conversation in the reward model's tokens and chat template, if its tokenizer is not the policy's."""
         require(data, "raw_prompt")
         sequences = []
         for prompt, response, mask in zip(

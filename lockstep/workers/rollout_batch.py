@@ -1,4 +1,4 @@
-"""Between the batch and the rollout engine: prompts become requests, completions become batch tensors.
+"""Conversion between batch and rollout engine: prompts to requests, completions to batch tensors.
 
 raw_prompt_ids, sampling_seed ──► GenerationRequest … Completion ──► prompts, responses, input_ids, attention_mask,
                                                                      position_ids, response_mask, rollout_log_probs
@@ -18,7 +18,7 @@ from lockstep.protocol import DataProto
 
 
 def sampling_params(config: RolloutConfig, *, validate: bool, greedy: bool) -> SamplingParams:
-    """The sampling of training, or that of `rollout.val_kwargs`; `greedy` overrules both."""
+    """Sampling parameters of training, or of `rollout.val_kwargs`; `greedy` overrides both."""
     source = config.val_kwargs if validate else config
     return SamplingParams(
         temperature=source.temperature if source.do_sample and not greedy else 0.0,

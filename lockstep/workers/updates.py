@@ -1,4 +1,4 @@
-"""The mini-batches of an update as the controller laid them out, and the metrics over them."""
+"""The mini-batches of an update, as laid out by the controller, and metrics over them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,16 +17,16 @@ def micro_batching(num_rows: int | None, use_dynamic_bsz: bool, max_tokens: int)
 def mini_batches(
     data: DataProto, loss_scale_factor: float | None = None
 ) -> Iterator[tuple[TensorDict, dict[str, Any]]]:
-    """This rank's rows of each mini-batch in turn, and the counts over all ranks by which its loss is divided."""
-    number, every = data.tensors["mini_batch"], data.meta_info["mini_batches"]
+    """This rank's rows of each mini-batch, and the counts over all ranks that normalize its loss."""
+    number, all_counts = data.tensors["mini_batch"], data.meta_info["mini_batches"]
     for _ in range(data.meta_info["num_repeats"]):
-        for i, counts in enumerate(every):
-            rows = data.tensors if len(every) == 1 else data.tensors[number == i]
+        for i, counts in enumerate(all_counts):
+            rows = data.tensors if len(all_counts) == 1 else data.tensors[number == i]
             yield rows, {"dp_size": 1, **counts, "loss_scale_factor": loss_scale_factor}
 
 
 def token_share(mask: Tensor, info: dict[str, Any]) -> Tensor:
-    """The part of the mini-batch's tokens in this micro-batch: what a token mean over the micro-batch weighs."""
+    """Fraction of the mini-batch's tokens in this micro-batch: the weight of a token mean over the micro-batch."""
     return mask.sum() / max(info["batch_num_tokens"], 1)
 
 

@@ -1,10 +1,11 @@
-"""The two ends of a weight hand-over, as methods of the policy's worker."""
+"""Both ends of a weight transfer between processes, as methods of the policy's worker."""
 
 from collections.abc import Generator
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig
 from lockstep.engines.rollout.base import RolloutEngine
@@ -24,18 +25,18 @@ from lockstep.workers.weight_transfer import (
 
 
 class WeightHandOver(Worker):
-    """What a worker of role actor (with `actor`) and one of role rollout (with `rollout` and `generator`) do for it."""
+    """Methods of role actor (which has `actor`) and of role rollout (which has `rollout` and `generator`)."""
 
     config: ActorRolloutRefConfig
     device: torch.device
     is_actor: bool
     actor: FsdpEngine
     rollout: RolloutEngine
-    generator: nn.Module
+    generator: PreTrainedModel
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weight_layout(self) -> Layout:
-        """Actor: what its buckets hold."""
+        """Actor: names and shapes of the tensors in each bucket."""
         megabytes = self.config.rollout.checkpoint_engine.update_weights_bucket_megabytes
         dtype = resolve_dtype(self.config.actor.fsdp_config.dtype, self.device)
         model = self.actor.model
@@ -45,12 +46,12 @@ class WeightHandOver(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def expect_weights(self, layout: Layout) -> None:
-        """Rollout: what will come."""
+        """Rollout: set the layout of the buckets to receive."""
         self._layout = layout
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def weight_bucket(self, index: int) -> np.ndarray | None:
-        """Actor: one bucket after the other, on rank 0; all ranks take part in gathering it."""
+        """Actor: the next bucket, on rank 0; all ranks gather it."""
         if index == 0:
             self._stream = self._buckets()
         flat = next(self._stream)
@@ -60,7 +61,7 @@ class WeightHandOver(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sent_fingerprint(self) -> int:
-        """Actor: of the last weights that were sent."""
+        """Actor: fingerprint of the weights sent last."""
         return self._sent
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -70,19 +71,19 @@ class WeightHandOver(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weights_fingerprint(self, version: int) -> int:
-        """Rollout: of the parameters as they are; from now on they are those of `version`."""
+        """Rollout: fingerprint of the current parameters, which become those of `version`."""
         self.rollout.policy_version = version
         return fingerprint_of(self.generator, self._layout)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def open_weight_group(self) -> tuple[str, int]:
-        """Actor: where the broadcast group meets."""
+        """Actor: address and port of the broadcast group's store."""
         self._store, address, port = open_store()
         return address, port
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def join_weight_group(self, address: str, port: int, size: int) -> None:
-        """Both: rank 0 of the actor is rank 0 of the group, the rollout's ranks follow."""
+        """Both: the actor's rank 0 is rank 0 of the group, the rollout's ranks follow."""
         if self.is_actor and self.rank > 0:
             return
         place = 0 if self.is_actor else self.rank + 1
@@ -98,14 +99,14 @@ class WeightHandOver(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def receive_weights(self, version: int) -> int:
-        """Rollout: take what `send_weights` broadcasts; returns the fingerprint of the parameters."""
+        """Rollout: receive what `send_weights` broadcasts; returns the fingerprint of the parameters."""
         for index, bucket in enumerate(self._layout):
             self._take(self._group.receive(sum(entry.num_bytes for entry in bucket)), index)
         self.rollout.policy_version = version
         return fingerprint_of(self.generator, self._layout)
 
     def _buckets(self) -> Generator[Tensor]:
-        """The actor's buckets, their fingerprint summed up in passing."""
+        """The actor's buckets; sums up their fingerprint."""
         self._sent = 0
         for flat in pack_buckets(self.actor.weights(), self._layout):
             self._sent += fingerprint(flat)

@@ -1,6 +1,6 @@
-"""Weights on their way from an actor to a rollout in other processes: a stream of flat buckets of named tensors.
+"""Weight transfer from an actor to a rollout in other processes, as flat buckets of named tensors.
 
-    actor: parameters, whole and in the rollout's type ─► flat bucket ─► object store or broadcast ─► rollout: copied in place
+    actor: whole parameters in the rollout's dtype ─► flat bucket ─► object store or broadcast ─► rollout: copied in place
 
 A fingerprint of the bits on both sides tells whether what arrived is what was sent.
 """
@@ -32,7 +32,7 @@ class Entry:
 
 
 PERIOD = 65_521
-"""After so many words of two bytes the weights in a fingerprint begin anew."""
+"""Period of the weights in a fingerprint, in words of two bytes."""
 
 Layout = list[list[Entry]]
 """The tensors of each bucket, in order."""
@@ -53,13 +53,13 @@ def layout_of(parameters: Iterable[tuple[str, tuple[int, ...]]], dtype: torch.dt
 
 
 def pack_buckets(weights: Iterator[tuple[str, Tensor]], layout: Layout) -> Iterator[Tensor]:
-    """Flat bytes of each bucket; `weights` come in the order of the layout."""
+    """Flat bytes of each bucket; `weights` are in the order of the layout."""
     for bucket in layout:
         parts = []
         for entry in bucket:
             name, tensor = next(weights)
             if name != entry.name:
-                raise ValueError(f"weights came as {name!r} where {entry.name!r} was to come")
+                raise ValueError(f"weight order mismatch: expected {entry.name!r}, got {name!r}")
             parts.append(tensor.detach().to(entry.dtype).contiguous().flatten().view(torch.uint8))
         yield torch.cat(parts)
 
@@ -96,7 +96,7 @@ def fingerprint_of(model: nn.Module, layout: Layout) -> int:
 class BroadcastGroup:
     """A process group of the actor's rank 0, which sends, and all ranks of the rollout, which receive.
 
-    It stands beside the default group of each process, so that it is made by hand: gloo on CPU, NCCL on GPUs.
+    It is separate from the default group of each process: gloo on CPU, NCCL on GPUs.
     """
 
     def __init__(self, address: str, port: int, rank: int, size: int, device: torch.device, timeout_s: int) -> None:
@@ -127,7 +127,7 @@ class BroadcastGroup:
 
 
 def open_store() -> tuple[dist.TCPStore, str, int]:
-    """A store for a BroadcastGroup at this machine's address, which Ray told the worker: (store, address, port)."""
+    """A store for a BroadcastGroup at this machine's address, which Ray told the worker; returns (store, address, port)."""
     address = os.environ["MASTER_ADDR"]
     store = dist.TCPStore(address, 0, None, is_master=True, wait_for_workers=False)
     return store, address, store.port

@@ -1,4 +1,4 @@
-"""Tool schemas: plain data to records and back, with what is missing or wrong named."""
+"""Tool schemas: validation, round trips and error messages."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ TOOL: dict[str, Any] = {
 }
 
 
-def test_a_tool_goes_to_a_record_and_back() -> None:
+def test_tool_schema_round_trip() -> None:
     tool = OpenAIFunctionToolSchema.model_validate(TOOL)
     assert tool.function.parameters.properties["q"].description == "what"
     assert tool.model_dump(exclude_unset=True, exclude_none=True) == TOOL
@@ -46,17 +46,17 @@ def test_a_tool_goes_to_a_record_and_back() -> None:
         ({"type": "function"}, r"OpenAIFunctionToolSchema has no 'function' \(fields: type\)"),
         ({"type": "function", "function": {"name": "f"}}, "OpenAIFunctionSchema has no 'description'"),
         ({"type": "function", "function": {"name": 3, "description": ""}}, "`name` must be text, not 3"),
-        ({"type": "function", "function": []}, "OpenAIFunctionSchema must be made from a mapping, not list"),
+        ({"type": "function", "function": []}, "OpenAIFunctionSchema must be built from a mapping, not list"),
     ],
 )
-def test_bad_tools_are_named(data: Any, message: str) -> None:
+def test_bad_tools_are_rejected(data: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         OpenAIFunctionToolSchema.model_validate(data)
 
 
-def test_required_names_a_parameter_that_is_not_there() -> None:
+def test_required_parameter_must_exist() -> None:
     parameters = TOOL["function"]["parameters"] | {"required": ["query"]}
-    with pytest.raises(ValueError, match=r"`required` names \['query'\], which `properties` does not have"):
+    with pytest.raises(ValueError, match=r"`required` has \['query'\], which `properties` does not have"):
         OpenAIFunctionToolSchema.model_validate({**TOOL, "function": TOOL["function"] | {"parameters": parameters}})
 
 

@@ -1,4 +1,4 @@
-"""Tool calls in each model's notation: read where they are whole, left out where they are not, never an exception."""
+"""Tool calls in each model's format: parsed if complete, skipped if not, never an exception."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ from lockstep.agents.tool_parser import FunctionCall, ToolParser
 
 
 class Characters:
-    """One id a character."""
+    """One id per character."""
 
     pad_token = "<|pad|>"
 
@@ -65,7 +65,7 @@ def qwen_call(**parameters: str) -> str:
     return f"<tool_call>\n<function=search>\n{body}</function>\n</tool_call>"
 
 
-def test_qwen3_coder_takes_types_from_the_schema() -> None:
+def test_qwen3_coder_uses_types_from_the_schema() -> None:
     text = "so " + qwen_call(q="a\nb", k="5", ratio="3.0", safe="TRUE", tags="('x', 2)", opts='{"a": null}', new="1")
     assert extract("qwen3_coder", text, [READ_FILE, SEARCH]) == (
         "so ",
@@ -80,14 +80,14 @@ def test_qwen3_coder_takes_types_from_the_schema() -> None:
     assert extract("qwen3_coder", qwen_call(k="5"), [READ_FILE])[1] == [("search", {"k": "5"})]
 
 
-def test_qwen3_coder_values_that_do_not_fit_stay_text() -> None:
+def test_qwen3_coder_unparsable_values_stay_text() -> None:
     odd = {"k": "five", "ratio": "nan", "tags": "{1, 2}", "opts": "{'a': 1}", "any": "__import__('os')", "q": "NULL"}
     (call,) = extract("qwen3_coder", qwen_call(safe="maybe", **odd), [SEARCH])[1]
     assert call[1] == odd | {"safe": False, "opts": {"a": 1}, "q": None}
     assert extract("qwen3_coder", qwen_call(ratio="1e999"), [SEARCH])[1] == [("search", {"ratio": "1e999"})]
 
 
-def test_qwen3_coder_cut_off_by_the_length_limit() -> None:
+def test_qwen3_coder_truncated_by_the_length_limit() -> None:
     assert extract("qwen3_coder", "<tool_call>\n<function=search>\n<parameter=q>\ncats an", [SEARCH]) == (
         "",
         [("search", {"q": "cats an"})],
@@ -131,7 +131,7 @@ def test_calls_in_nested_tags(parser: str, call: str) -> None:
     assert extract(parser, "plain") == ("plain", [])
 
 
-def test_deepseek_text_values_are_not_read_as_json() -> None:
+def test_deepseek_text_values_are_not_parsed_as_json() -> None:
     text = (
         '<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="b" string="true">12</｜DSML｜parameter>'
         "</｜DSML｜invoke></｜DSML｜function_calls>"
@@ -144,7 +144,7 @@ def kimi(call_id: str, arguments: str) -> str:
     return f"ok<|tool_calls_section_begin|>{call}<|tool_calls_section_end|>"
 
 
-def test_kimi_finds_the_tool_behind_the_id() -> None:
+def test_kimi_finds_the_tool_of_an_id() -> None:
     tools = [SEARCH, READ_FILE]
     assert extract("kimi", kimi("search", '{"k": 1}'), tools) == ("ok", [("search", {"k": 1})])
     assert extract("kimi", kimi(" functions.read-file:0 ", "{}"), tools)[1] == [("read_file", {})]
@@ -167,7 +167,7 @@ def test_gemma4() -> None:
         extract("gemma4", f"<|tool_call>call:f{{{bad}}}<tool_call|>")
 
 
-def test_stop_tokens_are_those_that_the_tokenizer_has() -> None:
+def test_stop_tokens_must_be_in_the_tokenizer() -> None:
     parsers = {name: ToolParser.get_tool_parser(name, Characters()) for name in ("hermes", "gemma4", "glm", "kimi")}
     assert {name: parser.stop_token_ids for name, parser in parsers.items()} == {
         "hermes": [],
@@ -177,21 +177,21 @@ def test_stop_tokens_are_those_that_the_tokenizer_has() -> None:
     }
 
 
-def test_parsers_of_the_users() -> None:
+def test_custom_parsers() -> None:
     @ToolParser.register("shouting")
     class Shouting(ToolParser):
         async def extract_tool_calls(self, responses_ids: list[int], tools: Any = None) -> Any:
             return self.tokenizer.decode(responses_ids).upper(), []
 
     assert extract("shouting", "hey") == ("HEY", [])
-    with pytest.raises(ValueError, match=r"tool parser 'hermes' is registered already"):
+    with pytest.raises(ValueError, match=r"tool parser 'hermes' is already registered"):
         ToolParser.register("hermes")(Shouting)
     with pytest.raises(ValueError, match=r"multi_turn\.format=hermse: no such tool parser. Did you mean 'hermes'\?"):
         ToolParser.get_tool_parser("hermse", Characters())
 
 
 @pytest.mark.parametrize("parser", sorted(ToolParser.registry))
-def test_no_text_makes_a_parser_fail(parser: str) -> None:
+def test_parsers_never_fail(parser: str) -> None:
     if parser == "shouting":
         return
     marks = [

@@ -36,7 +36,7 @@ def outcome(scores: list[float], width: int = 3) -> tuple[Tensor, Tensor]:
 
 
 def per_row(advantages: Tensor, mask: Tensor) -> list[float]:
-    """Each row's advantage, after checking that its tokens share it and that nothing stands outside the mask."""
+    """Each row's advantage, after checking that it is equal for all its tokens and 0 outside the mask."""
     assert (advantages * (1 - mask)).abs().sum() == 0
     assert torch.equal(advantages, advantages[:, :1] * mask)
     return advantages[:, 0].tolist()
@@ -58,8 +58,8 @@ def test_gae_by_hand() -> None:
     assert advantages.tolist() == [pytest.approx([*white, 0.0], abs=1e-6)]
 
 
-def test_gae_steps_over_tool_tokens() -> None:
-    """A row with tool tokens in the middle gets what the same row gets with them cut out."""
+def test_gae_skips_tool_tokens() -> None:
+    """Tool tokens in the middle of a row do not change the advantages of the others."""
     generator = torch.Generator().manual_seed(0)
     rewards, values = torch.randn(4, 6, generator=generator), torch.randn(4, 6, generator=generator)
     keep = [0, 1, 4, 5]
@@ -86,7 +86,7 @@ def test_grpo_by_hand() -> None:
     assert torch.equal(advantages, returns)
 
 
-def test_dr_grpo_leaves_the_deviation_out() -> None:
+def test_dr_grpo_does_not_divide_by_the_deviation() -> None:
     rewards, mask = outcome(SCORES)
     advantages, _ = get_adv_estimator_fn("grpo")(
         token_level_rewards=rewards, response_mask=mask, index=UIDS, norm_adv_by_std_in_grpo=False
@@ -102,7 +102,7 @@ def test_equal_scores_give_no_advantage() -> None:
         assert advantages.abs().max() < 1e-6, name
 
 
-def test_passk_rewards_the_lead_of_the_best() -> None:
+def test_passk_rewards_the_margin_of_the_best() -> None:
     rewards, mask = outcome(SCORES[:5])
     estimator = get_adv_estimator_fn("grpo_passk")
     config = AlgoConfig(norm_adv_by_std_in_grpo=False)
@@ -172,7 +172,7 @@ def test_remax_subtracts_the_greedy_score() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGE_ESTIMATORS))
-def test_rows_may_come_in_any_order_and_inputs_stay(name: str) -> None:
+def test_row_order_does_not_matter_and_inputs_are_not_modified(name: str) -> None:
     generator = torch.Generator().manual_seed(1)
     rewards = torch.randn(8, 5, generator=generator)
     mask = (torch.arange(5) < torch.tensor([5, 1, 3, 2, 4, 5, 2, 1]).unsqueeze(1)).long()
@@ -242,7 +242,7 @@ def test_egpo_adds_entropy_up_to_a_part_of_the_advantage() -> None:
     assert advantages[2, 0].item() == pytest.approx(0.0, abs=1e-6)  # at most |A|: the sign stays
 
 
-def test_gdpo_normalizes_each_reward_by_itself() -> None:
+def test_gdpo_normalizes_each_reward_separately() -> None:
     rewards, mask = outcome([0.0] * 4)
     index = np.array(["a", "a", "b", "b"])
     columns = {"right": np.array([1, 0, 1, 0], dtype=object), "short": np.array([100.0, 0.0, 0.0, 100.0], dtype=object)}
@@ -255,7 +255,7 @@ def test_gdpo_normalizes_each_reward_by_itself() -> None:
     torch.testing.assert_close(advantages[mask.bool()], (total - total.mean()) / total.std(), atol=1e-4, rtol=1e-4)
 
 
-def test_gdpo_says_what_is_wrong_with_its_keys() -> None:
+def test_gdpo_reports_invalid_keys() -> None:
     rewards, mask = outcome([0.0, 1.0])
     columns = {"acc": np.array([1.0, float("nan")], dtype=object), "text": np.array(["a", "b"], dtype=object)}
 
@@ -268,13 +268,13 @@ def test_gdpo_says_what_is_wrong_with_its_keys() -> None:
             non_tensor_batch=columns,
         )
 
-    with pytest.raises(ValueError, match=r"gdpo_reward_keys names 'ac', which the reward.*Did you mean 'acc'"):
+    with pytest.raises(ValueError, match=r"gdpo_reward_keys contains 'ac', which the reward.*Did you mean 'acc'"):
         run(gdpo_reward_keys=["ac"])
-    with pytest.raises(ValueError, match="'acc' holds a value that is not finite"):
+    with pytest.raises(ValueError, match="'acc' contains a non-finite value"):
         run(gdpo_reward_keys=["acc"])
-    with pytest.raises(ValueError, match="'text' must be one number for each row"):
+    with pytest.raises(ValueError, match="'text' must be one number per row"):
         run(gdpo_reward_keys=["text"])
-    with pytest.raises(ValueError, match=r"gdpo_reward_weights=\[1\.0, 2\.0\]: needs one weight for each of the 1"):
+    with pytest.raises(ValueError, match=r"gdpo_reward_weights=\[1\.0, 2\.0\]: needs one weight per key"):
         run(gdpo_reward_keys=["acc"], gdpo_reward_weights=[1.0, 2.0])
 
 
@@ -302,7 +302,7 @@ def test_optimal_token_baseline_by_a_loop() -> None:
             assert advantages[row, t].item() == pytest.approx((own - baseline).item(), abs=1e-5)
 
 
-def test_tir_optimal_token_baseline_steps_over_tool_tokens() -> None:
+def test_tir_optimal_token_baseline_skips_tool_tokens() -> None:
     mask = torch.tensor([[1, 0, 0, 1, 1, 0], [1, 1, 0, 1, 0, 0]])
     given, index = otb_inputs(mask), np.array([0, 0])
     places = torch.tensor([[0, 3, 4], [0, 1, 3]])
@@ -315,10 +315,12 @@ def test_tir_optimal_token_baseline_steps_over_tool_tokens() -> None:
     assert (with_tools * (1 - mask)).abs().sum() == 0
 
 
-def test_what_a_run_must_compute_is_checked_beforehand() -> None:
+def test_missing_inputs_are_reported_before_training() -> None:
     check_inputs("egpo", {"index", "entropys"})
     check_inputs("gae", {"values"})
-    with pytest.raises(ValueError, match=r"adv_estimator=egpo needs what this run does not compute: entropys \("):
+    with pytest.raises(
+        ValueError, match=r"adv_estimator=egpo needs batch keys that this run does not compute: entropys \("
+    ):
         check_inputs("egpo", {"index"})
     with pytest.raises(
         ValueError, match=r"sum_pi_squared \(set actor_rollout_ref\.actor\.calculate_sum_pi_squared=true"
@@ -329,14 +331,14 @@ def test_what_a_run_must_compute_is_checked_beforehand() -> None:
     assert required_inputs("optimal_token_baseline") >= {"old_log_probs", "sum_pi_squared", "index"}
 
 
-def test_what_estimators_need_is_their_signature() -> None:
+def test_needs_of_estimators() -> None:
     assert needs_values("gae") and not needs_groups("gae")
     assert needs_groups("grpo") and not needs_values("grpo")
     assert not needs_values("reinforce_plus_plus") and not needs_groups("reinforce_plus_plus")
     assert "reward_baselines" in required_inputs("remax")
 
 
-def test_an_estimator_may_be_any_object_that_is_called() -> None:
+def test_estimator_can_be_any_callable() -> None:
     @dataclass
     class Estimator:
         factor: float
@@ -354,5 +356,5 @@ def test_registry_names() -> None:
         ValueError, match=r"algorithm\.adv_estimator=grop: no such advantage estimator\. Did you mean 'grpo'"
     ):
         get_adv_estimator_fn("grop")
-    with pytest.raises(ValueError, match="'gae' is registered already"):
+    with pytest.raises(ValueError, match="'gae' is already registered"):
         register_adv_est("gae")(lambda **kwargs: (torch.zeros(1), torch.zeros(1)))

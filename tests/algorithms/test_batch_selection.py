@@ -18,7 +18,7 @@ def batch(scores: list[float], uids: str, **columns: list[Any]) -> DataProto:
     )
 
 
-def test_groups_that_all_score_the_same_are_dropped() -> None:
+def test_groups_with_equal_scores_are_dropped() -> None:
     data = batch([1.0, 0.0, 1.0, 1.0, 1.0, 0.5], "abcacb")
     assert keep_informative_groups(data) == [1, 5]
     for metric in (None, "score", "seq_reward"):
@@ -36,13 +36,13 @@ def test_groups_by_another_metric() -> None:
     assert keep_informative_groups(data, "seq_final_reward") == [2, 3]
 
 
-def test_a_metric_that_is_not_there() -> None:
+def test_missing_metric() -> None:
     data = batch([1.0, 0.0], "aa", acc=[1.0, 0.0], note=["x", "y"])
     with pytest.raises(ValueError, match=r"filter_groups\.metric=acs: .* Did you mean 'acc'"):
         keep_informative_groups(data, "acs")
-    with pytest.raises(ValueError, match="metric=note: must be one number for each row"):
+    with pytest.raises(ValueError, match="metric=note: must be one number per row"):
         keep_informative_groups(data, "note")
-    with pytest.raises(ValueError, match="token_level_rewards is not there yet"):
+    with pytest.raises(ValueError, match="token_level_rewards is not computed yet"):
         keep_informative_groups(data, "seq_final_reward")
 
 
@@ -55,7 +55,7 @@ def test_weights_of_pf_ppo() -> None:
         pf_ppo_weights(scores, "power")
 
 
-def test_rows_are_drawn_by_their_weight() -> None:
+def test_rows_are_sampled_by_weight() -> None:
     data = batch([2.0, 1.0, 0.0] * 400, "abc" * 400)
     drawn = compute_pf_ppo_reweight_data(data, "pow", 1.0, seed=1)
     assert len(drawn) == 1200
@@ -67,6 +67,6 @@ def test_rows_are_drawn_by_their_weight() -> None:
     assert torch.equal(again.tensors["row"], drawn.tensors["row"])
 
 
-def test_scores_of_0_are_equally_likely() -> None:
+def test_zero_scores_are_equally_likely() -> None:
     drawn = compute_pf_ppo_reweight_data(batch([0.0] * 100, "a" * 100), seed=0)
     assert len(set(drawn.tensors["row"].tolist())) > 50

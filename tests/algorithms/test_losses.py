@@ -57,9 +57,9 @@ def test_counts_of_a_batch() -> None:
 
 
 def test_missing_counts_and_unknown_modes_are_refused() -> None:
-    with pytest.raises(ValueError, match="batch_num_tokens of the whole mini-batch is needed with dp_size=2"):
+    with pytest.raises(ValueError, match="needs batch_num_tokens of the whole mini-batch with dp_size=2"):
         agg_loss(LOSS, MASK, "token-mean", dp_size=2)
-    with pytest.raises(ValueError, match="global_batch_size of the whole mini-batch is needed with dp_size=2"):
+    with pytest.raises(ValueError, match="needs global_batch_size of the whole mini-batch with dp_size=2"):
         agg_loss(LOSS, MASK, "seq-mean-token-sum", dp_size=2)
     with pytest.raises(ValueError, match=r"actor\.loss_agg_mode=tokenmean: no such mode\. Did you mean 'token-mean'"):
         agg_loss(LOSS, MASK, "tokenmean")
@@ -99,7 +99,7 @@ def test_rollout_weights_scale_each_token() -> None:
     assert loss.item() == pytest.approx(-(0.5 + 6.0) / 2)
 
 
-def test_a_far_policy_does_not_overflow() -> None:
+def test_large_ratios_do_not_overflow() -> None:
     new = torch.tensor([[300.0, -300.0]], requires_grad=True)
     loss, *_ = compute_policy_loss(torch.zeros(1, 2), new, torch.tensor([[1.0, -1.0]]), torch.ones(1, 2))
     loss.backward()
@@ -154,7 +154,7 @@ def test_policy_loss_registry() -> None:
         ValueError, match=r"policy_loss\.loss_mode=vanila: no such policy loss\. Did you mean 'vanilla'"
     ):
         get_policy_loss_fn("vanila")
-    with pytest.raises(ValueError, match="'vanilla' is registered already"):
+    with pytest.raises(ValueError, match="'vanilla' is already registered"):
         register_policy_loss("vanilla")(lambda *args, **kwargs: (torch.zeros(()), {}))
 
 
@@ -178,7 +178,7 @@ def test_entropy_equals_that_of_the_distribution() -> None:
     assert entropy_from_logits(torch.zeros(5)).item() == pytest.approx(math.log(5))
 
 
-def test_entropy_is_exact_where_logits_are_large() -> None:
+def test_entropy_is_exact_for_large_logits() -> None:
     """The textbook logsumexp(z) - sum p z is off by 1e-3 and more here, in float32 over a real vocabulary."""
     logits = torch.randn(4, 50_000, generator=torch.Generator().manual_seed(0)) * 4 + 1000.0
     want = torch.distributions.Categorical(logits=logits.double()).entropy()

@@ -1,4 +1,4 @@
-"""Each policy loss on a few tokens, against its formula written out."""
+"""Each policy loss on a few tokens, against its formula."""
 
 import dataclasses
 import math
@@ -25,7 +25,7 @@ def config(**given: Any) -> ActorConfig:
 
 
 def run(name: str, settings: ActorConfig, **given: Any) -> tuple[float, dict[tuple[int, int], float], dict[str, Any]]:
-    """Token-mean loss, gradient of each own token times the number of tokens, and metrics."""
+    """Token-mean loss, gradient of each response token times the number of tokens, and metrics."""
     new = NEW.clone().requires_grad_(True)
     function: Any = get_policy_loss_fn(name)
     loss, metrics = function(OLD, new, ADVANTAGES, MASK, "token-mean", settings, **given)
@@ -199,7 +199,7 @@ def test_bypass_reinforce_weighs_and_rejects() -> None:
     assert run("bypass_mode", counted)[0] == pytest.approx(loss * 4 / 50)
 
 
-def test_bypass_refuses_a_mean_that_it_cannot_know() -> None:
+def test_bypass_refuses_batch_normalization() -> None:
     settings = bypass(loss_type="reinforce", rollout_is="token", rollout_is_batch_normalize=True)
     run("bypass_mode", settings)
     counted = dataclasses.replace(settings, global_batch_info={"dp_size": 1, "batch_num_tokens": 50})
@@ -207,7 +207,7 @@ def test_bypass_refuses_a_mean_that_it_cannot_know() -> None:
         run("bypass_mode", counted)
 
 
-def test_bypass_of_rows_without_tokens_is_nothing() -> None:
+def test_bypass_without_tokens_is_0() -> None:
     new = NEW.clone().requires_grad_(True)
     loss, _ = get_policy_loss_fn("bypass_mode")(OLD, new, ADVANTAGES, MASK * 0, "token-mean", bypass())
     loss.backward()
@@ -215,7 +215,7 @@ def test_bypass_of_rows_without_tokens_is_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
-def test_masked_positions_may_hold_anything(name: str) -> None:
+def test_masked_positions_are_ignored(name: str) -> None:
     """Padding with NaN log-probs changes neither the loss nor the gradient of any other token."""
     settings = bypass(rollout_is="sequence", rollout_rs="seq_max_k3", rollout_rs_threshold=3.0)
     settings = dataclasses.replace(
@@ -233,7 +233,7 @@ def test_masked_positions_may_hold_anything(name: str) -> None:
     torch.testing.assert_close(results[0][1], results[1][1])
 
 
-def test_a_loss_of_ones_own_with_a_preparation() -> None:
+def test_own_loss_with_a_prepare_function() -> None:
     def share(mini_batch: Any, settings: ActorConfig) -> dict[str, Tensor]:
         return {"level": mini_batch.rows["advantages"].sum(-1).mean().expand(len(mini_batch.rows["advantages"]))}
 

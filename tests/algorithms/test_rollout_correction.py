@@ -92,13 +92,19 @@ def test_distance_metrics_by_hand() -> None:
             r"rollout_is_threshold=-1\.0: must be a number above 0",
         ),
         ({"rollout_is": "token", "rollout_is_threshold": "3_2"}, r"rollout_is_threshold=3_2: must be a number above 0"),
-        ({"rollout_rs": "token_k4", "rollout_rs_threshold": 1.0}, r"no such rejection\. Did you mean 'token_k"),
-        ({"rollout_rs": "token_k2"}, r"rollout_rs_threshold=None: must be one threshold, or one for each of the 1"),
-        ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.5_2"}, r"for token_k2 it must be a number above 0"),
-        ({"rollout_rs": "token_k2,token_k3", "rollout_rs_threshold": "1,2,3"}, r"one for each of the 2"),
+        (
+            {"rollout_rs": "token_k4", "rollout_rs_threshold": 1.0},
+            r"no such rejection criterion\. Did you mean 'token_k",
+        ),
+        ({"rollout_rs": "token_k2"}, r"rollout_rs_threshold=None: must be one threshold, or one per criterion of"),
+        ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.5_2"}, r"must be a number above 0 for token_k2"),
+        (
+            {"rollout_rs": "token_k2,token_k3", "rollout_rs_threshold": "1,2,3"},
+            r"or one per criterion of .*rollout_rs=token_k2,token_k3",
+        ),
     ],
 )
-def test_wrong_settings_are_named(given: dict[str, Any], message: str) -> None:
+def test_invalid_settings_name_their_key(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         correct(**given)
 

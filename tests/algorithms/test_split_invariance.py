@@ -1,4 +1,4 @@
-"""Loss and gradient of a mini-batch do not change with the way it is cut into micro-batches and spread over ranks."""
+"""Loss and gradient of a mini-batch do not depend on how it is split into micro-batches and ranks."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -28,7 +28,7 @@ PREPARED = ("row_weights", "dropped", "penalized")
 
 
 def actor_config(counts: dict[str, int]) -> ActorConfig:
-    """Bounds between which some tokens of the batch lie and others do not, for each of the losses."""
+    """Bounds that clip some tokens of the batch and not others, for each loss."""
     correction = RolloutCorrectionConfig(
         rollout_is="sequence", rollout_rs="token_k2,seq_mean_k3", rollout_rs_threshold="2.0,3.0", loss_type="reinforce"
     )
@@ -57,7 +57,7 @@ def policy_loss(name: str) -> LossFn:
 
 
 def prepared(name: str, batch: Batch, **how: Any) -> Batch:
-    """The batch with what the loss must know of all of it."""
+    """The batch with the columns of the loss's prepare function."""
     rows = {"old_log_probs": batch["old"], "advantages": batch["advantages"], "response_mask": batch["mask"]}
     return batch | prepare_policy_loss(name, rows, actor_config({}), **how)
 
@@ -76,12 +76,12 @@ def entropy_loss(log_prob: Tensor, rows: Batch, mode: str, counts: dict[str, int
 
 LOSSES: dict[str, LossFn] = {name: policy_loss(name) for name in POLICY_LOSSES}
 COUNTED = ("bypass_mode",)
-"""Losses of which a call without counts divides by other numbers: those of the tokens that it did not reject."""
+"""Losses that, without counts, divide by the tokens that were not rejected."""
 LOSSES |= {"kl": kl_loss, "value": value_loss, "entropy": entropy_loss}
 
 
 def make_batch(generator: torch.Generator) -> tuple[Tensor, Batch]:
-    """A parameter (B, R) and rows of random length, two of them without any token, one with a hole in its mask."""
+    """A parameter (B, R) and rows of random length: two without tokens, one with a gap in its mask."""
     lengths = torch.randint(1, WIDTH + 1, (NUM_ROWS,), generator=generator)
     lengths[torch.randperm(NUM_ROWS, generator=generator)[:2]] = 0
     mask = (torch.arange(WIDTH) < lengths.unsqueeze(1)).long()
@@ -92,7 +92,7 @@ def make_batch(generator: torch.Generator) -> tuple[Tensor, Batch]:
 
 
 def cut_anywhere(generator: torch.Generator) -> list[Tensor]:
-    """Row numbers, shuffled and cut at 4 random places; a piece may be of one row."""
+    """Row indices, shuffled and split at 4 random positions."""
     order = torch.randperm(NUM_ROWS, generator=generator)
     places = (torch.randperm(NUM_ROWS - 1, generator=generator)[:4] + 1).sort().values
     return list(torch.tensor_split(order, places.tolist()))
@@ -148,7 +148,7 @@ def test_wider_padding_changes_nothing(name: str, mode: str) -> None:
     torch.testing.assert_close(wide_loss, narrow_loss)
 
 
-def test_a_draw_is_named_by_its_seed() -> None:
+def test_draws_depend_only_on_the_seed() -> None:
     _, batch = make_batch(torch.Generator().manual_seed(5))
     same = [prepared("clip_cov", batch, seed=3)["dropped"] for _ in range(2)]
     other = [prepared("clip_cov", batch, seed=seed)["dropped"] for seed in range(4, 9)]

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config.compose import say_once
+from lockstep.config.compose import log_once
 
 
 @pytest.fixture(autouse=True)
 def fresh_notices() -> None:
-    say_once.cache_clear()
+    log_once.cache_clear()
 
 
 @pytest.fixture
@@ -25,5 +25,5 @@ def files(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def minimal(files: dict[str, str]) -> list[str]:
-    """The overrides without which nothing runs."""
+    """The overrides that every run needs."""
     return [f"data.train_files={files['train']}", f"actor_rollout_ref.model.path={files['model']}"]

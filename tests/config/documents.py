@@ -1,4 +1,4 @@
-"""Settings that documents print: fenced YAML, command lines, shell assignments, and the same without fences."""
+"""Settings in documents: YAML, command lines and shell assignments, with or without fences."""
 
 import re
 import shlex
@@ -32,12 +32,12 @@ VARIABLES = {
     "max_prompt_length": ["data.max_prompt_length"],
     "max_response_length": ["data.max_response_length"],
 }
-"""Shell variables of training scripts to the keys that the scripts hand them to."""
+"""Shell variables of training scripts to the keys they set."""
 
 
 @dataclass
 class Block:
-    """What one place of a document sets.
+    """The settings of one place in a document.
 
     settings:  nested, as in a YAML file.
     overrides: as on a command line.
@@ -49,7 +49,7 @@ class Block:
 
 
 def blocks_of(document: str) -> Iterator[Block]:
-    """Every block of settings in a document, in its order."""
+    """Every block of settings in a document, in order."""
     text = re.sub(r"[^\x20-\x7e\n]", "", document)
     place = ""
     for part in re.split(r"(^```\w*\n.*?^```$)", text, flags=re.S | re.M):

@@ -1,19 +1,19 @@
-"""Checks across keys: each finds its fault, names the key and says what to set."""
+"""Checks across keys: each reports its key and what to set."""
 
 import logging
 from pathlib import Path
 
 import pytest
 
-from lockstep.config.checks import AGGREGATIONS, KL_ESTIMATORS, RANGES
+from lockstep.config.checks import RANGES
 from lockstep.config.compose import load_config
 from lockstep.config.errors import ConfigError
-from lockstep.config.implied import GROUP_ESTIMATORS
+from lockstep.config.placement import need_critic
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import keys
 
 
-def test_the_minimal_configuration_passes(minimal: list[str]) -> None:
+def test_minimal_configuration_passes(minimal: list[str]) -> None:
     load_config(PPOConfig, minimal)
 
 
@@ -22,17 +22,7 @@ def test_ranges_name_real_fields() -> None:
     assert set(RANGES) <= {*known, *(key.field for key in known.values())}
 
 
-def test_names_are_those_of_the_algorithms() -> None:
-    from lockstep.algorithms.advantages.registry import ADVANTAGE_ESTIMATORS
-    from lockstep.algorithms.kl import KL_ESTIMATORS as KNOWN_ESTIMATORS
-    from lockstep.algorithms.losses.aggregate import LOSS_AGG_MODES
-
-    assert set(ADVANTAGE_ESTIMATORS) >= GROUP_ESTIMATORS
-    assert AGGREGATIONS == LOSS_AGG_MODES
-    assert set(KL_ESTIMATORS) == set(KNOWN_ESTIMATORS) - {"k1", "k2", "k3"}
-
-
-def test_what_must_be_given() -> None:
+def test_required_keys() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(PPOConfig, [])
     assert [problem.key for problem in caught.value.problems] == ["data.train_files", "actor_rollout_ref.model.path"]
@@ -48,40 +38,40 @@ REF = "actor_rollout_ref.ref"
     [
         (["data.train_files=nowhere.parquet"], "data.train_files=nowhere.parquet: no such file"),
         (["data.val_files=nowhere.parquet"], "data.val_files=nowhere.parquet: no such file"),
-        (["actor_rollout_ref.model.path=org/name"], "model.path=org/name: no such folder; a model of the hub"),
-        (["data.train_batch_size=128"], f"{ACTOR}.ppo_mini_batch_size=256: is more than data.train_batch_size=128"),
+        (["actor_rollout_ref.model.path=org/name"], "model.path=org/name: no such folder; download a Hub model"),
+        (["data.train_batch_size=128"], f"{ACTOR}.ppo_mini_batch_size=256: is larger than data.train_batch_size=128"),
         (["data.train_batch_size=300"], f"{ACTOR}.ppo_mini_batch_size=256: does not divide data.train_batch_size=300"),
         (["critic.ppo_mini_batch_size=300"], "critic.ppo_mini_batch_size=300: does not divide"),
         ([f"{ACTOR}.ppo_epochs=0"], f"{ACTOR}.ppo_epochs=0: must be greater than 0"),
         ([f"{ACTOR}.clip_ratio=-0.1"], f"{ACTOR}.clip_ratio=-0.1: must be 0 or more"),
         ([f"{ROLLOUT}.top_p=0"], f"{ROLLOUT}.top_p=0.0: must be greater than 0 and at most 1"),
         ([f"{ROLLOUT}.top_k=0"], f"{ROLLOUT}.top_k=0: must be 1 or more, or -1 for all"),
-        ([f"{ROLLOUT}.temperature=0"], f"{ROLLOUT}.temperature=0: nothing can be sampled at temperature 0"),
-        ([f"{ROLLOUT}.val_kwargs.do_sample=true"], f"{ROLLOUT}.val_kwargs.temperature=0: nothing can be sampled"),
+        ([f"{ROLLOUT}.temperature=0"], f"{ROLLOUT}.temperature=0: sampling needs a temperature above 0"),
+        ([f"{ROLLOUT}.val_kwargs.do_sample=true"], f"{ROLLOUT}.val_kwargs.temperature=0: sampling needs a temperature"),
         ([f"{ROLLOUT}.max_model_len=100"], f"{ROLLOUT}.max_model_len=100: prompt_length + response_length is 1024"),
         ([f"{ROLLOUT}.prompt_length=100"], f"{ROLLOUT}.prompt_length=100: is less than data.max_prompt_length=512"),
         (
             ["trainer.save_freq=-2"],
-            "trainer.save_freq=-2: must be 1 or more, -1 for the last step alone, or 0 for never",
+            "trainer.save_freq=-2: must be 1 or more, -1 for only the last step, or 0 for never",
         ),
         (["trainer.total_training_steps=0"], "trainer.total_training_steps=0: must be 1 or more, or null"),
         (["trainer.resume_mode=resume_path"], "trainer.resume_from_path: must be the global_step_N folder"),
-        (["critic.enable=false"], "critic.enable=false: gae takes its values from a critic"),
-        (["critic=null"], "critic.enable=false: gae takes its values from a critic"),
+        (["critic.enable=false"], "critic.enable=false: gae needs a critic"),
+        (["critic=null"], "critic.enable=false: gae needs a critic"),
         (["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=1"], f"{ROLLOUT}.n=1: grpo compares the samples of one prompt"),
         (["algorithm.adv_estimator=rloo", f"{ROLLOUT}.n=1"], f"{ROLLOUT}.n=1: rloo compares the samples of one prompt"),
-        ([f"{ACTOR}.use_kl_loss=true", f"{REF}=null"], f"{ACTOR}.use_kl_loss=true: KL is measured against a reference"),
-        (["algorithm.use_kl_in_reward=true", "ref=null"], f"reference policy, and {REF}.enable is false"),
-        ([f"{ACTOR}.rollout_n=4"], f"{ACTOR}.rollout_n=4: must be {ROLLOUT}.n=1"),
+        ([f"{ACTOR}.use_kl_loss=true", f"{REF}=null"], f"{ACTOR}.use_kl_loss=true: KL needs a reference policy"),
+        (["algorithm.use_kl_in_reward=true", "ref=null"], f"reference policy, but {REF}.enable is false"),
+        ([f"{ACTOR}.rollout_n=4"], f"{ACTOR}.rollout_n=4: must equal {ROLLOUT}.n=1"),
         ([f"{ACTOR}.loss_agg_mode=mean"], f"{ACTOR}.loss_agg_mode=mean: must be one of token-mean, token-sum"),
         ([f"{ACTOR}.kl_loss_type=k4"], f"{ACTOR}.kl_loss_type=k4: must be one of kl, abs, mse, low_var_kl"),
         (
             ["algorithm.filter_groups.enable=true"],
-            f"{ROLLOUT}.n=1: samples of one prompt are compared, and there is one",
+            f"{ROLLOUT}.n=1: algorithm.filter_groups compares the samples of one prompt",
         ),
         (
             ["algorithm.rollout_correction.rollout_is=token", f"{ROLLOUT}.calculate_log_probs=false"],
-            "algorithm.rollout_correction.rollout_is=token: needs the rollout's own log-probs",
+            "algorithm.rollout_correction.rollout_is=token: needs the rollout's log-probs",
         ),
         (
             ["data.sampler.class_path=pkg://m"],
@@ -89,44 +79,47 @@ REF = "actor_rollout_ref.ref"
         ),
         (
             ["data.sampler={class_path: pkg://m, class_name: A}", "data.dataloader_num_workers=2"],
-            "data.dataloader_num_workers=2: a sampler of your own works in the controller; set 0",
+            "data.dataloader_num_workers=2: a custom sampler runs in the controller; set 0",
         ),
         (
             ["algorithm.kl_penalty=full"],
-            "algorithm.kl_penalty=full: not in this build: KL is estimated from the sampled",
+            "algorithm.kl_penalty=full: not supported: KL is estimated from the sampled",
         ),
         (
             ["actor_rollout_ref.hybrid_engine=false"],
-            "hybrid_engine=false: not in this build: it parts nothing; set true, and trainer.placement=split to part",
+            "hybrid_engine=false: not supported: set true, and trainer.placement=split to separate",
         ),
-        ([f"{ROLLOUT}.tensor_model_parallel_size=2"], "not in this build: each worker generates with the whole model"),
+        ([f"{ROLLOUT}.tensor_model_parallel_size=2"], "not supported: each worker holds the whole rollout model"),
         (["reward_model.enable=true"], "reward_model.model.path: must be the folder of the reward model"),
         (["custom_reward_function.path=nowhere.py"], "custom_reward_function.path=nowhere.py: no such file"),
         (["data.custom_cls.path=pkg://m"], "data.custom_cls.name: must name the class"),
-        ([f"{ACTOR}.checkpoint.save_contents=[model,optim]"], "[optim] is not among model, optimizer"),
+        (
+            [f"{ACTOR}.checkpoint.save_contents=[model,optim]"],
+            f"{ACTOR}.checkpoint.save_contents=[model,optim]: must be a list, each item one of model, optimizer",
+        ),
         (
             [f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=1000"],
-            f"{ACTOR}.ppo_max_token_len_per_gpu=1000: one sequence may have 1024 tokens",
+            f"{ACTOR}.ppo_max_token_len_per_gpu=1000: a sequence can have 1024 tokens",
         ),
     ],
 )
-def test_a_fault_is_one_problem(minimal: list[str], overrides: list[str], message: str) -> None:
+def test_each_mistake_is_one_problem(minimal: list[str], overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(PPOConfig, [*minimal, *overrides])
     assert len(caught.value.problems) == 1, caught.value
     assert message in str(caught.value)
 
 
-def test_a_folder_that_holds_no_model(minimal: list[str], tmp_path: Path) -> None:
+def test_folder_without_a_model(minimal: list[str], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         load_config(PPOConfig, [*minimal, f"actor_rollout_ref.model.path={tmp_path}"])
 
 
-def test_a_critic_that_is_not_trained_is_not_checked(minimal: list[str]) -> None:
+def test_unused_critic_is_not_checked(minimal: list[str]) -> None:
     load_config(PPOConfig, [*minimal, "algorithm=grpo", "critic.model.path=nowhere", "critic.ppo_mini_batch_size=7"])
 
 
-def test_no_check_speaks_of_a_key_that_is_mistyped_already(minimal: list[str]) -> None:
+def test_mistyped_key_is_reported_once(minimal: list[str]) -> None:
     overrides = [*minimal, "data.train_batch_size=many", f"{ACTOR}.ppo_mini_batch_size=1000"]
     with pytest.raises(ConfigError) as caught:
         load_config(PPOConfig, overrides)
@@ -136,17 +129,23 @@ def test_no_check_speaks_of_a_key_that_is_mistyped_already(minimal: list[str]) -
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([f"{ACTOR}.clip_ratio_low=0.8"], "clip_ratio_low=0.8 is a distance: the ratio is clipped at 1-0.8=0.2"),
-        (["algorithm.adv_estimator=grpo"], f"{ROLLOUT}.n is not set, and grpo compares the samples of a prompt: 5"),
-        ([f"{ACTOR}.use_kl_loss=true", "algorithm.use_kl_in_reward=true"], "KL counts in the reward and in the loss"),
-        ([f"{ROLLOUT}.n=4", f"{ROLLOUT}.do_sample=false"], "the 4 samples of a prompt will be the same"),
+        ([f"{ACTOR}.clip_ratio_low=0.8"], "clip_ratio_low=0.8 is a distance from 1: the ratio is clipped at 1-0.8=0.2"),
+        (
+            ["algorithm.adv_estimator=grpo"],
+            f"{ROLLOUT}.n is not set; using 5, because grpo compares the samples of a prompt",
+        ),
+        (
+            [f"{ACTOR}.use_kl_loss=true", "algorithm.use_kl_in_reward=true"],
+            "KL is penalized in the reward and in the loss",
+        ),
+        ([f"{ROLLOUT}.n=4", f"{ROLLOUT}.do_sample=false"], "the 4 samples of a prompt will be identical"),
         ([f"{ROLLOUT}.response_length=64"], "response_length=64 differs from data.max_response_length=512"),
-        (["trainer.resume_from_path=x"], "counts only with trainer.resume_mode=resume_path, and that is auto"),
+        (["trainer.resume_from_path=x"], "is used only with trainer.resume_mode=resume_path, not auto"),
         (["trainer.test_freq=5"], "trainer.test_freq=5 without data.val_files"),
-        (["trainer.max_restarts=2"], "trainer.max_restarts without trainer.save_freq: there is no checkpoint to go on"),
+        (["trainer.max_restarts=2"], "trainer.max_restarts without trainer.save_freq: there are no checkpoints"),
     ],
 )
-def test_what_is_likely_not_meant_is_a_warning(
+def test_likely_mistakes_are_warnings(
     minimal: list[str], overrides: list[str], message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -154,7 +153,7 @@ def test_what_is_likely_not_meant_is_a_warning(
     assert message in caplog.text
 
 
-def test_impossible_combinations_are_reported_at_once(minimal: list[str]) -> None:
+def test_all_problems_are_reported_together(minimal: list[str]) -> None:
     overrides = [
         "algorithm.adv_estimator=grpo",
         f"{ROLLOUT}.n=1",
@@ -163,7 +162,7 @@ def test_impossible_combinations_are_reported_at_once(minimal: list[str]) -> Non
         "data.train_batch_size=100",
         f"{ACTOR}.ppo_mini_batch_size=64",
         f"{ACTOR}.use_dynamic_bsz=true",
-        f"{ACTOR}.ppo_max_token_len_per_gpu=300",  # three ranks that share a sequence have 900
+        f"{ACTOR}.ppo_max_token_len_per_gpu=300",  # 900 for the three ranks of a sequence
         f"{ROLLOUT}.name=vllm",
         f"{ROLLOUT}.multi_turn.enable=true",
         f"{ACTOR}.ulysses_sequence_parallel_size=3",
@@ -187,8 +186,8 @@ def test_impossible_combinations_are_reported_at_once(minimal: list[str]) -> Non
         "data.train_file",
     }
     assert len(caught.value.problems) == 10
-    not_built = [problem.key for problem in caught.value.problems if "not in this build" in problem.message]
-    assert not_built == [
+    unsupported = [problem.key for problem in caught.value.problems if "not supported" in problem.message]
+    assert unsupported == [
         "actor_rollout_ref.rollout.multi_turn.enable",
         "actor_rollout_ref.model.lora_rank",
         "actor_rollout_ref.rollout.name",
@@ -196,6 +195,47 @@ def test_impossible_combinations_are_reported_at_once(minimal: list[str]) -> Non
     ]
 
 
-def test_a_run_may_say_that_it_has_no_reference(minimal: list[str]) -> None:
+def test_reference_can_be_disabled(minimal: list[str]) -> None:
     config = load_config(PPOConfig, [*minimal, "ref=null"])
     assert config.actor_rollout_ref.ref.enable is False
+
+
+OWN_ESTIMATOR = "def own(token_level_rewards, response_mask, values, index):\n    return token_level_rewards, values\n"
+
+
+def test_own_estimator_gets_a_critic_and_groups_by_its_signature(
+    minimal: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "own.py").write_text(OWN_ESTIMATOR)
+    overrides = [*minimal, f"algorithm.adv_estimator={tmp_path}/own.py:own"]
+    config = load_config(PPOConfig, overrides)
+    assert need_critic(config) and config.actor_rollout_ref.rollout.n == 5
+    with pytest.raises(ConfigError) as caught:
+        load_config(PPOConfig, [*overrides, "critic.model.path=nowhere", f"{ROLLOUT}.n=1"])
+    assert [problem.key for problem in caught.value.problems] == ["critic.model.path", f"{ROLLOUT}.n"]
+    with pytest.raises(ConfigError, match=r"critic\.enable=false: .*own needs a critic"):
+        load_config(PPOConfig, [*overrides, "critic.enable=false"])
+
+
+def test_registered_estimator_gets_a_critic(minimal: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from lockstep.algorithms.advantages.registry import ADVANTAGE_ESTIMATORS, register_adv_est
+
+    monkeypatch.setattr(ADVANTAGE_ESTIMATORS, "_entries", {})
+    monkeypatch.setattr("lockstep.config.estimators.ESTIMATOR_INPUTS", inputs := {})
+    monkeypatch.setattr("lockstep.algorithms.advantages.registry.ESTIMATOR_INPUTS", inputs)
+    register_adv_est("critic_based")(lambda token_level_rewards, values, **kwargs: (token_level_rewards, values))
+    assert need_critic(load_config(PPOConfig, [*minimal, "algorithm.adv_estimator=critic_based"]))
+
+
+@pytest.mark.parametrize(
+    ("estimator", "message"),
+    [
+        ("gpro", r"algorithm\.adv_estimator=gpro: no such advantage estimator\. Did you mean 'grpo'"),
+        ("nowhere.py:own", r"algorithm\.adv_estimator=nowhere\.py:own: no file"),
+        ("no_such_module:own", r"algorithm\.adv_estimator=no_such_module:own: No module named"),
+    ],
+)
+def test_unknown_estimator_is_one_problem(minimal: list[str], estimator: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(PPOConfig, [*minimal, f"algorithm.adv_estimator={estimator}"])
+    assert len(caught.value.problems) == 1

@@ -1,11 +1,11 @@
-"""Other spellings, unsupported keys, and whole configurations of the public system."""
+"""Aliases, unsupported keys, and whole configurations as users of verl write them."""
 
 import logging
 from pathlib import Path
 
 import pytest
 
-from lockstep.config.compat import ALIASES, NO_EFFECT, REFUSED_VALUES, UNSUPPORTED, VALUE_ALIASES
+from lockstep.config.compat import ALIASES, NO_EFFECT, UNSUPPORTED_KEYS, UNSUPPORTED_VALUES, VALUE_ALIASES
 from lockstep.config.compose import load_config
 from lockstep.config.errors import ConfigError
 from lockstep.config.placement import controller_of, num_workers
@@ -17,14 +17,14 @@ def load(overrides: list[str], **kwargs: object) -> PPOConfig:
     return load_config(PPOConfig, overrides, run_checks=False, **kwargs)  # type: ignore[arg-type]
 
 
-def test_the_tables_name_real_keys_and_do_not_hide_any() -> None:
+def test_tables_match_the_schema() -> None:
     known = {*keys(PPOConfig), *sections(PPOConfig)}
-    assert {target for target in ALIASES.values() if target not in {*UNSUPPORTED, *NO_EFFECT}} <= known
-    assert {*VALUE_ALIASES, *REFUSED_VALUES} <= known
-    assert not known & {*ALIASES, *UNSUPPORTED, *NO_EFFECT}
+    assert {target for target in ALIASES.values() if target not in {*UNSUPPORTED_KEYS, *NO_EFFECT}} <= known
+    assert {*VALUE_ALIASES, *UNSUPPORTED_VALUES} <= known
+    assert not known & {*ALIASES, *UNSUPPORTED_KEYS, *NO_EFFECT}
 
 
-def test_an_alias_is_read_with_one_notice(caplog: pytest.LogCaptureFixture) -> None:
+def test_alias_logs_one_notice(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         config = load(["critic.optim.warmup_steps=10", "critic.optim.warmup_steps=11"])
     assert config.critic.optim.lr_warmup_steps == 11
@@ -54,20 +54,20 @@ def test_aliases_of_keys_sections_and_values() -> None:
     assert (config.reward_model.reward_manager, config.algorithm.kl_penalty) == ("batch", "low_var_kl")
 
 
-def test_a_later_layer_wins_whatever_its_spelling(tmp_path: Path) -> None:
+def test_later_layer_wins_regardless_of_spelling(tmp_path: Path) -> None:
     (tmp_path / "my.yaml").write_text("actor_rollout_ref: {rollout: {max_new_tokens: 100, name: vllm}}\n")
     config = load(["data.max_response_length=50", "rollout.name=embedded"], config_name="my", config_dir=tmp_path)
     assert config.actor_rollout_ref.rollout.response_length == 50
 
 
-def test_two_spellings_that_disagree_in_one_file(tmp_path: Path) -> None:
+def test_contradicting_spellings_in_one_file(tmp_path: Path) -> None:
     text = "rollout: {max_new_tokens: 100}\ndata: {max_response_length: 50}\n"
     (tmp_path / "my.yaml").write_text(text)
     with pytest.raises(ConfigError, match=r"data\.max_response_length=50: contradicts rollout\.max_new_tokens=100"):
         load([], config_name="my", config_dir=tmp_path)
 
 
-def test_values_that_ask_for_nothing_pass_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+def test_values_that_request_nothing_are_accepted(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         load(
             [
@@ -82,7 +82,7 @@ def test_values_that_ask_for_nothing_pass_in_silence(caplog: pytest.LogCaptureFi
     assert caplog.messages == []
 
 
-def test_what_is_not_built_is_refused_by_name() -> None:
+def test_unsupported_features_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         load(
             [
@@ -96,30 +96,30 @@ def test_what_is_not_built_is_refused_by_name() -> None:
             ]
         )
     assert [str(problem) for problem in caught.value.problems] == [
-        "multi_turn.enable=true: not in this build: responses are single-turn; set multi_turn.enable=false",
-        "model.lora_rank=8: not in this build: all parameters are trained; set lora_rank=0",
-        "trainer.profile_steps=[1]: not in this build: there are no profiler hooks; set null",
-        "global_profiler.tool=nsys: not in this build: there are no profiler hooks; leave it off",
-        "actor_rollout_ref.actor.strategy=megatron: not in this build: models are trained with FSDP2; set fsdp",
-        "actor_rollout_ref.rollout.name=sglang: not in this build: responses are generated with the trainer's own weights; "
-        "set embedded (or hf)",
-        "trainer.logger=[console,clearml]: clearml is not in this build: take one of console, file, tensorboard, wandb, "
+        "multi_turn.enable=true: not supported: responses are single-turn; set multi_turn.enable=false",
+        "model.lora_rank=8: not supported: all parameters are trained; set lora_rank=0",
+        "trainer.profile_steps=[1]: not supported: there are no profiler hooks; set null",
+        "global_profiler.tool=nsys: not supported: there are no profiler hooks; turn it off",
+        "actor_rollout_ref.actor.strategy=megatron: not supported: models are trained with FSDP2; set fsdp",
+        "actor_rollout_ref.rollout.name=sglang: not supported: responses are generated with the trainer's weights; "
+        "set embedded or hf",
+        "trainer.logger=[console,clearml]: clearml is not supported: use any of console, file, tensorboard, wandb, "
         "mlflow, swanlab",
     ]
 
 
-def test_a_request_can_be_taken_back_on_the_command_line(tmp_path: Path) -> None:
+def test_command_line_can_revert_an_unsupported_setting(tmp_path: Path) -> None:
     (tmp_path / "my.yaml").write_text("rollout: {multi_turn: {enable: true}, quantization: fp8}\n")
     load(["multi_turn.enable=false", "~rollout.quantization"], config_name="my", config_dir=tmp_path)
 
 
-def test_settings_without_effect_are_noted(caplog: pytest.LogCaptureFixture) -> None:
+def test_settings_without_effect_log_a_notice(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         load(["rollout.agent.num_workers=4", "actor_rollout_ref.actor.entropy_checkpointing=true"])
-    assert "rollout.agent has no effect: responses are generated within the worker" in caplog.messages
+    assert "rollout.agent has no effect: responses are generated in the worker process" in caplog.messages
 
 
-def test_a_spelling_that_only_follows_another_key_is_left_open() -> None:
+def test_alias_that_interpolates_the_canonical_key_is_ignored() -> None:
     config = load(["actor.use_remove_padding='${oc.select:actor_rollout_ref.model.use_remove_padding,false}'"])
     assert config.actor_rollout_ref.model.use_remove_padding
 
@@ -174,11 +174,11 @@ def test_a_grpo_configuration(files: dict[str, str], tmp_path: Path, caplog: pyt
         config = load_config(PPOConfig, [], config_name="grpo", config_dir=tmp_path)
     assert config.actor_rollout_ref.actor.clip_ratio_low == 0.8
     assert config.actor_rollout_ref.actor.optim.lr_warmup_steps == 10
-    assert "the ratio is clipped at 1-0.8=0.2; write 0.2 to clip at 0.8" in caplog.text
-    assert "the ratio is clipped at 1+1.2=2.2; write 0.2 to clip at 1.2" in caplog.text
+    assert "the ratio is clipped at 1-0.8=0.2; set 0.2 to clip at 0.8" in caplog.text
+    assert "the ratio is clipped at 1+1.2=2.2; set 0.2 to clip at 1.2" in caplog.text
 
 
-def test_a_configuration_for_eight_devices_says_all_that_must_change(files: dict[str, str], tmp_path: Path) -> None:
+def test_configuration_for_eight_devices_reports_all_unsupported_keys(files: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "grpo.yaml").write_text(GROUPED.format(**files, engine="vllm", tp=4, gpus=8))
     with pytest.raises(ConfigError) as caught:
         load_config(PPOConfig, [], config_name="grpo", config_dir=tmp_path)
@@ -198,7 +198,7 @@ def test_a_configuration_with_a_critic(files: dict[str, str], tmp_path: Path) ->
     assert config.algorithm.kl_ctrl.kl_coef == 0.01
 
 
-def test_the_first_command_that_people_type(files: dict[str, str]) -> None:
+def test_single_gpu_ppo_command(files: dict[str, str]) -> None:
     config = load_config(
         PPOConfig,
         [
@@ -231,7 +231,7 @@ def test_the_first_command_that_people_type(files: dict[str, str]) -> None:
     assert config.trainer.logger == ["console"] and config.critic.forward_micro_batch_size_per_gpu == 4
 
 
-def test_a_kl_coefficient_turns_the_penalty_on_unless_told_otherwise(caplog: pytest.LogCaptureFixture) -> None:
+def test_kl_coefficient_turns_the_penalty_on_unless_disabled(caplog: pytest.LogCaptureFixture) -> None:
     on = load_config(overrides=["algorithm.kl_ctrl.kl_coef=0.01"], run_checks=False)
     assert on.algorithm.use_kl_in_reward
     assert "the KL penalty in the reward is on" in caplog.text

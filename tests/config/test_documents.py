@@ -1,4 +1,4 @@
-"""Everything that the documents print composes; every key of the public system is known, with its default."""
+"""Every documented config block composes; every key of verl is known, with its default."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -9,10 +9,10 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from lockstep.config.canonical import canonical_layer
-from lockstep.config.compat import NOT_IN_BUILD
+from lockstep.config.compat import NOT_SUPPORTED
 from lockstep.config.compose import load_config
 from lockstep.config.errors import ConfigError
+from lockstep.config.normalize import normalize
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import build, get_in, keys, to_plain
 from tests.config.documents import Block, blocks_of
@@ -27,7 +27,7 @@ def documented_blocks() -> list[Block]:
 
 
 def original_blocks() -> list[Block]:
-    """The same from the documents themselves, where their folder is given."""
+    """The same from the documents themselves, if their folder is given."""
     found = []
     for path in sorted(Path(ORIGINALS or "/nowhere").glob("*.txt")):
         found += list(blocks_of(path.read_bytes().decode("utf-8", "replace")))
@@ -38,7 +38,7 @@ BLOCKS = [*documented_blocks(), *original_blocks()]
 
 
 def compose(block: Block, folder: Path, base: list[str], run_checks: bool) -> list[str]:
-    """The problems with a block over `base`, as a user would meet them."""
+    """The problems with a block over `base`, as a user would see them."""
     (folder / "block.yaml").write_text(yaml.safe_dump(block.settings))
     try:
         overrides = [*base, *block.overrides]
@@ -50,7 +50,7 @@ def compose(block: Block, folder: Path, base: list[str], run_checks: bool) -> li
 
 def set_by(block: Block) -> set[str]:
     names = [override.lstrip("+").split("=")[0] for override in block.overrides]
-    layers = [canonical_layer(PPOConfig, tree) for tree in (block.settings, dict.fromkeys(names, "x"))]
+    layers = [normalize(PPOConfig, tree) for tree in (block.settings, dict.fromkeys(names, "x"))]
     return {name for layer in layers for name in layer.values}
 
 
@@ -62,9 +62,9 @@ def test_there_are_as_many_blocks_as_the_documents_have() -> None:
 
 @pytest.mark.parametrize("block", BLOCKS, ids=[block.place or "original" for block in BLOCKS])
 def test_a_documented_block_composes(block: Block, files: dict[str, str], tmp_path: Path) -> None:
-    assert all(NOT_IN_BUILD in problem for problem in compose(block, tmp_path, [], run_checks=False))
+    assert all(NOT_SUPPORTED in problem for problem in compose(block, tmp_path, [], run_checks=False))
     already = set_by(block)
-    rest = {  # what a fragment needs beside itself, so that the whole can be checked
+    rest = {  # the keys that a fragment lacks for a complete config
         "data.train_files": files["train"],
         "actor_rollout_ref.model.path": files["model"],
         "algorithm.adv_estimator": "grpo" if "critic.enable" in already else "gae",
@@ -76,7 +76,7 @@ def test_a_documented_block_composes(block: Block, files: dict[str, str], tmp_pa
     if "actor_rollout_ref.actor.ppo_max_token_len_per_gpu" not in already:
         base.append("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=20000")
     for problem in compose(block, tmp_path, base, run_checks=True):
-        assert NOT_IN_BUILD in problem or ": no such f" in problem, problem
+        assert NOT_SUPPORTED in problem or ": no such f" in problem, problem
 
 
 def leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
@@ -88,8 +88,8 @@ def leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]
             yield full, value
 
 
-PUBLIC = yaml.safe_load((HERE / "public_defaults.yaml").read_text())
-PUBLIC_KEYS = dict(leaves(PUBLIC))
+VERL = yaml.safe_load((HERE / "verl_defaults.yaml").read_text())
+VERL_KEYS = dict(leaves(VERL))
 
 AUTO_DTYPE = "auto takes bfloat16 on CUDA and float32 on CPU"
 LOADABLE = "a checkpoint holds a folder that from_pretrained opens, which resuming does not read"
@@ -97,7 +97,7 @@ NO_MODEL = "there is no model or data to fall back on"
 
 DIFFERS = {
     "actor_rollout_ref.rollout.name": "the embedded engine is there wherever training is",
-    "actor_rollout_ref.rollout.tensor_model_parallel_size": "each worker generates with the whole model",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": "each worker holds the whole rollout model",
     "actor_rollout_ref.rollout.checkpoint_engine.backend": "auto broadcasts on GPUs",
     "actor_rollout_ref.rollout.calculate_log_probs": "they cost nothing here, and the audit compares them",
     "actor_rollout_ref.rollout.max_num_batched_tokens": "longer prefill steps: the host is slower than a GPU at 8192 tokens",
@@ -123,30 +123,30 @@ DIFFERS = {
     "trainer.n_gpus_per_node": "a run without settings is one process",
     "trainer.device": "auto takes a GPU if there is one",
 }
-"""Defaults of our own, with the reason."""
+"""Defaults that differ from verl's, with the reason."""
 
 
-def test_every_public_key_is_known() -> None:
-    assert len(PUBLIC_KEYS) == 556
-    unknown = [name for name, value in PUBLIC_KEYS.items() if canonical_layer(PPOConfig, {name: value}).problems]
+def test_every_key_of_verl_is_known() -> None:
+    assert len(VERL_KEYS) == 556
+    unknown = [name for name, value in VERL_KEYS.items() if normalize(PPOConfig, {name: value}).problems]
     assert unknown == []
 
 
-def test_defaults_are_those_of_the_public_system() -> None:
-    public = OmegaConf.create(PUBLIC)
+def test_defaults_are_those_of_verl() -> None:
+    verl = OmegaConf.create(VERL)
     ours = to_plain(build(PPOConfig, {})[0])
     different = set()
     for name in keys(PPOConfig):
-        if name in PUBLIC_KEYS:
-            value = None if PUBLIC_KEYS[name] == "???" else OmegaConf.select(public, name)
+        if name in VERL_KEYS:
+            value = None if VERL_KEYS[name] == "???" else OmegaConf.select(verl, name)
             value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
             if value != get_in(ours, name, None):
                 different.add(name)
     assert different == set(DIFFERS)
 
 
-def test_the_whole_public_configuration_says_what_must_change(files: dict[str, str], tmp_path: Path) -> None:
-    block = Block("public", {**PUBLIC, "defaults": ["_self_"]})
+def test_whole_verl_configuration_reports_what_must_change(files: dict[str, str], tmp_path: Path) -> None:
+    block = Block("verl", {**VERL, "defaults": ["_self_"]})
     paths = [
         f"data.train_files={files['train']}",
         f"data.val_files={files['val']}",
@@ -155,19 +155,19 @@ def test_the_whole_public_configuration_says_what_must_change(files: dict[str, s
         "actor_rollout_ref.rollout.name=embedded",
     ]
     assert compose(block, tmp_path, paths, run_checks=True) == [
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=2: not in this build: each worker generates with the whole "
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2: not supported: each worker holds the whole rollout "
         "model; set 1"
     ]
     one = "actor_rollout_ref.rollout.tensor_model_parallel_size=1"
     assert compose(block, tmp_path, [*paths, one], run_checks=True) == []
 
 
-def test_a_public_key_that_is_not_there_says_so_when_it_is_used() -> None:
-    told = 0
-    for name, value in PUBLIC_KEYS.items():
-        layer = canonical_layer(PPOConfig, {name: "something else"})
+def test_unsupported_key_of_verl_is_reported_if_used() -> None:
+    num_reported = 0
+    for name, value in VERL_KEYS.items():
+        layer = normalize(PPOConfig, {name: "something else"})
         assert layer.problems == []
-        if name not in layer.values and not layer.notices and not layer.idle and not name.endswith("_target_"):
-            told += sum(NOT_IN_BUILD in str(problem) for problem in layer.unsupported.values())
-        assert all(problem is None for problem in canonical_layer(PPOConfig, {name: value}).unsupported.values())
-    assert told > 40
+        if name not in layer.values and not layer.notices and not layer.no_effect and not name.endswith("_target_"):
+            num_reported += sum(NOT_SUPPORTED in str(problem) for problem in layer.unsupported.values())
+        assert all(problem is None for problem in normalize(PPOConfig, {name: value}).unsupported.values())
+    assert num_reported > 40

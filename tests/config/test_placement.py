@@ -121,12 +121,12 @@ def test_explicit_pools() -> None:
         ("{actor_rollout: b, rollout: a}", {"actor": "b", "rollout": "a", "critic": "a"}),
     ],
 )
-def test_a_map_of_roles(mapping: str, role_pools: dict[str, str]) -> None:
+def test_role_mapping(mapping: str, role_pools: dict[str, str]) -> None:
     config = config_of("resource_pool_spec={a: [2], b: [1]}", f"resource_pool_mapping={mapping}")
     assert pools_of(config, ["critic"]).role_pools == role_pools
 
 
-def test_who_runs_the_workers() -> None:
+def test_controller() -> None:
     assert controller_of(config_of()) == "local"
     assert controller_of(config_of("trainer.n_gpus_per_node=2")) == "ray"
     assert controller_of(config_of("trainer.nnodes=2")) == "ray"
@@ -149,42 +149,45 @@ def test_too_few_workers_for_a_placement() -> None:
         (
             ["trainer.placement=split", "trainer.n_gpus_per_node=2", "trainer.nnodes=2"],
             "trainer.placement=split: has 3 pools (actor_pool, critic_pool, rollout_pool), more than there are machines "
-            "(trainer.nnodes=2) or workers on each (trainer.n_gpus_per_node=2); set one of the two to 3 or more",
+            "(trainer.nnodes=2) or workers per machine (trainer.n_gpus_per_node=2); set either to 3 or more",
         ),
         (
             ["trainer.controller=local", "trainer.n_gpus_per_node=2"],
-            "trainer.controller=local: there are 2 workers, and this process can be one; set auto or ray",
+            "trainer.controller=local: can run only 1 worker, not 2; set auto or ray",
         ),
         (
             ["trainer.controller=local", "resource_pool_spec={a: [1], b: [1]}", "resource_pool_mapping={critic: b}"],
-            "trainer.controller=local: there are 2 workers",
+            "trainer.controller=local: can run only 1 worker, not 2",
         ),
-        (["resource_pool_spec={a: 8}"], "resource_pool_spec.a=8: must be processes per machine, such as [8, 8]"),
-        (["resource_pool_spec={a: [0]}"], "resource_pool_spec.a=[0]: must be processes per machine"),
-        (["resource_pool_spec={a: []}"], "resource_pool_spec.a=[]: must be processes per machine"),
+        (
+            ["resource_pool_spec={a: 8}"],
+            "resource_pool_spec.a=8: must be a list of processes per machine, such as [8, 8]",
+        ),
+        (["resource_pool_spec={a: [0]}"], "resource_pool_spec.a=[0]: must be a list of processes per machine"),
+        (["resource_pool_spec={a: []}"], "resource_pool_spec.a=[]: must be a list of processes per machine"),
         (
             ["resource_pool_spec={a: [2]}", "trainer.placement=hybrid"],
-            "trainer.placement=hybrid: resource_pool_spec says where roles run; leave one of the two out",
+            "trainer.placement=hybrid: conflicts with resource_pool_spec; set only one of them",
         ),
         (
             ["resource_pool_spec={a: [2]}", "resource_pool_mapping={actr: a}"],
-            "resource_pool_mapping.actr=a: is no role; roles are actor_rollout, actor, rollout, ref, critic, rm",
+            "resource_pool_mapping.actr=a: unknown role; roles are actor_rollout, actor, rollout, ref, critic, rm",
         ),
         (
             ["resource_pool_spec={a: [2], b: [1]}", "resource_pool_mapping={critic: c}"],
-            "resource_pool_mapping.critic=c: is no pool of resource_pool_spec (a, b)",
+            "resource_pool_mapping.critic=c: unknown pool; resource_pool_spec has a, b",
         ),
         (
             ["resource_pool_mapping={critic: c}"],
-            "resource_pool_mapping.critic=c: is no pool of resource_pool_spec (which is empty)",
+            "resource_pool_mapping.critic=c: unknown pool; resource_pool_spec has none",
         ),
         (
             ["trainer.n_gpus_per_node=3", f"{ACTOR}.ulysses_sequence_parallel_size=2", "critic.enable=true"],
-            f"{ACTOR}.ulysses_sequence_parallel_size=2: does not divide the number of workers in global_pool, 3",
+            f"{ACTOR}.ulysses_sequence_parallel_size=2: does not divide the number of workers in global_pool (3)",
         ),
         (
             [f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2"],
-            f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2: does not divide the number of workers in global_pool, 1",
+            f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2: does not divide the number of workers in global_pool (1)",
         ),
         (
             [
@@ -193,7 +196,7 @@ def test_too_few_workers_for_a_placement() -> None:
                 "algorithm.use_kl_in_reward=true",
                 f"{ACTOR}.ulysses_sequence_parallel_size=2",
             ],
-            "actor_rollout_ref.ref.ulysses_sequence_parallel_size=2: does not divide the number of workers in ref_pool, 1",
+            "actor_rollout_ref.ref.ulysses_sequence_parallel_size=2: does not divide the number of workers in ref_pool (1)",
         ),
         (
             [
@@ -201,7 +204,7 @@ def test_too_few_workers_for_a_placement() -> None:
                 f"{ACTOR}.ulysses_sequence_parallel_size=2",
                 f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=4",
             ],
-            f"ulysses_sequence_parallel_size=4: differs from {ACTOR}.ulysses_sequence_parallel_size=2; set that alone",
+            f"ulysses_sequence_parallel_size=4: differs from {ACTOR}.ulysses_sequence_parallel_size=2; set only that key",
         ),
         (
             [
@@ -210,12 +213,12 @@ def test_too_few_workers_for_a_placement() -> None:
                 f"{ACTOR}.use_kl_loss=true",
                 "actor_rollout_ref.model.use_remove_padding=false",
             ],
-            "actor_rollout_ref.model.use_remove_padding=false: ranks share sequences "
-            f"({ACTOR}.ulysses_sequence_parallel_size=2) only where these are packed; set true",
+            "actor_rollout_ref.model.use_remove_padding=false: splitting sequences across ranks "
+            f"({ACTOR}.ulysses_sequence_parallel_size=2) needs packed sequences; set true",
         ),
         (
             ["trainer.n_gpus_per_node=4", f"{ACTOR}.fsdp_config.fsdp_size=3"],
-            f"{ACTOR}.fsdp_config.fsdp_size=3: does not divide the number of workers in global_pool, 4; set a divisor of it",
+            f"{ACTOR}.fsdp_config.fsdp_size=3: does not divide the number of workers in global_pool (4); set a divisor",
         ),
         ([f"{ACTOR}.fsdp_config.fsdp_size=0"], "fsdp_size=0: must be 1 or more, or -1 for all"),
         (["trainer.max_restarts=-1"], "trainer.max_restarts=-1: must be 0 or more"),
@@ -224,7 +227,7 @@ def test_too_few_workers_for_a_placement() -> None:
         (["actor_rollout_ref.rollout.checkpoint_engine.backend=gloo"], "must be one of auto, naive, nccl"),
     ],
 )
-def test_a_fault_is_one_problem(minimal: list[str], overrides: list[str], message: str) -> None:
+def test_each_mistake_is_one_problem(minimal: list[str], overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(PPOConfig, [*minimal, *overrides])
     assert len(caught.value.problems) == 1, caught.value
@@ -237,11 +240,11 @@ def test_a_fault_is_one_problem(minimal: list[str], overrides: list[str], messag
         ([], "reward_model.nnodes=0: must be 1 or more with reward_model.enable_resource_pool"),
         (
             ["resource_pool_spec={global_pool: [2]}"],
-            "reward_model.enable_resource_pool=true: resource_pool_spec says where roles run; add a reward_pool there",
+            "reward_model.enable_resource_pool=true: conflicts with resource_pool_spec; add a reward_pool to it",
         ),
     ],
 )
-def test_a_reward_pool_that_has_no_size(
+def test_reward_pool_without_a_size(
     minimal: list[str], files: dict[str, str], overrides: list[str], message: str
 ) -> None:
     reward = ["reward_model.enable=true", f"reward_model.model.path={files['model']}"]
@@ -250,22 +253,22 @@ def test_a_reward_pool_that_has_no_size(
     assert [str(problem)[: len(message)] for problem in caught.value.problems] == [message]
 
 
-def test_batches_need_not_divide_by_the_workers(minimal: list[str]) -> None:
+def test_batches_need_not_be_divisible_by_workers(minimal: list[str]) -> None:
     load_config(
         PPOConfig, [*minimal, "trainer.n_gpus_per_node=7", "data.train_batch_size=3", f"{ACTOR}.ppo_mini_batch_size=3"]
     )
 
 
-def test_a_role_that_is_not_there_asks_for_nothing(minimal: list[str]) -> None:
-    """GRPO has no critic, so that its ranks may be anything."""
+def test_unused_roles_are_not_checked(minimal: list[str]) -> None:
+    """GRPO has no critic, so its sequence parallel size does not matter."""
     grpo = ["algorithm.adv_estimator=grpo", "trainer.n_gpus_per_node=3", "critic.ulysses_sequence_parallel_size=2"]
     load_config(PPOConfig, [*minimal, *grpo])
 
 
-def test_pools_that_no_role_uses_are_named(minimal: list[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_unused_pools_are_reported(minimal: list[str], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         load_config(PPOConfig, [*minimal, "resource_pool_spec={global_pool: [2], reward_pool: [1]}"])
-    assert "resource_pool_spec.reward_pool: no role runs there" in caplog.messages
+    assert "resource_pool_spec.reward_pool: no role uses this pool" in caplog.messages
 
 
 def test_several_workers_without_ray(minimal: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The reference page is current, and every key has a meaning."""
+"""The reference page is up to date, and every key is documented."""
 
 from pathlib import Path
 
@@ -9,15 +9,15 @@ from lockstep.config.schema import keys
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 
 
-def test_every_key_says_what_it_means() -> None:
+def test_every_key_is_documented() -> None:
     assert [key.name for key in keys(PPOConfig).values() if not field_docs(key.owner).get(key.field)] == []
 
 
-def test_the_page_is_current() -> None:
+def test_page_is_up_to_date() -> None:
     assert PAGE.read_text() == reference(), "run `make docs-config`"
 
 
-def test_the_page_hides_what_users_cannot_set() -> None:
+def test_page_hides_internal_fields() -> None:
     assert "global_batch_info" not in reference()
     assert "| `lr` | `float` | `1e-05` | Peak learning rate. |" in reference()
     assert "| `response_length` | `int` | follows `data.max_response_length` |" in reference()

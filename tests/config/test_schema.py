@@ -39,7 +39,7 @@ def test_defaults_are_nested_and_keep_interpolations() -> None:
     }
 
 
-def test_internal_fields_are_no_keys() -> None:
+def test_internal_fields_are_not_keys() -> None:
     assert "inner.hidden" not in keys(Outer)
     assert list(sections(Outer)) == ["inner"]
 
@@ -68,7 +68,7 @@ def test_an_instance_resolves_interpolations() -> None:
         (None, dict[str, Any], {}),
     ],
 )
-def test_values_are_brought_to_their_type(value: Any, annotation: Any, expected: Any) -> None:
+def test_values_are_converted_to_their_type(value: Any, annotation: Any, expected: Any) -> None:
     assert coerce(value, annotation) == expected
     assert type(coerce(value, annotation)) is type(expected)
 
@@ -82,8 +82,8 @@ def test_values_are_brought_to_their_type(value: Any, annotation: Any, expected:
         (True, int, "an integer"),
         (True, float, "a number"),
         (1, bool, "true or false"),
-        (None, str, "text"),
-        (False, str, "text"),
+        (None, str, "a string"),
+        (False, str, "a string"),
         ("x", int | None, "an integer or null"),
         ("gren", Literal["red", "green"], "one of red, green; did you mean green?"),
         (["a", 1.5], list[int], "a list, each item an integer"),
@@ -91,7 +91,7 @@ def test_values_are_brought_to_their_type(value: Any, annotation: Any, expected:
         ("x", dict[str, Any], "a mapping"),
     ],
 )
-def test_a_wrong_value_is_told_what_is_allowed(value: Any, annotation: Any, message: str) -> None:
+def test_mismatch_says_what_is_allowed(value: Any, annotation: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("?", r"\?")):
         coerce(value, annotation)
 
@@ -102,22 +102,22 @@ def test_all_problems_are_collected() -> None:
     assert {problem.key for problem in caught.value.problems} == {"inner.rate", "inner.rat", "size", "kind", "colour"}
     text = str(caught.value)
     assert text.startswith("5 problems in the configuration:")
-    assert "inner.rate=fast: must be a number" in text  # and inner.follows, which follows it, is not named
+    assert "inner.rate=fast: must be a number" in text  # inner.follows, which follows it, is not reported
     assert "inner.rat=1: no such key. Did you mean inner.rate?" in text
     assert "size=big: must be an integer or null" in text
 
 
-def test_a_broken_interpolation_names_its_key() -> None:
-    with pytest.raises(ConfigError, match=r"size=\$\{nowhere\}: the interpolation fails"):
+def test_broken_interpolation_names_its_key() -> None:
+    with pytest.raises(ConfigError, match=r"size=\$\{nowhere\}: interpolation failed"):
         to_dataclass(Outer, {"size": "${nowhere}"})
 
 
-def test_a_value_left_open_in_a_file_must_be_given() -> None:
-    with pytest.raises(ConfigError, match=r"size=\?\?\?: must be given"):
+def test_missing_value_must_be_set() -> None:
+    with pytest.raises(ConfigError, match=r"size=\?\?\?: must be set on the command line"):
         to_dataclass(Outer, {"size": "???"})
 
 
-def test_the_whole_configuration_has_consistent_defaults() -> None:
+def test_defaults_of_the_whole_configuration_are_consistent() -> None:
     config = to_dataclass(PPOConfig, {"data": {"max_response_length": 64}})
     assert config.actor_rollout_ref.rollout.response_length == 64
     assert config.actor_rollout_ref.actor.clip_ratio_high == config.actor_rollout_ref.actor.clip_ratio == 0.2

@@ -1,4 +1,4 @@
-"""The loader's order depends on (seed, epoch) alone and is resumed exactly, wherever it was interrupted."""
+"""The loader's order depends only on (seed, epoch) and resumes exactly from any position."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def make_loader(num_rows: int = 11, batch_size: int = 3, **changes: Any) -> Stat
 
 
 def take(loader: StatefulLoader, num_batches: int) -> list[list[int]]:
-    """The next batches, over epoch ends if need be; the state is then as it is while the last of them is worked on."""
+    """The next batches, across epochs if needed; the state is then the one during the last batch's step."""
     taken: list[list[int]] = []
     while len(taken) < num_batches:
         for batch in loader:
@@ -59,7 +59,7 @@ def test_worker_processes_do_not_change_the_order() -> None:
     assert head + take(resumed, 3) == whole
 
 
-def test_a_state_taken_in_the_last_batch_starts_the_next_epoch() -> None:
+def test_state_saved_in_the_last_batch_resumes_at_the_next_epoch() -> None:
     loader = make_loader(num_rows=6)
     states = [loader.state_dict() for _ in loader]
     assert [(state["epoch"], state["position"]) for state in states] == [(0, 3), (1, 0)]
@@ -84,19 +84,19 @@ def test_unshuffled_order_and_lengths() -> None:
     assert len(make_loader(drop_last=False)) == 4 and len(make_loader()) == 3
 
 
-def test_iterating_does_not_move_the_global_rng() -> None:
+def test_iterating_does_not_advance_the_global_rng() -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state()
     take(make_loader(), 4)
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_a_sampler_replaces_the_order() -> None:
+def test_sampler_replaces_the_order() -> None:
     loader = make_loader(num_rows=4, batch_size=2, sampler=lambda epoch: [3, 2, 1, 0] if epoch == 0 else [0, 0, 1, 1])
     assert take(loader, 4) == [[3, 2], [1, 0], [0, 0], [1, 1]]
 
 
-def test_another_batch_size_goes_on_at_the_same_row() -> None:
+def test_resume_with_another_batch_size() -> None:
     loader = make_loader(num_rows=10, batch_size=2, shuffle=False)
     take(loader, 2)
     larger = make_loader(num_rows=10, batch_size=3, shuffle=False)
@@ -115,12 +115,12 @@ def test_another_batch_size_goes_on_at_the_same_row() -> None:
         ({"shuffle": False}, r"data\.shuffle was True and is now False.*resume_mode=disable"),
     ],
 )
-def test_a_state_of_another_order_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_state_of_another_order_is_rejected(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_loader(**changes).load_state_dict(make_loader().state_dict())
 
 
-def test_impossible_settings_are_named() -> None:
+def test_impossible_settings_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"data\.train_batch_size=3, but the dataset has only 2 rows"):
         make_loader(num_rows=2)
     assert len(make_loader(num_rows=2, drop_last=False)) == 1

@@ -1,6 +1,6 @@
-"""examples/data_preprocess: published files to rows that the dataset reads.
+"""examples/data_preprocess: published files to dataset rows.
 
-The scripts run on rows made here, and on the published files where LOCKSTEP_DATA names a folder with them.
+The scripts run on small generated files, and on the published files if LOCKSTEP_DATA is set.
 """
 
 import json
@@ -27,7 +27,7 @@ def run_script(script: str, source: Path, output: Path, *options: str) -> subpro
 
 
 def convert(script: str, examples: list[dict[str, Any]], folder: Path, *options: str) -> tuple[list[Any], str]:
-    """The rows as the dataset gives them, and what the script told."""
+    """The rows as the dataset returns them, and the script's output."""
     source, output = folder / "published.jsonl", folder / "made" / "rows.parquet"
     source.write_text("".join(json.dumps(example) + "\n" for example in examples))
     result = run_script(script, source, output, *options)
@@ -60,17 +60,17 @@ def test_gsm8k(tmp_path: Path) -> None:
     assert "example 0 has no 'answer' (fields: question)" in refusal("gsm8k.py", {"question": "?"}, tmp_path)
 
 
-def test_math_takes_the_answer_or_the_last_box(tmp_path: Path) -> None:
+def test_math_uses_the_answer_or_the_last_box(tmp_path: Path) -> None:
     examples = [
         {"problem": "a", "answer": "\\frac{1}{2}", "level": "Level 1"},
         {"problem": "b", "solution": "First \\boxed{1}, then $\\boxed{\\frac{3}{4}}$.", "level": "Level 2"},
         {"problem": "c", "answer": None, "level": "Level 3"},
         {"problem": "d", "solution": "so $\\boxed 7$ it is", "level": "Level 4"},
     ]
-    rows, told = convert("math_dataset.py", examples, tmp_path)
+    rows, logged = convert("math_dataset.py", examples, tmp_path)
     truths = {row["index"]: row["reward_model"]["ground_truth"] for row in rows}
     assert truths == {0: "\\frac{1}{2}", 1: "\\frac{3}{4}", 3: "7"}
-    assert "left out 1 examples without an answer: 2" in told
+    assert "skipped 1 examples without an answer: 2" in logged
     assert rows[0]["data_source"] == "DigitalLearningGmbH/MATH-lighteval"
     assert rows[1]["extra_info"]["level"] == "Level 2"
     assert rows[0]["raw_prompt"][0]["content"].endswith("\\boxed{}.")
@@ -100,29 +100,29 @@ def test_humaneval_checks_become_inputs_and_outputs(tmp_path: Path) -> None:
         ),
         humaneval_example("H/1", "for i in range(3):", "    assert candidate(i, i) == i"),
         humaneval_example("H/2", "assert abs(candidate(1, 2) - 3) < 1e-6"),
-        humaneval_example("H/3", "assert candidate((1, 2), 3) == 1"),  # JSON has no tuples to hand over
+        humaneval_example("H/3", "assert candidate((1, 2), 3) == 1"),  # JSON has no tuples
         humaneval_example("H/4", "assert candidate(1, 2) == 3", "assert True, 'always'"),
     ]
-    rows, told = convert("humaneval.py", examples, tmp_path)
+    rows, logged = convert("humaneval.py", examples, tmp_path)
     truths = [json.loads(row["reward_model"]["ground_truth"]) for row in rows]
     assert truths[0] == {"fn_name": "add", "inputs": ['1\n"x\\ny"', "[]\nnull"], "outputs": ["[1, [2.5]]", "true"]}
     assert truths[1] == {"fn_name": "add", "inputs": ["1\n2"], "outputs": ["3"]}
-    assert "left out 3 tasks whose checks are not plain comparisons: H/1, H/2, H/3" in told
+    assert "skipped 3 tasks whose checks are not plain comparisons: H/1, H/2, H/3" in logged
 
 
 def test_mbpp_finds_the_function_that_is_tested(tmp_path: Path) -> None:
     example = {"text": "Add.", "code": "def add(a, b):\n    return a + b", "test_list": ["assert add(1, 2) == 3"]}
     other = example | {"test_list": ["assert set(add([1], [2])) == {1, 2}"]}
-    rows, told = convert("mbpp.py", [example, other], tmp_path)
+    rows, logged = convert("mbpp.py", [example, other], tmp_path)
     assert json.loads(rows[0]["reward_model"]["ground_truth"]) == {
         "fn_name": "add",
         "inputs": ["1\n2"],
         "outputs": ["3"],
     }
-    assert "assert add(1, 2) == 3" in rows[0]["raw_prompt"][0]["content"] and "left out 1 tasks" in told
+    assert "assert add(1, 2) == 3" in rows[0]["raw_prompt"][0]["content"] and "skipped 1 tasks" in logged
 
 
-@pytest.mark.skipif(PUBLISHED is None, reason="LOCKSTEP_DATA names no folder with the published files")
+@pytest.mark.skipif(PUBLISHED is None, reason="needs LOCKSTEP_DATA, a folder with the published files")
 @pytest.mark.parametrize(
     ("script", "source", "ready", "options"),
     [
@@ -139,7 +139,7 @@ def test_mbpp_finds_the_function_that_is_tested(tmp_path: Path) -> None:
         ("aime2024.py", "math/amc23.jsonl", "math/amc23.parquet", ["--data-source", "math_dapo"]),
     ],
 )
-def test_published_files_give_the_ready_rows(
+def test_published_files_give_the_expected_rows(
     tmp_path: Path, script: str, source: str, ready: str, options: list[str]
 ) -> None:
     folder = Path(str(PUBLISHED))
@@ -147,15 +147,15 @@ def test_published_files_give_the_ready_rows(
     wanted = {row["extra_info"]["index"]: row for row in pq.read_table(folder / ready).to_pylist()}
     made = pq.read_table(tmp_path / "rows.parquet").to_pylist()
     assert all(row == wanted.pop(row["extra_info"]["index"]) for row in made)
-    # What is left out has no answer in the published file either.
+    # Skipped rows have no answer in the published file either.
     assert all(row["reward_model"]["ground_truth"] in ("", "None") for row in wanted.values())
 
 
-@pytest.mark.skipif(PUBLISHED is None, reason="LOCKSTEP_DATA names no folder with the published files")
+@pytest.mark.skipif(PUBLISHED is None, reason="needs LOCKSTEP_DATA, a folder with the published files")
 @pytest.mark.parametrize(
     ("script", "source", "num_rows"), [("humaneval.py", "humaneval", 142), ("mbpp.py", "mbpp", 825)]
 )
-def test_reference_solutions_pass_the_made_cases(tmp_path: Path, script: str, source: str, num_rows: int) -> None:
+def test_reference_solutions_pass_the_generated_tests(tmp_path: Path, script: str, source: str, num_rows: int) -> None:
     published = Path(str(PUBLISHED)) / f"code/{source}.jsonl"
     assert run_script(script, published, tmp_path / "rows.parquet").returncode == 0
     examples = [json.loads(line) for line in published.read_text().splitlines()]
@@ -170,7 +170,7 @@ def test_reference_solutions_pass_the_made_cases(tmp_path: Path, script: str, so
             assert json.loads(json.dumps(result)) == json.loads(expected)
 
 
-def test_an_input_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_input_file(tmp_path: Path) -> None:
     done = run_script("gsm8k.py", tmp_path / "none.jsonl", tmp_path / "x.parquet")
     assert done.returncode == 1
     assert "none.jsonl: no such file" in done.stderr and "Traceback" not in done.stderr

@@ -1,4 +1,4 @@
-"""RLHFDataset: rows to messages and ids, the length filter, and a named error for every kind of bad row."""
+"""RLHFDataset: rows to messages and ids, the length filter, and a clear error for every kind of bad row."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,7 @@ def prompt_ids(content: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.jsonl"])
-def test_a_row_becomes_messages_ids_and_plain_objects(tmp_path: Path, name: str) -> None:
+def test_row_to_messages_ids_and_objects(tmp_path: Path, name: str) -> None:
     rows = [make_row(), make_row("2+2=", extra_info={"split": "train", "index": 0, "answers": ["4", "four"]})]
     dataset = RLHFDataset(write(tmp_path / name, rows), TOKENIZER, DataConfig())
     assert len(dataset) == 2
@@ -73,7 +73,7 @@ def test_max_samples_takes_the_first_rows(tmp_path: Path) -> None:
     assert [dataset[i]["raw_prompt"][0]["content"] for i in range(len(dataset))] == [*"01234", *"01"]
 
 
-def test_nulls_that_parquet_adds_are_taken_out_again(tmp_path: Path) -> None:
+def test_nulls_added_by_parquet_are_dropped(tmp_path: Path) -> None:
     rows = [
         make_row(
             prompt=[{"role": "system", "content": "s"}, {"role": "user", "content": "u", "name": "ann"}],
@@ -101,11 +101,11 @@ def test_max_samples_is_a_seeded_draw_when_rows_are_shuffled(tmp_path: Path) -> 
     assert len(RLHFDataset(file, TOKENIZER, DataConfig(seed=7), max_samples=20)) == 9
 
 
-def test_a_mapping_as_config(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_mapping_as_config(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = write(tmp_path / "a.jsonl", [make_row("x"), make_row("x" * 99)])
     short = OmegaConf.create({"max_prompt_length": 40, "cache_dir": "/tmp/x"})
     assert len(RLHFDataset(file, TOKENIZER, short)) == 1
-    assert "DataConfig does not use these settings: cache_dir" in caplog.text
+    assert "DataConfig ignores these settings: cache_dir" in caplog.text
     whole = RLHFDataset(file, TOKENIZER, {"max_prompt_length": 40, "filter_overlong_prompts": False})
     assert len(whole) == 2 and whole[1]["raw_prompt_ids"] == prompt_ids("x" * 99)
     cut = {"max_prompt_length": 40, "filter_overlong_prompts": False, "truncation": "left"}
@@ -115,7 +115,7 @@ def test_a_mapping_as_config(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.parametrize("truncation", ["left", "right", "middle"])
-def test_long_prompts_are_cut_as_configured(tmp_path: Path, truncation: Any) -> None:
+def test_long_prompts_are_truncated_as_configured(tmp_path: Path, truncation: Any) -> None:
     file = write(tmp_path / "a.jsonl", [make_row("0123456789" * 3)])
     sample = RLHFDataset(file, TOKENIZER, DataConfig(max_prompt_length=21, truncation=truncation))[0]
     whole = prompt_ids("0123456789" * 3)
@@ -130,7 +130,7 @@ def test_filter_drops_long_prompts_and_keeps_positions(tmp_path: Path) -> None:
     assert [dataset[i]["index"] for i in range(len(dataset))] == [0, 2]
 
 
-def test_a_prompt_that_was_measured_is_not_encoded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_prompts_are_not_encoded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = RLHFDataset(write(tmp_path / "a.jsonl", [make_row("x"), make_row("yy")]), TOKENIZER, DataConfig())
     monkeypatch.delattr(RLHFDataset, "_encode")
     assert [dataset[i]["raw_prompt_ids"] for i in range(2)] == [prompt_ids("x"), prompt_ids("yy")]
@@ -162,9 +162,9 @@ def test_collate_keeps_lists_of_equal_length_as_objects() -> None:
     [
         ({"prompt": ...}, r"a\.jsonl, row 1 has no 'prompt'; set data\.prompt_key .*columns: data_source, ability"),
         ({"data_source": ...}, r"row 1 has no 'data_source'; set data\.reward_fn_key"),
-        ({"reward_model": ...}, r"row 1 has no 'reward_model'; add one"),
+        ({"reward_model": ...}, r"row 1 has no 'reward_model'; add it"),
         ({"reward_model": "rule"}, r"row 1: 'reward_model' must be an object with `style` and `ground_truth`"),
-        ({"reward_model": {"style": "rule"}}, r"row 1: 'reward_model' has style 'rule' and no 'ground_truth'"),
+        ({"reward_model": {"style": "rule"}}, r"row 1: 'reward_model' has style 'rule' but no 'ground_truth'"),
         (
             {"reward_model": {"style": "rule", "ground_truth": 72}},
             r"row 1: reward_model\.ground_truth is 72 \(number\), but '2' \(text\) in .*row 0.* 'openai/gsm8k'; write them",
@@ -178,7 +178,7 @@ def test_collate_keeps_lists_of_equal_length_as_objects() -> None:
         ({"videos": ["a.mp4"]}, r"row 1 has 'videos': only text prompts are supported"),
     ],
 )
-def test_bad_rows_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_bad_rows_are_rejected(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     file = write(tmp_path / "a.jsonl", [make_row(images=[]), make_row(**changes)])
     with pytest.raises(ValueError, match=message):
         RLHFDataset(file, TOKENIZER, DataConfig())
@@ -196,14 +196,14 @@ def test_ground_truths_of_several_types_for_several_scorers(tmp_path: Path) -> N
     assert [dataset[i]["reward_model"]["ground_truth"] for i in range(6)] == [truth for _, truth in truths]
 
 
-def test_bad_files_are_named(tmp_path: Path) -> None:
+def test_bad_files_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "broken.jsonl").write_text(json.dumps(make_row()) + "\n{\n")
     (tmp_path / "broken.parquet").write_text("not parquet")
     (tmp_path / "list.jsonl").write_text("3\n")
     for file, message in {
-        "absent.parquet": r"no data file .*absent\.parquet; check data\.train_files",
-        "empty.jsonl": r"empty\.jsonl holds no rows",
+        "absent.parquet": r"data file .*absent\.parquet does not exist; check data\.train_files",
+        "empty.jsonl": r"empty\.jsonl has no rows",
         "broken.jsonl": r"broken\.jsonl, line 2 is not JSON",
         "broken.parquet": r"broken\.parquet is not a readable parquet file",
         "list.jsonl": r"entry 1: a row must be a JSON object, not int",
@@ -211,13 +211,13 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             RLHFDataset(str(tmp_path / file), TOKENIZER, DataConfig())
     (tmp_path / "rows.csv").write_text("a,b")
-    with pytest.raises(ValueError, match=r"take \.parquet, \.jsonl and \.json"):
+    with pytest.raises(ValueError, match=r"must be \.parquet, \.jsonl or \.json"):
         RLHFDataset(str(tmp_path / "rows.csv"), TOKENIZER, DataConfig())
     with pytest.raises(ValueError, match=r"set data\.train_files"):
         RLHFDataset([], TOKENIZER, DataConfig())
 
 
-def test_overlong_prompt_stops_at_the_start(tmp_path: Path) -> None:
+def test_overlong_prompt_is_rejected_at_the_start(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", [make_row("x"), make_row("x" * 50), make_row("x" * 60)])
     tokens = len(prompt_ids("x" * 50))
     with pytest.raises(ValueError, match=rf"row 1: the prompt has {tokens} tokens.*=40 \(2 of 3.*data\.truncation"):
@@ -226,7 +226,7 @@ def test_overlong_prompt_stops_at_the_start(tmp_path: Path) -> None:
         RLHFDataset(file, TOKENIZER, DataConfig(max_prompt_length=3, filter_overlong_prompts=True))
 
 
-def test_chat_template_problems_are_named(tmp_path: Path) -> None:
+def test_chat_template_errors(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", [make_row()])
     bare = tiny_tokenizer()
     bare.chat_template = None
@@ -234,7 +234,7 @@ def test_chat_template_problems_are_named(tmp_path: Path) -> None:
         RLHFDataset(file, bare, DataConfig())
     strict = tiny_tokenizer()
     strict.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(ValueError, match=r"a\.jsonl, row 0: the chat template refuses .*roles must alternate"):
+    with pytest.raises(ValueError, match=r"a\.jsonl, row 0: the chat template rejects .*roles must alternate"):
         RLHFDataset(file, strict, DataConfig())
 
 

@@ -1,4 +1,4 @@
-"""RMDataset: both answers of a pair behind the same prompt, chosen first."""
+"""RMDataset: both answers of a pair after the same prompt, chosen first."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ def write(folder: Path, **row: object) -> str:
     return str(folder / "pairs.jsonl")
 
 
-def test_a_pair(tmp_path: Path) -> None:
+def test_pair(tmp_path: Path) -> None:
     dataset = RMDataset(write(tmp_path, prompt="ab", chosen="cde", rejected="f"), TOKENIZER, max_length=5)
     sample = dataset[0]
     eos = TOKENIZER.eos_token_id
@@ -27,7 +27,7 @@ def test_a_pair(tmp_path: Path) -> None:
     assert without_eos["attention_mask"].sum(1).tolist() == [5, 3]
 
 
-def test_bad_pairs_are_named(tmp_path: Path) -> None:
+def test_bad_pairs_are_rejected(tmp_path: Path) -> None:
     file = write(tmp_path, prompt="a", chosen="b", rejected=3)
     with pytest.raises(ValueError, match=r"row 0: 'rejected' must be text, not int"):
         RMDataset(file, TOKENIZER)

@@ -1,4 +1,4 @@
-"""Samplers by path: curricula are told of every step and resumed exactly; plain samplers are drawn again."""
+"""Samplers by path: curricula see every step and resume exactly; stateless samplers are redrawn."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +26,7 @@ class Numbers(Dataset[dict[str, Any]]):
 
 
 class HardestFirst(AbstractCurriculumSampler):
-    """Gives the row with the lowest score so far, each once an epoch; its place in the epoch is part of its state."""
+    """Yields the row with the lowest score so far, each once per epoch; the position in the epoch is part of its state."""
 
     def __init__(self, data_source: Any, data_config: Any) -> None:
         self.scores = [float(i % 4) for i in range(len(data_source))]
@@ -64,7 +64,7 @@ def curriculum_loader(dataset: Dataset[Any] | None = None) -> StatefulLoader:
 
 
 def train(loader: StatefulLoader, num_steps: int) -> list[list[int]]:
-    """Steps as a trainer takes them: each batch is told to the loader before the next one is asked for."""
+    """Like a trainer: pass each batch to the loader before requesting the next one."""
     taken: list[list[int]] = []
     while len(taken) < num_steps:
         for batch in loader:
@@ -75,14 +75,14 @@ def train(loader: StatefulLoader, num_steps: int) -> list[list[int]]:
     return taken
 
 
-def test_an_update_changes_the_very_next_batch() -> None:
+def test_update_changes_the_next_batch() -> None:
     loader = curriculum_loader()
-    # Scores at first: 0 1 2 3 0 1 2 3 0 1 2, so rows 0, 4, 8 come first. The update lowers 3, 1 and 10 by 2.
+    # Initial scores: 0 1 2 3 0 1 2 3 0 1 2, so rows 0, 4, 8 come first. The update lowers 3, 1 and 10 by 2.
     assert train(loader, 2) == [[0, 4, 8], [1, 10, 3]]
     assert loader.rows.sampler.num_updates == 2
 
 
-def test_a_curriculum_resumes_exactly_wherever_it_stops() -> None:
+def test_curriculum_resumes_exactly() -> None:
     whole = train(curriculum_loader(), 9)  # three epochs of three batches, two rows of each left over
     assert len({tuple(batch) for batch in whole}) > 3
     for stopped_after in range(9):
@@ -94,7 +94,7 @@ def test_a_curriculum_resumes_exactly_wherever_it_stops() -> None:
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
-def test_samplers_without_a_state_are_drawn_again(drop_last: bool) -> None:
+def test_stateless_samplers_are_redrawn(drop_last: bool) -> None:
     def make() -> StatefulLoader:
         order = RandomSampler(Numbers(), generator=torch.Generator().manual_seed(3))
         return create_dataloader(Numbers(), 4, shuffle=False, seed=0, sampler=order, drop_last=drop_last)
@@ -121,19 +121,19 @@ class Alternating(Sampler[int]):
         return 6
 
 
-def test_set_epoch_is_called_and_the_length_is_the_samplers() -> None:
+def test_set_epoch_is_called_and_the_samplers_length_is_used() -> None:
     loader = create_dataloader(Numbers(), 2, shuffle=True, seed=0, sampler=Alternating())
     assert len(loader) == 3
     assert train(loader, 6) == [[0, 1], [2, 3], [4, 5], [5, 4], [3, 2], [1, 0]]
 
 
-def test_leaving_an_epoch_early_goes_on_with_the_same_draw() -> None:
+def test_leaving_an_epoch_early_continues_the_same_draw() -> None:
     loader = create_dataloader(Numbers(), 2, shuffle=False, seed=0, sampler=SequentialSampler(Numbers()))
     assert train(loader, 1) + train(loader, 2) == [[0, 1], [2, 3], [4, 5]]
 
 
 class Remembering(Numbers):
-    """A dataset that is told of the steps and keeps a state."""
+    """A dataset with on_batch_end and state."""
 
     seen = 0
 
@@ -147,7 +147,7 @@ class Remembering(Numbers):
         self.seen = state_dict["seen"]
 
 
-def test_the_dataset_is_told_too_and_its_state_is_kept() -> None:
+def test_dataset_gets_batches_and_its_state_is_saved() -> None:
     dataset = Remembering()
     loader = curriculum_loader(dataset)
     train(loader, 2)
@@ -155,11 +155,11 @@ def test_the_dataset_is_told_too_and_its_state_is_kept() -> None:
     resumed = Remembering()
     curriculum_loader(resumed).load_state_dict(loader.state_dict())
     assert resumed.seen == 6
-    with pytest.raises(ValueError, match="the checkpoint holds no state of the dataset"):
+    with pytest.raises(ValueError, match="the checkpoint has no state of the dataset"):
         curriculum_loader(Remembering()).load_state_dict(curriculum_loader().state_dict())
 
 
-def test_a_dataset_or_the_caller_brings_its_own_collate() -> None:
+def test_custom_collate_of_dataset_or_caller() -> None:
     dataset = Numbers()
     dataset.collate_fn = lambda samples: sum(sample["index"] for sample in samples)  # type: ignore[attr-defined]
     assert list(create_dataloader(dataset, 5, shuffle=False, seed=0)) == [10, 35]
@@ -194,7 +194,7 @@ def sampler_by_path(folder: Path, name: str | None, **changes: Any) -> AbstractS
     return create_rl_sampler(config, Numbers())
 
 
-def test_a_sampler_by_path(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_sampler_by_path(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert create_rl_sampler(DataConfig(), Numbers()) is None
     sampler = sampler_by_path(tmp_path, "Backwards")
     assert train(create_dataloader(Numbers(), 4, shuffle=True, seed=0, sampler=sampler), 1) == [[10, 9, 8, 7]]
@@ -203,7 +203,7 @@ def test_a_sampler_by_path(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     assert "Forgetful has no state_dict and load_state_dict" in caplog.text
 
 
-def test_the_sampler_of_the_docs(tmp_path: Path) -> None:
+def test_documented_sampler(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs/data.md").read_text()
     (tmp_path / "sampler.py").write_text(page.split("```python\n")[1].split("```")[0])
     config = DataConfig(sampler=SamplerConfig(str(tmp_path / "sampler.py"), "EasyFirst"))
@@ -222,14 +222,14 @@ def test_the_sampler_of_the_docs(tmp_path: Path) -> None:
         return taken
 
     whole = steps(make(), 5)
-    assert whole == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [8, 7, 6], [5, 4, 3]]  # rows 9 and 10 have not been seen: score 0
+    assert whole == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [8, 7, 6], [5, 4, 3]]  # rows 9 and 10 are unseen: score 0
     first, second = make(), make()
     head = steps(first, 4)
     second.load_state_dict(first.state_dict())
     assert head + steps(second, 1) == whole
 
 
-def test_bad_samplers_are_named(tmp_path: Path) -> None:
+def test_bad_samplers_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"needs data\.sampler\.class_name"):
         sampler_by_path(tmp_path, None)
     with pytest.raises(ValueError, match=r"data\.sampler\.class_path=.*no attribute 'Backward'.*Did you mean"):
@@ -240,7 +240,7 @@ def test_bad_samplers_are_named(tmp_path: Path) -> None:
         sampler_by_path(tmp_path, "Backwards", dataloader_num_workers=2)
     with pytest.raises(ValueError, match=r"data\.dataloader_num_workers=1 with a sampler"):
         create_dataloader(Numbers(), 2, False, 0, num_workers=1, sampler=SequentialSampler(Numbers()))
-    with pytest.raises(ValueError, match=r"the sampler gave 11 rows in epoch 0, but its len\(\) is 12"):
+    with pytest.raises(ValueError, match=r"the sampler yielded 11 rows in epoch 0, but its len\(\) is 12"):
         train(create_dataloader(Numbers(), 4, False, 0, sampler=sampler_by_path(tmp_path, "Short")), 3)
-    with pytest.raises(ValueError, match=r"data\.train_batch_size=7, but Alternating gives only 6 rows"):
+    with pytest.raises(ValueError, match=r"data\.train_batch_size=7, but Alternating yields only 6 rows"):
         create_dataloader(Numbers(), 7, False, 0, sampler=Alternating())

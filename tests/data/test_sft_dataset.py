@@ -1,4 +1,4 @@
-"""Supervised rows: the loss counts the assistant's tokens and nothing else, whatever the template does."""
+"""SFT rows: the loss covers exactly the assistant's tokens, whatever the template does."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ TALK = [
     {"role": "user", "content": "+1"},
     {"role": "assistant", "content": "3"},
 ]
-# Writes reasoning only in the last turn, puts tool results into one user turn, and tells of tools and thinking.
+# Renders reasoning only in the last turn, puts tool results into one user turn, and shows tools and thinking.
 THINKING_TEMPLATE = (
     "{% if tools %}[{% for t in tools %}{{ t['name'] }}{% endfor %}]{% endif %}"
     "{% if enable_thinking is defined %}({{ enable_thinking }}){% endif %}"
@@ -48,7 +48,7 @@ def dataset_of(
 
 
 def marked(sample: dict[str, Any], tokenizer: Any = TOKENIZER) -> str:
-    """The text with what the loss counts in braces."""
+    """The text with the loss tokens in braces."""
     text, inside = "", False
     for token, counts in zip(sample["input_ids"].tolist(), sample["loss_mask"].tolist()):
         text += ("{" if counts and not inside else "}" if inside and not counts else "") + tokenizer.decode([token])
@@ -57,7 +57,7 @@ def marked(sample: dict[str, Any], tokenizer: Any = TOKENIZER) -> str:
 
 
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.jsonl"])
-def test_the_loss_counts_every_turn_of_the_assistant(tmp_path: Path, name: str) -> None:
+def test_loss_covers_every_assistant_turn(tmp_path: Path, name: str) -> None:
     file = write(tmp_path / name, [{"messages": TALK}, {"messages": TALK[1:3]}])
     dataset = MultiTurnSFTDataset(file, TOKENIZER, SFTDataConfig(pad_mode="no_padding"))
     assert len(dataset) == 2
@@ -80,7 +80,7 @@ def test_padding_is_on_the_right_and_masked(tmp_path: Path) -> None:
     assert sample["attention_mask"][:length].all()
 
 
-def test_cut_sequences_keep_their_positions(tmp_path: Path) -> None:
+def test_truncated_sequences_keep_their_positions(tmp_path: Path) -> None:
     whole = dataset_of(tmp_path, {"messages": TALK})[0]
     kept = {"left": slice(-20, None), "right": slice(None, 20)}
     for truncation, part in kept.items():
@@ -110,7 +110,7 @@ def test_tools_thinking_and_tool_results_reach_the_template(tmp_path: Path) -> N
     assert marked(dataset_of(tmp_path, row, tokenizer=tokenizer)[0], tokenizer) == "[f]U:q;T:ab;A:{x;}"
 
 
-def test_a_template_that_rewrites_earlier_turns(tmp_path: Path) -> None:
+def test_template_that_rewrites_earlier_turns(tmp_path: Path) -> None:
     tokenizer = thinking_tokenizer()
     talk = [
         {"role": "user", "content": "q"},
@@ -118,14 +118,14 @@ def test_a_template_that_rewrites_earlier_turns(tmp_path: Path) -> None:
         {"role": "user", "content": "r"},
         {"role": "assistant", "content": "how/y"},
     ]
-    with pytest.raises(ValueError, match=r"row 0: .*differently once more messages follow.*data\.ignore_input_ids_mis"):
+    with pytest.raises(ValueError, match=r"row 0: .*differently if more messages follow.*data\.ignore_input_ids_mis"):
         dataset_of(tmp_path, {"messages": talk}, tokenizer=tokenizer)
     config = SFTDataConfig(pad_mode="no_padding", ignore_input_ids_mismatch=True)
     sample = dataset_of(tmp_path, {"messages": talk}, config, tokenizer)[0]
     assert marked(sample, tokenizer) == "U:q;A:{why/x;}U:r;A:{how/y;}"
 
 
-def test_a_default_system_message_is_written_once(tmp_path: Path) -> None:
+def test_default_system_message_appears_once(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% if messages[0]['role'] != 'system' %}S;{% endif %}" + THINKING_TEMPLATE
     talk = [{"role": role, "content": f"{i}/{i}"} for i, role in enumerate(["user", "assistant"] * 2)]
@@ -150,11 +150,11 @@ def test_pairs(tmp_path: Path) -> None:
     assert int(flat[0]["loss_mask"].sum()) == 2
     with pytest.raises(ValueError, match=r"row 0 has no 'extra\.reply'; set data\.response_key .*columns: extra"):
         SFTDataset(str(tmp_path / "rows.parquet"), TOKENIZER, config | {"response_dict_keys": ["reply"]})
-    with pytest.raises(ValueError, match=r"'extra' must be text, not dict; data\.prompt_dict_keys leads"):
+    with pytest.raises(ValueError, match=r"'extra' must be text, not dict; set data\.prompt_dict_keys"):
         SFTDataset(str(tmp_path / "rows.parquet"), TOKENIZER, config | {"prompt_dict_keys": None})
 
 
-def test_settings_below_multiturn_count(tmp_path: Path) -> None:
+def test_multiturn_settings_are_used(tmp_path: Path) -> None:
     dataset = dataset_of(tmp_path, {"talk": TALK}, {"multiturn": {"enable": True, "messages_key": "talk"}})
     assert dataset.config.messages_key == "talk" and len(dataset) == 1
 
@@ -175,15 +175,15 @@ def test_seeded_draw_of_some_rows(tmp_path: Path) -> None:
     [
         ({"talk": TALK}, r"rows\.jsonl, row 0 has no 'messages'; set data\.messages_key .*columns: talk"),
         ({"messages": "hello"}, r"row 0: 'messages' must be a list of messages"),
-        ({"messages": TALK[:2]}, r"row 0: 'messages' has no message of the assistant"),
+        ({"messages": TALK[:2]}, r"row 0: 'messages' has no assistant message"),
     ],
 )
-def test_bad_rows_are_named(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+def test_bad_rows_are_rejected(tmp_path: Path, row: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dataset_of(tmp_path, row)
 
 
-def test_bad_lengths_and_tokenizers_are_named(tmp_path: Path) -> None:
+def test_bad_lengths_and_tokenizers_are_rejected(tmp_path: Path) -> None:
     row = {"messages": TALK}
     with pytest.raises(
         ValueError, match=r"row 0: the sequence has \d+ tokens, but at most 20 are allowed by data\.max_len"
@@ -199,7 +199,7 @@ def test_bad_lengths_and_tokenizers_are_named(tmp_path: Path) -> None:
         dataset_of(tmp_path, row, SFTDataConfig(), unpadded)
     strict = tiny_tokenizer()
     strict.chat_template = "{{ raise_exception('no system role') }}"
-    with pytest.raises(ValueError, match=r"row 0: the chat template refuses these messages \(no system role\)"):
+    with pytest.raises(ValueError, match=r"row 0: the chat template rejects these messages \(no system role\)"):
         dataset_of(tmp_path, row, tokenizer=strict)
     with pytest.raises(ValueError, match="pad_mode"):
         dataset_of(tmp_path, row, {"pad_mode": "middle"})

@@ -1,4 +1,4 @@
-"""Truncation, padding and positions by hand-made cases."""
+"""Truncation, padding and positions on hand-written cases."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def test_truncate_ids(truncation: str, kept: list[int] | None) -> None:
 
 
 def test_unknown_truncation() -> None:
-    with pytest.raises(ValueError, match="choose error, left, right or middle"):
+    with pytest.raises(ValueError, match="must be error, left, right or middle"):
         truncate_ids([1, 2], 1, "centre")  # type: ignore[arg-type]
 
 
@@ -32,7 +32,7 @@ def test_postprocess_pads_on_either_side() -> None:
     assert right[0].tolist() == [[5, 6, 9, 9]] and right[1].tolist() == [[1, 1, 0, 0]]
 
 
-def test_postprocess_truncates_ids_and_mask_alike() -> None:
+def test_postprocess_truncates_ids_and_mask() -> None:
     ids, mask = torch.tensor([[9, 1, 2, 3, 4]]), torch.tensor([[0, 1, 1, 1, 1]])
     cut_ids, cut_mask = postprocess_data(ids, mask, 3, pad_token_id=9, truncation="middle")
     assert cut_ids.tolist() == [[9, 3, 4]] and cut_mask.tolist() == [[0, 1, 1]]

@@ -1,4 +1,4 @@
-"""The demo: its problems, reward and homework, and a very short run of the whole."""
+"""The demo: its problems, reward, warm-up examples, and a very short full run."""
 
 import json
 import shlex
@@ -17,20 +17,20 @@ from lockstep.demo.program import Algorithm, command_line, new_folder, training_
 from lockstep.demo.report import forgot_carry, plot
 from lockstep.demo.reward import compute_score
 from lockstep.demo.task import Problem, answer_text, parse_question, split_problems, write_rows
-from lockstep.demo.warmup import Homework, WarmUp, warm_up
+from lockstep.demo.warmup import WarmUp, WarmUpExamples, warm_up
 
 
 @pytest.mark.parametrize(
     "a, b, right, careless", [(47, 85, 132, 22), (12, 34, 46, 46), (55, 55, 110, 0), (91, 18, 109, 9)]
 )
-def test_a_careless_pupil_adds_the_columns_without_a_carry(a: int, b: int, right: int, careless: int) -> None:
+def test_careless_answer_forgets_the_carry(a: int, b: int, right: int, careless: int) -> None:
     problem = Problem(a, b)
     assert (problem.right_answer, problem.careless_answer) == (right, careless)
     assert parse_question(problem.question) == problem
 
 
 @pytest.mark.parametrize("seed", [0, 1, 7])
-def test_validation_problems_are_in_training_neither_as_they_are_nor_turned_round(seed: int) -> None:
+def test_validation_problems_are_not_in_training_in_either_order(seed: int) -> None:
     train, validation = split_problems(seed)
     assert len(train) + len(validation) == len({*train, *validation}) == 90 * 90
     assert 512 <= len(validation) <= 513
@@ -39,7 +39,7 @@ def test_validation_problems_are_in_training_neither_as_they_are_nor_turned_roun
     assert split_problems(seed) == (train, validation)
     assert split_problems(seed + 1)[1] != validation
     right_anyway = sum(p.careless_answer == p.right_answer for p in validation) / len(validation)
-    assert 0.15 < right_anyway < 0.35  # what a model scores that never carries: 0.244 over all problems
+    assert 0.15 < right_anyway < 0.35  # accuracy of a model that never carries: 0.244 over all problems
 
 
 def test_rows_have_the_columns_of_training_files(tmp_path: Path) -> None:
@@ -68,13 +68,13 @@ def test_rows_have_the_columns_of_training_files(tmp_path: Path) -> None:
         ("", "132", 0.0, 0.0),
     ],
 )
-def test_only_the_right_number_in_the_wanted_form_is_rewarded(
+def test_only_the_correct_number_in_the_correct_format_is_rewarded(
     answer: str, truth: str, score: float, form: float
 ) -> None:
     assert compute_score("sums", answer, truth) == {"score": score, "acc": score, "form": form}
 
 
-def test_a_character_is_a_token_and_the_template_adds_two() -> None:
+def test_one_token_per_character_and_two_for_the_template() -> None:
     tokenizer = make_tokenizer()
     messages = [{"role": "user", "content": "47+85"}]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -87,24 +87,24 @@ def test_a_character_is_a_token_and_the_template_adds_two() -> None:
     assert tokenizer.encode("4x") == [tokenizer.convert_tokens_to_ids("4"), tokenizer.unk_token_id]
 
 
-def test_homework_mixes_careless_and_right_answers() -> None:
+def test_warm_up_examples_mix_careless_and_correct_answers() -> None:
     tokenizer = make_tokenizer()
     problem = Problem(47, 85)
     for careless, expected in ((0.0, "=132"), (1.0, "=022")):
-        batch = Homework(tokenizer, [problem], careless, seed=0).draw(4)
+        batch = WarmUpExamples(tokenizer, [problem], careless, seed=0).draw(4)
         assert tokenizer.batch_decode(batch["input_ids"]) == [f"<|user|>47+85<|assistant|>{expected}<|end|>"] * 4
         assert batch["response_mask"].all() and batch["responses"].shape == (4, 5)
-    mixed = Homework(tokenizer, [problem], 0.75, seed=0).draw(1000)
+    mixed = WarmUpExamples(tokenizer, [problem], 0.75, seed=0).draw(1000)
     right = sum(text.startswith("=132") for text in tokenizer.batch_decode(mixed["responses"]))
     assert right / 1000 == pytest.approx(0.25, abs=0.05)
 
 
-def test_warm_up_minimises_transformers_own_loss_and_writes_the_model_back(tmp_path: Path) -> None:
+def test_warm_up_minimises_transformers_loss_and_saves_the_model(tmp_path: Path) -> None:
     num_parameters = make_model_folder(tmp_path / "model", seed=3)
     assert num_parameters < 200_000
     train, _ = split_problems(seed=3)
     recipe = WarmUp(steps=12, batch_size=32)
-    batch = Homework(make_tokenizer(), train, recipe.careless, seed=3).draw(32)
+    batch = WarmUpExamples(make_tokenizer(), train, recipe.careless, seed=3).draw(32)
     labels = torch.cat([torch.full((32, 7), -100), batch["responses"]], 1)
     fresh = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     with torch.no_grad():
@@ -135,7 +135,7 @@ def test_only_a_wrong_answer_counts_as_a_forgotten_carry() -> None:
     assert not forgot_carry({"input": "12+34", "output": "=046"})
 
 
-def test_overrides_carry_any_folder_name() -> None:
+def test_overrides_quote_any_folder_name() -> None:
     folder = Path("it's a {run}, with=signs")
     for algorithm in ("grpo", "ppo"):
         overrides = training_overrides(folder, folder, algorithm, steps=1, seed=2, device="cpu")
@@ -146,7 +146,7 @@ def test_overrides_carry_any_folder_name() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
-def test_a_short_demo_leaves_its_files_and_shows_its_sections(
+def test_short_demo_writes_its_files_and_shows_its_sections(
     algorithm: Algorithm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
@@ -156,7 +156,7 @@ def test_a_short_demo_leaves_its_files_and_shows_its_sections(
     for section in ("Problems and model", "Warm-up: 3 supervised", f"{algorithm.upper()}: 2 steps", "Before and after"):
         assert section in shown
     for text in (
-        "sloppy on purpose",
+        "forget every carry",
         "lockstep ppo",
         "Three answers",
         "Mean reward, steps 1 to 2",
@@ -181,29 +181,29 @@ def test_a_short_demo_leaves_its_files_and_shows_its_sections(
     assert config.algorithm.adv_estimator == ("gae" if algorithm == "ppo" else "grpo")
 
 
-def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_non_empty_folder_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.txt").write_text("keep")
     assert cli.main(["demo", "--out", str(tmp_path)]) == 2
-    assert "is not empty; name another folder or remove it" in capsys.readouterr().err
+    assert "is not empty; choose another folder or remove it" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
 @pytest.mark.parametrize("option", [["--steps", "0"], ["--seed", "-1"], ["--algorithm", "dpo"]])
-def test_wrong_options_are_refused(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_are_rejected(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         cli.main(["demo", *option])
     assert stopped.value.code == 2
     assert option[0] in capsys.readouterr().err
 
 
-def test_the_default_folder_is_the_first_free_one(tmp_path: Path) -> None:
+def test_default_folder_is_the_first_free_one(tmp_path: Path) -> None:
     default = tmp_path / "outputs" / "demo"
     assert [new_folder(None, default).name for _ in range(3)] == ["demo", "demo-2", "demo-3"]
     chosen = new_folder(tmp_path / "empty", default)
     assert new_folder(chosen, default) == chosen
 
 
-def test_every_answer_in_the_homework_has_the_wanted_form() -> None:
+def test_every_warm_up_answer_has_the_expected_format() -> None:
     for problem in split_problems(seed=0)[0][:200]:
         for number in (problem.right_answer, problem.careless_answer):
             right = float(number == problem.right_answer)

@@ -1,7 +1,7 @@
 """Every command in the README and the docs runs, on a tiny model and a few rows.
 
-Commands for many workers are checked as they stand and, one a page, run on two CPU processes. What is fenced as `sh` is a template
-and not run.
+Commands for many workers are validated and, one per page, run on two CPU processes. Blocks fenced as `sh` are templates
+and are not run.
 """
 
 import json
@@ -79,7 +79,7 @@ def filled(command: str, places: dict[str, str]) -> list[str]:
 
 
 def arguments(command: str, places: dict[str, str]) -> list[str]:
-    """What follows the name of the program."""
+    """The arguments after the program's name."""
     words = filled(command, places)
     return words[next(i for i, word in enumerate(words) if word in ("ppo", "lockstep.trainer.main_ppo")) + 1 :]
 
@@ -109,7 +109,7 @@ def test_commands_for_many_workers_compose(
 
 
 @pytest.mark.parametrize("command", ONE_A_PAGE.values(), ids=ONE_A_PAGE)
-def test_a_command_of_each_page_trains_on_ray(command: str, places: dict[str, str], tmp_path: Path) -> None:
+def test_one_command_per_page_trains_on_ray(command: str, places: dict[str, str], tmp_path: Path) -> None:
     pytest.importorskip("ray", reason='needs Ray: pip install "lockstep-rl[ray]"')
     small = [*SMALL, "trainer.nnodes=1", "trainer.n_gpus_per_node=2", f"trainer.default_local_dir={tmp_path}/run"]
     quiet = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
@@ -137,32 +137,32 @@ def test_yaml_blocks_are_yaml_and_pools_compose(places: dict[str, str]) -> None:
     assert pools == 2
 
 
-def test_templates_are_shell() -> None:
+def test_templates_are_valid_shell() -> None:
     for page, text in blocks("sh"):
         subprocess.run(["bash", "-n", "-c", text], check=True)
         assert page == "cluster.md"
 
 
-def test_the_data_script_makes_rows(places: dict[str, str], tmp_path: Path) -> None:
+def test_data_script_writes_rows(places: dict[str, str], tmp_path: Path) -> None:
     (command,) = [line for _, b in blocks("bash") for line in b.splitlines() if "data_preprocess" in line]
     words = filled(command, places | {"$OUT": str(tmp_path)})
     subprocess.run([sys.executable, *words[1:]], check=True, cwd=ROOT)
     assert (tmp_path / "train.parquet").is_file()
 
 
-def test_pages_link_to_files_that_exist() -> None:
+def test_pages_link_to_existing_files() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#]+?)\)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_the_readme_names_files_that_exist() -> None:
+def test_readme_names_existing_files() -> None:
     for path in re.findall(r"`(lockstep/[\w/]+\.py)`", (ROOT / "README.md").read_text()):
         assert (ROOT / path).is_file(), path
 
 
-def test_the_documented_estimator_trains(places: dict[str, str], tmp_path: Path) -> None:
+def test_documented_estimator_trains(places: dict[str, str], tmp_path: Path) -> None:
     ((text,),) = [re.findall(r"# centred.py\n.*", b, flags=re.S) for _, b in blocks("python") if "# centred.py" in b]
     (tmp_path / "centred.py").write_text(text)
     data, model = places["$DATA"], places["$MODEL"]

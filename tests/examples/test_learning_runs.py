@@ -1,4 +1,4 @@
-"""docs/learning_runs.md: its commands run in their order on tiny data, and their parts do what the page says."""
+"""docs/learning_runs.md: its commands run in order on tiny data, and its scripts do what the page says."""
 
 import importlib.util
 import json
@@ -31,12 +31,12 @@ TINY = {
     "grpo_smollm2_easy.sh": TRAINING,
     "grpo_smollm2_gsm8k.sh": TRAINING,
 }
-"""Program to arguments that make it small."""
+"""Program -> arguments that make it small."""
 BLOCKS = re.findall(r"```\n(.*?)```", (ROOT / "docs/learning_runs.md").read_text(), flags=re.S)
 
 
 def module(path: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A script as a module; scripts import what lies beside them."""
+    """Import a script as a module; scripts import their neighbours."""
     file = ROOT / path
     monkeypatch.syspath_prepend(str(file.parent))
     spec = importlib.util.spec_from_file_location(file.stem, file)
@@ -71,7 +71,7 @@ def places(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("name", "block"), list(zip(("easy", "gsm8k"), BLOCKS, strict=True)), ids=("easy", "gsm8k"))
-def test_the_commands_of_the_page_run(name: str, block: str, places: dict[str, str], tmp_path: Path) -> None:
+def test_documented_commands_run(name: str, block: str, places: dict[str, str], tmp_path: Path) -> None:
     small = "\n".join(
         f"{line} {next((arguments for program, arguments in TINY.items() if program in line), '')}"
         for line in block.splitlines()
@@ -89,7 +89,7 @@ def test_the_commands_of_the_page_run(name: str, block: str, places: dict[str, s
     assert "| step | minutes |" in done.stdout and (tmp_path / f"run/{name}.svg").is_file()
 
 
-def test_variants_of_a_question_stay_on_one_side(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variants_of_a_question_stay_in_one_split(monkeypatch: pytest.MonkeyPatch) -> None:
     problems = module("examples/data_preprocess/word_problems.py", monkeypatch)
     rows = [easy_row(f"{who} had {n} pens . How many ?", str(n)) for who in "abcdefgh" for n in (1, 22)]
     again = [easy_row("A had 1 pens. How many?", "1")]
@@ -123,12 +123,12 @@ def test_pairs_have_no_calculator_notes(monkeypatch: pytest.MonkeyPatch) -> None
         ("nine", "9", 0, 0),
     ],
 )
-def test_the_reward(answer: str, truth: str, acc: int, form: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reward(answer: str, truth: str, acc: int, form: int, monkeypatch: pytest.MonkeyPatch) -> None:
     result = module("examples/reward_smollm2.py", monkeypatch).compute_score("", answer, truth)
     assert result == {"score": pytest.approx(acc + 0.1 * form), "acc": acc, "form": form}
 
 
-def test_the_warm_up_lowers_the_loss_of_responses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_lowers_the_response_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     warm_up = module("examples/warm_up_sft.py", monkeypatch)
     save_tiny_model(tmp_path / "model")
     pairs = [{"prompt": f"{i}+1=", "response": f"{i + 1}"} for i in range(8)]
@@ -144,7 +144,7 @@ def test_the_warm_up_lowers_the_loss_of_responses(tmp_path: Path, monkeypatch: p
 
 
 def response_loss(folder: Path, pairs: list[dict[str, str]]) -> float:
-    """Mean cross-entropy of responses and their end tokens, by transformers alone."""
+    """Mean cross-entropy of responses and their end tokens, computed by transformers."""
     tokenizer, model = hf_tokenizer(folder), AutoModelForCausalLM.from_pretrained(folder)
     total, count = 0.0, 0
     for pair in pairs:
@@ -161,7 +161,7 @@ def response_loss(folder: Path, pairs: list[dict[str, str]]) -> float:
     return total / count
 
 
-def test_rows_of_a_batch_are_laid_out_as_the_engine_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_rows_have_the_layout_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     warm_up = module("examples/warm_up_sft.py", monkeypatch)
 
     def sample(prompt: list[int], response: list[int]) -> dict[str, torch.Tensor]:
@@ -176,7 +176,7 @@ def test_rows_of_a_batch_are_laid_out_as_the_engine_reads_them(monkeypatch: pyte
     assert batch["responses"].tolist() == [[8, 0], [6, 7]] and batch["response_mask"].tolist() == [[1, 0], [1, 1]]
 
 
-def test_a_curve_has_every_validation_and_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_curve_has_every_validation_and_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     curve = module("benchmarks/curve.py", monkeypatch)
     core = "val-core/openai/gsm8k/acc/mean@1"
     steps: list[dict[str, Any]] = [{"step": 0, "time": 0.0, core: 0.05}]

@@ -34,7 +34,7 @@ EXPECTED = {
     "ppo_single_gpu": ["critic/vf_loss", "actor/reward_kl_penalty"],
     "reinforce_plus_plus": ["actor/reward_kl_penalty"],
 }
-"""Script to metrics that show what it is about."""
+"""Script -> metrics that it must log."""
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +59,12 @@ def train(script: Path, places: dict[str, str], folder: Path) -> list[dict[str, 
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_there_is_a_script_for_each() -> None:
+def test_expected_scripts_exist() -> None:
     assert [script.stem for script in SCRIPTS] == sorted(EXPECTED)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_a_script_trains(script: Path, places: dict[str, str], tmp_path: Path) -> None:
+def test_script_trains(script: Path, places: dict[str, str], tmp_path: Path) -> None:
     (metrics,) = train(script, places, tmp_path)
     assert metrics["actor/grad_norm"] > 0
     assert all(name in metrics for name in EXPECTED[script.stem])
@@ -72,6 +72,6 @@ def test_a_script_trains(script: Path, places: dict[str, str], tmp_path: Path) -
     assert (tmp_path / "run" / "global_step_1" / "manifest.json").is_file()
 
 
-def test_a_script_names_what_it_needs(places: dict[str, str]) -> None:
+def test_script_error_names_missing_variables(places: dict[str, str]) -> None:
     result = run(EXAMPLES / "grpo.sh", {"MODEL": places["MODEL"], "DATA": ""})
-    assert result.returncode != 0 and "DATA: the folder that holds train.parquet" in result.stderr
+    assert result.returncode != 0 and "DATA: the folder with train.parquet" in result.stderr

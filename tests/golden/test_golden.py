@@ -1,6 +1,6 @@
-"""Every golden case: the same inputs must give the public system's numbers.
+"""Every golden case: the same inputs must give verl's numbers.
 
-The cases that need a real tokenizer run where SMOLLM2_DIR is set.
+Cases that need a real tokenizer only run if SMOLLM2_DIR is set.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Drawing on the device against the engine's plain sampler, and the seats' bookkeeping."""
+"""Sampling kernels against the torch sampler, and the state of the decode slots."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep.engines.rollout.base import SamplingParams
-from lockstep.engines.rollout.embedded.sampler import SamplingBatch, sample
+from lockstep.engines.rollout.embedded.sampler import SamplingBatch, sample, uniform
 from tests.kernels.kernel_device import kernel_device
 
 DEVICE = kernel_device()
@@ -16,24 +16,25 @@ pytestmark = pytest.mark.gpu
 RING = 4
 
 
-class Seats:
+class Slots:
     def __init__(self, count: int, width: int = 6) -> None:
-        self.state = torch.zeros(count + 1, kernels.STOPS + 2, dtype=torch.int64, device=DEVICE)
-        self.state[:, kernels.STOPS :] = -1
-        self.options = torch.ones(count + 1, kernels.OPTIONS, device=DEVICE)
+        self.slot_state = torch.zeros(count + 1, kernels.STOPS + 2, dtype=torch.int64, device=DEVICE)
+        self.slot_state[:, kernels.STOPS :] = -1
+        self.slot_options = torch.ones(count + 1, kernels.NUM_OPTIONS, device=DEVICE)
         self.tables = torch.arange((count + 1) * width, dtype=torch.int32, device=DEVICE).view(count + 1, width)
         self.step = torch.zeros(1, dtype=torch.int32, device=DEVICE)
         self.tokens = torch.full((RING, count + 1), -7, dtype=torch.int32, device=DEVICE)
         self.log_probs = torch.zeros(RING, count + 1, device=DEVICE)
 
-    def take(self, seat: int, params: SamplingParams, seed: int, position: int, last: int, token: int = 0) -> None:
+    def assign(self, slot: int, params: SamplingParams, seed: int, position: int, last: int, token: int = 0) -> None:
         fields = [position, 1, seed, last, token, max(params.top_k, 0)]
-        self.state[seat, : kernels.STOPS] = torch.tensor(fields)
-        self.options[seat] = torch.tensor([params.temperature, params.top_p, params.min_p])
+        self.slot_state[slot, : kernels.STOPS] = torch.tensor(fields)
+        self.slot_options[slot] = torch.tensor([params.temperature, params.top_p, params.min_p])
 
-    def draw(self, logits: torch.Tensor, seats: list[int], filtered: bool = True) -> None:
-        rows = torch.tensor(seats, dtype=torch.int32, device=DEVICE)
-        kernels.draw(logits, self.state, self.options, rows, self.step, self.tokens, self.log_probs, filtered=filtered)
+    def sample(self, logits: torch.Tensor, slots: list[int], filtered: bool = True) -> None:
+        slot_ids = torch.tensor(slots, dtype=torch.int32, device=DEVICE)
+        state = self.slot_state, self.slot_options, slot_ids
+        kernels.sample(logits, *state, self.step, self.tokens, self.log_probs, filtered=filtered)
 
 
 @pytest.mark.parametrize("vocabulary", [30, 9001])
@@ -55,26 +56,24 @@ class Seats:
         {"min_p": 0.05, "top_p": 0.6},
     ],
 )
-def test_draws_equal_the_plain_sampler(vocabulary: int, sampling: dict[str, Any]) -> None:
+def test_samples_equal_the_torch_sampler(vocabulary: int, sampling: dict[str, Any]) -> None:
     count = 12
     logits = torch.randn(count, vocabulary, generator=torch.Generator().manual_seed(5)) * 3
     params = SamplingParams(**sampling)
     seeds, positions = list(range(-3, count - 3)), list(range(100, 100 + count))
-    plain = SamplingBatch.build([params] * count, seeds, [p + 1 for p in positions], torch.device("cpu"))
-    tokens, log_probs = sample(logits, plain)
-    seats = Seats(count)
+    batch = SamplingBatch([params] * count, torch.device("cpu"))
+    tokens, log_probs = sample(logits, batch, uniform(seeds, [p + 1 for p in positions]))
+    slots = Slots(count)
     for i in range(count):
-        seats.take(i, params, seeds[i], positions[i], last=1000)
+        slots.assign(i, params, seeds[i], positions[i], last=1000)
     for filtered in {params.filtered, True}:
-        seats.state[:count, kernels.POSITION] -= seats.state[:count, kernels.POSITION] - torch.tensor(
-            positions, device=DEVICE
-        )
-        seats.draw(logits.to(DEVICE), list(range(count)), filtered)
-        assert seats.tokens[0, :count].tolist() == tokens.tolist()
-        torch.testing.assert_close(seats.log_probs[0, :count].cpu(), log_probs, atol=2e-5, rtol=1e-5)
+        slots.slot_state[:count, kernels.POSITION] = torch.tensor(positions, device=DEVICE)
+        slots.sample(logits.to(DEVICE), list(range(count)), filtered)
+        assert slots.tokens[0, :count].tolist() == tokens.tolist()
+        torch.testing.assert_close(slots.log_probs[0, :count].cpu(), log_probs, atol=2e-5, rtol=1e-5)
 
 
-def test_a_row_does_not_depend_on_its_company_nor_on_its_seat() -> None:
+def test_a_row_does_not_depend_on_other_rows_or_its_slot() -> None:
     logits = torch.randn(5, 5000, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     params = [
         SamplingParams(),
@@ -83,45 +82,53 @@ def test_a_row_does_not_depend_on_its_company_nor_on_its_seat() -> None:
         SamplingParams(top_p=0.5, temperature=0.7),
         SamplingParams(top_k=10, top_p=0.9, min_p=0.1),
     ]
-    together = Seats(5)
+    together = Slots(5)
     for i, p in enumerate(params):
-        together.take(i, p, 9, 4, last=100)
-    together.draw(logits, [0, 1, 2, 3, 4])
+        together.assign(i, p, 9, 4, last=100)
+    together.sample(logits, [0, 1, 2, 3, 4])
     for i, p in enumerate(params):
-        alone = Seats(5)
-        alone.take(3, p, 9, 4, last=100)
-        alone.draw(logits[i : i + 1], [3], filtered=p.filtered)
+        alone = Slots(5)
+        alone.assign(3, p, 9, 4, last=100)
+        alone.sample(logits[i : i + 1], [3], filtered=p.filtered)
         assert alone.tokens[0, 3] == together.tokens[0, i]
         assert alone.log_probs[0, 3] == together.log_probs[0, i]
 
 
-def test_seats_move_on_and_stop() -> None:
-    seats = Seats(4)
+def test_slots_advance_and_stop() -> None:
+    slots = Slots(4)
     greedy = SamplingParams(temperature=0.0)
-    for seat, last in ((0, 50), (1, 11), (2, 50)):
-        seats.take(seat, greedy, 0, 10, last, token=7)
-    seats.state[2, kernels.STOPS + 1] = 5  # token 5 ends it
-    rows = torch.tensor([2, 0, 4, 1, 3], dtype=torch.int32, device=DEVICE)
-    tokens, positions, slots = (torch.zeros(5, dtype=torch.int64, device=DEVICE) for _ in range(3))
+    for slot, last in ((0, 50), (1, 11), (2, 50)):
+        slots.assign(slot, greedy, 0, 10, last, token=7)
+    slots.slot_state[2, kernels.STOPS + 1] = 5  # stop token 5
+    slot_ids = torch.tensor([2, 0, 4, 1, 3], dtype=torch.int32, device=DEVICE)
+    tokens, positions, cache_slots = (torch.zeros(5, dtype=torch.int64, device=DEVICE) for _ in range(3))
 
     def begin() -> None:
         kernels.begin_step(
-            seats.state, seats.tables, rows, tokens, positions, slots, seats.step, ring=RING, block_size=4
+            slots.slot_state,
+            slots.tables,
+            slot_ids,
+            tokens,
+            positions,
+            cache_slots,
+            slots.step,
+            ring=RING,
+            block_size=4,
         )
 
     begin()
-    assert seats.step.item() == 1
+    assert slots.step.item() == 1
     assert tokens.tolist() == [7, 7, 0, 7, 0] and positions.tolist() == [10, 10, 0, 10, 0]
-    assert slots.tolist() == [(2 * 6 + 2) * 4 + 2, (0 * 6 + 2) * 4 + 2, -1, (1 * 6 + 2) * 4 + 2, -1]
+    assert cache_slots.tolist() == [(2 * 6 + 2) * 4 + 2, (0 * 6 + 2) * 4 + 2, -1, (1 * 6 + 2) * 4 + 2, -1]
     logits = torch.zeros(5, 10, device=DEVICE)
     logits[:, 5] = 3.0
-    seats.draw(logits, rows.tolist(), filtered=False)
-    assert seats.tokens[1].tolist() == [5, 5, 5, -1, -1]
-    assert seats.state[:, kernels.ACTIVE].tolist() == [1, 0, 0, 0, 0]  # 1 is at its length, 2 at its stop token
+    slots.sample(logits, slot_ids.tolist(), filtered=False)
+    assert slots.tokens[1].tolist() == [5, 5, 5, -1, -1]
+    assert slots.slot_state[:, kernels.ACTIVE].tolist() == [1, 0, 0, 0, 0]  # 1 reached its length, 2 its stop token
     begin()
     assert positions.tolist() == [0, 11, 0, 0, 0] and tokens.tolist() == [0, 5, 0, 0, 0]
-    seats.draw(logits, rows.tolist(), filtered=False)
-    assert seats.tokens[2].tolist() == [5, -1, -1, -1, -1]
+    slots.sample(logits, slot_ids.tolist(), filtered=False)
+    assert slots.tokens[2].tolist() == [5, -1, -1, -1, -1]
     begin()
     begin()
-    assert seats.step.item() == 0
+    assert slots.step.item() == 0

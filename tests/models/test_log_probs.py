@@ -31,22 +31,6 @@ def test_statistics_and_gradients_equal_the_plain_formulas(chunk_rows: int, monk
     torch.testing.assert_close(got, [hidden.grad, head.weight.grad])
 
 
-@pytest.mark.parametrize("rows", [64, 100, 200])
-def test_a_bare_product_is_computed_in_blocks_of_rows(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.models.log_probs.BLOCK_ELEMENTS", 11 * rows)
-    torch.manual_seed(0)
-    linear = torch.nn.Linear(5, 11, bias=False)
-    hidden, targets = torch.randn(200, 5), torch.randint(0, 11, (200,))
-    weights, results = torch.randn(3, 200), []
-    for head in (VocabularyHead(linear), linear):  # the second is a function like any other, whose logits are given
-        inputs = hidden.clone().requires_grad_()
-        linear.weight.grad = None
-        out = token_log_probs(inputs, targets, head, temperature=0.7, with_entropy=True, with_sum_pi_squared=True)
-        sum(w @ v for w, v in zip(weights, out.values())).backward()
-        results.append([*out.values(), inputs.grad, linear.weight.grad])
-    torch.testing.assert_close(*results)
-
-
 def test_a_frozen_head_gets_no_gradient() -> None:
     head = torch.nn.Linear(5, 11, bias=False).requires_grad_(False)
     hidden = torch.randn(3, 5, requires_grad=True)

@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from transformers import AutoModelForCausalLM
 
 from lockstep.models.attention import ATTENTION_NAME, PackedAttention
-from lockstep.models.packing import ForwardRows, forward_rows
+from lockstep.models.packing import ForwardRows, Layout, forward_rows
 from lockstep.models.token_models import PolicyModel
 from tests.tiny import random_batch, tiny_config
 
@@ -30,7 +30,7 @@ def grouped_batch() -> TensorDict:
 
 
 def packed_rows(batch: TensorDict) -> ForwardRows:
-    return forward_rows(batch, CPU, packed=True)
+    return forward_rows(batch, CPU, layout="packed")
 
 
 def test_a_shared_prompt_is_there_once() -> None:
@@ -79,9 +79,10 @@ def test_log_probs_and_gradients_are_those_of_whole_rows(kind: str, changes: dic
     config = tiny_config(kind, **changes)
     policy = PolicyModel(AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME))
     batch, results = grouped_batch(), []
-    for packed in (True, False):
+    layouts: tuple[Layout, ...] = ("packed", "padded")
+    for layout in layouts:
         policy.zero_grad()
-        log_probs = policy(forward_rows(batch, CPU, packed=packed))["log_probs"]
+        log_probs = policy(forward_rows(batch, CPU, layout=layout))["log_probs"]
         log_probs.square().sum().backward()
         gradients = [p.grad for p in policy.parameters() if p.grad is not None]
         results.append((log_probs.detach(), torch.cat([g.flatten() for g in gradients])))

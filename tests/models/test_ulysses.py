@@ -1,6 +1,7 @@
 """Attention shared among ranks equals attention on one, forward and backward; slices of a packed row are the row."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -33,15 +34,18 @@ def heads(num_heads: int, num_keys: int, value_width: int) -> list[Tensor]:
     return [torch.randn(1, h, NUM_TOKENS, width, generator=g) for h, width in shapes]
 
 
-def attend(tensors: list[Tensor], context: Any, weight: Tensor, how: LayerOptions) -> list[Tensor]:
-    """The output and the gradients of query, key and value."""
+def attend(tensors: list[Tensor], context: Any, weight: Tensor, options: LayerOptions) -> list[Tensor]:
+    """The output and the gradients of query, key, value and sinks (0 without sinks)."""
     query, key, value = (t.clone().requires_grad_() for t in tensors)
-    out = context.attend(nn.Module(), query, key, value, how)
+    sinks = torch.linspace(-1, 1, query.shape[1]).requires_grad_()
+    options = replace(options, sinks=sinks if options.sinks is not None else None)
+    out = context.attend(nn.Module(), query, key, value, options)
     (out * weight).sum().backward()
-    return [out.detach(), *(cast(Tensor, t.grad) for t in (query, key, value))]
+    grads = [cast(Tensor, t.grad) for t in (query, key, value)]
+    return [out.detach(), *grads, torch.zeros(len(sinks)) if sinks.grad is None else sinks.grad]
 
 
-def attend_on_a_slice(num_heads: int, num_keys: int, value_width: int, how: LayerOptions) -> list[Any]:
+def attend_on_a_slice(num_heads: int, num_keys: int, value_width: int, options: LayerOptions) -> list[Any]:
     size, rank = dist.get_world_size(), dist.get_rank()
     share = NUM_TOKENS // size
     here = slice(rank * share, (rank + 1) * share)
@@ -49,7 +53,7 @@ def attend_on_a_slice(num_heads: int, num_keys: int, value_width: int, how: Laye
     context = UlyssesAttention(PackedAttention(LENGTHS, CPU), sequence)
     tensors = [t[:, :, here] for t in heads(num_heads, num_keys, value_width)]
     weight = loss_weight(num_heads, value_width)[:, here]
-    return [t.numpy() for t in attend(tensors, context, weight, how)]
+    return [t.numpy() for t in attend(tensors, context, weight, options)]
 
 
 def loss_weight(num_heads: int, value_width: int) -> Tensor:
@@ -61,17 +65,22 @@ def loss_weight(num_heads: int, value_width: int) -> Tensor:
     ("size", "num_heads", "num_keys"),
     [(2, 4, 4), (2, 4, 2), (2, 6, 3), (2, 4, 1), (4, 4, 2), (4, 12, 6), (4, 8, 1)],
 )
-def test_shared_attention_equals_attention_alone(ranks: Ranks, size: int, num_heads: int, num_keys: int) -> None:
-    """Also where the key heads do not divide among the ranks and must be copied."""
-    for how, value_width in [(LayerOptions(0.3), 8), (LayerOptions(0.3, sliding_window=3), 6)]:
+def test_attention_on_several_ranks_equals_attention_on_one(
+    ranks: Ranks, size: int, num_heads: int, num_keys: int
+) -> None:
+    """Also if the number of key heads is not divisible by that of ranks, so that they must be copied."""
+    some = torch.zeros(0)
+    capped = LayerOptions(0.3, softcap=1.0, sinks=some)
+    for options, width in [(LayerOptions(0.3), 8), (LayerOptions(0.3, sliding_window=3), 6), (capped, 8)]:
         whole = PackedAttention(LENGTHS, CPU)
-        tensors = heads(num_heads, num_keys, value_width)
-        out, *grads = attend(tensors, whole, loss_weight(num_heads, value_width), how)
-        results = ranks.run(size, attend_on_a_slice, num_heads, num_keys, value_width, how)
-        shared = [[torch.from_numpy(r[i]) for r in results] for i in range(4)]
+        tensors = heads(num_heads, num_keys, width)
+        out, *grads, of_sinks = attend(tensors, whole, loss_weight(num_heads, width), options)
+        results = ranks.run(size, attend_on_a_slice, num_heads, num_keys, width, options)
+        shared = [[torch.from_numpy(r[i]) for r in results] for i in range(5)]
         torch.testing.assert_close(torch.cat(shared[0], 1), out, atol=1e-6, rtol=1e-5)
-        for pieces, grad in zip(shared[1:], grads):
+        for pieces, grad in zip(shared[1:4], grads):
             torch.testing.assert_close(torch.cat(pieces, 2), grad, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(torch.stack(shared[4]).sum(0), of_sinks, atol=1e-6, rtol=1e-5)
 
 
 def sum_twice() -> tuple[list[float], list[float]]:
@@ -90,8 +99,8 @@ def test_a_sum_hands_the_gradient_on_once(ranks: Ranks) -> None:
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
 def test_slices_of_a_packed_row_are_the_row(size: int) -> None:
     batch = random_batch(5)
-    whole = forward_rows(batch, CPU, packed=True)
-    slices = [forward_rows(batch, CPU, packed=True, sequence=SequenceGroup(NOBODY, r, size)) for r in range(size)]
+    whole = forward_rows(batch, CPU, "packed")
+    slices = [forward_rows(batch, CPU, "packed", sequence=SequenceGroup(NOBODY, r, size)) for r in range(size)]
     num_tokens = whole.input_ids.shape[1]
     share = -(-num_tokens // size)
     assert [s.input_ids.shape for s in slices] == [(1, share)] * size

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from lockstep.observability.base import RunInfo
-from lockstep.observability.console import ConsoleTracker, Pace
+from lockstep.observability.console import ConsoleTracker, StepTimes
 from lockstep.observability.step_line import format_number, format_seconds, one_line, sparkline, step_parts
 
 STEP = {
@@ -38,7 +38,7 @@ def tracker_into(
     return ConsoleTracker(RunInfo("p", "e", Path("."), total_steps=total_steps, start_step=start_step), console)
 
 
-def test_a_pipe_gets_one_plain_line_per_step() -> None:
+def test_pipe_gets_one_plain_line_per_step() -> None:
     stream = io.StringIO()
     tracker = tracker_into(stream, total_steps=12)
     tracker.log(STEP, step=11)
@@ -65,12 +65,12 @@ def test_validation_has_its_own_line() -> None:
     ]
 
 
-def test_metrics_that_the_line_does_not_know_are_shown_a_few() -> None:
+def test_first_few_unknown_metrics_are_shown() -> None:
     assert step_parts({f"my/{i}": i for i in range(9)} | {"text": "no"}) == [f"my/{i} {i}" for i in range(6)]
     assert step_parts({"train/loss": 1.5, "other": 2}) == ["loss 1.5"]
 
 
-def test_text_of_the_model_cannot_reach_the_terminal_raw() -> None:
+def test_model_output_is_sanitised_for_the_terminal() -> None:
     for terminal in (False, True):
         stream = io.StringIO()
         tracker = tracker_into(stream, terminal=terminal)
@@ -84,13 +84,13 @@ def test_text_of_the_model_cannot_reach_the_terminal_raw() -> None:
         assert ("\x1b" in text) == terminal
 
 
-def test_names_of_data_sources_cannot_either() -> None:
+def test_data_source_names_are_sanitised_for_the_terminal() -> None:
     stream = io.StringIO()
     tracker_into(stream).log({"val-core/a\rb\x07c/acc/mean@1": 1.0}, step=1)
     assert stream.getvalue() == "validation at step 1 | abc/acc/mean@1 1\n"
 
 
-def test_a_stream_that_cannot_spell_a_character_does_not_stop_the_run() -> None:
+def test_unencodable_characters_do_not_stop_the_run() -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
     tracker_into(stream).log({"val-core/数学/acc/mean@1": 1.0}, step=1)
@@ -98,7 +98,7 @@ def test_a_stream_that_cannot_spell_a_character_does_not_stop_the_run() -> None:
     assert raw.getvalue() == b"validation at step 1 | ??/acc/mean@1 1\n"
 
 
-def test_a_terminal_gets_the_lines_and_a_live_display() -> None:
+def test_terminal_gets_the_lines_and_a_live_display() -> None:
     stream = io.StringIO()
     tracker = tracker_into(stream, total_steps=100, start_step=10, terminal=True)
     assert "10/100" in stream.getvalue() and "preparing the first step" in stream.getvalue()
@@ -115,16 +115,16 @@ def test_a_terminal_gets_the_lines_and_a_live_display() -> None:
     assert re.fullmatch(r"training .* 12/100 0:00:\d\d .* left", last_display[0])
     assert last_display[1].startswith("reward 0.12 ▁█ | length 346") and last_display[1].endswith("…")
     assert last_display[2] == "validation at step 12 | gsm8k/acc/mean@1 0.25"
-    assert output.count("\x1b[?25l") == output.count("\x1b[?25h") == 1  # the cursor comes back
+    assert output.count("\x1b[?25l") == output.count("\x1b[?25h") == 1  # the cursor is restored
 
 
 def test_time_left_averages_the_time_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([100.0, 104.0, 116.0])
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
-    pace = Pace()
-    assert pace.seconds_left({"timing_s/step": 2.0}, 1, 10) == pytest.approx(9 * 2.0)
-    assert pace.seconds_left({}, 2, 10) == pytest.approx(8 * (2.0 + 4.0) / 2)
-    assert pace.seconds_left({}, 4, 10) == pytest.approx(6 * (2.0 + 4.0 + 6.0) / 3)
+    step_times = StepTimes()
+    assert step_times.seconds_left({"timing_s/step": 2.0}, 1, 10) == pytest.approx(9 * 2.0)
+    assert step_times.seconds_left({}, 2, 10) == pytest.approx(8 * (2.0 + 4.0) / 2)
+    assert step_times.seconds_left({}, 4, 10) == pytest.approx(6 * (2.0 + 4.0 + 6.0) / 3)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def test_dump_generations(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
             "non_finite": {"score": "nan"},
         },
     ]
-    assert "odd has 1 values for 2 answers, left out" in caplog.text
+    assert "skipping odd: 1 values for 2 answers" in caplog.text
 
 
 def test_dump_generations_replaces_the_file_of_a_repeated_step(tmp_path: Path) -> None:
@@ -39,6 +39,6 @@ def test_dump_generations_replaces_the_file_of_a_repeated_step(tmp_path: Path) -
     assert json.loads(path.read_text())["output"] == "second"
 
 
-def test_dump_generations_refuses_columns_of_different_length(tmp_path: Path) -> None:
+def test_dump_generations_rejects_columns_of_different_length(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="1 values of score for 2 inputs"):
         dump_generations(["a", "b"], ["c", "d"], [1, 2], [0.0], {}, tmp_path, 1)

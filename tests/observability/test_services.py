@@ -1,4 +1,4 @@
-"""Trackers of outside services, the real packages writing to this machine's disk; each test needs its package."""
+"""Trackers of external services: the real packages, writing to local disk; each test needs its package."""
 
 import importlib.util
 import json
@@ -23,7 +23,7 @@ def needs(package: str) -> pytest.MarkDecorator:
 
 
 def track(tracker: str, folder: Path) -> None:
-    """A run of two steps, and a second process that goes on from the first of them."""
+    """A run of two steps, and a second process that resumes from the first step."""
     config = {"trainer": {"seed": 1, "logger": [tracker]}, "empty": {}}
     with Tracking("project", "experiment", [tracker], config, folder, start_step=0) as tracking:
         tracking.log({"actor/pg_loss": 0.5, "val-core/openai/gsm8k/reward/mean@4": 0.25, "text": "x"}, step=1)
@@ -35,9 +35,9 @@ def track(tracker: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab"])
-def test_a_package_that_is_not_installed_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_error_names_the_extra(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
-    message = rf'trainer\.logger names {name}, which is not installed: pip install "lockstep-rl\[{name}\]"'
+    message = rf'trainer\.logger includes {name}, which is not installed: pip install "lockstep-rl\[{name}\]"'
     with pytest.raises(ImportError, match=message):
         Tracking("p", "e", [name], {}, tmp_path)
 
@@ -54,7 +54,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     track("wandb", tmp_path)
     run_id = (tmp_path / "wandb_run_id.txt").read_text()
     files = sorted((tmp_path / "wandb").glob(f"offline-run-*-{run_id}/run-{run_id}.wandb"))
-    assert len(files) == 2  # one a process, both of the same run, for `wandb sync` to join
+    assert len(files) == 2  # one per process, both of the same run, for `wandb sync`
     assert all(file.stat().st_size > 0 for file in files)
     history = b"".join(file.read_bytes() for file in files)
     assert b"actor/pg_loss" in history and b"val-core/openai/gsm8k/reward/mean@4" in history
@@ -72,7 +72,7 @@ def test_mlflow_in_the_runs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     client = MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
     experiment = client.get_experiment_by_name("project")
-    (run,) = client.search_runs([experiment.experiment_id])  # the second process went on in the first one's run
+    (run,) = client.search_runs([experiment.experiment_id])  # the second process continued the first one's run
     assert (run.info.run_name, run.info.status) == ("experiment", "FINISHED")
     assert run.info.run_id == (tmp_path / "mlflow_run_id.txt").read_text()
     assert run.data.params == {"trainer.seed": "1", "trainer.logger": "['mlflow']", "empty": "{}"}
@@ -86,7 +86,7 @@ def test_mlflow_in_the_runs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @needs("mlflow")
-def test_an_mlflow_that_fails_costs_no_run(
+def test_mlflow_failure_does_not_stop_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -100,11 +100,11 @@ def test_an_mlflow_that_fails_costs_no_run(
         monkeypatch.setattr(MlflowClient, "log_batch", fail)
         with caplog.at_level(logging.WARNING):
             tracking.log({"x": 1.0}, step=3)
-    assert "mlflow did not take step 3 (the server is gone)" in caplog.text
+    assert "mlflow failed to log step 3 (the server is gone)" in caplog.text
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["x"] == 1.0
 
 
-def test_names_that_mlflow_allows() -> None:
+def test_mlflow_metric_names() -> None:
     assert metric_name("val-core/a b/reward/best@8/mean") == "val-core/a b/reward/best_at_8/mean"
     assert metric_name("timing_s/x:y%") == "timing_s/x_y_"
 
@@ -122,7 +122,7 @@ def test_swanlab_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class FakeSwanlab(types.ModuleType):
-    """Records what the tracker asks of swanlab."""
+    """Records the calls to swanlab."""
 
     def __init__(self) -> None:
         super().__init__("swanlab")
@@ -143,14 +143,14 @@ class FakeTable:
         self.content = (columns, rows)
 
 
-def test_what_swanlab_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swanlab_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeSwanlab()
     monkeypatch.setitem(sys.modules, "swanlab", fake)
     monkeypatch.delenv("SWANLAB_LOG_DIR", raising=False)
     track("swanlab", tmp_path)
     first, second = (call[1] for call in fake.calls if call[0] == "init")
     assert (first["project"], first["name"], first["id"]) == ("project", "experiment", None)
-    assert first["log_dir"] == str(tmp_path / "swanlog") and "mode" not in first  # so that SWANLAB_MODE decides
+    assert first["log_dir"] == str(tmp_path / "swanlog") and "mode" not in first  # so SWANLAB_MODE applies
     assert (second["id"], second["resume"]) == ("fresh-id", "allow")
     assert fake.calls[1] == ("log", {"actor/pg_loss": 0.5, "val-core/openai/gsm8k/reward/mean@4": 0.25}, 1)
     assert fake.calls[2][1]["val/generations"].content == (

@@ -27,7 +27,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 class RecordingTracker:
-    """An outside tracker, entered by reference."""
+    """A custom tracker, given by reference."""
 
     def __init__(self, run: RunInfo) -> None:
         self.run = run
@@ -78,13 +78,13 @@ def test_non_finite_numbers_are_null_and_readable() -> None:
     }
 
 
-def test_any_value_becomes_one_line_of_json() -> None:
+def test_any_value_is_one_line_of_json() -> None:
     line = json_line({"text": "a\nb", "half": "\ud83d", "array": np.arange(3), "path": Path("x"), "n": np.int64(2)})
     assert line.count(b"\n") == 1
     assert json.loads(line) == {"text": "a\nb", "half": "\ud83d", "array": [0, 1, 2], "path": "x", "n": 2}
 
 
-def test_tracking_hands_everything_to_every_tracker(outside_tracker: str, tmp_path: Path) -> None:
+def test_tracking_logs_to_every_tracker(outside_tracker: str, tmp_path: Path) -> None:
     tracking = Tracking("p", "e", [outside_tracker], {"a": 1}, tmp_path, total_steps=5, start_step=2)
     tracking.log({"x": 1}, step=3)
     tracking.log_table("val/generations", ["input"], [["q"]], step=3)
@@ -94,22 +94,22 @@ def test_tracking_hands_everything_to_every_tracker(outside_tracker: str, tmp_pa
     assert recorded[0].events == [({"x": 1}, 3), ("val/generations", ["input"], [["q"]], 3), "finished"]
 
 
-def test_a_tracker_that_cannot_start_leaves_no_other_running(
+def test_failed_tracker_start_closes_the_others(
     outside_tracker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ImportError, match=r'trainer\.logger names wandb.*pip install "lockstep-rl\[wandb\]"'):
+    with pytest.raises(ImportError, match=r'trainer\.logger includes wandb.*pip install "lockstep-rl\[wandb\]"'):
         Tracking("p", "e", [outside_tracker, "wandb"], {}, tmp_path)
     assert recorded[0].events == ["finished"]
 
 
-def test_an_unknown_tracker_is_named_before_anything_is_written(tmp_path: Path) -> None:
+def test_unknown_tracker_is_rejected_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"trainer\.logger=tensorbord: no such tracker\. Did you mean 'tensorboard'\?"):
         Tracking("p", "e", ["console", "tensorbord"], {}, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_a_folder_that_cannot_be_made_names_the_key(tmp_path: Path) -> None:
+def test_unwritable_folder_error_names_the_key(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"trainer\.default_local_dir=.*cannot write there"):
         Tracking("p", "e", [], {}, tmp_path / "file/run")
@@ -130,14 +130,12 @@ def test_truncate_after(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
     write_steps(path, [0, 1, 2, 3, 3, 4, 5], tail=b'{"step": 6, "x')
     truncate_after(path, 3)
     assert steps_of(path) == [0, 1, 2, 3, 3]
-    assert "dropping line 8, which was not written whole" in caplog.text
+    assert "dropping incomplete line 8" in caplog.text
     assert os.listdir(tmp_path) == ["m.jsonl"]
 
 
 @pytest.mark.parametrize(("start_step", "kept"), [(2, [1, 2, 9]), (0, [9]), (None, [1, 2, 3, 9])])
-def test_resuming_cuts_what_was_written_after_the_checkpoint(
-    start_step: int | None, kept: list[int], tmp_path: Path
-) -> None:
+def test_resuming_drops_lines_after_the_checkpoint(start_step: int | None, kept: list[int], tmp_path: Path) -> None:
     path = tmp_path / METRICS_FILE
     write_steps(path, [1, 2, 3], tail=b'{"step": 4, "actor/pg_l')
     with Tracking("p", "e", ["file"], {}, tmp_path, start_step=start_step) as tracking:
@@ -147,7 +145,7 @@ def test_resuming_cuts_what_was_written_after_the_checkpoint(
 
 
 @pytest.mark.parametrize("content", [b"", b'{"step"', b"x" * 200_000, b'{"step": 1}\n' + b"x" * 200_000])
-def test_an_unfinished_line_is_cut_whatever_its_length(content: bytes, tmp_path: Path) -> None:
+def test_unfinished_line_is_cut(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_bytes(content)
     file = JsonlFile(path, "key")
@@ -170,13 +168,11 @@ def test_lines_survive_a_kill(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
-def test_a_full_disk_names_the_file_and_the_key(tmp_path: Path) -> None:
+def test_full_disk_error_names_the_file_and_the_key(tmp_path: Path) -> None:
     file = JsonlFile(tmp_path / "m.jsonl", "trainer.default_local_dir")
     file.close()
     file._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
-    with pytest.raises(
-        OSError, match=r"cannot write .*m\.jsonl \(chosen by trainer\.default_local_dir\): No space left"
-    ):
+    with pytest.raises(OSError, match=r"cannot write .*m\.jsonl \(set by trainer\.default_local_dir\): No space left"):
         file.append({"x": 1}, step=1)
     file.close()
 
@@ -223,7 +219,7 @@ def test_tensorboard_drops_steps_after_the_resumed_one(tmp_path: Path, monkeypat
 
 
 class FakeWandb(types.ModuleType):
-    """Records what the tracker asks of wandb."""
+    """Records the calls to wandb."""
 
     def __init__(self) -> None:
         super().__init__("wandb")
@@ -242,7 +238,7 @@ class FakeWandb(types.ModuleType):
         return ("table", columns, data)
 
 
-def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_resumes_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     with Tracking("p", "e", ["wandb"], {"lr": 1}, tmp_path, start_step=0) as tracking:
@@ -250,7 +246,7 @@ def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.Monke
         tracking.log_table("val/generations", ["input"], [["q"]], step=1)
     Tracking("p", "e", ["wandb"], {}, tmp_path, start_step=1).finish()
     options = fake.calls[0][1]
-    assert "mode" not in options  # so that WANDB_MODE decides
+    assert "mode" not in options  # so WANDB_MODE applies
     assert options == {
         "project": "p",
         "name": "e",
@@ -267,5 +263,5 @@ def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.Monke
     assert fake.calls[4][1]["id"] == "fresh-id" and fake.calls[4][1]["resume"] == "allow"
 
 
-def test_the_config_knows_every_tracker() -> None:
+def test_config_lists_every_tracker() -> None:
     assert sorted(LOGGERS) == list(TRACKERS)

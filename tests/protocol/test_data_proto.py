@@ -1,4 +1,4 @@
-"""The batch algebra by hand-computed cases, and its errors."""
+"""Batch operations on hand-computed cases, and their errors."""
 
 import logging
 import pickle
@@ -52,14 +52,14 @@ def test_from_single_dict_sorts_by_type() -> None:
         DataProto.from_single_dict({"y": [1, 2]})  # type: ignore[dict-item]
 
 
-def test_lengths_that_differ_name_the_key() -> None:
+def test_length_mismatch_names_the_key() -> None:
     with pytest.raises(ValueError, match=r"batch key 'b' has batch size \(3,\), 'a' has \(2,\)"):
         DataProto.from_dict({"a": torch.zeros(2), "b": torch.zeros(3)})
     with pytest.raises(ValueError, match="non-tensor key 'uid' has shape"):
         DataProto.from_dict({"a": torch.zeros(2)}, {"uid": ["x", "y", "z"]})
     with pytest.raises(ValueError, match="non-tensor key 'uid' is a list"):
         DataProto(non_tensor_batch={"uid": ["x"]})  # type: ignore[dict-item]
-    with pytest.raises(ValueError, match="num_batch_dims=2 goes with tensors only"):
+    with pytest.raises(ValueError, match="num_batch_dims=2 is for tensors only"):
         DataProto.from_dict({"a": torch.zeros(2, 3)}, {"uid": ["x", "y"]}, num_batch_dims=2)
 
 
@@ -85,13 +85,13 @@ def test_indexing() -> None:
     assert ids(data[np.array([True, False, False, True])]) == [0, 3]
     assert ids(data[torch.tensor([False, True, False, False])]) == [1]
     assert ids(data[[True, False, True, False]]) == [0, 2] and ids(data[[]]) == []
-    with pytest.raises(IndexError, match="row 4 of a batch of 4 rows"):
+    with pytest.raises(IndexError, match="row 4 is out of range"):
         data[4]
-    with pytest.raises(IndexError, match="row 9 of a batch of 4 rows"):
+    with pytest.raises(IndexError, match="row 9 is out of range"):
         data[[0, 9]]
-    with pytest.raises(ValueError, match=r"a mask of shape \(2,\) for a batch of 4 rows"):
+    with pytest.raises(ValueError, match=r"mask has shape \(2,\), but the batch has 4 rows"):
         data[[True, False]]
-    with pytest.raises(ValueError, match="rows are chosen by a list of ints or a mask"):
+    with pytest.raises(ValueError, match="select rows with a list of ints or a mask"):
         data.select_idxs([0.5])  # type: ignore[list-item]
 
 
@@ -116,7 +116,7 @@ def test_select_pop_rename() -> None:
     assert swapped.non_tensor_batch["name"][0] == "u0"
 
 
-def test_missing_keys_are_named_and_nothing_is_taken() -> None:
+def test_missing_keys_are_rejected_and_nothing_is_removed() -> None:
     data = make()
     with pytest.raises(KeyError, match="no key 'nope' in batch, which has"):
         data.select(batch_keys=["nope"])
@@ -128,7 +128,7 @@ def test_missing_keys_are_named_and_nothing_is_taken() -> None:
         data.rename("nope", "x")
     with pytest.raises(ValueError, match="'ids' cannot become 'obs'"):
         data.rename("ids", "obs")
-    with pytest.raises(ValueError, match="one new name for each old one"):
+    with pytest.raises(ValueError, match="one new name per old name"):
         data.rename(["ids", "obs"], "x")
     with pytest.raises(KeyError, match="no key 'ids' in batch"):
         objects_only().select(batch_keys=["ids"])
@@ -190,7 +190,7 @@ def test_chunk_and_split() -> None:
     assert [ids(part) for part in data.split(3)] == [[0, 1, 2], [3]]
     with pytest.raises(ValueError, match="chunk: 4 rows do not divide into 3 parts"):
         data.chunk(3)
-    with pytest.raises(ValueError, match="split: parts of 0 rows"):
+    with pytest.raises(ValueError, match="split_size must be at least 1"):
         data.split(0)
     padded = DataProto.from_dict({"x": torch.arange(5)}, auto_padding=True)
     assert padded.is_padding_enabled() and not data.is_padding_enabled()
@@ -198,7 +198,7 @@ def test_chunk_and_split() -> None:
     assert [part.meta_info for part in DataProto(meta_info={"k": 1}).chunk(2)] == [{"k": 1}, {"k": 1}]
 
 
-def test_parts_have_meta_info_of_their_own() -> None:
+def test_parts_have_their_own_meta_info() -> None:
     data = make()
     data.chunk(2)[0].meta_info["mine"] = 1
     assert data.meta_info == {"temperature": 0.7}
@@ -242,11 +242,11 @@ def test_repeat_and_reorder() -> None:
     data = make()
     data.reorder(torch.tensor([2, 0, 3, 1]))
     assert ids(data) == [2, 0, 3, 1]
-    with pytest.raises(ValueError, match="no permutation of 4 rows"):
+    with pytest.raises(ValueError, match="not a permutation of 4 rows"):
         data.reorder([0, 0, 1, 2])
 
 
-def test_objects_only_work_everywhere() -> None:
+def test_batches_without_tensors() -> None:
     data = objects_only()
     assert len(data) == 4 and data[1].batch is None
     assert uids(data[1:3]) == ["u1", "u2"] and uids(data[[3, 0]]) == ["u3", "u0"]
@@ -267,7 +267,7 @@ def test_unfold_column_chunks() -> None:
     out = data.unfold_column_chunks(2, ["x"])
     assert out.batch is not None and out.batch["x"].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert out.batch["y"].tolist() == [7, 7, 8, 8] and out.non_tensor_batch["uid"].tolist() == ["a", "a", "b", "b"]
-    with pytest.raises(ValueError, match=r"'x' of shape \(2, 4\) cannot be cut into 3"):
+    with pytest.raises(ValueError, match=r"'x' of shape \(2, 4\) cannot be split into 3"):
         data.unfold_column_chunks(3, ["x"])
     with pytest.raises(KeyError, match="no key 'z'"):
         data.unfold_column_chunks(2, ["z"])
@@ -296,7 +296,7 @@ def test_make_iterator_draws_from_torch_only_to_shuffle_without_a_seed() -> None
     assert [ids(part) for part in make(8).make_iterator(8, 1, None, {"shuffle": True})] == first
 
 
-def test_collate_rows_back() -> None:
+def test_collate_rows() -> None:
     data = make()
     back = collate_fn([data[i] for i in (3, 1)])
     assert ids(back) == [3, 1] and back.meta_info == data.meta_info
@@ -315,13 +315,13 @@ def test_save_and_load(tmp_path) -> None:
     assert ids(back) == [0, 1, 2, 3] and back.batch is not None
     for key in data.batch.keys():  # noqa: SIM118
         assert torch.equal(back.batch[key], data.batch[key]) and back.batch[key].dtype == data.batch[key].dtype
-    back.batch["ids"] += 1  # writable memory of its own
+    back.batch["ids"] += 1  # writable memory
     (tmp_path / "other.pkl").write_bytes(pickle.dumps([1]))
-    with pytest.raises(ValueError, match="holds a list, not a DataProto"):
+    with pytest.raises(ValueError, match="contains a list, not a DataProto"):
         DataProto.load_from_disk(tmp_path / "other.pkl")
 
 
-def test_a_shard_is_pickled_without_the_rest_of_its_batch() -> None:
+def test_shard_is_pickled_without_the_rest_of_its_batch() -> None:
     data = DataProto.from_dict({"x": torch.zeros(64, 1024)})
     assert len(pickle.dumps(data.chunk(64)[0])) < 8 * 1024
 

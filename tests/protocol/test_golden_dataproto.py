@@ -1,4 +1,4 @@
-"""The batch algebra against recorded results of the public system."""
+"""Batch operations against recorded results of verl."""
 
 import copy
 import json

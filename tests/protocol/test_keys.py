@@ -1,4 +1,4 @@
-"""The table of batch keys and the check that workers open with."""
+"""The table of batch keys and the `require` check."""
 
 import pytest
 import torch
@@ -28,12 +28,12 @@ def changed(name: str, value: torch.Tensor) -> DataProto:
     return data
 
 
-def test_a_complete_batch_passes() -> None:
+def test_complete_batch_passes() -> None:
     require(batch(), "prompts", "responses", "input_ids", "response_mask", "old_log_probs", "sampling_seed", "uid")
     require(DataProto.from_dict(non_tensors={"raw_prompt_ids": [[1]]}), "raw_prompt_ids")
 
 
-def test_a_missing_key_names_its_writer() -> None:
+def test_missing_key_error_names_its_writer() -> None:
     with pytest.raises(KeyError, match="batch key 'advantages' is missing: it is written by the controller"):
         require(batch(), "responses", "advantages")
     with pytest.raises(KeyError, match="batch key 'data_source' is missing: it is written by the data"):
@@ -53,8 +53,8 @@ def test_wrong_types_and_shapes() -> None:
         require(changed("input_ids", torch.zeros(2, 8, dtype=torch.int64)), "prompts", "responses", "input_ids")
 
 
-def test_an_unknown_name_is_a_fault_of_the_caller() -> None:
-    with pytest.raises(KeyError, match=r"'advantage' is no batch key. Did you mean 'advantages'"):
+def test_unknown_key_name() -> None:
+    with pytest.raises(KeyError, match=r"'advantage' is not a batch key. Did you mean 'advantages'"):
         require(batch(), "advantage")
 
 

@@ -1,4 +1,4 @@
-"""Padding to a divisor, marks on the padded rows, folding, futures of batches."""
+"""Padding to a divisor, marks on padding rows, folding, batch futures."""
 
 import pickle
 
@@ -35,7 +35,7 @@ def test_pad_to_divisor_repeats_leading_rows() -> None:
     assert xs(unpad_dataproto(padded, pad_size)) == [0, 1, 2]
     data = make(4)
     assert pad_dataproto_to_divisor(data, 2) == (data, 0) and unpad_dataproto(data, 0) is data
-    with pytest.raises(ValueError, match="divisor 0"):
+    with pytest.raises(ValueError, match="size_divisor must be at least 1"):
         pad_dataproto_to_divisor(data, 0)
 
 
@@ -47,7 +47,7 @@ def test_marked_rows_are_dropped_wherever_they_are() -> None:
     assert xs(drop_marked(marked)) == [1, 0, 2] and PADDING_KEY not in drop_marked(marked).non_tensor_batch
 
 
-def test_nothing_is_marked_where_it_divides() -> None:
+def test_nothing_is_marked_if_it_divides_evenly() -> None:
     data = pad_and_mark(make(4), 2)
     assert PADDING_KEY not in data.non_tensor_batch and drop_marked(data) is data
     assert real_rows(data).tolist() == [True] * 4
@@ -68,7 +68,7 @@ def test_fold_and_unfold() -> None:
 
 
 class Ready:
-    """A future whose value is there."""
+    """A finished future."""
 
     def __init__(self, value: DataProto) -> None:
         self.value = value
@@ -94,6 +94,6 @@ def test_future_joins_and_splits_lazily() -> None:
     assert xs(DataProtoFuture.concat([parts[0], future]).get()) == [0, 1, 0, 1, 0, 1, 2, 3]
 
 
-def test_future_travels() -> None:
+def test_future_can_be_pickled() -> None:
     part = pickle.loads(pickle.dumps(DataProtoFuture.concat([Ready(make(4))]).chunk(2)[1]))
     assert xs(part.get()) == [2, 3]

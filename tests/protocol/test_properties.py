@@ -1,4 +1,4 @@
-"""Laws of the batch algebra for batches of any size and content."""
+"""Properties of batch operations for any size and content."""
 
 import pickle
 
@@ -75,7 +75,7 @@ def test_union_of_selected_parts_is_the_whole(data: DataProto) -> None:
 
 @quick
 @given(batches(), st.integers(1, 8))
-def test_marked_padding_comes_off_after_a_split(data: DataProto, n: int) -> None:
+def test_marked_padding_is_dropped_after_a_split(data: DataProto, n: int) -> None:
     padded = pad_and_mark(data, n)
     assert len(padded) % n == 0 and len(padded) - len(data) < n
     assert same(drop_marked(DataProto.concat(padded.chunk(n))), data)

@@ -1,4 +1,4 @@
-"""Agreement with published correctness on real model solutions; needs the files of LOCKSTEP_DATA/solutions."""
+"""Agreement with published correctness on real model solutions; needs the files in LOCKSTEP_DATA/solutions."""
 
 import json
 import os
@@ -14,7 +14,7 @@ FOLDER = Path(os.environ.get("LOCKSTEP_DATA", "/nonexistent")) / "solutions"
 MIN_AGREEMENT = 0.99
 
 CASES: dict[str, Callable[[dict[str, Any]], float]] = {
-    # these solutions end with `A: 26`, which the strict form does not read
+    # these solutions end with `A: 26`, which the strict method does not parse
     "gsm8k_model_solutions": lambda row: gsm8k.compute_score(row["solution"], row["ground_truth"], method="flexible"),
     "math_qwen_solutions": lambda row: math.compute_score(row["solution"], row["ground_truth"]),
 }
@@ -26,7 +26,7 @@ EXPLAINED = {
 }
 
 
-@pytest.mark.skipif(not FOLDER.is_dir(), reason="LOCKSTEP_DATA names no folder with solutions/")
+@pytest.mark.skipif(not FOLDER.is_dir(), reason="needs LOCKSTEP_DATA, a folder with solutions/")
 @pytest.mark.parametrize("name", CASES)
 def test_agreement_with_published_correctness(name: str) -> None:
     rows = [json.loads(line) for line in (FOLDER / f"{name}.jsonl").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""How reward functions are called: in workers that die with a bad call, in threads, in one event loop."""
+"""How reward functions are called: in worker processes, in threads, in one event loop."""
 
 import asyncio
 import os
@@ -64,7 +64,7 @@ def rows(*texts: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_bad_calls_cost_their_own_row(file: str, num_workers: int) -> None:
+def test_bad_calls_fail_only_their_own_row(file: str, num_workers: int) -> None:
     call = make_caller(partial(load_object(f"{file}:score"), factor=2.0), timeout_s=1.0, num_workers=num_workers)
     assert isinstance(call, WorkerPool)
     begun = time.monotonic()
@@ -81,7 +81,7 @@ def test_bad_calls_cost_their_own_row(file: str, num_workers: int) -> None:
     assert time.monotonic() - begun < 20
 
 
-def test_rows_and_results_longer_than_a_pipe_holds(tmp_path: Path) -> None:
+def test_rows_and_results_larger_than_a_pipe_buffer(tmp_path: Path) -> None:
     path = tmp_path / "echo.py"
     path.write_text("def score(text):\n    return text + text\n")
     call = make_caller(load_object(f"{path}:score"), timeout_s=30.0)
@@ -89,7 +89,7 @@ def test_rows_and_results_longer_than_a_pipe_holds(tmp_path: Path) -> None:
     assert call(rows(*texts)) == [text + text for text in texts]
 
 
-def test_a_worker_is_kept_from_row_to_row(file: str) -> None:
+def test_worker_is_reused_across_rows(file: str) -> None:
     call = make_caller(load_object(f"{file}:score"), timeout_s=10.0)
     pids = call(rows("pid", "pid"))
     assert pids[0] == pids[1] != os.getpid()
@@ -99,7 +99,7 @@ def test_a_worker_is_kept_from_row_to_row(file: str) -> None:
     assert call(rows("pid")) != pids[:1]
 
 
-def test_an_interrupted_call_leaves_no_replies_for_the_next(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_call_leaves_no_stale_replies(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call = make_caller(load_object(f"{file}:score"), timeout_s=10.0)
     call(rows("started"))
     original, interrupts = worker_pool._Replies.next, iter([False, True])
@@ -120,7 +120,7 @@ def test_coroutine_functions_run_in_workers_too(file: str) -> None:
     assert call(rows("a", "bb")) == [1, 2]
 
 
-def test_a_function_that_loads_only_here_is_a_fault_of_the_setting(tmp_path: Path) -> None:
+def test_function_that_fails_to_load_in_a_worker_is_a_config_error(tmp_path: Path) -> None:
     path = tmp_path / "gone.py"
     path.write_text("def score(text):\n    return 1\n")
     call = make_caller(load_object(f"{path}:score"), timeout_s=1.0)
@@ -131,7 +131,7 @@ def test_a_function_that_loads_only_here_is_a_fault_of_the_setting(tmp_path: Pat
         call(rows("a"))
 
 
-def test_functions_that_other_processes_cannot_find() -> None:
+def test_functions_that_other_processes_cannot_import() -> None:
     def closure(text: str) -> int:
         return len(text)
 
@@ -143,7 +143,7 @@ def test_functions_that_other_processes_cannot_find() -> None:
         make_caller(closure, always_workers=True)
 
 
-def test_threads_are_left_behind_when_a_call_hangs(caplog: pytest.LogCaptureFixture) -> None:
+def test_threads_are_abandoned_when_a_call_hangs(caplog: pytest.LogCaptureFixture) -> None:
     def score(text: str) -> int:
         if text == "hang":
             time.sleep(30)
@@ -156,10 +156,10 @@ def test_threads_are_left_behind_when_a_call_hangs(caplog: pytest.LogCaptureFixt
     assert [outcomes[0], outcomes[2], outcomes[5]] == [1, 2, 3]
     assert isinstance(outcomes[1], RewardTimeoutError) and isinstance(outcomes[4], RewardTimeoutError)
     assert "called exit(1)" in str(outcomes[3])
-    assert time.monotonic() - begun < 5 and "left behind" in caplog.text
+    assert time.monotonic() - begun < 5 and "abandoning" in caplog.text
 
 
-def test_coroutines_keep_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_coroutines_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "THREAD_GRACE_S", 0.2)
 
     async def score(text: str) -> int:
@@ -180,7 +180,7 @@ def test_coroutines_keep_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert time.monotonic() - begun < 2
 
 
-def test_built_in_scorers_are_called_here_and_registered_ones_are_not(tmp_path: Path) -> None:
+def test_built_in_scorers_run_inline_and_registered_ones_do_not(tmp_path: Path) -> None:
     assert not isinstance(make_caller(default_compute_score, timeout_s=1.0), WorkerPool)
     assert not isinstance(make_caller(partial(default_compute_score, scorer="math"), timeout_s=1.0), WorkerPool)
     path = tmp_path / "registers.py"
@@ -198,7 +198,7 @@ def test_built_in_scorers_are_called_here_and_registered_ones_are_not(tmp_path: 
 
 
 def test_limits_must_be_positive() -> None:
-    with pytest.raises(ValueError, match=r"reward_model\.timeout_s=0: it must be above 0, or null"):
+    with pytest.raises(ValueError, match=r"reward_model\.timeout_s=0: must be above 0, or null"):
         make_caller(len, timeout_s=0)
-    with pytest.raises(ValueError, match=r"num_workers=0: at least 1"):
+    with pytest.raises(ValueError, match=r"num_workers=0: must be at least 1"):
         make_caller(load_object, timeout_s=1.0, num_workers=0)

@@ -1,4 +1,4 @@
-"""custom_reward_function: where it is found, what is merged, and the signatures that are refused at the start."""
+"""custom_reward_function: loading, bound arguments, and signatures that are rejected at the start."""
 
 import sys
 from pathlib import Path
@@ -60,12 +60,12 @@ def test_package_path(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ("old", {}, r"old\(solution_str, ground_truth\) cannot be called .*unexpected keyword argument 'data_source'"),
         ("greedy", {}, r"missing a required argument: 'weight'.*custom_reward_function\.reward_kwargs"),
         ("compute_score", {"bonsu": 1}, r"unexpected keyword argument 'bonsu'"),
-        ("compute_score", {"extra_info": {}}, r"reward_kwargs may not set extra_info: rows give them"),
+        ("compute_score", {"extra_info": {}}, r"reward_kwargs may not set extra_info: they come from the rows"),
         ("number", {}, "'number' is not a function but 3"),
         ("compute_scor", {}, "no attribute 'compute_scor'.*Did you mean 'compute_score'"),
     ],
 )
-def test_unusable_functions_are_refused(file: str, name: str, kwargs: dict[str, Any], message: str) -> None:
+def test_unusable_functions_are_rejected(file: str, name: str, kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         get_custom_reward_fn(CustomRewardFunctionConfig(file, name, kwargs))
 

@@ -1,4 +1,4 @@
-"""The reward managers: where scores are put, what is collected, and when a bad reward function stops the run."""
+"""Reward managers: score positions, extra info, and when a bad reward function stops the run."""
 
 import asyncio
 import logging
@@ -28,7 +28,7 @@ PROMPT_LENGTH, RESPONSE_LENGTH = 6, 10
 
 
 def make_batch(responses: list[str], sources: list[str] | None = None, **columns: Any) -> DataProto:
-    """Prompts `1+1=` padded left, responses ended by eos and padded right."""
+    """Left-padded prompts `1+1=`, right-padded responses ending in EOS."""
     prompt = TOKENIZER("1+1=")["input_ids"]
     prompts = torch.tensor([[PAD] * (PROMPT_LENGTH - len(prompt)) + prompt] * len(responses))
     rows = [TOKENIZER(text)["input_ids"] + [EOS] for text in responses]
@@ -53,22 +53,22 @@ def run(compute_score: Any, data: DataProto, **options: Any) -> Any:
     return NaiveRewardManager(TOKENIZER, 0, compute_score, **options)(data, return_dict=True)
 
 
-def test_score_stands_at_the_last_response_token() -> None:
+def test_score_is_at_the_last_response_token() -> None:
     data = make_batch(["#### 2", "#### 3", "#### 2 .."])
     reward = NaiveRewardManager(TOKENIZER, num_examine=0)(data)
     expected = torch.zeros(3, RESPONSE_LENGTH)
-    expected[0, 6] = 1.0  # six letters, then eos
+    expected[0, 6] = 1.0  # six characters, then EOS
     expected[2, 9] = 1.0
     assert torch.equal(reward, expected) and reward.dtype == torch.float32
 
 
-def test_without_response_mask_the_attention_mask_decides() -> None:
+def test_attention_mask_is_used_without_response_mask() -> None:
     data = make_batch(["#### 2"])
     data.pop(["response_mask"])
     assert NaiveRewardManager(TOKENIZER, 0)(data)[0, 6] == 1.0
 
 
-def test_trailing_tool_tokens_are_read_but_do_not_carry_the_score() -> None:
+def test_trailing_tool_tokens_are_decoded_but_do_not_get_the_score() -> None:
     data = make_batch(["#### 2"])
     data.batch["response_mask"][0, 3:] = 0
     assert NaiveRewardManager(TOKENIZER, 0)(data).nonzero().tolist() == [[0, 2]]
@@ -95,7 +95,7 @@ def test_function_sees_text_without_special_tokens_and_its_own_extra_info() -> N
     assert data.non_tensor_batch["extra_info"][0] == {"index": 0}
 
 
-def test_dict_results_fill_extra_info_with_none_where_absent() -> None:
+def test_dict_results_fill_extra_info_with_none_if_absent() -> None:
     def judge(solution_str: str, **_: Any) -> Any:
         return {"score": 0.5, "acc": True, "pred": solution_str} if solution_str == "a" else 1
 
@@ -104,7 +104,7 @@ def test_dict_results_fill_extra_info_with_none_where_absent() -> None:
     assert result["reward_extra_info"] == {"reward_failed": [0.0, 0.0], "acc": [True, None], "pred": ["a", None]}
 
 
-def test_rm_scores_are_taken_as_they_are() -> None:
+def test_rm_scores_are_used_unchanged() -> None:
     data = make_batch(["a", "b"], data_source=None, reward_model=None)
     data.batch["rm_scores"] = torch.rand(2, RESPONSE_LENGTH)
     result = run(None, data)
@@ -122,7 +122,7 @@ async def slow_score(solution_str: str, running: list[int], **_: Any) -> float:
     return float(len(solution_str))
 
 
-def test_coroutine_functions_run_together_up_to_the_limit() -> None:
+def test_coroutine_functions_run_concurrently_up_to_the_limit() -> None:
     running = [0, 0]
     result = run(partial(slow_score, running=running), make_batch(["a", "bb", "bad", "c"] * 3), max_concurrency=5)
     assert result["reward_tensor"].sum(dim=1).tolist() == [1.0, 2.0, 0.0, 1.0] * 3
@@ -143,7 +143,7 @@ def fail_on_b(solution_str: str, **_: Any) -> float:
     return 1.0
 
 
-def test_one_failure_costs_one_sample_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_failure_affects_one_sample_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         result = run(fail_on_b, make_batch(["a", "b", "b"]))
     assert result["reward_tensor"].sum(dim=1).tolist() == [1.0, 0.0, 0.0]
@@ -174,15 +174,15 @@ def test_unknown_data_source_stops_the_run_even_in_a_mixture() -> None:
         ({"score": None}, "the score None"),
     ],
 )
-def test_results_that_are_no_finite_number_stop_the_run(outcome: Any, message: str) -> None:
+def test_results_that_are_not_finite_numbers_stop_the_run(outcome: Any, message: str) -> None:
     def odd(**_: Any) -> Any:
         return outcome
 
-    with pytest.raises(ValueError, match=rf"odd gave for data_source 'openai/gsm8k' {message}"):
+    with pytest.raises(ValueError, match=rf"odd returned for data_source 'openai/gsm8k' {message}"):
         run(odd, make_batch(["a"]))
 
 
-def test_numbers_of_numpy_and_torch_are_numbers() -> None:
+def test_numpy_and_torch_scalars_are_accepted() -> None:
     outcomes = iter([torch.tensor(0.25), torch.tensor([0.5]).numpy()[0], True])
     result = run(lambda **_: next(outcomes), make_batch(["a", "b", "c"]))
     assert result["reward_tensor"].sum(dim=1).tolist() == [0.25, 0.5, 1.0]
@@ -196,8 +196,8 @@ def test_examples_are_logged_per_data_source(caplog: pytest.LogCaptureFixture) -
     assert "[prompt] 1+1=\n[response] #### 2\n[ground truth] 2\n[score] 1.0" in caplog.text
 
 
-def test_missing_columns_are_named() -> None:
-    with pytest.raises(ValueError, match=r"no 'data_source' to score by.*data\.reward_fn_key"):
+def test_missing_columns_are_rejected() -> None:
+    with pytest.raises(ValueError, match=r"no 'data_source', which scoring needs.*data\.reward_fn_key"):
         run(None, make_batch(["a"], data_source=None))
     with pytest.raises(ValueError, match=r"row 0 of data_source 'openai/gsm8k' has no reward_model\.ground_truth"):
         run(None, make_batch(["a"], reward_model=[{"style": "rule"}]))
@@ -213,7 +213,7 @@ def test_load_reward_manager(tmp_path: Path) -> None:
     assert load_reward_manager(PPOConfig(custom_reward_function=custom), TOKENIZER, 0)(data).sum() == 7.0
 
 
-def test_load_reward_manager_refuses_unknown_names() -> None:
+def test_load_reward_manager_rejects_unknown_names() -> None:
     with pytest.raises(ValueError, match=r"reward_model\.reward_manager=niave.*Did you mean 'naive'"):
         load_reward_manager(PPOConfig(reward_model=RewardModelConfig(reward_manager="niave")), TOKENIZER, 0)
     odd = PPOConfig(reward_model=RewardModelConfig(reward_kwargs={"workers": 3}))
@@ -223,7 +223,7 @@ def test_load_reward_manager_refuses_unknown_names() -> None:
 
 
 def with_file(folder: Path, source: str, manager: str = "naive", timeout_s: float = 300.0, **reward_kwargs: Any) -> Any:
-    """The loaded manager with the `compute_score` of a file."""
+    """The manager with the `compute_score` of a file."""
     path = folder / "reward_file.py"
     path.write_text(source)
     return load_reward_manager(
@@ -248,7 +248,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 
 @pytest.mark.parametrize("manager", ["naive", "dapo", "prime"])
-def test_hanging_and_crashing_functions_cost_their_samples(tmp_path: Path, manager: str) -> None:
+def test_hanging_and_crashing_functions_fail_only_their_samples(tmp_path: Path, manager: str) -> None:
     reward_fn = with_file(tmp_path, HANGS, manager, timeout_s=0.5, num_workers=2)
     result = reward_fn(make_batch(["a", "hang", "b", "crash", "c"]), return_dict=True)
     assert result["reward_tensor"].sum(dim=1).tolist() == [1.0, 0.0, 1.0, 0.0, 1.0]
@@ -268,7 +268,7 @@ def test_prime_scores_by_data_source_in_other_processes() -> None:
         manager(make_batch(["a"], sources=["mine"]))
 
 
-def test_prime_refuses_what_other_processes_cannot_find() -> None:
+def test_prime_rejects_functions_that_cannot_be_imported() -> None:
     with pytest.raises(ValueError, match="cannot be called in another process"):
         PrimeRewardManager(TOKENIZER, 0, lambda **_: 1.0)
 
@@ -317,14 +317,16 @@ def test_batch_manager_from_the_config(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     with pytest.raises(ValueError, match=r"cannot be called with \(data_sources, solution_strs, .*missing"):
         with_file(tmp_path / "other", "def compute_score(data_source):\n    return 0\n", "batch")
-    with pytest.raises(ValueError, match=r"<lambda> gave 1 scores for 2 rows; .*reward_manager=batch wants a list"):
+    with pytest.raises(
+        ValueError, match=r"<lambda> returned 1 scores for 2 rows; .*reward_manager=batch expects a list"
+    ):
         BatchRewardManager(TOKENIZER, 0, lambda **_: [1.0])(data)
-    with pytest.raises(ValueError, match=r"gave a float for 2 rows"):
+    with pytest.raises(ValueError, match=r"returned a float for 2 rows"):
         BatchRewardManager(TOKENIZER, 0, lambda **_: 1.0)(data)
 
 
 def test_dapo_penalty_grows_within_the_buffer() -> None:
-    """Ten tokens at most, a buffer of four: 7 tokens cost a quarter, 10 all, of the factor 2."""
+    """At most 10 tokens, a buffer of 4, factor 2: 7 tokens cost a quarter of it, 10 tokens all."""
     buffer = {"enable": True, "len": 4, "penalty_factor": 2.0, "log": True}
     manager = DapoRewardManager(TOKENIZER, 0, lambda **_: 1.0, max_resp_len=10, overlong_buffer_cfg=buffer)
     result = manager(make_batch(["a", "a" * 5, "a" * 6, "a" * 9]), return_dict=True)
@@ -347,7 +349,7 @@ def test_dapo_without_a_buffer_is_naive_with_acc() -> None:
     assert result["reward_extra_info"]["acc"] == [0.5, 0.0, None]
 
 
-def test_dapo_takes_the_longest_response_from_the_data_section() -> None:
+def test_dapo_reads_max_response_length_from_the_data_section() -> None:
     def load(**buffer: Any) -> Any:
         model = RewardModelConfig(
             reward_manager="dapo", reward_kwargs={"overlong_buffer_cfg": {"enable": True, **buffer}}
@@ -355,7 +357,7 @@ def test_dapo_takes_the_longest_response_from_the_data_section() -> None:
         return load_reward_manager(PPOConfig(reward_model=model), TOKENIZER, 0)
 
     assert load(len=4).max_resp_len == PPOConfig().data.max_response_length
-    with pytest.raises(ValueError, match=r"overlong_buffer_cfg\.len=100000: it must be from 1 to the longest response"):
+    with pytest.raises(ValueError, match=r"overlong_buffer_cfg\.len=100000: must be between 1 and max_resp_len"):
         load(len=100_000)
     with pytest.raises(
         ValueError, match=r"overlong_buffer_cfg\.penality_factor: no such key. Did you mean 'penalty_factor'"
@@ -367,7 +369,7 @@ def test_dapo_takes_the_longest_response_from_the_data_section() -> None:
         DapoRewardManager(TOKENIZER, 0, overlong_buffer_cfg={"enable": True, "len": 4})
 
 
-def test_outside_managers(tmp_path: Path) -> None:
+def test_custom_managers(tmp_path: Path) -> None:
     (tmp_path / "managers_of_mine.py").write_text(
         "class Mine:\n"
         "    def __init__(self, tokenizer, num_examine, compute_score, reward_fn_key='data_source', **kwargs):\n"

@@ -1,4 +1,4 @@
-"""Programs: what counts as a passed test, and that a program harms neither the judge nor its neighbours."""
+"""Programs: when a test passes, and that a program harms neither the judge nor other programs."""
 
 import json
 import subprocess
@@ -45,8 +45,8 @@ def test_programs_that_return() -> None:
     assert errors("def g(): pass", tests) == ["KeyError: 'f'"]
 
 
-def test_share_of_tests() -> None:
-    """All of the first ten count; when only a later one fails, those that passed before it."""
+def test_fraction_of_tests() -> None:
+    """The fraction of the first ten; if only a later test fails, of all tests."""
     tests = {"inputs": [str(n) for n in range(20)], "outputs": [str(n) for n in range(20)]}
     assert compute_score("n = int(input())\nprint(n if n % 2 else -1)", tests, continuous=True)[0] == 0.5
     assert compute_score("n = int(input())\nassert n < 15\nprint(n)", tests, continuous=True)[0] == 0.75
@@ -68,7 +68,7 @@ def test_hanging_programs_are_stopped() -> None:
         ("raise SystemExit(3)", "SystemExit: 3"),
     ],
 )
-def test_programs_that_end_badly(program: str, error: str) -> None:
+def test_programs_that_fail(program: str, error: str) -> None:
     assert errors(program) == [error]
 
 
@@ -80,9 +80,9 @@ def test_processes_of_a_program_do_not_outlive_it(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
-def test_the_program_does_not_see_what_is_wanted() -> None:
+def test_program_cannot_see_the_expected_output() -> None:
     program = "import gc\nprint('SECRET' '-7' in str([o for o in gc.get_objects() if isinstance(o, (dict, list))]))"
-    assert compute_score(program, {"inputs": [""], "outputs": ["SECRET-7"]})[1][0]["error"].startswith("gave 'False")
+    assert compute_score(program, {"inputs": [""], "outputs": ["SECRET-7"]})[1][0]["error"].startswith("got 'False")
 
 
 @pytest.mark.parametrize(
@@ -121,14 +121,14 @@ def test_returned_values(result: Any, wanted: Any, agrees: bool) -> None:
 def test_blocks_and_ground_truths() -> None:
     assert extract_program("```python\na\n```\n```python\nb\n```") == "\nb\n"
     assert extract_program("print(1)") == "print(1)"
-    with pytest.raises(ValueError, match="must hold inputs and outputs"):
+    with pytest.raises(ValueError, match="must have inputs and outputs"):
         read_tests({"inputs": []})
     with pytest.raises(ValueError, match="2 inputs and 1 outputs"):
         read_tests({"inputs": ["", ""], "outputs": [""]})
 
 
-def test_the_judge_works_without_namespaces(tmp_path: Path) -> None:
-    """Where the kernel refuses them: the process group is what is left to kill."""
+def test_judge_works_without_namespaces(tmp_path: Path) -> None:
+    """Without namespaces, only the process group is killed."""
     mark = tmp_path / "mark"
     program = f"import os, time\nif os.fork() == 0:\n    time.sleep(1)\n    open({str(mark)!r}, 'w')\nprint(input())"
     task = {"program": program, "inputs": ["1", "2"], "fn_name": None}

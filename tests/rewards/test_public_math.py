@@ -1,11 +1,11 @@
-"""The mathematical scorers that keep to the public system's rules: what counts as equal, and what is extracted."""
+"""The math scorers that follow verl's rules: equality and extraction."""
 
 import pytest
 
 from lockstep.rewards.scorers import geo3k, math_dapo, math_reward, math_verify, prime_math
 from lockstep.rewards.scorers.latex import NoNormalFormError, normal_form
 from lockstep.rewards.scorers.latex_text import latex_to_text
-from lockstep.rewards.scorers.symbolic import UNSAFE, agree_plainly, agree_within_tolerance
+from lockstep.rewards.scorers.symbolic import UNSAFE, agree_strictly, agree_within_tolerance
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_normal_form_of_math_answers(text: str, form: str) -> None:
 
 
 @pytest.mark.parametrize("text", [r"\frac", r"\frac{1}{2}\frac", r"\sqrt", r"1\text{ m}\text{ s}"])
-def test_answers_without_a_normal_form_are_compared_as_they_stand(text: str) -> None:
+def test_answers_without_a_normal_form_are_compared_as_text(text: str) -> None:
     with pytest.raises(NoNormalFormError):
         normal_form(text)
     assert math_reward.is_equivalent(text, text)
@@ -53,11 +53,11 @@ def test_answers_without_a_normal_form_are_compared_as_they_stand(text: str) -> 
         ("7", None),
     ],
 )
-def test_math_reward_reads_boxes_as_the_public_system(text: str, answer: str | None) -> None:
+def test_math_reward_reads_boxes_like_verl(text: str, answer: str | None) -> None:
     assert math_reward.last_boxed(text) == answer
 
 
-def test_math_reward_knows_no_mathematics() -> None:
+def test_math_reward_compares_text_only() -> None:
     assert math_reward.compute_score(r"\boxed{1/2}", r"\frac{1}{2}") == 1.0
     assert math_reward.compute_score(r"\boxed{2\sqrt{3}}", r"\sqrt{12}") == 0.0
     assert math_reward.compute_score(r"\boxed{1,000}", "1000") == 0.0
@@ -91,7 +91,7 @@ def test_math_dapo_strict_box() -> None:
     assert strict(r"\boxed{5}" + "." * 100, "5") == (False, None)
 
 
-def test_math_dapo_takes_the_box_where_no_answer_line_is() -> None:
+def test_math_dapo_uses_the_box_without_an_answer_line() -> None:
     assert math_dapo.compute_score(r"so \boxed{12 \frac{3}{5}}", r"12\frac{3}{5}")["acc"] is False
     assert math_dapo.compute_score(r"so \boxed{5}" + "." * 100, "5")["pred"] == "[INVALID]"
     assert math_dapo.compute_score("Answer: 5" + "." * 300, "5")["pred"] == "[INVALID]"
@@ -116,7 +116,7 @@ def test_prime_math_extraction(text: str, answer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "gold", "plainly", "leniently"),
+    ("answer", "gold", "strict", "lenient"),
     [
         ("1,000", "1000", True, True),
         ("10.0", "10", True, True),
@@ -141,17 +141,17 @@ def test_prime_math_extraction(text: str, answer: str) -> None:
         ("six", "seven", False, False),
     ],
 )
-def test_agreement_of_answers(answer: str, gold: str, plainly: bool, leniently: bool) -> None:
-    assert (agree_plainly(gold, answer), agree_within_tolerance(gold, answer)) == (plainly, leniently)
+def test_agreement_of_answers(answer: str, gold: str, strict: bool, lenient: bool) -> None:
+    assert (agree_strictly(gold, answer), agree_within_tolerance(gold, answer)) == (strict, lenient)
 
 
 @pytest.mark.parametrize(
     "text",
     ["__import__('os').system('true')", "x.is_real", "9^9^9", "9**9**9", "2**99999", "99999!", "open('f')", "[1][0]"],
 )
-def test_nothing_dangerous_is_given_to_sympy(text: str) -> None:
+def test_unsafe_text_is_not_passed_to_sympy(text: str) -> None:
     assert UNSAFE.search(text)
-    assert not agree_plainly("1", text) and not agree_within_tolerance("1", text)
+    assert not agree_strictly("1", text) and not agree_within_tolerance("1", text)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_latex_to_text(latex: str, text: str) -> None:
     assert latex_to_text(latex) == text
 
 
-def test_scorers_that_ask_the_grader() -> None:
+def test_scorers_that_use_the_grader() -> None:
     assert prime_math.compute_score(r"Step 2: so \boxed{0.3333}", "1/3") == (True, True, "0.3333")
     assert prime_math.compute_score(r"so \boxed{9999}", "10000") == (True, False, "9999")
     assert prime_math.compute_score("seven", "7") == (False, False, "seven")

@@ -1,4 +1,4 @@
-"""Scorers on hand-made solutions, and the mathematics grader under threads, runaway input and a killed child."""
+"""Scorers on hand-written solutions, and the math grader with threads, runaway input and a killed child."""
 
 import os
 import signal
@@ -42,7 +42,7 @@ def test_gsm8k_scores() -> None:
     assert gsm8k.compute_score("#### 71", "72", format_score=0.1) == 0.1
     assert gsm8k.compute_score("It is 72", "72", format_score=0.1) == 0.0
     assert gsm8k.compute_score("It is 72", "72", method="flexible", score=2.0) == 2.0
-    with pytest.raises(ValueError, match="choose strict or flexible"):
+    with pytest.raises(ValueError, match="must be strict or flexible"):
         gsm8k.compute_score("1", "1", method="loose")  # type: ignore[arg-type]
 
 
@@ -79,11 +79,11 @@ def test_last_boxed(text: str, answer: str | None) -> None:
         ("9" * 3000, "9", 0.0),
     ],
 )
-def test_math_compares_as_mathematics(answer: str, ground_truth: str, score: float) -> None:
+def test_math_compares_mathematically(answer: str, ground_truth: str, score: float) -> None:
     assert math.compute_score(rf"Hence \boxed{{{answer}}}.", ground_truth) == score
 
 
-def test_math_without_a_box_scores_nothing() -> None:
+def test_math_without_a_box_scores_zero() -> None:
     assert math.compute_score("The answer is 3.", "3") == 0.0
 
 
@@ -113,7 +113,7 @@ def test_grader_limits_time_outside_the_main_thread(monkeypatch: pytest.MonkeyPa
     assert time.monotonic() - begun < 25
 
 
-def test_grader_survives_the_death_of_its_child() -> None:
+def test_grader_restarts_a_dead_child() -> None:
     grader = math_grader.MathGrader()
     assert grader.is_equal("0.5", r"\frac12")
     assert grader._child is not None
@@ -123,7 +123,7 @@ def test_grader_survives_the_death_of_its_child() -> None:
     grader.close()
 
 
-def test_a_stuck_child_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stuck_child_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     grader = math_grader.MathGrader()
     assert grader.is_equal("0.5", r"\frac12")
     assert grader._child is not None
@@ -171,22 +171,22 @@ def test_every_builtin_name_scores() -> None:
     assert {"gsm8k", "math_reward", "math_verify", "prime_math", "prime_code"} <= set(builtin_names())
 
 
-def test_options_reach_the_scorer_that_takes_them() -> None:
+def test_options_reach_the_scorer_that_accepts_them() -> None:
     options = {"method": "flexible", "format_score": 0.1}
     check_scorer_options(options)
     assert default_compute_score("openai/gsm8k", "It is 5", "5", None, **options) == 1.0
     assert default_compute_score("openai/gsm8k", "It is 6", "5", None, **options) == 0.1
     assert default_compute_score("lighteval/MATH", r"\boxed{5}", "5", None, **options) == 1.0
-    with pytest.raises(ValueError, match=r"reward_kwargs\.metod: no built-in scorer takes it. Did you mean 'method'"):
+    with pytest.raises(ValueError, match=r"reward_kwargs\.metod: no built-in scorer accepts it. Did you mean 'method'"):
         check_scorer_options({"metod": "flexible"})
 
 
-def test_unknown_data_source_names_the_way_out() -> None:
+def test_unknown_data_source_error_names_the_fix() -> None:
     with pytest.raises(ValueError, match=r"'openai/gsm8'\. Did you mean 'openai/gsm8k'.*custom_reward_function\.path"):
         default_compute_score("openai/gsm8", "#### 5", "5")
 
 
-def test_a_registered_scorer_is_used() -> None:
+def test_registered_scorer_is_used() -> None:
     @SCORERS.register("tests/length-*")
     def length(response: str, truth: str, extra_info: dict[str, float] | None = None) -> tuple[float, str]:
         return len(response) + (extra_info or {}).get("bonus", 0.0), "further elements are left out"

@@ -1,4 +1,4 @@
-"""Search QA, multiple choice and tool calls on hand-made responses."""
+"""Search QA, multiple choice and tool calls on hand-written responses."""
 
 import json
 from typing import Any
@@ -26,7 +26,7 @@ def test_search_qa(text: str, target: Any, exact: float, part: float) -> None:
     assert search_r1_like_qa_em.compute_score_subem(text, truth, format_score=0.1) == part
 
 
-def test_search_qa_takes_three_quarters_from_guessers() -> None:
+def test_search_qa_penalises_guessing() -> None:
     assert search_r1_like_qa_em.compute_score("<answer>x</answer>" * 10, {"target": "x"}) == 1.0
     assert search_r1_like_qa_em.compute_score("<answer>x</answer>" * 11, {"target": "x"}) == 0.25
 
@@ -58,7 +58,7 @@ def test_multiple_choice_scores() -> None:
     assert multiple_choice.compute_score("Answer: B", 1)["score"] == 1.0
     assert multiple_choice.compute_score("Answer: C", "(B)", format_score=0.1)["score"] == 0.1
     assert multiple_choice.compute_score("B", "B") == {"score": 0.0, "acc": False, "pred": None}
-    with pytest.raises(ValueError, match="ground_truth='blue': multiple choice wants a letter"):
+    with pytest.raises(ValueError, match="ground_truth='blue': multiple choice expects a letter"):
         multiple_choice.compute_score("Answer: B", "blue")
 
 
@@ -104,5 +104,5 @@ def test_tool_calls_within_a_chat_template() -> None:
         "llama3": f"<|start_header_id|>assistant<|end_header_id|>\n\n{response(F)}<|eot_id|>",
     }.items():
         assert rlla.compute_score("rlla", text, response(F), {"experiment_name": name})["score"] == 4.0
-    with pytest.raises(ValueError, match=r"extra_info\.experiment_name='gemma': the name must hold llama or qwen"):
+    with pytest.raises(ValueError, match=r"extra_info\.experiment_name='gemma': the name must contain llama or qwen"):
         rlla.compute_score("rlla", "", response(F), {"experiment_name": "gemma"})

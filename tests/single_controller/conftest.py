@@ -1,6 +1,6 @@
-"""One Ray cluster for the session, and a backend on it whose groups take turns on the same few processes.
+"""One Ray cluster for the test session, and a backend whose groups share a few processes.
 
-A process costs seconds of imports, so that only tests about processes start their own.
+Starting a process takes seconds of imports, so only tests about processes start their own.
 """
 
 import functools
@@ -12,15 +12,15 @@ import pytest
 
 from lockstep.single_controller import Backend, Worker
 
-os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # loopback alone; Ray reads it while it is imported
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # loopback only; Ray reads it on import
 
 NUM_SHARED = 5
-"""Processes that groups take turns on: the two groups that a test uses at a time must fit."""
+"""Processes shared by groups; the two groups of a test must fit."""
 
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """A small cluster of its own, even where the environment names another."""
+    """A small local cluster, even if the environment names another."""
     pytest.importorskip("ray", reason='needs Ray: pip install "lockstep-rl[ray]"')
     from lockstep.single_controller.ray_backend import connect, disconnect
 
@@ -38,7 +38,7 @@ def ray_cluster() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def ray_on_shared_processes(ray_cluster: None) -> Backend:
-    """The Ray backend, except that a group constructs its workers in the processes which were unused for longest."""
+    """The Ray backend, but groups use the least recently used of the shared processes."""
     from lockstep.single_controller.ray_backend import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
     from lockstep.single_controller.ray_backend.group import Processes
 
@@ -48,7 +48,7 @@ def ray_on_shared_processes(ray_cluster: None) -> Backend:
 
     class Borrowed(Processes):
         def shutdown(self) -> None:
-            """They are the fixture's."""
+            """No-op: the processes belong to the fixture."""
 
     class GroupOnSharedProcesses(RayWorkerGroup):
         def _start_processes(self) -> Processes:

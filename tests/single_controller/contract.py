@@ -37,7 +37,7 @@ register_dispatch_mode("TEST_REVERSED", reverse_ranks, join_with_plus)
 
 
 class Scaler(Worker):
-    """Multiplies `x`, and says which rank did it and how many rows it saw."""
+    """Multiplies `x`, and returns its rank and the number of rows."""
 
     def __init__(self, factor: int = 1) -> None:
         super().__init__()

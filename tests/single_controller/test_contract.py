@@ -1,4 +1,4 @@
-"""What every backend of the single controller does: the same calls with hand-computed results."""
+"""The contract of every single-controller backend, with hand-computed results."""
 
 import re
 import traceback
@@ -20,7 +20,7 @@ def notes_of(error: BaseException) -> str:
     return "\n".join(error.__notes__)
 
 
-def test_workers_know_their_place(backend: Backend) -> None:
+def test_workers_know_their_rank(backend: Backend) -> None:
     group = make_group(backend, Scaler, [2, 1])
     assert group.world_size == 3
     assert group.where() == [(0, 3, 0, 2), (1, 3, 1, 2), (2, 3, 0, 1)]
@@ -58,7 +58,7 @@ def test_rows_are_split_and_joined(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize(("rows", "seen"), [(1, 1), (3, 1), (5, 2), (7, 2)])
-def test_uneven_batches_are_padded_and_come_back_without(backend: Backend, rows: int, seen: int) -> None:
+def test_uneven_batches_are_padded_and_unpadded(backend: Backend, rows: int, seen: int) -> None:
     group = make_group(backend, Scaler, [4], 2)
     data = batch(rows)
     out = group.scale(data)
@@ -72,10 +72,10 @@ def test_uneven_batches_are_padded_and_come_back_without(backend: Backend, rows:
     assert sum(entry["rows"] for entry in group.count(data)) == rows
 
 
-def test_padding_is_refused_where_rows_cannot_be_matched(backend: Backend) -> None:
+def test_padding_is_rejected_if_rows_cannot_be_matched(backend: Backend) -> None:
     group = make_group(backend, Scaler, [2])
     assert group.double_rows(batch(4)).batch["x"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    with pytest.raises(ValueError, match=r"double_rows returned 4 rows for 2, 1 of them padding"):
+    with pytest.raises(ValueError, match=r"double_rows returned 4 rows for 2 input rows, 1 of them padding"):
         group.double_rows(batch(3))
 
 
@@ -92,9 +92,9 @@ def test_several_batches_in_one_call(backend: Backend) -> None:
         group.add_batches(batch(3), b=batch(4))
 
 
-def test_what_cannot_be_split_or_joined(backend: Backend) -> None:
+def test_values_that_cannot_be_split_or_joined(backend: Backend) -> None:
     group = make_group(backend, Scaler, [2])
-    with pytest.raises(TypeError, match="argument 0 is a list; only DataProto is split by rows"):
+    with pytest.raises(TypeError, match="argument 0 is a list; only DataProto can be split by rows"):
         group.scale([1, 2])
     with pytest.raises(ValueError, match="no rows to split in argument 0"):
         group.scale(batch(0))
@@ -110,14 +110,14 @@ def shift(worker: Scaler, data: DataProto) -> DataProto:
     return DataProto.from_dict({"y": data.batch["x"] + 10 * worker.rank})
 
 
-def test_a_function_for_every_rank(backend: Backend) -> None:
+def test_function_for_every_rank(backend: Backend) -> None:
     group = make_group(backend, Scaler, [2])
     assert group.execute_with_func_generator(shift, batch(3)).batch["y"].tolist() == [0, 1, 12]
     with pytest.raises(TypeError, match="the first argument must be a function"):
         group.execute_with_func_generator(batch(3))
 
 
-def test_modes_of_outside_code(backend: Backend) -> None:
+def test_custom_modes(backend: Backend) -> None:
     assert make_group(backend, Scaler, [3]).custom(["a", "b", "c"]) == "0c+1b+2a"
 
 
@@ -133,7 +133,7 @@ def test_mesh_splits_over_its_data_parallel_ranks(backend: Backend, rows: int) -
     assert group.tag_later(batch(rows)).get().batch["x"].tolist() == [100 + i for i in range(rows)]
 
 
-def test_mesh_faults(backend: Backend) -> None:
+def test_mesh_errors(backend: Backend) -> None:
     with pytest.raises(ValueError, match=r"mesh 'modle' is not registered: .* Did you mean 'model'"):
         make_group(backend, Meshed, [4]).unknown_mesh(batch(4))
     with pytest.raises(ValueError, match=r"data-parallel rank 0 of 2 is collected from ranks \[1, 3\]"):
@@ -181,19 +181,19 @@ def test_colocated_roles_share_workers(backend: Backend) -> None:
     assert "raised in worker group 'small' by Scaler.fail_on on rank 1 of 4" in notes_of(caught.value)
 
 
-def test_colocated_names_must_not_meet(backend: Backend) -> None:
+def test_colocated_names_must_not_clash(backend: Backend) -> None:
     class Other(Scaler):
         pass
 
     Other.b_scale = Scaler.scale  # type: ignore[attr-defined]
     roles = {"a": backend.class_with_init(Other), "a_b": backend.class_with_init(Scaler)}
-    with pytest.raises(ValueError, match="role 'a_b' method 'scale': another role has a method a_b_scale already"):
+    with pytest.raises(ValueError, match="role 'a_b' method 'scale': another role already has a method a_b_scale"):
         create_colocated_worker_cls(roles)
     with pytest.raises(TypeError, match="role 'x': int is not a Worker"):
         create_colocated_worker_cls({"x": backend.class_with_init(int)})
 
 
-def test_a_worker_fault_surfaces_with_its_place(backend: Backend) -> None:
+def test_worker_error_names_its_rank(backend: Backend) -> None:
     group = make_group(backend, Scaler, [2])
     with pytest.raises(LookupError, match="no such thing") as caught:
         group.fail_on(1)
@@ -202,7 +202,7 @@ def test_a_worker_fault_surfaces_with_its_place(backend: Backend) -> None:
     assert 'raise LookupError("no such thing")' in text
 
 
-def test_a_fault_of_a_non_blocking_call_comes_out_of_get(backend: Backend) -> None:
+def test_error_of_a_non_blocking_call_is_raised_by_get(backend: Backend) -> None:
     group = make_group(backend, Scaler, [2])
     future = group.fail_later(batch(2))
     with pytest.raises(LookupError) as caught:
@@ -212,7 +212,7 @@ def test_a_fault_of_a_non_blocking_call_comes_out_of_get(backend: Backend) -> No
         group.scale(future)
 
 
-def test_a_fault_of_construction(backend: Backend) -> None:
+def test_error_in_construction(backend: Backend) -> None:
     with pytest.raises(MemoryError) as caught:
         make_group(backend, Breaking, [2])
     assert "raised in worker group 'Breaking' by Breaking.__init__ on rank 1 of 2" in notes_of(caught.value)
@@ -220,7 +220,7 @@ def test_a_fault_of_construction(backend: Backend) -> None:
 
 def test_unregistered_and_unknown_methods(backend: Backend) -> None:
     group = make_group(backend, Scaler, [1])
-    with pytest.raises(AttributeError, match=r"Scaler.private_to_the_worker carries no @register"):
+    with pytest.raises(AttributeError, match=r"Scaler.private_to_the_worker has no @register"):
         group.private_to_the_worker()
     with pytest.raises(AttributeError, match=r"Scaler has no method 'scael'. Did you mean 'scale'"):
         group.scael(batch(1))

@@ -1,4 +1,4 @@
-"""Declaring modes with @register, without any group."""
+"""@register and dispatch modes, without a group."""
 
 import pytest
 
@@ -26,13 +26,13 @@ def test_unknown_and_duplicate_modes() -> None:
         ValueError, match=r"'DP_COMPUTE_PROTOS': no such dispatch mode. Did you mean 'DP_COMPUTE_PROTO'"
     ):
         register(dispatch_mode="DP_COMPUTE_PROTOS")
-    with pytest.raises(ValueError, match="'ONE_TO_ALL' is registered already"):
+    with pytest.raises(ValueError, match="'ONE_TO_ALL' is already registered"):
         register_dispatch_mode("ONE_TO_ALL", lambda group: ((), {}), lambda group, outputs: outputs)
 
 
-def test_rank_zero_does_not_go_with_split_batches() -> None:
+def test_rank_zero_rejects_split_batches() -> None:
     with pytest.raises(
-        ValueError, match="RANK_ZERO would lose the other ranks' share of dispatch_mode DP_COMPUTE_PROTO"
+        ValueError, match="RANK_ZERO would drop the other ranks' shares of dispatch_mode DP_COMPUTE_PROTO"
     ):
         register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, execute_mode=Execute.RANK_ZERO)
 
@@ -47,16 +47,16 @@ def test_registered_methods_include_inherited_ones() -> None:
     assert not methods["mine"].blocking and methods["execute_func_rank_zero"].execute_mode is Execute.RANK_ZERO
 
 
-def test_a_method_must_not_hide_one_of_the_group() -> None:
+def test_method_must_not_shadow_one_of_the_group() -> None:
     class Hiding(Worker):
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def spawn(self) -> None: ...
 
-    with pytest.raises(ValueError, match=r"Hiding\.spawn: worker groups use that name themselves"):
+    with pytest.raises(ValueError, match=r"Hiding\.spawn: worker groups use that name, rename it"):
         LocalWorkerGroup(ResourcePool([1]), ClassWithInitArgs(Hiding))
 
 
-def test_a_worker_works_without_a_group() -> None:
+def test_worker_without_a_group() -> None:
     class Alone(Worker):
         @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
         def rows(self, data: DataProto) -> int:
@@ -65,9 +65,9 @@ def test_a_worker_works_without_a_group() -> None:
     assert Alone().rows(DataProto.from_dict(non_tensors={"uid": ["a"]})) == 2
 
 
-def test_a_mesh_is_registered_once() -> None:
+def test_mesh_is_registered_once() -> None:
     worker = Worker()
     worker._register_dispatch_collect_info("actor", 0, True)
     worker._register_dispatch_collect_info("actor", 0, True)
-    with pytest.raises(ValueError, match="mesh 'actor' is registered already"):
+    with pytest.raises(ValueError, match="mesh 'actor' is already registered"):
         worker._register_dispatch_collect_info("actor", 1, True)

@@ -1,4 +1,4 @@
-"""Resource pools and which role runs on which."""
+"""Resource pools and the mapping of roles to pools."""
 
 import pytest
 
@@ -25,12 +25,12 @@ def test_pool_counts() -> None:
         LocalWorkerGroup(ResourcePool(name_prefix="p"), ClassWithInitArgs(Worker))
 
 
-def test_roles_have_the_public_names() -> None:
+def test_roles_have_verl_names() -> None:
     names = ["actor", "rollout", "actor_rollout", "critic", "ref", "rm", "actor_rollout_ref", "env"]
     assert [str(role) for role in Role] == names
 
 
-def test_manager_gives_roles_their_pools() -> None:
+def test_manager_maps_roles_to_pools() -> None:
     manager = ResourcePoolManager(
         {"global_pool": [4, 4], "rm_pool": [2]},
         {Role.ActorRollout: "global_pool", Role.Critic: "global_pool", Role.RewardModel: "rm_pool"},
@@ -46,8 +46,10 @@ def test_manager_gives_roles_their_pools() -> None:
         manager.get_resource_pool(Role.RefPolicy)
 
 
-def test_manager_refuses_a_wrong_spec() -> None:
-    with pytest.raises(ValueError, match=r"role critic is mapped to no pool: 'globl_pool'. Did you mean 'global_pool'"):
+def test_manager_rejects_a_wrong_spec() -> None:
+    with pytest.raises(
+        ValueError, match=r"role critic is mapped to an unknown pool 'globl_pool'. Did you mean 'global_pool'"
+    ):
         ResourcePoolManager({"global_pool": [1]}, {Role.Critic: "globl_pool"})
     with pytest.raises(ValueError, match="resource pool 'global_pool' has no machines"):
         ResourcePoolManager({"global_pool": []}, {})

@@ -1,4 +1,4 @@
-"""What only the Ray backend does: processes, placement, the object store, death."""
+"""Specific to the Ray backend: processes, placement, the object store, dead workers."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ from lockstep.single_controller.ray_backend import (
     futures,
 )
 from lockstep.single_controller.ray_backend.cluster import ray
-from lockstep.single_controller.ray_backend.wire import pack, unpack
+from lockstep.single_controller.ray_backend.serialize import pack, unpack
 
 
 class OddError(Exception):
@@ -36,7 +36,7 @@ class OddError(Exception):
 
 
 class Summer(Worker):
-    """Joins its group's process group while it is constructed."""
+    """Joins the process group on construction."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Summer(Worker):
 
 
 class Unruly(Worker):
-    """Does what it should not."""
+    """A misbehaving worker."""
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def write_in_place(self, data: DataProto) -> DataProto:
@@ -70,7 +70,7 @@ class Unruly(Worker):
     def die(self, rank: int) -> NoReturn:
         if self.rank == rank:
             os._exit(3)
-        time.sleep(600)  # as a rank that waits for the dead one in a collective
+        time.sleep(600)  # like a rank that waits for the dead one in a collective
         raise AssertionError
 
     def not_registered(self, a: int, b: int = 0) -> tuple[int, int]:
@@ -81,7 +81,7 @@ def this_machine() -> str:
     return str(ray.nodes()[0]["NodeManagerAddress"])
 
 
-def test_ray_is_imported_only_when_asked_for() -> None:
+def test_ray_is_imported_on_first_use() -> None:
     code = """
 import sys
 import lockstep.single_controller as sc
@@ -120,7 +120,7 @@ def test_any_method_can_be_executed(ray_on_shared_processes: Backend) -> None:
     assert colocated.spawn(["role"])["role"].execute_all_sync("rows")[1].batch["x"].tolist() == [0, 1]
 
 
-def test_outputs_may_be_written_to_and_arguments_may_not(ray_on_shared_processes: Backend) -> None:
+def test_outputs_are_writable_and_arguments_are_not(ray_on_shared_processes: Backend) -> None:
     group = make_group(ray_on_shared_processes, Unruly, [2])
     for out in (
         group.rows()[0],
@@ -148,7 +148,7 @@ def test_futures_do_not_pass_through_the_controller(
     assert future.get().batch["x"].tolist() == [0, 20, 40, 60, 80] and len(fetched) == 2
 
 
-def test_a_fault_has_one_readable_traceback(ray_on_shared_processes: Backend) -> None:
+def test_error_has_one_readable_traceback(ray_on_shared_processes: Backend) -> None:
     first, second = (make_group(ray_on_shared_processes, Scaler, [2]) for _ in range(2))
     with pytest.raises(LookupError) as caught:
         second.scale(first.fail_later(batch(2)))
@@ -169,8 +169,8 @@ def test_exceptions_that_cannot_be_pickled(ray_on_shared_processes: Backend) -> 
     assert 'raise OddError(7, "odd")' in caught.value.__notes__[1]
 
 
-def test_life_of_a_group(ray_cluster: None) -> None:
-    """Start two processes in two placement groups, attach by name, lose one, leave nothing behind."""
+def test_group_life_cycle(ray_cluster: None) -> None:
+    """Start two processes in two placement groups, attach by name, lose one, clean up."""
     before = set(ray.util.list_named_actors(all_namespaces=False))
     pool = RayResourcePool([1, 1], use_gpu=False, name_prefix="life", detached=True)
     with RayWorkerGroup(pool, RayClassWithInitArgs(Unruly), name="mortal") as group:
@@ -183,7 +183,7 @@ def test_life_of_a_group(ray_cluster: None) -> None:
         assert attached.execute_all_sync("not_registered", 2) == [(0, 2), (1, 2)]
         with pytest.raises(ValueError, match=r"have ranks \[1, 0\]; give all 2 names of the group in rank order"):
             RayWorkerGroup.from_detached("life", group.worker_names[::-1], RayClassWithInitArgs(Unruly))
-        with pytest.raises(ValueError, match="no running worker of that name"):
+        with pytest.raises(ValueError, match="no such worker"):
             RayWorkerGroup.from_detached("life", ["nobody:0"], RayClassWithInitArgs(Unruly))
 
         started = time.monotonic()
@@ -201,7 +201,7 @@ def test_life_of_a_group(ray_cluster: None) -> None:
     group.shutdown()
 
 
-def test_a_death_is_told_before_the_faults_it_causes(ray_cluster: None) -> None:
+def test_death_is_reported_before_the_errors_it_causes(ray_cluster: None) -> None:
     class Peer:  # local, so that its process imports nothing
         def lose_connection(self) -> NoReturn:
             raise ConnectionError("reset by peer")
@@ -222,36 +222,34 @@ def test_a_death_is_told_before_the_faults_it_causes(ray_cluster: None) -> None:
     assert isinstance(caught.value.__cause__, ConnectionError)
 
 
-def test_what_the_cluster_lacks_is_said_at_once(ray_cluster: None) -> None:
+def test_missing_resources_are_reported_immediately(ray_cluster: None) -> None:
     started = time.monotonic()
     with pytest.raises(
         ValueError,
-        match=r"pool 'big' asks for 1 machine with 0 GPU and 99 CPU; the Ray cluster has 1 machine: "
+        match=r"pool 'big' needs 1 machine with 0 GPU and 99 CPU; the Ray cluster has 1 machine: "
         rf"{this_machine()} with 0 GPU and 8 CPU. Lower trainer.n_gpus_per_node",
     ):
         RayWorkerGroup(RayResourcePool([99], use_gpu=False, name_prefix="big"), RayClassWithInitArgs(Worker))
-    with pytest.raises(ValueError, match="pool 'g' asks for 2 machines with 2 GPU and 2 CPU"):
+    with pytest.raises(ValueError, match="pool 'g' needs 2 machines with 2 GPU and 2 CPU"):
         RayResourcePool([2, 2], name_prefix="g").get_placement_groups()
     holder = RayResourcePool([3], use_gpu=False, name_prefix="holder")
     holder.get_placement_groups()
-    with pytest.raises(
-        ValueError, match=r"pool 'late' asks for 1 machine .* Of that only 0 GPU and [0-5] CPU are free"
-    ):
+    with pytest.raises(ValueError, match=r"pool 'late' needs 1 machine .* Only 0 GPU and [0-5] CPU are free"):
         RayResourcePool([6], use_gpu=False, name_prefix="late", wait_s=1).get_placement_groups()
     holder.shutdown()
     assert time.monotonic() - started < 10
 
 
-def test_a_pool_holds_only_so_many_groups() -> None:
+def test_pool_limits_the_number_of_groups() -> None:
     pool = RayResourcePool([1], use_gpu=False, name_prefix="p", max_colocate_count=1)
-    pool.enter("a")
-    with pytest.raises(ValueError, match="worker group 'b': resource pool 'p' holds 1 groups already"):
-        pool.enter("b")
+    pool.acquire("a")
+    with pytest.raises(ValueError, match="worker group 'b': resource pool 'p' already has 1 groups"):
+        pool.acquire("b")
     assert [RayResourcePool([1], max_colocate_count=n).share for n in (1, 3, 7)] == [1.0, 0.3333, 0.1428]
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bfloat16, torch.bool, torch.uint8])
-def test_stored_form(dtype: torch.dtype) -> None:
+def test_pack_round_trip(dtype: torch.dtype) -> None:
     whole = DataProto.from_dict({"x": torch.arange(12).reshape(6, 2).to(dtype)}, {"u": list("abcdef")}, {"t": 1})
     stored = pack(whole[2:4])
     assert (

@@ -1,4 +1,4 @@
-"""Ray processes in which many training runs take turns: a process costs seconds of imports, a tiny run about as much."""
+"""Ray processes reused by many training runs, because importing in a new process takes as long as a tiny run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,10 +20,10 @@ from lockstep.single_controller.ray_backend.host import WorkerHost
 
 
 class SharedProcesses:
-    """Processes of which some are lent to worker groups and which live on after them.
+    """Processes that are lent to worker groups and outlive them.
 
-    Groups of one size begin at multiples of it: torch remembers per process what a mesh of that size makes of its rank, so that
-    a process has the same rank in all of them.
+    Groups of a given size start at multiples of it, so that a process has the same rank in all of them: torch caches per process
+    the mesh of each size.
     """
 
     def __init__(self, count: int) -> None:
@@ -36,11 +36,11 @@ class SharedProcesses:
             if not self.lent & set(places):
                 self.lent |= set(places)
                 return places
-        raise RuntimeError(f"{count} processes are wanted, and {self.lent} of {len(self.handles)} are lent")
+        raise RuntimeError(f"{count} processes requested, but {self.lent} of {len(self.handles)} are lent")
 
 
 class Borrowed(Processes):
-    """Given back at shutdown, out of their process group."""
+    """Returned at shutdown, after leaving their process group."""
 
     def __init__(self, shared: SharedProcesses, count: int) -> None:
         self._shared, self._places = shared, shared.take(count)
@@ -54,7 +54,7 @@ class Borrowed(Processes):
 
 
 class OnSharedProcesses(TaskRunner):
-    """Training runs whose workers are made in processes that are there already."""
+    """Training runs whose workers run in the shared processes."""
 
     def __init__(self, shared: SharedProcesses) -> None:
         super().__init__()
@@ -77,9 +77,9 @@ def _group_class(shared: SharedProcesses) -> type[RayWorkerGroup]:
 
 @contextmanager
 def shared_processes(count: int) -> Iterator[SharedProcesses]:
-    """Processes on the cluster that is joined, or on one of their own.
+    """Processes on the current cluster, or on a new one.
 
-    They reserve nothing, so that it does not matter how large the cluster is.
+    They reserve no resources, so that the size of the cluster does not matter.
     """
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("RAY_AUTH_MODE", "disabled")

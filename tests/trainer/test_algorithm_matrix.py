@@ -1,4 +1,4 @@
-"""Every advantage estimator with a policy loss, and every policy loss with an estimator, trains two steps of the real trainer."""
+"""Every advantage estimator and every policy loss trains two steps with the real trainer."""
 
 import json
 import subprocess
@@ -39,7 +39,7 @@ def run(overrides: list[str], tmp_path: Path, *extra: str) -> list[dict[str, flo
 
 
 @pytest.mark.parametrize(("estimator", "loss"), CASES)
-def test_two_steps_are_finite_and_move_the_policy(
+def test_two_steps_are_finite_and_update_the_policy(
     overrides: list[str], tmp_path: Path, reward: Path, estimator: str, loss: str
 ) -> None:
     rows = run(
@@ -91,7 +91,7 @@ def test_group_filter_samples_until_the_batch_is_full(overrides: list[str], tmp_
         assert first["acc"] != second["acc"]
 
 
-def test_group_filter_gives_up_with_a_reason(
+def test_group_filter_stops_at_its_limit(
     overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "constant.py").write_text(
@@ -105,7 +105,7 @@ def test_group_filter_gives_up_with_a_reason(
     assert limit in err and "0 of 4 prompts" in err
 
 
-def test_group_filter_that_finds_nothing_can_be_stopped(overrides: list[str], tmp_path: Path) -> None:
+def test_group_filter_can_be_interrupted(overrides: list[str], tmp_path: Path) -> None:
     signature = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
     (tmp_path / "constant.py").write_text(signature + "    return 1.0\n")
     command = [*overrides, f"custom_reward_function.path={tmp_path}/constant.py", "algorithm.adv_estimator=grpo"]
@@ -127,7 +127,7 @@ def test_group_filter_that_finds_nothing_can_be_stopped(overrides: list[str], tm
     assert "stopped by the user after step 0" in err and "Traceback" not in err
 
 
-def test_an_estimator_without_its_inputs_is_refused_at_the_start(
+def test_estimator_without_its_inputs_is_refused_at_the_start(
     overrides: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     bypass = "algorithm.rollout_correction.bypass_mode=true"
@@ -135,7 +135,7 @@ def test_an_estimator_without_its_inputs_is_refused_at_the_start(
     assert "entropys" in capsys.readouterr().err
 
 
-def test_a_column_that_some_rows_lack_and_a_row_that_fails_cost_no_run(overrides: list[str], tmp_path: Path) -> None:
+def test_missing_reward_columns_and_failed_rows_do_not_stop_the_run(overrides: list[str], tmp_path: Path) -> None:
     (tmp_path / "partial.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    total = sum(ord(c) % 7 for c in solution_str)\n"
@@ -163,8 +163,8 @@ def test_a_column_that_some_rows_lack_and_a_row_that_fails_cost_no_run(overrides
     assert 0 < rows[0]["reward/reward_failed/mean"] < 1
 
 
-def test_rejected_tokens_keep_the_reward_of_their_sequence(overrides: list[str], tmp_path: Path) -> None:
-    """A threshold within the rounding of log-probs rejects some tokens of most sequences; the returns are those of the rewards."""
+def test_rejected_tokens_do_not_lose_the_reward(overrides: list[str], tmp_path: Path) -> None:
+    """The threshold is within log-prob rounding, so most sequences have rejected tokens; returns must still equal the rewards."""
     rows = run(
         overrides,
         tmp_path,

@@ -5,6 +5,7 @@ import torch
 
 from lockstep.protocol import DataProto
 from lockstep.trainer.audit import AuditError, IdleSteps, check_finite, check_policy_version, rollout_gap
+from lockstep.utils.audit import GapBound
 from tests.tiny import random_batch
 
 
@@ -35,12 +36,46 @@ def test_rollouts_of_another_policy_version(batch: DataProto) -> None:
         check_policy_version(batch, 3)
 
 
-def test_rollout_log_probs_of_other_weights(batch: DataProto) -> None:
-    assert rollout_gap(batch)["training/rollout_log_probs_gap"] == pytest.approx(0.01, abs=1e-4)
-    batch.tensors["rollout_log_probs"] += 1.0
-    with pytest.raises(AuditError, match=r"differ from the trainer's by 1\.010"):
-        rollout_gap(batch)
-    assert rollout_gap(batch, corrected=True)["training/rollout_log_probs_gap"] > 1
+def gap_of(batch: DataProto, bound: GapBound, gap: float, **options: bool) -> float:
+    batch.tensors["rollout_log_probs"] = batch.tensors["old_log_probs"] + gap
+    return rollout_gap(batch, bound, **options)["training/rollout_log_probs_gap"]
+
+
+def test_a_gap_beyond_the_type_stops_the_run_and_is_named(batch: DataProto) -> None:
+    message = (
+        r"differ from the trainer's by 0\.0500 per token on average; the bound for float32 is 0\.0100 at the first step\. "
+        r".*weights are not in sync.*temperature.*forwards differ.*algorithm\.rollout_correction\.rollout_is"
+    )
+    with pytest.raises(AuditError, match=message):
+        gap_of(batch, GapBound(torch.float32), 0.05)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert gap_of(batch, GapBound(dtype), 0.02) == pytest.approx(0.02, abs=1e-4)
+        with pytest.raises(AuditError, match=f"the bound for {str(dtype)[6:]} is 0.1000"):
+            gap_of(batch, GapBound(dtype), 0.2)
+    with pytest.raises(AuditError, match="by nan"):
+        gap_of(batch, GapBound(torch.bfloat16), float("nan"))
+
+
+def test_the_bound_follows_the_first_step(batch: DataProto) -> None:
+    bound = GapBound(torch.bfloat16)
+    gap_of(batch, bound, 0.02)
+    gap_of(batch, bound, 0.07)
+    gap_of(batch, bound, 0.001)
+    with pytest.raises(AuditError, match=r"bound for bfloat16 is 0\.0800\. Likely"):
+        gap_of(batch, bound, 0.09)
+    exact = GapBound(torch.float32)
+    gap_of(batch, exact, 0.0)
+    gap_of(batch, exact, 0.0009)
+    with pytest.raises(AuditError, match=r"bound for float32 is 0\.0010"):
+        gap_of(batch, exact, 0.002)
+
+
+def test_a_corrected_gap_is_reported_and_sets_no_bound(batch: DataProto) -> None:
+    bound = GapBound(torch.float32)
+    assert gap_of(batch, bound, 1.0, corrected=True) == pytest.approx(1.0, abs=1e-3)
+    assert bound.bound is None
+    bound.check({})  # no token
+    assert bound.bound is None
 
 
 def test_steps_that_teach_nothing_are_told(batch: DataProto, caplog: pytest.LogCaptureFixture) -> None:

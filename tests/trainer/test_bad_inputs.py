@@ -1,4 +1,4 @@
-"""What users get wrong, from the command line: each ends with a message that names the key, without a traceback."""
+"""User errors on the command line: each exits with a message that names the key, without a traceback."""
 
 import json
 import os
@@ -14,8 +14,8 @@ from lockstep.trainer.main_ppo import main
 from tests.tiny import write_rows
 
 
-def refusal(overrides: list[str], capsys: pytest.CaptureFixture[str], *extra: str) -> str:
-    """The message of a command that must end with exit code 2."""
+def error_of(overrides: list[str], capsys: pytest.CaptureFixture[str], *extra: str) -> str:
+    """The message of a command that must exit with code 2."""
     try:
         code = main([*overrides, *extra])
     except SystemExit as end:
@@ -33,44 +33,44 @@ def rows_without(path: Path, key: str) -> Path:
 
 
 def test_data_files(overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def told(path: Path) -> str:
-        return refusal(overrides, capsys, f"data.train_files={path}")
+    def message_for(path: Path) -> str:
+        return error_of(overrides, capsys, f"data.train_files={path}")
 
-    message = told(tmp_path / "nowhere.parquet")
+    message = message_for(tmp_path / "nowhere.parquet")
     assert "data.train_files" in message and "no such file" in message
     (tmp_path / "empty.jsonl").write_text("")
-    assert "empty.jsonl" in told(tmp_path / "empty.jsonl")
+    assert "empty.jsonl" in message_for(tmp_path / "empty.jsonl")
     for key in ("prompt", "data_source", "reward_model"):
-        message = told(rows_without(tmp_path / f"no_{key}.parquet", key))
+        message = message_for(rows_without(tmp_path / f"no_{key}.parquet", key))
         assert key in message and f"no_{key}.parquet" in message
     (tmp_path / "broken.jsonl").write_text('{"prompt": [\n')
-    assert "broken.jsonl" in told(tmp_path / "broken.jsonl")
+    assert "broken.jsonl" in message_for(tmp_path / "broken.jsonl")
 
 
-def test_ground_truths_of_two_types(overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ground_truths_of_mixed_types(overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [json.loads(line) for line in write_rows(tmp_path / "rows.jsonl", 8).read_text().splitlines()]
     lines[3]["reward_model"]["ground_truth"] = 3
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert "ground_truth" in refusal(overrides, capsys, f"data.train_files={tmp_path}/rows.jsonl")
+    assert "ground_truth" in error_of(overrides, capsys, f"data.train_files={tmp_path}/rows.jsonl")
 
 
 def test_prompt_longer_than_allowed(overrides: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    message = refusal(overrides, capsys, "data.max_prompt_length=5")
+    message = error_of(overrides, capsys, "data.max_prompt_length=5")
     assert "data.max_prompt_length" in message and "data.truncation" in message
 
 
 def test_model_folders(
     overrides: list[str], tiny_run_files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def told(path: Path) -> str:
-        return refusal(overrides, capsys, f"actor_rollout_ref.model.path={path}")
+    def message_for(path: Path) -> str:
+        return error_of(overrides, capsys, f"actor_rollout_ref.model.path={path}")
 
-    assert "actor_rollout_ref.model.path" in told(tmp_path / "nowhere")
+    assert "actor_rollout_ref.model.path" in message_for(tmp_path / "nowhere")
     (tmp_path / "not_a_model").mkdir()
-    assert "config.json" in told(tmp_path / "not_a_model")
+    assert "config.json" in message_for(tmp_path / "not_a_model")
     copy = Path(shutil.copytree(tiny_run_files / "model", tmp_path / "copy"))
     (copy / "model.safetensors").write_bytes(b"not weights")
-    assert "cannot be loaded" in told(copy)
+    assert "cannot be loaded" in message_for(copy)
 
 
 def test_tokenizer_without_a_chat_template(
@@ -78,23 +78,21 @@ def test_tokenizer_without_a_chat_template(
 ) -> None:
     copy = Path(shutil.copytree(tiny_run_files / "model", tmp_path / "copy"))
     (copy / "chat_template.jinja").unlink()
-    message = refusal(overrides, capsys, f"actor_rollout_ref.model.path={copy}")
+    message = error_of(overrides, capsys, f"actor_rollout_ref.model.path={copy}")
     assert "chat template" in message and "custom_chat_template" in message
 
 
 def test_reward_functions(overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def told(text: str, *extra: str) -> str:
+    def message_for(text: str, *extra: str) -> str:
         (tmp_path / "r.py").write_text(text)
-        return refusal(overrides, capsys, f"custom_reward_function.path={tmp_path}/r.py", *extra)
+        return error_of(overrides, capsys, f"custom_reward_function.path={tmp_path}/r.py", *extra)
 
-    assert "compute_score" in told("def compute_scores(**kw):\n    return 0\n")
-    assert "ground_truth" in told("def compute_score(data_source, solution_str):\n    return 0\n")
-    assert "SyntaxError" in told("def compute_score(:\n")
+    assert "compute_score" in message_for("def compute_scores(**kw):\n    return 0\n")
+    assert "ground_truth" in message_for("def compute_score(data_source, solution_str):\n    return 0\n")
+    assert "SyntaxError" in message_for("def compute_score(:\n")
 
 
-def test_a_reward_that_is_not_a_number_stops_the_run(
-    overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nan_reward_stops_the_run(overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     signature = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
     (tmp_path / "nan.py").write_text(signature + "    return float('nan')\n")
     assert main([*overrides, f"custom_reward_function.path={tmp_path}/nan.py", "trainer.val_before_train=false"]) == 1
@@ -103,18 +101,16 @@ def test_a_reward_that_is_not_a_number_stops_the_run(
     assert "Traceback" in (tmp_path / "run" / "error.txt").read_text()
 
 
-def test_a_data_source_without_a_scorer(
-    overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_data_source_without_a_scorer(overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = write_rows(tmp_path / "mine.jsonl", data_source="my/source")
-    message = refusal(overrides, capsys, f"data.train_files={files}", "custom_reward_function.path=null")
+    message = error_of(overrides, capsys, f"data.train_files={files}", "custom_reward_function.path=null")
     assert "my/source" in message and "custom_reward_function.path" in message
 
 
 def test_another_experiment_in_the_folder(overrides: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     short = [*overrides, "trainer.val_before_train=false", "trainer.total_training_steps=1"]
     assert main([*short, "algorithm.adv_estimator=reinforce_plus_plus"]) == 0
-    message = refusal(short, capsys, "algorithm.adv_estimator=remax")
+    message = error_of(short, capsys, "algorithm.adv_estimator=remax")
     assert "another experiment: algorithm.adv_estimator was reinforce_plus_plus and is remax" in message
     assert "trainer.default_local_dir" in message and "trainer.resume_mode=disable" in message
 
@@ -123,19 +119,17 @@ def test_two_runs_in_one_folder(overrides: list[str], capsys: pytest.CaptureFixt
     from lockstep.trainer.checkpoint import RunLock
 
     with RunLock(tmp_path / "run"):
-        message = refusal(overrides, capsys)
+        message = error_of(overrides, capsys)
     assert "trainer.default_local_dir" in message and str(os.getpid()) in message
 
 
-def test_a_folder_that_cannot_be_written(
-    overrides: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_folder_that_is_not_writable(overrides: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    message = refusal(overrides, capsys, f"trainer.default_local_dir={tmp_path}/file/run")
+    message = error_of(overrides, capsys, f"trainer.default_local_dir={tmp_path}/file/run")
     assert "trainer.default_local_dir" in message
 
 
-def test_disk_full_at_save_keeps_the_earlier_checkpoint(overrides: list[str], tmp_path: Path) -> None:
+def test_full_disk_keeps_the_earlier_checkpoint(overrides: list[str], tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
     if subprocess.run(

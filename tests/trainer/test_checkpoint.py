@@ -1,4 +1,4 @@
-"""The checkpoint store: what is saved is found again, and a crash at any moment costs at most the save in progress."""
+"""The checkpoint store: saves are found again, and a crash at any time loses at most the save in progress."""
 
 import errno
 import json
@@ -17,7 +17,7 @@ from lockstep.trainer.checkpoint import LOCK, MANIFEST, TRACKER, CheckpointStore
 from lockstep.utils.files import sha256
 
 REPOSITORY = Path(__file__).parents[2]
-DEAD_PID = 4_194_305  # above the largest that Linux gives out
+DEAD_PID = 4_194_305  # above Linux's maximum
 
 
 def writer(text: str) -> Callable[[Path], None]:
@@ -65,9 +65,7 @@ def test_auto_finds_the_newest_save(tmp_path: Path) -> None:
     assert store.find("disable", None) is None
 
 
-def test_after_going_back_the_newest_save_counts_not_the_largest_step(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_newest_save_is_resumed_not_the_largest_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = CheckpointStore(tmp_path)
     for step in (5, 20, 6):
         store.save(step, writer(str(step)))
@@ -75,7 +73,7 @@ def test_after_going_back_the_newest_save_counts_not_the_largest_step(
     assert not caplog.records
 
 
-def test_a_complete_checkpoint_that_the_tracker_does_not_name_yet_is_taken(
+def test_complete_checkpoint_newer_than_the_tracker_is_resumed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = CheckpointStore(tmp_path)
@@ -83,7 +81,7 @@ def test_a_complete_checkpoint_that_the_tracker_does_not_name_yet_is_taken(
     store.save(2, writer("two"))
     (tmp_path / TRACKER).write_text("1")
     assert store.find("auto", None) == (2, tmp_path / "global_step_2")
-    assert "names step 1, but the newest complete checkpoint is" in caplog.text
+    assert "says step 1, but the newest complete checkpoint is" in caplog.text
     assert "trainer.resume_from_path" in caplog.text
 
 
@@ -110,20 +108,20 @@ DAMAGES = {
     "half a manifest": r"manifest\.json is not a checkpoint manifest",
     "a list for a manifest": r"manifest\.json is not a checkpoint manifest",
     "file missing": r"actor/model\.bin is missing",
-    "file cut": r"actor/model\.bin has 2 bytes, its manifest says 3",
-    "file changed": r"actor/model\.bin has changed: its checksum differs",
+    "file cut": r"actor/model\.bin has 2 bytes, but its manifest says 3",
+    "file changed": r"actor/model\.bin is corrupt: its checksum differs",
 }
 
 
 @pytest.mark.parametrize("kind", [*DAMAGES, "folder gone"])
-def test_auto_skips_a_damaged_checkpoint_and_says_why(
+def test_auto_skips_a_damaged_checkpoint_with_a_warning(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = CheckpointStore(tmp_path)
     store.save(1, writer("one"))
     damage_by(kind, store.save(2, writer("two")))
     assert store.find("auto", None) == (1, tmp_path / "global_step_1")
-    assert "names step 2, but the newest complete checkpoint is" in caplog.text
+    assert "says step 2, but the newest complete checkpoint is" in caplog.text
     if kind in DAMAGES:
         assert "skipping checkpoint" in caplog.text and "global_step_2" in caplog.text
 
@@ -136,21 +134,19 @@ def test_resume_path_refuses_a_damaged_checkpoint(kind: str, message: str, tmp_p
         CheckpointStore(tmp_path / "other").find("resume_path", str(folder))
 
 
-def test_when_all_are_damaged_auto_does_not_silently_begin_anew(tmp_path: Path) -> None:
+def test_auto_raises_if_all_checkpoints_are_damaged(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     damage_by("file cut", store.save(2, writer("two")))
-    with pytest.raises(
-        ValueError, match=r"every checkpoint there is damaged: global_step_2 .*trainer\.resume_mode=disable"
-    ):
+    with pytest.raises(ValueError, match=r"all checkpoints are damaged: global_step_2 .*trainer\.resume_mode=disable"):
         store.find("auto", None)
 
 
-def test_a_tracker_without_any_checkpoint_begins_anew_with_a_warning(
+def test_tracker_without_checkpoints_starts_at_0_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / TRACKER).write_text("5")
     assert CheckpointStore(tmp_path).find("auto", None) is None
-    assert "names step 5, but no checkpoint is there" in caplog.text
+    assert "says step 5, but there is no checkpoint" in caplog.text
 
 
 def test_resume_path(tmp_path: Path) -> None:
@@ -159,12 +155,12 @@ def test_resume_path(tmp_path: Path) -> None:
     assert store.find("resume_path", f"{folder}/") == (3, folder)
     with pytest.raises(ValueError, match=r"trainer\.resume_mode=resume_path needs trainer\.resume_from_path"):
         store.find("resume_path", None)
-    with pytest.raises(ValueError, match="its last part must be global_step_N"):
+    with pytest.raises(ValueError, match="the folder name must be global_step_N"):
         store.find("resume_path", str(tmp_path / "a"))
     with pytest.raises(ValueError, match="no such folder"):
         store.find("resume_path", str(tmp_path / "a/global_step_4"))
     renamed = folder.rename(tmp_path / "a/global_step_30")
-    with pytest.raises(ValueError, match="belongs to step 3, the folder is global_step_30"):
+    with pytest.raises(ValueError, match="is for step 3, but the folder is global_step_30"):
         store.find("resume_path", str(renamed))
 
 
@@ -196,7 +192,7 @@ def test_keep_prunes_the_oldest_saves(tmp_path: Path) -> None:
     ("code", "kind", "fix"),
     [(errno.ENOSPC, OSError, "free some space"), (errno.EACCES, PermissionError, "make it writable")],
 )
-def test_an_error_of_the_file_system_names_the_key(code: int, kind: type[OSError], fix: str, tmp_path: Path) -> None:
+def test_file_system_errors_name_the_key(code: int, kind: type[OSError], fix: str, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     earlier = store.save(1, writer("one"))
 
@@ -213,7 +209,7 @@ def test_an_error_of_the_file_system_names_the_key(code: int, kind: type[OSError
 
 
 @pytest.mark.parametrize("error", [RuntimeError("bug"), KeyboardInterrupt()])
-def test_any_other_error_passes_through_and_leaves_no_staging(error: BaseException, tmp_path: Path) -> None:
+def test_other_errors_are_raised_and_leave_no_staging(error: BaseException, tmp_path: Path) -> None:
     def fail(folder: Path) -> None:
         writer("half")(folder)
         raise error
@@ -224,7 +220,7 @@ def test_any_other_error_passes_through_and_leaves_no_staging(error: BaseExcepti
     assert os.listdir(tmp_path) == []
 
 
-def test_a_failed_rename_puts_the_replaced_checkpoint_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_rename_restores_the_replaced_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = CheckpointStore(tmp_path)
     folder = store.save(1, writer("old"))
     real = os.rename
@@ -241,7 +237,7 @@ def test_a_failed_rename_puts_the_replaced_checkpoint_back(tmp_path: Path, monke
     assert model_of(folder) == "old" and hidden(tmp_path) == []
 
 
-def test_a_writer_in_compiled_code_that_met_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_reported_by_compiled_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=0)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
 
@@ -269,7 +265,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(mount_point)], check=True)
 
 
-def test_a_disk_that_is_really_full(tiny_disk: Path) -> None:
+def test_full_disk(tiny_disk: Path) -> None:
     store = CheckpointStore(tiny_disk)
     earlier = store.save(1, writer("x" * 50_000))
     with pytest.raises(OSError, match=r"cannot save global_step_2 in trainer\.default_local_dir=.*No space left"):
@@ -353,7 +349,7 @@ DYING_CHILD = """
         ("after rename", 2, 2, "child" * 1000),
     ],
 )
-def test_killed_at_any_moment(moment: str, step: int, found: int, content: str, tmp_path: Path) -> None:
+def test_killed_at_any_time(moment: str, step: int, found: int, content: str, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     store.save(1, writer("one"))
     store.save(2, writer("two"))
@@ -370,7 +366,7 @@ def test_killed_at_any_moment(moment: str, step: int, found: int, content: str, 
         assert store.find("auto", None) == (found + 1, tmp_path / f"global_step_{found + 1}")
 
 
-def test_clean_stale_spares_a_live_process_and_what_is_not_the_stores(tmp_path: Path) -> None:
+def test_clean_stale_keeps_live_processes_and_foreign_files(tmp_path: Path) -> None:
     alive = os.getppid()
     names = [f".staging-global_step_1-{pid}" for pid in (DEAD_PID, alive, os.getpid())] + [
         ".staging-notes",
@@ -385,13 +381,13 @@ def test_clean_stale_spares_a_live_process_and_what_is_not_the_stores(tmp_path: 
     CheckpointStore(tmp_path / "not there").clean_stale()
 
 
-def test_clean_stale_puts_a_replaced_checkpoint_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_clean_stale_restores_a_replaced_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = CheckpointStore(tmp_path)
     folder = store.save(1, writer("one"))
     folder.rename(tmp_path / f".replaced-global_step_1-{DEAD_PID}")
     store.clean_stale()
     assert store.find("auto", None) == (1, folder)
-    assert "putting the earlier one back" in caplog.text
+    assert "restoring the previous one" in caplog.text
 
 
 HOLDING_CHILD = """
@@ -419,7 +415,7 @@ def start_holder(root: Path, mode: str) -> tuple[subprocess.Popen[str], int]:
     return holder, int(holder.stdout.readline())
 
 
-def test_a_second_live_run_is_refused_and_a_killed_one_is_not(tmp_path: Path) -> None:
+def test_lock_refuses_a_second_live_run_but_not_after_a_kill(tmp_path: Path) -> None:
     holder, _ = start_holder(tmp_path, "alone")
     try:
         with pytest.raises(
@@ -434,7 +430,7 @@ def test_a_second_live_run_is_refused_and_a_killed_one_is_not(tmp_path: Path) ->
     RunLock(tmp_path).acquire()
 
 
-def test_an_orphan_of_a_killed_run_does_not_hold_the_folder(tmp_path: Path) -> None:
+def test_orphan_of_a_killed_run_does_not_hold_the_lock(tmp_path: Path) -> None:
     holder, orphan = start_holder(tmp_path, "fork")
     try:
         with pytest.raises(ValueError, match=f"pid {holder.pid} "):
@@ -448,7 +444,7 @@ def test_an_orphan_of_a_killed_run_does_not_hold_the_folder(tmp_path: Path) -> N
         holder.communicate()
 
 
-def test_a_lock_in_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_lock_in_a_folder_that_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"trainer\.default_local_dir=.*cannot write there"):
         RunLock(tmp_path / "file/run").acquire()

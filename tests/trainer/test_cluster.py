@@ -1,4 +1,4 @@
-"""Training jobs on Ray as a user starts them: the console, Ctrl-C, deaths of workers and machines, what is left behind."""
+"""Training jobs on Ray: console, Ctrl-C, dead workers and machines, cleanup."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from lockstep.trainer.ray_runner import _check_this_machine
 pytest.importorskip("ray", reason='needs Ray: pip install "lockstep-rl[ray]"')
 
 MARK = "LOCKSTEP_TEST_MARK"
-"""Environment variable by which every process of a test is known."""
+"""Environment variable that marks every process of a test."""
 
 LIMIT_S = 180.0
 
@@ -32,14 +32,14 @@ ENDLESS = ["trainer.total_epochs=500"]
 
 
 def environment(mark: str) -> dict[str, str]:
-    """Loopback alone, nothing of the user's Ray; one thread a process."""
+    """Only loopback, without the user's Ray settings; one thread per process."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     quiet = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
     return inherited | quiet | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", MARK: mark}
 
 
 def processes(mark: str) -> dict[int, str]:
-    """Processes of the mark, by id, and their command lines."""
+    """Process id to command line of the marked processes."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -59,7 +59,7 @@ def until(is_true: Callable[[], Any], what: str, limit_s: float = LIMIT_S) -> An
 
 
 class Run:
-    """`lockstep ppo` in a process of its own, its output in files."""
+    """`lockstep ppo` in a separate process, with its output in files."""
 
     def __init__(self, folder: Path, overrides: list[str], mark: str, **variables: str) -> None:
         self.folder = folder
@@ -78,7 +78,7 @@ class Run:
         return self.paths[1].read_text()
 
     def after_step(self, step: int) -> None:
-        """Wait until the step's line is on the console."""
+        """Wait until the step's line is printed."""
 
         def is_there() -> bool:
             assert self.process.poll() is None, self.stdout + self.stderr
@@ -95,7 +95,7 @@ class Run:
 
 @pytest.fixture
 def small_run(overrides: list[str]) -> list[str]:
-    """With a checkpoint after each second step."""
+    """With a checkpoint every second step."""
     more = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4", "trainer.save_freq=2"]
     return [*overrides, "trainer.val_before_train=false", *more]
 
@@ -116,8 +116,8 @@ def assert_same_run(run_dir: Path, other: Path, steps: int) -> None:
         torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-5)
 
 
-def test_a_job_looks_as_if_it_ran_here(small_run: list[str], tmp_path: Path) -> None:
-    """Relative paths, modules of the working directory, a plain console, a worker's death, Ctrl-C; nothing is left behind."""
+def test_job_behaves_like_a_local_run(small_run: list[str], tmp_path: Path) -> None:
+    """Relative paths, modules of the working directory, a plain console, a dead worker, Ctrl-C; no process is left."""
     mark = tmp_path.name
     (tmp_path / "mine.py").write_text(
         "def score(data_source, solution_str, ground_truth, extra_info=None):\n"
@@ -128,18 +128,18 @@ def test_a_job_looks_as_if_it_ran_here(small_run: list[str], tmp_path: Path) -> 
     ours += ["trainer.default_local_dir=run", "ray_init.timeline_json_file=timeline.json", "trainer.max_restarts=1"]
     run = Run(tmp_path, [*small_run, *ENDLESS, *ours, "trainer.save_freq=1000"], mark)
     run.after_step(1)
-    assert "INFO lockstep.trainer.ppo.ray_trainer: grpo: 4 prompts a step" in run.stderr
+    assert "INFO lockstep.trainer.ppo.ray_trainer: grpo: 4 prompts x 4 samples per step" in run.stderr
     os.kill(next(pid for pid, line in processes(mark).items() if line.startswith("ray::WorkerHost")), signal.SIGKILL)
     until(lambda: run.stdout.count("step 1/") == 2, "the restart to come to step 1 again")
     os.kill(run.process.pid, signal.SIGINT)
     assert run.wait() == 130, run.stderr
     until(lambda: not processes(mark), "the run's processes to be gone", 10)
     assert "error: the worker's process died: worker group 'actor_rollout', rank" in run.stderr
-    assert "starting the workers anew, from where this run began (0 more restarts)" in run.stderr
+    assert "restarting the workers from the start of the run (0 restarts left)" in run.stderr
     assert "press Ctrl-C again" in run.stderr and "stopped by the user after step" in run.stderr
     assert "scored" in run.stderr.splitlines()
     lines = run.stdout + run.stderr
-    # what a worker says as it loses its peer is its own, and comes with its pid
+    # messages of a worker that lost its peer are printed with its pid
     assert "Runner pid=" not in lines and "(raylet)" not in lines and "\x1b" not in run.stdout
     steps = [row["step"] for row in metrics_of(tmp_path / "run")]
     assert steps == list(range(1, len(steps) + 1))
@@ -149,7 +149,7 @@ def test_a_job_looks_as_if_it_ran_here(small_run: list[str], tmp_path: Path) -> 
 
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A cluster of three machines with a CPU each, the first of them the driver's."""
+    """A cluster of three machines with one CPU each; the first is the driver's."""
     from ray.cluster_utils import Cluster
 
     mark = tmp_path_factory.mktemp("machines").name
@@ -168,19 +168,19 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def actors(cluster: Any) -> list[int]:
-    """Process ids of what runs on the cluster."""
+    """Process ids of the actors on the cluster."""
     return [pid for pid, line in processes(cluster.mark).items() if line.startswith(("ray::WorkerHost", "ray::Runner"))]
 
 
-def kill_a_machine_at_work(cluster: Any) -> None:
-    """One that has a worker and not the driver."""
+def kill_a_busy_machine(cluster: Any) -> None:
+    """Kill a machine that has a worker but not the driver."""
     busy = {int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1]) for pid in actors(cluster)}
     nodes = {node.all_processes["raylet"][0].process.pid: node for node in cluster.list_all_nodes()}
     node = next(node for pid, node in nodes.items() if pid in busy and not node.is_head())
     cluster.remove_node(node, allow_graceful=False)
 
 
-def test_a_worker_s_fault_is_told_once(machines: Any, small_run: list[str], tmp_path: Path) -> None:
+def test_worker_error_is_reported_once(machines: Any, small_run: list[str], tmp_path: Path) -> None:
     (tmp_path / "faulty.py").write_text(
         "import torch.distributed as dist\n"
         "def loss(**kwargs):\n"
@@ -191,32 +191,34 @@ def test_a_worker_s_fault_is_told_once(machines: Any, small_run: list[str], tmp_
     faulty = ["actor_rollout_ref.actor.policy_loss.loss_mode=faulty:loss", "trainer.nnodes=2"]
     run = Run(tmp_path, [*small_run, *faulty], machines.mark, RAY_ADDRESS=machines.address)
     assert run.wait() == 1, run.stderr
-    told = run.stderr[run.stderr.index("raised in") :]
-    assert "raised in worker group 'actor_rollout' by ActorRolloutRefWorker.update_actor on rank 1 of 2, node" in told
-    assert told.count("Traceback") == 1 and told.count("CUDA error") == 2  # the line of code, and the message
-    assert "ended early, before its first checkpoint" in told
+    report = run.stderr[run.stderr.index("raised in") :]
+    assert "raised in worker group 'actor_rollout' by ActorRolloutRefWorker.update_actor on rank 1 of 2, node" in report
+    assert report.count("Traceback") == 1 and report.count("CUDA error") == 2  # the line of code, and the message
+    assert "ended early, before its first checkpoint" in report
     until(lambda: not actors(machines), "the actors to end; the cluster is not ours and stays", 20)
 
     started = time.monotonic()
     run = Run(tmp_path, [*small_run, "trainer.nnodes=4"], machines.mark, RAY_ADDRESS=machines.address)
     assert run.wait() == 2
-    assert "the run asks for 4 machines with 0 GPU and 1 CPU; the Ray cluster has 3 machines: " in run.stderr
+    assert "the run needs 4 machines with 0 GPU and 1 CPU; the Ray cluster has 3 machines: " in run.stderr
     assert "Lower trainer.n_gpus_per_node or trainer.nnodes" in run.stderr and time.monotonic() - started < 10
 
 
-def test_machines_that_die(machines: Any, small_run: list[str], tmp_path: Path) -> None:
-    """One is replaced by the third, the next by none; what is left goes on in one process, as if nothing had happened."""
+def test_dead_machines(machines: Any, small_run: list[str], tmp_path: Path) -> None:
+    """One is replaced by the third, the next is not; the run then resumes in one process with the same result."""
     across = ["trainer.nnodes=2", "trainer.max_restarts=1", f"ray_init.address={machines.address}"]
     run = Run(tmp_path, [*small_run, *ENDLESS, *across], machines.mark)
     run.after_step(3)
-    kill_a_machine_at_work(machines)
+    kill_a_busy_machine(machines)
     until(lambda: "resuming from" in run.stderr, "the restart")
     resumed = int(re.findall(r"resuming from .*/global_step_(\d+)", run.stderr)[0])
     assert resumed >= 2 and resumed % 2 == 0
     run.after_step(resumed + 3)
-    kill_a_machine_at_work(machines)
+    kill_a_busy_machine(machines)
     assert run.wait() == 1, run.stderr
-    (last,) = re.findall(rf"its last checkpoint is {tmp_path}/run/global_step_(\d+), and the same command", run.stderr)
+    (last,) = re.findall(
+        rf"run the same command to resume from its last checkpoint, {tmp_path}/run/global_step_(\d+)", run.stderr
+    )
     assert int(last) > resumed and verify(tmp_path / "run" / f"global_step_{last}").step == int(last)
     until(lambda: not actors(machines), "the actors to end", 20)
 
@@ -230,12 +232,12 @@ def test_machines_that_die(machines: Any, small_run: list[str], tmp_path: Path) 
 @pytest.mark.parametrize(
     ("address", "message"),
     [
-        ("ray://10.0.0.1:10001", "the command runs on a machine of the cluster, not on a Ray client.*ray job submit"),
+        ("ray://10.0.0.1:10001", "Ray client is not supported.*ray job submit"),
         ("127.0.0.1:1", "no Ray cluster answers there .*Start one with `ray start --head`"),
     ],
 )
-def test_an_address_that_cannot_be_joined(address: str, message: str) -> None:
-    """In a process of its own: one that has joined a cluster already stays with it."""
+def test_unreachable_address(address: str, message: str) -> None:
+    """In a separate process, because a process that has joined a cluster stays with it."""
     call = f"from lockstep.single_controller.ray_backend import connect; connect(address={address!r})"
     result = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, timeout=60, check=False)
     assert re.search(f"ray_init.address={address}.*{message}", result.stderr)
@@ -244,16 +246,16 @@ def test_an_address_that_cannot_be_joined(address: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (["trainer.nnodes=3"], "trainer.nnodes asks for 3 machines, and no cluster is joined: set ray_init.address"),
+        (["trainer.nnodes=3"], "trainer.nnodes asks for 3 machines, but there is no cluster: set ray_init.address"),
         (["resource_pool_spec={global_pool: [1, 1]}"], "resource_pool_spec asks for 2 machines"),
-        (["trainer.n_gpus_per_node=100000"], "asks for 100000 workers, and this machine has no GPU and .* cores"),
+        (["trainer.n_gpus_per_node=100000"], "asks for 100000 workers, but this machine has no GPU and .* cores"),
     ],
 )
-def test_what_one_machine_cannot_be(asked: list[str], message: str, overrides: list[str]) -> None:
+def test_config_too_large_for_one_machine(asked: list[str], message: str, overrides: list[str]) -> None:
     with pytest.raises(ValueError, match=message):
         _check_this_machine(load_config(PPOConfig, [*overrides, *asked]))
 
 
-def test_many_workers_on_few_cores_if_they_are_meant(overrides: list[str]) -> None:
+def test_many_workers_on_few_cores_with_num_cpus(overrides: list[str]) -> None:
     many = ["trainer.n_gpus_per_node=100000", "ray_init.num_cpus=100000"]
     _check_this_machine(load_config(PPOConfig, [*overrides, *many]))

@@ -1,4 +1,4 @@
-"""Whole configurations as users of the public system write them, scaled down, train here."""
+"""Whole configurations as users of verl write them, scaled down."""
 
 import json
 from pathlib import Path
@@ -90,8 +90,8 @@ def test_ppo_with_gae_and_kl_in_the_reward(tiny_run_files: Path, tmp_path: Path)
     assert "timing_s/ref" in rows[1] and "timing_s/values" in rows[1]
 
 
-def test_the_single_gpu_ppo_command_trains_with_critic_and_reference(tiny_run_files: Path, tmp_path: Path) -> None:
-    """As it is documented for the public system, with paths, model and sizes replaced and nothing else."""
+def test_single_gpu_ppo_command_trains_with_critic_and_reference(tiny_run_files: Path, tmp_path: Path) -> None:
+    """As documented by verl; only paths, model and sizes are replaced."""
     files = tiny_run_files
     command = [
         f"data.train_files={files}/train.parquet",

@@ -13,7 +13,7 @@ from lockstep.trainer.ppo.metrics import (
 
 
 def make_batch() -> DataProto:
-    """Prompts of 1, 2 and 2 tokens; responses of 3 (all the room), 1 and 0 tokens, the first with a tool token."""
+    """Prompts of 1, 2 and 2 tokens; responses of 3 (the maximum), 1 and 0 tokens, the first with a tool token."""
     prompt_mask = torch.tensor([[0, 1], [1, 1], [1, 1]])
     written = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]])
     return DataProto.from_dict(
@@ -95,14 +95,14 @@ def test_throughput_by_hand() -> None:
     assert metrics == {"perf/total_num_tokens": 9, "perf/time_per_step": 3.0, "perf/throughput": 1.5}
 
 
-def test_validation_of_one_answer_has_only_the_mean() -> None:
+def test_single_response_has_only_the_mean() -> None:
     metrics = process_validation_metrics(
         ["a", "a", "b"], ["1", "2", "3"], {"reward": [1.0, 0.0, 1.0], "note": ["x"] * 3}
     )
     assert metrics == {"a": {"reward": {"mean@1": 0.5}}, "b": {"reward": {"mean@1": 1.0}}}
 
 
-def test_validation_statistics_of_several_answers() -> None:
+def test_validation_statistics_of_several_responses() -> None:
     reward = [0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0]
     infos = {"reward": reward, "pred": ["x", "x", "x", "y", "y", "y", "y", "y"]}
     metrics = process_validation_metrics(["a"] * 8, ["1"] * 4 + ["2"] * 4, infos)["a"]["reward"]

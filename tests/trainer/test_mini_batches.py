@@ -1,4 +1,4 @@
-"""Mini-batches: which rows they hold does not depend on the number of ranks, and every rank gets equally many."""
+"""Mini-batches: their rows do not depend on the number of ranks, and every rank gets the same number."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ RANKS = [1, 2, 3, 4, 5]
 
 
 def batch_of(num_rows: int, seed: int = 0) -> DataProto:
-    """Rows that carry their number as `row`."""
+    """Rows with their index as `row`."""
     tensors = random_batch(num_rows, seed=seed)
     tensors["row"] = torch.arange(num_rows)
     return DataProto(tensors)
@@ -29,7 +29,7 @@ def is_padding(rows: Mapping[str, Tensor]) -> Tensor:
 
 
 def taken(laid_out: DataProto, dp_size: int) -> list[tuple[Counter[int], dict[str, Any]]]:
-    """What the ranks together do, one mini-batch after the other: real rows with their counts."""
+    """The rows of each mini-batch over all ranks, without padding, and its counts."""
     ranks = [list(mini_batches(part)) for part in laid_out.chunk(dp_size)]
     steps = []
     for parts in zip(*ranks, strict=True):
@@ -54,7 +54,7 @@ def taken(laid_out: DataProto, dp_size: int) -> list[tuple[Counter[int], dict[st
     ],
     ids=["once", "epochs", "shuffled", "of-one-row", "whole"],
 )
-def test_the_composition_does_not_depend_on_the_ranks(rule: MiniBatches, balance: bool) -> None:
+def test_composition_does_not_depend_on_the_ranks(rule: MiniBatches, balance: bool) -> None:
     batch = batch_of(11)
     expected = taken(lay_out(batch, rule, 1, balance=False), 1)
     assert len(expected) == rule.epochs * -(-11 // rule.size)
@@ -62,8 +62,8 @@ def test_the_composition_does_not_depend_on_the_ranks(rule: MiniBatches, balance
         assert taken(lay_out(batch, rule, dp_size, balance=balance), dp_size) == expected
 
 
-def test_the_composition_with_several_samples_of_a_prompt() -> None:
-    """Rows of one prompt may be kept together; which mini-batch they are in stays the same."""
+def test_composition_with_several_samples_per_prompt() -> None:
+    """Rows of one prompt may be kept together, but stay in their mini-batch."""
     batch = batch_of(4).repeat(repeat_times=3, interleave=True)
     batch.tensors["row"] = torch.arange(12)
     for rule in (MiniBatches(size=6), MiniBatches(size=5, epochs=2, seed=1)):
@@ -72,7 +72,7 @@ def test_the_composition_with_several_samples_of_a_prompt() -> None:
             assert taken(lay_out(batch, rule, dp_size, balance=True), dp_size) == expected
 
 
-def test_every_pass_takes_every_row_once() -> None:
+def test_every_pass_has_every_row_once() -> None:
     steps = taken(lay_out(batch_of(11), MiniBatches(size=4, epochs=2, seed=7), 3, balance=True), 3)
     first, second = steps[:3], steps[3:]
     for part in (first, second):
@@ -87,7 +87,7 @@ def test_passes_in_order_are_stored_once() -> None:
     assert len(taken(laid_out, 2)) == 6
 
 
-def test_counts_are_those_of_the_whole_mini_batch() -> None:
+def test_counts_are_over_the_whole_mini_batch() -> None:
     batch = batch_of(6)
     batch.tensors["response_mask"][4] = 0  # a row that trains nothing
     first, second = lay_out(batch, MiniBatches(size=3), 4, balance=True).meta_info["mini_batches"]
@@ -97,7 +97,7 @@ def test_counts_are_those_of_the_whole_mini_batch() -> None:
 
 
 @pytest.mark.parametrize("dp_size", RANKS)
-def test_added_rows_hold_one_token_and_weigh_nothing(dp_size: int) -> None:
+def test_padding_rows_have_one_token_and_no_loss(dp_size: int) -> None:
     batch = batch_of(3)
     laid_out = lay_out(batch, MiniBatches(size=2), dp_size, balance=True)
     added = is_padding(laid_out.tensors)
@@ -113,7 +113,7 @@ def test_added_rows_hold_one_token_and_weigh_nothing(dp_size: int) -> None:
     assert torch.equal(real["response_mask"], batch.tensors["response_mask"][real["row"]])
 
 
-def test_the_given_batch_stays_as_it_is() -> None:
+def test_input_batch_is_not_modified() -> None:
     batch = batch_of(3)
     before = batch.tensors.clone()
     lay_out(batch, MiniBatches(size=3), 4, balance=True)
@@ -129,7 +129,7 @@ def test_fewer_rows_than_ranks() -> None:
 @pytest.mark.parametrize("dp_size", RANKS)
 @pytest.mark.parametrize("balance", [True, False])
 def test_prepared_columns_follow_their_rows(dp_size: int, balance: bool) -> None:
-    """Two passes: what is prepared may differ from pass to pass although the order does not."""
+    """Two passes in the same order: prepared columns may differ between passes."""
     calls = []
 
     def prepare(rows: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
@@ -143,7 +143,7 @@ def test_prepared_columns_follow_their_rows(dp_size: int, balance: bool) -> None
     assert len(taken(laid_out, dp_size)) == 6
 
 
-def test_ranks_get_about_the_same_number_of_tokens() -> None:
+def test_tokens_are_balanced_across_ranks() -> None:
     batch = batch_of(64, seed=3)
     lengths = batch.tensors["attention_mask"].sum(-1)
 
@@ -178,7 +178,7 @@ class Future:
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 4])
-def test_a_balanced_call_gives_rows_back_in_order(num_parts: int) -> None:
+def test_balanced_call_returns_rows_in_order(num_parts: int) -> None:
     batch = batch_of(12, seed=4)
     seen: list[DataProto] = []
 
@@ -192,8 +192,8 @@ def test_a_balanced_call_gives_rows_back_in_order(num_parts: int) -> None:
     assert max(sums) - min(sums) <= int(batch.tensors["attention_mask"].sum(-1).max())
 
 
-def test_a_call_whose_rows_do_not_divide_keeps_its_order() -> None:
-    """The dispatch pads it then, and padding belongs at the end."""
+def test_call_with_indivisible_rows_keeps_its_order() -> None:
+    """Dispatch pads at the end."""
     batch = batch_of(7)
     result = call_balanced(lambda data: Future(data), batch, 2)()
     assert result.tensors["row"].tolist() == list(range(7))

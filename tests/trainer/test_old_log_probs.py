@@ -1,4 +1,4 @@
-"""Where old log-probs come from: left out, the pass changes no number, and the audit stands all the same."""
+"""Sources of old log-probs: skipping the pass changes no number, and the audit still works."""
 
 import json
 from pathlib import Path
@@ -50,7 +50,7 @@ def random_reward(tmp_path: Path) -> list[str]:
     ],
     ids=["grpo", "kl-and-entropy", "gae-gspo"],
 )
-def test_a_step_of_one_update_needs_no_pass(run: Any, extra: list[str]) -> None:
+def test_single_update_skips_the_pass(run: Any, extra: list[str]) -> None:
     own = run(*extra, name="own")
     passed = run(*extra, "actor_rollout_ref.actor.old_log_prob_pass=always", name="passed")
     assert all("timing_s/old_log_prob" not in row for row in own)
@@ -73,19 +73,19 @@ def test_a_step_of_one_update_needs_no_pass(run: Any, extra: list[str]) -> None:
     ],
     ids=["mini-batches", "epochs", "kl-in-reward", "correction", "prepared-loss", "estimator", "pf-ppo"],
 )
-def test_what_reads_them_before_the_update_keeps_the_pass(run: Any, extra: list[str]) -> None:
+def test_pass_is_kept_if_something_reads_them_before_the_update(run: Any, extra: list[str]) -> None:
     assert all("timing_s/old_log_prob" in row for row in run(*extra))
 
 
 def wrongly_scored(*args: Any) -> DataProto:
-    """A batch of rollouts whose log-probs are of another distribution."""
+    """A batch of rollouts with wrong log-probs."""
     batch = rollout_batch.batch_of(*args)
     batch.tensors["rollout_log_probs"] -= 1.0
     return batch
 
 
 @pytest.mark.parametrize("extra", [[], [BYPASS], [BYPASS, "actor_rollout_ref.actor.ppo_mini_batch_size=2"]])
-def test_rollouts_of_another_policy_stop_the_run_before_its_weights_move(
+def test_wrong_rollout_log_probs_stop_the_run_before_an_update(
     run: Any, extra: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = run(*extra, name="right")
@@ -98,7 +98,7 @@ def test_rollouts_of_another_policy_stop_the_run_before_its_weights_move(
     assert "differ from the trainer's by 1.0" in capsys.readouterr().err and not moved
 
 
-def test_a_corrected_gap_is_reported_and_stops_nothing(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_corrected_gap_is_reported_only(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.workers.actor_rollout_ref.batch_of", wrongly_scored)
     rows = run(BYPASS, "algorithm.rollout_correction.rollout_is=token")
     assert all(row["training/rollout_log_probs_gap"] == pytest.approx(1.0, abs=0.01) for row in rows)

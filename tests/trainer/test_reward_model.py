@@ -1,4 +1,4 @@
-"""Training on the scores of a reward model: with the policy's tokenizer and with one of its own."""
+"""Training with a reward model: with the policy's tokenizer and with its own."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def run(overrides: list[str], tmp_path: Path, *extra: str) -> list[dict[str, Any
     return [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_scores_of_the_model_are_the_reward(overrides: list[str], tmp_path: Path, reward_model: Path) -> None:
+def test_model_scores_are_the_reward(overrides: list[str], tmp_path: Path, reward_model: Path) -> None:
     rows = run(
         overrides, tmp_path, f"reward_model.model.path={reward_model}", "reward_model.micro_batch_size_per_gpu=2"
     )
@@ -39,14 +39,14 @@ def test_scores_of_the_model_are_the_reward(overrides: list[str], tmp_path: Path
     assert "val-core/openai/gsm8k/reward/mean@1" in rows[0]
 
 
-def test_a_tokenizer_of_its_own(overrides: list[str], tmp_path: Path, reward_model: Path, tiny_run_files: Path) -> None:
-    """The same tokenizer named as another one: the conversation is encoded anew, with the template's end of turn."""
+def test_own_tokenizer(overrides: list[str], tmp_path: Path, reward_model: Path, tiny_run_files: Path) -> None:
+    """The same tokenizer under another name: the conversation is encoded again, with the template's end of turn."""
     own = f"reward_model.model.input_tokenizer={tiny_run_files}/model"
     rows = run(overrides, tmp_path, f"reward_model.model.path={reward_model}", own)
     assert rows[1]["critic/score/max"] > rows[1]["critic/score/min"]
 
 
-def test_a_folder_without_a_score_head_is_refused(
+def test_folder_without_a_score_head_is_refused(
     overrides: list[str], tiny_run_files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = f"reward_model.model.path={tiny_run_files}/model"

@@ -1,7 +1,7 @@
-"""The names of groups."""
+"""Group ids."""
 
 from lockstep.trainer.ppo.sampling import _uid
 
 
-def test_groups_of_a_step_have_names_of_their_own() -> None:
+def test_group_ids_are_unique_within_a_step() -> None:
     assert len({_uid(draw, number) for draw in (0, 1, 2, 300) for number in (0, 1, 17, 5000)}) == 16

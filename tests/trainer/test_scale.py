@@ -1,4 +1,4 @@
-"""A run gives the same numbers however many workers there are and wherever its roles run."""
+"""Results do not depend on the number of workers or on the placement of roles."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def workers(count: int, placement: str = "colocate") -> list[str]:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run left in its folder."""
+    """The outputs of a run."""
 
     folder: Path
 
@@ -52,7 +52,7 @@ class Run:
 
     @property
     def answers(self) -> dict[str, list[str]]:
-        """Step to the text of each of its samples."""
+        """Step to the texts of its samples."""
         files = sorted((self.folder / "rollouts").glob("*.jsonl"))
         return {f.stem: [json.loads(line)["output"] for line in f.read_text().splitlines()] for f in files}
 
@@ -67,7 +67,7 @@ class Run:
 
 
 class Runs:
-    """Runs commands on the shared processes; one that was run already is not run again."""
+    """Runs commands on the shared processes, each command once."""
 
     def __init__(self, folder: Path, base: list[str], shared: SharedProcesses) -> None:
         self.folder, self.base, self.shared = folder, base, shared
@@ -87,7 +87,7 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(tiny_run_files: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    """PPO with critic and reference, on prompts and answers of many lengths."""
+    """PPO with critic and reference, on prompts and responses of many lengths."""
     files, folder = tiny_run_files, tmp_path_factory.mktemp("scale")
     rows = pd.read_parquet(files / "train.parquet")
     rows["prompt"] = [[{"role": "user", "content": "1+" * (i * 5 % 9) + "2"}] for i in range(len(rows))]
@@ -121,7 +121,7 @@ def runs(tiny_run_files: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def save_reward_model(files: Path) -> Path:
-    """The policy's body with a head whose scores are apart."""
+    """The policy's body with a head whose scores differ."""
     cpu = torch.device("cpu")
     body, score = load_value_model(HFModelConfig(path=str(files / "model")), "model", torch.float32, cpu, seed=5)
     state = {f"body.{name}": tensor for name, tensor in body.state_dict().items()}
@@ -130,7 +130,7 @@ def save_reward_model(files: Path) -> Path:
 
 
 def assert_equal(run: Run, expected: Run, steps: int = 5) -> None:
-    """The last `steps` steps sampled, measured and learned the same."""
+    """The last `steps` steps have the same samples, metrics and weights."""
     pairs = list(zip(run.metrics[-steps:], expected.metrics[-steps:], strict=True))
     numbers = [(a[name], b[name]) for a, b in pairs for name in b if isinstance(b[name], (int, float))]
     difference = max(
@@ -147,11 +147,11 @@ def assert_equal(run: Run, expected: Run, steps: int = 5) -> None:
 
 
 SIZES = {"colocate": (4, 4), "hybrid": (3, 4), "split": (3, 6), "standalone": (4, 6)}
-"""Workers of each placement, without and with sequence parallelism: pools of one worker and of several, and a remainder."""
+"""Number of workers per placement, without and with sequence parallelism: pools of one and of several workers, and a remainder."""
 
 
 def placed(placement: str, shared: bool, dynamic: bool) -> list[str]:
-    """shared: two ranks to a sequence, in pools of two or more."""
+    """shared: two ranks per sequence, in pools of two or more."""
     settings = workers(SIZES[placement][shared], placement)
     settings += [*SP, *(SP_CRITIC if placement != "standalone" else SP_REF_ALONE)] if shared else []
     return [*settings, *(DYNAMIC if dynamic else []), *(NAIVE if dynamic else BROADCAST)]
@@ -189,10 +189,8 @@ def test_lengths_differ(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_fewer_rows_than_workers_and_a_loss_of_the_whole_mini_batch(
-    runs: Runs, tiny_run_files: Path, count: int
-) -> None:
-    """Three rows, in three mini-batches of one in the critic; four rows of validation."""
+def test_fewer_rows_than_workers_with_a_prepared_loss(runs: Runs, tiny_run_files: Path, count: int) -> None:
+    """Three rows, which are three mini-batches of the critic; four rows of validation."""
     settings = ["data.train_batch_size=3", f"{ACTOR}.ppo_mini_batch_size=3", "critic.ppo_mini_batch_size=1"]
     settings += [f"{ROLLOUT}.n=1", f"{ACTOR}.policy_loss.loss_mode=clip_cov", f"{ACTOR}.policy_loss.clip_cov_ratio=0.2"]
     settings += [f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.shuffle=true", "critic.ppo_epochs=2", "critic.shuffle=true"]
@@ -200,13 +198,13 @@ def test_fewer_rows_than_workers_and_a_loss_of_the_whole_mini_batch(
     assert_equal(runs(*settings, *workers(count)), runs(*settings))
 
 
-def test_a_rank_of_padding_alone_in_bypass_mode(runs: Runs) -> None:
-    """Its loss has fewer metrics than that of the others."""
+def test_rank_with_only_padding_in_bypass_mode(runs: Runs) -> None:
+    """Its loss has fewer metrics than the others'."""
     settings = [f"{ROLLOUT}.n=1", f"{ACTOR}.ppo_mini_batch_size=1", "algorithm.rollout_correction.bypass_mode=true"]
     assert_equal(runs(*settings, *workers(2)), runs(*settings))
 
 
-def test_grpo_with_a_kl_loss_and_a_reward_model_in_its_own_pool(runs: Runs, tiny_run_files: Path) -> None:
+def test_grpo_with_kl_loss_and_a_separate_reward_model_pool(runs: Runs, tiny_run_files: Path) -> None:
     settings = ["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=3", "algorithm.use_kl_in_reward=false"]
     settings += [
         f"{ACTOR}.optim.lr=3e-4",
@@ -222,7 +220,7 @@ def test_grpo_with_a_kl_loss_and_a_reward_model_in_its_own_pool(runs: Runs, tiny
 @pytest.mark.parametrize(
     ("before", "after"), [(workers(4), []), (workers(4), workers(2)), ([], workers(2))], ids=["4-1", "4-2", "1-2"]
 )
-def test_a_checkpoint_resumes_on_another_number_of_workers(runs: Runs, before: list[str], after: list[str]) -> None:
+def test_checkpoint_resumes_on_another_number_of_workers(runs: Runs, before: list[str], after: list[str]) -> None:
     saved = runs(*before).folder / "global_step_2"
     resumed = runs(*after, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}")
     assert_equal(resumed, runs(), steps=3)

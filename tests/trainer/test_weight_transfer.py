@@ -1,4 +1,4 @@
-"""Weights on their way to a rollout in other processes: buckets, their fingerprint, both transports, what the audit finds."""
+"""Weight transfer to a rollout in other processes: buckets, fingerprints, both transports, the audit."""
 
 import threading
 from dataclasses import replace
@@ -46,7 +46,7 @@ def weights(seed: int = 0) -> dict[str, Tensor]:
         (1, [["a"], ["b"], ["c"], ["d"]]),
     ],
 )
-def test_buckets_hold_at_most_what_they_may(max_bytes: int, names: list[list[str]]) -> None:
+def test_buckets_do_not_exceed_their_size(max_bytes: int, names: list[list[str]]) -> None:
     layout = layout_of(SHAPES, torch.float32, max_bytes)
     assert [[entry.name for entry in bucket] for bucket in layout] == names
     for bucket in layout:
@@ -55,7 +55,7 @@ def test_buckets_hold_at_most_what_they_may(max_bytes: int, names: list[list[str
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("max_bytes", [1, 40, 1 << 20])
-def test_what_is_packed_comes_out_in_the_rollouts_type(dtype: torch.dtype, max_bytes: int) -> None:
+def test_unpacked_weights_have_the_rollouts_dtype(dtype: torch.dtype, max_bytes: int) -> None:
     sent = weights()
     layout = layout_of(SHAPES, dtype, max_bytes)
     buckets = list(pack_buckets(iter(sent.items()), layout))
@@ -65,7 +65,7 @@ def test_what_is_packed_comes_out_in_the_rollouts_type(dtype: torch.dtype, max_b
         assert tensor.dtype == dtype and torch.equal(tensor, sent[name].to(dtype))
 
 
-def test_a_tensor_of_an_odd_place_is_read_all_the_same() -> None:
+def test_unaligned_tensor_is_read() -> None:
     layout = layout_of([("odd", (3,)), ("x", (2,))], torch.bfloat16, 1 << 20)
     layout[0][1] = replace(layout[0][1], dtype=torch.float32)
     sent = {"odd": torch.ones(3), "x": torch.tensor([1.5, -2.5])}
@@ -74,13 +74,13 @@ def test_a_tensor_of_an_odd_place_is_read_all_the_same() -> None:
     assert torch.equal(received["x"], sent["x"])
 
 
-def test_weights_in_another_order_are_refused() -> None:
+def test_wrong_weight_order_is_refused() -> None:
     layout = layout_of(SHAPES, torch.float32, 1 << 20)
-    with pytest.raises(ValueError, match="weights came as 'b' where 'a' was to come"):
+    with pytest.raises(ValueError, match="weight order mismatch: expected 'a', got 'b'"):
         list(pack_buckets(iter(reversed(list(weights().items())[:2])), layout))
 
 
-def test_the_fingerprint_knows_every_bit_and_every_place() -> None:
+def test_fingerprint_depends_on_every_bit_and_position() -> None:
     flat = torch.arange(11, dtype=torch.uint8)
     for i in range(11):
         for bit in range(8):
@@ -91,13 +91,13 @@ def test_the_fingerprint_knows_every_bit_and_every_place() -> None:
     assert fingerprint(torch.zeros(0, dtype=torch.uint8)) == 0
 
 
-def test_the_fingerprint_of_a_large_bucket_is_the_sum_over_all_its_words() -> None:
+def test_fingerprint_of_a_large_bucket_is_the_sum_over_its_words() -> None:
     words = torch.randint(-(2**15), 2**15, (64 * PERIOD + 1000,), dtype=torch.int16)
     place = torch.arange(len(words)) % PERIOD + 1
     assert fingerprint(words.view(torch.uint8)) == int((words.long() * place).sum())
 
 
-def test_a_models_fingerprint_is_that_of_its_buckets() -> None:
+def test_fingerprint_of_a_model_equals_that_of_its_buckets() -> None:
     model = torch.nn.Linear(3, 2)
     shapes = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
     layout = layout_of(shapes, torch.float32, 16)
@@ -108,7 +108,7 @@ def test_a_models_fingerprint_is_that_of_its_buckets() -> None:
     assert fingerprint_of(model, layout) != sent
 
 
-def test_a_broadcast_reaches_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broadcast_reaches_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     _store, address, port = open_store()
     flat = torch.arange(100, dtype=torch.uint8)
@@ -130,7 +130,7 @@ def test_a_broadcast_reaches_every_rank(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class OneWorker:
-    """A worker as a group of one; what is called while others wait runs when it is asked for."""
+    """A worker as a group of one; asynchronous calls run when their result is requested."""
 
     world_size = 1
 
@@ -147,7 +147,7 @@ class OneWorker:
 
 @pytest.fixture(scope="module")
 def workers(tiny_run_files: Path) -> tuple[ActorRolloutRefWorker, ActorRolloutRefWorker]:
-    """An actor and a rollout apart, with buckets of a megabyte at most."""
+    """A separate actor and rollout, with buckets of at most a megabyte."""
     overrides = [
         f"actor_rollout_ref.model.path={tiny_run_files}/model",
         f"data.train_files={tiny_run_files}/train.parquet",
@@ -161,7 +161,7 @@ def workers(tiny_run_files: Path) -> tuple[ActorRolloutRefWorker, ActorRolloutRe
     return made[0], made[1]
 
 
-def test_an_update_reaches_the_rollout(workers: tuple[ActorRolloutRefWorker, ActorRolloutRefWorker]) -> None:
+def test_update_reaches_the_rollout(workers: tuple[ActorRolloutRefWorker, ActorRolloutRefWorker]) -> None:
     actor, rollout = workers
     sync = WeightSync(OneWorker(actor), OneWorker(rollout), "naive")  # type: ignore[arg-type]
     with torch.no_grad():
@@ -175,7 +175,7 @@ def test_an_update_reaches_the_rollout(workers: tuple[ActorRolloutRefWorker, Act
     assert len(sent) == len(list(rollout.generator.parameters()))
 
 
-def test_a_bucket_that_arrives_changed_stops_the_run(
+def test_corrupt_bucket_stops_the_run(
     workers: tuple[ActorRolloutRefWorker, ActorRolloutRefWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     actor, rollout = workers
@@ -188,12 +188,12 @@ def test_a_bucket_that_arrives_changed_stops_the_run(
         load(index, flat)
 
     monkeypatch.setattr(rollout, "load_bucket", load_changed)
-    with pytest.raises(AuditError, match=r"not the actor's after update 4: rank 0 of 1 differs \(1 in all\)"):
+    with pytest.raises(AuditError, match=r"differ from the actor's after update 4 on 1 of 1 ranks \(first: rank 0\)"):
         sync.run(4)
 
 
-def test_a_read_only_bucket_is_loaded(workers: tuple[ActorRolloutRefWorker, ActorRolloutRefWorker]) -> None:
-    """As it comes from an object store."""
+def test_read_only_bucket_is_loaded(workers: tuple[ActorRolloutRefWorker, ActorRolloutRefWorker]) -> None:
+    """As received from an object store."""
     actor, rollout = workers
     actor.weight_layout()
     rollout.expect_weights(actor._layout)

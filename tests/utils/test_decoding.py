@@ -1,4 +1,4 @@
-"""Texts of many rows are those of `batch_decode`, by whatever way they are made."""
+"""`decode_all` equals `batch_decode`."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def test_equals_batch_decode_without_calling_it(monkeypatch: pytest.MonkeyPatch)
     assert decode_all(tokenizer, ROWS) == expected
 
 
-def test_a_tokenizer_that_decodes_otherwise_is_asked_itself() -> None:
+def test_overridden_decode_is_used() -> None:
     plain = tiny_tokenizer()
 
     class Loud(type(plain)):  # type: ignore[misc]
@@ -31,13 +31,13 @@ def test_a_tokenizer_that_decodes_otherwise_is_asked_itself() -> None:
     assert decode_all(tokenizer, ROWS[:1] + ROWS[2:]) == expected
 
 
-def test_spaces_are_cleaned_up_where_the_tokenizer_does() -> None:
+def test_clean_up_tokenization_spaces_is_respected() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.clean_up_tokenization_spaces = True
     assert decode_all(tokenizer, ROWS) == tokenizer.batch_decode(ROWS, skip_special_tokens=True)
 
 
-def test_others_need_a_batch_decode_only() -> None:
+def test_other_tokenizers_only_need_batch_decode() -> None:
     class Fake:
         def batch_decode(self, rows: list[list[int]], skip_special_tokens: bool) -> list[str]:
             assert skip_special_tokens

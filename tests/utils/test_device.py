@@ -1,4 +1,4 @@
-"""Memory of the device: what is free, and the peaks of phases."""
+"""Device memory: free memory, and peaks per phase."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from lockstep.utils.device import MemoryPeaks, free_memory
 MB = 2**20
 
 
-def test_peaks_say_nothing_off_cuda() -> None:
+def test_no_peaks_without_cuda() -> None:
     peaks = MemoryPeaks(torch.device("cpu"))
     with peaks.phase("gen"):
         torch.zeros(1000)
@@ -38,12 +38,12 @@ def test_each_phase_has_its_own_peak_and_the_largest_is_kept(cuda: torch.device)
 
 
 @pytest.mark.gpu
-def test_memory_that_a_graph_keeps_is_not_free(cuda: torch.device) -> None:
+def test_memory_held_by_a_cuda_graph_is_not_free(cuda: torch.device) -> None:
     whole = free_memory(cuda)
     kept = torch.empty(64 * MB, dtype=torch.uint8, device=cuda)
     assert whole - free_memory(cuda) == pytest.approx(64 * MB, abs=4 * MB)
     del kept
-    assert free_memory(cuda) == pytest.approx(whole, abs=4 * MB)  # torch keeps it, for us to take
+    assert free_memory(cuda) == pytest.approx(whole, abs=4 * MB)  # cached by torch, so still available
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         torch.empty(128 * MB, dtype=torch.uint8, device=cuda).fill_(1)

@@ -31,7 +31,7 @@ def test_atomic_writes_replace_the_content(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+def test_failed_write_leaves_only_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     atomic_write_text(path, "old")
     with pytest.raises(RuntimeError), atomic_writer(path) as file:
@@ -41,13 +41,13 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> 
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_json_refuses_nan(tmp_path: Path) -> None:
+def test_json_rejects_nan(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON compliant"):
         atomic_write_json(tmp_path / "file", float("nan"))
     assert os.listdir(tmp_path) == []
 
 
-def test_the_file_and_its_folder_are_synced_around_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_and_folder_are_synced_around_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events = []
     real_fsync, real_replace = os.fsync, os.replace
 
@@ -82,7 +82,7 @@ def test_sha256(tmp_path: Path) -> None:
     assert sha256(tmp_path / "file") == hashlib.sha256(b"abc" * 100_000).hexdigest()
 
 
-def test_ensure_writable_makes_the_folder_and_leaves_it_empty(tmp_path: Path) -> None:
+def test_ensure_writable_creates_an_empty_folder(tmp_path: Path) -> None:
     assert ensure_writable(tmp_path / "a/b", "trainer.default_local_dir") == tmp_path / "a/b"
     assert os.listdir(tmp_path / "a/b") == []
 
@@ -96,7 +96,7 @@ def test_ensure_writable_names_the_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_ensure_writable_refuses_a_read_only_folder(tmp_path: Path) -> None:
+def test_ensure_writable_rejects_a_read_only_folder(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(ValueError, match=r"Permission denied\); set trainer\.default_local_dir"):
         ensure_writable(tmp_path, "trainer.default_local_dir")

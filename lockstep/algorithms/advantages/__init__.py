@@ -13,16 +13,12 @@ from lockstep.algorithms.advantages.otb import (
 )
 from lockstep.algorithms.advantages.registry import (
     ADVANTAGE_ESTIMATORS,
-    AdvantageEstimator,
     AdvantageFn,
     check_inputs,
     get_adv_estimator_fn,
     may_read,
-    needs_groups,
-    needs_values,
     parameters_of,
     register_adv_est,
-    required_inputs,
 )
 from lockstep.algorithms.advantages.reinforce import (
     compute_reinforce_plus_plus_baseline_outcome_advantage,
@@ -33,6 +29,7 @@ from lockstep.algorithms.advantages.rloo import (
     compute_rloo_outcome_advantage,
     compute_rloo_vectorized_outcome_advantage,
 )
+from lockstep.config.estimators import AdvantageEstimator, needs_groups, needs_values, required_inputs
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",

@@ -1,4 +1,4 @@
-"""EGPO: a bonus for uncertain responses on top of the group-relative advantage."""
+"""EGPO: group-relative advantages with an entropy bonus."""
 
 from typing import Any
 
@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms.advantages.grpo import compute_grpo_outcome_advantage
-from lockstep.algorithms.advantages.registry import AdvantageEstimator, register_adv_est
+from lockstep.algorithms.advantages.registry import register_adv_est
 from lockstep.config.algorithm import AlgoConfig
+from lockstep.config.estimators import AdvantageEstimator
 from lockstep.utils.masked import masked_mean
 
 
@@ -25,9 +26,9 @@ def compute_egpo_outcome_advantage(
 ) -> tuple[Tensor, Tensor]:
     """EGPO (arXiv:2508.05118): A' = A + lambda clip(H, -|A| / alpha, |A| / alpha), A the GRPO advantage.
 
-    H is the mean entropy of the response's own tokens under the policy that made them, a constant. The clip keeps the
-    sign of A; a sample without advantage gets no bonus. lambda and alpha are `config.egpo_lambda` and
-    `config.egpo_alpha`. Returns are the advantages.
+    H is the mean entropy of the response tokens under the rollout policy, treated as a constant. The clip keeps the sign
+    of A; a sample with zero advantage gets no bonus. lambda and alpha are `config.egpo_lambda` and
+    `config.egpo_alpha`. Returns equal the advantages.
     """
     config = config or AlgoConfig()
     with torch.no_grad():

@@ -1,11 +1,12 @@
-"""Generalized advantage estimation, with a critic."""
+"""Generalized advantage estimation with a critic."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.advantages.registry import AdvantageEstimator, register_adv_est
+from lockstep.algorithms.advantages.registry import register_adv_est
+from lockstep.config.estimators import AdvantageEstimator
 from lockstep.utils.masked import masked_whiten
 
 
@@ -17,9 +18,9 @@ def compute_gae_advantage_return(
 
     delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  G_t = A_t + V_t
 
-    t + 1 is the policy's next own token: positions with mask 0 (tool output, padding) are stepped over, with their
-    reward and their value. Past the last token V and A are 0. Advantages are then whitened over the batch's tokens,
-    which needs two tokens; returns are not.
+    t + 1 is the next token of the policy: positions with mask 0 (tool output, padding) are skipped, including their
+    reward and value. V and A are 0 after the last token. Advantages are then whitened over the batch's tokens, which needs
+    at least two; returns are not.
     """
     with torch.no_grad():
         mask = response_mask.bool()

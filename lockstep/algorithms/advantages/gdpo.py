@@ -1,4 +1,4 @@
-"""GDPO: several rewards, each normalized within the group before they are added."""
+"""GDPO: several rewards, each normalized within the group before they are summed."""
 
 from typing import Any
 
@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms.advantages.grpo import compute_grpo_outcome_advantage
-from lockstep.algorithms.advantages.registry import AdvantageEstimator, register_adv_est
+from lockstep.algorithms.advantages.registry import register_adv_est
 from lockstep.config.algorithm import AlgoConfig
+from lockstep.config.estimators import AdvantageEstimator
 from lockstep.registry import did_you_mean
 from lockstep.utils.masked import masked_whiten
 
@@ -26,9 +27,9 @@ def compute_gdpo_outcome_advantage(
 ) -> tuple[Tensor, Tensor]:
     """GDPO (arXiv:2601.05242): A = whitened sum of w_k times the GRPO advantage of reward k.
 
-    The rewards are columns of `non_tensor_batch`, one number for each row, named by `config.gdpo_reward_keys` and
-    weighed by `config.gdpo_reward_weights` (all 1 where there are none). Without keys the one reward is the score.
-    A reward that is equal for all samples of a group adds nothing there. Whitening is over the batch's tokens.
+    The rewards are columns of `non_tensor_batch`, one number per row, selected by `config.gdpo_reward_keys` and weighted by
+    `config.gdpo_reward_weights` (all 1 if empty). Without keys, the score is the only reward. A reward that is equal for all
+    samples of a group contributes 0. Whitening is over the batch's tokens.
     """
     with torch.no_grad():
         total = torch.zeros_like(token_level_rewards)
@@ -44,15 +45,15 @@ def compute_gdpo_outcome_advantage(
 def _weighted_rewards(
     token_level_rewards: Tensor, config: AlgoConfig | None, non_tensor_batch: dict[str, np.ndarray] | None
 ) -> list[tuple[float, Tensor]]:
-    """Weight and (B, 1) values of each reward; the token rewards where the config names none."""
+    """Weight and (B, 1) values of each reward; the token rewards if the config names none."""
     keys = [] if config is None else config.gdpo_reward_keys
     if config is None or not keys:
         return [(1.0, token_level_rewards)]
     weights = config.gdpo_reward_weights or [1.0] * len(keys)
     if len(weights) != len(keys):
         raise ValueError(
-            f"algorithm.gdpo_reward_weights={list(weights)}: needs one weight for each of the {len(keys)} "
-            "algorithm.gdpo_reward_keys"
+            f"algorithm.gdpo_reward_weights={list(weights)}: needs one weight per key of "
+            f"algorithm.gdpo_reward_keys ({len(keys)})"
         )
     columns = non_tensor_batch or {}
     return [(weight, _column(columns, key, token_level_rewards)) for weight, key in zip(weights, keys)]
@@ -61,13 +62,13 @@ def _weighted_rewards(
 def _column(columns: dict[str, np.ndarray], key: str, like: Tensor) -> Tensor:
     if key not in columns:
         raise ValueError(
-            f"algorithm.gdpo_reward_keys names {key!r}, which the reward function did not return. "
+            f"algorithm.gdpo_reward_keys contains {key!r}, which the reward function did not return. "
             f"{did_you_mean(key, columns)}"
         )
     try:
         values = torch.tensor([float(value) for value in columns[key]], dtype=like.dtype, device=like.device)
     except (TypeError, ValueError):
-        raise ValueError(f"algorithm.gdpo_reward_keys: {key!r} must be one number for each row") from None
+        raise ValueError(f"algorithm.gdpo_reward_keys: {key!r} must be one number per row") from None
     if not values.isfinite().all():
-        raise ValueError(f"algorithm.gdpo_reward_keys: {key!r} holds a value that is not finite")
+        raise ValueError(f"algorithm.gdpo_reward_keys: {key!r} contains a non-finite value")
     return values.unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""GPG: group-relative advantages, scaled up for the samples that carry no signal."""
+"""GPG: group-relative advantages, scaled up to make up for samples with score 0."""
 
 from typing import Any
 
@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.advantages.registry import AdvantageEstimator, register_adv_est
+from lockstep.algorithms.advantages.registry import register_adv_est
+from lockstep.config.estimators import AdvantageEstimator
 from lockstep.utils.groupwise import as_torch_index, group_mean_std
 
 
@@ -14,9 +15,9 @@ from lockstep.utils.groupwise import as_torch_index, group_mean_std
 def compute_gpg_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray, f_norm: float = 1.0, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
-    """GPG (arXiv:2504.02546): A = alpha (s - mean of the group) / f_norm, alpha = samples / samples with a score not 0.
+    """GPG (arXiv:2504.02546): A = alpha (s - mean of the group) / f_norm, alpha = samples / samples with a nonzero score.
 
-    A group of one keeps its raw score, times alpha / f_norm. Returns are the advantages.
+    A group of one keeps its raw score, times alpha / f_norm. Returns equal the advantages.
     """
     with torch.no_grad():
         scores_B = token_level_rewards.sum(dim=-1)

@@ -1,4 +1,4 @@
-"""Group-relative advantages: each sample against the other samples of its prompt, without a critic."""
+"""Group-relative advantages: each sample relative to the other samples of its prompt, without a critic."""
 
 from typing import Any
 
@@ -6,8 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.advantages.registry import AdvantageEstimator, register_adv_est
+from lockstep.algorithms.advantages.registry import register_adv_est
 from lockstep.config.algorithm import AlgoConfig
+from lockstep.config.estimators import AdvantageEstimator
 from lockstep.utils.groupwise import as_torch_index, group_mean_std
 
 
@@ -23,10 +24,9 @@ def compute_grpo_outcome_advantage(
 ) -> tuple[Tensor, Tensor]:
     """GRPO (arXiv:2402.03300): A = (s - mean of the group) / (std of the group + epsilon), the same for every token.
 
-    s is the sum of a sample's token rewards, `index` the sample's prompt, the deviation is unbiased. Without
-    `norm_adv_by_std_in_grpo` the division is left out (Dr.GRPO, arXiv:2503.20783). A group of one keeps its raw
-    score; a group whose scores are all equal gets 0. Returns are the advantages.
-    Both names compute this.
+    s is the sum of a sample's token rewards, `index` the sample's prompt; the standard deviation is unbiased. Without
+    `norm_adv_by_std_in_grpo` there is no division (Dr.GRPO, arXiv:2503.20783). A group of one keeps its raw score; a group
+    with equal scores gets 0. Returns equal the advantages. verl's vectorized variant computes the same.
     """
     with torch.no_grad():
         scores_B = token_level_rewards.sum(dim=-1)
@@ -48,11 +48,10 @@ def compute_grpo_passk_outcome_advantage(
     config: AlgoConfig | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Pass@k (arXiv:2503.19595): only a group's best sample is rewarded, with its lead over the second best.
+    """Pass@k (arXiv:2503.19595): only a group's best sample gets an advantage, its margin over the second best.
 
-    The lead is divided by the group's deviation as in GRPO unless `config.norm_adv_by_std_in_grpo` is false. Two
-    samples that share the best score get 0. A group of one is an error: it has no second best. Returns are the
-    advantages.
+    The margin is divided by the group's standard deviation as in GRPO unless `config.norm_adv_by_std_in_grpo` is false. If
+    two samples share the best score, all get 0. A group of one is an error. Returns equal the advantages.
     """
     with torch.no_grad():
         scores_B = token_level_rewards.sum(dim=-1)
@@ -60,7 +59,7 @@ def compute_grpo_passk_outcome_advantage(
         _, std_G, count_G = group_mean_std(scores_B, ids_B, eps=0.0)
         if (count_G < 2).any():
             raise ValueError(
-                "algorithm.adv_estimator=grpo_passk needs at least 2 samples of every prompt: set "
+                "algorithm.adv_estimator=grpo_passk needs at least 2 samples per prompt: set "
                 "actor_rollout_ref.rollout.n to 2 or more"
             )
         advantages_B = torch.zeros_like(scores_B)

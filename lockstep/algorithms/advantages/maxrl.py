@@ -1,4 +1,4 @@
-"""MaxRL: group-relative advantages that approach the gradient of the log-likelihood of success."""
+"""MaxRL: group-relative advantages that approximate the gradient of the log-likelihood of success."""
 
 from typing import Any
 
@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.advantages.registry import AdvantageEstimator, register_adv_est
+from lockstep.algorithms.advantages.registry import register_adv_est
+from lockstep.config.estimators import AdvantageEstimator
 from lockstep.utils.groupwise import as_torch_index, group_sum
 
 
@@ -16,8 +17,8 @@ def compute_maxrl_outcome_advantage(
 ) -> tuple[Tensor, Tensor]:
     """MaxRL (arXiv:2602.02710): A = (s - mean of the group) / (mean of the group + epsilon).
 
-    Rare successes count more: of n samples with one success, that one gets n - 1. The score must be 0 or more, as a
-    correctness is; a group whose mean is not above 0 gets 0. So does a group of one. Returns are the advantages.
+    Rare successes weigh more: with one success in n samples, it gets n - 1. Scores must not be negative; a group whose mean
+    is not positive gets 0, and so does a group of one. Returns equal the advantages.
     """
     with torch.no_grad():
         scores_B = token_level_rewards.sum(dim=-1)

@@ -1,4 +1,4 @@
-"""OPO: the variance-optimal baseline where the gradient's size grows with the length."""
+"""OPO: the variance-optimal baseline if gradient norms grow with the response length."""
 
 from typing import Any
 
@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.advantages.registry import AdvantageEstimator, register_adv_est
+from lockstep.algorithms.advantages.registry import register_adv_est
+from lockstep.config.estimators import AdvantageEstimator
 from lockstep.utils.groupwise import as_torch_index, group_sum
 
 
@@ -16,7 +17,7 @@ def compute_opo_outcome_advantage(
 ) -> tuple[Tensor, Tensor]:
     """OPO (arXiv:2505.23585): A = s - (sum of length times score / sum of lengths) over the group.
 
-    A group of one, or one without any token, keeps its raw score. Returns are the advantages.
+    A group of one, or without any token, keeps its raw score. Returns equal the advantages.
     """
     with torch.no_grad():
         scores_B = token_level_rewards.sum(dim=-1)

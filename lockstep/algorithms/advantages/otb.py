@@ -1,4 +1,4 @@
-"""The optimal token baseline: one baseline for every position, weighted by the gradient energy spent up to it."""
+"""Optimal token baseline: one baseline per position, weighted by the gradient energy up to it."""
 
 from typing import Any
 
@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.advantages.registry import AdvantageEstimator, register_adv_est
+from lockstep.algorithms.advantages.registry import register_adv_est
+from lockstep.config.estimators import AdvantageEstimator
 from lockstep.utils.groupwise import as_torch_index, group_sum
 
 
@@ -22,19 +23,19 @@ def compute_optimal_token_baseline_advantage(
     epsilon: float = 1e-8,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """OTB (arXiv:2602.07078): A_t = G_t - B_t, with one baseline B_t per prompt and position.
+    """OTB (arXiv:2602.07078): A_t = G_t - B_t, with a baseline B_t per prompt and position.
 
     B_t = sum_i G_t W_t / (sum_i W_t + epsilon) over the group's samples i, G_t the undiscounted return to go
-    W_t = sum over j <= t of 1 - 2 p_j + sum_v p_j(v)^2, the squared length of the gradient in the logits so far
+    W_t = sum over j <= t of 1 - 2 p_j + sum_v p_j(v)^2, the squared norm of the gradient in the logits so far
 
-    `sum_pi_squared` (B, R) is that last sum. `rollout_is_weights` enter the energy squared. With `handle_zero_tail`,
-    positions that only the longest sample of a group reaches have baseline 0, since it would be their own return; so
-    has a group of one. Lengths are counted in own tokens: where tool output stands between them, take
-    `tir_optimal_token_baseline`. Returns are G.
+    `sum_pi_squared` (B, R) is that last sum. `rollout_is_weights` are squared and multiply the energy. With
+    `handle_zero_tail`, positions that only the longest sample of a group reaches have baseline 0, because it would equal
+    their own return; so does a group of one. For responses that contain tool output, use `tir_optimal_token_baseline`.
+    Returns are G.
     """
     with torch.no_grad():
         energy = _energy(old_log_probs, sum_pi_squared, rollout_is_weights)
-        return _against_baseline(token_level_rewards, energy, response_mask, index, handle_zero_tail, epsilon)
+        return _subtract_baseline(token_level_rewards, energy, response_mask, index, handle_zero_tail, epsilon)
 
 
 @register_adv_est(AdvantageEstimator.TIR_OPTIMAL_TOKEN_BASELINE)
@@ -49,14 +50,14 @@ def compute_multi_turn_optimal_token_baseline_advantage(
     epsilon: float = 1e-8,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """OTB for responses with tool output in them: the k-th own token of one sample meets the k-th of the others."""
+    """OTB for responses that contain tool output: the k-th policy token of a sample is compared with the k-th of the others."""
     with torch.no_grad():
         energy = _energy(old_log_probs, sum_pi_squared, rollout_is_weights)
         mask = response_mask.bool()
-        # own tokens first, each row in its order; `argsort` of that order leads back
+        # policy tokens first, in order; `argsort` of that order inverts it
         order = torch.argsort((~mask).long(), dim=-1, stable=True)
-        back = torch.argsort(order, dim=-1)
-        advantages, returns = _against_baseline(
+        inverse = torch.argsort(order, dim=-1)
+        advantages, returns = _subtract_baseline(
             token_level_rewards.gather(-1, order),
             energy.gather(-1, order),
             response_mask.gather(-1, order),
@@ -64,7 +65,7 @@ def compute_multi_turn_optimal_token_baseline_advantage(
             handle_zero_tail,
             epsilon,
         )
-        return advantages.gather(-1, back), returns.gather(-1, back)
+        return advantages.gather(-1, inverse), returns.gather(-1, inverse)
 
 
 def _energy(old_log_probs: Tensor, sum_pi_squared: Tensor, rollout_is_weights: Tensor | None) -> Tensor:
@@ -73,32 +74,32 @@ def _energy(old_log_probs: Tensor, sum_pi_squared: Tensor, rollout_is_weights: T
     return energy if rollout_is_weights is None else energy * rollout_is_weights**2
 
 
-def _against_baseline(
+def _subtract_baseline(
     rewards: Tensor, energy: Tensor, response_mask: Tensor, index: np.ndarray, handle_zero_tail: bool, epsilon: float
 ) -> tuple[Tensor, Tensor]:
     mask = response_mask.to(rewards.dtype)
     returns = (rewards * mask).flip(-1).cumsum(-1).flip(-1)
-    # a sample that has ended weighs nothing further on
+    # a finished sample has weight 0 from there on
     weights = (energy * mask).cumsum(-1) * mask
     ids_B = as_torch_index(index, rewards.device)
     baseline = (group_sum(returns * weights, ids_B) / (group_sum(weights, ids_B) + epsilon))[ids_B]
-    baseline = baseline * _compared(response_mask, ids_B, handle_zero_tail)
+    baseline = baseline * _has_peers(response_mask, ids_B, handle_zero_tail)
     return (returns - baseline) * mask, returns * mask
 
 
-def _compared(response_mask: Tensor, ids_B: Tensor, handle_zero_tail: bool) -> Tensor:
-    """(B, R): whether the row has others of its group beside it at the position.
+def _has_peers(response_mask: Tensor, ids_B: Tensor, handle_zero_tail: bool) -> Tensor:
+    """(B, R): whether other samples of the row's group reach the position.
 
-    False in a group of one and, with `handle_zero_tail`, in the longest row from the length of the second longest on.
+    False in a group of one and, with `handle_zero_tail`, in the longest row past the length of the second longest.
     """
     length_B = response_mask.bool().sum(dim=-1)
-    compared = torch.ones_like(response_mask, dtype=torch.bool)
+    has_peers = torch.ones_like(response_mask, dtype=torch.bool)
     for group in range(int(ids_B.max()) + 1 if len(ids_B) else 0):
         rows = (ids_B == group).nonzero().squeeze(-1)
         if len(rows) == 1:
-            compared[rows] = False
+            has_peers[rows] = False
             continue
         (longest, second), places = torch.topk(length_B[rows], 2)
         if handle_zero_tail and longest > second:
-            compared[rows[places[0]], second:] = False
-    return compared
+            has_peers[rows[places[0]], second:] = False
+    return has_peers

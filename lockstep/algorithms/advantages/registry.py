@@ -1,116 +1,81 @@
-"""The registry of advantage estimators, and what each one needs of the batch.
+"""The registry of advantage estimators, and which batch keys each one reads.
 
-An estimator is a function of keyword arguments; the names of its parameters say what it needs. Select one
-with `algorithm.adv_estimator`; add one with `@register_adv_est("name")` or name outside code as `module:function`.
+An estimator is a function of keyword arguments; its parameters name what it reads. Select one with
+`algorithm.adv_estimator`; add your own with `@register_adv_est("name")`, or select it as `module:function`.
 """
 
 import inspect
 from collections.abc import Callable, Collection, Hashable
-from enum import StrEnum
 from functools import cache
 
 from torch import Tensor
 
+from lockstep.config.estimators import ESTIMATOR_INPUTS, KEY, required_inputs, signature_inputs
 from lockstep.registry import Registry
 
 AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
 """(token_level_rewards, response_mask, ..., config) -> (advantages, returns), all (B, R), both 0 outside the mask.
 
-The inputs are left as they are.
+Estimators do not modify their inputs.
 """
 
-
-class AdvantageEstimator(StrEnum):
-    """The estimators that come with the package; their values are the names in `algorithm.adv_estimator`."""
-
-    GAE = "gae"
-    GRPO = "grpo"
-    GRPO_VECTORIZED = "grpo_vectorized"
-    GRPO_PASSK = "grpo_passk"
-    REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
-    REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline"
-    REMAX = "remax"
-    RLOO = "rloo"
-    RLOO_VECTORIZED = "rloo_vectorized"
-    OPO = "opo"
-    GPG = "gpg"
-    GDPO = "gdpo"
-    OPTIMAL_TOKEN_BASELINE = "optimal_token_baseline"
-    TIR_OPTIMAL_TOKEN_BASELINE = "tir_optimal_token_baseline"
-    MAXRL = "maxrl"
-    EGPO = "egpo"
-
-
-ADVANTAGE_ESTIMATORS: Registry[AdvantageFn] = Registry("advantage estimator", key="algorithm.adv_estimator")
+ADVANTAGE_ESTIMATORS: Registry[AdvantageFn] = Registry("advantage estimator", key=KEY)
 
 
 def register_adv_est(name: str) -> Callable[[AdvantageFn], AdvantageFn]:
-    """Decorator: make the function selectable as `name`."""
-    return ADVANTAGE_ESTIMATORS.register(str(name))
+    """Decorator: register the function as `name`; its parameters without a default are what it needs (a critic for `values`)."""
+
+    def enter(estimator: AdvantageFn) -> AdvantageFn:
+        ADVANTAGE_ESTIMATORS.register(str(name))(estimator)
+        inputs = signature_inputs(estimator)
+        listed = ESTIMATOR_INPUTS.setdefault(str(name), inputs)
+        assert listed == inputs, (
+            f"config/estimators.py lists {sorted(listed)} for {name}, its signature {sorted(inputs)}"
+        )
+        return estimator
+
+    return enter
 
 
 def get_adv_estimator_fn(name: str) -> AdvantageFn:
-    """The estimator registered as `name`, or outside code where `name` is `module:function`."""
+    """The estimator registered as `name`, or outside code if `name` is `module:function`."""
     return ADVANTAGE_ESTIMATORS.get(str(name))
 
 
 def parameters_of(estimator: AdvantageFn) -> list[inspect.Parameter]:
-    return _read_once(estimator) if isinstance(estimator, Hashable) else _parameters(estimator)
+    return _cached_parameters(estimator) if isinstance(estimator, Hashable) else _parameters(estimator)
 
 
 def _parameters(estimator: AdvantageFn) -> list[inspect.Parameter]:
     return list(inspect.signature(estimator).parameters.values())
 
 
-_read_once = cache(_parameters)
-
-
-def required_inputs(name: str) -> set[str]:
-    """Names of the parameters that the estimator cannot do without."""
-    parameters = parameters_of(get_adv_estimator_fn(name))
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {p.name for p in parameters if p.kind in named and p.default is inspect.Parameter.empty}
+_cached_parameters = cache(_parameters)
 
 
 def may_read(name: str, *keys: str) -> bool:
-    """Whether the estimator could read one of these batch keys: ours name what they read, others may take everything."""
+    """Whether the estimator could read one of these batch keys: built-in ones name what they read, others may read everything."""
     estimator = get_adv_estimator_fn(name)
     parameters = parameters_of(estimator)
-    is_ours = estimator.__module__.startswith("lockstep.")
+    is_built_in = estimator.__module__.startswith("lockstep.")
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD or p.name == "batch" for p in parameters)
-    return any(p.name in keys for p in parameters) or (takes_all and not is_ours)
+    return any(p.name in keys for p in parameters) or (takes_all and not is_built_in)
 
 
-_PROVIDERS = {
-    "values": "set critic.enable=true or leave it null",
+_HOW_TO_PROVIDE = {
+    "values": "set critic.enable=true or null",
     "reward_baselines": "they come from a greedy rollout of each prompt",
-    "entropys": "they come with the old log-probs, which algorithm.rollout_correction.bypass_mode leaves out",
-    "old_log_probs": "they come from the actor's forward over the rollout",
+    "entropys": "they come with the old log-probs, which algorithm.rollout_correction.bypass_mode skips",
+    "old_log_probs": "they come from the actor's forward pass over the rollout",
     "sum_pi_squared": "set actor_rollout_ref.actor.calculate_sum_pi_squared=true; it comes with the old log-probs, which "
-    "algorithm.rollout_correction.bypass_mode leaves out",
+    "algorithm.rollout_correction.bypass_mode skips",
     "index": "it is the uid of the prompt",
 }
-"""Input to where it comes from."""
-
-_ALWAYS = {"token_level_rewards", "response_mask", "gamma", "lam", "config", "batch", "non_tensor_batch"}
 
 
 def check_inputs(name: str, provided: Collection[str]) -> None:
-    """ValueError where the estimator needs a batch key that will not be there; `index` stands for uid.
-
-    To be called before training with the keys that the run is going to write.
-    """
-    missing = sorted(required_inputs(name) - _ALWAYS - set(provided))
+    """ValueError if the estimator needs a batch key that the run will not provide; `index` is the uid."""
+    missing = sorted(required_inputs(name) - set(provided))
     if missing:
-        reasons = "; ".join(f"{key} ({_PROVIDERS.get(key, 'no stage of the run writes it')})" for key in missing)
-        raise ValueError(f"algorithm.adv_estimator={name} needs what this run does not compute: {reasons}")
-
-
-def needs_values(name: str) -> bool:
-    """Whether the estimator reads a critic's values."""
-    return "values" in required_inputs(name)
-
-
-def needs_groups(name: str) -> bool:
-    """Whether the estimator compares the samples of one prompt, so that `rollout.n` should be at least 2."""
-    return "index" in required_inputs(name)
+        reasons = "; ".join(f"{key} ({_HOW_TO_PROVIDE.get(key, 'not computed by any stage')})" for key in missing)
+        raise ValueError(f"algorithm.adv_estimator={name} needs batch keys that this run does not compute: {reasons}")

@@ -6,16 +6,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.advantages.registry import AdvantageEstimator, register_adv_est
+from lockstep.algorithms.advantages.registry import register_adv_est
 from lockstep.config.algorithm import AlgoConfig
+from lockstep.config.estimators import AdvantageEstimator
 from lockstep.utils.groupwise import as_torch_index, group_mean_std
 from lockstep.utils.masked import masked_whiten
 
 
 def returns_to_go(token_level_rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
-    """G_t = r_t + gamma G_{t+1} over the policy's own tokens (B, R), 0 elsewhere.
+    """G_t = r_t + gamma G_{t+1} over the policy's tokens (B, R), 0 elsewhere.
 
-    Positions with mask 0 are stepped over: they neither discount nor add their reward.
+    Positions with mask 0 are skipped: no discount, and their reward is ignored.
     """
     mask = response_mask.bool()
     running = torch.zeros_like(token_level_rewards[:, 0])
@@ -32,7 +33,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
 ) -> tuple[Tensor, Tensor]:
     """REINFORCE++ (arXiv:2501.03262): A = whitened returns to go, discounted by `config.gamma` (1 without a config).
 
-    Whitening is over the batch's tokens and needs two of them.
+    Whitening is over the batch's tokens and needs at least two.
     """
     with torch.no_grad():
         returns = returns_to_go(token_level_rewards, response_mask, 1.0 if config is None else config.gamma)
@@ -45,7 +46,7 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
 ) -> tuple[Tensor, Tensor]:
     """REINFORCE++ with a baseline: A = s - mean of the group, whitened over the batch's tokens.
 
-    A group of one keeps its raw score before whitening. Returns are the advantages.
+    A group of one keeps its raw score before whitening. Returns equal the advantages.
     """
     with torch.no_grad():
         scores_B = token_level_rewards.sum(dim=-1)
@@ -60,7 +61,7 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
 def compute_remax_outcome_advantage(
     token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
-    """ReMax (arXiv:2310.10505): A = undiscounted return to go less the score of the prompt's greedy answer.
+    """ReMax (arXiv:2310.10505): A = undiscounted return to go minus the score of the prompt's greedy response.
 
     `reward_baselines` (B,) holds those scores.
     """

@@ -1,4 +1,4 @@
-"""Leave-one-out: each sample against the mean of the other samples of its prompt."""
+"""Leave-one-out: each sample relative to the mean of the other samples of its prompt."""
 
 from typing import Any
 
@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.advantages.registry import AdvantageEstimator, register_adv_est
+from lockstep.algorithms.advantages.registry import register_adv_est
+from lockstep.config.estimators import AdvantageEstimator
 from lockstep.utils.groupwise import as_torch_index, group_sum
 
 
@@ -15,26 +16,26 @@ def compute_rloo_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
     """RLOO (arXiv:2402.14740): A = s - mean of the group's other scores. A group of one keeps its raw score."""
-    return _leave_one_out(token_level_rewards, response_mask, index, alone=1.0)
+    return _leave_one_out(token_level_rewards, response_mask, index, singleton_factor=1.0)
 
 
 @register_adv_est(AdvantageEstimator.RLOO_VECTORIZED)
 def compute_rloo_vectorized_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
-    """RLOO where a group of one gets 0."""
-    return _leave_one_out(token_level_rewards, response_mask, index, alone=0.0)
+    """RLOO; a group of one gets 0."""
+    return _leave_one_out(token_level_rewards, response_mask, index, singleton_factor=0.0)
 
 
 def _leave_one_out(
-    token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray, alone: float
+    token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray, singleton_factor: float
 ) -> tuple[Tensor, Tensor]:
-    """A = s - (sum of the group - s) / (n - 1), or `alone` times s where n = 1; returns are the advantages."""
+    """A = s - (sum of the group - s) / (n - 1), or `singleton_factor` times s if n = 1; returns equal the advantages."""
     with torch.no_grad():
         scores_B = token_level_rewards.sum(dim=-1)
         ids_B = as_torch_index(index, scores_B.device)
         count_B = group_sum(torch.ones_like(scores_B), ids_B)[ids_B]
         others_B = (group_sum(scores_B, ids_B)[ids_B] - scores_B) / (count_B - 1).clamp(min=1)
-        advantages_B = torch.where(count_B > 1, scores_B - others_B, alone * scores_B)
+        advantages_B = torch.where(count_B > 1, scores_B - others_B, singleton_factor * scores_B)
         advantages = advantages_B.unsqueeze(-1) * response_mask
         return advantages, advantages

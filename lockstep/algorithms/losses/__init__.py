@@ -1,4 +1,4 @@
-"""Losses of actor and critic: pure functions of (B, R) tensors that do not depend on the micro-batch split."""
+"""Actor and critic losses: pure functions of (B, R) tensors, independent of the micro-batch split."""
 
 from lockstep.algorithms.losses.aggregate import LOSS_AGG_MODES, agg_loss, count_batch
 from lockstep.algorithms.losses.bypass import compute_policy_loss_bypass_mode

@@ -1,18 +1,19 @@
-"""Turn a matrix of token losses into one number: `agg_loss`, and the counts that make it independent of the split.
+"""Aggregate token losses to a scalar (`agg_loss`), with the counts that make it independent of the split.
 
-A mini-batch is cut into micro-batches and spread over `dp_size` ranks. Each micro-batch calls `agg_loss` with the
-counts of the whole mini-batch (`count_batch`), the micro losses are added up, and the ranks' gradients are averaged,
-which `dp_size` undoes. The sum then equals the loss of the undivided mini-batch.
+A mini-batch is split into micro-batches over `dp_size` ranks. Each micro-batch calls `agg_loss` with the counts of the whole
+mini-batch (`count_batch`), the micro-batch losses are summed, and the ranks' gradients are averaged, which the factor
+`dp_size` undoes. The sum then equals the loss of the whole mini-batch.
 """
 
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor
 
+from lockstep.config.actor_rollout_ref import LossAggMode
 from lockstep.registry import did_you_mean
 from lockstep.utils.masked import masked_mean, masked_sum
 
-LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+LOSS_AGG_MODES: tuple[str, ...] = get_args(LossAggMode)
 
 
 def agg_loss(
@@ -24,17 +25,16 @@ def agg_loss(
     global_batch_size: int | None = None,
     loss_scale_factor: float | None = None,
 ) -> Tensor:
-    """One number from `loss_mat` (B, R) over the tokens that `loss_mask` (B, R) selects.
+    """A scalar from `loss_mat` (B, R) over the tokens selected by `loss_mask` (B, R).
 
     token-mean               sum of all tokens / number of tokens
     token-sum                sum of all tokens
-    seq-mean-token-sum       mean over sequences of each one's sum
-    seq-mean-token-mean      mean over sequences of each one's mean
-    seq-mean-token-sum-norm  seq-mean-token-sum / loss_scale_factor (Dr.GRPO; the response width R where it is None)
+    seq-mean-token-sum       mean over sequences of their sums
+    seq-mean-token-mean      mean over sequences of their means
+    seq-mean-token-sum-norm  seq-mean-token-sum / loss_scale_factor (Dr.GRPO; R if None)
 
-    dp_size, batch_num_tokens, global_batch_size: the whole mini-batch's ranks, tokens and sequences (see
-    `count_batch`); without counts, those of this call. A sequence without any token counts as none. An empty mask
-    gives 0.
+    dp_size, batch_num_tokens, global_batch_size: ranks, tokens and sequences of the whole mini-batch (see `count_batch`);
+    by default those of this call. Sequences without tokens are not counted. An empty mask gives 0.
     """
     if loss_agg_mode not in LOSS_AGG_MODES:
         raise ValueError(
@@ -56,9 +56,9 @@ def agg_loss(
 
 
 def count_batch(response_mask: Tensor, dp_size: int = 1, loss_scale_factor: float | None = None) -> dict[str, Any]:
-    """The counts of one rank's mini-batch, as keyword arguments of `agg_loss` and as `global_batch_info` of a config.
+    """Counts of one rank's mini-batch: keyword arguments of `agg_loss`, and `global_batch_info` of a config.
 
-    With several ranks, batch_num_tokens and global_batch_size must be summed over them before use.
+    With several ranks, sum batch_num_tokens and global_batch_size over them before use.
     """
     return {
         "dp_size": dp_size,
@@ -69,9 +69,9 @@ def count_batch(response_mask: Tensor, dp_size: int = 1, loss_scale_factor: floa
 
 
 def _global_count(name: str, given: int | None, here: Tensor, dp_size: int) -> int | Tensor:
-    """The count to divide by, at least 1: a mini-batch without tokens has loss 0, not NaN."""
+    """The divisor, at least 1, so that a mini-batch without tokens has loss 0 instead of NaN."""
     if given is not None:
         return max(given, 1)
     if dp_size > 1:
-        raise ValueError(f"agg_loss: {name} of the whole mini-batch is needed with dp_size={dp_size}")
+        raise ValueError(f"agg_loss needs {name} of the whole mini-batch with dp_size={dp_size}")
     return here.clamp(min=1)

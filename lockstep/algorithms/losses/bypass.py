@@ -1,4 +1,4 @@
-"""The loss of bypass mode: the old log-probs are the rollout's, and the correction is against the policy in training."""
+"""The loss of bypass mode: old log-probs are the rollout's; the correction uses the current policy."""
 
 from torch import Tensor
 
@@ -18,28 +18,30 @@ def compute_policy_loss_bypass_mode(
     config: ActorConfig,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Policy loss against the rollout's own log-probs (`old_log_prob`), with `config.policy_loss.rollout_correction`.
+    """Policy loss relative to the rollout's log-probs (`old_log_prob`), with `config.policy_loss.rollout_correction`.
 
-    ppo_clip   the vanilla loss; its ratio is the importance weight, so that there are no others
-    reinforce  L = -w A log_prob, w the truncated weight of the current policy over the rollout's
+    ppo_clip   the vanilla loss; its ratio already is the importance weight
+    reinforce  L = -w A log_prob, with the truncated importance weight w of the current policy over the rollout's
 
-    Rejection takes tokens out of the mask in both. A mini-batch's counts are of the mask before rejection: which tokens
-    are rejected is only known after each forward. For the same reason `rollout_is_batch_normalize`, a mean over the
-    mini-batch, is refused where the counts say that this call is a part of one.
+    Both remove rejected tokens from the mask. The mini-batch counts are those before rejection, which is known only after
+    each forward. For the same reason `rollout_is_batch_normalize`, a mean over the mini-batch, is an error if this call is
+    part of a mini-batch.
     """
     correction = config.policy_loss.rollout_correction
     if correction.rollout_is is not None and correction.rollout_is_batch_normalize and config.global_batch_info:
         raise ValueError(
             "algorithm.rollout_correction.rollout_is_batch_normalize=true: the mean weight of a mini-batch is not known "
-            "while its micro-batches are trained; set it to false, or algorithm.rollout_correction.bypass_mode=false"
+            "while its micro-batches are processed; set it to false, or algorithm.rollout_correction.bypass_mode=false"
         )
     if not response_mask.any():
         return (log_prob * 0.0).sum(), {}
     weights, mask, metrics = correct_tokens(log_prob, old_log_prob, response_mask, correction)
     if correction.loss_type == "reinforce":
-        loss, found = compute_policy_loss_reinforce(
+        loss, loss_metrics = compute_policy_loss_reinforce(
             old_log_prob, log_prob, advantages, mask, loss_agg_mode, config, weights
         )
     else:
-        loss, found = compute_policy_loss_vanilla(old_log_prob, log_prob, advantages, mask, loss_agg_mode, config)
-    return loss, {**found, **metrics}
+        loss, loss_metrics = compute_policy_loss_vanilla(
+            old_log_prob, log_prob, advantages, mask, loss_agg_mode, config
+        )
+    return loss, {**loss_metrics, **metrics}

@@ -1,8 +1,7 @@
-"""Losses that hold back the tokens that cost the policy its entropy: those whose log-prob and advantage vary together.
+"""Losses that restrain the tokens that reduce entropy most: those whose log-prob and advantage covary.
 
-cov_t = (A_t - mean A) (log p_t - mean log p), means over the tokens of the mini-batch. In training the covariance is taken
-once for each mini-batch, from the old log-probs, over all of it; a call without that selection takes it over its own
-tokens and from the log-probs of the policy that is being trained.
+cov_t = (A_t - mean A) (log p_t - mean log p), with means over the tokens of the mini-batch. In training, tokens are selected once
+per mini-batch from the old log-probs; a call without that selection uses its own tokens and the current log-probs.
 """
 
 import torch
@@ -22,7 +21,7 @@ def _covariance(log_probs_T: Tensor, advantages_T: Tensor) -> Tensor:
 def _clip_candidates(
     covariance_T: Tensor, eligible_T: Tensor, config: PolicyLossConfig, generator: torch.Generator | None
 ) -> Tensor:
-    """Which tokens (T,) bool to drop: a random `clip_cov_ratio` of all, out of those between the bounds."""
+    """Tokens to drop, (T,) bool: `clip_cov_ratio` of all tokens, chosen at random from those between the bounds."""
     between = (covariance_T > config.clip_cov_lb) & (covariance_T < config.clip_cov_ub) & eligible_T
     candidates = between.nonzero().squeeze(-1)
     number = max(int(config.clip_cov_ratio * len(covariance_T)), 1)
@@ -32,15 +31,15 @@ def _clip_candidates(
     return chosen
 
 
-def _largest(covariance_T: Tensor, config: PolicyLossConfig) -> Tensor:
-    """Which tokens (T,) bool have the largest covariance: a share `kl_cov_ratio`, one at least."""
+def _largest_covariance(covariance_T: Tensor, config: PolicyLossConfig) -> Tensor:
+    """Tokens with the largest covariance, (T,) bool: a fraction `kl_cov_ratio`, at least one."""
     chosen = torch.zeros_like(covariance_T, dtype=torch.bool)
     number = min(max(int(config.kl_cov_ratio * len(covariance_T)), 1), len(covariance_T))
     chosen[torch.topk(covariance_T, number).indices] = True
     return chosen
 
 
-def _of_mini_batch(mini_batch: MiniBatch) -> tuple[Tensor, Tensor]:
+def _mini_batch_covariance(mini_batch: MiniBatch) -> tuple[Tensor, Tensor]:
     """(mask, covariance of its tokens), from the old log-probs."""
     mask = mini_batch.rows["response_mask"].bool()
     return mask, _covariance(mini_batch.rows["old_log_probs"][mask], mini_batch.rows["advantages"][mask])
@@ -48,19 +47,19 @@ def _of_mini_batch(mini_batch: MiniBatch) -> tuple[Tensor, Tensor]:
 
 def choose_clip_cov(mini_batch: MiniBatch, config: ActorConfig) -> dict[str, Tensor]:
     """`dropped` (B, R) bool."""
-    mask, covariance_T = _of_mini_batch(mini_batch)
+    mask, covariance_T = _mini_batch_covariance(mini_batch)
     generator = torch.Generator().manual_seed(mini_batch.seed)
-    everything = torch.ones_like(covariance_T, dtype=torch.bool)
+    all_tokens = torch.ones_like(covariance_T, dtype=torch.bool)
     dropped = torch.zeros_like(mask)
-    dropped[mask] = _clip_candidates(covariance_T, everything, config.policy_loss, generator)
+    dropped[mask] = _clip_candidates(covariance_T, all_tokens, config.policy_loss, generator)
     return {"dropped": dropped}
 
 
 def choose_kl_cov(mini_batch: MiniBatch, config: ActorConfig) -> dict[str, Tensor]:
     """`penalized` (B, R) bool."""
-    mask, covariance_T = _of_mini_batch(mini_batch)
+    mask, covariance_T = _mini_batch_covariance(mini_batch)
     penalized = torch.zeros_like(mask)
-    penalized[mask] = _largest(covariance_T, config.policy_loss)
+    penalized[mask] = _largest_covariance(covariance_T, config.policy_loss)
     return {"penalized": penalized}
 
 
@@ -75,10 +74,10 @@ def compute_policy_loss_clip_cov(
     rollout_is_weights: Tensor | None = None,
     dropped: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clip-Cov (arXiv:2505.22617): PPO's clipped loss, and a few tokens of high covariance drop out of it.
+    """Clip-Cov (arXiv:2505.22617): PPO's clipped loss without a few tokens of high covariance.
 
-    Dropped are `clip_cov_ratio` of the tokens, drawn from those with covariance between `clip_cov_lb` and `clip_cov_ub`;
-    they keep their place in the denominator. `dropped` (B, R) is the choice over the mini-batch.
+    Drops `clip_cov_ratio` of the tokens, sampled from those with covariance between `clip_cov_lb` and `clip_cov_ub`; dropped
+    tokens still count in the denominator. `dropped` (B, R) is the selection over the mini-batch.
     """
     log_ratio = log_ratio_of(log_prob, old_log_prob)
     ratio = torch.exp(log_ratio)
@@ -111,13 +110,15 @@ def compute_policy_loss_kl_cov(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """KL-Cov (arXiv:2505.22617): L = -A r, plus `ppo_kl_coef` |log r| at the tokens of largest covariance.
 
-    Those are `kl_cov_ratio` of the tokens. `penalized` (B, R) is the choice over the mini-batch.
+    These are `kl_cov_ratio` of the tokens. `penalized` (B, R) is the selection over the mini-batch.
     """
     log_ratio = log_ratio_of(log_prob, old_log_prob)
     mask = response_mask.bool()
     if penalized is None:
         penalized = torch.zeros_like(mask)
-        penalized[mask] = _largest(_covariance(log_prob.detach()[mask], advantages[mask]), config.policy_loss)
+        penalized[mask] = _largest_covariance(
+            _covariance(log_prob.detach()[mask], advantages[mask]), config.policy_loss
+        )
     penalty = config.policy_loss.ppo_kl_coef * log_ratio.abs()
     loss_mat = -advantages * torch.exp(log_ratio) + torch.where(penalized, penalty, 0.0)
     loss = agg_loss(weighted(loss_mat, rollout_is_weights), response_mask, loss_agg_mode, **batch_counts(config))

@@ -1,4 +1,4 @@
-"""DPPO: tokens leave the loss by how far their probability moved, not by the ratio."""
+"""DPPO: tokens are masked by how far their probability moved instead of by the ratio."""
 
 import torch
 from torch import Tensor
@@ -21,9 +21,9 @@ def compute_policy_loss_dppo_tv(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """DPPO-Binary-TV (arXiv:2602.04879): L = -A min(r, c) log_prob while |p - p_old| is within its bound.
 
-    The bound counts in the direction that A pushes: p - p_old <= clip_ratio_high where A > 0, p_old - p <= clip_ratio_low
-    elsewhere; beyond it a token has no gradient. c is `config.clip_ratio_c`, the ratio a constant. The bounds are
-    differences of probabilities; the paper takes 0.15 to 0.2.
+    The bound applies in the direction of A: p - p_old <= clip_ratio_high if A > 0, p_old - p <= clip_ratio_low otherwise;
+    beyond it a token has no gradient. c is `config.clip_ratio_c`; the ratio is detached. The bounds are differences of
+    probabilities; the paper uses 0.15 to 0.2.
     """
     moved = torch.exp(log_prob.detach()) - torch.exp(old_log_prob)
     return _divergence_loss(
@@ -41,7 +41,7 @@ def compute_policy_loss_dppo_kl(
     config: ActorConfig,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """DPPO-Binary-KL: as `dppo_tv`, with the KL between (p_old, 1 - p_old) and (p, 1 - p) as the distance."""
+    """DPPO-Binary-KL: like `dppo_tv`, with the KL between (p_old, 1 - p_old) and (p, 1 - p) as the distance."""
     old, new = torch.exp(old_log_prob), torch.exp(log_prob.detach())
     rest = (1.0 - old) * torch.log((1.0 - old + 1e-8) / (1.0 - new + 1e-8))
     distance = old * (old_log_prob - log_prob.detach()) + rest
@@ -69,7 +69,7 @@ def _divergence_loss(
     moved: Tensor,
     distance: Tensor,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """moved: p - p_old, whose sign says where a token went; distance: how far."""
+    """moved: p - p_old, for the direction; distance: how far."""
     log_ratio = log_ratio_of(log_prob, old_log_prob)
     ratio = torch.exp(log_ratio.detach())
     too_high = (moved > 0) & (distance > config.clip_ratio_high) & (advantages > 0)

@@ -1,4 +1,4 @@
-"""The entropy of the policy, per token and as a loss term."""
+"""Entropy of the policy, per token and as a loss term."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ from lockstep.algorithms.losses.aggregate import agg_loss
 def entropy_from_logits(logits: Tensor) -> Tensor:
     """Entropy in nats of softmax(logits) over the last dimension: -sum_v p_v log p_v.
 
-    Not logsumexp(z) - sum_v p_v z_v: there a rounding error of the sum of p counts times the largest logit.
-    Holds two more matrices of the logits' size; training computes entropies from hidden states in chunks instead.
+    logsumexp(z) - sum_v p_v z_v would multiply the rounding error of sum p by the largest logit. Allocates two more tensors
+    of the logits' size; training computes entropies from hidden states in chunks instead.
     """
     log_p = torch.log_softmax(logits, dim=-1)
     return -(log_p.exp() * log_p).sum(dim=-1)
@@ -23,6 +23,6 @@ def compute_entropy_loss(
 ) -> Tensor:
     """Entropy of the tokens' distributions, from logits (B, R, V), aggregated like the policy loss.
 
-    A bonus: it enters the actor's loss with weight -entropy_coeff. `counts` are those of `agg_loss`.
+    The actor's loss adds it with weight -entropy_coeff. `counts` are those of `agg_loss`.
     """
     return agg_loss(entropy_from_logits(logits), response_mask, loss_agg_mode, **counts)

@@ -1,4 +1,4 @@
-"""Losses whose gradient is a weight times that of log_prob: GPG, CISPO, DRO and plain REINFORCE."""
+"""Losses whose gradient is a weight times the gradient of log_prob: GPG, CISPO, DRO and REINFORCE."""
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ def compute_policy_loss_gpg(
     config: ActorConfig,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """GPG (arXiv:2504.02546): L = -A log_prob, the policy gradient itself; the old log-probs do not count."""
+    """GPG (arXiv:2504.02546): L = -A log_prob, the plain policy gradient; old log-probs are ignored."""
     loss_mat = weighted(-advantages * log_prob, rollout_is_weights)
     return agg_loss(loss_mat, response_mask, loss_agg_mode, **batch_counts(config)), {}
 
@@ -34,18 +34,18 @@ def compute_policy_loss_cispo(
     config: ActorConfig,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """CISPO (arXiv:2506.13585): L = -A log_prob clip(r, 1 - low, 1 + high), the clipped ratio a constant.
+    """CISPO (arXiv:2506.13585): L = -A log_prob clip(r, 1 - low, 1 + high), with the clipped ratio detached.
 
-    So every token keeps a gradient, also where PPO would drop it. The paper bounds r above only: `clip_ratio_low` of 1
-    or more does that.
+    Every token keeps its gradient, even if PPO would clip it. The paper bounds r only from above: set `clip_ratio_low` to 1
+    or more for that.
     """
     log_ratio = log_ratio_of(log_prob, old_log_prob)
     ratio = torch.exp(log_ratio.detach())
-    held = ratio.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
-    loss_mat = weighted(-advantages * held * log_prob, rollout_is_weights)
+    clipped = ratio.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
+    loss_mat = weighted(-advantages * clipped * log_prob, rollout_is_weights)
     loss = agg_loss(loss_mat, response_mask, loss_agg_mode, **batch_counts(config))
     return loss, {
-        "actor/pg_clipfrac": masked_mean((ratio != held).float(), response_mask),
+        "actor/pg_clipfrac": masked_mean((ratio != clipped).float(), response_mask),
         "actor/ppo_kl": masked_mean(-log_ratio.detach(), response_mask),
         "actor/pg_clipfrac_lower": torch.zeros_like(loss.detach()),
     }
@@ -61,7 +61,7 @@ def compute_policy_loss_dro(
     config: ActorConfig,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """DRO (arXiv:2405.19107): L = -(A log_prob - beta / 2 (log r)^2), beta `config.policy_loss.dro_beta`."""
+    """DRO (arXiv:2405.19107): L = -(A log_prob - beta / 2 (log r)^2), with beta = `config.policy_loss.dro_beta`."""
     log_ratio = log_ratio_of(log_prob, old_log_prob)
     loss_mat = -(advantages * log_prob - 0.5 * config.policy_loss.dro_beta * log_ratio**2)
     loss = agg_loss(weighted(loss_mat, rollout_is_weights), response_mask, loss_agg_mode, **batch_counts(config))
@@ -77,7 +77,7 @@ def compute_policy_loss_reinforce(
     config: ActorConfig,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """L = -w A log_prob, w the importance weights where there are any."""
+    """L = -w A log_prob, with importance weights w if given."""
     loss_mat = weighted(-advantages * log_prob, rollout_is_weights)
     loss = agg_loss(loss_mat, response_mask, loss_agg_mode, **batch_counts(config))
     return loss, {"actor/ppo_kl": masked_mean((rollout_log_prob - log_prob).detach(), response_mask)}

@@ -1,8 +1,8 @@
 """Policy losses: the registry, and PPO's clipped loss under the name `vanilla`.
 
-Select one with `actor_rollout_ref.actor.policy_loss.loss_mode`; add one with `@register_policy_loss("name")` or name
-outside code as `module:function`. Every loss has the signature `PolicyLossFn`; one that needs statistics of the whole
-mini-batch is registered with a `prepare` (see `preparation.py`).
+Select one with `actor_rollout_ref.actor.policy_loss.loss_mode`; add your own with `@register_policy_loss("name")`, or select it
+as `module:function`. Every loss has the signature `PolicyLossFn`; one that needs statistics of the whole mini-batch is
+registered with a `prepare` function (see `preparation.py`).
 """
 
 from collections.abc import Callable, Mapping
@@ -13,18 +13,16 @@ from torch import Tensor
 
 from lockstep.algorithms.losses.aggregate import agg_loss
 from lockstep.algorithms.losses.preparation import MiniBatch, Prepare
+from lockstep.algorithms.rollout_correction.weights import MAX_LOG_RATIO
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.registry import Registry
 from lockstep.utils.masked import masked_mean
-
-# exp of a larger log-ratio says nothing more, but overflows
-MAX_LOG_RATIO = 20.0
 
 
 class PolicyLossFn(Protocol):
     """(B, R) tensors to the loss and its metrics.
 
-    The loss is to be summed over micro-batches; the metrics are detached scalar tensors, means over this call's tokens.
+    Losses are summed over micro-batches; metrics are detached scalar tensors, means over this call's tokens.
     """
 
     def __call__(
@@ -43,11 +41,11 @@ POLICY_LOSSES: Registry[PolicyLossFn] = Registry("policy loss", key="actor_rollo
 
 
 PREPARATIONS: dict[str, Prepare] = {}
-"""Name of a policy loss to what it must know of the whole mini-batch."""
+"""Policy loss name to its `prepare` function."""
 
 
 def register_policy_loss(name: str, prepare: Prepare | None = None) -> Callable[[PolicyLossFn], PolicyLossFn]:
-    """Decorator: make the function selectable as `name`; `prepare` gives it tensors of the whole mini-batch."""
+    """Decorator: register the function as `name`; `prepare` computes tensors from the whole mini-batch for it."""
 
     def enter(loss: PolicyLossFn) -> PolicyLossFn:
         POLICY_LOSSES.register(name)(loss)
@@ -59,28 +57,28 @@ def register_policy_loss(name: str, prepare: Prepare | None = None) -> Callable[
 
 
 def get_policy_loss_fn(name: str) -> PolicyLossFn:
-    """The policy loss registered as `name`, or outside code where `name` is `module:function`."""
+    """The policy loss registered as `name`, or outside code if `name` is `module:function`."""
     return POLICY_LOSSES.get(name)
 
 
 def policy_loss_mode(config: ActorConfig) -> str:
-    """`policy_loss.loss_mode`; in bypass mode PPO's loss is the one that corrects against the policy in training."""
+    """`policy_loss.loss_mode`; in bypass mode, vanilla is replaced by the loss that applies the rollout correction."""
     bypass = config.policy_loss.rollout_correction.bypass_mode and config.policy_loss.loss_mode == "vanilla"
     return "bypass_mode" if bypass else config.policy_loss.loss_mode
 
 
 def prepare_policy_loss(name: str, rows: Mapping[str, Tensor], config: ActorConfig, seed: int = 0) -> dict[str, Tensor]:
-    """What the loss `name` takes beside its signature, one entry per row; call once for each mini-batch.
+    """Extra arguments of the loss `name`, one entry per row; call once per mini-batch.
 
-    Put the tensors among the rows and hand each micro-batch's part to the loss under the same names. Most losses take
-    none. Without them a loss takes its statistics over the call's own rows.
+    Add the tensors to the rows and pass each micro-batch's part to the loss under the same names. Most losses have none.
+    Without them, a loss computes its statistics over the rows of the call.
     """
     prepare = PREPARATIONS.get(name)
     return {} if prepare is None else prepare(MiniBatch(rows, seed), config)
 
 
 def log_ratio_of(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
-    """log_prob - old_log_prob, held within +-20."""
+    """log_prob - old_log_prob, clamped to +-20."""
     return (log_prob - old_log_prob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
@@ -89,7 +87,7 @@ def weighted(loss_mat: Tensor, rollout_is_weights: Tensor | None) -> Tensor:
 
 
 def batch_counts(config: ActorConfig) -> dict[str, Any]:
-    """The keyword arguments of `agg_loss` that the config carries: the mini-batch's counts and the scale factor."""
+    """The keyword arguments of `agg_loss` from the config: mini-batch counts and scale factor."""
     return {"loss_scale_factor": config.loss_scale_factor, **config.global_batch_info}
 
 
@@ -103,7 +101,7 @@ def compute_policy_loss_vanilla(
     config: ActorConfig,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's clipped loss with the clip ranges and the mini-batch's counts of the actor's config."""
+    """PPO's clipped loss, with clip ranges and mini-batch counts from the actor's config."""
     loss, clipfrac, ppo_kl, clipfrac_lower = compute_policy_loss(
         old_log_prob,
         log_prob,
@@ -133,16 +131,16 @@ def compute_policy_loss(
     rollout_is_weights: Tensor | None = None,
     **counts: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Clipped, dual-clipped policy loss: (loss, share clipped, mean log-ratio, share clipped by the dual clip).
+    """Clipped, dual-clipped policy loss: (loss, clip fraction, mean negative log-ratio, dual-clip fraction).
 
-    r = exp(log_prob - old_log_prob);  L = max(-A r, -A clip(r, 1 - low, 1 + high));  where A < 0: L = min(L, -A c)
+    r = exp(log_prob - old_log_prob);  L = max(-A r, -A clip(r, 1 - low, 1 + high));  if A < 0: L = min(L, -A c)
 
-    PPO (arXiv:1707.06347); unequal low and high are DAPO's clip-higher (arXiv:2503.14476); the bound c > 1 on what one
-    disliked token can cost is dual clip (arXiv:1912.09729). `rollout_is_weights` multiplies each token's loss.
-    The log-ratio is held within +-20. The three statistics are detached and over this call's tokens.
+    PPO (arXiv:1707.06347); high > low is DAPO's clip-higher (arXiv:2503.14476); c > 1 is the dual clip, which bounds the loss
+    of a token with negative advantage (arXiv:1912.09729). `rollout_is_weights` multiplies each token's loss. The log-ratio is
+    clamped to +-20. The three statistics are detached and over this call's tokens.
     """
     if clip_ratio_c <= 1.0:
-        raise ValueError(f"actor_rollout_ref.actor.clip_ratio_c={clip_ratio_c}: the dual clip must be greater than 1")
+        raise ValueError(f"actor_rollout_ref.actor.clip_ratio_c={clip_ratio_c}: must be greater than 1")
     low = cliprange if cliprange_low is None else cliprange_low
     high = cliprange if cliprange_high is None else cliprange_high
 

@@ -1,9 +1,9 @@
-"""What a policy loss must know of the whole mini-batch before the first backward.
+"""Mini-batch statistics that a policy loss needs before the first backward.
 
-A loss sees one micro-batch on one rank. One that compares tokens over the mini-batch (clip_cov, kl_cov) or divides by its
-rows (geo_mean) has a preparation beside it: called once for each mini-batch on the controller, where all its rows are, with
-the columns that are there before the forward. Its result is one tensor per row, which travels with the rows into the
-micro-batches and reaches the loss as keyword arguments. So the loss does not depend on the split.
+A loss sees one micro-batch on one rank. A loss that compares tokens over the mini-batch (clip_cov, kl_cov) or divides by its
+number of rows (geo_mean) registers a `prepare` function. It is called once per mini-batch on the controller, with all rows and
+the columns that exist before the forward. Its result, one entry per row, is added to the rows and passed to the loss as keyword
+arguments, so that the loss does not depend on the micro-batch split.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,8 +18,8 @@ from lockstep.config.actor_rollout_ref import ActorConfig
 class MiniBatch:
     """All rows of a mini-batch.
 
-    rows: columns: old_log_probs, advantages, response_mask, ... (B, R).
-    seed: of random draws; another one for each mini-batch.
+    rows: old_log_probs, advantages, response_mask, ... (B, R).
+    seed: for random draws; differs between mini-batches.
     """
 
     rows: Mapping[str, Tensor]

@@ -1,4 +1,4 @@
-"""SAPO: a smooth gate on the ratio in the place of a clip."""
+"""SAPO: a smooth gate on the ratio instead of a clip."""
 
 import torch
 from torch import Tensor
@@ -21,14 +21,14 @@ def compute_policy_loss_sapo(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """SAPO (arXiv:2511.20347): L = -A (4 / tau) sigmoid(tau (r - 1)).
 
-    tau is `config.tau_pos` where A > 0 and `config.tau_neg` elsewhere. At r = 1 the slope is 1, as without a gate; far
-    from it the gradient fades. Always aggregated by seq-mean-token-mean, whatever `loss_agg_mode` says.
+    tau is `config.tau_pos` if A > 0, else `config.tau_neg`. At r = 1 the slope is 1, as without a gate; far from it the
+    gradient vanishes. Always aggregated by seq-mean-token-mean, regardless of `loss_agg_mode`.
     """
     log_ratio = log_ratio_of(log_prob, old_log_prob)
     tau = torch.where(advantages > 0, config.tau_pos, config.tau_neg)
     gate = torch.sigmoid(tau * (torch.exp(log_ratio) - 1.0)) * (4.0 / tau)
     loss_mat = weighted(-advantages * gate, rollout_is_weights)
     loss = agg_loss(loss_mat, response_mask, "seq-mean-token-mean", **batch_counts(config))
-    nothing = torch.zeros_like(loss.detach())
+    zero = torch.zeros_like(loss.detach())
     ppo_kl = masked_mean(-log_ratio.detach(), response_mask)
-    return loss, {"actor/pg_clipfrac": nothing, "actor/ppo_kl": ppo_kl, "actor/pg_clipfrac_lower": nothing}
+    return loss, {"actor/pg_clipfrac": zero, "actor/ppo_kl": ppo_kl, "actor/pg_clipfrac_lower": zero}

@@ -1,4 +1,4 @@
-"""Losses of whole sequences: one ratio per response, its tokens' geometric mean."""
+"""Sequence-level losses: one ratio per response, the geometric mean over its tokens."""
 
 from typing import Any
 
@@ -24,9 +24,8 @@ def compute_policy_loss_gspo(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """GSPO (arXiv:2507.18071): PPO's clip on the sequence's ratio s = exp(mean log-ratio of its tokens).
 
-    The value is s at every token, the gradient each token's own: log s_t = log s (constant) + log_prob - log_prob
-    (constant). log s is held under 10. The paper's loss is that of loss_agg_mode=seq-mean-token-mean, with clip
-    distances of the order of 3e-4.
+    The value is s at every token, the gradient that of the token: log s_t = log s.detach() + log_prob - log_prob.detach().
+    log s is clamped to at most 10. The paper uses loss_agg_mode=seq-mean-token-mean and clip ratios around 3e-4.
     """
     log_ratio = log_prob - old_log_prob
     sequence = masked_mean(log_ratio, response_mask, axis=-1).detach().unsqueeze(-1)
@@ -43,7 +42,7 @@ def compute_policy_loss_gspo(
 
 
 def row_shares(mini_batch: MiniBatch, config: ActorConfig) -> dict[str, Tensor]:
-    """`row_weights` (B,): 1 / number of rows of the mini-batch."""
+    """`row_weights` (B,): 1 / number of rows in the mini-batch."""
     advantages = mini_batch.rows["advantages"]
     return {"row_weights": advantages.new_full((len(advantages),), 1 / max(len(advantages), 1))}
 
@@ -61,15 +60,14 @@ def compute_policy_loss_geo_mean(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """GMPO (arXiv:2507.20673): L = -A exp(mean of the clipped log-ratios), averaged over the rows.
 
-    A token's log-ratio is clipped to (-clip_ratio_low, clip_ratio_high) where that lowers the objective; A is the mean of
-    the row's advantages. `loss_agg_mode` does not count. `row_weights` are the rows' shares of the mini-batch; without
-    them, those of this call. A row without tokens has loss 0 and counts as a row. Importance weights enter by their
-    geometric mean.
+    A token's log-ratio is clipped to (-clip_ratio_low, clip_ratio_high) if that lowers the objective; A is the mean of the
+    row's advantages. `loss_agg_mode` is ignored. `row_weights` are 1 / rows of the mini-batch; by default 1 / rows of this
+    call. A row without tokens has loss 0 and is counted. Importance weights are applied by their geometric mean.
     """
     log_ratio = log_ratio_of(log_prob, old_log_prob)
-    held = log_ratio.clamp(-config.clip_ratio_low, config.clip_ratio_high)
+    clipped = log_ratio.clamp(-config.clip_ratio_low, config.clip_ratio_high)
     sign = torch.sign(advantages)
-    chosen = sign * torch.minimum(sign * log_ratio, sign * held)
+    chosen = sign * torch.minimum(sign * log_ratio, sign * clipped)
     ratio_B = torch.exp(masked_mean(chosen, response_mask, axis=-1))
     loss_B = -masked_mean(advantages, response_mask, axis=-1) * ratio_B
     if rollout_is_weights is not None:
@@ -80,10 +78,10 @@ def compute_policy_loss_geo_mean(
         dp_size: Any = config.global_batch_info.get("dp_size", 1)
         loss = (loss_B * row_weights).sum() * dp_size
     with torch.no_grad():
-        moved = log_ratio != held
+        is_clipped = log_ratio != clipped
         metrics = {
-            "actor/pg_clipfrac": masked_mean((moved & (advantages > 0)).float(), response_mask),
+            "actor/pg_clipfrac": masked_mean((is_clipped & (advantages > 0)).float(), response_mask),
             "actor/ppo_kl": masked_mean(-log_ratio, response_mask),
-            "actor/pg_clipfrac_lower": masked_mean((moved & (advantages < 0)).float(), response_mask),
+            "actor/pg_clipfrac_lower": masked_mean((is_clipped & (advantages < 0)).float(), response_mask),
         }
     return loss, metrics

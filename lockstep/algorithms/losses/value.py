@@ -18,10 +18,10 @@ def compute_value_loss(
     loss_agg_mode: str = "token-mean",
     **counts: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Clipped value loss and the share of tokens where the clip decides.
+    """Clipped value loss and the fraction of tokens whose loss is clipped.
 
     L = 0.5 max((v - G)^2, (clip(v, v_old +- cliprange_value) - G)^2), all (B, R), aggregated like the policy loss;
-    `counts` are those of `agg_loss`. The share is detached and over this call's tokens.
+    `counts` are those of `agg_loss`. The fraction is detached and over this call's tokens.
     """
     clipped_vpreds = torch.clamp(vpreds, values - cliprange_value, values + cliprange_value)
     unclipped = (vpreds - returns) ** 2

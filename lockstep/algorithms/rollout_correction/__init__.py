@@ -1,9 +1,9 @@
-"""Rollouts whose log-probs are not the trainer's: importance weights, rejection, and how far the two are apart.
+"""Correction for rollouts whose log-probs differ from the trainer's: importance weights, rejection, metrics.
 
-log r = log-prob under the trainer's policy - log-prob under the rollout's, of each token
+log r = log-prob under the trainer's policy - log-prob under the rollout's, per token
 
-    weights.py    r of tokens or of sequences, truncated     -> rollout_is_weights
-    rejection.py  tokens and sequences too far off           -> response_mask
+    weights.py    r per token or per sequence, truncated     -> rollout_is_weights
+    rejection.py  drops tokens and sequences too far off     -> response_mask
     distance.py   KL, perplexities and chi-squared           -> metrics
     correct.py    all three, on tensors and on the batch
 """

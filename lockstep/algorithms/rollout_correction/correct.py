@@ -1,4 +1,4 @@
-"""The correction as a whole: on tensors, and as a step on the batch."""
+"""The whole correction, on tensors and on a batch."""
 
 from torch import Tensor
 
@@ -22,7 +22,7 @@ def compute_rollout_correction_and_rejection_mask(
     rollout_rs: str | None = None,
     rollout_rs_threshold: str | float | None = None,
 ) -> tuple[DataProto | None, Tensor, dict[str, float]]:
-    """(weights, mask, metrics): `rollout_is_weights` in a DataProto, None where `rollout_is` is; the mask after rejection.
+    """(weights, mask, metrics): `rollout_is_weights` in a DataProto, None if `rollout_is` is; the mask after rejection.
 
     All tensors (B, R). Metrics are numbers under rollout_corr/.
     """
@@ -31,7 +31,7 @@ def compute_rollout_correction_and_rejection_mask(
         rollout_log_prob,
         response_mask,
         RolloutCorrectionConfig(
-            rollout_is=rollout_is,  # type: ignore[arg-type]  # checked where it is used
+            rollout_is=rollout_is,  # type: ignore[arg-type]  # checked on use
             rollout_is_threshold=rollout_is_threshold,
             rollout_is_batch_normalize=rollout_is_batch_normalize,
             rollout_rs=rollout_rs,
@@ -55,15 +55,15 @@ def correct_tokens(
     weights, mask = None, response_mask.clone()
     metrics: Metrics = {}
     if config.rollout_is is not None:
-        weights, found = compute_rollout_correction_weights(
+        weights, weight_metrics = compute_rollout_correction_weights(
             log_ratio, response_mask, config.rollout_is, config.rollout_is_threshold, config.rollout_is_batch_normalize
         )
-        metrics |= found
+        metrics |= weight_metrics
     if config.rollout_rs is not None:
-        mask, found = compute_rollout_rejection_mask(
+        mask, rejection_metrics = compute_rollout_rejection_mask(
             log_ratio, response_mask, config.rollout_rs, config.rollout_rs_threshold
         )
-        metrics |= found
+        metrics |= rejection_metrics
     metrics |= compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask)
     return weights, mask, {PREFIX + name: value for name, value in metrics.items()}
 
@@ -71,8 +71,8 @@ def correct_tokens(
 def apply_rollout_correction(batch: DataProto, config: RolloutCorrectionConfig) -> tuple[DataProto, dict[str, float]]:
     """Write `rollout_is_weights` and the reduced `response_mask` into the batch; returns it and the metrics.
 
-    Reads old_log_probs, rollout_log_probs and response_mask. Does nothing where neither `rollout_is` nor `rollout_rs` is
-    set, and in bypass mode, whose loss corrects against the policy that is being trained.
+    Reads old_log_probs, rollout_log_probs and response_mask. No-op if neither `rollout_is` nor `rollout_rs` is set,
+    and in bypass mode, whose loss applies the correction with the current policy.
     """
     if config.bypass_mode or (config.rollout_is is None and config.rollout_rs is None):
         return batch, {}
@@ -87,7 +87,7 @@ def apply_rollout_correction(batch: DataProto, config: RolloutCorrectionConfig) 
 
 
 def use_rollout_log_probs(batch: DataProto) -> DataProto:
-    """Bypass mode: `old_log_probs` are the rollout's own."""
+    """Bypass mode: use the rollout's log-probs as `old_log_probs`."""
     batch.tensors["old_log_probs"] = _rollout_log_probs(batch)
     return batch
 

@@ -1,4 +1,4 @@
-"""How far the rollout's policy is from the trainer's, as metrics."""
+"""Metrics of the distance between the rollout's policy and the trainer's."""
 
 import torch
 from torch import Tensor
@@ -9,17 +9,17 @@ from lockstep.utils.masked import masked_mean, masked_sum
 
 
 def compute_offpolicy_metrics(old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor) -> Metrics:
-    """KL(rollout || trainer) by two estimators, both perplexities and their ratio, chi-squared of tokens and sequences.
+    """KL(rollout || trainer) by two estimators, both perplexities and their ratio, token and sequence chi-squared.
 
-    Perplexities are of sequences, then averaged. training_* is the policy of `old_log_prob`.
+    Perplexities are computed per sequence, then averaged. training_* is the policy of `old_log_prob`.
     """
     old, rollout = old_log_prob.detach(), rollout_log_prob.detach()
     log_ratio = old - rollout
     training_B = -masked_mean(old, response_mask, axis=-1)
     rollout_B = -masked_mean(rollout, response_mask, axis=-1)
     difference_B = training_B - rollout_B
-    held = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    held_B = masked_sum(log_ratio, response_mask, axis=-1).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    clamped = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    clamped_B = masked_sum(log_ratio, response_mask, axis=-1).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return {
         "training_ppl": training_B.exp().mean(),
         "training_log_ppl": training_B.mean(),
@@ -32,6 +32,6 @@ def compute_offpolicy_metrics(old_log_prob: Tensor, rollout_log_prob: Tensor, re
         "log_ppl_diff_max": difference_B.max(),
         "log_ppl_diff_min": difference_B.min(),
         "ppl_ratio": difference_B.exp().mean(),
-        "chi2_token": masked_mean(torch.exp(held) ** 2, response_mask) - 1.0,
-        "chi2_seq": torch.exp(2.0 * held_B).mean() - 1.0,
+        "chi2_token": masked_mean(torch.exp(clamped) ** 2, response_mask) - 1.0,
+        "chi2_seq": torch.exp(2.0 * clamped_B).mean() - 1.0,
     }

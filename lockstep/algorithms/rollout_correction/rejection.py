@@ -1,4 +1,4 @@
-"""Rejection: tokens and sequences that are too far from the trainer's policy leave the mask."""
+"""Rejection: remove tokens and sequences too far from the trainer's policy from the mask."""
 
 import math
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.rollout_correction.summary import Metrics, clamped_std, extremes, of_sequences, share
+from lockstep.algorithms.rollout_correction.summary import Metrics, clamped_std, extremes, fraction, sequence_statistics
 from lockstep.algorithms.rollout_correction.weights import MAX_LOG_RATIO
 from lockstep.registry import did_you_mean
 from lockstep.utils.masked import masked_mean, masked_sum
@@ -23,11 +23,11 @@ _KEY = "algorithm.rollout_correction"
 
 @dataclass(frozen=True)
 class Rejection:
-    """One criterion: keep what has low <= distance <= high.
+    """One criterion: keep if low <= distance <= high.
 
     name: level and estimator, `seq_mean_k3`; level is token, seq_sum, seq_mean or seq_max.
-    low, high: in the distance's own unit. k1 = -log r is signed and has both, given by the user as ratios; k2 and k3
-    are never negative and have no lower bound (0).
+    low, high: in units of the distance. k1 = -log r is signed and has both bounds, set by the user as ratios; k2 and k3 are
+    never negative and have no lower bound (0).
     """
 
     name: str
@@ -52,23 +52,23 @@ def compute_rollout_rejection_mask(
     rollout_rs: str = "token_k1",
     rollout_rs_threshold: str | float | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """The mask (B, R) without the tokens that any criterion of `rollout_rs` rejects, and statistics of each.
+    """The mask (B, R) without the tokens that any criterion of `rollout_rs` rejects, and statistics per criterion.
 
-    k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r of each token; `seq_sum`, `seq_mean` and `seq_max` take them over
-    a sequence and keep or reject it whole. Several criteria stand with commas, with a threshold each or one for all.
+    k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r per token; `seq_sum`, `seq_mean` and `seq_max` aggregate them over a
+    sequence and keep or reject it as a whole. Criteria are separated by commas, with one threshold each or one for all.
     """
     criteria = _criteria(rollout_rs, rollout_rs_threshold)
-    own = response_mask.bool()
-    # 1 where every criterion so far keeps the position, padding included
-    kept = torch.ones_like(own)
+    valid = response_mask.bool()
+    # 1 if every criterion so far keeps the position, including padding
+    kept = torch.ones_like(valid)
     metrics: Metrics = {}
     for rejection in criteria:
         distance = _distance(rejection, log_ratio.detach(), response_mask)
         passed = rejection.keeps(distance)
         kept = kept & passed
-        metrics |= _statistics(rejection, distance, passed, own)
-    metrics["rollout_rs_masked_fraction"] = masked_mean((~kept).float(), own)
-    metrics["rollout_rs_seq_masked_fraction"] = share((~kept & own).any(dim=-1))
+        metrics |= _statistics(rejection, distance, passed, valid)
+    metrics["rollout_rs_masked_fraction"] = masked_mean((~kept).float(), valid)
+    metrics["rollout_rs_seq_masked_fraction"] = fraction((~kept & valid).any(dim=-1))
     return response_mask * kept.to(response_mask.dtype), metrics
 
 
@@ -76,13 +76,15 @@ def _criteria(rollout_rs: str, threshold: str | float | None) -> list[Rejection]
     names = list(dict.fromkeys(name.strip() for name in rollout_rs.split(",") if name.strip()))
     for name in names:
         if name not in REJECTIONS:
-            raise ValueError(f"{_KEY}.rollout_rs={rollout_rs}: no such rejection. {did_you_mean(name, REJECTIONS)}")
+            raise ValueError(
+                f"{_KEY}.rollout_rs={rollout_rs}: no such rejection criterion. {did_you_mean(name, REJECTIONS)}"
+            )
     if not names:
-        raise ValueError(f"{_KEY}.rollout_rs={rollout_rs!r}: names no rejection; set null for none")
+        raise ValueError(f"{_KEY}.rollout_rs={rollout_rs!r}: is empty; set null to disable rejection")
     given = [] if threshold is None else [part.strip() for part in str(threshold).split(",") if part.strip()]
     if len(given) not in (1, len(names)):
         raise ValueError(
-            f"{_KEY}.rollout_rs_threshold={threshold}: must be one threshold, or one for each of the {len(names)} of "
+            f"{_KEY}.rollout_rs_threshold={threshold}: must be one threshold, or one per criterion of "
             f"{_KEY}.rollout_rs={rollout_rs}"
         )
     return [_criterion(name, spec) for name, spec in zip(names, given * len(names) if len(given) == 1 else given)]
@@ -96,7 +98,7 @@ def _criterion(name: str, spec: str) -> Rejection:
     signed = name.endswith("k1")
     if not numbers or min(numbers) <= 0 or len(numbers) > (2 if signed else 1):
         allowed = "a ratio above 0, or two as low_high" if signed else "a number above 0"
-        raise ValueError(f"{_KEY}.rollout_rs_threshold={spec}: for {name} it must be {allowed}")
+        raise ValueError(f"{_KEY}.rollout_rs_threshold={spec}: must be {allowed} for {name}")
     if not signed:
         return Rejection(name, 0.0, numbers[0])
     low, high = numbers if len(numbers) == 2 else (1.0 / numbers[0], numbers[0])
@@ -118,30 +120,30 @@ def _distance(rejection: Rejection, log_ratio: Tensor, response_mask: Tensor) ->
         distance_B = masked_sum(distance, response_mask, axis=-1)
     elif rejection.level == "seq_mean":
         distance_B = masked_mean(distance, response_mask, axis=-1)
-    else:  # seq_max; k2 and k3 are never negative, so 0 stands for an empty row
+    else:  # seq_max; k2 and k3 are never negative, so an empty row gets 0
         distance_B = torch.where(response_mask.bool(), distance, 0.0).amax(dim=-1)
     return distance_B.unsqueeze(-1).expand_as(distance)
 
 
-def _statistics(rejection: Rejection, distance: Tensor, passed: Tensor, own: Tensor) -> Metrics:
+def _statistics(rejection: Rejection, distance: Tensor, passed: Tensor, valid: Tensor) -> Metrics:
     prefix = f"rollout_rs_{rejection.name}"
-    filled = own.any(dim=-1)
-    distance_B = (masked_mean(distance, own, axis=-1) if rejection.level == "token" else distance[:, 0])[filled]
-    metrics: Metrics = {f"{prefix}_mean": masked_mean(distance, own)}
+    nonempty = valid.any(dim=-1)
+    distance_B = (masked_mean(distance, valid, axis=-1) if rejection.level == "token" else distance[:, 0])[nonempty]
+    metrics: Metrics = {f"{prefix}_mean": masked_mean(distance, valid)}
     if rejection.level == "token":
-        metrics[f"{prefix}_max"], metrics[f"{prefix}_min"] = extremes(distance, own)
-        high = masked_mean((distance > rejection.high).float(), own)
-        low = masked_mean((distance < rejection.low).float(), own)
+        metrics[f"{prefix}_max"], metrics[f"{prefix}_min"] = extremes(distance, valid)
+        high = masked_mean((distance > rejection.high).float(), valid)
+        low = masked_mean((distance < rejection.low).float(), valid)
     else:
         metrics[f"{prefix}_max"], metrics[f"{prefix}_min"] = distance_B.max(), distance_B.min()
-        high, low = share(distance_B > rejection.high), share(distance_B < rejection.low)
+        high, low = fraction(distance_B > rejection.high), fraction(distance_B < rejection.low)
     metrics[f"{prefix}_fraction_high"] = high
     metrics[f"{prefix}_fraction_low"] = low if rejection.has_low else torch.zeros_like(low)
-    metrics[f"{prefix}_std"] = clamped_std(distance, own, rejection.low, rejection.high)
-    metrics |= of_sequences(prefix, distance_B, ideal=0.0)
-    metrics[f"{prefix}_seq_fraction_high"] = share(distance_B > rejection.high)
+    metrics[f"{prefix}_std"] = clamped_std(distance, valid, rejection.low, rejection.high)
+    metrics |= sequence_statistics(prefix, distance_B, ideal=0.0)
+    metrics[f"{prefix}_seq_fraction_high"] = fraction(distance_B > rejection.high)
     if rejection.has_low:
-        metrics[f"{prefix}_seq_fraction_low"] = share(distance_B < rejection.low)
-    metrics[f"{prefix}_masked_fraction"] = masked_mean((~passed).float(), own)
-    metrics[f"{prefix}_seq_masked_fraction"] = share((~passed & own).any(dim=-1)[filled])
+        metrics[f"{prefix}_seq_fraction_low"] = fraction(distance_B < rejection.low)
+    metrics[f"{prefix}_masked_fraction"] = masked_mean((~passed).float(), valid)
+    metrics[f"{prefix}_seq_masked_fraction"] = fraction((~passed & valid).any(dim=-1)[nonempty])
     return metrics

@@ -1,15 +1,19 @@
-"""What every rollout engine takes and gives back: requests, completions, the interface and the table of engines."""
+"""The interface of rollout engines: requests, completions, base class and registry; and what all engines share."""
 
 import asyncio
+import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
+from lockstep.models.model_check import check_log_probs, reference_log_probs
 from lockstep.registry import Registry
 
 StopReason = Literal["stop", "length"]
@@ -17,15 +21,15 @@ StopReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one request are drawn.
+    """How the tokens of one request are sampled.
 
     temperature:    divides the logits; 0 takes the likeliest token.
-    top_k:          draw from the k likeliest tokens; -1 or 0 for all.
-    top_p:          draw from the smallest set of likeliest tokens whose probability reaches p.
-    min_p:          draw from the tokens with at least this share of the likeliest one's probability.
-    max_tokens:     most tokens to generate, the stop token included.
-    stop_token_ids: tokens that end the response beside the model's end-of-sequence tokens.
-    ignore_eos:     go on to `max_tokens` past every stop token.
+    top_k:          sample from the k likeliest tokens; -1 or 0 for all.
+    top_p:          sample from the smallest set of likeliest tokens whose probability reaches p.
+    min_p:          sample from the tokens with at least this share of the likeliest token's probability.
+    max_tokens:     most tokens to generate, including the stop token.
+    stop_token_ids: tokens that end the response, in addition to the model's end-of-sequence tokens.
+    ignore_eos:     generate `max_tokens` tokens, ignoring stop tokens.
     """
 
     temperature: float = 1.0
@@ -54,13 +58,13 @@ class SamplingParams:
 
     @property
     def filtered(self) -> bool:
-        """Whether part of the distribution is cut off before the draw."""
+        """Whether min-p, top-k or top-p removes part of the distribution."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One response to one prompt. The draws depend on `seed` and the position in the sequence alone."""
+    """One response to one prompt. A sampled token depends only on its logits, `seed` and its position in the sequence."""
 
     prompt_ids: list[int]
     sampling: SamplingParams
@@ -71,11 +75,11 @@ class GenerationRequest:
 class Completion:
     """One response.
 
-    token_ids:      the tokens drawn; the stop token, if one ended the response, is the last of them.
-    log_probs:      of each token, under the full distribution at the request's temperature (1 where it is greedy).
+    token_ids:      the sampled tokens, including the stop token if one ended the response.
+    log_probs:      of each token, under the full distribution at the request's temperature (1 if greedy).
     stop_reason:    "stop" at a stop token, "length" at `max_tokens`.
-    policy_version: of the weights at the time when the request came in.
-    num_preempted:  how often the sequence lost its cache and was computed anew.
+    policy_version: of the weights when the request arrived.
+    num_preempted:  how often the sequence lost its cache and was prefilled again.
     """
 
     token_ids: list[int]
@@ -86,41 +90,41 @@ class Completion:
 
 
 class RolloutEngine(ABC):
-    """Turns requests into completions with the weights of the model bound to it.
+    """Generates completions with the weights of the bound model.
 
-    policy_version: of those weights; whoever updates them sets it.
+    policy_version: of those weights, set by whoever updates them.
     """
 
     policy_version: int = 0
 
     @abstractmethod
     def bind(self, model: nn.Module) -> None:
-        """Decode with this module's parameters, as they are at each later call."""
+        """Use this module's parameters, with the values they have at each later call."""
 
     @abstractmethod
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """The completions of `requests`, in their order."""
 
     async def generate_one(self, request: GenerationRequest) -> Completion:
-        """One completion for a caller that waits beside others; an engine may batch what runs at the same time."""
+        """One completion; an engine may batch concurrent calls."""
         return (await asyncio.to_thread(self.generate, [request]))[0]
 
     @abstractmethod
     def update_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Take new values of named parameters; needed only where the weights are not the trainer's own tensors."""
+        """Copy new values into named parameters; not needed if the model shares the trainer's tensors."""
 
     def sleep(self) -> None:  # noqa: B027
-        """Give the memory of caches back until `wake` or the next request."""
+        """Free the KV cache until `wake` or the next request."""
 
     def wake(self) -> None:  # noqa: B027
-        """Undo `sleep`; the next request does it too."""
+        """Undo `sleep`; the next request does so too."""
 
 
 ROLLOUT_ENGINES: Registry[type[RolloutEngine]] = Registry("rollout engine", key="actor_rollout_ref.rollout.name")
 
 
 def create_rollout_engine(config: RolloutConfig, eos_token_ids: Sequence[int], pad_token_id: int) -> RolloutEngine:
-    """The engine that `config.name` names. It generates after `bind`."""
+    """The engine named `config.name`; call `bind` before generating."""
     engine_class = ROLLOUT_ENGINES.get(config.name)
     return engine_class(config, eos_token_ids, pad_token_id)  # type: ignore[call-arg]
 
@@ -136,7 +140,7 @@ def check_requests(requests: Sequence[GenerationRequest], max_model_len: int) ->
             raise ValueError(f"request {i}: the prompt has no tokens")
         if prompt + new > max_model_len:
             raise ValueError(
-                f"request {i}: {prompt} prompt tokens + max_tokens {new} = {prompt + new} exceed the longest sequence "
+                f"request {i}: {prompt} prompt tokens + max_tokens {new} = {prompt + new} exceed max_model_len="
                 f"{max_model_len}; raise actor_rollout_ref.rollout.max_model_len or shorten the prompt or max_tokens"
             )
 
@@ -153,10 +157,49 @@ def copy_weights(model: nn.Module, weights: Iterator[tuple[str, Tensor]]) -> Non
     with torch.no_grad():
         for name, value in weights:
             if name not in state:
-                raise ValueError(f"update_weights: the rollout's model has no parameter {name!r}")
+                raise ValueError(f"update_weights: the rollout model has no parameter {name!r}")
             if state[name].shape != value.shape:
                 raise ValueError(
                     f"update_weights: {name} has shape {tuple(value.shape)}, "
-                    f"in the rollout's model {tuple(state[name].shape)}"
+                    f"but {tuple(state[name].shape)} in the rollout model"
                 )
             state[name].copy_(value)
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """No dropout and no gradient checkpointing inside; each module gets its own mode back afterwards."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def check_against_transformers(
+    generate: Callable[[Sequence[GenerationRequest]], list[Completion]],
+    model: PreTrainedModel,
+    max_length: int,
+    block_size: int,
+    *,
+    path: str,
+    advice: str,
+) -> None:
+    """Compare the log-probs of an engine with transformers' eager forward; ValueError if they differ.
+
+    Three random prompts end within the first, second and third cache block, as far as `max_length` allows. The model must be
+    in evaluation mode.
+    path, advice: for the message, see `check_log_probs`.
+    """
+    rng, vocab_size = random.Random(0), model.config.get_text_config().vocab_size
+    num_new = min(4, max_length - 1)
+    lengths = [min(length, max_length - num_new) for length in (3, block_size + 2, 2 * block_size + 1)]
+    sampling = SamplingParams(max_tokens=num_new, ignore_eos=True)
+    prompts = [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
+    completions = generate([GenerationRequest(prompt, sampling, seed) for seed, prompt in enumerate(prompts)])
+    expected = reference_log_probs(model, [prompt + c.token_ids for prompt, c in zip(prompts, completions)])
+    got = [torch.tensor(c.log_probs) for c in completions]
+    check_log_probs(got, [log_probs[-num_new:].cpu() for log_probs in expected], model=model, path=path, advice=advice)

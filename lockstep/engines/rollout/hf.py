@@ -1,9 +1,9 @@
-"""Rollout by transformers' own `generate`: slower than embedded, for models that embedded cannot serve.
+"""Rollout by transformers' `generate`: slower than the embedded engine, for models that it cannot serve.
 
-    requests ─► batches of max_num_seqs, padded left ─► model.generate ─► cut at each request's own end
+    requests ─► batches of max_num_seqs, left-padded ─► model.generate ─► each row cut at its own end
 
-`generate` drives the forward passes and its cache; tokens are drawn by the embedded engine's sampler, put in as a
-logits processor. So seeds, filters and log-probs mean the same in both engines, and rows of a batch may differ in them.
+`generate` runs the forward passes and owns the cache, also the state of recurrent models. The embedded engine's sampler runs as a
+logits processor: seeds, filters and log-probs mean the same in both engines, and may differ between rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,13 +26,17 @@ from lockstep.engines.rollout.base import (
     Completion,
     GenerationRequest,
     RolloutEngine,
+    StopReason,
+    check_against_transformers,
     check_requests,
     copy_weights,
+    evaluation_mode,
     longest_sequence,
     stop_tokens,
 )
-from lockstep.engines.rollout.embedded.sampler import SamplingBatch, sample
+from lockstep.engines.rollout.embedded.sampler import SamplingBatch, sample, uniform
 from lockstep.models.attention import ATTENTION_NAME
+from lockstep.models.model_check import transformers_forward
 
 
 @ROLLOUT_ENGINES.register("hf")
@@ -43,26 +47,43 @@ class HFEngine(RolloutEngine):
         self.pad_token_id = pad_token_id
         self.max_model_len = longest_sequence(config)
         self.model: Any = None
+        self._model_is_checked = False
 
     def bind(self, model: nn.Module) -> None:
         self.model = model
+        self._model_is_checked = False
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         copy_weights(self._bound, weights)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         check_requests(requests, self.max_model_len)
-        completions: list[Completion] = []
-        size = self.config.max_num_seqs
-        for first in range(0, len(requests), size):
-            completions += self._generate_batch(requests[first : first + size])
-        return completions
+        if not requests:
+            return []
+        with evaluation_mode(self._bound):
+            if not self._model_is_checked:
+                self._check_model()
+            return self._run(requests)
 
     @property
     def _bound(self) -> Any:
         if self.model is None:
             raise RuntimeError("the rollout engine has no model yet: call bind(model) first")
         return self.model
+
+    def _check_model(self) -> None:
+        path, advice = "transformers' generate with a cache", "No rollout engine can serve this model."
+        if self.config.max_num_seqs > 1:
+            path = "transformers' generate on a left-padded batch"
+            advice = "Set actor_rollout_ref.rollout.max_num_seqs=1, which needs no padding."
+        block_size = self.config.kv_block_size
+        check_against_transformers(self._run, self._bound, self.max_model_len, block_size, path=path, advice=advice)
+        self._model_is_checked = True
+
+    def _run(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        size = self.config.max_num_seqs
+        batches = [requests[first : first + size] for first in range(0, len(requests), size)]
+        return [completion for batch in batches for completion in self._generate_batch(batch)]
 
     def _generate_batch(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         model = self._bound
@@ -71,8 +92,8 @@ class HFEngine(RolloutEngine):
         padding = [width - len(r.prompt_ids) for r in requests]
         ids = torch.tensor([[self.pad_token_id] * n + r.prompt_ids for n, r in zip(padding, requests)], device=device)
         mask = torch.tensor([[0] * n + [1] * (width - n) for n in padding], device=device)
-        draw = DrawTokens(requests, [stop_tokens(r.sampling, self.eos_token_ids) for r in requests], device)
-        with _plain_generate(model), torch.no_grad():
+        sampler = TokenSampler(requests, [stop_tokens(r.sampling, self.eos_token_ids) for r in requests], device)
+        with _generation_mode(model), torch.no_grad():
             model.generate(
                 ids,
                 attention_mask=mask,
@@ -81,39 +102,38 @@ class HFEngine(RolloutEngine):
                     max_new_tokens=max(r.sampling.max_tokens for r in requests),
                     pad_token_id=self.pad_token_id,
                 ),
-                logits_processor=LogitsProcessorList([draw]),
-                stopping_criteria=StoppingCriteriaList([AllDrawn(draw)]),
+                logits_processor=LogitsProcessorList([sampler]),
+                stopping_criteria=StoppingCriteriaList([RowsDone(sampler)]),
             )
-        return draw.completions(self.policy_version)
+        return sampler.completions(self.policy_version)
 
 
-class DrawTokens(LogitsProcessor):
-    """Draws each row's token by its own request and leaves it as the only one possible; keeps what it drew."""
+class TokenSampler(LogitsProcessor):
+    """Samples each row's token by its own request and masks all others; records tokens and log-probs.
+
+    done: (N,) rows that have met a stop token or their `max_tokens`.
+    """
 
     def __init__(
         self, requests: Sequence[GenerationRequest], stop_ids: Sequence[frozenset[int]], device: torch.device
     ) -> None:
         self.requests = requests
         self.stop_ids = stop_ids
+        self.done = torch.zeros(len(requests), dtype=torch.bool, device=device)
         width = max(1, *(len(s) for s in stop_ids))
         self._stops = torch.tensor([[*s, *[-1] * (width - len(s))] for s in stop_ids], device=device)
         self._max_tokens = torch.tensor([r.sampling.max_tokens for r in requests], device=device)
-        self.done = torch.zeros(len(requests), dtype=torch.bool, device=device)
+        self._batch = SamplingBatch([r.sampling for r in requests], device)
         self._tokens: list[Tensor] = []
         self._log_probs: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        drawn = len(self._tokens)
-        batch = SamplingBatch.build(
-            [r.sampling for r in self.requests],
-            [r.seed for r in self.requests],
-            [len(r.prompt_ids) + drawn for r in self.requests],
-            scores.device,
-        )
-        tokens, log_probs = sample(scores, batch)
+        positions = [len(r.prompt_ids) + len(self._tokens) for r in self.requests]
+        random_N = uniform([r.seed for r in self.requests], positions).to(scores.device)
+        tokens, log_probs = sample(scores, self._batch, random_N)
         self._tokens.append(tokens)
         self._log_probs.append(log_probs)
-        self.done |= (tokens[:, None] == self._stops).any(-1) | (drawn + 1 >= self._max_tokens)
+        self.done |= (tokens[:, None] == self._stops).any(-1) | (len(self._tokens) >= self._max_tokens)
         return torch.full_like(scores, float("-inf")).scatter_(1, tokens[:, None], 0.0)
 
     def completions(self, policy_version: int) -> list[Completion]:
@@ -121,40 +141,34 @@ class DrawTokens(LogitsProcessor):
         log_probs = torch.stack(self._log_probs, 1).tolist()
         result = []
         for i, request in enumerate(self.requests):
-            ends = (n for n, token in enumerate(tokens[i], 1) if token in self.stop_ids[i])
-            end = next(ends, None)
-            if end is None or end > request.sampling.max_tokens:
-                length = request.sampling.max_tokens
-                result.append(Completion(tokens[i][:length], log_probs[i][:length], "length", policy_version))
-            else:
-                result.append(Completion(tokens[i][:end], log_probs[i][:end], "stop", policy_version))
+            length = request.sampling.max_tokens
+            stops = (n for n, token in enumerate(tokens[i][:length], 1) if token in self.stop_ids[i])
+            end = next(stops, None)
+            reason: StopReason = "length" if end is None else "stop"
+            cut = slice(end or length)
+            result.append(Completion(tokens[i][cut], log_probs[i][cut], reason, policy_version))
         return result
 
 
-class AllDrawn(StoppingCriteria):
-    """A row is done at its stop token or its own `max_tokens`."""
-
-    def __init__(self, draw: DrawTokens) -> None:
-        self.draw = draw
+class RowsDone(StoppingCriteria):
+    def __init__(self, sampler: TokenSampler) -> None:
+        self.sampler = sampler
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        return self.draw.done
+        return self.sampler.done
 
 
 @contextmanager
-def _plain_generate(model: Any) -> Iterator[None]:
-    """The model as `generate` wants it: evaluation mode, transformers' own attention, no generation defaults."""
-    training = [m for m in model.modules() if m.training]
-    attention, defaults = model.config._attn_implementation, model.generation_config
-    model.eval()
-    if attention == ATTENTION_NAME:
-        model.set_attn_implementation("sdpa")
+def _generation_mode(model: Any) -> Iterator[None]:
+    """transformers' own layers and attention, and no generation defaults of the model; restored afterwards."""
+    text, defaults = model.config.get_text_config(), model.generation_config
+    attention = text._attn_implementation
+    if attention == ATTENTION_NAME:  # sdpa ignores soft-capping
+        use_sdpa = model._supports_sdpa and getattr(text, "attn_logit_softcapping", None) is None
+        attention = "sdpa" if use_sdpa else "eager"
     model.generation_config = GenerationConfig()
     try:
-        yield
+        with transformers_forward(model, attention):
+            yield
     finally:
         model.generation_config = defaults
-        if attention == ATTENTION_NAME:
-            model.set_attn_implementation(ATTENTION_NAME)
-        for module in training:
-            module.training = True

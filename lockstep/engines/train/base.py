@@ -1,9 +1,9 @@
-"""What a training engine offers. It is handed the loss; it knows nothing of the algorithm.
+"""The interface of training engines. The caller passes the loss; an engine knows nothing about the algorithm.
 
     batch (rows on the host) ─► micro-batches ─► model ─► outputs (B, R) ─► loss_fn ─► backward ─► … ─► optimizer_step
 
-The result does not depend on how rows are cut into micro-batches: a loss function returns its micro-batch's share of the loss
-and of each metric, already divided by counts over the whole mini-batch and all ranks, and the engine adds the shares up.
+The result does not depend on the micro-batch split: a loss function returns its micro-batch's share of the loss and of each
+metric, already divided by counts over the whole mini-batch and all ranks, and the engine sums the shares.
 """
 
 from abc import ABC, abstractmethod
@@ -13,18 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tensordict import TensorDict
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 LossFn = Callable[[dict[str, Tensor], TensorDict], tuple[Tensor, dict[str, Tensor]]]
 """(model outputs of a micro-batch, its rows) -> (its share of the loss, its share of each metric)."""
 
 PARTS = ("model", "optimizer", "extra")
-"""What an engine's checkpoint holds."""
+"""Parts of an engine's checkpoint."""
 
 
 @dataclass(frozen=True)
 class MicroBatching:
-    """How rows are cut: `max_tokens` fills micro-batches by tokens; otherwise `num_rows` rows each (None: all at once)."""
+    """How to split rows: `max_tokens` fills micro-batches by tokens; otherwise `num_rows` rows each (None: all at once)."""
 
     num_rows: int | None = None
     max_tokens: int | None = None
@@ -33,10 +34,10 @@ class MicroBatching:
 class TrainEngine(ABC):
     """One model with its optimizer on this rank's device.
 
-    Ranks stand in groups of equal size that compute on the same rows (sequence parallelism); one group is one data-parallel rank.
+    Ranks form groups of equal size that compute on the same rows (sequence parallelism); one group is one data-parallel rank.
 
-    dp_rank, dp_size: which rows this rank computes on, of how many shares.
-    sp_rank:          its place among the ranks that share those rows.
+    dp_rank, dp_size: which of `dp_size` shares of the rows this rank computes on.
+    sp_rank:          its index among the ranks that share those rows.
     """
 
     dp_rank: int
@@ -47,22 +48,25 @@ class TrainEngine(ABC):
     def forward(self, batch: TensorDict, micro: MicroBatching, **options: object) -> dict[str, Tensor]:
         """Outputs for every row, in the order of `batch`, on the host and without gradient.
 
-        Collective, as all that computes: every rank is given as many rows, if only padding of one token that predicts nothing.
+        Collective, like everything that computes: every rank needs the same number of rows; pad with rows of one token.
         """
 
     @abstractmethod
     def forward_backward(
         self, batch: TensorDict, loss_fn: LossFn, micro: MicroBatching, **options: object
     ) -> dict[str, float]:
-        """Add the gradient of one mini-batch; returns the summed metrics."""
+        """Accumulate the gradient of one mini-batch; returns the summed metrics."""
 
     @abstractmethod
     def optimizer_step(self) -> float:
-        """Clip, step, clear the gradient; returns the gradient norm before clipping."""
+        """Clip, step, clear the gradient; returns the gradient norm before clipping.
+
+        In float16 a norm that is not finite skips the step and lowers the loss scale; otherwise it is a FloatingPointError.
+        """
 
     @abstractmethod
     def schedule_step(self) -> None:
-        """Move the learning rate on by one training step."""
+        """Advance the learning rate by one training step."""
 
     @property
     @abstractmethod
@@ -73,28 +77,29 @@ class TrainEngine(ABC):
         """Each value summed over the data-parallel ranks."""
 
     @abstractmethod
-    def gathered(self) -> AbstractContextManager[nn.Module]:
-        """The model with whole parameters in the compute type, for the span of the context; all ranks enter and leave."""
+    def lend_weights(self, module: PreTrainedModel) -> AbstractContextManager[None]:
+        """Give the rollout's module the current weights inside the context, shared or copied; collective."""
 
     @abstractmethod
     def weights(self) -> Generator[tuple[str, Tensor]]:
-        """Whole parameters by their Hugging Face names, one at a time, tied ones once; all ranks go through them together."""
+        """Whole parameters by Hugging Face name, one at a time, tied ones once; all ranks iterate together."""
 
     @abstractmethod
     def offload(self) -> None:
-        """Move what the config asks for to host memory."""
+        """Move to host memory what the config offloads between phases."""
 
     @abstractmethod
     def onload(self, *, optimizer: bool = False, ahead: bool = False) -> None:
-        """Bring back what computes and, for an update or a checkpoint, the master weights and the optimizer's state.
+        """Bring back the weights that compute. optimizer: for an update or a checkpoint, the master weights too.
 
-        ahead: these two are on their way while gradients are computed; `optimizer_step` waits for them.
+        Offloaded optimizer state stays in host memory: `optimizer_step` streams it, `save` and `load` use it there.
+        ahead: the masters are copied while gradients are computed; `optimizer_step` waits for them.
         """
 
     @abstractmethod
     def save(self, folder: Path, contents: Collection[str] = PARTS) -> None:
-        """Write the named parts: model, optimizer, extra (schedule and RNG state)."""
+        """Write the named parts: model, optimizer, extra (schedule, loss scale, RNG state)."""
 
     @abstractmethod
     def load(self, folder: Path, contents: Collection[str] = PARTS) -> None:
-        """Read the named parts of what `save` wrote, at any world size."""
+        """Read the named parts of a saved checkpoint, at any world size."""

@@ -1,8 +1,8 @@
-"""Mixed precision in one process: the optimizer's float32 master weights, and a module in the compute type beside them.
+"""Mixed precision in one process: master weights for the optimizer, and a copy of the module in the compute type.
 
-    compute copy: forward, backward ─► its gradients, summed in float32, become the masters' ─► optimizer step ─► copied back
+    compute copy: forward, backward ─► float32 gradients move to the masters ─► optimizer step ─► weights are copied back
 
-The copy's tensors stay where they are, so that the rollout decodes with them and may keep what it captured of them.
+The copy's tensors keep their addresses, so the rollout can decode with them and capture them in CUDA graphs.
 """
 
 import copy
@@ -16,12 +16,13 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def copy_in(model: M, dtype: torch.dtype) -> M:
-    """The model with its parameters in `dtype`, those that are trained with float32 gradients; buffers stay as they are."""
+    """A copy with parameters in `dtype`; trained ones accumulate float32 gradients. Buffers keep their type."""
     cast: dict[int, nn.Parameter] = {}
     for parameter in model.parameters():
         compute = nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
         if parameter.requires_grad:
             compute.grad_dtype = torch.float32
+            parameter.grad_dtype = None  # bfloat16 masters take float32 gradients too
         cast[id(parameter)] = compute
     return copy.deepcopy(model, cast)
 
@@ -31,14 +32,14 @@ def _pairs(masters: nn.Module, compute: nn.Module) -> list[tuple[nn.Parameter, n
 
 
 def hand_gradients(compute: nn.Module, masters: nn.Module) -> None:
-    """Give the masters the gradients that the copy has summed up."""
+    """Move the copy's accumulated gradients to the masters."""
     for master, parameter in _pairs(masters, compute):
         master.grad, parameter.grad = parameter.grad, None
 
 
 @torch.no_grad()
 def refresh(compute: nn.Module, masters: nn.Module) -> None:
-    """Bring the copy's values up to the masters'."""
+    """Copy the masters' values to the compute copy."""
     pairs = list(zip(masters.parameters(), compute.parameters()))
     if pairs:
         copied: Sequence[Tensor] = [parameter for _, parameter in pairs]

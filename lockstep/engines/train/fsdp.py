@@ -7,33 +7,38 @@ One process shards nothing: with one type for both the module computes itself, o
 
 from collections.abc import Collection, Generator, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig
 from lockstep.engines.train import sharding
 from lockstep.engines.train.base import PARTS, LossFn, MicroBatching, TrainEngine
+from lockstep.engines.train.checkpointing import LayerCheckpointing
 from lockstep.engines.train.compute_copy import copy_in, hand_gradients, refresh
-from lockstep.engines.train.offload import Arrival, HostHome, move_optimizer, move_parameters
+from lockstep.engines.train.loss_scale import LossScale
+from lockstep.engines.train.offload import CopyStream, OffloadedMoments, PinnedBuffer, move_parameters
+from lockstep.engines.train.optimizer import PiecewiseAdamW, build_optimizer
 from lockstep.engines.train.schedule import build_schedule
 from lockstep.engines.train.state import load_extra, load_shards, model_state, save_extra, save_shards
-from lockstep.models.adjacent import lay_adjacent
-from lockstep.models.flat_layers import flatten_layers
-from lockstep.models.fused_layers import fuse
-from lockstep.models.host_layers import fuse_on_host
-from lockstep.models.packing import ForwardRows, forward_rows, prompt_owners
+from lockstep.models.known_models import computes_packed
+from lockstep.models.model_check import check_batch, check_outputs, refuse_errors, transformers_forward
+from lockstep.models.packed_weights import pack_weights
+from lockstep.models.packing import ForwardRows, Layout, forward_rows, prompt_owners
+from lockstep.models.rope import rope_limit
+from lockstep.models.shared_weights import copy_weights, release_weights, share_weights
 from lockstep.models.token_models import TokenModel
 from lockstep.models.ulysses import SequenceGroup, check_heads
 from lockstep.protocol.columns import tensors_of
 from lockstep.utils.device import HostCopy, to_device
-from lockstep.utils.distributed import current_rank, current_world_size, mesh_of
-from lockstep.utils.host import settle_on_host, take_threads
+from lockstep.utils.distributed import current_rank, current_world_size, get_mesh
+from lockstep.utils.host import use_threads_for
 from lockstep.utils.seqlen import agreed_runs
 
 
@@ -60,7 +65,9 @@ class FsdpEngine(TrainEngine):
     ) -> None:
         self.config = config
         self.device = device
-        self.packed = packed
+        self.layout: Layout = "packed" if packed else "padded"
+        if not computes_packed(model.transformer):
+            self.layout = "rows"
         self.clip_grad = clip_grad
         self.world_size = current_world_size()
         self.sp_size = sequence_parallel_size
@@ -70,37 +77,38 @@ class FsdpEngine(TrainEngine):
         self.model = model
         if optim is None:
             model.requires_grad_(False)
-        elif gradient_checkpointing:
-            _enable_gradient_checkpointing(model)
+        model.eval()  # no noise; only the layers that recompute their activations must be in training mode
         if device.type == "cpu":
-            settle_on_host(sum(parameter.numel() for parameter in model.parameters()))
-            fuse_on_host(model)
-            flatten_layers(model)
-        else:
-            fuse(model)
+            use_threads_for(sum(parameter.numel() for parameter in model.parameters()))
+        self._compute_dtype = compute_dtype
+        self._max_length = rope_limit(model)
         self._streams = sharding.streams_from_host(config, device)
-        self._homes = {part: HostHome() for part in ("masters", "compute", "optimizer")}
-        self._arrival = Arrival(device)
+        self._buffers = {part: PinnedBuffer() for part in ("masters", "compute")}
+        self._copies = CopyStream(device)
+        self._loss_scale = LossScale(enabled=compute_dtype == torch.float16)
         self.compute = model
-        if self.world_size > 1 or self._streams:
+        if self._sharded:
             sharding.shard(model, config, device, compute_dtype)
         else:
             if _parameter_dtype(model) != compute_dtype:
                 self.compute = copy_in(model, compute_dtype)
-            if device.type == "cuda":
-                lay_adjacent(self.compute)
-        self.optimizer: torch.optim.Optimizer | None = None
+            pack_weights(self.compute)
+        trains = optim is not None and gradient_checkpointing
+        self.checkpointing = LayerCheckpointing(self.compute, device) if trains else None
+        self.optimizer: torch.optim.AdamW | None = None
+        self._moments: OffloadedMoments | None = None
         if optim is not None:
             trained = [p for p in model.parameters() if p.requires_grad]
-            self.optimizer = torch.optim.AdamW(
-                trained, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
-            )
+            offloaded = config.optimizer_offload and device.type != "cpu" and not self._streams
+            self.optimizer = build_optimizer(trained, optim, seed=config.seed, in_pieces=offloaded)
+            if offloaded:
+                assert isinstance(self.optimizer, PiecewiseAdamW)
+                self._moments = OffloadedMoments(self.optimizer, device)
             self.schedule = build_schedule(self.optimizer, optim)
-        self.compute.train(optim is not None)
+        self._check_model()
         self.offload()
 
     def forward(self, batch: TensorDict, micro: MicroBatching, **options: object) -> dict[str, Tensor]:
-        self._begin(training=False)
         order: list[int] = []
         pieces: list[dict[str, Tensor]] = []
         with torch.no_grad():
@@ -114,12 +122,13 @@ class FsdpEngine(TrainEngine):
     def forward_backward(
         self, batch: TensorDict, loss_fn: LossFn, micro: MicroBatching, **options: object
     ) -> dict[str, float]:
-        self._begin(training=True)
         totals: dict[str, Tensor] = {}
         own: list[str] = []
         parts = self._partitions(batch, micro)
         for number, rows in enumerate(parts, start=1):
             part = _taken(batch, rows)
+            if self.checkpointing is not None:
+                self.checkpointing.plan(int(part["attention_mask"].sum()) // self.sp_size)
             columns = self._loss_columns(part)  # before the forward: a copy after it would wait for its end
             outputs = self.compute(self._rows(part), **options)
             loss, metrics = loss_fn(outputs, columns)
@@ -131,7 +140,7 @@ class FsdpEngine(TrainEngine):
             sharding.sum_replicas(self.model, number == len(parts))
             # The loss is the sum of the dp ranks' shares, and the gradient of a share is the sum over its sp ranks, each of which
             # holds what its own tokens add. So the gradient is the sum over all ranks; FSDP takes their mean.
-            (loss * self.world_size).backward()
+            (loss * (self.world_size * self._loss_scale.value)).backward()
         values = dict(zip(own, copied.read().tolist() if own else []))
         names = self._names_on_all_ranks(own)
         return dict(zip(names, self.global_sum(*(values.get(name, 0.0) for name in names))))
@@ -146,24 +155,22 @@ class FsdpEngine(TrainEngine):
 
     def optimizer_step(self) -> float:
         assert self.optimizer is not None
-        self._arrival.wait()
+        self._copies.wait()
         if self._copied:
             hand_gradients(self.compute, self.model)
         gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = sharding.whole(torch.nn.utils.get_total_norm(gradients)).float()
+        scale = self._loss_scale.value
+        norm = sharding.whole(torch.nn.utils.get_total_norm(gradients)).float() / scale
         copied = HostCopy(norm)
-        # The step clips, or does nothing at all where the norm is not finite, so that it need not wait for the norm to be read.
-        self.optimizer.grad_scale = ((norm + 1e-6) / self.clip_grad).clamp_min(1.0)  # type: ignore[attr-defined]
+        # The step divides gradients by grad_scale, and is skipped if found_inf; the fused AdamW reads both on the device.
+        self.optimizer.grad_scale = ((norm + 1e-6) / self.clip_grad).clamp_min(1.0) * scale  # type: ignore[attr-defined]
         self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
-        self.optimizer.step()
+        gradients.clear()  # the streamed step frees each gradient after use
+        (self._moments or self.optimizer).step()
         self.optimizer.zero_grad()
         self._refresh()
         value = float(copied.read())
-        if not np.isfinite(value):
-            raise FloatingPointError(
-                f"the gradient norm is {value}: the loss or the model produced a number that is not finite. "
-                "No step was taken; the last checkpoint is intact"
-            )
+        self._loss_scale.update(value)
         return value
 
     def schedule_step(self) -> None:
@@ -183,19 +190,19 @@ class FsdpEngine(TrainEngine):
         return tuple(total.tolist())
 
     @contextmanager
-    def gathered(self) -> Iterator[TokenModel]:
+    def lend_weights(self, module: PreTrainedModel) -> Iterator[None]:
         self.onload()
         try:
-            with sharding.gathered(self.compute):
-                yield self.compute
+            if self._sharded:
+                whole = ((self.compute.hf_name(name), p) for name, p in sharding.whole_by_group(self.compute))
+                copy_weights(module, whole, self.compute.transformer)
+            else:
+                share_weights(module, self.compute.transformer)
+            yield
         finally:
+            if self.config.param_offload and self.device.type != "cpu":
+                release_weights(module)
             self.offload()
-
-    @property
-    def weights_stay(self) -> bool:
-        """Whether what `gathered` gives is the same tensors at all times: neither sharded nor moved away between calls."""
-        moves = self.config.param_offload and self.device.type != "cpu"
-        return self.world_size == 1 and not self._streams and not moves
 
     def weights(self) -> Generator[tuple[str, Tensor]]:
         for name, parameter in self.model.named_parameters():
@@ -206,41 +213,37 @@ class FsdpEngine(TrainEngine):
         if self._streams:
             return
         if self.config.param_offload:
-            move_parameters(self.compute, self._homes["compute"], self.device)
-        if not optimizer:
-            return
-        with self._arrival.begin():
-            if self.config.param_offload and self._copied:
-                move_parameters(self.model, self._homes["masters"], self.device)
-            if self.config.optimizer_offload and self.optimizer is not None:
-                move_optimizer(self.optimizer, self._homes["optimizer"], self.device)
-        if not ahead:
-            self._arrival.wait()
+            move_parameters(self.compute, self._buffers["compute"], self.device)
+        if optimizer and self.config.param_offload and self._copied:
+            with self._copies.copying():
+                move_parameters(self.model, self._buffers["masters"], self.device)
+            if not ahead:
+                self._copies.wait()
 
     def offload(self) -> None:
         if self.device.type == "cpu" or self._streams:
             return
-        self._arrival.wait()
+        self._copies.wait()
         host = torch.device("cpu")
         if self.config.param_offload:
-            move_parameters(self.compute, self._homes["compute"], host)
+            move_parameters(self.compute, self._buffers["compute"], host)
             if self._copied:
-                move_parameters(self.model, self._homes["masters"], host)
-        if self.config.optimizer_offload and self.optimizer is not None:
-            move_optimizer(self.optimizer, self._homes["optimizer"], host)
+                move_parameters(self.model, self._buffers["masters"], host)
         if self.config.param_offload or self.config.optimizer_offload:
             torch.cuda.empty_cache()
 
     def save(self, folder: Path, contents: Collection[str] = PARTS) -> None:
         save_shards(folder, contents, self.model, self.optimizer)
         if "extra" in contents and self.optimizer is not None:
-            save_extra(folder, self.schedule)
+            save_extra(folder, self.schedule, self._loss_scale)
 
     def load(self, folder: Path, contents: Collection[str] = PARTS) -> None:
+        if self._moments is not None:
+            self._moments.create()
         load_shards(folder, contents, self.model, self.optimizer)
         self._refresh()
         if "extra" in contents and self.optimizer is not None:
-            load_extra(folder, self.schedule)
+            load_extra(folder, self.schedule, self._loss_scale)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Whole master weights on the host of rank 0, by the module's own names; collective, empty on other ranks."""
@@ -251,12 +254,24 @@ class FsdpEngine(TrainEngine):
         """Whether a copy of the master weights computes, rather than they themselves."""
         return self.compute is not self.model
 
-    def _begin(self, *, training: bool) -> None:
-        """Before a forward: `train` and `eval` would go through all modules even where nothing is to change."""
-        if self.compute.training != training:
-            self.compute.train(training)
-        if self.device.type == "cpu":
-            take_threads(decoding=False)
+    @property
+    def _sharded(self) -> bool:
+        return self.world_size > 1 or self._streams
+
+    def _check_model(self) -> None:
+        """Compare log-probs or values of a few random rows with transformers' own eager forward."""
+        layouts: list[Layout] = ["rows"] if self.layout == "rows" else ["packed", "padded"]
+        models = [self.compute] if self.compute is self.model else [self.model, self.compute]
+        batch = check_batch(self.model.hf_config.get_text_config().vocab_size)
+        for model, layout in product(models, layouts):
+            with refuse_errors(model.transformer), torch.no_grad():
+                got = model(forward_rows(batch, self.device, layout))
+                with transformers_forward(model.transformer):
+                    expected = model(forward_rows(batch, self.device, "rows"))
+            sharding.reshard(model)
+            dtype = self._compute_dtype if model is self.compute else _parameter_dtype(model)
+            path = f"training with {layout} rows"
+            check_outputs(got, expected, batch, model=model.transformer, path=path, dtype=dtype)
 
     def _refresh(self) -> None:
         if self._copied:
@@ -271,12 +286,12 @@ class FsdpEngine(TrainEngine):
                 f"ulysses_sequence_parallel_size={size} does not divide the {self.world_size} ranks of this role; set it to "
                 f"a divisor of {self.world_size}"
             )
-        if not self.packed:
+        if self.layout != "packed":
             raise ValueError(
                 f"ulysses_sequence_parallel_size={size} shares packed sequences among ranks: set model.use_remove_padding=true"
             )
         check_heads(model.hf_config.get_text_config().num_attention_heads, size)
-        return SequenceGroup(mesh_of(self.device, size).get_group("inner"), current_rank() % size, size)
+        return SequenceGroup(get_mesh(self.device, size).get_group("inner"), current_rank() % size, size)
 
     def _partitions(self, batch: TensorDict, micro: MicroBatching) -> list[list[int]]:
         """Rows of each micro-batch, as many of them on every rank. A token budget is one rank's: `sp_size` ranks have more."""
@@ -285,7 +300,7 @@ class FsdpEngine(TrainEngine):
             ids, mask = batch["input_ids"].numpy(), batch["attention_mask"].numpy().astype(bool)
             start = ids.shape[1] - batch["responses"].shape[1]
             own, before = mask[:, start:].sum(-1).tolist(), mask[:, :start].sum(-1).tolist()
-            owners = prompt_owners(ids, mask, start) if self.packed else list(range(len(batch)))
+            owners = prompt_owners(ids, mask, start) if self.layout == "packed" else list(range(len(batch)))
             return agreed_runs(own, before, owners, micro.max_tokens * self.sp_size, group)
         size = micro.num_rows or len(batch)
         return [list(range(i, min(i + size, len(batch)))) for i in range(0, len(batch), size)]
@@ -296,7 +311,13 @@ class FsdpEngine(TrainEngine):
         return TensorDict({k: to_device(v, self.device) for k, v in columns.items()}, batch_size=batch.batch_size)
 
     def _rows(self, batch: TensorDict) -> ForwardRows:
-        return forward_rows(batch, self.device, packed=self.packed, sequence=self.sequence)
+        longest = int(batch["position_ids"].max()) + 1
+        if self._max_length is not None and longest > self._max_length:
+            raise ValueError(
+                f"a sequence has {longest} tokens, but the rotary frequencies of {self.model.hf_config.model_type} change "
+                f"beyond {self._max_length}; shorten data.max_prompt_length or data.max_response_length"
+            )
+        return forward_rows(batch, self.device, self.layout, self.sequence)
 
 
 def _taken(batch: TensorDict, rows: list[int]) -> TensorDict:
@@ -309,10 +330,3 @@ def _taken(batch: TensorDict, rows: list[int]) -> TensorDict:
 
 def _parameter_dtype(model: nn.Module) -> torch.dtype:
     return next(model.parameters()).dtype
-
-
-def _enable_gradient_checkpointing(model: nn.Module) -> None:
-    for module in model.children():
-        enable = getattr(module, "gradient_checkpointing_enable", None)
-        if enable is not None:
-            enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -1,6 +1,6 @@
-"""Learning-rate schedules: a factor of the peak rate for each training step.
+"""Learning-rate schedules: a factor of the peak learning rate per training step.
 
-warm-up: step / warm-up steps; then constant, cosine, linear, or warm-up-stable-decay
+Linear warm-up, then constant, cosine, linear or warm-up-stable-decay.
 """
 
 import math
@@ -25,7 +25,7 @@ def get_cosine_schedule_with_warmup(
     last_epoch: int = -1,
     init_lr_ratio: float | None = None,
 ) -> LambdaLR:
-    """Cosine from 1 to `min_lr_ratio`; the warm-up rises from `init_lr_ratio` (0 where it is null)."""
+    """Cosine from 1 to `min_lr_ratio`; the warm-up starts at `init_lr_ratio` (None: 0)."""
     length = max(1, num_training_steps - num_warmup_steps)
     mean, swing = (1 + min_lr_ratio) / 2, (1 - min_lr_ratio) / 2
 
@@ -57,7 +57,7 @@ def get_wsd_schedule_with_warmup(
     last_epoch: int = -1,
     stable_ratio: float = 0.9,
 ) -> LambdaLR:
-    """Warm-up, then constant for `stable_ratio` of the rest, then a cosine fall to `min_lr_ratio`."""
+    """Warm-up, then constant for `stable_ratio` of the remaining steps, then cosine decay to `min_lr_ratio`."""
     rest = max(0, num_training_steps - num_warmup_steps)
     num_stable = int(rest * stable_ratio)
     num_decay = rest - num_stable
@@ -75,7 +75,7 @@ def get_wsd_schedule_with_warmup(
 
 
 def build_schedule(optimizer: Optimizer, config: FSDPOptimizerConfig) -> LambdaLR:
-    """The schedule of a config whose `total_training_steps` is known."""
+    """The schedule that the config names; `total_training_steps` must be resolved."""
     total, warmup = config.total_training_steps, config.lr_warmup_steps
     if warmup < 0:
         warmup = int(config.lr_warmup_steps_ratio * max(total, 0))

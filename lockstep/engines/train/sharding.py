@@ -5,7 +5,6 @@ fsdp_size = n                 (world / n replicas, n shards)  hybrid: sharded ov
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from typing import cast
 
@@ -15,13 +14,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from lockstep.config.model import FSDPEngineConfig
-from lockstep.utils.distributed import current_world_size, found_lone_group, mesh_of
+from lockstep.models.decoder_layer import DecoderLayer
+from lockstep.utils.distributed import current_world_size, get_mesh, init_single_process_group
 
 
 def shard(model: nn.Module, config: FSDPEngineConfig, device: torch.device, compute_dtype: torch.dtype) -> None:
     """Shard `model` in place; its gathered parameters are cast to `compute_dtype`, gradients are averaged over all ranks."""
-    found_lone_group(device)
-    mesh = mesh_of(device, _shard_size(config.fsdp_size))
+    init_single_process_group(device)
+    mesh = get_mesh(device, _shard_size(config.fsdp_size))
     # what goes from layer to layer keeps its type: fused layers hand it on in float32
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     offload = CPUOffloadPolicy() if streams_from_host(config, device) else OffloadPolicy()
@@ -46,20 +46,21 @@ def streams_from_host(config: FSDPEngineConfig, device: torch.device) -> bool:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let go of gathered parameters, as a forward that no backward follows does not."""
+    """Free gathered parameters: a forward without a backward does not."""
     for module in _sharded(model):
         module.reshard()
 
 
-@contextmanager
-def gathered(model: nn.Module) -> Iterator[None]:
-    """Whole parameters for the span of the context."""
-    for module in _sharded(model):
-        module.unshard()
-    try:
-        yield
-    finally:
-        reshard(model)
+def whole_by_group(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter once by name, whole and in the compute dtype, with one FSDP group gathered at a time. Collective."""
+    reshard(model)
+    for prefix, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+            for name, parameter in cast(nn.Module, module).named_parameters(prefix=prefix):
+                if not isinstance(parameter, DTensor):  # those of nested groups are still sharded
+                    yield name, parameter.detach()
+            module.reshard()
 
 
 def sum_replicas(model: nn.Module, wanted: bool) -> None:
@@ -92,7 +93,7 @@ def _shard_size(fsdp_size: int) -> int:
 
 
 def _decoder_layers(model: nn.Module) -> list[nn.Module]:
-    names: set[str] = set()
+    names = {DecoderLayer.__name__}
     for module in model.modules():
         names |= set(getattr(module, "_no_split_modules", None) or ())
     return [m for m in model.modules() if type(m).__name__ in names]

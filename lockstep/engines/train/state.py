@@ -1,7 +1,7 @@
-"""What an engine's checkpoint folder holds, written on any number of ranks and read on any other.
+"""An engine's checkpoint folder, written by any number of ranks and read by any other number.
 
 shards/            model and optimizer, by torch.distributed.checkpoint: each rank writes its shards and reads what it needs
-extra_rank_N.pt    schedule and random generators of rank N; a rank that was not there takes those of rank 0
+extra_rank_N.pt    schedule, loss scale and random generators of rank N; a rank without a file reads that of rank 0
 """
 
 import random
@@ -23,19 +23,19 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lockstep.engines.train.loss_scale import LossScale
 from lockstep.utils.distributed import current_rank
 
-# without a process group one process writes and reads a checkpoint alone, as it should
+# a single process without a process group is a supported case
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 def save_shards(folder: Path, contents: Collection[str], model: nn.Module, optimizer: Optimizer | None) -> None:
-    # an optimizer that has not stepped has no state; asking it for one would make it take a step
+    # before the first step there is no state, and get_optimizer_state_dict would take a step to create it
     stepped = optimizer if optimizer is not None and optimizer.state else None
     state = _state(contents, model, stepped)
     if state:
@@ -46,35 +46,39 @@ def save_shards(folder: Path, contents: Collection[str], model: nn.Module, optim
 def load_shards(folder: Path, contents: Collection[str], model: nn.Module, optimizer: Optimizer | None) -> None:
     held = _held_parts(folder)
     if "model" in contents and "model" not in held:
-        raise ValueError(f"{folder} holds no model: it was saved without `model` in checkpoint.save_contents")
+        raise ValueError(f"{folder} has no model weights: it was saved without `model` in checkpoint.save_contents")
     state = _state([part for part in contents if part in held], model, optimizer)
     if state:
         with _plain_errors():
             dcp.load(state, checkpoint_id=str(folder / "shards"), no_dist=not dist.is_initialized())
     if "model" in state:
-        # the names of tied parameters beyond the first are not among them; what the folder lacks has failed above
+        # not strict: only the first name of a tied parameter is saved. Weights missing from the folder have failed above.
         set_model_state_dict(model, state["model"], options=StateDictOptions(strict=False))
     if "optimizer" in state:
         assert optimizer is not None
-        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        # The optimizer's tensors were read in place. Its settings follow the config, except for the scheduled learning rate.
+        for group, saved in zip(optimizer.param_groups, state["optimizer"]["param_groups"]):
+            group["lr"] = saved["lr"]
 
 
 def model_state(model: nn.Module, *, whole: bool = False) -> dict[str, Tensor]:
-    """Parameters and buffers by name, tied ones once. whole: all shards, on the host of rank 0; nothing on the others."""
+    """Parameters and buffers by name, tied ones once. whole: all shards, on the host of rank 0; empty on other ranks."""
     options = StateDictOptions(full_state_dict=whole, cpu_offload=whole)
     names = {name for name, _ in chain(model.named_parameters(), model.named_buffers())}
     state = get_model_state_dict(model, options=options)
     return {name: cast(Tensor, value) for name, value in state.items() if name in names}
 
 
-def save_extra(folder: Path, schedule: LRScheduler) -> None:
-    torch.save({"schedule": schedule.state_dict(), "rng": _rng_state()}, _extra_file(folder, current_rank()))
+def save_extra(folder: Path, schedule: LRScheduler, loss_scale: LossScale) -> None:
+    extra = {"schedule": schedule.state_dict(), "loss_scale": loss_scale.state_dict(), "rng": _rng_state()}
+    torch.save(extra, _extra_file(folder, current_rank()))
 
 
-def load_extra(folder: Path, schedule: LRScheduler) -> None:
+def load_extra(folder: Path, schedule: LRScheduler, loss_scale: LossScale) -> None:
     own = _extra_file(folder, current_rank())
     extra = torch.load(own if own.exists() else _extra_file(folder, 0), weights_only=False)
     schedule.load_state_dict(extra["schedule"])
+    loss_scale.load_state_dict(extra["loss_scale"])
     _set_rng_state(extra["rng"])
 
 
@@ -88,7 +92,7 @@ def _state(contents: Collection[str], model: nn.Module, optimizer: Optimizer | N
 
 
 def _held_parts(folder: Path) -> set[str]:
-    """Parts of the state that a checkpoint's shards hold."""
+    """Parts of the state that are in a checkpoint's shards."""
     shards = folder / "shards"
     if not (shards / ".metadata").is_file():
         return set()
@@ -98,7 +102,7 @@ def _held_parts(folder: Path) -> set[str]:
 
 @contextmanager
 def _plain_errors() -> Iterator[None]:
-    """The first rank's own error in place of the BaseException that a distributed checkpoint wraps it in."""
+    """Raise the first rank's own error instead of the CheckpointException around it, which is a BaseException."""
     try:
         yield
     except CheckpointException as error:

@@ -1,4 +1,4 @@
-"""Reward managers by name: `load_reward_manager` makes the one of `reward_model.reward_manager`."""
+"""Reward managers by name; `load_reward_manager` builds the one set in `reward_model.reward_manager`."""
 
 import inspect
 from functools import partial
@@ -26,11 +26,10 @@ __all__ = [
 
 
 def load_reward_manager(config: PPOConfig, tokenizer: Any, num_examine: int) -> RewardFn:
-    """The reward manager of `reward_model.reward_manager` with the custom or the default reward function.
+    """Build the manager of `reward_model.reward_manager` with the custom or the default reward function.
 
-    A manager of your own, as `module:Class`, is made with the same arguments: `tokenizer`, `num_examine`,
-    `compute_score`, `reward_fn_key` and those of `reward_model.reward_kwargs`; `timeout_s` and `max_resp_len` are given
-    where it has parameters of these names.
+    Your own manager, given as `module:Class`, gets the same arguments: `tokenizer`, `num_examine`, `compute_score`,
+    `reward_fn_key` and those of `reward_model.reward_kwargs`, and `timeout_s` and `max_resp_len` if it accepts them.
     """
     name, reward_kwargs = config.reward_model.reward_manager, config.reward_model.reward_kwargs
     manager = REWARD_MANAGERS.get(name)
@@ -55,6 +54,6 @@ def load_reward_manager(config: PPOConfig, tokenizer: Any, num_examine: int) -> 
         signature.bind(**arguments)
     except TypeError as error:
         raise ValueError(
-            f"reward_model.reward_manager={name} cannot be made with reward_model.reward_kwargs={reward_kwargs}: {error}"
+            f"reward_model.reward_manager={name} does not accept reward_model.reward_kwargs={reward_kwargs}: {error}"
         ) from error
     return manager(**arguments)

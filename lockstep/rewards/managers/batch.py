@@ -1,4 +1,4 @@
-"""The batch reward manager: one call scores all rows, for functions that work better on many texts at once."""
+"""The batch reward manager: one call scores all rows, for functions that are faster on many texts at once."""
 
 from typing import Any, ClassVar
 
@@ -12,8 +12,8 @@ from lockstep.rewards.managers.naive import REWARD_MANAGERS, NaiveRewardManager,
 class BatchRewardManager(NaiveRewardManager):
     """Calls `compute_score(data_sources, solution_strs, ground_truths, extra_infos, **reward_kwargs) -> list`.
 
-    Each element is a number or a dict with `score`, or an exception for a row that failed. `timeout_s` limits the whole
-    call. A call that raises or takes too long is made again row by row, so that only the rows that cause it fail.
+    Each element is a number, a dict with `score`, or an exception for a row that failed. `timeout_s` limits the whole
+    call. If the call raises or times out, rows are scored one by one, so that only the failing rows fail.
     """
 
     score_arguments: ClassVar[tuple[str, ...]] = BATCH_ARGUMENTS
@@ -29,14 +29,14 @@ class BatchRewardManager(NaiveRewardManager):
         super().__init__(tokenizer, num_examine, compute_score or default_compute_scores, reward_fn_key, timeout_s)
 
     def _score_all(self, rows: list[ScoringRow]) -> list[Outcome]:
-        outcomes = self._score_together(rows)
+        outcomes = self._score_batch(rows)
         if isinstance(outcomes, Exception):
             if len(rows) == 1:
                 return [outcomes]
             return [outcome for row in rows for outcome in self._score_all([row])]
         return outcomes
 
-    def _score_together(self, rows: list[ScoringRow]) -> list[Outcome] | Exception:
+    def _score_batch(self, rows: list[ScoringRow]) -> list[Outcome] | Exception:
         columns = zip(*(row.arguments().values() for row in rows))
         (result,) = self.call_all([dict(zip(BATCH_ARGUMENTS, map(list, columns)))])
         if isinstance(result, Exception):
@@ -45,7 +45,7 @@ class BatchRewardManager(NaiveRewardManager):
         if not isinstance(scores, (list, tuple)) or len(scores) != len(rows):
             got = f"{len(scores)} scores" if isinstance(scores, (list, tuple)) else f"a {type(scores).__name__}"
             raise ValueError(
-                f"the reward function {function_name(self.compute_score)} gave {got} for {len(rows)} rows; "
-                "reward_model.reward_manager=batch wants a list with one score a row"
+                f"the reward function {function_name(self.compute_score)} returned {got} for {len(rows)} rows; "
+                "reward_model.reward_manager=batch expects a list with one score per row"
             )
         return list(scores)

@@ -1,4 +1,4 @@
-"""The DAPO reward manager (arXiv 2503.14476): scores less a soft penalty for responses that are nearly too long."""
+"""The DAPO reward manager (arXiv 2503.14476): scores minus a soft penalty for overlong responses."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -17,9 +17,9 @@ class OverlongBuffer:
     """`overlong_buffer_cfg`.
 
     enable:         subtract the penalty.
-    len:            tokens before the longest response in which it grows from 0 to `penalty_factor`.
-    penalty_factor: the penalty at the longest response.
-    log:            add `overlong_reward` and `overlong` to what is logged of a sample.
+    len:            number of tokens below the maximum response length over which the penalty grows to `penalty_factor`.
+    penalty_factor: the penalty at the maximum response length.
+    log:            log `overlong_reward` and `overlong` per sample.
     """
 
     enable: bool = False
@@ -30,7 +30,7 @@ class OverlongBuffer:
 
 @REWARD_MANAGERS.register("dapo")
 class DapoRewardManager(NaiveRewardManager):
-    """As naive, with `acc` for scorers that give a number, and the overlong penalty
+    """Like naive, plus `acc` for scorers that return a number, and the overlong penalty
 
         min(0, -(num_tokens - (max_resp_len - len)) / len * penalty_factor)
 
@@ -55,9 +55,7 @@ class DapoRewardManager(NaiveRewardManager):
             if max_resp_len is None:
                 raise ValueError(f"{KEY}.enable needs reward_model.reward_kwargs.max_resp_len")
             if not 0 < self.overlong.len <= max_resp_len:
-                raise ValueError(
-                    f"{KEY}.len={self.overlong.len}: it must be from 1 to the longest response, max_resp_len={max_resp_len}"
-                )
+                raise ValueError(f"{KEY}.len={self.overlong.len}: must be between 1 and max_resp_len={max_resp_len}")
         self.max_resp_len = max_resp_len
 
     def _read_outcomes(
@@ -82,13 +80,13 @@ class DapoRewardManager(NaiveRewardManager):
 
 
 def overlong_penalty(num_tokens: int, max_resp_len: int, overlong: OverlongBuffer) -> float:
-    """0 up to the buffer, then falling in a line."""
+    """0 up to the buffer, then decreasing linearly."""
     excess = num_tokens - (max_resp_len - overlong.len)
     return min(0.0, -excess / overlong.len * overlong.penalty_factor)
 
 
 def read_overlong_buffer(given: Mapping[str, Any] | OverlongBuffer | None) -> OverlongBuffer:
-    """The record of a config's section, which may be absent."""
+    """Parse the `overlong_buffer_cfg` section, which may be absent."""
     if given is None or isinstance(given, OverlongBuffer):
         return given or OverlongBuffer()
     known = [field.name for field in fields(OverlongBuffer)]

@@ -1,4 +1,4 @@
-"""The naive reward manager: a batch of responses to its (B, R) reward tensor, row by row with one function.
+"""The naive reward manager: calls one function per response and fills the (B, R) reward tensor.
 
 DataProto --rows--> compute_score per row --check--> score at the last response token, other results by name
 """
@@ -28,7 +28,7 @@ class RewardResult(TypedDict):
     reward_tensor: torch.Tensor
     """(B, R) float32: the score at each response's last token, 0 elsewhere."""
     reward_extra_info: dict[str, list[Any]]
-    """Per name one value a row; None where a row gave none."""
+    """One value per row for each name; None if a row has none."""
 
 
 RewardFn = Callable[..., Any]
@@ -38,14 +38,14 @@ REWARD_MANAGERS: Registry[Callable[..., RewardFn]] = Registry("reward manager", 
 
 
 ROLLOUT_COLUMNS = {"__num_turns__": "num_turns", "reward_scores": "rollout_reward_scores"}
-"""What a rollout with several turns says of itself, and the name under which `extra_info` has it."""
+"""Columns of a multi-turn rollout, and their names in `extra_info`."""
 
 
 @dataclass(frozen=True)
 class ScoringRow:
-    """What the reward function sees of one sample.
+    """One sample as the reward function gets it.
 
-    num_tokens: of the response, those of tools and its end included.
+    num_tokens: length of the response, including tool tokens and EOS.
     """
 
     data_source: str
@@ -61,16 +61,15 @@ class ScoringRow:
 
 @REWARD_MANAGERS.register("naive")
 class NaiveRewardManager:
-    """Scores row by row with one function; coroutine functions run together, `max_concurrency` at a time.
+    """Scores row by row with one function; coroutine functions run concurrently, `max_concurrency` at a time.
 
-    A call that raises, ends its process or takes longer than `timeout_s` costs that sample its score (0, with
-    `reward_failed` 1); the first traceback of the batch is logged. Where every row of a batch fails, or a result is not a
-    finite number, the run stops: a broken reward must not train in silence. `lockstep.rewards.calls` says where a
-    function runs.
+    If a call raises, kills its process or exceeds `timeout_s`, the sample scores 0 with `reward_failed` 1, and the first
+    traceback is logged. If every row of a batch fails, or a result is not a finite number, the run stops: a broken reward
+    must not train silently. See `lockstep.rewards.calls` for where a function runs.
     """
 
     score_arguments: ClassVar[tuple[str, ...]] = ARGUMENTS
-    """How the manager calls the reward function; checked when a run starts."""
+    """Arguments of the reward function; its signature is checked at the start of a run."""
     always_workers: ClassVar[bool] = False
 
     def __init__(
@@ -85,7 +84,7 @@ class NaiveRewardManager:
     ) -> None:
         self.tokenizer = tokenizer
         self.num_examine = num_examine
-        self._told_failure = False
+        self._failure_logged = False
         self.compute_score: ComputeScore = compute_score or default_compute_score
         self.reward_fn_key = reward_fn_key
         self.call_all = make_caller(self.compute_score, timeout_s, num_workers, max_concurrency, self.always_workers)
@@ -109,8 +108,8 @@ class NaiveRewardManager:
         for name in (self.reward_fn_key, "reward_model"):
             if name not in data.non_tensor_batch:
                 raise ValueError(
-                    f"the batch has no {name!r} to score by; the data files must have that column "
-                    "(data.reward_fn_key names the one that chooses the scorer)"
+                    f"the batch has no {name!r}, which scoring needs; add that column to the data files "
+                    "(data.reward_fn_key names the column that selects the scorer)"
                 )
         sources, reward_models = data.non_tensor_batch[self.reward_fn_key], data.non_tensor_batch["reward_model"]
         extra_infos = data.non_tensor_batch.get("extra_info", [None] * len(data))
@@ -140,18 +139,18 @@ class NaiveRewardManager:
         return rows
 
     def _texts(self, ids: torch.Tensor, attended: torch.Tensor) -> list[str]:
-        """Of each row's attended tokens."""
+        """Decode each row's attended tokens."""
         rows = [list(compress(row, keep)) for row, keep in zip(ids.tolist(), attended.tolist())]
         return decode_all(self.tokenizer, rows)
 
     def _score_all(self, rows: list[ScoringRow]) -> list[Outcome]:
-        """One outcome a row: what the function gave, or the exception that it cost."""
+        """One outcome per row: the function's result, or an exception."""
         return self.call_all([row.arguments() for row in rows])
 
     def _report_failures(self, rows: list[ScoringRow], outcomes: list[Any]) -> None:
         failed = [row for row, outcome in enumerate(outcomes) if isinstance(outcome, Exception)]
         for row in failed:
-            if isinstance(outcomes[row], UnknownDataSourceError):  # a wrong setting, not a failure of one sample
+            if isinstance(outcomes[row], UnknownDataSourceError):  # a configuration error, not a failed sample
                 raise outcomes[row]
         if not failed:
             return
@@ -162,9 +161,9 @@ class NaiveRewardManager:
         )
         if len(failed) == len(rows):
             raise RuntimeError(f"{summary}: {outcomes[first]!r}") from outcomes[first]
-        # the traceback once; a function that fails on some answers would print it on every step
-        logger.warning("%s; they score 0", summary, exc_info=None if self._told_failure else outcomes[first])
-        self._told_failure = True
+        # log the traceback only once, not on every step
+        logger.warning("%s; they score 0", summary, exc_info=None if self._failure_logged else outcomes[first])
+        self._failure_logged = True
 
     def _read_outcomes(self, rows: list[ScoringRow], outcomes: list[Any]) -> tuple[list[float], dict[str, list[Any]]]:
         scores: list[float] = []
@@ -182,7 +181,7 @@ class NaiveRewardManager:
         return scores, extra_info
 
     def _shape(self, rows: list[ScoringRow], scores: list[float], extra_info: dict[str, list[Any]]) -> None:
-        """For managers that change scores by more than the text: changes both in place."""
+        """Hook for reward shaping; modifies `scores` and `extra_info` in place."""
 
     def _number(self, row: ScoringRow, result: dict[str, Any]) -> float:
         score = result.get("score")
@@ -194,10 +193,10 @@ class NaiveRewardManager:
         if "score" not in result:
             wrong = f"a dict without 'score': {sorted(result)}"
         name = function_name(self.compute_score)
-        raise ValueError(f"the reward function {name} gave for data_source {row.data_source!r} {wrong}")
+        raise ValueError(f"the reward function {name} returned for data_source {row.data_source!r} {wrong}")
 
     def _log_examples(self, data: DataProto, rows: list[ScoringRow], scores: list[float]) -> None:
-        """The first `num_examine` samples of each data source."""
+        """Log the first `num_examine` samples of each data source."""
         if not self.num_examine:
             return
         shown: dict[str, int] = {}
@@ -218,18 +217,18 @@ class NaiveRewardManager:
 
 
 def last_token_positions(data: DataProto) -> list[int]:
-    """Index in the response of each row's last token of the policy; 0 for an empty response."""
+    """Response index of each row's last policy token; 0 for an empty response."""
     assert data.batch is not None
     mask = data.batch.get("response_mask", None)
     if mask is None:
         mask = data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :]
-    places: list[int] = (mask.bool().cpu().numpy() * np.arange(mask.shape[1])).max(1).tolist()
-    return places
+    positions: list[int] = (mask.bool().cpu().numpy() * np.arange(mask.shape[1])).max(1).tolist()
+    return positions
 
 
 def place_scores(scores: list[float], positions: list[int], response_length: int) -> torch.Tensor:
     """(B, R) float32 with each row's score at its position."""
     rewards = np.zeros((len(scores), response_length), dtype=np.float32)
-    with np.errstate(over="ignore"):  # beyond float32 it is infinite, which the step refuses
+    with np.errstate(over="ignore"):  # overflow to inf is rejected by the trainer's audit
         rewards[np.arange(len(scores)), np.array(positions, dtype=np.int64)] = scores
     return torch.from_numpy(rewards)

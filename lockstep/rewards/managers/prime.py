@@ -1,4 +1,4 @@
-"""The prime reward manager: many samples at a time, each in a process that can be stopped."""
+"""The prime reward manager: scores samples in parallel worker processes that can be killed."""
 
 import os
 from typing import Any, ClassVar
@@ -12,10 +12,10 @@ TIMEOUT_S = 300.0
 
 @REWARD_MANAGERS.register("prime")
 class PrimeRewardManager(NaiveRewardManager):
-    """As naive, in `num_workers` worker processes, for scorers that take their time or run programs.
+    """Like naive, in `num_workers` worker processes, for scorers that are slow or run programs.
 
-    The function must be found by its name in a fresh process: defined at the top of a module or of the file of
-    `custom_reward_function.path`. A call that hangs or crashes costs its own sample.
+    The function must be importable by name in a fresh process: defined at the top level of a module or of the file in
+    `custom_reward_function.path`. A call that hangs or crashes fails only its own sample.
     """
 
     always_workers: ClassVar[bool] = True

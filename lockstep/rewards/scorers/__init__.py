@@ -1,1 +1,1 @@
-"""Built-in scorers: functions of a solution text and its ground truth; `lockstep.rewards.default` chooses one."""
+"""Built-in scorers: functions of a solution text and its ground truth; `lockstep.rewards.default` selects one."""

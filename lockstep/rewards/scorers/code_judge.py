@@ -1,11 +1,11 @@
-"""The judge's program: runs one program on the inputs of its tests, each in a process of its own.
+"""Judge process: runs one program on its test inputs, each in a separate process.
 
-A file of the standard library alone, started as `python -I code_judge.py` with the task as JSON on stdin:
+Uses only the standard library; started as `python -I code_judge.py` with the task as JSON on stdin:
 
-    judge --unshare--> namespace without network --fork an input--> limits, stdin and stdout as files, the program
+    judge --unshare--> namespace without network --fork per input--> limits, stdin and stdout as files, the program
 
-It prints one outcome an input, `{"result": ...}` or `{"error": "..."}`. The outputs that are wanted never come here: a
-program must not find them in its own process.
+It prints one outcome per input, `{"result": ...}` or `{"error": "..."}`. It never gets the expected outputs, so that a
+program cannot find them in its own process.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from typing import *
 sys.setrecursionlimit(100_000)
 pow = __builtins__["pow"] if isinstance(__builtins__, dict) else __builtins__.pow
 """
-"""What solutions of programming contests take for imported."""
+"""Imports that solutions of programming contests rely on."""
 
 MAX_FILE_BYTES = 16 * 2**20
 MAX_ERROR_CHARS = 300
@@ -45,13 +45,13 @@ def main() -> None:
     task = json.load(sys.stdin)
     die_with_parent()
     if not enter_namespaces():
-        reply(run_all(task, alone=False))
+        reply(run_all(task, own_namespace=False))
         return
-    # The first process in a new PID namespace is its init: when it ends, the kernel ends all others there.
+    # The first process in a new PID namespace is its init: when it exits, the kernel kills all others there.
     init = os.fork()
     if init == 0:
         die_with_parent()
-        reply(run_all(task, alone=True))
+        reply(run_all(task, own_namespace=True))
         os._exit(0)
     os.waitpid(init, 0)
 
@@ -62,7 +62,7 @@ def reply(outcomes: list[dict[str, Any]]) -> None:
 
 
 def enter_namespaces() -> bool:
-    """Leave network and process table behind; False where the kernel does not let us."""
+    """Enter new network and PID namespaces; False if the kernel does not allow it."""
     user, group = os.getuid(), os.getgid()
     libc = ctypes.CDLL(None, use_errno=True)
     if sys.platform != "linux" or libc.unshare(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWPID | CLONE_NEWIPC) != 0:
@@ -81,18 +81,18 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def run_all(task: dict[str, Any], alone: bool) -> list[dict[str, Any]]:
-    """Outcomes in order; beyond `num_always` inputs they end with the first failure."""
+def run_all(task: dict[str, Any], own_namespace: bool) -> list[dict[str, Any]]:
+    """Outcomes in order; after the first `num_always` inputs, stop at a failure."""
     outcomes: list[dict[str, Any]] = []
     for number, given in enumerate(task["inputs"]):
         if number >= task["num_always"] and any("error" in outcome for outcome in outcomes):
             break
-        outcomes.append(run_apart(task, given, alone))
+        outcomes.append(run_in_child(task, given, own_namespace))
     return outcomes
 
 
-def run_apart(task: dict[str, Any], given: Any, alone: bool) -> dict[str, Any]:
-    """One input in a forked process; what it leaves behind is killed."""
+def run_in_child(task: dict[str, Any], given: Any, own_namespace: bool) -> dict[str, Any]:
+    """Run one input in a forked process, then kill all processes it started."""
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)
@@ -102,7 +102,7 @@ def run_apart(task: dict[str, Any], given: Any, alone: bool) -> dict[str, Any]:
             file.write(outcome)
         os._exit(0)
     finished = wait_until(child, time.monotonic() + task["test_timeout_s"])
-    kill_all(child, alone)
+    kill_all(child, own_namespace)
     if not finished:
         os.waitpid(child, 0)
         return {"error": f"took longer than {task['test_timeout_s']} s"}
@@ -118,7 +118,7 @@ def outcome_file(child: int) -> str:
 
 
 def attempt(task: dict[str, Any], given: Any) -> dict[str, Any]:
-    """The result, or what went wrong in one line."""
+    """The result, or the error in one line."""
     try:
         if task["fn_name"]:
             return {"result": call(task["program"], task["fn_name"], given)}
@@ -137,10 +137,10 @@ def wait_until(child: int, deadline: float) -> bool:
     return True
 
 
-def kill_all(child: int, alone: bool) -> None:
-    """The test's process group, or in a namespace of our own every other process."""
+def kill_all(child: int, own_namespace: bool) -> None:
+    """Kill the test's process group, or every other process if we have our own PID namespace."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(-1, signal.SIGKILL) if alone else os.killpg(child, signal.SIGKILL)
+        os.kill(-1, signal.SIGKILL) if own_namespace else os.killpg(child, signal.SIGKILL)
 
 
 def limit_resources(timeout_s: float, memory_mb: int) -> None:
@@ -157,11 +157,11 @@ def limit_resources(timeout_s: float, memory_mb: int) -> None:
         try:
             resource.setrlimit(name, (most, most))
         except (ValueError, OSError):
-            continue  # a lower hard limit holds already
+            continue  # the hard limit is already lower
 
 
 def call(program: str, name: str, given: Any) -> Any:
-    """What the function, or the method of `class Solution`, returns."""
+    """Return value of the function, or of the method of `class Solution`."""
     arguments = [read_json(line) for line in given.split("\n")] if isinstance(given, str) else list(given)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
@@ -174,7 +174,7 @@ def call(program: str, name: str, given: Any) -> Any:
 
 
 def run(program: str, given: Any) -> str:
-    """What the program prints with `given` on its standard input."""
+    """Output of the program with `given` on its standard input."""
     with open(f"stdin-{os.getpid()}", "w+") as file:
         file.write(given if isinstance(given, str) else "\n".join(map(str, given)))
         file.flush()
@@ -210,7 +210,7 @@ def read_json(text: str) -> Any:
 
 
 def as_json(value: Any) -> Any:
-    """Tuples as lists and keys as texts, all the way down: JSON knows no others."""
+    """Convert tuples to lists and keys to strings, recursively, as JSON would."""
     if isinstance(value, (list, tuple)):
         return [as_json(item) for item in value]
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-r"""Geometry3K: nine tenths for the last `\boxed{}` being right, one tenth for `<think>…</think>` before a box."""
+r"""Geometry3K: 0.9 for a correct last `\boxed{}`, 0.1 for `<think>…</think>` before a box."""
 
 import re
 
@@ -10,9 +10,9 @@ BOX = r"\boxed{"
 
 
 def compute_score(solution_str: str, ground_truth: str, use_boxed: bool = True, format_score: float = 0.1) -> float:
-    """The weighted sum of both; `use_boxed: false` takes the whole text for the answer."""
+    """The weighted sum of both; `use_boxed: false` takes the whole text as the answer."""
     answer = _last_boxed(solution_str) if use_boxed else solution_str
-    correct = answer is not None and GRADER.agreement(str(ground_truth), answer).plainly
+    correct = answer is not None and GRADER.agreement(str(ground_truth), answer).strict
     well_formed = THOUGHT_AND_BOX.fullmatch(solution_str) is not None
     return (1.0 - format_score) * correct + format_score * well_formed
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 Method = Literal["strict", "flexible"]
 
-# The answer stands at the end; a bounded tail keeps the search cheap on long responses.
+# The answer is at the end; searching only the tail is cheap on long responses.
 TAIL_CHARS = 300
 NUMBER = r"-?[0-9.,]+"
 MARKED_NUMBER = re.compile(rf"#### ({NUMBER})")
@@ -13,9 +13,9 @@ ANY_NUMBER = re.compile(NUMBER)
 
 
 def extract_solution(solution_str: str, method: Method = "strict") -> str | None:
-    """The last answer in the text as a string, or None where there is none.
+    """The last answer in the text as a string, or None.
 
-    Strict wants exactly one space after `####` and takes thousands separators out. Flexible gives the number as it is
+    Strict requires exactly one space after `####` and removes thousands separators. Flexible returns the number as
     written, so `1,000` does not equal a ground truth of `1000`.
     """
     tail = solution_str[-TAIL_CHARS:]
@@ -25,13 +25,13 @@ def extract_solution(solution_str: str, method: Method = "strict") -> str | None
     if method == "flexible":
         numbers = [number for number in ANY_NUMBER.findall(tail) if number not in (".", ",")]
         return numbers[-1] if numbers else None
-    raise ValueError(f"method={method!r}: choose strict or flexible")
+    raise ValueError(f"method={method!r}: must be strict or flexible")
 
 
 def compute_score(
     solution_str: str, ground_truth: str, method: Method = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
-    """`score` for the right answer, `format_score` for another answer, 0 for none."""
+    """`score` for the correct answer, `format_score` for a wrong one, 0 for none."""
     answer = extract_solution(solution_str, method)
     if answer is None:
         return 0.0

@@ -1,7 +1,7 @@
-r"""LaTeX answers as text: finding the brace that closes, and the normal form of MATH answers.
+r"""LaTeX answers as text: brace matching, and the normal form of MATH answers.
 
-The normal form is the one that the MATH dataset is graded by (arXiv 2103.03874): spacing, sizes, units and signs of
-currency or percent go, `\frac12` and `1/2` become `\frac{1}{2}`. It knows no mathematics: `2\sqrt{3}` is not `\sqrt{12}`.
+The normal form is the one used to grade the MATH dataset (arXiv 2103.03874): spacing, sizes, units, currency and percent
+signs are removed, `\frac12` and `1/2` become `\frac{1}{2}`. It is purely textual: `2\sqrt{3}` is not `\sqrt{12}`.
 """
 
 import re
@@ -22,11 +22,11 @@ UNIT = r"\text{ "
 
 
 class NoNormalFormError(ValueError):
-    """Text that the rules cannot read: it is compared as it stands."""
+    """The rules cannot parse the text; it is compared unchanged."""
 
 
 def closing_brace(text: str, start: int) -> int | None:
-    """Index of the brace that closes the first one opened at or after `start`; None where it stays open."""
+    """Index of the brace that closes the first one opened at or after `start`; None if it is never closed."""
     depth = 0
     for position in range(start, len(text)):
         if text[position] == "{":
@@ -39,7 +39,7 @@ def closing_brace(text: str, start: int) -> int | None:
 
 
 def normal_form(text: str) -> str:
-    """The normal form of one MATH answer; NoNormalFormError for what has none."""
+    """The normal form of one MATH answer; raises NoNormalFormError if it has none."""
     for before, after in REWRITES:
         text = text.replace(before, after)
     if UNIT in text:

@@ -1,4 +1,4 @@
-r"""LaTeX mathematics as plain text that sympy reads: `\frac{a}{b}` is `a/b`, `\sqrt{3}` is `sqrt(3)`, `\pi` is `pi`."""
+r"""LaTeX math to plain text that sympy can parse: `\frac{a}{b}` is `a/b`, `\sqrt{3}` is `sqrt(3)`, `\pi` is `pi`."""
 
 import unicodedata
 
@@ -38,12 +38,12 @@ ENVIRONMENTS = frozenset(("begin", "end"))
 
 
 def latex_to_text(latex: str) -> str:
-    """The text of a formula; commands without a meaning in text, such as `\\left`, are left out."""
+    """The text of a formula; commands with no textual meaning, such as `\\left`, are dropped."""
     return _Reader(latex).text_until_close()
 
 
 class _Reader:
-    """Reads a formula from left to right; a brace that stays open ends with the text."""
+    """Reads a formula from left to right; an unclosed brace ends with the text."""
 
     def __init__(self, latex: str) -> None:
         self.latex = latex
@@ -66,7 +66,7 @@ class _Reader:
         return {"$": "", "&": " ", "~": " "}.get(letter, letter)
 
     def _name(self) -> str:
-        """A word, or the one sign that stands for a command."""
+        """A command name: letters, or a single other character."""
         start = self.at
         while self.at < len(self.latex) and self.latex[self.at].isascii() and self.latex[self.at].isalpha():
             self.at += 1

@@ -12,13 +12,13 @@ MAX_ANSWER_CHARS = 2000
 
 
 def compute_score(solution_str: str, ground_truth: str) -> float:
-    """1 where the last boxed answer equals the ground truth as mathematics, else 0."""
+    """1 if the last boxed answer is mathematically equal to the ground truth, else 0."""
     answer = last_boxed(solution_str)
     return float(answer is not None and is_equal(str(ground_truth), answer))
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last `\boxed{...}`, `\fbox{...}` or `\boxed x` holds; None without one or with an open brace."""
+    r"""Content of the last `\boxed{...}`, `\fbox{...}` or `\boxed x`; None without one or if its brace is not closed."""
     boxes = list(BOX.finditer(text))
     if not boxes:
         return None
@@ -31,13 +31,13 @@ def last_boxed(text: str) -> str | None:
 
 @lru_cache(maxsize=16384)
 def is_equal(ground_truth: str, answer: str) -> bool:
-    """Whether two LaTeX answers mean the same; texts that do not parse must agree letter by letter."""
+    """Whether two LaTeX answers are mathematically equal; text that cannot be parsed must match exactly."""
     gold, given = "".join(ground_truth.split()), "".join(answer.split())
     if gold == given:
         return True
     if not gold or not given or len(given) > MAX_ANSWER_CHARS:
         return False
-    # Most wrong answers of a batch are plain integers: no need to ask the grader.
+    # Most wrong answers are plain integers: no need to ask the grader.
     if SMALL_INTEGER.fullmatch(gold) and SMALL_INTEGER.fullmatch(given):
         return int(gold) == int(given)
     return GRADER.is_equal(ground_truth, answer)

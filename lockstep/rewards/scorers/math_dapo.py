@@ -1,8 +1,8 @@
-r"""Competition mathematics with a signed score: the text after the last `Answer:`, compared as normalised text.
+r"""Competition math, scored +1 or -1: the text after the last `Answer:`, compared after normalisation.
 
-Without such a line the last `\boxed{}` must equal the ground truth letter by letter; `strict_box_verify` asks for that
-alone. Made for integer answers (DAPO-Math-17k, AIME): `\dfrac` does not equal `\frac` here, nor `042` the number 42.
-The normal form is that of Minerva (arXiv 2206.14858, appendix D).
+Without such a line the last `\boxed{}` must equal the ground truth exactly; `strict_box_verify` checks only that.
+Intended for integer answers (DAPO-Math-17k, AIME): `\dfrac` does not equal `\frac` here, nor does `042` equal `42`.
+The normal form is Minerva's (arXiv 2206.14858, appendix D).
 """
 
 import re
@@ -28,7 +28,7 @@ REWRITES = (
     (r"\text{and}", ","),
     (r"\text{m}", r"\text{}"),
 )
-"""In this order; the removals follow in theirs, since some words hold others."""
+"""Applied in this order, then the removals in theirs: some words contain others."""
 
 REMOVED_WORDS = (
     *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", r"\ldots", "sue", "points"),
@@ -47,9 +47,9 @@ def compute_score(
     strict_box_verify: bool = False,
     pause_tokens_index: list[int] | None = None,
 ) -> dict[str, Any]:
-    """`score` is +1 or -1; `acc` says whether the answer is right and `pred` what it was.
+    """`score` is +1 or -1, `acc` whether the answer is correct, `pred` the answer.
 
-    pause_tokens_index: with the strict box, four positions of which the last, less 100, is where the search begins.
+    pause_tokens_index: four positions; the search for the box starts 100 characters before the last one.
     """
     tail = solution_str[-TAIL_CHARS:]
     gold = str(ground_truth)
@@ -68,7 +68,7 @@ def compute_score(
 
 
 def normal_form(answer: str) -> str:
-    """The normal form of one answer: without words and units, braces around short arguments, digits without commas."""
+    """The normal form of one answer: no words and units, braces around short arguments, digits without commas."""
     answer = answer.rpartition("=")[2]
     for before, after in (*REWRITES, *((word, "") for word in (*REMOVED_WORDS, *REMOVED_LATEX))):
         answer = answer.replace(before, after)

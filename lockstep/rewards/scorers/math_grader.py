@@ -1,4 +1,4 @@
-r"""Mathematical equality in a process of its own: time limits hold in every thread, a runaway expression harms nobody.
+r"""Mathematical equality in a child process, so that time limits work from any thread and a hang cannot block the trainer.
 
 math-verify limits its time with SIGALRM, which works in a main thread only, and `\boxed{9^{9^{9}}}` keeps sympy busy
 for hours. So questions go to a child (`math_grader_child`) that answers them in *its* main thread:
@@ -20,20 +20,20 @@ from typing import Any, NamedTuple
 logger = logging.getLogger(__name__)
 
 REPLY_TIMEOUT_S = 60
-"""Beyond it the child is taken for stuck and is replaced; covers the child's start."""
+"""After this time the child counts as stuck and is replaced; includes the child's start-up."""
 COMMAND = [sys.executable, "-P", "-m", "lockstep.rewards.scorers.math_grader_child"]
 PACKAGE_ROOT = str(Path(__file__).parents[3])
 
 
 class Agreement(NamedTuple):
-    """plainly: as text or as sympy expressions; within_tolerance: leniently, as numbers within 1e-4."""
+    """strict: equal as text or as sympy expressions; within_tolerance: also as numbers within 1e-4."""
 
-    plainly: bool
+    strict: bool
     within_tolerance: bool
 
 
 class MathGrader:
-    """Starts the child when it is first asked and anew when it died; one question at a time."""
+    """Starts the child on first use and restarts it if it died; one question at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -41,22 +41,22 @@ class MathGrader:
         self._owner_pid = 0
 
     def is_equal(self, gold: str, answer: str) -> bool:
-        """Whether math-verify finds `answer` equal to `gold`; an answer that outlasts the limits is not."""
+        """Whether math-verify finds `answer` equal to `gold`; False on timeout."""
         return bool(self.ask("equal", gold, answer))
 
     def is_found(self, gold: str, text: str) -> bool:
-        """Whether the answer that math-verify finds in a whole text equals `gold`."""
+        """Whether the answer that math-verify extracts from a whole text equals `gold`."""
         return bool(self.ask("found", gold, text))
 
     def agreement(self, gold: str, answer: str) -> Agreement:
-        """How `answer` agrees with `gold` by `lockstep.rewards.scorers.symbolic`."""
+        """Compare `answer` with `gold` by the rules of `lockstep.rewards.scorers.symbolic`."""
         return Agreement(*(self.ask("agreement", gold, answer) or (False, False)))
 
     def ask(self, task: str, gold: str, answer: str) -> Any:
-        """The child's value for a task; None where it was stuck."""
+        """The child's value for a task; None if it was stuck."""
         question = json.dumps({"task": task, "gold": gold, "answer": answer}).encode() + b"\n"
         with self._lock:
-            # A stuck or killed child costs this answer its point; two broken pipes in a row are a broken installation.
+            # Restart once on a broken pipe; two in a row mean a broken installation.
             for _ in range(2):
                 child = self._running_child()
                 try:
@@ -67,7 +67,7 @@ class MathGrader:
                     self._stop()
                     continue
                 return self._read_reply(child, answer)
-        raise RuntimeError(f"the math grader does not start: run `{' '.join(COMMAND)}` to see why")
+        raise RuntimeError(f"the math grader failed to start: run `{' '.join(COMMAND)}` to see why")
 
     def _read_reply(self, child: subprocess.Popen[bytes], answer: str) -> Any:
         assert child.stdout is not None
@@ -80,9 +80,9 @@ class MathGrader:
             return reply["value"]
         self._stop()
         if not ready:
-            logger.warning("the math grader was stuck on %.200r; the answer counts as wrong", answer)
+            logger.warning("the math grader timed out on %.200r; the answer counts as wrong", answer)
             return None
-        raise RuntimeError(f"the math grader ended with exit code {child.returncode} on {answer[:200]!r}")
+        raise RuntimeError(f"the math grader exited with code {child.returncode} on {answer[:200]!r}")
 
     def _running_child(self) -> subprocess.Popen[bytes]:
         # After a fork the pipes belong to the parent process.
@@ -100,11 +100,11 @@ class MathGrader:
         self._child = None
 
     def close(self) -> None:
-        """End the child; it starts again with the next question."""
+        """Stop the child; the next question starts it again."""
         with self._lock:
             self._stop()
 
 
 GRADER = MathGrader()
-"""The one grader of this process."""
+"""The grader of this process."""
 atexit.register(GRADER.close)

@@ -1,4 +1,4 @@
-"""The grader's child process: answers questions of `MathGrader` from stdin until it closes."""
+"""The grader's child process: answers questions of `MathGrader` from stdin until stdin closes."""
 
 import json
 import logging
@@ -10,7 +10,7 @@ from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from lockstep.rewards.scorers.symbolic import agree_plainly, agree_within_tolerance
+from lockstep.rewards.scorers.symbolic import agree_strictly, agree_within_tolerance
 
 STEP_TIMEOUT_S = 3
 """Limit for one parse and for one comparison."""
@@ -18,26 +18,26 @@ MEMORY_BYTES = 4 * 1024**3
 
 
 class StepTimeoutError(BaseException):
-    """Not an Exception: sympy's own handlers let it through."""
+    """Not an Exception, so that sympy's own handlers do not catch it."""
 
 
 def equal(gold: str, answer: str) -> bool:
-    """Two LaTeX answers, by math-verify."""
+    """Compare two LaTeX answers by math-verify."""
     golds, answers = (parse(rf"\boxed{{{text}}}", parsing_timeout=STEP_TIMEOUT_S) for text in (gold, answer))
     return bool(verify(golds, answers, timeout_seconds=STEP_TIMEOUT_S))
 
 
 def found(gold: str, text: str) -> bool:
-    """A LaTeX answer and the whole text of a solution, by math-verify."""
+    """Compare a LaTeX answer with the whole text of a solution by math-verify."""
     golds = parse(rf"\boxed{{{gold}}}", [LatexExtractionConfig()], parsing_timeout=STEP_TIMEOUT_S)
     answers = parse(text, [ExprExtractionConfig(), LatexExtractionConfig()], parsing_timeout=STEP_TIMEOUT_S)
     return bool(verify(golds, answers, timeout_seconds=STEP_TIMEOUT_S))
 
 
 def agreement(gold: str, answer: str) -> tuple[bool, bool]:
-    """Two answers, by the rules of `symbolic`; the lenient ones are asked where the plain ones say no."""
-    plainly = _limited(agree_plainly, gold, answer)
-    return plainly, plainly or _limited(agree_within_tolerance, gold, answer)
+    """Compare two answers by the rules of `symbolic`: (strict, within tolerance)."""
+    strict = _limited(agree_strictly, gold, answer)
+    return strict, strict or _limited(agree_within_tolerance, gold, answer)
 
 
 def _limited(agree: Callable[[str, str], bool], gold: str, answer: str) -> bool:
@@ -59,7 +59,7 @@ TASKS: dict[str, Callable[[str, str], Any]] = {"equal": equal, "found": found, "
 
 
 def serve() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; the child ends with its stdin
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C; the child exits when stdin closes
     if sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     logging.getLogger("math_verify").setLevel(logging.ERROR)

@@ -10,7 +10,7 @@ TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def extract_choice(solution_str: str) -> str | None:
-    """The chosen letter. A box or tag that holds no letter is no choice, whatever the text says elsewhere."""
+    """The chosen letter; None if there is a box or tag but it contains no letter."""
     tagged = TAGGED.findall(solution_str)
     final = tagged[-1] if tagged else last_boxed(solution_str)
     if final is not None:
@@ -23,14 +23,14 @@ def extract_choice(solution_str: str) -> str | None:
 def compute_score(
     solution_str: str, ground_truth: str | int, format_score: float = 0.0, score: float = 1.0
 ) -> dict[str, object]:
-    """`score` for the right letter, `format_score` for another, 0 for none; with `acc` and `pred`.
+    """`score` for the correct letter, `format_score` for a wrong one, 0 for none; with `acc` and `pred`.
 
     ground_truth: the letter, or the option's number from 0.
     """
     gold = chr(ord("A") + ground_truth) if isinstance(ground_truth, int) else ground_truth.strip(" ().").upper()
     if not re.fullmatch("[A-Z]", gold):
         raise ValueError(
-            f"ground_truth={ground_truth!r}: multiple choice wants a letter from A to Z, or a number from 0"
+            f"ground_truth={ground_truth!r}: multiple choice expects a letter from A to Z, or a number from 0"
         )
     choice = extract_choice(solution_str)
     reward = 0.0 if choice is None else score if choice == gold else format_score

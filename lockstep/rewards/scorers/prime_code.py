@@ -1,10 +1,9 @@
-"""Programs: the share of tests that the Python program of a response passes, run apart from the trainer.
+"""Code: the fraction of tests that the Python program in a response passes, run in a separate process.
 
-    response --last ```python block--> program --code_judge process--> an outcome an input --compare--> verdicts, score
+    response --last ```python block--> program --code_judge process--> outcome per input --compare--> verdicts, score
 
-The judge's process has its own session, memory and time limits and, where the kernel allows it, no network and no
-processes left behind. It can read what the trainer's user can read: run responses of models that you do not trust in a
-container.
+The judge process has its own session, memory and time limits and, if the kernel allows it, no network, and leaves no
+processes behind. It can read whatever the trainer's user can read: run untrusted models in a container.
 """
 
 import contextlib
@@ -24,7 +23,7 @@ TEST_TIMEOUT_S = 5.0
 MEMORY_MB = 1024
 NUM_PARTIAL_TESTS = 10
 START_TIMEOUT_S = 30.0
-"""The judge's own start, on a machine under load."""
+"""Start-up time of the judge on a loaded machine."""
 REL_TOLERANCE, ABS_TOLERANCE = 1e-5, 1e-8
 
 Verdict = dict[str, Any]
@@ -38,11 +37,11 @@ def compute_score(
     test_timeout_s: float = TEST_TIMEOUT_S,
     memory_mb: int = MEMORY_MB,
 ) -> tuple[float, list[Verdict]]:
-    """1 where all tests pass; else 0, or with `continuous` the share of the first ten tests that pass.
+    """1 if all tests pass; else 0, or with `continuous` the fraction of the first ten tests that pass.
 
     ground_truth: `{"inputs": [...], "outputs": [...]}` as dict or JSON. With `fn_name` each input is a list of arguments,
-    or text with one JSON value a line, and the function (or method of `class Solution`) must return the output. Without it
-    the inputs go to the program's standard input and the outputs are compared with what it prints.
+    or text with one JSON value per line, and the function (or method of `class Solution`) must return the output. Without
+    it the inputs go to the program's standard input and the outputs are compared with what it prints.
     """
     tests = read_tests(ground_truth)
     num_always = min(NUM_PARTIAL_TESTS, len(tests["inputs"])) if continuous else 0
@@ -58,23 +57,25 @@ def compute_score(
 
 
 def extract_program(solution_str: str) -> str:
-    """The last block that opens with ```python, or else the text before any fence."""
+    """The last ```python block, else the text before any fence."""
     return solution_str.split("```python")[-1].split("```")[0]
 
 
 def read_tests(ground_truth: str | dict[str, Any]) -> dict[str, Any]:
-    """The tests as a dict with as many outputs as inputs."""
+    """Parse the tests and check that there is one output per input."""
     tests = ground_truth if isinstance(ground_truth, dict) else json.loads(ground_truth)
     if not isinstance(tests, dict) or "inputs" not in tests or "outputs" not in tests:
-        raise ValueError("ground_truth of a program must hold inputs and outputs")
+        raise ValueError("ground_truth of a program must have inputs and outputs")
     inputs, outputs = list(tests["inputs"]), list(tests["outputs"])
     if not inputs or len(inputs) != len(outputs):
-        raise ValueError(f"ground_truth has {len(inputs)} inputs and {len(outputs)} outputs: one output an input")
+        raise ValueError(
+            f"ground_truth has {len(inputs)} inputs and {len(outputs)} outputs; expected one output per input"
+        )
     return {"inputs": inputs, "outputs": outputs, "fn_name": tests.get("fn_name")}
 
 
 def judge(program: str, tests: dict[str, Any], num_always: int, test_timeout_s: float, memory_mb: int) -> list[Verdict]:
-    """One verdict a test; beyond the first `num_always` the tests end where the program fails to answer."""
+    """One verdict per test; after the first `num_always` tests, stop when the program fails to answer."""
     task = {
         "program": program,
         "inputs": tests["inputs"],
@@ -93,11 +94,11 @@ def verdict(outcome: dict[str, Any], wanted: Any, agrees: Callable[[Any, Any], b
         return {"passed": False, "error": str(outcome["error"])}
     if agrees(outcome.get("result"), wanted):
         return {"passed": True, "error": None}
-    return {"passed": False, "error": f"gave {str(outcome.get('result'))[:100]!r}, not {str(wanted)[:100]!r}"}
+    return {"passed": False, "error": f"got {str(outcome.get('result'))[:100]!r}, expected {str(wanted)[:100]!r}"}
 
 
 def run_judge(task: dict[str, Any], limit_s: float) -> list[dict[str, Any]]:
-    """The judge's outcomes; its session is killed at the end in any case."""
+    """Run the judge and return its outcomes; its session is always killed at the end."""
     with tempfile.TemporaryDirectory(prefix="lockstep-judge-", ignore_cleanup_errors=True) as folder:
         environment = {
             "PATH": os.environ.get("PATH", os.defpath),
@@ -125,11 +126,11 @@ def run_judge(task: dict[str, Any], limit_s: float) -> list[dict[str, Any]]:
     try:
         return list(json.loads(reply))
     except ValueError:
-        return [{"error": "the judge ended without an outcome"}]
+        return [{"error": "the judge exited without an outcome"}]
 
 
 def result_agrees(result: Any, wanted: Any) -> bool:
-    """A returned value and the wanted one, as JSON; a list of one may stand for its element."""
+    """Compare a returned value with the expected one, as JSON; a one-element list matches its element."""
     expected = json.loads(json.dumps(_read_json(wanted), default=_plain))
     if _equal(result, expected):
         return True
@@ -137,7 +138,7 @@ def result_agrees(result: Any, wanted: Any) -> bool:
 
 
 def output_agrees(output: str, wanted: Any) -> bool:
-    """Equal word by word and line by line; numbers with a fraction may differ by rounding."""
+    """Compare word by word and line by line; decimal numbers may differ by rounding."""
     text = wanted if isinstance(wanted, str) else "\n".join(map(str, wanted))
     lines, expected = ([line.split() for line in side.rstrip().split("\n")] for side in (output, text))
     return len(lines) == len(expected) and all(
@@ -179,7 +180,7 @@ def _kill_session(process: subprocess.Popen[bytes]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Arrays and numbers of numpy, as parquet gives them."""
+    """Convert numpy arrays and numbers, which parquet returns."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise TypeError(f"ground_truth holds a {type(value).__name__}, which is no JSON")
+    raise TypeError(f"ground_truth contains a {type(value).__name__}, which is not JSON")

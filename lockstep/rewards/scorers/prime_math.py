@@ -1,7 +1,7 @@
-r"""PRIME's mathematics: the answer is found in prose too, and compared as text, by sympy and as a number within 1e-4.
+r"""PRIME's math scorer: extracts the answer from prose too, and compares as text, by sympy and as a number within 1e-4.
 
-The most lenient of the mathematical scorers: `0.5`, `50` and `50\%` are one answer. `lockstep.rewards.scorers.symbolic`
-says when two answers agree; it runs in the grader's process.
+The most lenient of the math scorers: `0.5`, `50` and `50\%` are the same answer. `lockstep.rewards.scorers.symbolic`
+has the comparison; it runs in the grader's process.
 """
 
 from lockstep.rewards.scorers.latex import closing_brace
@@ -13,20 +13,20 @@ LEAD_INS = ("be ", "is ", "are ", "=", ": ", "get ", "be\n", "is\n", "are\n", ":
 
 
 def compute_score(solution_str: str, ground_truth: str) -> tuple[bool, bool, str]:
-    r"""Whether the answer is right, whether the form is, and the answer.
+    r"""Whether the answer is correct, whether the format is, and the answer.
 
-    The form is right with a right answer that needs no numeric tolerance, or where the text has `Step 2:` and a `\box`.
+    The format counts as correct if the answer matches without numeric tolerance, or the text has `Step 2:` and a `\box`.
     """
     text, gold = str(solution_str), str(ground_truth)
     answer = extract_answer(text)
-    plainly, within_tolerance = GRADER.agreement(gold, answer)
-    if plainly:
+    strict, within_tolerance = GRADER.agreement(gold, answer)
+    if strict:
         return True, True, answer
     return within_tolerance, "Step 2:" in text and r"\box" in text, answer
 
 
 def extract_answer(text: str) -> str:
-    """The final answer: after the last "answer is", in the last box, without the words that lead to it."""
+    """The final answer: after the last "answer is", in the last box, without lead-in words."""
     for marker in BEFORE_ANSWER:
         text = _after_last(text, marker)
     for marker in AFTER_ANSWER:

@@ -1,7 +1,7 @@
-"""Tool use (ToolRL, arXiv 2504.13958): a point for the format, from -3 to 3 for the tool calls.
+"""Tool use (ToolRL, arXiv 2504.13958): 1 point for the format, -3 to 3 for the tool calls.
 
-The ground truth is a response of the wanted form: `<think>`, then `<tool_call>` with one JSON object a line, then
-`<response>`; which of the two follow says which the response must have.
+The ground truth is a reference response: `<think>`, then `<tool_call>` with one JSON object per line and/or `<response>`;
+the response must have the same parts.
 """
 
 import json
@@ -24,8 +24,8 @@ def compute_score(
 ) -> dict[str, float]:
     """`score` is the sum of `format_reward` and `accuracy_reward`.
 
-    extra_info.experiment_name: a name with `llama` or `qwen` in it says which chat template wraps the response; without
-    the key the text is taken as it is.
+    extra_info.experiment_name: contains `llama` or `qwen` and selects the chat template around the response; without the
+    key the text is used unchanged.
     """
     response = unwrap(solution_str, (extra_info or {}).get("experiment_name"))
     format_reward, accuracy_reward = score_format(response, ground_truth), score_calls(response, ground_truth)
@@ -43,11 +43,11 @@ def unwrap(solution_str: str, experiment_name: str | None) -> str:
     for family, (start, end) in TEMPLATES.items():
         if family in experiment_name:
             return solution_str.rpartition(start)[2].partition(end)[0].strip()
-    raise ValueError(f"extra_info.experiment_name={experiment_name!r}: the name must hold {' or '.join(TEMPLATES)}")
+    raise ValueError(f"extra_info.experiment_name={experiment_name!r}: the name must contain {' or '.join(TEMPLATES)}")
 
 
 def score_format(response: str, ground_truth: str) -> float:
-    """1 where the response has the parts of the ground truth, each once and in order, else 0."""
+    """1 if the response has the parts of the ground truth, each once and in order, else 0."""
     pattern, tags = "<think>.*?</think>", []
     if "<tool_call>" in ground_truth:
         pattern, tags = pattern + "\n<tool_call>\n.*?\n</tool_call>", ["tool_call"]
@@ -58,7 +58,7 @@ def score_format(response: str, ground_truth: str) -> float:
 
 
 def score_calls(response: str, ground_truth: str) -> float:
-    """From -3, for none or broken calls, to 3, for the wanted ones; 0 where none is wanted."""
+    """From -3 for missing or malformed calls to 3 for the expected ones; 0 if no call is expected."""
     if "<tool_call>" not in ground_truth:
         return 0.0
     wanted = read_calls(ground_truth)
@@ -66,18 +66,18 @@ def score_calls(response: str, ground_truth: str) -> float:
         return MIN_CALLS_REWARD
     try:
         share = matching_share(wanted, read_calls(response))
-    except (ValueError, TypeError, KeyError, AttributeError):  # not JSON, or not of a call's form
+    except (ValueError, TypeError, KeyError, AttributeError):  # not JSON, or not a call
         return MIN_CALLS_REWARD
     return MIN_CALLS_REWARD + (MAX_CALLS_REWARD - MIN_CALLS_REWARD) * share
 
 
 def read_calls(text: str) -> list[Call]:
-    """The calls in the first tool-call tags, one JSON object a line."""
+    """The calls in the first tool-call tags, one JSON object per line."""
     return [json.loads(line) for line in text.split("<tool_call>")[1].split("</tool_call>")[0].strip().split("\n")]
 
 
 def matching_share(wanted: list[Call], given: list[Call]) -> float:
-    """How much of the calls is right: names, parameter names and parameter values weigh alike, order does not count."""
+    """Fraction of the calls that matches: names, parameter names and values weigh the same, order does not matter."""
     if wanted == given:
         return 1.0
     points = overlap([call["name"] for call in wanted], [call["name"] for call in given])
@@ -100,7 +100,7 @@ def score_parameters(wanted: dict[str, Any], call: Call) -> float:
 
 
 def overlap(wanted: list[str], given: list[str]) -> float:
-    """Shared elements over all elements, counted with their number."""
+    """Multiset intersection over union."""
     if wanted == given:
         return 1.0
     union = Counter(wanted) | Counter(given)

@@ -1,4 +1,4 @@
-"""Search QA: the text in the last `<answer>` tags, equal to one of the accepted answers without case and articles."""
+"""Search QA: the text in the last `<answer>` tags must equal an accepted answer, ignoring case and articles."""
 
 import re
 import string
@@ -6,15 +6,15 @@ from typing import Any
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 MAX_TAGS = 10
-"""A response with more answer tags than this guesses: it gets a quarter."""
+"""A response with more answer tags than this is guessing and gets a quarter of the score."""
 
 
 def compute_score(
     solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
-    """`score` where the last answer is an accepted one, `format_score` for another answer, 0 for none.
+    """`score` if the last answer is accepted, `format_score` for a wrong one, 0 for none.
 
-    ground_truth: `{"target": answer or list of answers}`, or these alone. `method` has no effect; callers pass it.
+    ground_truth: `{"target": answer or list of answers}`, or the target itself. `method` has no effect; callers pass it.
     """
     answer = extract_solution(solution_str)
     if answer is None:
@@ -28,7 +28,7 @@ def compute_score(
 def compute_score_subem(
     solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
-    """As `compute_score`, but an accepted answer need only be part of the answer."""
+    """Like `compute_score`, but an accepted answer may be a substring of the answer."""
     answer = extract_solution(solution_str)
     if answer is None:
         return 0.0
@@ -43,12 +43,12 @@ def extract_solution(solution_str: str) -> str | None:
 
 
 def accepted_answers(ground_truth: Any) -> list[str]:
-    """The answers that count, as texts."""
+    """The accepted answers as strings."""
     target = ground_truth["target"] if isinstance(ground_truth, dict) else ground_truth
     return [target] if isinstance(target, str) else [str(answer) for answer in target]
 
 
 def normal_form(text: str) -> str:
-    """Lower case, without punctuation and articles, single spaces."""
+    """Lower case, no punctuation and articles, single spaces."""
     text = "".join(letter for letter in text.lower() if letter not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())

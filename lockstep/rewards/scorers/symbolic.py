@@ -1,10 +1,10 @@
-r"""When two answers agree: as text, as sympy expressions, and as numbers within a tolerance.
+r"""Whether two answers agree: as text, as sympy expressions, or as numbers within a tolerance.
 
-agree_plainly           equal normal forms, or a difference that sympy simplifies to 0 (PRM800K's rules, arXiv 2305.20050)
-agree_within_tolerance  as texts, numbers within 1e-4 (also as percentages), tuples part by part, or as expressions
+agree_strictly          equal normal forms, or a difference that sympy simplifies to 0 (PRM800K's rules, arXiv 2305.20050)
+agree_within_tolerance  as text, numbers within 1e-4 (also as percentages), tuples element by element, or expressions
 
-sympy evaluates what it parses, so both run in the grader's process, within its limits, and only texts without quotes,
-underscores and attribute access are given to it.
+sympy evaluates what it parses, so both run in the grader's process with its limits, and sympy only gets text without
+quotes, underscores and attribute access.
 """
 
 import math
@@ -31,8 +31,8 @@ UNSAFE = re.compile(
 )
 
 
-def agree_plainly(gold: str, answer: str) -> bool:
-    """Equal in one of two normal forms, or part by part under sympy; an integer asks for an integer."""
+def agree_strictly(gold: str, answer: str) -> bool:
+    """Equal in one of two normal forms, or element by element under sympy; an integer only matches an integer."""
     if _math_form(gold) == _math_form(answer):
         return True
     gold, answer = _plain_form(gold), _plain_form(answer)
@@ -48,7 +48,7 @@ def agree_plainly(gold: str, answer: str) -> bool:
 
 def _part_agrees(gold: str, answer: str) -> bool:
     if REDUCED_FRACTION.search(gold) and REDUCED_FRACTION.search(answer):
-        return gold == answer  # 2/4 is not the answer 1/2
+        return gold == answer  # 2/4 does not match 1/2
     if _is_integer(gold) != _is_integer(answer):
         return False
     difference = f"({gold})-({answer})"
@@ -59,7 +59,7 @@ def _part_agrees(gold: str, answer: str) -> bool:
     try:
         parsed = parse_expr(difference.replace("^", "**"), transformations=transformations)
         return bool(sympy.simplify(parsed) == 0)
-    except Exception:  # noqa: BLE001 (sympy raises what it likes on text that is no expression)
+    except Exception:  # noqa: BLE001 (sympy raises anything on text that is not an expression)
         return False
 
 
@@ -74,7 +74,7 @@ def _math_form(text: str) -> str:
 
 
 def _plain_form(text: str) -> str:
-    """Without signs of currency and percent, units and LaTeX; in lower case; integers as such."""
+    """Lower case, without currency and percent signs, units and LaTeX; integers without a fraction."""
     if match := IN_TEXT.search(text):
         text = match[1]
     for sign in (r"\%", r"\$", "$", "%"):
@@ -118,7 +118,7 @@ def _without_thousands_commas(text: str) -> str:
 
 
 def _parts(text: str) -> list[str]:
-    """The elements of a tuple or interval, or the text itself."""
+    """The elements of a tuple or interval, else the text itself."""
     text = _without_thousands_commas(text)
     if len(text) > 2 and text[0] in "()[]" and text[-1] in "()[]" and not set("()[]") & set(text[1:-1]):
         return [part.strip() for part in text[1:-1].split(",")]
@@ -126,11 +126,11 @@ def _parts(text: str) -> list[str]:
 
 
 def agree_within_tolerance(gold: str, answer: str) -> bool:
-    """The lenient comparison; an answer with pi is right with pi and with 3.14 for it."""
+    """The lenient comparison; pi may also be evaluated as 3.14."""
     values_of_pi = (math.pi, 3.14) if r"\pi" in gold + answer else (math.pi,)
     try:
         return any(_close(gold, answer, pi) for pi in values_of_pi)
-    except (ValueError, OverflowError):  # `_` after what is no number
+    except (ValueError, OverflowError):  # `_` after something that is not a number
         return False
 
 
@@ -177,7 +177,7 @@ def _all_close(golds: list[str], answers: list[str]) -> bool:
 
 
 def _value(text: str, pi: float) -> str | float:
-    """A number's text without `$` or `%`, the digits before a base, or the value of a product with pi."""
+    """A number's text without `$` or `%`, the digits before a base, or the value of an expression with pi."""
     if re.match(r"\$\d+(\.\d+)?", text):
         return text[1:]
     if re.fullmatch(r"\d+(\.\d+)?\\?%\n?", text):
@@ -193,7 +193,7 @@ def _value(text: str, pi: float) -> str | float:
 
 
 def _arithmetic(text: str) -> str | float:
-    """The value of a text of digits and the four operations, or the text."""
+    """The value of an arithmetic expression, or the text unchanged."""
     if not re.fullmatch(r"[\d+\-*/(). ]+", text) or "**" in text or "//" in text:
         return text
     try:
@@ -217,7 +217,7 @@ def _expressions_close(gold: str, answer: str) -> bool:
     try:
         if sympy.simplify(left - right) == 0:
             return True
-    except Exception:  # noqa: BLE001 (sympy raises what it likes on text that is no expression)
+    except Exception:  # noqa: BLE001 (sympy raises anything on text that is not an expression)
         pass
     try:
         return math.isclose(sympy.N(left), sympy.N(right), rel_tol=REL_TOLERANCE)

@@ -1,18 +1,17 @@
-"""The Ray backend: each worker is an actor, a process of its own on a machine of the cluster.
+"""The Ray backend: each worker is a Ray actor in a separate process.
 
-cluster.py       joining or starting Ray, what the machines have
+cluster.py       connect to Ray or start it; resources of the cluster
 console.py       the driver's console in another process
-surroundings.py  working directory and module path in another process
-reservation.py   placement groups and processes on them
+environment.py   working directory and module path in another process
+reservation.py   placement groups and worker processes in them
 pool.py          RayResourcePool: the machines of worker groups
-host.py          WorkerHost: what runs in each process
-group.py         RayWorkerGroup: starts the processes and calls them
+host.py          WorkerHost: the actor class
+group.py         RayWorkerGroup: starts and calls the processes
 futures.py       RayFuture, and how failures reach the caller
-wire.py          DataProto in the object store
+serialize.py     DataProto in the object store
 
-A worker method reads the batches of its arguments where they lie in the object store: to write into a tensor in place it
-clones it first; forgetting that is an error by name. With GPUs each process sees its own one, as cuda:0,
-and its LOCAL_RANK is 0.
+Worker methods read their argument batches directly from the object store, so a method must clone a tensor before writing
+to it in place; otherwise an error names the tensor. With GPUs each process sees only its own as cuda:0, and LOCAL_RANK is 0.
 """
 
 import importlib
@@ -24,13 +23,13 @@ if TYPE_CHECKING:
     from lockstep.single_controller.ray_backend.group import RayClassWithInitArgs, RayWorkerGroup, make_ray_backend
     from lockstep.single_controller.ray_backend.pool import RayResourcePool
 
-_HOMES = {
+_EXPORTS = {
     "cluster": ("connect", "disconnect", "has_gpus"),
     "futures": ("RayFuture", "WorkerDiedError", "WorkerError"),
     "group": ("RayClassWithInitArgs", "RayWorkerGroup", "make_ray_backend"),
     "pool": ("RayResourcePool",),
 }
-"""Module to the names it has, imported when first asked for."""
+"""Module -> its public names, imported on first use."""
 
 __all__ = [
     "RayClassWithInitArgs",
@@ -47,7 +46,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    for module, names in _HOMES.items():
+    for module, names in _EXPORTS.items():
         if name in names:
             return getattr(importlib.import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The Ray cluster: joining or starting it, and what its machines have. The only file that imports ray."""
+"""Connect to a Ray cluster or start one, and check its resources. The only file that imports ray."""
 
 import logging
 import os
@@ -18,27 +18,27 @@ except ImportError as error:
 
 logger = logging.getLogger(__name__)
 
-KNOCK_S = 5.0
+PROBE_TIMEOUT_S = 5.0
 """How long to wait for a cluster's address to answer."""
 
 Bundle = dict[str, float]
-"""Resources by Ray's name of them: {"CPU": 8, "GPU": 8}."""
+"""Resources by Ray's names: {"CPU": 8, "GPU": 8}."""
 
 
 def connect(num_cpus: int | None = None, address: str | None = None, min_cpus: int = 1, **options: Any) -> bool:
-    """Join the cluster at `address` (or in RAY_ADDRESS), or start one on this machine; False where one is joined already.
+    """Connect to the cluster at `address` (or RAY_ADDRESS), or start one on this machine; False if already connected.
 
     num_cpus: logical CPUs of a cluster started here; by default the machine's cores, at least `min_cpus`, so that more
               workers than cores can be placed.
     options:  further arguments of `ray.init` (`runtime_env`, `namespace`, `log_to_driver`, ...).
 
-    Ray's own notices are shown where LOCKSTEP_DEBUG is set.
+    Ray's own messages are shown if LOCKSTEP_DEBUG is set.
     """
     if ray.is_initialized():
         return False
     if not os.environ.get("LOCKSTEP_DEBUG"):
         options = {"logging_level": "ERROR"} | options
-        _hide_notices()
+        _hide_ray_messages()
     address = address or os.environ.get("RAY_ADDRESS")
     if not address or address == "local":
         num_cpus = num_cpus or max(min_cpus, os.cpu_count() or 1)
@@ -46,46 +46,46 @@ def connect(num_cpus: int | None = None, address: str | None = None, min_cpus: i
         return True
     if "://" in address:
         raise ValueError(
-            f"ray_init.address={address} (or RAY_ADDRESS): the command runs on a machine of the cluster, not on a Ray client. "
-            "Log in there and set ray_init.address=auto, or send it there: ray job submit -- lockstep ppo ..."
+            f"ray_init.address={address} (or RAY_ADDRESS): Ray client is not supported; run the command on a machine of the "
+            "cluster with ray_init.address=auto, or submit it: ray job submit -- lockstep ppo ..."
         )
     try:
-        _knock(address)
+        _probe(address)
         ray.init(address=address, **options)
-    except OSError as error:  # ConnectionError of Ray's included
+    except OSError as error:  # includes Ray's ConnectionError
         raise ValueError(
             f"ray_init.address={address} (or RAY_ADDRESS): no Ray cluster answers there ({' '.join(str(error).split())}). "
-            "Start one with `ray start --head`, or leave both unset to start one with the run; where it asks for a token, set "
-            "RAY_AUTH_MODE=token here too"
+            "Start one with `ray start --head`, or leave both unset to start one with the run; if the cluster uses token "
+            "authentication, set RAY_AUTH_MODE=token here too"
         ) from error
     return True
 
 
-def _knock(address: str) -> None:
-    """OSError where nobody listens at `host:port`; Ray itself would try for minutes."""
+def _probe(address: str) -> None:
+    """Raise OSError if nothing listens at `host:port`; Ray itself would retry for minutes."""
     host, _, port = address.rpartition(":")
     if host and port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_TIMEOUT_S).close()
 
 
-def _hide_notices() -> None:
-    """Keep from the console what Ray says of itself: it has no setting for that which leaves the workers' output."""
+def _hide_ray_messages() -> None:
+    """Hide Ray's own messages but keep the workers' output; Ray has no setting for that."""
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"ray\.")
     module: Any = ray._private.worker
     show = getattr(module, "print_to_stdstream", None)
-    if show is None or hasattr(show, "shows_workers_alone"):
+    if show is None or hasattr(show, "shows_only_workers"):
         return
 
     def show_workers(data: dict[str, Any], **options: Any) -> None:
-        if str(data.get("pid")).isdigit():  # else a name, as of a server of Ray's
+        if str(data.get("pid")).isdigit():  # Ray's own processes have a name instead
             show(data, **options)
 
-    show_workers.shows_workers_alone = True  # type: ignore[attr-defined]
+    show_workers.shows_only_workers = True  # type: ignore[attr-defined]
     module.print_to_stdstream = show_workers
 
 
 def disconnect(timeline_json_file: str | None = None, leave: bool = True) -> None:
-    """Write the timeline of the run, if a file is given, and `leave` the cluster; one that `connect` started ends."""
+    """Write the run's timeline if a file is given, and `leave` the cluster; a cluster started by `connect` is shut down."""
     if not ray.is_initialized():
         return
     if timeline_json_file:
@@ -95,23 +95,23 @@ def disconnect(timeline_json_file: str | None = None, leave: bool = True) -> Non
 
 
 def this_machine() -> Any:
-    """Scheduling of an actor to the machine of this process."""
+    """Scheduling strategy that places an actor on this machine."""
     node = ray.get_runtime_context().get_node_id()
     return ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=False)
 
 
 def has_gpus() -> bool:
-    """Whether a machine of the cluster has a GPU."""
+    """Whether the cluster has a GPU."""
     return bool(ray.cluster_resources().get("GPU", 0))
 
 
 def require_machines(pool: str, asked: Sequence[Bundle], until: float = 0) -> None:
-    """ValueError where the living machines cannot hold `asked`, one entry per machine, even when nothing else runs.
+    """Raise ValueError if the live machines cannot fit `asked`, one entry per machine, even when idle.
 
-    until: a time of `time.monotonic`, up to which machines may still join.
+    until: wait until this `time.monotonic()` for machines to join.
     """
     if not ray.is_initialized():
-        raise RuntimeError("no Ray cluster is joined: call lockstep.single_controller.ray_backend.connect() first")
+        raise RuntimeError("not connected to Ray: call lockstep.single_controller.ray_backend.connect() first")
     is_waiting = False
     while not _fits(asked):
         if time.monotonic() >= until:
@@ -135,20 +135,20 @@ def _fits(asked: Sequence[Bundle]) -> bool:
 
 
 def missing(pool: str, asked: Sequence[Bundle], busy: bool = False) -> str:
-    """What a pool asks for and what the cluster has."""
+    """Message with what a pool requests and what the cluster has."""
     machines = [
         f"{node['NodeManagerAddress']} with {_amounts(node['Resources'])}" for node in ray.nodes() if node["Alive"]
     ]
     text = (
-        f"{f'resource pool {pool!r}' if pool else 'the run'} asks for {_count(len(asked), 'machine')} with "
+        f"{f'resource pool {pool!r}' if pool else 'the run'} needs {_count(len(asked), 'machine')} with "
         f"{' and '.join(sorted({_amounts(b) for b in asked}))}; "
         f"the Ray cluster has {_count(len(machines), 'machine')}: {', '.join(machines)}"
     )
     if busy:
-        return f"{text}. Of that only {_amounts(ray.available_resources())} are free now: end what holds the rest"
+        return f"{text}. Only {_amounts(ray.available_resources())} are free: stop what uses the rest"
     return (
-        f"{text}. Lower trainer.n_gpus_per_node or trainer.nnodes, join a larger cluster, "
-        f"or raise ray_init.num_cpus where CPUs are short"
+        f"{text}. Lower trainer.n_gpus_per_node or trainer.nnodes, use a larger cluster, "
+        f"or raise ray_init.num_cpus if CPUs are short"
     )
 
 

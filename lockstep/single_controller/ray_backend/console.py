@@ -1,9 +1,9 @@
-"""The driver's console in another process of its machine.
+"""Share the driver's console with another process on the same machine.
 
-    driver ── standard output and error, as open files ──► program      it writes to the terminal, pipe or file itself
-    driver ◄────────────── bytes: short messages ────────► program
+    driver ── stdout and stderr as file descriptors ──► program      writes to the terminal, pipe or file directly
+    driver ◄──────────── bytes: short messages ───────► program
 
-Nothing is copied on the way, so that the terminal's size, colours and the order of lines are those of a program started there.
+Output is not relayed, so terminal size, colours and line order are as if the program ran in the terminal.
 """
 
 import json
@@ -21,10 +21,10 @@ CHUNK = 4096
 
 
 class DriverConsole:
-    """The driver's end. `address` is for one program, which opens a `BorrowedConsole` with it."""
+    """The driver's side. One program may open a `RemoteConsole` with `address`."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.mkdtemp(prefix="lockstep-")  # for this user alone
+        self._folder = tempfile.mkdtemp(prefix="lockstep-")  # readable by this user only
         self.address = os.path.join(self._folder, "console")
         self._listening = socket.socket(socket.AF_UNIX)
         self._listening.bind(self.address)
@@ -34,13 +34,13 @@ class DriverConsole:
         self._ended = False
 
     def wait(self, timeout_s: float) -> bytes:
-        """The program's messages; empty where there is none within the time, or the program has ended."""
+        """The program's messages; empty on timeout or if the program has ended."""
         source = self._connection or self._listening
         if self._ended or not select.select([source], [], [], timeout_s)[0]:
             return b""
         if self._connection is None:
             self._connection, _ = self._listening.accept()
-            self._lend(self._connection)
+            self._send_streams(self._connection)
             return b""
         messages = self._connection.recv(CHUNK)
         self._ended = not messages
@@ -48,18 +48,18 @@ class DriverConsole:
 
     @property
     def ended(self) -> bool:
-        """Whether the program has let go of the console."""
+        """Whether the program has closed the console."""
         return self._ended
 
     def send(self, message: bytes) -> None:
         if self._connection is not None and not self._ended:
             try:
                 self._connection.sendall(message)
-            except OSError:  # it has ended meanwhile
+            except OSError:  # the program has ended
                 self._ended = True
 
     def close(self) -> None:
-        """Once the program has ended."""
+        """Call after the program has ended."""
         for end in (self._connection, self._listening):
             if end is not None:
                 end.close()
@@ -67,25 +67,25 @@ class DriverConsole:
             copy.join(timeout=1.0)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _lend(self, connection: socket.socket) -> None:
+    def _send_streams(self, connection: socket.socket) -> None:
         files, close_after = [], []
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
             try:
                 files.append(stream.fileno())
-            except (OSError, AttributeError, ValueError):  # no open file behind it, as in a notebook
+            except (OSError, AttributeError, ValueError):  # no file descriptor, as in a notebook
                 reading, writing = os.pipe()
                 self._copies.append(_start(_copy, reading, stream))
                 files.append(writing)
                 close_after.append(writing)
-        spelling = [(stream.encoding or "utf-8", stream.errors or "replace") for stream in (sys.stdout, sys.stderr)]
-        socket.send_fds(connection, [json.dumps(spelling).encode()], files)
+        encodings = [(stream.encoding or "utf-8", stream.errors or "replace") for stream in (sys.stdout, sys.stderr)]
+        socket.send_fds(connection, [json.dumps(encodings).encode()], files)
         for file in close_after:
             os.close(file)
 
 
-class BorrowedConsole:
-    """The program's end: from now on its standard output and error are the driver's.
+class RemoteConsole:
+    """The program's side: redirects its stdout and stderr to the driver's.
 
     on_message: called with the driver's messages, in a thread.
     """
@@ -93,10 +93,10 @@ class BorrowedConsole:
     def __init__(self, address: str, on_message: Callable[[bytes], None]) -> None:
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.connect(address)
-        spelling, files, _, _ = socket.recv_fds(self._connection, CHUNK, 2)
+        encodings, files, _, _ = socket.recv_fds(self._connection, CHUNK, 2)
         opened = []
-        for number, file, (encoding, errors) in zip((1, 2), files, json.loads(spelling)):
-            os.dup2(file, number)  # for what the program itself starts, and for libraries in C
+        for number, file, (encoding, errors) in zip((1, 2), files, json.loads(encodings)):
+            os.dup2(file, number)  # for child processes and C libraries
             os.close(file)
             opened.append(open(number, "w", buffering=1, encoding=encoding, errors=errors, closefd=False))  # noqa: SIM115
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__ = opened  # type: ignore[misc]
@@ -116,7 +116,7 @@ class BorrowedConsole:
             return
 
     def close(self) -> None:
-        """Write out what is left and say that nothing more comes."""
+        """Flush the streams and signal the end."""
         sys.stdout.flush()
         sys.stderr.flush()
         self._connection.shutdown(socket.SHUT_RDWR)

@@ -1,10 +1,10 @@
 """RayWorkerGroup: the workers of one role as Ray actors, one process each.
 
-start      reserve the pool's machines, start one WorkerHost per process, tell each its rank and the master's address,
+start      reserve the pool's machines, start one WorkerHost per process, set each one's rank and master address,
            construct the workers
-call       a DataProto goes through the object store, split by rows; an argument that all ranks share is stored once
-future     holds Ray's reference; given to another group, that group's workers fetch the output themselves
-shutdown   ends the processes; the pool's machines are given back with its last group
+call       a DataProto goes through the object store, split by rows; an argument shared by all ranks is stored once
+future     holds Ray's reference; if passed to another group, that group's workers fetch the output directly
+shutdown   stops the processes; the last group of a pool releases its machines
 """
 
 import functools
@@ -20,11 +20,11 @@ from lockstep.single_controller.dispatch import (
 )
 from lockstep.single_controller.futures import FutureList
 from lockstep.single_controller.ray_backend.cluster import ray
-from lockstep.single_controller.ray_backend.futures import PULSES, Pulse, RayFuture
+from lockstep.single_controller.ray_backend.futures import PROBES, LivenessProbe, RayFuture
 from lockstep.single_controller.ray_backend.host import ProcessInfo
 from lockstep.single_controller.ray_backend.pool import RayResourcePool
-from lockstep.single_controller.ray_backend.reservation import Started, start_host
-from lockstep.single_controller.ray_backend.wire import pack
+from lockstep.single_controller.ray_backend.reservation import StartedProcesses, start_host
+from lockstep.single_controller.ray_backend.serialize import pack
 from lockstep.single_controller.worker import Place
 from lockstep.single_controller.worker_group import Backend, ClassWithInitArgs, ResourcePool, WorkerGroup
 
@@ -32,30 +32,30 @@ JOINING = (collect_dp_compute_data_proto, collect_nd_compute_dataproto)
 """Collect functions that copy the outputs into one batch."""
 
 SMALL = (type(None), bool, int, float, str)
-"""Types of arguments that cost less to send than to store."""
+"""Types of arguments that are cheaper to send than to store."""
 
-END_S = 5.0
-"""How long `shutdown` waits for processes to be gone."""
+SHUTDOWN_TIMEOUT_S = 5.0
+"""How long `shutdown` waits for processes to exit."""
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):
-    """A class and the arguments to construct it with, and the options of its actors."""
+    """A class, its constructor arguments and the options of its actors."""
 
     def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
         super().__init__(cls, *args, **kwargs)
         self.options: dict[str, Any] = {}
 
     def update_options(self, options: dict[str, Any]) -> None:
-        """Further options of the actors, as Ray names them: {"runtime_env": {...}}, {"resources": {...}}."""
+        """Add Ray actor options: {"runtime_env": {...}}, {"resources": {...}}."""
         self.options.update(options)
 
 
 class Processes:
-    """The actors behind one or several groups: `spawn` makes several on the same ones.
+    """The actors of one or several groups (`spawn` creates several on the same actors).
 
     handles, names, infos: by rank.
     master:                address and port for `torch.distributed`.
-    pool:                  gets its machines back when the processes have ended; None where this program reserved none.
+    pool:                  released when the processes have exited; None if this program did not reserve it.
     """
 
     def __init__(self, handles: list[Any], names: list[str], pool: RayResourcePool | None) -> None:
@@ -64,25 +64,27 @@ class Processes:
         self.pool = pool
         self.infos: list[ProcessInfo] = []
         self.master = ("", 0)
-        self._pulses: list[Pulse] = []
+        self._probes: list[LivenessProbe] = []
 
     def watch(self, site: Callable[[int], str]) -> None:
-        """From now on the death of a process is noticed, whatever call is waited for. site: names a rank in the message."""
-        self._pulses = [Pulse(handle, functools.partial(site, rank)) for rank, handle in enumerate(self.handles)]
-        PULSES.update(self._pulses)
+        """Detect the death of a process during any call. site: describes a rank in the error message."""
+        self._probes = [
+            LivenessProbe(handle, functools.partial(site, rank)) for rank, handle in enumerate(self.handles)
+        ]
+        PROBES.update(self._probes)
 
     def shutdown(self) -> None:
-        """End the processes and wait until they are gone; a second call does nothing."""
-        PULSES.difference_update(self._pulses)
+        """Stop the processes and wait until they have exited; a second call is a no-op."""
+        PROBES.difference_update(self._probes)
         handles, self.handles[:] = list(self.handles), []
         if not handles or not ray.is_initialized():
             return
         for handle in handles:
             ray.kill(handle, no_restart=True)
-        gone = [handle.place.remote() for handle in handles]  # fails as soon as Ray knows the actor to be dead
-        ray.wait(gone, num_returns=len(gone), timeout=END_S)
+        pings = [handle.place.remote() for handle in handles]  # each fails once Ray knows that the actor is dead
+        ray.wait(pings, num_returns=len(pings), timeout=SHUTDOWN_TIMEOUT_S)
         if self.pool is not None:
-            self.pool.leave()
+            self.pool.release()
         else:
             for group in {info.placement_group.id: info.placement_group for info in self.infos}.values():
                 ray.util.remove_placement_group(group)
@@ -91,10 +93,10 @@ class Processes:
 class RayWorkerGroup(WorkerGroup):
     """One actor per process of the pool.
 
-    name_prefix: begins the actors' names; the pool's name by default.
+    name_prefix: prefix of the actors' names; the pool's name by default.
     detached:    the actors outlive this program; `from_detached` attaches to them.
 
-    Use it as a context manager, or call `shutdown`, to end the actors before the program does.
+    Use it as a context manager, or call `shutdown`, to stop the actors before the program exits.
     """
 
     _processes: Processes
@@ -119,15 +121,14 @@ class RayWorkerGroup(WorkerGroup):
         ray_cls_with_init: ClassWithInitArgs | None = None,
         name: str | None = None,
     ) -> Self:
-        """Attach to running workers by their `worker_names`; `shutdown` then ends them and their reservation as well."""
+        """Attach to running workers by their `worker_names`; `shutdown` then stops them and releases their machines."""
         if not worker_names or ray_cls_with_init is None:
             raise ValueError("from_detached needs worker_names, in rank order, and ray_cls_with_init")
         try:
             handles = [ray.get_actor(worker_name) for worker_name in worker_names]
         except ValueError as error:
             raise ValueError(
-                f"from_detached: no running worker of that name in the Ray namespace "
-                f"{ray.get_runtime_context().namespace!r}: {error}"
+                f"from_detached: no such worker in the Ray namespace {ray.get_runtime_context().namespace!r}: {error}"
             ) from None
         places: list[Place] = ray.get([handle.place.remote() for handle in handles])
         pool = ResourcePool([p.local_world_size for p in places if p.local_rank == 0], name_prefix=name_prefix or "")
@@ -164,7 +165,7 @@ class RayWorkerGroup(WorkerGroup):
             self._processes.master = (infos[0].address, port)
             construct = ray.put(self.cls_with_init)
             RayFuture.get_all([self._construct(rank, construct) for rank in range(self.world_size)])
-        except BaseException:  # Ctrl-C as well: no actor may be left behind
+        except BaseException:  # including Ctrl-C: leave no actors behind
             self.shutdown()
             raise
         return handles
@@ -173,14 +174,14 @@ class RayWorkerGroup(WorkerGroup):
         """One actor per bundle of the pool."""
         pool = self.resource_pool
         if not isinstance(pool, RayResourcePool):
-            raise TypeError(f"a RayWorkerGroup runs on a RayResourcePool, not on a {type(pool).__name__}")
-        pool.enter(self.name)
+            raise TypeError(f"a RayWorkerGroup needs a RayResourcePool, not a {type(pool).__name__}")
+        pool.acquire(self.name)
         processes = Processes([], [], pool)
         try:
             self._fill(processes, pool)
             processes.watch(self._site)
         except BaseException:
-            processes.shutdown() if processes.handles else pool.leave()
+            processes.shutdown() if processes.handles else pool.release()
             raise
         return processes
 
@@ -201,9 +202,7 @@ class RayWorkerGroup(WorkerGroup):
     def _construct(self, rank: int, construct: Any) -> RayFuture:
         place = self.resource_pool.places()[rank]
         address, port = self._processes.master
-        sees_one_gpu = getattr(
-            self.resource_pool, "use_gpu", False
-        )  # and torch takes LOCAL_RANK for the device's number
+        sees_one_gpu = getattr(self.resource_pool, "use_gpu", False)  # torch uses LOCAL_RANK as the device index
         environment = {
             "RANK": str(place.rank),
             "WORLD_SIZE": str(place.world_size),
@@ -259,7 +258,7 @@ class RayWorkerGroup(WorkerGroup):
         return self._call(0, self._method_prefix + method_name, args, kwargs)
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """As `execute_rank_zero_async`; its output."""
+        """Like `execute_rank_zero_async`, but returns the output."""
         return self.execute_rank_zero_async(method_name, *args, **kwargs).get()
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> FutureList:
@@ -271,7 +270,7 @@ class RayWorkerGroup(WorkerGroup):
         return FutureList(self._call(rank, method_name, args, kwargs) for rank in range(self.world_size))
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """As `execute_all_async`; the outputs in rank order."""
+        """Like `execute_all_async`, but returns the outputs in rank order."""
         return self.execute_all_async(method_name, *args, **kwargs).get()
 
     @property
@@ -294,12 +293,12 @@ class RayWorkerGroup(WorkerGroup):
         return groups
 
     def shutdown(self) -> None:
-        """End the workers, those of groups spawned from the same ones included."""
+        """Stop the workers, including those of groups spawned from this one."""
         self._processes.shutdown()
 
 
 def _store_shared(share: Sequence[Any]) -> Sequence[Any]:
-    """The share of each rank; one that is the same object for all is stored once, and the ranks get the reference."""
+    """Store a share once and pass its reference if it is the same object for all ranks."""
     if len(share) < 2 or any(other is not share[0] for other in share):
         return share
     return [_stored(share[0])] * len(share)
@@ -309,10 +308,12 @@ def _stored(arg: Any) -> Any:
     return arg if isinstance(arg, SMALL) else ray.put(pack(arg))
 
 
-def make_ray_backend(use_gpu: bool, wait_s: float | None = None, started: dict[str, Started] | None = None) -> Backend:
-    """Workers as Ray processes, each with a GPU or each on logical CPUs.
+def make_ray_backend(
+    use_gpu: bool, wait_s: float | None = None, started: dict[str, StartedProcesses] | None = None
+) -> Backend:
+    """Workers as Ray processes, each with one GPU or one logical CPU.
 
-    wait_s:  how long to wait for machines that are not there yet. started: processes started early, by pool.
+    wait_s:  how long to wait for machines that have not joined yet. started: processes started early, by pool.
     """
     options: dict[str, Any] = {} if wait_s is None else {"wait_s": wait_s, "wait_for_machines": True}
     pool_class = functools.partial(RayResourcePool, use_gpu=use_gpu, started=started, **options)

@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.single_controller.ray_backend.cluster import Bundle, missing, ray, require_machines
-from lockstep.single_controller.ray_backend.reservation import Started, bundle_of, reserve
+from lockstep.single_controller.ray_backend.reservation import StartedProcesses, bundle_of, reserve
 from lockstep.single_controller.worker_group import ResourcePool
 
 
 class RayResourcePool(ResourcePool):
-    """Each entry of `process_on_nodes` is a placement group on one machine, each of its processes a bundle.
+    """Each entry of `process_on_nodes` is a placement group on one machine, with one bundle per process.
 
-    use_gpu:            a bundle has one GPU beside its logical CPU.
+    use_gpu:            a bundle has one GPU besides its logical CPU.
     max_colocate_count: how many worker groups share the bundles; a worker takes that fraction of one.
-    detached:           the reservation outlives this program, for workers that another one attaches to.
-    wait_s:             how long to wait for resources that other programs hold.
-    started:            processes started early, by pool; one that has the pool's name and shape is taken.
-    wait_for_machines:  wait also for machines that the cluster does not have yet.
+    detached:           the reservation outlives this program, for detached workers.
+    wait_s:             how long to wait for resources that other programs use.
+    started:            processes started early, by pool; used if name and shape match.
+    wait_for_machines:  also wait for machines that have not joined the cluster yet.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class RayResourcePool(ResourcePool):
         n_gpus_per_node: int = 8,
         wait_s: float = 8.0,
         wait_for_machines: bool = False,
-        started: dict[str, Started] | None = None,
+        started: dict[str, StartedProcesses] | None = None,
     ) -> None:
         super().__init__(process_on_nodes, max_colocate_count, n_gpus_per_node, name_prefix)
         self.use_gpu = use_gpu
@@ -45,7 +45,7 @@ class RayResourcePool(ResourcePool):
         early = (started or {}).get(name_prefix)
         if early is not None and (early.process_on_nodes, early.use_gpu) == (self.store, use_gpu) and not detached:
             assert started is not None
-            self._early: Started | None = started.pop(name_prefix)
+            self._early: StartedProcesses | None = started.pop(name_prefix)
             self._placement_groups = self._early.placement_groups
         else:
             self._early = None
@@ -57,11 +57,11 @@ class RayResourcePool(ResourcePool):
 
     @property
     def share(self) -> float:
-        """The part of a bundle that one worker takes. Rounded down: Ray counts in units of 1/10000."""
+        """The fraction of a bundle that one worker takes. Rounded down: Ray counts in units of 1/10000."""
         return math.floor(10_000 / self.max_colocate_count) / 10_000
 
     def get_placement_groups(self) -> list[Any]:
-        """One per machine, reserved at the first call; ValueError where the cluster does not have it."""
+        """One per machine, reserved at the first call; ValueError if the cluster lacks the resources."""
         if self._is_ready:
             return self._placement_groups
         asked = [{name: amount * count for name, amount in self.bundle.items()} for count in self.store]
@@ -77,28 +77,28 @@ class RayResourcePool(ResourcePool):
         self._is_ready = True
         return self._placement_groups
 
-    def take_early(self) -> Started | None:
-        """The processes started early, if there are any and no group has them yet."""
+    def take_early(self) -> StartedProcesses | None:
+        """The processes started early, if any and not used by a group yet."""
         early, self._early = self._early, None
         return early
 
-    def enter(self, group_name: str) -> None:
-        """One more worker group runs on the pool."""
+    def acquire(self, group_name: str) -> None:
+        """Add a worker group to the pool."""
         if self._num_groups >= self.max_colocate_count:
             raise ValueError(
-                f"worker group {group_name!r}: resource pool {self.name_prefix!r} holds {self._num_groups} groups "
-                f"already, which is its max_colocate_count; raise it or put the roles into one process"
+                f"worker group {group_name!r}: resource pool {self.name_prefix!r} already has {self._num_groups} groups, "
+                f"its max_colocate_count; raise it or put the roles into one process"
             )
         self._num_groups += 1
 
-    def leave(self) -> None:
-        """One worker group less; the last one gives the machines back."""
+    def release(self) -> None:
+        """Remove a worker group; the last one releases the machines."""
         self._num_groups -= 1
         if self._num_groups == 0:
             self.shutdown()
 
     def shutdown(self) -> None:
-        """Give the machines back; workers that still run there end."""
+        """Release the machines; workers still running there are killed."""
         for group in self._placement_groups:
             ray.util.remove_placement_group(group)
         self._placement_groups = []

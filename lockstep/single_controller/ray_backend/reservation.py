@@ -1,6 +1,6 @@
-"""Machines as placement groups, and worker processes on them.
+"""Placement groups, and worker processes in them.
 
-Needs neither torch nor a worker class: processes can be started first and import while their controller does.
+Needs neither torch nor a worker class, so that processes can be started early and import while the controller does.
 """
 
 import uuid
@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.single_controller.ray_backend.cluster import Bundle, ray
+from lockstep.single_controller.ray_backend.environment import ProcessEnvironment
 from lockstep.single_controller.ray_backend.host import WorkerHost
-from lockstep.single_controller.ray_backend.surroundings import Surroundings
 
 
 def bundle_of(use_gpu: bool) -> Bundle:
-    """What one process reserves."""
+    """The resources of one process."""
     return {"CPU": 1, "GPU": 1} if use_gpu else {"CPU": 1}
 
 
 def reserve(name: str, process_on_nodes: Sequence[int], bundle: Bundle, detached: bool = False) -> list[Any]:
-    """A placement group per machine, a bundle per process; they may not be ready yet."""
+    """Create a placement group per machine with a bundle per process; they may not be ready yet."""
     return [
         ray.util.placement_group(
             [bundle] * count,
@@ -32,9 +32,9 @@ def reserve(name: str, process_on_nodes: Sequence[int], bundle: Bundle, detached
 
 
 def start_host(group: Any, index: int, share: float, use_gpu: bool, preload: Sequence[str] = (), **options: Any) -> Any:
-    """A worker process in a bundle of a placement group.
+    """Start a worker process in a bundle of a placement group.
 
-    share: the part of the bundle that it takes. preload: modules to import. options: as Ray names them.
+    share: the fraction of the bundle that it takes. preload: modules to import. options: Ray actor options.
     """
     options = {
         "num_cpus": share,
@@ -43,12 +43,12 @@ def start_host(group: Any, index: int, share: float, use_gpu: bool, preload: Seq
             group, placement_group_bundle_index=index
         ),
     } | options
-    return ray.remote(WorkerHost).options(**options).remote(Surroundings.here(), tuple(preload))
+    return ray.remote(WorkerHost).options(**options).remote(ProcessEnvironment.capture(), tuple(preload))
 
 
 @dataclass(frozen=True)
-class Started:
-    """Processes of a pool whose workers are not known yet.
+class StartedProcesses:
+    """Processes of a pool whose workers are not constructed yet.
 
     handles, names: by rank.
     """
@@ -60,11 +60,11 @@ class Started:
     names: list[str]
 
 
-def start_early(pool: str, process_on_nodes: Sequence[int], use_gpu: bool, preload: Sequence[str]) -> Started:
-    """Reserve the machines of a pool and start its processes, which wait for nothing and import `preload`."""
+def start_early(pool: str, process_on_nodes: Sequence[int], use_gpu: bool, preload: Sequence[str]) -> StartedProcesses:
+    """Reserve the machines of a pool and start its processes, which import `preload`."""
     unique = f"{pool}-{uuid.uuid4().hex[:6]}"
     groups = reserve(unique, process_on_nodes, bundle_of(use_gpu))
     places = [(group, i) for group, count in zip(groups, process_on_nodes) for i in range(count)]
     names = [f"{unique}:{rank}" for rank in range(len(places))]
     handles = [start_host(*place, 1, use_gpu, preload, name=name) for place, name in zip(places, names)]
-    return Started(list(process_on_nodes), use_gpu, groups, handles, names)
+    return StartedProcesses(list(process_on_nodes), use_gpu, groups, handles, names)

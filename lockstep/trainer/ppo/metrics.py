@@ -1,9 +1,9 @@
-"""Metrics of one training step and of one validation, from the batch, the timers and the scores.
+"""Metrics of a training step and of a validation, from the batch, the timers and the scores.
 
 batch                       -> compute_data_metrics        critic/*, response_length/*, prompt_length/*, num_turns/* ..
 batch, seconds per stage    -> compute_timing_metrics      timing_s/*, timing_per_token_ms/*
 token counts, seconds, GPUs -> compute_throughout_metrics  perf/*
-scores of validation        -> process_validation_metrics  {data source: {variable: {metric: value}}}
+validation scores           -> process_validation_metrics  {data source: {variable: {metric: value}}}
                             -> name_validation_metrics     val-core/*, val-aux/*
 """
 
@@ -18,33 +18,33 @@ from lockstep.protocol import DataProto
 NUM_BOOTSTRAP = 1000
 BOOTSTRAP_SEED = 42
 
-# stages whose cost is per token of the whole sequence; generation's is per response token
+# stages whose cost is per token of the sequence; generation is per response token
 SEQUENCE_STAGES = ("ref", "values", "adv", "update_critic", "update_actor")
 
 ValidationMetrics = dict[str, dict[str, dict[str, float]]]
 
 
 def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
-    """Scores, rewards, advantages, returns and lengths of a step's batch; with `use_critic` the values too.
+    """Scores, rewards, advantages, returns and lengths of a step's batch; with `use_critic` also the values.
 
-    Scores and rewards are per sequence and leave out aborted ones (an empty response); advantages, returns and values
-    are per token of the policy. vf_explained_var = 1 - var(returns - values) / var(returns).
+    Scores and rewards are per sequence and exclude aborted ones (an empty response); advantages, returns and values are per
+    response token. vf_explained_var = 1 - var(returns - values) / var(returns).
     """
     tensors = batch.tensors
     prompt_B, response_B = _lengths(batch)
     finished_B = response_B > 0
     max_response, max_prompt = tensors["responses"].shape[-1], tensors["prompts"].shape[-1]
-    mask = _marks(tensors["response_mask"])
-    returns = _numbers(tensors["returns"])[mask]
+    mask = _bools(tensors["response_mask"])
+    returns = _floats(tensors["returns"])[mask]
 
     metrics = {
-        **_mean_max_min("critic/score", _numbers(tensors["token_level_scores"]).sum(-1)[finished_B]),
-        **_mean_max_min("critic/rewards", _numbers(tensors["token_level_rewards"]).sum(-1)[finished_B]),
-        **_mean_max_min("critic/advantages", _numbers(tensors["advantages"])[mask]),
+        **_mean_max_min("critic/score", _floats(tensors["token_level_scores"]).sum(-1)[finished_B]),
+        **_mean_max_min("critic/rewards", _floats(tensors["token_level_rewards"]).sum(-1)[finished_B]),
+        **_mean_max_min("critic/advantages", _floats(tensors["advantages"])[mask]),
         **_mean_max_min("critic/returns", returns),
     }
     if use_critic:
-        values = _numbers(tensors["values"])[mask]
+        values = _floats(tensors["values"])[mask]
         metrics |= _mean_max_min("critic/values", values)
         metrics["critic/vf_explained_var"] = 1.0 - _variance(returns - values) / (_variance(returns) + 1e-5)
     metrics |= {
@@ -60,7 +60,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
 
 
 def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of each stage, and milliseconds per token of the stages whose cost grows with the tokens."""
+    """Seconds per stage, and milliseconds per token of the stages whose cost depends on the tokens."""
     prompt_B, response_B = _lengths(batch)
     num_response_tokens = int(response_B.sum())
     num_tokens = dict.fromkeys(SEQUENCE_STAGES, int(prompt_B.sum()) + num_response_tokens)
@@ -76,7 +76,7 @@ def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) ->
 
 
 def compute_throughout_metrics(batch: DataProto, timing_raw: Mapping[str, float], n_gpus: int) -> dict[str, float]:
-    """Tokens of the step (`meta_info["global_token_num"]` has each sequence's), seconds, tokens per second and GPU."""
+    """Tokens of the step (from `meta_info["global_token_num"]`), seconds, and tokens per second and GPU."""
     total_num_tokens = sum(batch.meta_info["global_token_num"])
     seconds = timing_raw["step"]
     return {
@@ -89,13 +89,12 @@ def compute_throughout_metrics(batch: DataProto, timing_raw: Mapping[str, float]
 def process_validation_metrics(
     data_sources: Sequence[str], sample_uids: Sequence[Any], infos_dict: Mapping[str, Sequence[Any]]
 ) -> ValidationMetrics:
-    """What the answers to each prompt score, averaged over the prompts of a data source.
+    """Statistics of the responses to each prompt, averaged over the prompts of a data source.
 
-    infos_dict has one value per answer for each variable, None where an answer has none; variables that are not numbers
-    are left out. With N answers to
-    a prompt: mean@N and std@N over them, and, for n = 2, 4, .. N, the best, the worst and (where `pred` is given) the
-    majority of n answers drawn with replacement, as mean and standard deviation over 1000 draws with a fixed seed. A
-    single answer has mean@1 alone.
+    infos_dict has one value per response for each variable, or None; variables that are not numeric are skipped. With N
+    responses per prompt: mean@N and std@N, and, for n = 2, 4, .. N, the best, the worst and (if `pred` is given) the majority
+    of n responses drawn with replacement, as mean and standard deviation over 1000 draws with a fixed seed. A single response
+    has only mean@1.
     """
     rows_of: dict[str, dict[Any, list[int]]] = {}
     for row, (source, uid) in enumerate(zip(data_sources, sample_uids)):
@@ -108,11 +107,11 @@ def process_validation_metrics(
         for variable, values in numeric.items():
             per_prompt = []
             for rows in prompts.values():
-                told = [row for row in rows if values[row] is not None]
-                if told:
-                    numbers = np.array([values[row] for row in told], dtype=np.float64)
-                    answers = None if predictions is None else [predictions[row] for row in told]
-                    per_prompt.append(_prompt_metrics(numbers, answers))
+                present = [row for row in rows if values[row] is not None]
+                if present:
+                    numbers = np.array([values[row] for row in present], dtype=np.float64)
+                    preds = None if predictions is None else [predictions[row] for row in present]
+                    per_prompt.append(_prompt_metrics(numbers, preds))
             names = dict.fromkeys(name for metrics in per_prompt for name in metrics)
             result.setdefault(source, {})[variable] = {
                 name: float(np.mean([metrics[name] for metrics in per_prompt if name in metrics])) for name in names
@@ -121,37 +120,36 @@ def process_validation_metrics(
 
 
 def name_validation_metrics(metrics: ValidationMetrics) -> dict[str, float]:
-    """The logged names: `val-core/{data source}/{variable}/{metric}` for what matters, `val-aux/` for the rest.
+    """The logged names: `val-core/{data source}/{variable}/{metric}` for the main metrics, `val-aux/` for the rest.
 
-    Core are mean, majority and best over the largest number of answers, of the variable `acc` or, without one,
-    `reward`.
+    Main are mean, majority and best over the largest number of responses, of the variable `acc` or else `reward`.
     """
     named = {}
     for source, variables in metrics.items():
         core_variable = "acc" if "acc" in variables else "reward"
         for variable, values in variables.items():
-            largest = max((_num_answers(name) for name in values), default=0)
+            largest = max((_num_responses(name) for name in values), default=0)
             for name, value in values.items():
                 core_metric = name.startswith(("mean@", "maj@", "best@")) and not name.endswith("/std")
-                core = variable == core_variable and core_metric and _num_answers(name) == largest
+                core = variable == core_variable and core_metric and _num_responses(name) == largest
                 named[f"{'val-core' if core else 'val-aux'}/{source}/{variable}/{name}"] = value
     return named
 
 
-def _num_answers(name: str) -> int:
-    """n of a name like best@n/mean."""
+def _num_responses(name: str) -> int:
+    """The n in a name like best@n/mean."""
     return int(name.split("@")[1].split("/")[0])
 
 
 def _prompt_metrics(values: np.ndarray, predictions: Sequence[Any] | None) -> dict[str, float]:
-    """mean, std, best, worst, majority of the answers to one prompt."""
-    num_answers = len(values)
-    metrics = {f"mean@{num_answers}": float(values.mean())}
-    if num_answers == 1:
+    """mean, std, best, worst and majority of the responses to one prompt."""
+    num_responses = len(values)
+    metrics = {f"mean@{num_responses}": float(values.mean())}
+    if num_responses == 1:
         return metrics
-    metrics[f"std@{num_answers}"] = float(values.std())
-    for n in _subset_sizes(num_answers):
-        draws = np.random.RandomState(BOOTSTRAP_SEED).choice(num_answers, size=(NUM_BOOTSTRAP, n), replace=True)
+    metrics[f"std@{num_responses}"] = float(values.std())
+    for n in _subset_sizes(num_responses):
+        draws = np.random.RandomState(BOOTSTRAP_SEED).choice(num_responses, size=(NUM_BOOTSTRAP, n), replace=True)
         outcomes = {"best": values[draws].max(axis=1), "worst": values[draws].min(axis=1)}
         if predictions is not None:
             outcomes["maj"] = np.array([_majority_value(values, predictions, draw) for draw in draws])
@@ -161,14 +159,14 @@ def _prompt_metrics(values: np.ndarray, predictions: Sequence[Any] | None) -> di
     return metrics
 
 
-def _subset_sizes(num_answers: int) -> list[int]:
-    """2, 4, 8, .. and the number itself."""
-    powers = [2**k for k in range(1, num_answers.bit_length()) if 2**k < num_answers]
-    return [*powers, num_answers]
+def _subset_sizes(num_responses: int) -> list[int]:
+    """2, 4, 8, .. and `num_responses`."""
+    powers = [2**k for k in range(1, num_responses.bit_length()) if 2**k < num_responses]
+    return [*powers, num_responses]
 
 
 def _majority_value(values: np.ndarray, predictions: Sequence[Any], draw: np.ndarray) -> float:
-    """The value of the first drawn answer with the most frequent prediction; a tie goes to the one drawn first."""
+    """The value of the first response with the most frequent prediction; ties go to the one drawn first."""
     votes: dict[Any, list[int]] = {}
     for i in draw:
         votes.setdefault(predictions[i], []).append(i)
@@ -177,41 +175,41 @@ def _majority_value(values: np.ndarray, predictions: Sequence[Any], draw: np.nda
 
 
 def is_numeric(values: Sequence[Any]) -> bool:
-    """Whether what is not None is numbers, and there is any."""
-    told = [value for value in values if value is not None]
-    return bool(told) and all(isinstance(value, int | float | np.number | np.bool_) for value in told)
+    """Whether there are values besides None, and all of them are numbers."""
+    present = [value for value in values if value is not None]
+    return bool(present) and all(isinstance(value, int | float | np.number | np.bool_) for value in present)
 
 
 def _lengths(batch: DataProto) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of each prompt and of each response (tool output counts), (B,)."""
+    """Tokens of each prompt and of each response (including tool output), (B,)."""
     width = batch.tensors["responses"].shape[-1]
-    attention_mask = _marks(batch.tensors["attention_mask"])
+    attention_mask = _bools(batch.tensors["attention_mask"])
     return attention_mask[:, :-width].sum(-1), attention_mask[:, -width:].sum(-1)
 
 
-def _numbers(tensor: Tensor) -> np.ndarray:
-    """In float32, on the host: small arrays take numpy less time than tensors take torch."""
-    found: np.ndarray = tensor.detach().float().cpu().numpy()
-    return found
+def _floats(tensor: Tensor) -> np.ndarray:
+    """float32 on the host: numpy is faster than torch for small arrays."""
+    array: np.ndarray = tensor.detach().float().cpu().numpy()
+    return array
 
 
-def _marks(mask: Tensor) -> np.ndarray:
-    found: np.ndarray = mask.bool().cpu().numpy()
-    return found
+def _bools(mask: Tensor) -> np.ndarray:
+    array: np.ndarray = mask.bool().cpu().numpy()
+    return array
 
 
 def _mean_max_min(name: str, values: np.ndarray) -> dict[str, float]:
-    """Mean, maximum and minimum; 0 where there is no value (every response aborted)."""
+    """Mean, maximum and minimum; 0 if there are no values (every response aborted)."""
     mean, largest, least = (values.mean(dtype=np.float64), values.max(), values.min()) if values.size else (0, 0, 0)
     return {f"{name}/mean": float(mean), f"{name}/max": float(largest), f"{name}/min": float(least)}
 
 
 def _length_metrics(name: str, lengths_B: np.ndarray, limit: int) -> dict[str, float]:
-    """Mean, maximum, minimum and the share that fills the whole width."""
+    """Mean, maximum, minimum and the fraction at the limit."""
     clipped = float((lengths_B == limit).mean()) if lengths_B.size else 0.0
     return {**_mean_max_min(name, lengths_B), f"{name}/clip_ratio": clipped}
 
 
 def _variance(values: np.ndarray) -> float:
-    with np.errstate(invalid="ignore"):  # of numbers that are not finite it is not a number
+    with np.errstate(invalid="ignore"):  # non-finite values give NaN
         return float(values.var(ddof=1, dtype=np.float64)) if values.size > 1 else 0.0

@@ -1,10 +1,10 @@
-"""Mini-batches are cut here, on the controller, so that they do not depend on how many workers there are.
+"""Mini-batches are formed here, on the controller, so that they do not depend on the number of workers.
 
-    rows of a step ─► mini-batches ─► each one's rows spread over the data-parallel ranks ─► one batch whose
-                                                                                             r-th part is rank r's
+    rows of a step ─► mini-batches ─► rows of each one distributed over the data-parallel ranks ─► one batch whose
+                                                                                                   r-th part is rank r's
 
-What a loss must know of its whole mini-batch (counts, and what `prepare_policy_loss` gives) is settled here too. Every rank
-gets equally many rows of every mini-batch; where they do not divide, rows are added that hold one token and weigh nothing.
+Mini-batch statistics for the loss (counts, and the result of `prepare_policy_loss`) are computed here too. Every rank gets the
+same number of rows of every mini-batch; padding rows with one token and no loss are added if they do not divide.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,17 +21,17 @@ from lockstep.protocol import DataProto
 from lockstep.utils.seqlen import get_group_balanced_partitions, get_seqlen_balanced_partitions
 
 Prepare = Callable[[Mapping[str, Tensor], int], dict[str, Tensor]]
-"""(rows of a mini-batch, its number) -> further columns for its loss."""
+"""(rows of a mini-batch, its number) -> extra columns for its loss."""
 
 
 @dataclass(frozen=True)
 class MiniBatches:
-    """How a step's rows are taken.
+    """How a step's rows are split into mini-batches.
 
-    size:    rows in one mini-batch; the last one of a pass may be smaller.
+    size:    rows per mini-batch; the last one of a pass may be smaller.
     epochs:  passes over the rows.
-    seed:    of the shuffling before each pass; None keeps the order, so that every pass has the same mini-batches.
-    prepare: what a loss needs beside its rows; None for nothing.
+    seed:    for shuffling before each pass; None keeps the order, so that every pass has the same mini-batches.
+    prepare: computes extra columns for the loss; None if it needs none.
     """
 
     size: int
@@ -39,8 +39,8 @@ class MiniBatches:
     seed: int | None = None
     prepare: Prepare | None = None
 
-    def cut(self, num_rows: int) -> Iterator[list[int]]:
-        """The mini-batches of all passes that differ."""
+    def split(self, num_rows: int) -> Iterator[list[int]]:
+        """Row indices of the mini-batches, over all distinct passes."""
         generator = None if self.seed is None else torch.Generator().manual_seed(self.seed)
         for _ in range(self.num_passes):
             order = range(num_rows) if generator is None else torch.randperm(num_rows, generator=generator).tolist()
@@ -53,58 +53,60 @@ class MiniBatches:
 
 
 def lay_out(batch: DataProto, rule: MiniBatches, dp_size: int, *, balance: bool) -> DataProto:
-    """The tensors of the batch for an update: row key `mini_batch`; meta_info `mini_batches` (counts of each), `num_repeats` (how
-    often all of them are taken), `prepared` (names of what `rule.prepare` added).
+    """The tensors of the batch, ordered for an update: row key `mini_batch`; meta_info `mini_batches` (counts of each),
+    `num_repeats` (passes over them), `prepared` (columns added by `rule.prepare`).
 
-    balance: give ranks rows of about the same number of tokens, rather than as they follow each other.
+    balance: balance the tokens per rank instead of splitting the rows in order.
     """
-    lengths, owners = [1] * len(batch), [0] * len(batch)  # one rank takes all rows as they are
+    lengths, owners = [1] * len(batch), [0] * len(batch)  # unused: a single rank takes all rows
     if dp_size > 1:
         lengths, owners = _lengths_and_owners(batch)
-    taken: list[int] = []  # the rows of all mini-batches, one after another
+    rows_in_order: list[int] = []  # rows of all mini-batches, concatenated
     number_of: list[int] = []  # the mini-batch of each
     counts: list[dict[str, int]] = []
     prepared: list[dict[str, Tensor]] = []
-    shares: list[list[int]] = [[] for _ in range(dp_size)]  # places in `taken`
+    per_rank: list[list[int]] = [[] for _ in range(dp_size)]  # positions in `rows_in_order`
     padding: list[list[bool]] = [[] for _ in range(dp_size)]
     num_tokens = batch.tensors["response_mask"].numpy().sum(-1)
-    for number, rows in enumerate(rule.cut(len(batch))):
-        trained = num_tokens[rows]
-        counts.append({"batch_num_tokens": int(trained.sum()), "global_batch_size": int((trained > 0).sum())})
+    for number, rows in enumerate(rule.split(len(batch))):
+        tokens = num_tokens[rows]
+        counts.append({"batch_num_tokens": int(tokens.sum()), "global_batch_size": int((tokens > 0).sum())})
         if rule.prepare is not None:
             prepared.append(rule.prepare(batch.tensors[rows], number))
         parts = spread([lengths[i] for i in rows], dp_size, balance=balance, owners=[owners[i] for i in rows])
-        width, start = max(map(len, parts)), len(taken)
-        for share, marks, part in zip(shares, padding, parts):
+        width, start = max(map(len, parts)), len(rows_in_order)
+        for positions_of_rank, is_padding, part in zip(per_rank, padding, parts):
             num_added = width - len(part)
-            share += [start + i for i in part] + [start] * num_added
-            marks += [False] * len(part) + [True] * num_added
-        taken += rows
+            positions_of_rank += [start + i for i in part] + [start] * num_added
+            is_padding += [False] * len(part) + [True] * num_added
+        rows_in_order += rows
         number_of += [number] * len(rows)
-    places = torch.tensor(list(chain.from_iterable(shares)))
-    tensors = {"mini_batch": torch.tensor(number_of)[places]}
+    positions = torch.tensor(list(chain.from_iterable(per_rank)))
+    tensors = {"mini_batch": torch.tensor(number_of)[positions]}
     names = sorted(prepared[0]) if prepared else []
-    tensors |= {name: torch.cat([columns[name] for columns in prepared])[places] for name in names}
-    order = torch.tensor(taken)[places]
-    is_as_it_was = torch.equal(order, torch.arange(len(batch)))
+    tensors |= {name: torch.cat([columns[name] for columns in prepared])[positions] for name in names}
+    order = torch.tensor(rows_in_order)[positions]
+    unchanged = torch.equal(order, torch.arange(len(batch)))
     laid_out = batch.select(None, [])
-    laid_out = (laid_out if is_as_it_was else laid_out.select_idxs(order)).union(DataProto.from_dict(tensors=tensors))
-    _empty_rows(laid_out, torch.tensor(list(chain.from_iterable(padding))))
+    laid_out = (laid_out if unchanged else laid_out.select_idxs(order)).union(DataProto.from_dict(tensors=tensors))
+    _clear_rows(laid_out, torch.tensor(list(chain.from_iterable(padding))))
     num_repeats = rule.epochs // rule.num_passes
     laid_out.meta_info |= {"mini_batches": counts, "num_repeats": num_repeats, "prepared": names}
     return laid_out
 
 
 def spread(lengths: list[int], num_parts: int, *, balance: bool, owners: list[int] | None = None) -> list[list[int]]:
-    """Indices for each part: of near-equal sums with `balance`, else as they follow each other; some empty where there are few.
+    """Row indices of each part: balanced by length with `balance`, else in order; parts may be empty if there are few rows.
 
-    owners: rows of one owner have the same prompt, and stay together where there are enough prompts.
+    owners: rows with the same owner share a prompt, and stay together if there are enough prompts.
     """
     if num_parts == 1:
         return [list(range(len(lengths)))]
     if balance and owners is not None and len(set(owners)) >= num_parts:
         parts = get_group_balanced_partitions(lengths, owners, num_parts)
-        if max(map(len, parts)) <= 1.1 * len(lengths) / num_parts:  # else padding costs more than sharing saves
+        if (
+            max(map(len, parts)) <= 1.1 * len(lengths) / num_parts
+        ):  # else padding rows cost more than shared prompts save
             return parts
     if balance and len(lengths) >= num_parts:
         return get_seqlen_balanced_partitions(lengths, num_parts, equal_size=len(lengths) % num_parts == 0)
@@ -112,31 +114,31 @@ def spread(lengths: list[int], num_parts: int, *, balance: bool, owners: list[in
 
 
 def _lengths_and_owners(batch: DataProto) -> tuple[list[int], list[int]]:
-    """Tokens of each row, and the first row with the same prompt."""
+    """Number of tokens of each row, and the first row with the same prompt."""
     mask, ids = batch.tensors["attention_mask"].numpy().astype(bool), batch.tensors["input_ids"].numpy()
     start = ids.shape[1] - batch.tensors["responses"].shape[1]
     return mask.sum(-1).tolist(), prompt_owners(ids, mask, start)
 
 
 def call_balanced(method: Callable[[DataProto], Any], batch: DataProto, num_parts: int) -> Callable[[], DataProto]:
-    """Begin a call that gives one row for each row, its ranks having about equally many tokens; returns how to wait for it.
+    """Start a row-wise worker call with tokens balanced over the ranks; returns a function that waits for the result.
 
-    The rows come back in the order of `batch`.
+    The result has the row order of `batch`.
     """
     if num_parts == 1 or len(batch) % num_parts:
         future = method(batch)
         return lambda: future.get()
     lengths, owners = _lengths_and_owners(batch)
     parts = spread(lengths, num_parts, balance=True, owners=owners)
-    if len({len(part) for part in parts}) > 1:  # dispatch cuts parts of equal size
+    if len({len(part) for part in parts}) > 1:  # dispatch splits into equal parts
         parts = get_seqlen_balanced_partitions(lengths, num_parts, equal_size=True)
     order = np.concatenate(parts)
     future = method(batch.select_idxs(order))
     return lambda: future.get().select_idxs(np.argsort(order))
 
 
-def _empty_rows(batch: DataProto, which: Tensor) -> None:
-    """Leave the first token of each of these rows, and nothing that it could predict."""
+def _clear_rows(batch: DataProto, which: Tensor) -> None:
+    """Reduce these rows to their first token, with an empty response mask."""
     if not which.any():
         return
     mask = batch.tensors["attention_mask"].clone()

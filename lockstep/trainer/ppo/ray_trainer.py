@@ -1,11 +1,11 @@
-"""The PPO loop: one ordinary Python loop on the controller; every arrow is one call on a worker group.
+"""The PPO loop: a plain Python loop on the controller; every arrow is a call on a worker group.
 
     prompts ─► generate ─► reward ─► old log-probs ─► ref log-probs ─► values ─► advantage ─► update critic ─► update actor
 
-Where a step is one update, its own log-probs are the old ones, and the pass for them is left out.
+If a step is a single update, its own log-probs are the old ones, and the old log-prob pass is skipped.
 
-One `DataProto` travels through all of it and gains keys (`protocol/keys.py`). Nothing here knows whether a worker group is in this
-process or on many machines.
+One `DataProto` passes through all stages and gains keys (`protocol/keys.py`). The loop does not depend on whether a worker group is
+in this process or on many machines.
 """
 
 import json
@@ -22,18 +22,20 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.algorithms.advantages import check_inputs, may_read, required_inputs
+from lockstep.algorithms.compute_advantage import compute_advantage
 from lockstep.algorithms.kl import apply_kl_penalty, get_kl_controller
 from lockstep.algorithms.losses.aggregate import agg_loss
 from lockstep.algorithms.losses.policy import PREPARATIONS, get_policy_loss_fn, policy_loss_mode, prepare_policy_loss
-from lockstep.algorithms.on_batch import compute_advantage
 from lockstep.algorithms.pf_ppo import compute_pf_ppo_reweight_data
 from lockstep.algorithms.rollout_correction import apply_rollout_correction, use_rollout_log_probs
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.critic import CriticConfig
 from lockstep.config.model import sequence_parallel_size
+from lockstep.config.placement import need_critic, need_reference_policy, need_reward_model
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import to_plain
 from lockstep.data.loader import create_dataloader
+from lockstep.models.loading import resolve_dtype
 from lockstep.observability.rollout_log import dump_generations
 from lockstep.observability.trackers import Tracking
 from lockstep.protocol import DataProto
@@ -51,11 +53,11 @@ from lockstep.trainer.checkpoint import CheckpointStore, RunLock
 from lockstep.trainer.interrupt import Interrupt, StopRequested
 from lockstep.trainer.ppo.metrics import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
 from lockstep.trainer.ppo.mini_batches import MiniBatches, Prepare, call_balanced, lay_out, spread
-from lockstep.trainer.ppo.roles import need_critic, need_reference_policy, need_reward_model
 from lockstep.trainer.ppo.sampling import RewardFn, Sampling, extra_metrics
-from lockstep.trainer.ppo.validation import Answers
+from lockstep.trainer.ppo.validation import Responses
 from lockstep.trainer.ppo.weight_sync import WeightSync
-from lockstep.trainer.run_config import refuse_another_run, write_run_config
+from lockstep.trainer.run_config import check_same_experiment, write_run_config
+from lockstep.utils.audit import GapBound
 from lockstep.utils.decoding import decode_all
 from lockstep.utils.device import resolve_device
 from lockstep.utils.seqlen import log_seqlen_unbalance
@@ -68,9 +70,9 @@ class PPOTrainer:
     """Trains a policy by PPO, GRPO or any other registered advantage estimator.
 
     role_worker_mapping:   Role -> Worker class.
-    resource_pool_manager: which pool each role runs on.
-    ray_worker_group_cls:  the worker groups of the backend; class_with_init wraps what its workers are made from.
-    reward_fn:             scores a batch of training rollouts; val_reward_fn those of validation (None: no validation).
+    resource_pool_manager: the pool of each role.
+    ray_worker_group_cls:  worker group class of the backend; class_with_init wraps a worker class with its arguments.
+    reward_fn:             scores training rollouts; val_reward_fn those of validation (None: no validation).
     """
 
     def __init__(
@@ -117,9 +119,9 @@ class PPOTrainer:
         )
         self.val_dataset = val_dataset
         self.collate_fn = collate_fn
-        epochs_steps = len(self.train_dataloader) * config.trainer.total_epochs
-        wanted = config.trainer.total_training_steps
-        self.total_training_steps = epochs_steps if wanted is None else min(wanted, epochs_steps)
+        steps_of_epochs = len(self.train_dataloader) * config.trainer.total_epochs
+        max_steps = config.trainer.total_training_steps
+        self.total_training_steps = steps_of_epochs if max_steps is None else min(max_steps, steps_of_epochs)
         self.run_dir = Path(config.trainer.default_local_dir).expanduser()
         self.checkpoints = CheckpointStore(self.run_dir, keep=self._checkpoints_to_keep())
         self.last_checkpoint: Path | None = None
@@ -127,11 +129,13 @@ class PPOTrainer:
         self.epoch = 0
         self.num_updates = 0
         self.idle_steps = IdleSteps()
+        compute_dtype = resolve_dtype(config.actor_rollout_ref.actor.fsdp_config.dtype, torch.device(self.device_name))
+        self.gap_bound = GapBound(compute_dtype)
         self._groups: dict[str, WorkerGroup] = {}
         self._closing: ExitStack | None = None
 
     def _batch_keys(self) -> set[str]:
-        """What advantage estimators can read from this run's batches."""
+        """Batch keys of this run that advantage estimators can read."""
         keys = {"index", "old_log_probs", "rollout_log_probs", "reward_baselines", "token_level_scores"}
         if self.use_critic:
             keys.add("values")
@@ -140,7 +144,7 @@ class PPOTrainer:
         return keys
 
     def init_workers(self) -> None:
-        """Create the worker groups, roles of one pool in one process, and load the models."""
+        """Create the worker groups (roles of a pool share processes) and load the models."""
         self.resource_pool_manager.create_resource_pool()
         if (count := self.resource_pool_manager.get_n_gpus()) > 1:
             logger.info("starting %d workers", count)
@@ -154,22 +158,24 @@ class PPOTrainer:
         for group in self._groups.values():
             group.init_model()
         groups: dict[str, Any] = self._groups
-        together = groups.get(str(Role.ActorRollout))
-        self.actor_rollout_wg: Any = together or groups[str(Role.Actor)]
-        self.rollout_wg: Any = together or groups[str(Role.Rollout)]
+        colocated_wg = groups.get(str(Role.ActorRollout))
+        self.actor_rollout_wg: Any = colocated_wg or groups[str(Role.Actor)]
+        self.rollout_wg: Any = colocated_wg or groups[str(Role.Rollout)]
         self.ref_policy_wg: Any = groups.get(str(Role.RefPolicy))
         self.critic_wg: Any = groups.get(str(Role.Critic))
         self.rm_wg: Any = groups.get(str(Role.RewardModel))
         self.sampling = Sampling(self.config, self.rollout_wg, self.rm_wg, self.reward_fn)
-        self.weight_sync = None if together else WeightSync(self.actor_rollout_wg, self.rollout_wg, self._transport())
+        self.weight_sync = None
+        if colocated_wg is None:
+            self.weight_sync = WeightSync(self.actor_rollout_wg, self.rollout_wg, self._weight_transport())
 
-    def _transport(self) -> str:
-        """How weights reach a rollout in other processes."""
+    def _weight_transport(self) -> str:
+        """How weights are sent to a rollout in other processes."""
         backend = self.config.actor_rollout_ref.rollout.checkpoint_engine.backend
         return backend if backend != "auto" else "nccl" if self.device_name == "cuda" else "naive"
 
     def close(self) -> None:
-        """End the workers."""
+        """Shut down the workers."""
         for group in self._groups.values():
             group.shutdown()
         self._groups = {}
@@ -194,15 +200,15 @@ class PPOTrainer:
         }
 
     def _with_schedule_length(self, section: Any) -> Any:
-        """The section with its learning-rate schedule as long as the run, where the user set no length."""
+        """The section with its schedule length set to the run's, unless the user set one."""
         if section.optim.total_training_steps > 0:
             return section
         return replace(section, optim=replace(section.optim, total_training_steps=self.total_training_steps))
 
     def start(self, resume_from: Path | None = None) -> None:
-        """Take the run's folder, go on from its checkpoint and open the trackers.
+        """Lock the run's folder, resume from its checkpoint and open the trackers.
 
-        resume_from: the checkpoint to go on from, whatever the config says of it.
+        resume_from: the checkpoint to resume from, overriding the config.
         """
         config = self.config.trainer
         with ExitStack() as closing:
@@ -225,15 +231,15 @@ class PPOTrainer:
             if (self.tracking.last_step or 0) < self.global_steps:
                 self.tracking.log(data=saved_metrics, step=self.global_steps)
             self._closing = closing.pop_all()
-        self._announce()
+        self._log_summary()
 
-    def _announce(self) -> None:
+    def _log_summary(self) -> None:
         config, roles = self.config, ["actor", "rollout"]
         roles += (
             ["reference"] * self.use_reference_policy + ["critic"] * self.use_critic + ["reward model"] * self.use_rm
         )
         logger.info(
-            "%s: %d prompts a step x %d samples, %d steps (%d an epoch) on %s; %s of %s",
+            "%s: %d prompts x %d samples per step, %d steps (%d per epoch) on %s; %s of %s",
             config.algorithm.adv_estimator,
             config.data.train_batch_size,
             config.actor_rollout_ref.rollout.n,
@@ -245,38 +251,37 @@ class PPOTrainer:
         )
         if self.resource_pool_manager.get_n_gpus() > 1:
             logger.info("workers: %s", self._layout())
-        logger.info("the run's files: %s", self.run_dir)
-        wanted = config.trainer.total_training_steps
-        if wanted is not None and wanted > self.total_training_steps:
+        logger.info("output folder: %s", self.run_dir)
+        max_steps = config.trainer.total_training_steps
+        if max_steps is not None and max_steps > self.total_training_steps:
             logger.warning(
-                "trainer.total_training_steps=%d, but trainer.total_epochs=%d passes over the data end after %d steps; "
-                "raise trainer.total_epochs",
-                wanted,
+                "trainer.total_training_steps=%d, but trainer.total_epochs=%d gives only %d steps; raise trainer.total_epochs",
+                max_steps,
                 config.trainer.total_epochs,
                 self.total_training_steps,
             )
 
     def _layout(self) -> str:
-        """Each pool with its processes per machine and its roles, and how many ranks share a sequence of the actor."""
+        """Each pool with its processes per machine and its roles, and the actor's sequence parallel size."""
         manager = self.resource_pool_manager
         roles = {
             pool: [str(role) for role, own in manager.mapping.items() if own == pool]
             for pool in manager.mapping.values()
         }
         pools = [f"{pool} {manager.resource_pool_spec[pool]} {', '.join(names)}" for pool, names in roles.items()]
-        shared = sequence_parallel_size(self.config.actor_rollout_ref.actor)
-        return "; ".join(pools) + (f"; {shared} share a sequence" if shared > 1 else "")
+        sequence_ranks = sequence_parallel_size(self.config.actor_rollout_ref.actor)
+        return "; ".join(pools) + (f"; {sequence_ranks} ranks per sequence" if sequence_ranks > 1 else "")
 
     def fit(self, interrupt: Interrupt | None = None) -> int:
-        """Train to the last step. Returns 0, or 130 where Ctrl-C ended the run.
+        """Train to the last step. Returns 0, or 130 if the user stopped the run.
 
-        interrupt: notes the wish to stop; by default Ctrl-C and SIGTERM do.
+        interrupt: records stop requests; by default from Ctrl-C and SIGTERM.
         """
         if self._closing is None:
             self.start()
         assert self._closing is not None
-        with self._closing, interrupt or Interrupt() as noted:
-            return self._run(noted)
+        with self._closing, interrupt or Interrupt() as entered:
+            return self._run(entered)
 
     def _run(self, interrupt: Interrupt) -> int:
         config = self.config.trainer
@@ -287,7 +292,9 @@ class PPOTrainer:
         if interrupt.requested:
             return 130
         if self.global_steps >= self.total_training_steps:
-            logger.info("nothing to do: the run is at step %d of %d", self.global_steps, self.total_training_steps)
+            logger.info(
+                "nothing to do: the run is already at step %d of %d", self.global_steps, self.total_training_steps
+            )
             return 0
         prompts = self._prompts(interrupt)
         metrics: dict[str, Any] = {}
@@ -299,7 +306,7 @@ class PPOTrainer:
                 try:
                     batch, metrics = self._train_step(prompts, timing)
                 except StopRequested:
-                    return self._stopped_within_a_step(metrics)
+                    return self._stopped_mid_step(metrics)
                 self.train_dataloader.on_batch_end(batch)
                 if self._can_validate and self._is_due(config.test_freq, is_last):
                     with marked_timer("testing", timing):
@@ -312,24 +319,24 @@ class PPOTrainer:
                 metrics["timing_s/save_checkpoint"] = timing["save_checkpoint"]
             self.tracking.log(data=metrics, step=self.global_steps)
             if stopping:
-                logger.warning("stopped by the user after step %d; the same command resumes", self.global_steps)
+                logger.warning("stopped by the user after step %d; run the same command to resume", self.global_steps)
                 return 130
-        logger.info("done: %d steps; the run's files: %s", self.global_steps, self.run_dir)
+        logger.info("done: %d steps; output folder: %s", self.global_steps, self.run_dir)
         return 0
 
-    def _stopped_within_a_step(self, metrics: dict[str, Any]) -> int:
-        """Save what the last whole step left; metrics: those of that step, empty where there was none."""
+    def _stopped_mid_step(self, metrics: dict[str, Any]) -> int:
+        """Save the last complete step; metrics: its metrics, empty if there was none."""
         self.global_steps -= 1
         if metrics:
             self._save_checkpoint(metrics)
-        logger.warning("stopped by the user after step %d; the same command resumes", self.global_steps)
+        logger.warning("stopped by the user after step %d; run the same command to resume", self.global_steps)
         return 130
 
     def _is_due(self, frequency: int, is_last: bool) -> bool:
         return frequency > 0 and (is_last or self.global_steps % frequency == 0)
 
     def _prompts(self, interrupt: Interrupt) -> Iterator[DataProto]:
-        """Batches of prompts, epoch after epoch; StopRequested where the user wants no more."""
+        """Batches of prompts, epoch after epoch; raises StopRequested if a stop was requested."""
         while True:
             self.epoch = self.train_dataloader.epoch
             for batch_dict in self.train_dataloader:
@@ -338,7 +345,7 @@ class PPOTrainer:
                 yield DataProto.from_single_dict(batch_dict)
 
     def _train_step(self, prompts: Iterator[DataProto], timing: dict[str, float]) -> tuple[DataProto, dict[str, Any]]:
-        """One step of the algorithm, as a list of calls."""
+        """One step of the algorithm as a list of calls."""
         correction = self.config.algorithm.rollout_correction
         metrics: dict[str, Any] = {}
 
@@ -347,7 +354,7 @@ class PPOTrainer:
         check_policy_version(batch, self.num_updates)
         metrics |= sampling_metrics | self._seqlen_metrics(batch)
 
-        # 3. and 4. log-probs under the policy and under the reference, values: at the same time where workers are apart
+        # 3. and 4. log-probs of policy and reference, and values; concurrent if their workers are separate
         calls = {"ref": (self.ref_policy_wg, "ref", "compute_ref_log_prob")} if self.use_reference_policy else {}
         source = self._old_log_probs_source(len(batch))
         if source == "pass":
@@ -357,7 +364,7 @@ class PPOTrainer:
         batch = self._with_outputs(use_rollout_log_probs(batch) if source == "rollout" else batch, calls, timing)
         corrected = correction.rollout_is is not None or correction.rollout_rs is not None
         if source == "pass":
-            metrics |= self._entropy_metrics(batch) | rollout_gap(batch, corrected=corrected)
+            metrics |= self._entropy_metrics(batch) | rollout_gap(batch, self.gap_bound, corrected=corrected)
 
         # 5. advantages, on the controller
         with marked_timer("adv", timing):
@@ -366,16 +373,16 @@ class PPOTrainer:
         self.idle_steps.note(batch)
         check_finite(batch, "old_log_probs", "ref_log_prob", "values", "token_level_rewards", "advantages", "returns")
 
-        # 6. and 7. update the critic and, once it is warm, the actor; log-probs of no pass are audited by the update
+        # 6. and 7. update the critic and, after critic_warmup, the actor; without an old log-prob pass the update audits log-probs
         chosen.meta_info["rollout_gap"] = "none" if source == "pass" else "report" if corrected else "check"
         metrics |= self._update(chosen, timing)
 
         if (folder := self.config.trainer.rollout_data_dir) is not None:
-            self._dump_answers(self._answers([batch]), folder)
+            self._dump_responses(self._responses([batch]), folder)
         return batch, metrics
 
     def _old_log_probs_source(self, num_rows: int) -> str:
-        """Where this step's old log-probs come from: a `pass` of their own, the `rollout`, or the `update` itself."""
+        """Source of this step's old log-probs: a separate `pass`, the `rollout`, or the `update` itself."""
         algorithm, actor = self.config.algorithm, self.config.actor_rollout_ref.actor
         correction = algorithm.rollout_correction
         if correction.bypass_mode:
@@ -405,7 +412,7 @@ class PPOTrainer:
             batch.tensors["token_level_rewards"] = batch.tensors["token_level_scores"]
         all_tokens = batch.tensors["response_mask"]
         batch, correction_metrics = apply_rollout_correction(batch, algorithm.rollout_correction)
-        # a rejected token trains nothing, but the reward that lies on it belongs to the tokens before it
+        # rejected tokens have no loss, but their reward still belongs to the tokens before them
         kept_tokens, batch.tensors["response_mask"] = batch.tensors["response_mask"], all_tokens
         batch = compute_advantage(
             batch,
@@ -426,7 +433,7 @@ class PPOTrainer:
     def _with_outputs(
         self, batch: DataProto, calls: dict[str, tuple[Any, str, str]], timing: dict[str, float]
     ) -> DataProto:
-        """The batch with the outputs of forward passes. calls: name of the timer to (group, its mesh, method)."""
+        """The batch with the outputs of forward passes. calls: timer name to (worker group, mesh, method)."""
         if not calls:
             return batch
         inputs = batch.select(["input_ids", "attention_mask", "position_ids", "responses", "response_mask"], [])
@@ -441,7 +448,7 @@ class PPOTrainer:
         return batch
 
     def _update(self, batch: DataProto, timing: dict[str, float]) -> dict[str, float]:
-        """One update of the critic and of the actor; at the same time where their workers are apart."""
+        """Update the critic and the actor, concurrently if their workers are separate."""
         actor, critic = self.config.actor_rollout_ref.actor, self.config.critic
         waiting = {}
         if self.use_critic:
@@ -481,7 +488,7 @@ class PPOTrainer:
         return lambda rows, number: prepare_policy_loss(mode, rows, actor, seed=(step << 16) + number)
 
     def _seqlen_metrics(self, batch: DataProto) -> dict[str, float]:
-        """How far apart the ranks' numbers of tokens are, before and after balancing."""
+        """Imbalance of tokens between ranks, before and after balancing."""
         lengths: list[int] = batch.tensors["attention_mask"].sum(-1).tolist()
         batch.meta_info["global_token_num"] = lengths
         parts = spread(lengths, self.actor_rollout_wg.mesh("actor").dp_size, balance=True)
@@ -526,30 +533,30 @@ class PPOTrainer:
                 batch = self.sampling.generate(prompts, n=n, step=self.global_steps, draw=draw, validate=True)
                 yield self.sampling.score(batch, val_reward_fn)
 
-        answers, config = self._answers(scored()), self.config.trainer
+        responses, config = self._responses(scored()), self.config.trainer
         if config.validation_data_dir is not None:
-            self._dump_answers(answers, config.validation_data_dir)
+            self._dump_responses(responses, config.validation_data_dir)
         if config.log_val_generations > 0:
-            rows = list(zip(answers.inputs, answers.outputs, answers.scores))[: config.log_val_generations]
+            rows = list(zip(responses.inputs, responses.outputs, responses.scores))[: config.log_val_generations]
             self.tracking.log_table("val/generations", ["input", "output", "score"], rows, self.global_steps)
-        return answers.metrics()
+        return responses.metrics()
 
-    def _answers(self, batches: Iterable[DataProto]) -> Answers:
-        answers = Answers()
+    def _responses(self, batches: Iterable[DataProto]) -> Responses:
+        responses = Responses()
         for batch in batches:
-            answers.add(batch, self._decode)
-        return answers
+            responses.add(batch, self._decode)
+        return responses
 
     def _decode(self, rows: list[torch.Tensor]) -> list[str]:
         return decode_all(self.tokenizer, [row.tolist() for row in rows])
 
-    def _dump_answers(self, answers: Answers, folder: str) -> None:
+    def _dump_responses(self, responses: Responses, folder: str) -> None:
         dump_generations(
-            answers.inputs,
-            answers.outputs,
-            answers.ground_truths,
-            answers.scores,
-            answers.extra,
+            responses.inputs,
+            responses.outputs,
+            responses.ground_truths,
+            responses.scores,
+            responses.extra,
             folder,
             self.global_steps,
         )
@@ -559,7 +566,7 @@ class PPOTrainer:
         return None if None in limits else max(n for n in limits if n is not None)
 
     def _save_checkpoint(self, metrics: dict[str, Any]) -> None:
-        """metrics: those of the step, kept so that none is lost if the process dies before it has tracked them."""
+        """metrics: those of the step, saved in case the process dies before they are tracked."""
 
         def write(folder: Path) -> None:
             for name in ("actor", "critic") if self.use_critic else ("actor",):
@@ -575,18 +582,16 @@ class PPOTrainer:
         logger.info("saved %s", self.last_checkpoint)
 
     def _load_checkpoint(self, resume_from: Path | None) -> dict[str, Any]:
-        """Go on from the checkpoint that is given, or that the config asks for; returns the metrics of its step."""
+        """Resume from the given checkpoint or the configured one; returns the metrics of its step."""
         config = self.config.trainer
         mode, path = ("resume_path", str(resume_from)) if resume_from else (config.resume_mode, config.resume_from_path)
         found = self.checkpoints.find(mode, path)
         if found is None:
             if config.resume_mode == "disable" and list(self.run_dir.glob("global_step_*")):
-                logger.warning(
-                    "%s holds checkpoints of an earlier run; they stay beside those of this one", self.run_dir
-                )
+                logger.warning("%s has checkpoints of an earlier run, which are kept", self.run_dir)
             return {}
         if config.resume_mode == "auto":
-            refuse_another_run(self.run_dir, self.config)
+            check_same_experiment(self.run_dir, self.config)
         self.global_steps, folder = found
         self.last_checkpoint = folder
         logger.info("resuming from %s", folder)
@@ -601,12 +606,12 @@ class PPOTrainer:
 
 
 RayPPOTrainer = PPOTrainer
-"""The seeds' name of the trainer."""
+"""verl's name of this class."""
 
 
 def _reduced(output: DataProto) -> dict[str, float]:
-    """A worker group's metrics: equal on all ranks where the engine summed them, else their mean, or the most memory."""
+    """A worker group's metrics, reduced over ranks: the maximum for names with max, the mean for all others."""
     metrics = output.meta_info["metrics"]
-    of_ranks = {name: value if isinstance(value, list) else [value] for name, value in metrics.items()}
+    per_rank = {name: value if isinstance(value, list) else [value] for name, value in metrics.items()}
     largest = {name for name in metrics if "/max_" in name or name.endswith("_max")}
-    return {name: max(values) if name in largest else fmean(values) for name, values in of_ranks.items()}
+    return {name: max(values) if name in largest else fmean(values) for name, values in per_rank.items()}

@@ -1,4 +1,4 @@
-"""The first two stages of a step: samples for a batch of prompts, and their scores.
+"""The first two stages of a step: generate samples for a batch of prompts, and score them.
 
 prompts ─► n rows each, with uid and seed ─► generate ─► reward model ─► reward function ─► token_level_scores
 """
@@ -24,14 +24,14 @@ RewardFn = Callable[..., Any]
 """(batch, return_dict=True) -> {"reward_tensor": (B, R), "reward_extra_info": {name: list}}."""
 
 EXTRA_KEYS = "reward_extra_keys"
-"""meta_info: names of the columns that the reward function added."""
+"""meta_info key: names of the columns added by the reward function."""
 
 
 class Sampling:
     """Generates and scores through worker groups.
 
-    rm_wg:     None where no reward model is used.
-    reward_fn: scores training samples; validation brings its own.
+    rm_wg:     None without a reward model.
+    reward_fn: scores training samples; validation passes its own.
     """
 
     def __init__(self, config: PPOConfig, rollout_wg: Any, rm_wg: Any, reward_fn: RewardFn) -> None:
@@ -45,39 +45,39 @@ class Sampling:
     def collect(
         self, prompts: Iterator[DataProto], *, step: int, timing: dict[str, float]
     ) -> tuple[DataProto, dict[str, float]]:
-        """The scored samples of a step and metrics of how they came about.
+        """The scored samples of a step, and metrics.
 
-        With `algorithm.filter_groups`, batches of prompts are sampled until `data.train_batch_size` of them have samples
-        that differ in score.
+        With `algorithm.filter_groups`, generates batches of prompts until `data.train_batch_size` prompts have samples with
+        different scores.
         """
         rule = self.config.algorithm.filter_groups
         batch = self.scored(next(prompts), step=step, draw=0, timing=timing)
         if not rule.enable:
             return batch, {}
-        wanted, draws = self.config.data.train_batch_size * self.n, 1
+        num_rows, draws = self.config.data.train_batch_size * self.n, 1
         kept = [batch[keep_informative_groups(batch, rule.metric)]]
-        while (num_kept := sum(map(len, kept))) < wanted:
+        while (num_kept := sum(map(len, kept))) < num_rows:
             if 0 < rule.max_num_gen_batches <= draws:
                 raise ValueError(
-                    f"algorithm.filter_groups.max_num_gen_batches={rule.max_num_gen_batches}: so many batches held only "
-                    f"{num_kept // self.n} of {wanted // self.n} prompts whose samples differ in score; the prompts are "
-                    "too hard or too easy for the policy"
+                    f"algorithm.filter_groups.max_num_gen_batches={rule.max_num_gen_batches}: only {num_kept // self.n} of "
+                    f"{num_rows // self.n} prompts have samples with different scores; the prompts are too hard or too easy "
+                    "for the policy"
                 )
             batch = self.scored(next(prompts), step=step, draw=draws, timing=timing)
             kept.append(batch[keep_informative_groups(batch, rule.metric)])
             draws += 1
             if draws >= 8 and draws.bit_count() == 1:
                 logger.warning(
-                    "filter_groups: %d batches sampled, %d of %d rows kept: most prompts are too hard or too easy; "
-                    "algorithm.filter_groups.max_num_gen_batches sets a limit",
+                    "filter_groups: %d batches sampled, %d of %d rows kept: most prompts are too hard or too easy; set "
+                    "algorithm.filter_groups.max_num_gen_batches to limit the number of batches",
                     draws,
                     num_kept,
-                    wanted,
+                    num_rows,
                 )
-        return _joined(kept)[:wanted], {"train/num_gen_batches": draws}
+        return _concat(kept)[:num_rows], {"train/num_gen_batches": draws}
 
     def scored(self, prompts: DataProto, *, step: int, draw: int, timing: dict[str, float]) -> DataProto:
-        """Samples of one batch of prompts with their scores and, for ReMax, their baselines."""
+        """Scored samples of one batch of prompts, with greedy baselines if the estimator needs them."""
         with marked_timer("gen", timing):
             batch = self.generate(prompts, n=self.n, step=step, draw=draw)
         with marked_timer("reward", timing):
@@ -90,10 +90,10 @@ class Sampling:
     def generate(
         self, prompts: DataProto, *, n: int, step: int, draw: int = 0, validate: bool = False, greedy: bool = False
     ) -> DataProto:
-        """`n` answers to each prompt; samples of one prompt share a uid.
+        """`n` responses per prompt; samples of one prompt share a uid.
 
-        draw: number of the batch of prompts within the step. A sample's random stream is fixed by (rollout.seed, step,
-        draw, its row), so that it does not depend on how rows are spread or on what ran before.
+        draw: index of the prompt batch within the step. A sample's random stream depends only on (rollout.seed, step, draw,
+        row), not on how rows are distributed or on what ran before.
         """
         prompts.non_tensor_batch["uid"] = object_array([_uid(draw, number) for number in range(len(prompts))])
         batch = prompts.repeat(repeat_times=n, interleave=True)
@@ -107,25 +107,25 @@ class Sampling:
         return batch.union(self.rollout_wg.generate_sequences(inputs))
 
     def score(self, batch: DataProto, reward_fn: RewardFn) -> DataProto:
-        """Write `token_level_scores` and what else the reward function tells of each row."""
+        """Write `token_level_scores` and the extra columns of the reward function."""
         if self.rm_wg is not None:
             batch = batch.union(self.rm_wg.compute_rm_score(batch).get())
         result = reward_fn(batch, return_dict=True)
-        extra = {name: _without_gaps(values, result) for name, values in result["reward_extra_info"].items()}
+        extra = {name: _fill_failed(values, result) for name, values in result["reward_extra_info"].items()}
         batch.tensors["token_level_scores"] = result["reward_tensor"]
         batch.non_tensor_batch |= {name: object_array(values) for name, values in extra.items()}
         batch.meta_info[EXTRA_KEYS] = sorted(extra)
         return batch
 
     def greedy_baselines(self, prompts: DataProto, *, step: int, draw: int) -> torch.Tensor:
-        """(B * n) score of each prompt's greedy answer."""
+        """(B * n) score of each prompt's greedy response."""
         greedy = self.generate(prompts, n=1, step=step, draw=draw, greedy=True)
         scores: torch.Tensor = self.score(greedy, self.reward_fn).tensors["token_level_scores"].sum(-1)
         return scores.repeat_interleave(self.n)
 
 
 def _uid(draw: int, number: int) -> str:
-    """Of a prompt in a step: the same for its samples, another for each prompt and draw."""
+    """Id of a prompt in a step; unique per prompt and draw."""
     return str(uuid.UUID(int=(draw << 64) + number))
 
 
@@ -135,16 +135,16 @@ def extra_metrics(batch: DataProto) -> dict[str, float]:
     return {f"reward/{name}/mean": float(np.mean([v for v in vs if v is not None])) for name, vs in columns.items()}
 
 
-def _without_gaps(values: list[Any], result: dict[str, Any]) -> list[Any]:
-    """A column of numbers with 0 where scoring the row failed."""
+def _fill_failed(values: list[Any], result: dict[str, Any]) -> list[Any]:
+    """A numeric column with 0 for the rows whose scoring failed."""
     failed = result["reward_extra_info"].get("reward_failed", [0.0] * len(values))
     if not is_numeric(values):
         return values
     return [0.0 if value is None and fail else value for value, fail in zip(values, failed)]
 
 
-def _joined(parts: list[DataProto]) -> DataProto:
-    """The parts as one batch; a column that the reward function gave in some of them only holds None in the others."""
+def _concat(parts: list[DataProto]) -> DataProto:
+    """The parts as one batch; a reward column that some parts lack is None there."""
     names = sorted({name for part in parts for name in part.meta_info[EXTRA_KEYS]})
     for part in parts:
         part.meta_info[EXTRA_KEYS] = names
@@ -154,5 +154,5 @@ def _joined(parts: list[DataProto]) -> DataProto:
 
 
 def extra_columns(batch: DataProto) -> dict[str, list[Any]]:
-    """What the reward function told of each row."""
+    """The columns added by the reward function."""
     return {name: list(batch.non_tensor_batch[name]) for name in batch.meta_info[EXTRA_KEYS]}

@@ -1,4 +1,4 @@
-"""Puts a training run together from its config: workers, pools, tokenizer, rewards, data, trainer."""
+"""Builds a training run from its config: workers, pools, tokenizer, rewards, data, trainer."""
 
 import gc
 import logging
@@ -14,7 +14,15 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from lockstep.config.placement import Pools, controller_of, pools_of
+from lockstep.config.placement import (
+    Pools,
+    controller_of,
+    need_critic,
+    need_reference_policy,
+    need_reward_model,
+    needed_models,
+    pools_of,
+)
 from lockstep.config.ppo import PPOConfig
 from lockstep.data.rl_dataset import create_rl_dataset
 from lockstep.data.sampler import create_rl_sampler
@@ -27,8 +35,7 @@ from lockstep.single_controller import LOCAL, Backend, ResourcePoolManager, Role
 from lockstep.single_controller.futures import worker_report
 from lockstep.trainer.interrupt import Interrupt
 from lockstep.trainer.ppo.ray_trainer import PPOTrainer
-from lockstep.trainer.ppo.roles import need_critic, need_reference_policy, need_reward_model, needed_models
-from lockstep.trainer.run_config import refuse_another_run
+from lockstep.trainer.run_config import check_same_experiment
 from lockstep.utils.audit import AuditError
 from lockstep.utils.device import resolve_device
 from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
@@ -38,13 +45,13 @@ from lockstep.workers.reward_model import RewardModelWorker
 logger = logging.getLogger(__name__)
 
 REPLACEMENT_S = 60.0
-"""How long to wait for a machine in the place of one that died."""
-COLLECTED_AT_ONCE = 5_000
-"""Objects made since the garbage collector last looked: about those of two steps, hardly any of which need it."""
+"""How long to wait for a machine that replaces a dead one."""
+GC_THRESHOLD = 5_000
+"""New objects per garbage collection: about two steps' worth, few of which need it."""
 
 
 class TaskRunner:
-    """One method a part, so that a subclass can replace one."""
+    """One method per part, so that a subclass can override it."""
 
     def __init__(self) -> None:
         self.role_worker_mapping: dict[Role, type[Worker]] = {}
@@ -52,9 +59,9 @@ class TaskRunner:
         self.device: str | None = None
         self.last_checkpoint: Path | None = None
         self.wait_s: float | None = None
-        """How long to wait for machines, where not as the backend does by itself."""
+        """How long to wait for machines; None is the backend's default."""
         self.started: dict[str, Any] = {}
-        """Worker processes that run already, by pool."""
+        """Worker processes that were started early, by pool."""
 
     def add_actor_rollout_worker(self, config: PPOConfig, pools: Pools) -> None:
         for role in (Role.ActorRollout, Role.Actor, Role.Rollout):
@@ -78,14 +85,14 @@ class TaskRunner:
         self.mapping[role] = pools.role_pools[role]
 
     def pools(self, config: PPOConfig) -> Pools:
-        """Which processes there are and what runs in them."""
+        """The worker pools and the roles that run in them."""
         return pools_of(config, needed_models(config))
 
     def init_resource_pool_mgr(self, pools: Pools, backend: Backend) -> ResourcePoolManager:
         return ResourcePoolManager(resource_pool_spec=pools.spec, mapping=self.mapping, pool_class=backend.pool_class)
 
     def build(self, config: PPOConfig) -> PPOTrainer:
-        """The trainer of a run, its models not yet loaded."""
+        """The trainer of a run, before its models are loaded."""
         pools = self.pools(config)
         device, backend = self._device_and_backend(config)
         self.add_actor_rollout_worker(config, pools)
@@ -122,10 +129,10 @@ class TaskRunner:
         )
 
     def run(self, config: PPOConfig, interrupt: Interrupt | None = None) -> int:
-        """Train; returns the exit code. What is wrong with the user's files is told without a traceback.
+        """Train; returns the exit code. User errors are printed without a traceback.
 
-        Workers that died are started anew, `trainer.max_restarts` times, and go on from the run's last checkpoint.
-        interrupt: notes the wish to stop, where signals do not reach this process.
+        Dead workers are restarted up to `trainer.max_restarts` times, from the run's last checkpoint.
+        interrupt: records stop requests, if signals do not reach this process.
         """
         restarts = config.trainer.max_restarts
         for left in range(restarts, -1, -1):
@@ -139,23 +146,25 @@ class TaskRunner:
                 sys.stderr.write(f"{report}\n")
                 break
             else:
-                if code == 2 and left < restarts:  # it was right once: a machine that died is not replaced
+                if code == 2 and left < restarts:  # the config was valid before: a dead machine was not replaced
                     break
                 return code
             if left:
-                begin = self.last_checkpoint or "where this run began"
-                logger.warning("starting the workers anew, from %s (%d more restarts)", begin, left - 1)
+                begin = self.last_checkpoint or "the start of the run"
+                logger.warning("restarting the workers from %s (%d restarts left)", begin, left - 1)
                 self.wait_s = REPLACEMENT_S
-        sys.stderr.write(f"the run has ended early{self._how_to_go_on(config)}\n")
+        sys.stderr.write(f"the run ended early{self._how_to_resume(config)}\n")
         return 1
 
-    def _how_to_go_on(self, config: PPOConfig) -> str:
+    def _how_to_resume(self, config: PPOConfig) -> str:
         saved = self.last_checkpoint
         if saved is None:
             return ", before its first checkpoint (trainer.save_freq)"
         if config.trainer.resume_mode == "auto":
-            return f"; its last checkpoint is {saved}, and the same command goes on from there"
-        return f"; trainer.resume_mode=resume_path trainer.resume_from_path={saved} goes on from its last checkpoint"
+            return f"; run the same command to resume from its last checkpoint, {saved}"
+        return (
+            f"; set trainer.resume_mode=resume_path trainer.resume_from_path={saved} to resume from its last checkpoint"
+        )
 
     def _run_once(self, config: PPOConfig, interrupt: Interrupt | None) -> int:
         _seed_everything(config.trainer.seed)
@@ -165,11 +174,11 @@ class TaskRunner:
                 closing.callback(self._close, trainer)
                 if self.last_checkpoint is None and _is_finished(trainer):
                     total = trainer.total_training_steps
-                    logger.info("nothing to do: the run is at step %d of %d", total, total)
+                    logger.info("nothing to do: the run is already at step %d of %d", total, total)
                     return 0
-                logger.info("loading the models: %s", ", ".join(str(role) for role in self.role_worker_mapping))
+                logger.info("loading models: %s", ", ".join(str(role) for role in self.role_worker_mapping))
                 trainer.init_workers()
-                trainer.start(self.last_checkpoint)  # there is one where this is a restart
+                trainer.start(self.last_checkpoint)  # set if this is a restart
             except ValueError as error:
                 if os.environ.get("LOCKSTEP_DEBUG"):
                     raise
@@ -177,10 +186,10 @@ class TaskRunner:
                 sys.stderr.write(f"error: {error}{where}\n(LOCKSTEP_DEBUG=1 shows the traceback)\n")
                 return 2
             gc.collect()
-            gc.freeze()  # what is loaded stays: no collection within a step need walk over it
+            gc.freeze()  # loaded models stay alive: do not scan them in every collection
             closing.callback(gc.unfreeze)
             closing.callback(gc.set_threshold, *gc.get_threshold())
-            gc.set_threshold(COLLECTED_AT_ONCE)
+            gc.set_threshold(GC_THRESHOLD)
             return _fit(trainer, interrupt)
 
     def _close(self, trainer: PPOTrainer) -> None:
@@ -193,18 +202,18 @@ class TaskRunner:
         from lockstep.single_controller.ray_backend import has_gpus, make_ray_backend
 
         device = self.device or config.trainer.device
-        if device == "auto":  # the controller's machine may be one without GPUs
+        if device == "auto":  # the controller's machine may have no GPU
             device = "cuda" if has_gpus() else "cpu"
         self.device = device
         return device, make_ray_backend(use_gpu=device == "cuda", wait_s=self.wait_s, started=self.started)
 
 
 def _is_finished(trainer: PPOTrainer) -> bool:
-    """Whether the run's last step is saved and tracked, so that there is nothing to load a model for."""
+    """Whether the run's last step is saved and tracked, so that no model needs to be loaded."""
     config, total = trainer.config.trainer, trainer.total_training_steps
     if config.resume_mode != "auto" or config.val_only or not (trainer.run_dir / f"global_step_{total}").is_dir():
         return False
-    refuse_another_run(trainer.run_dir, trainer.config)
+    check_same_experiment(trainer.run_dir, trainer.config)
     found = trainer.checkpoints.find("auto")
     tracked = last_step(trainer.run_dir / METRICS_FILE)
     return found is not None and found[0] >= total and tracked is not None and tracked >= total
@@ -218,7 +227,7 @@ def _fit(trainer: PPOTrainer, interrupt: Interrupt | None) -> int:
         log.write_text(traceback.format_exc())
         if worker_report(error) is not None:
             raise
-        sys.stderr.write(f"error: {error}\n(the traceback: {log})\n")
+        sys.stderr.write(f"error: {error}\n(traceback: {log})\n")
         return 1
 
 

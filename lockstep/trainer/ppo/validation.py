@@ -1,4 +1,4 @@
-"""Validation: answers to the validation prompts, their scores, and the metrics of both.
+"""Validation: responses to the validation prompts, their scores, and metrics.
 
 val loader ─► generate (rollout.val_kwargs) ─► val_reward_fn ─► val-core/… and val-aux/…
 """
@@ -15,8 +15,8 @@ from lockstep.trainer.ppo.sampling import extra_columns
 
 
 @dataclass
-class Answers:
-    """One entry an answer, in the order of generation."""
+class Responses:
+    """One entry per response, in the order of generation."""
 
     inputs: list[str] = field(default_factory=list)
     outputs: list[str] = field(default_factory=list)
@@ -27,7 +27,7 @@ class Answers:
     extra: dict[str, list[Any]] = field(default_factory=dict)
 
     def add(self, batch: DataProto, decode: Callable[[list[Tensor]], list[str]]) -> None:
-        """Append the answers of a scored batch."""
+        """Append the responses of a scored batch."""
         tensors, columns, done = batch.tensors, batch.non_tensor_batch, len(self.scores)
         width = tensors["prompts"].shape[1]
         self.inputs += decode(valid_tokens(tensors["prompts"], tensors["attention_mask"][:, :width]))
@@ -38,15 +38,15 @@ class Answers:
         self.ground_truths += [(r or {}).get("ground_truth") for r in columns["reward_model"]]
         for name, values in extra_columns(batch).items():
             self.extra.setdefault(name, [None] * done).extend(values)
-        for values in self.extra.values():  # a column that this batch lacks
+        for values in self.extra.values():  # columns that this batch lacks
             values.extend([None] * (len(self.scores) - len(values)))
 
     def metrics(self) -> dict[str, float]:
-        """`val-core/{source}/{acc or reward}/…` for the metric to watch, `val-aux/…` for the rest."""
+        """`val-core/{source}/{acc or reward}/…` for the main metrics, `val-aux/…` for the rest."""
         infos: dict[str, list[Any]] = {"reward": self.scores, **self.extra}
         return name_validation_metrics(process_validation_metrics(self.data_sources, self.uids, infos))
 
 
 def valid_tokens(ids: Tensor, mask: Tensor) -> list[Tensor]:
-    """Each row's tokens without its padding."""
+    """Each row's tokens without padding."""
     return [row[keep.bool()] for row, keep in zip(ids, mask)]

@@ -1,4 +1,4 @@
-"""Hands the actor's weights to a rollout that runs in processes of its own."""
+"""Sends the actor's weights to a rollout that runs in separate processes."""
 
 from collections import deque
 from typing import Any
@@ -7,11 +7,11 @@ from lockstep.single_controller import FutureList, WorkerGroup
 from lockstep.utils.audit import AuditError
 
 IN_FLIGHT = 2
-"""Buckets that are on their way through the object store at once."""
+"""Buckets in flight through the object store."""
 
 
 class WeightSync:
-    """actor, rollout: the two groups. backend: naive (object store) or nccl (broadcast; gloo on CPU)."""
+    """actor, rollout: worker groups. backend: naive (object store) or nccl (broadcast; gloo on CPU)."""
 
     def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, backend: str) -> None:
         self.actor: Any = actor
@@ -26,18 +26,18 @@ class WeightSync:
             FutureList([future for futures in joined for future in futures]).get()
 
     def run(self, version: int) -> None:
-        """Copy the weights over and check that they arrived; the rollout then names its samples `version`."""
+        """Copy the weights and verify their fingerprint; the rollout then tags its samples with `version`."""
         if self.broadcasts:
             sent, loaded = self.actor.send_weights(), self.rollout.receive_weights(version)
-            fingerprint, *_ = outputs = FutureList([*sent, *loaded]).get()  # the first failure of either side is raised
-            arrived = outputs[len(sent) :]
+            fingerprint, *_ = outputs = FutureList([*sent, *loaded]).get()  # raises the first failure of either side
+            received = outputs[len(sent) :]
         else:
-            fingerprint, arrived = self._through_store(version)
-        wrong = [rank for rank, found in enumerate(arrived) if found != fingerprint]
+            fingerprint, received = self._through_store(version)
+        wrong = [rank for rank, found in enumerate(received) if found != fingerprint]
         if wrong:
             raise AuditError(
-                f"the rollout's weights are not the actor's after update {version}: rank {wrong[0]} of {len(arrived)} differs "
-                f"({len(wrong)} in all). What they would generate is not of this policy"
+                f"the rollout's weights differ from the actor's after update {version} on {len(wrong)} of {len(received)} ranks "
+                f"(first: rank {wrong[0]}); its samples would not come from this policy"
             )
 
     def _through_store(self, version: int) -> tuple[int, list[int]]:

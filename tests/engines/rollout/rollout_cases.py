@@ -7,8 +7,10 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     GemmaConfig,
     GenerationConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -22,7 +24,9 @@ from transformers import (
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.engines.rollout import Completion, EmbeddedEngine, GenerationRequest, SamplingParams
-from lockstep.models.attention import ATTENTION_NAME, PackedAttention
+from lockstep.models.attention import ATTENTION_NAME
+from lockstep.models.known_models import install_decoder_layers
+from lockstep.models.model_check import transformers_forward
 
 VOCAB = 61
 EOS = 2
@@ -35,7 +39,7 @@ SIZES: dict[str, Any] = dict(
     num_attention_heads=4,
     num_key_value_heads=2,
     max_position_embeddings=256,
-    initializer_range=0.3,  # large, so that greedy decoding does not repeat one token
+    initializer_range=0.3,  # large, so that greedy decoding does not repeat a token
     bos_token_id=None,
     eos_token_id=EOS,
     pad_token_id=PAD,
@@ -50,6 +54,12 @@ CONFIGS: dict[str, Any] = {
     "granite": lambda **sizes: GraniteConfig(**sizes, logits_scaling=4.0),
     "smollm": lambda **sizes: LlamaConfig(**sizes, tie_word_embeddings=True, head_dim=16),
     "gemma": lambda **sizes: GemmaConfig(**sizes, head_dim=16),
+    "gemma2": lambda **sizes: Gemma2Config(
+        **sizes, head_dim=16, query_pre_attn_scalar=16, sliding_window=7, attn_logit_softcapping=2.0
+    ),
+    "gpt_oss": lambda **sizes: GptOssConfig(
+        **sizes, head_dim=16, sliding_window=7, num_local_experts=4, num_experts_per_tok=2
+    ),
     "phi": lambda **sizes: PhiConfig(**sizes, partial_rotary_factor=0.5),
     "phi3": Phi3Config,
     "mixtral": lambda **sizes: MixtralConfig(**sizes, num_local_experts=4),
@@ -67,10 +77,11 @@ def device_or_skip(name: str) -> torch.device:
 
 
 def tiny_model(kind: str = "qwen2", device: torch.device | str = "cpu", **changes: Any) -> Any:
-    """Made on the CPU, so that the weights are the same on every device."""
+    """Created on the CPU, so that the weights are the same on every device."""
     config_class = CONFIGS[kind]
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config_class(**SIZES | changes), attn_implementation=ATTENTION_NAME)
+    install_decoder_layers(model)
     return model.to(device)
 
 
@@ -86,7 +97,7 @@ def embedded(model: Any, num_blocks: int | None = None, **changes: Any) -> Embed
 
 
 def mixed_requests(seed: int = 0, **sampling: Any) -> list[GenerationRequest]:
-    """Ragged prompts, some of them equal, and responses of many lengths."""
+    """Prompts of several lengths, some of them equal, and responses of several lengths."""
     rng = random.Random(seed)
     prompts = [[rng.randrange(3, VOCAB) for _ in range(n)] for n in (5, 17, 1, 33, 8, 26)]
     prompts += [prompts[1], prompts[4], prompts[1], prompts[1]]
@@ -98,7 +109,7 @@ def mixed_requests(seed: int = 0, **sampling: Any) -> list[GenerationRequest]:
 
 
 def assert_same(got: list[Completion], expected: list[Completion]) -> None:
-    """Equal tokens and reasons, log-probs equal up to rounding."""
+    """Equal tokens and stop reasons; log-probs equal up to rounding."""
     assert [c.token_ids for c in got] == [c.token_ids for c in expected]
     assert [c.stop_reason for c in got] == [c.stop_reason for c in expected]
     for g, e in zip(got, expected):
@@ -107,13 +118,10 @@ def assert_same(got: list[Completion], expected: list[Completion]) -> None:
 
 @torch.no_grad()
 def naive_log_probs(model: Any, request: GenerationRequest, completion: Completion) -> torch.Tensor:
-    """Of the completion's tokens, by one forward over the whole sequence."""
+    """Log-probs of the completion, by one forward of transformers over the whole sequence."""
     ids = torch.tensor([request.prompt_ids + completion.token_ids], device=model.device)
-    length = ids.shape[1]
-    context = PackedAttention([length], ids.device)
-    logits = model(
-        ids, position_ids=torch.arange(length, device=ids.device)[None], use_cache=False, lockstep_context=context
-    ).logits[0]
+    with transformers_forward(model):
+        logits = model(ids, use_cache=False).logits[0]
     temperature = request.sampling.temperature or 1.0
     log_probs = torch.log_softmax(logits.float() / temperature, -1)
     first = len(request.prompt_ids)
@@ -122,15 +130,12 @@ def naive_log_probs(model: Any, request: GenerationRequest, completion: Completi
 
 @torch.no_grad()
 def transformers_greedy(model: Any, request: GenerationRequest) -> list[int]:
-    model.set_attn_implementation("sdpa")
-    try:
-        config = GenerationConfig(do_sample=False, max_new_tokens=request.sampling.max_tokens, pad_token_id=PAD)
-        stop = None if request.sampling.ignore_eos else EOS
-        prompt = torch.tensor([request.prompt_ids], device=model.device)
-        model.generation_config = GenerationConfig()
+    config = GenerationConfig(do_sample=False, max_new_tokens=request.sampling.max_tokens, pad_token_id=PAD)
+    stop = None if request.sampling.ignore_eos else EOS
+    prompt = torch.tensor([request.prompt_ids], device=model.device)
+    model.generation_config = GenerationConfig()
+    with transformers_forward(model):
         out = model.generate(
             prompt, attention_mask=torch.ones_like(prompt), generation_config=config, eos_token_id=stop
         )
-        return out[0, prompt.shape[1] :].tolist()
-    finally:
-        model.set_attn_implementation(ATTENTION_NAME)
+    return out[0, prompt.shape[1] :].tolist()

@@ -1,4 +1,4 @@
-"""The embedded engine: equal to transformers and to a naive forward, whatever the schedule."""
+"""The embedded engine equals transformers and a naive forward, for every schedule."""
 
 import asyncio
 import random
@@ -6,16 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, MambaConfig, Qwen3NextConfig
+from transformers import AutoModelForCausalLM, GPTJConfig, MambaConfig, Qwen3NextConfig
 
 from lockstep.engines.rollout import (
     Completion,
     EmbeddedEngine,
     GenerationRequest,
     SamplingParams,
+    base,
     create_rollout_engine,
 )
-from lockstep.models.attention import ATTENTION_NAME, PackedAttention
+from lockstep.engines.rollout.embedded.cpu.decode_attention import CpuDecodeAttention
+from lockstep.engines.rollout.embedded.paged_attention import PagedAttention
+from lockstep.models.attention import PackedAttention
 from tests.engines.rollout.rollout_cases import (
     CONFIGS,
     DEVICES,
@@ -45,7 +48,7 @@ def model(device: torch.device) -> Any:
 
 @pytest.fixture(scope="module")
 def expected(model: Any) -> list[Completion]:
-    """What the requests of `mixed_requests` give when each runs alone."""
+    """Completions of `mixed_requests` when each request runs alone."""
     engine = embedded(model, max_num_seqs=1, enable_prefix_caching=False)
     return [engine.generate([request])[0] for request in mixed_requests()]
 
@@ -57,7 +60,7 @@ def test_greedy_equals_transformers(kind: str, ignore_eos: bool, device: torch.d
     requests = mixed_requests(temperature=0.0, ignore_eos=ignore_eos)
     completions = embedded(model).generate(requests)
     assert [c.token_ids for c in completions] == [transformers_greedy(model, r) for r in requests]
-    assert len({t for c in completions for t in c.token_ids}) > 5  # the model does not say one word only
+    assert len({t for c in completions for t in c.token_ids}) > 5  # not one repeated token
 
 
 @pytest.mark.parametrize("kind", list(CONFIGS))
@@ -110,7 +113,7 @@ def test_the_order_of_requests_does_not_change_the_result(model: Any, expected: 
     assert_same(shuffled, [expected[i] for i in order])
 
 
-def test_a_second_call_finds_nothing_of_the_first(model: Any, expected: list[Completion]) -> None:
+def test_calls_are_independent(model: Any, expected: list[Completion]) -> None:
     engine = embedded(model)
     for _ in range(2):
         assert_same(engine.generate(mixed_requests()), expected)
@@ -119,21 +122,33 @@ def test_a_second_call_finds_nothing_of_the_first(model: Any, expected: list[Com
     assert_same(engine.generate(mixed_requests()), expected)
 
 
-def test_samples_of_one_prompt_compute_it_once(model: Any) -> None:
-    prompt, new = list(range(3, 26)), 6
-    requests = [GenerationRequest(prompt, SamplingParams(max_tokens=new, ignore_eos=True), seed=i) for i in range(8)]
-    decoded = 8 * (new - 1)  # the last token of each is never computed
-    shared, alone = embedded(model), embedded(model, enable_prefix_caching=False)
-    assert_same(shared.generate(requests), alone.generate(requests))
-    assert shared.runner is not None and shared.runner.num_tokens_computed == 23 + decoded
-    assert alone.runner is not None and alone.runner.num_tokens_computed == 8 * 23 + decoded
-    few_seats = embedded(model, max_num_seqs=3)
-    few_seats.generate(requests)
-    assert few_seats.runner is not None and few_seats.runner.num_tokens_computed == 23 + 5 + decoded
-    assert len({tuple(c.token_ids) for c in shared.generate(requests)}) > 1
+def test_a_shared_prompt_is_computed_once(model: Any) -> None:
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    requests = [GenerationRequest(list(range(3, 26)), params, seed=i) for i in range(8)]
+
+    def generate(**changes: Any) -> tuple[int, list[Completion]]:
+        """Tokens computed in prefill steps, and the completions."""
+        engine = embedded(model, **changes)
+        engine.generate(requests[:1])  # with the model check
+        assert engine.step_loop is not None
+        before = engine.step_loop.num_prefill_tokens
+        completions = engine.generate(requests)
+        return engine.step_loop.num_prefill_tokens - before, completions
+
+    num_shared, shared = generate()
+    num_alone, alone = generate(enable_prefix_caching=False)
+    num_few_slots, few_slots = generate(max_num_seqs=3)
+    assert (num_shared, num_alone, num_few_slots) == (
+        23,
+        8 * 23,
+        23 + 5,
+    )  # later samples compute the last prompt token again
+    assert_same(shared, alone)
+    assert_same(few_slots, alone)
+    assert len({tuple(c.token_ids) for c in shared}) > 1
 
 
-def test_stop_tokens_end_a_response_and_belong_to_it(model: Any) -> None:
+def test_stop_tokens_end_a_response_and_are_part_of_it(model: Any) -> None:
     free = SamplingParams(max_tokens=30, ignore_eos=True)
     request = GenerationRequest([5, 6, 7], free, seed=3)
     engine = embedded(model)
@@ -165,18 +180,17 @@ def test_no_requests(model: Any) -> None:
 def test_too_long_and_empty_requests_are_refused(model: Any) -> None:
     engine = embedded(model, max_model_len=20)
     good = GenerationRequest([1] * 15, SamplingParams(max_tokens=5))
-    with pytest.raises(
-        ValueError, match=r"request 1: 15 prompt tokens \+ max_tokens 6 = 21 exceed .*rollout.max_model_len"
-    ):
+    reason = r"request 1: 15 prompt tokens \+ max_tokens 6 = 21 exceed max_model_len=20"
+    with pytest.raises(ValueError, match=f"{reason}; raise actor_rollout_ref.rollout.max_model_len"):
         engine.generate([good, GenerationRequest([1] * 15, SamplingParams(max_tokens=6))])
     with pytest.raises(ValueError, match="request 0: the prompt has no tokens"):
         engine.generate([GenerationRequest([], SamplingParams())])
     assert len(engine.generate([good])) == 1
 
 
-def test_a_sequence_that_no_cache_holds_is_refused_and_the_engine_goes_on(model: Any) -> None:
+def test_a_sequence_larger_than_the_cache_is_refused(model: Any) -> None:
     engine = embedded(model, num_blocks=3)
-    with pytest.raises(ValueError, match="needs 5 blocks of 4 tokens, the KV cache has 3"):
+    with pytest.raises(ValueError, match="needs 5 blocks of 4 tokens, but the KV cache has 3"):
         engine.generate([GenerationRequest([1] * 10, SamplingParams(max_tokens=10))])
     assert len(engine.generate([GenerationRequest([1] * 5, SamplingParams(max_tokens=3))])) == 1
 
@@ -189,11 +203,11 @@ def test_sliding_window(changes: dict[str, Any], device: torch.device) -> None:
     assert [c.token_ids for c in completions] == [transformers_greedy(model, r) for r in requests]
 
 
-def test_training_goes_on_after_generating(device: torch.device) -> None:
+def test_training_continues_after_generating(device: torch.device) -> None:
     model = tiny_model(device=device, attention_dropout=0.3)
     model.train()
     model.gradient_checkpointing_enable()
-    model.model.layers[0].eval()  # a frozen part keeps its mode
+    model.model.layers[0].eval()  # keeps its mode
     requests = mixed_requests(temperature=0.0)
     engine = embedded(model)
     before = engine.generate(requests)
@@ -214,7 +228,7 @@ def test_training_goes_on_after_generating(device: torch.device) -> None:
     assert [c.token_ids for c in after] == [transformers_greedy(model.eval(), r) for r in requests]
 
 
-def test_weights_that_change_or_move_are_followed(device: torch.device) -> None:
+def test_changed_and_moved_weights_are_used(device: torch.device) -> None:
     model = tiny_model(device=device)
     requests = mixed_requests()
     engine = embedded(model)
@@ -223,13 +237,15 @@ def test_weights_that_change_or_move_are_followed(device: torch.device) -> None:
         parameter.data = parameter.data.clone()
     assert_same(engine.generate(requests), before)
     with torch.no_grad():
-        model.model.layers[0].mlp.down_proj.weight.mul_(-1.0)  # where it is
+        model.model.layers[0].mlp.down_proj.weight.mul_(-1.0)  # in place
     after = engine.generate(requests)
     assert_same(after, embedded(model).generate(requests))
     assert [c.token_ids for c in after] != [c.token_ids for c in before]
 
 
-def test_requests_that_come_one_by_one_run_together(model: Any, expected: list[Completion]) -> None:
+def test_concurrent_requests_are_batched(
+    model: Any, expected: list[Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = embedded(model)
     steps = []
 
@@ -238,16 +254,17 @@ def test_requests_that_come_one_by_one_run_together(model: Any, expected: list[C
         return await engine.generate_one(request)
 
     async def main() -> list[Completion]:
-        original = engine._step
-        engine._step = lambda: steps.append(1) or original()  # type: ignore[method-assign, func-returns-value]
+        assert engine.step_loop is not None
+        original = engine.step_loop.step
+        monkeypatch.setattr(engine.step_loop, "step", lambda: steps.append(1) or original())
         return await asyncio.gather(*(ask(r, 0.003 * i) for i, r in enumerate(mixed_requests())))
 
     assert_same(asyncio.run(main()), expected)
     assert len(steps) < sum(len(c.token_ids) for c in expected)
-    assert_same(asyncio.run(main()), expected)  # in another event loop
+    assert_same(asyncio.run(main()), expected)  # in a new event loop
 
 
-def test_an_error_reaches_those_who_wait(model: Any) -> None:
+def test_an_error_reaches_the_callers(model: Any) -> None:
     engine = embedded(model, num_blocks=2)
 
     async def main() -> list[Any]:
@@ -256,7 +273,7 @@ def test_an_error_reaches_those_who_wait(model: Any) -> None:
         return [*failed, await engine.generate_one(GenerationRequest(*short))]
 
     error, completion = asyncio.run(main())
-    assert isinstance(error, ValueError) and "the KV cache has 2" in str(error)
+    assert isinstance(error, ValueError) and "but the KV cache has 2" in str(error)
     assert len(completion.token_ids) <= 2
 
 
@@ -281,7 +298,7 @@ def test_update_weights_copies_by_name() -> None:
         engine.update_weights(iter([("model.norm.weight", torch.zeros(3))]))
 
 
-def test_weights_are_not_updated_while_requests_run(model: Any) -> None:
+def test_weights_cannot_be_updated_while_requests_run(model: Any) -> None:
     engine = embedded(model)
     with engine._serving(), pytest.raises(RuntimeError, match="while requests are running"):
         engine.update_weights(iter([]))
@@ -295,15 +312,11 @@ def test_generating_without_a_model_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
-def test_an_engine_that_is_not_there_is_refused_by_name(name: str) -> None:
+def test_an_unknown_engine_is_refused(name: str) -> None:
     with pytest.raises(
         ValueError, match=f"actor_rollout_ref.rollout.name={name}: no such rollout engine.*embedded, hf"
     ):
         create_rollout_engine(rollout_config(name=name), [EOS], 0)
-
-
-def gpt_oss() -> Any:
-    return GptOssConfig(**SIZES | {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8})
 
 
 def qwen3_next() -> Any:
@@ -314,22 +327,70 @@ def qwen3_next() -> Any:
 @pytest.mark.parametrize(
     ("make_config", "reason"),
     [
-        (lambda: Gemma2Config(**SIZES, head_dim=8), "soft-capping"),
-        (gpt_oss, "sinks"),
-        (qwen3_next, "layers of linear_attention"),
-        (lambda: MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, state_size=4), "MambaForCausalLM"),
+        (qwen3_next, "it has a recurrent state"),
+        (
+            lambda: MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, state_size=4),
+            "it has a recurrent state",
+        ),
+        (lambda: GPTJConfig(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2, rotary_dim=4), "AttentionInterface"),
     ],
 )
-def test_architectures_that_cannot_be_served_are_refused(make_config: Any, reason: str) -> None:
-    config = make_config()
-    attention = {} if config.model_type == "mamba" else {"attn_implementation": ATTENTION_NAME}
-    model = AutoModelForCausalLM.from_config(config, **attention)
-    with pytest.raises(ValueError, match=f"{reason}.*actor_rollout_ref.rollout.name=hf.*vllm"):
+def test_unsupported_architectures_are_refused(make_config: Any, reason: str) -> None:
+    model = AutoModelForCausalLM.from_config(make_config())
+    with pytest.raises(ValueError, match=f"{reason}.*use actor_rollout_ref.rollout.name=hf"):
         embedded(model).generate([GenerationRequest([3, 4], SamplingParams(max_tokens=2))])
 
 
-def test_a_model_of_another_attention_is_refused() -> None:
+def test_a_sliding_window_that_no_layer_reports_is_refused() -> None:
+    model = tiny_model("llama")
+    model.config.sliding_window = 8
+    with pytest.raises(ValueError, match="no layer passes sliding_window=8 of its config to the attention function"):
+        embedded(model).generate(mixed_requests())
+    model.config.use_sliding_window = False
+    assert len(embedded(model).generate(mixed_requests())) == 10
+
+
+def test_other_modules_are_refused() -> None:
     model = tiny_model()
     model.set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match="attn_implementation='sdpa' instead of 'lockstep'"):
         embedded(model)
+    with pytest.raises(ValueError, match="cannot serve Linear: it is not a transformers causal LM"):
+        embedded(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("context", [PagedAttention, CpuDecodeAttention])
+def test_a_model_that_differs_from_transformers_is_refused(context: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In prefill or in decode alone: another scaling of the attention logits."""
+    attend, engine = context.attend, embedded(tiny_model())
+
+    def scaled(self: Any, layer: Any, query: Any, *inputs: Any) -> Any:
+        return attend(self, layer, query * 1.5, *inputs)
+
+    monkeypatch.setattr(context, "attend", scaled)
+    for _ in range(2):  # a failed check is repeated
+        with pytest.raises(ValueError, match=r"the embedded rollout.*Use actor_rollout_ref.rollout.name=hf"):
+            engine.generate(mixed_requests())
+    monkeypatch.setattr(context, "attend", attend)
+    assert len(engine.generate(mixed_requests())) == 10
+
+
+def test_the_model_is_checked_once_per_bind(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = tiny_model(), []
+    original = base.reference_log_probs
+    monkeypatch.setattr(base, "reference_log_probs", lambda *args: calls.append(1) or original(*args))
+    engine, state = embedded(model), torch.get_rng_state()
+    for _ in range(2):
+        engine.generate(mixed_requests())
+        engine.update_weights(iter([]))
+        engine.sleep()
+    assert len(calls) == 1 and torch.equal(torch.get_rng_state(), state)
+    engine.bind(model)
+    asyncio.run(engine.generate_one(mixed_requests()[0]))
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("max_model_len", [2, 3, 9])
+def test_the_check_fits_short_sequences(max_model_len: int) -> None:
+    engine = embedded(tiny_model(), max_model_len=max_model_len)
+    assert len(engine.generate([GenerationRequest([5], SamplingParams(max_tokens=1))])) == 1

@@ -1,4 +1,4 @@
-"""Drawing tokens: against a naive implementation with the same uniform, and against the distribution."""
+"""Sampling against a naive implementation with the same random numbers, and against the distribution."""
 
 from typing import Any
 
@@ -12,8 +12,8 @@ CPU = torch.device("cpu")
 MASK = (1 << 64) - 1
 
 
-def draw(logits: torch.Tensor, params: list[SamplingParams], seeds: list[int], positions: list[int]) -> Any:
-    return sample(logits, SamplingBatch.build(params, seeds, positions, CPU))
+def sample_rows(logits: torch.Tensor, params: list[SamplingParams], seeds: list[int], positions: list[int]) -> Any:
+    return sample(logits, SamplingBatch(params, CPU), uniform(seeds, positions))
 
 
 def naive_splitmix(x: int) -> int:
@@ -29,7 +29,7 @@ def naive_uniform(seed: int, position: int) -> float:
 
 
 def naive_token(logits: torch.Tensor, p: SamplingParams, u: float) -> int:
-    """One row in plain Python: rank, cut, renormalise, walk the vocabulary."""
+    """One row in plain Python: rank, filter, renormalise, walk the vocabulary."""
     if p.temperature == 0:
         return int(logits.argmax())
     probs = torch.softmax(logits.double() / p.temperature, -1)
@@ -60,7 +60,7 @@ def test_uniform_equals_the_integer_definition() -> None:
 
 def test_uniform_is_uniform_over_seeds_and_over_positions() -> None:
     steps, fixed = range(100_000), [5] * 100_000
-    for u in map(torch.from_numpy, (uniform(steps, fixed), uniform(fixed, steps))):
+    for u in (uniform(steps, fixed), uniform(fixed, steps)):
         counts = torch.histc(u, 20, 0, 1)
         assert ((counts - 5000) ** 2 / 5000).sum() < 45  # chi-square, 19 degrees of freedom, p < 0.001
         assert abs(float(torch.corrcoef(torch.stack([u[:-1], u[1:]]))[0, 1])) < 0.015
@@ -70,18 +70,18 @@ def test_uniform_is_uniform_over_seeds_and_over_positions() -> None:
 @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3, 1e-6])
 @pytest.mark.parametrize("min_p", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, 2.5])
-def test_rows_equal_the_naive_draw(top_k: int, top_p: float, min_p: float, temperature: float) -> None:
+def test_rows_equal_naive_sampling(top_k: int, top_p: float, min_p: float, temperature: float) -> None:
     logits = torch.randn(40, 30, generator=torch.Generator().manual_seed(3)) * 3
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     seeds, positions = list(range(40)), list(range(100, 140))
-    tokens, log_probs = draw(logits, [params] * 40, seeds, positions)
+    tokens, log_probs = sample_rows(logits, [params] * 40, seeds, positions)
     expected = [naive_token(row, params, naive_uniform(s, p)) for row, s, p in zip(logits, seeds, positions)]
     assert tokens.tolist() == expected
     full = torch.log_softmax(logits / (temperature or 1.0), -1)
     torch.testing.assert_close(log_probs, full.gather(1, tokens[:, None])[:, 0])
 
 
-def test_a_row_does_not_depend_on_its_company() -> None:
+def test_a_row_does_not_depend_on_other_rows() -> None:
     logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(0))
     params = [
         SamplingParams(),
@@ -92,9 +92,9 @@ def test_a_row_does_not_depend_on_its_company() -> None:
         SamplingParams(temperature=1.3),
         SamplingParams(min_p=0.4),
     ]
-    together = draw(logits, params, [9] * 7, [4] * 7)
+    together = sample_rows(logits, params, [9] * 7, [4] * 7)
     for i in range(7):
-        alone = draw(logits[i : i + 1], [params[i]], [9], [4])
+        alone = sample_rows(logits[i : i + 1], [params[i]], [9], [4])
         assert alone[0].item() == together[0][i].item()
         assert alone[1].item() == pytest.approx(together[1][i].item(), abs=1e-6)
 
@@ -103,26 +103,26 @@ def test_frequencies_match_the_probabilities() -> None:
     count = 40_000
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -3.0]).expand(count, 5)
     params = SamplingParams(temperature=0.8, top_k=4)
-    tokens, _ = draw(logits, [params] * count, list(range(count)), [17] * count)
+    tokens, _ = sample_rows(logits, [params] * count, list(range(count)), [17] * count)
     expected = torch.softmax(torch.tensor([2.0, 1.0, 0.0, -1.0]) / 0.8, -1)
     frequencies = torch.bincount(tokens, minlength=5) / count
     assert frequencies[4] == 0
     torch.testing.assert_close(frequencies[:4], expected, atol=0.01, rtol=0)
 
 
-def test_tokens_without_probability_are_never_drawn() -> None:
+def test_tokens_of_probability_0_are_never_sampled() -> None:
     weights = torch.tensor([[0.0, 0.3, 0.0, 0.7, 0.0, 0.0]])
     for u in (0.0, 0.1, 0.2999, 0.3001, 0.99, 1 - 2**-24):
-        assert inverse_cdf(weights, torch.tensor([[u]])).item() in (1, 3)
-    assert inverse_cdf(weights, torch.tensor([[0.0]])).item() == 1
+        assert inverse_cdf(weights, torch.tensor([u])).item() in (1, 3)
+    assert inverse_cdf(weights, torch.tensor([0.0])).item() == 1
 
 
 def test_the_largest_uniform_stays_below_every_total() -> None:
-    """Weights end in zeros: a target that rounding carried up to the total would give one of these."""
+    """The last weights are 0: a target rounded up to the total would select one of them."""
     weights = torch.rand(5000, 7, generator=torch.Generator().manual_seed(0))
     weights *= 2.0 ** torch.arange(-60, 40, 0.02)[:, None]
     weights[:, 5:] = 0
-    assert (inverse_cdf(weights, torch.full((5000, 1), 1 - 2**-24)) == 4).all()
+    assert (inverse_cdf(weights, torch.full((5000,), 1 - 2**-24)) == 4).all()
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,11 @@
-"""Plans by hand: which tokens run when, without any model."""
+"""Which tokens are scheduled when; no model."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.engines.rollout.base import GenerationRequest, SamplingParams
-from lockstep.engines.rollout.embedded.blocks import BlockManager
-from lockstep.engines.rollout.embedded.scheduler import Row, Scheduler, StepPlan, Window
+from lockstep.engines.rollout.embedded.block_manager import BlockManager
+from lockstep.engines.rollout.embedded.scheduler import DecodeWindow, PrefillRow, PrefillStep, Scheduler
 from lockstep.engines.rollout.embedded.sequence import Sequence
 
 
@@ -19,56 +19,58 @@ def sequence(index: int, prompt: list[int], max_tokens: int = 4) -> Sequence:
     return Sequence(index, GenerationRequest(prompt, SamplingParams(max_tokens=max_tokens)), frozenset(), 0)
 
 
-def step(scheduler: Scheduler) -> StepPlan:
-    """A step of prompts or, where none can be had, a decode step; draw token 9 everywhere."""
-    plan = scheduler.schedule() if scheduler.wants_prompts else StepPlan()
+def step(scheduler: Scheduler) -> PrefillStep:
+    """A prefill step or, if none is possible, a decode step. Every sampled token is 9."""
+    plan = scheduler.schedule_prefill() if scheduler.prefill_is_due else PrefillStep()
     if not plan.rows:
-        window = scheduler.plan_window(1)
-        for s, _ in window.draws:
-            s.num_ahead -= 1
-        plan = StepPlan([Row(s, s.num_computed - 1, s.num_computed, [s]) for s, _ in window.draws], window.copies)
+        window = scheduler.schedule_decode(1)
+        for s, _ in window.rows:
+            s.num_unread -= 1
+        plan = PrefillStep(
+            [PrefillRow(s, s.num_computed - 1, s.num_computed, [s]) for s, _ in window.rows], window.copies
+        )
     assert plan.rows, "nothing can be scheduled"
     for s in [s for row in plan.rows for s in row.samplers]:
-        s.extend([9], [0.0])
+        s.append([9], [0.0])
         if s.stop_reason is not None:
             scheduler.finish(s)
     return plan
 
 
-def stretches(plan: StepPlan) -> list[tuple[int, int, int]]:
+def computed(plan: PrefillStep) -> list[tuple[int, int, int]]:
     return [(row.sequence.index, row.start, row.stop) for row in plan.rows]
 
 
-def test_prompts_first_then_one_token_each() -> None:
+def test_prefill_then_decode() -> None:
     scheduler = make()
     scheduler.add(sequence(0, [1, 2, 3]))
     scheduler.add(sequence(1, [4, 5], max_tokens=2))
-    assert stretches(step(scheduler)) == [(0, 0, 3), (1, 0, 2)]
-    assert stretches(step(scheduler)) == [(0, 3, 4), (1, 2, 3)]
-    assert stretches(step(scheduler)) == [(0, 4, 5)]  # the other is finished
+    assert computed(step(scheduler)) == [(0, 0, 3), (1, 0, 2)]
+    assert computed(step(scheduler)) == [(0, 3, 4), (1, 2, 3)]
+    assert computed(step(scheduler)) == [(0, 4, 5)]  # the other is finished
     step(scheduler)
     assert not scheduler.has_unfinished and scheduler.blocks.num_free == 64
 
 
-def test_a_long_prompt_is_computed_in_parts_while_those_that_decode_wait() -> None:
+def test_a_long_prompt_is_prefilled_in_chunks() -> None:
     scheduler = make(tokens=8)
     scheduler.add(sequence(0, [1, 2, 3]))
     scheduler.add(sequence(1, list(range(20))))
-    assert stretches(step(scheduler)) == [(0, 0, 3), (1, 0, 5)]
+    assert computed(step(scheduler)) == [(0, 0, 3), (1, 0, 5)]
     plan = step(scheduler)
-    assert stretches(plan) == [(1, 5, 13)] and not plan.rows[0].samplers
+    assert computed(plan) == [(1, 5, 13)] and not plan.rows[0].samplers
     plan = step(scheduler)
-    assert stretches(plan) == [(1, 13, 20)] and len(plan.rows[0].samplers) == 1
-    assert stretches(step(scheduler)) == [(0, 3, 4), (1, 20, 21)]
+    assert computed(plan) == [(1, 13, 20)] and len(plan.rows[0].samplers) == 1
+    assert computed(step(scheduler)) == [(0, 3, 4), (1, 20, 21)]
 
 
-def test_without_chunks_a_long_prompt_gets_a_step_of_its_own() -> None:
+def test_without_chunking_a_long_prompt_gets_its_own_step() -> None:
     scheduler = make(tokens=8, chunked=False)
     scheduler.add(sequence(0, [1, 2, 3], max_tokens=2))
     scheduler.add(sequence(1, list(range(20))))
-    assert stretches(step(scheduler)) == [(0, 0, 3)]
-    assert stretches(step(scheduler)) == [(1, 0, 20)]
-    assert stretches(step(scheduler)) == [(0, 3, 4), (1, 20, 21)]
+    assert computed(step(scheduler)) == [(0, 0, 3)]
+    assert computed(step(scheduler)) == [(1, 0, 20)]
+    assert computed(step(scheduler)) == [(0, 3, 4), (1, 20, 21)]
 
 
 def test_no_more_than_max_num_seqs_run() -> None:
@@ -79,35 +81,35 @@ def test_no_more_than_max_num_seqs_run() -> None:
         assert len(step(scheduler).rows) <= 2
 
 
-def test_samples_of_one_prompt_draw_from_one_row() -> None:
+def test_samples_of_one_prompt_share_one_row() -> None:
     scheduler = make()
     prompt = [1, 2, 3, 4, 5, 6]
     for i in range(3):
         scheduler.add(sequence(i, prompt))
     plan = step(scheduler)
-    assert stretches(plan) == [(0, 0, 6)]
+    assert computed(plan) == [(0, 0, 6)]
     assert [s.index for s in plan.rows[0].samplers] == [0, 1, 2]
     plan = step(scheduler)
-    assert stretches(plan) == [(0, 6, 7), (1, 6, 7), (2, 6, 7)]
-    assert len(plan.copies) == 2  # the last of them keeps the shared block
+    assert computed(plan) == [(0, 6, 7), (1, 6, 7), (2, 6, 7)]
+    assert len(plan.copies) == 2  # the last sequence keeps the shared block
     while scheduler.has_unfinished:
         step(scheduler)
     assert scheduler.blocks.num_free == 64
 
 
-def test_a_sample_that_finds_no_seat_uses_the_kept_prompt_later() -> None:
+def test_a_sample_without_a_free_slot_uses_the_shared_prompt_later() -> None:
     scheduler = make(seqs=1)
     prompt = [1, 2, 3, 4, 5, 6]
     for i in range(3):
         scheduler.add(sequence(i, prompt, max_tokens=2))
     plans = []
     while scheduler.has_unfinished:
-        plans.append(stretches(step(scheduler)))
+        plans.append(computed(step(scheduler)))
     assert plans == [[(0, 0, 6)], [(0, 6, 7)], [(1, 5, 6)], [(1, 6, 7)], [(2, 5, 6)], [(2, 6, 7)]]
     assert scheduler.blocks.num_free == 64
 
 
-def test_without_blocks_the_youngest_is_preempted_and_comes_back() -> None:
+def test_the_youngest_is_preempted_and_resumes() -> None:
     scheduler = make(num_blocks=5, share_prompts=False)
     old, young = sequence(0, [1, 2, 3, 4], max_tokens=12), sequence(1, [5, 6, 7], max_tokens=12)
     scheduler.add(old)
@@ -119,7 +121,7 @@ def test_without_blocks_the_youngest_is_preempted_and_comes_back() -> None:
     assert scheduler.blocks.num_free == 5
 
 
-def test_kept_prompts_give_way_when_blocks_run_out() -> None:
+def test_shared_prompts_are_dropped_when_blocks_run_out() -> None:
     scheduler = make(num_blocks=6, seqs=2)
     prompt, other = list(range(8)), list(range(10, 18))
     for i, p in enumerate([prompt, other, prompt, other]):
@@ -129,7 +131,7 @@ def test_kept_prompts_give_way_when_blocks_run_out() -> None:
     assert scheduler.blocks.num_free == 6
 
 
-def test_abort_gives_every_block_back() -> None:
+def test_abort_frees_all_blocks() -> None:
     scheduler = make(seqs=2)
     for i in range(4):
         scheduler.add(sequence(i, [1, 2, 3, 4, 5]))
@@ -140,28 +142,27 @@ def test_abort_gives_every_block_back() -> None:
 
 @given(st.data())
 @settings(max_examples=150, deadline=None)
-def test_whatever_is_planned_every_row_finds_its_own_tokens_in_its_blocks(data: st.DataObject) -> None:
-    """Plays the plans on a cache that holds tokens: copies first, then the writes, then every row looks at what it sees."""
+def test_every_row_finds_its_own_tokens_in_its_blocks(data: st.DataObject) -> None:
+    """Run random schedules on a cache of token ids: block copies, then writes, then check what each sequence reads."""
     size = data.draw(st.integers(1, 5), label="block size")
-    draw_length = st.integers(1, 9)
+    lengths = st.integers(1, 9)
     prompts = [
-        [100 * i + n for n in range(data.draw(draw_length))]
-        for i in range(data.draw(st.integers(1, 4), label="prompts"))
+        [100 * i + n for n in range(data.draw(lengths))] for i in range(data.draw(st.integers(1, 4), label="prompts"))
     ]
     sequences = [
-        sequence(i, data.draw(st.sampled_from(prompts)), data.draw(draw_length))
+        sequence(i, data.draw(st.sampled_from(prompts)), data.draw(lengths))
         for i in range(data.draw(st.integers(1, 10)))
     ]
-    longest = max(-(-s.longest // size) for s in sequences)
+    longest = max(-(-s.max_cached // size) for s in sequences)
     num_blocks = longest + data.draw(st.integers(0, 8), label="spare blocks")
     scheduler = Scheduler(
         BlockManager(num_blocks, size),
-        max_num_seqs=data.draw(st.integers(1, 6), label="seats"),
+        max_num_seqs=data.draw(st.integers(1, 6), label="max_num_seqs"),
         max_num_tokens=data.draw(st.integers(1, 12), label="budget"),
         chunked=data.draw(st.booleans(), label="chunked"),
         share_prompts=data.draw(st.booleans(), label="share"),
     )
-    late = data.draw(st.integers(0, len(sequences)), label="how many come later")
+    late = data.draw(st.integers(0, len(sequences)), label="late arrivals")
     for s in sequences[late:]:
         scheduler.add(s)
     memory: dict[tuple[int, int], int] = {}
@@ -173,9 +174,9 @@ def test_whatever_is_planned_every_row_finds_its_own_tokens_in_its_blocks(data: 
             if num_steps > 3:
                 break
             continue
-        plan = scheduler.schedule() if scheduler.wants_prompts else StepPlan()
-        window = Window() if plan.rows else scheduler.plan_window(data.draw(st.integers(1, 4), label="steps"))
-        assert plan.rows or window.draws, "nothing can be scheduled"
+        plan = scheduler.schedule_prefill() if scheduler.prefill_is_due else PrefillStep()
+        window = DecodeWindow() if plan.rows else scheduler.schedule_decode(data.draw(st.integers(1, 4), label="steps"))
+        assert plan.rows or window.rows, "nothing can be scheduled"
         before = dict(memory)
         for source, target in plan.copies + window.copies:
             for offset in range(size):
@@ -185,106 +186,106 @@ def test_whatever_is_planned_every_row_finds_its_own_tokens_in_its_blocks(data: 
                 memory[row.sequence.blocks[p // size], p % size] = row.sequence.tokens[p]
             for s in row.samplers:
                 assert s.num_computed == len(s.tokens)
-                s.extend([1000 * s.index + len(s.tokens)], [0.0])
-        if window.draws:
-            window.shorten(data.draw(st.integers(1, window.num_steps), label="steps done"))
-        for s, count in window.draws:
-            s.num_ahead -= count
+                s.append([1000 * s.index + len(s.tokens)], [0.0])
+        if window.rows:
+            window.truncate(data.draw(st.integers(1, window.num_steps), label="steps done"))
+        for s, count in window.rows:
+            s.num_unread -= count
             for _ in range(count):
                 p = len(s.tokens) - 1
                 memory[s.blocks[p // size], p % size] = s.tokens[p]
-                s.extend([1000 * s.index + len(s.tokens)], [0.0])
+                s.append([1000 * s.index + len(s.tokens)], [0.0])
             assert s.num_computed == len(s.tokens) - 1
         for s in list(scheduler.running):
             seen = [memory[s.blocks[p // size], p % size] for p in range(s.num_computed)]
             assert seen == s.tokens[: s.num_computed]
             if s.stop_reason is not None:
                 scheduler.finish(s)
-    assert not scheduler.has_unfinished, "the schedule does not come to an end"
+    assert not scheduler.has_unfinished, "the schedule does not terminate"
     assert all(s.num_generated == s.request.sampling.max_tokens for s in sequences)
     assert scheduler.blocks.num_free == num_blocks
 
 
-def read(scheduler: Scheduler, draws: list[tuple[Sequence, int]], num_drawn: int) -> None:
-    """What the host does with a launch of which each sequence drew `num_drawn` tokens (fewer: it met a stop token)."""
-    for s, count in draws:
-        s.num_ahead -= count
-        s.extend([9] * min(num_drawn, count), [0.0] * min(num_drawn, count))
-        if num_drawn < count:
+def read(scheduler: Scheduler, rows: list[tuple[Sequence, int]], num_sampled: int) -> None:
+    """Read a launch in which each sequence sampled `num_sampled` tokens; fewer than scheduled: it met a stop token."""
+    for s, count in rows:
+        s.num_unread -= count
+        s.append([9] * min(num_sampled, count), [0.0] * min(num_sampled, count))
+        if num_sampled < count:
             s.stop_reason = "stop"
         if s.stop_reason is not None:
             scheduler.finish(s)
 
 
-def launch_prompts(scheduler: Scheduler) -> list[tuple[Sequence, int]]:
-    plan = scheduler.schedule()
-    draws = [(s, 1) for row in plan.rows for s in row.samplers]
-    for s, _ in draws:
-        s.num_ahead += 1
-    return draws
+def launch_prefill(scheduler: Scheduler) -> list[tuple[Sequence, int]]:
+    plan = scheduler.schedule_prefill()
+    rows = [(s, 1) for row in plan.rows for s in row.samplers]
+    for s, _ in rows:
+        s.num_unread += 1
+    return rows
 
 
-def test_windows_run_ahead_of_what_is_read() -> None:
+def test_windows_are_scheduled_before_outputs_are_read() -> None:
     scheduler = make()
     long, short = sequence(0, [1, 2, 3], max_tokens=20), sequence(1, [4, 5], max_tokens=6)
     scheduler.add(long)
     scheduler.add(short)
-    assert scheduler.wants_prompts
-    prompts = launch_prompts(scheduler)
-    assert not scheduler.wants_prompts and long.decodes and short.decodes
-    first = scheduler.plan_window(4)
-    assert first.draws == [(long, 4), (short, 4)] and first.num_steps == 4
-    second = scheduler.plan_window(4)
-    assert second.draws == [(long, 4), (short, 1)]  # 1 + 4 + 1: all that it may draw
-    assert scheduler.plan_window(4).draws == [(long, 4)]
-    assert len(long.blocks) == 4 and len(short.blocks) == 2  # 3 + 12 and 2 + 5 places
-    for draws in (prompts, first.draws, second.draws):
-        read(scheduler, draws, 4)
+    assert scheduler.prefill_is_due
+    prefill = launch_prefill(scheduler)
+    assert not scheduler.prefill_is_due and long.is_decoding and short.is_decoding
+    first = scheduler.schedule_decode(4)
+    assert first.rows == [(long, 4), (short, 4)] and first.num_steps == 4
+    second = scheduler.schedule_decode(4)
+    assert second.rows == [(long, 4), (short, 1)]  # 1 + 4 + 1 = max_tokens
+    assert scheduler.schedule_decode(4).rows == [(long, 4)]
+    assert len(long.blocks) == 4 and len(short.blocks) == 2  # 3 + 12 and 2 + 5 tokens
+    for rows in (prefill, first.rows, second.rows):
+        read(scheduler, rows, 4)
     assert short.stop_reason == "length" and scheduler.running == [long]
-    assert long.num_generated == 9 and long.num_ahead == 4
+    assert long.num_generated == 9 and long.num_unread == 4
 
 
-def test_a_stop_token_that_is_read_late_frees_the_blocks() -> None:
+def test_a_stop_token_read_late_frees_the_blocks() -> None:
     scheduler = make(num_blocks=8)
     scheduler.add(sequence(0, [1, 2, 3], max_tokens=20))
-    prompts = launch_prompts(scheduler)
-    first, second = scheduler.plan_window(4), scheduler.plan_window(4)
-    read(scheduler, prompts, 1)
-    read(scheduler, first.draws, 2)
+    prefill = launch_prefill(scheduler)
+    first, second = scheduler.schedule_decode(4), scheduler.schedule_decode(4)
+    read(scheduler, prefill, 1)
+    read(scheduler, first.rows, 2)
     assert not scheduler.has_unfinished and scheduler.blocks.num_free == 8
-    assert second.draws[0][0].num_generated == 3  # of the second launch nothing will be read
+    assert second.rows[0][0].num_generated == 3  # the second launch is ignored
 
 
-def test_what_is_in_flight_is_read_before_anyone_is_preempted() -> None:
+def test_outputs_are_drained_before_preemption() -> None:
     scheduler = make(num_blocks=5, share_prompts=False)
     old, young = sequence(0, [1, 2, 3], max_tokens=13), sequence(1, [4, 5, 6], max_tokens=13)
     in_flight: list[list[tuple[Sequence, int]]] = []
 
-    def settle() -> bool:
+    def drain() -> bool:
         any_in_flight = bool(in_flight)
         while in_flight:
             read(scheduler, in_flight.pop(0), 8)
         return any_in_flight
 
-    scheduler.settle = settle
+    scheduler.drain = drain
     scheduler.add(old)
     scheduler.add(young)
-    in_flight.append(launch_prompts(scheduler))
-    in_flight.append(scheduler.plan_window(4).draws)
+    in_flight.append(launch_prefill(scheduler))
+    in_flight.append(scheduler.schedule_decode(4).rows)
     assert len(old.blocks) == len(young.blocks) == 2
-    window = scheduler.plan_window(4)
-    assert [s for s, _ in window.draws] == [old]
-    assert not in_flight and young.num_preempted == 1 and young.num_ahead == 0 and young.num_generated == 5
-    assert old.num_ahead == 4 and len(old.blocks) == 3
+    window = scheduler.schedule_decode(4)
+    assert [s for s, _ in window.rows] == [old]
+    assert not in_flight and young.num_preempted == 1 and young.num_unread == 0 and young.num_generated == 5
+    assert old.num_unread == 4 and len(old.blocks) == 3
 
 
-def test_prompts_wait_until_enough_seats_are_free() -> None:
+def test_prefill_waits_until_enough_slots_are_free() -> None:
     scheduler = make(seqs=16, share_prompts=False, num_blocks=200, tokens=400)
     for i in range(30):
         scheduler.add(sequence(i, [1, 2, 3], max_tokens=50))
-    read(scheduler, launch_prompts(scheduler), 1)
-    assert len(scheduler.running) == 16 and not scheduler.wants_prompts
+    read(scheduler, launch_prefill(scheduler), 1)
+    assert len(scheduler.running) == 16 and not scheduler.prefill_is_due
     scheduler.finish(scheduler.running[0])
-    assert not scheduler.wants_prompts  # one seat of sixteen would hold fifteen others up
+    assert not scheduler.prefill_is_due  # one free slot is not worth delaying fifteen sequences
     scheduler.finish(scheduler.running[0])
-    assert scheduler.wants_prompts
+    assert scheduler.prefill_is_due

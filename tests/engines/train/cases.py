@@ -15,10 +15,11 @@ from transformers import AutoModel, AutoModelForCausalLM
 from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from lockstep.engines.train.base import MicroBatching
 from lockstep.engines.train.fsdp import FsdpEngine
+from lockstep.kernels.packed import packed_view
 from lockstep.models.attention import PackedAttention, no_mask
 from lockstep.models.loading import load_causal_lm, load_value_model
+from lockstep.models.shared_weights import rollout_module
 from lockstep.models.token_models import PolicyModel, ScalarModel, TokenModel
-from lockstep.models.twin import make_twin, release, share
 from lockstep.utils.distributed import join_process_group
 from tests.tiny import random_batch
 
@@ -170,14 +171,18 @@ def decode_then_train(folder: Path, case: Case) -> tuple[list[list[int]], tuple[
     """Greedy tokens of as many prompts as the rank's number (alone: of all), then one training step."""
     engine = build_engine(folder, case)
     assert isinstance(engine.model, PolicyModel)
-    twin = make_twin(engine.model.model)
+    module = rollout_module(engine.model.model)
     prompts = torch.arange(3, 3 + 4 * 6).view(4, 6)
     mine = prompts[: dist.get_rank()] if case.world > 1 else prompts
-    with engine.gathered(), torch.no_grad():
-        share(twin, engine.model.model)
-        tokens = [_greedy(twin, prompt) for prompt in mine]
-        release(twin)
-    return tokens, engine_step(engine, case, 0)
+    with engine.lend_weights(module), torch.no_grad():
+        tokens = [_greedy(module, prompt) for prompt in mine]
+    addresses = [p.data_ptr() for p in module.parameters()]
+    step = engine_step(engine, case, 0)
+    with engine.lend_weights(module):
+        assert [p.data_ptr() for p in module.parameters()] == addresses  # captured graphs remain valid
+        attention = module.get_decoder().layers[0].self_attn
+        assert packed_view([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]) is not None
+    return tokens, step
 
 
 def _greedy(model: nn.Module, tokens: Tensor, num_new: int = 3) -> list[int]:

@@ -15,6 +15,7 @@ from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig, HFModel
 from lockstep.engines.train.base import MicroBatching
 from lockstep.engines.train.fsdp import FsdpEngine
 from lockstep.models.loading import load_causal_lm, load_value_model
+from lockstep.models.shared_weights import rollout_module
 from lockstep.models.token_models import PolicyModel, ScalarModel
 from lockstep.workers.losses import actor_loss_fn, critic_loss_fn
 from tests.tiny import random_batch, save_tiny_model, tiny_config
@@ -87,19 +88,12 @@ def test_an_update_does_not_depend_on_the_micro_batch_split(folder: Path, mode: 
             assert (weight - other_weights[name]).abs().mean() < 1e-5, name
 
 
-def test_every_module_is_told_whether_it_trains(folder: Path) -> None:
-    engine = policy_engine(folder)  # of a model that came in evaluation mode
-    modes = []
-
-    def loss(outputs: dict[str, Tensor], rows: object) -> tuple[Tensor, dict[str, Tensor]]:
-        modes.append({module.training for module in engine.compute.modules()})
-        return outputs["log_probs"].sum(), {}
-
-    for _ in range(2):
-        engine.forward_backward(random_batch(), loss, MicroBatching())
-        engine.forward(random_batch(), MicroBatching())
-        modes.append({module.training for module in engine.compute.modules()})
-    assert modes == [{True}, {False}] * 2
+def test_only_checkpointed_layers_are_in_training_mode(folder: Path) -> None:
+    """So that no dropout of a submodule is active."""
+    engine = policy_engine(folder, gradient_checkpointing=True)
+    training = {type(module).__name__ for module in engine.compute.modules() if module.training}
+    assert training == {"DecoderLayer", "Qwen2Model"}
+    assert not any(module.training for module in policy_engine(folder).compute.modules())
 
 
 def test_gradient_checkpointing_and_chunked_head_change_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,8 +115,9 @@ def test_mixed_precision_keeps_fp32_masters_and_computes_in_bf16(folder: Path) -
     metrics, weights = step(engine, ACTOR, SPLITS[1])
     assert {w.dtype for w in weights.values()} == {torch.float32}
     assert metrics["grad_norm"] > 0.01
-    with engine.gathered() as model:
-        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    module = rollout_module(engine.model.transformer)
+    with engine.lend_weights(module):
+        assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
 
 
 def test_critic_values_and_update(folder: Path) -> None:
@@ -189,16 +184,17 @@ def test_checkpoint_restores_the_next_step_bit_for_bit(folder: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_that_stay_are_the_same_tensors_after_a_step_and_a_load(
+def test_lent_weights_are_the_same_tensors_after_a_step_and_a_load(
     folder: Path, tmp_path: Path, dtype: torch.dtype
 ) -> None:
     engine = policy_engine(folder, dtype=dtype)
 
-    def addresses() -> list[int]:
-        with engine.gathered() as model:
-            return [tensor.data_ptr() for tensor in [*model.parameters(), *model.buffers()]]
+    module = rollout_module(engine.model.transformer)
 
-    assert engine.weights_stay
+    def addresses() -> list[int]:
+        with engine.lend_weights(module):
+            return [tensor.data_ptr() for tensor in [*module.parameters(), *module.buffers()]]
+
     before = addresses()
     engine.save(tmp_path)
     step(engine, ACTOR, SPLITS[1])
@@ -217,3 +213,11 @@ def test_a_gradient_that_is_not_finite_stops_the_run(folder: Path) -> None:
     assert step(engine, ACTOR, SPLITS[0])[0] == step(untouched, ACTOR, SPLITS[0])[0]
     for a, b in zip(engine.model.parameters(), untouched.model.parameters()):
         assert torch.equal(a, b)
+
+
+def test_a_model_that_differs_from_transformers_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.models.decoder_layer.norm_eps", lambda module: 0.5)
+    with pytest.raises(
+        ValueError, match=r"training with packed rows computes Qwen2ForCausalLM differently .* in float32"
+    ):
+        policy_engine(folder)

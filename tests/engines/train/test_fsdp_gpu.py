@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from lockstep.engines.train.base import MicroBatching
-from lockstep.kernels.joined import joined
+from lockstep.kernels.packed import packed_view
+from lockstep.models.shared_weights import rollout_module
 from tests.engines.train import cases
 from tests.engines.train.cases import Case, Reference
 from tests.engines.train.ranks import Ranks
@@ -65,21 +66,24 @@ def test_where_memory_lies_changes_nothing(
 
 
 @pytest.mark.parametrize("fsdp", [{}, {"param_offload": True}, {"offload_policy": True}], ids=str)
-def test_gathered_parameters_are_on_the_device(fsdp: dict[str, bool], folder: Path) -> None:
+def test_lent_weights_are_on_the_device(fsdp: dict[str, bool], folder: Path) -> None:
     gc.collect()
     before = torch.cuda.memory_allocated()
     case = Case(device="cuda", compute=torch.bfloat16, fsdp=fsdp)
     engine = cases.build_engine(folder, case)
     home = "cpu" if fsdp else "cuda"
+    module = rollout_module(engine.model.transformer)
+    addresses = []
     for _ in range(2):
-        with engine.gathered() as model:
-            assert {(p.device.type, p.dtype) for p in model.parameters()} == {("cuda", torch.bfloat16)}
-            if not fsdp.get("offload_policy"):
-                assert {p.device.type for p in engine.model.parameters()} == {home}  # not needed to decode
-                attention = model.model.get_decoder().layers[0].self_attn
-                assert joined([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]) is not None
+        with engine.lend_weights(module):
+            assert {(p.device.type, p.dtype) for p in module.parameters()} == {("cuda", torch.bfloat16)}
+            attention = module.get_decoder().layers[0].self_attn
+            assert packed_view([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]) is not None
+            addresses.append([p.data_ptr() for p in module.parameters()])
+    if not fsdp.get("param_offload"):
+        assert addresses[0] == addresses[1]  # captured graphs remain valid
     assert {p.device.type for p in engine.model.parameters()} == {home}
-    if fsdp:
+    if fsdp.get("param_offload"):
         held = torch.cuda.memory_allocated() - before
         assert held < sum(p.numel() for p in engine.model.parameters())  # bytes: not even a compute copy stays
     cases.engine_step(engine, case, 0)

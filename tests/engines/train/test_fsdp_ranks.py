@@ -200,5 +200,5 @@ def test_ranks_know_their_place(folder: Path, ranks: Ranks) -> None:
 
 
 def test_a_process_cannot_join_as_another_rank(ranks: Ranks) -> None:
-    with pytest.raises(RuntimeError, match="rank 5 of 8 cannot join: this process is rank 0 of 2 already"):
+    with pytest.raises(RuntimeError, match="rank 5 of 8 cannot join: this process is already rank 0 of 2"):
         ranks.run(2, cases.join_again)

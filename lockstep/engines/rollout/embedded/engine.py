@@ -1,7 +1,7 @@
 """The embedded rollout engine: decodes with the trainer's own parameters, in the trainer's process.
 
-generate:     requests ─► sequences ─► [ turn: schedule ─► run ─► append tokens ]* ─► completions
-generate_one: the same loop in a thread, for as long as there are requests; what comes meanwhile joins at the next turn
+generate:     requests ─► sequences ─► [ schedule ─► run ─► append tokens ]* ─► completions
+generate_one: the same loop in a thread while there are requests; new requests join at the next step
 """
 
 import asyncio
@@ -17,39 +17,36 @@ from lockstep.engines.rollout.base import (
     Completion,
     GenerationRequest,
     RolloutEngine,
+    check_against_transformers,
     check_requests,
     copy_weights,
     longest_sequence,
     stop_tokens,
 )
 from lockstep.engines.rollout.embedded import sequence as sequences
-from lockstep.engines.rollout.embedded.blocks import BlockManager
-from lockstep.engines.rollout.embedded.runner import ModelRunner
+from lockstep.engines.rollout.embedded.block_manager import BlockManager
+from lockstep.engines.rollout.embedded.model_runner import ModelRunner
 from lockstep.engines.rollout.embedded.scheduler import Scheduler
-from lockstep.engines.rollout.embedded.turns import Turns
+from lockstep.engines.rollout.embedded.step_loop import StepLoop
 
 
 @ROLLOUT_ENGINES.register("embedded")
 class EmbeddedEngine(RolloutEngine):
-    """Continuous batching over a paged KV cache, with the parameters of the model that `bind` names.
+    """Continuous batching over a paged KV cache, with the parameters of the model given to `bind`.
 
-    num_blocks: size of the KV cache; None sizes it by need (CPU: the requests at hand; CUDA: `max_num_seqs` sequences of the
-                greatest length) within `gpu_memory_utilization`.
+    num_blocks: size of the KV cache; None sizes it within `gpu_memory_utilization` (CPU: for the requests at hand; CUDA: for
+                `max_num_seqs` sequences of the maximum length).
     """
 
     def __init__(
-        self,
-        config: RolloutConfig,
-        eos_token_ids: Sequence[int],
-        pad_token_id: int,
-        num_blocks: int | None = None,
+        self, config: RolloutConfig, eos_token_ids: Sequence[int], pad_token_id: int, num_blocks: int | None = None
     ) -> None:
         self.config = config
         self.eos_token_ids = tuple(eos_token_ids)
         self.max_model_len = longest_sequence(config)
         self.num_blocks = num_blocks
         self.runner: ModelRunner | None = None
-        self.turns: Turns | None = None
+        self.step_loop: StepLoop | None = None
         self.blocks = BlockManager(0, config.kv_block_size)
         self.scheduler = Scheduler(
             self.blocks,
@@ -58,25 +55,27 @@ class EmbeddedEngine(RolloutEngine):
             chunked=config.enable_chunked_prefill,
             share_prompts=config.enable_prefix_caching,
         )
+        self._model_is_checked = False
         self._num_added = 0
         self._busy = False
         self._incoming: list[tuple[sequences.Sequence, asyncio.Future[Completion]]] = []
-        self._loop_task: asyncio.Task[None] | None = None
+        self._serve_task: asyncio.Task[None] | None = None
 
     def bind(self, model: nn.Module) -> None:
         self.sleep()
         self.runner = ModelRunner(model, self.config.kv_block_size)
-        self.turns = Turns(self.runner, self.scheduler, self.max_model_len, graphs=not self.config.enforce_eager)
+        self.step_loop = StepLoop(self.runner, self.scheduler, self.max_model_len, not self.config.enforce_eager)
+        self._model_is_checked = False
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         if self._busy:
             raise RuntimeError("weights cannot be updated while requests are running")
-        copy_weights(self._bound.model, weights)
+        copy_weights(self._bound[0].model, weights)
 
     def sleep(self) -> None:
         assert not self.scheduler.has_unfinished, "sleep while requests are running"
         if self.runner is not None:
-            self.runner.free()
+            self.runner.cache = None
         self.blocks = self.scheduler.blocks = BlockManager(0, self.config.kv_block_size)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
@@ -84,25 +83,22 @@ class EmbeddedEngine(RolloutEngine):
         if not requests:
             return []
         with self._serving():
-            batch = [self._sequence(request) for request in requests]
-            self._add(batch)
-            while self.scheduler.has_unfinished:
-                self._step()
-        return [sequence.completion() for sequence in batch]
+            self._check_model()
+            return self._run(requests)
 
     async def generate_one(self, request: GenerationRequest) -> Completion:
         check_requests([request], self.max_model_len)
         future = asyncio.get_running_loop().create_future()
         self._incoming.append((self._sequence(request), future))
-        if self._loop_task is None or self._loop_task.done():
-            self._loop_task = asyncio.create_task(self._serve())
+        if self._serve_task is None or self._serve_task.done():
+            self._serve_task = asyncio.create_task(self._serve())
         return await future
 
     @property
-    def _bound(self) -> ModelRunner:
-        if self.runner is None:
+    def _bound(self) -> tuple[ModelRunner, StepLoop]:
+        if self.runner is None or self.step_loop is None:
             raise RuntimeError("the rollout engine has no model yet: call bind(model) first")
-        return self.runner
+        return self.runner, self.step_loop
 
     def _sequence(self, request: GenerationRequest) -> sequences.Sequence:
         self._num_added += 1
@@ -110,78 +106,88 @@ class EmbeddedEngine(RolloutEngine):
         return sequences.Sequence(self._num_added, request, stop_ids, self.policy_version)
 
     @contextmanager
-    def _serving(self) -> Iterator[None]:
-        """One loop at a time; whatever stops it, nothing stays scheduled."""
+    def _serving(self) -> Iterator[StepLoop]:
+        """One loop at a time; if it fails, all sequences are dropped."""
         if self._busy:
-            raise RuntimeError(
-                "the rollout engine is generating already; use generate_one for requests that run side by side"
-            )
-        runner, self._busy = self._bound, True
+            raise RuntimeError("the rollout engine is already generating; use generate_one for concurrent requests")
+        runner, step_loop = self._bound
+        self._busy = True
         try:
-            assert self.turns is not None
-            self.turns.make_room(len(self.eos_token_ids))  # its kernels are compiled while the model is looked at
             with runner.serving():
-                yield
+                yield step_loop
         finally:
             self._busy = False
-            if self.scheduler.has_unfinished:
-                self.scheduler.abort()
-            if self.turns is not None:
-                self.turns.reset()
+            self.scheduler.abort()
+            step_loop.reset()
+
+    def _check_model(self) -> None:
+        """Compare with transformers once per `bind`; at the first request, when the weights are there."""
+        if self._model_is_checked:
+            return
+        model, block_size, max_length = self._bound[0].model, self.config.kv_block_size, self.max_model_len
+        if self.num_blocks is not None:
+            max_length = min(max_length, self.num_blocks * block_size)
+        path, advice = "the embedded rollout", "Use actor_rollout_ref.rollout.name=hf for this model."
+        check_against_transformers(self._run, model, max_length, block_size, path=path, advice=advice)
+        self._model_is_checked = True
+
+    def _run(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        batch = [self._sequence(request) for request in requests]
+        self._add(batch)
+        while self.scheduler.has_unfinished:
+            self._bound[1].step()
+        return [sequence.completion() for sequence in batch]
 
     def _add(self, batch: Sequence[sequences.Sequence]) -> None:
         for sequence in batch:
             self.scheduler.add(sequence)
-        self._fit_cache()
-        assert self.turns is not None
-        self.turns.make_room(max(len(sequence.stop_ids) for sequence in batch))
+        self._grow_cache()
+        num_stop_ids = max(len(sequence.stop_ids) for sequence in batch)
+        self._bound[1].prepare(max(num_stop_ids, len(self.eos_token_ids)))
 
-    def _fit_cache(self) -> None:
-        """Make the cache large enough for the unfinished sequences, as far as memory goes."""
-        runner = self._bound
-        lengths = [self.blocks.num_for(s.longest) for s in self.scheduler.unfinished()]
-        wanted = self._num_blocks_wanted(lengths)
-        if wanted > self.blocks.num_blocks:
-            runner.allocate(wanted)
-            self.blocks.grow(wanted)
-        if max(lengths) > self.blocks.num_blocks:
+    def _grow_cache(self) -> None:
+        """Make room for the unfinished sequences, within the memory limit."""
+        needed = [self.blocks.blocks_for(s.max_cached) for s in self.scheduler.unfinished()]
+        num_blocks = self._target_num_blocks(needed)
+        if num_blocks > self.blocks.num_blocks:
+            self._bound[0].allocate(num_blocks)
+            self.blocks.grow(num_blocks)
+        if max(needed) > self.blocks.num_blocks:
             raise ValueError(
-                f"a sequence needs {max(lengths)} blocks of {self.config.kv_block_size} tokens, the KV cache has "
-                f"{self.blocks.num_blocks}; raise actor_rollout_ref.rollout.gpu_memory_utilization or shorten them"
+                f"a sequence needs {max(needed)} blocks of {self.config.kv_block_size} tokens, but the KV cache has "
+                f"{self.blocks.num_blocks}; raise actor_rollout_ref.rollout.gpu_memory_utilization or lower "
+                "actor_rollout_ref.rollout.response_length"
             )
 
-    def _num_blocks_wanted(self, lengths: list[int]) -> int:
-        """lengths: blocks that each unfinished sequence may come to need."""
-        present, seats = self.blocks.num_blocks, self.config.max_num_seqs
+    def _target_num_blocks(self, needed: list[int]) -> int:
+        """needed: most blocks of each unfinished sequence."""
         if self.num_blocks is not None:
             return self.num_blocks
-        if self._bound.device.type == "cuda":
-            if present:
-                return present  # of one size from the start, so that it never moves
-            wanted = seats * (self.blocks.num_for(self.max_model_len) + 1)
+        runner, current, max_num_seqs = self._bound[0], self.blocks.num_blocks, self.config.max_num_seqs
+        if runner.device.type == "cuda":
+            if current:
+                return current  # allocated once, at full size
+            target = max_num_seqs * (self.blocks.blocks_for(self.max_model_len) + 1)
         else:
-            wanted = sum(nlargest(seats, lengths)) + min(seats, len(lengths))  # one more each: copies of shared blocks
-            if wanted <= present:
-                return present
-            wanted = max(wanted, 2 * present)  # requests that come one by one must not move it each time
-        return min(wanted, self._bound.max_num_blocks(self.config.gpu_memory_utilization))
-
-    def _step(self) -> list[sequences.Sequence]:
-        """One turn; gives the sequences that are found finished."""
-        assert self.turns is not None
-        return self.turns.turn()
+            # one more block per sequence for copies of shared blocks
+            target = sum(nlargest(max_num_seqs, needed)) + min(max_num_seqs, len(needed))
+            if target <= current:
+                return current
+            target = max(target, 2 * current)  # single requests must not grow it each time
+        return min(target, runner.max_num_blocks(self.config.gpu_memory_utilization))
 
     async def _serve(self) -> None:
-        """Step while there are requests; each caller's future gets its completion or the error that ended the loop."""
+        """Step while there are requests; each caller gets its completion or the error that ended the loop."""
         futures: dict[int, asyncio.Future[Completion]] = {}
         try:
-            with self._serving():
+            with self._serving() as step_loop:
+                await asyncio.to_thread(self._check_model)
                 while self._incoming or self.scheduler.has_unfinished:
                     arrived, self._incoming = self._incoming, []
                     futures.update((sequence.index, future) for sequence, future in arrived)
                     if arrived:
                         self._add([sequence for sequence, _ in arrived])
-                    for sequence in await asyncio.to_thread(self._step):
+                    for sequence in await asyncio.to_thread(step_loop.step):
                         future = futures.pop(sequence.index)
                         if not future.cancelled():
                             future.set_result(sequence.completion())

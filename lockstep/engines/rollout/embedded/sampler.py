@@ -1,10 +1,10 @@
-"""Logits to tokens and log-probs, each row by its own parameters and its own random number.
+"""Logits to tokens and log-probs, with each row's own sampling parameters and random number.
 
     logits ─► / temperature ─► log-prob of the full distribution
                   └─► min-p, top-k, top-p ─► inverse CDF at uniform(seed, position) ─► token
 
-The draw of a row depends on its logits, its seed and its position alone: not on the other rows, nor on earlier draws.
-Legend: _N rows, _V vocabulary.
+A row's token depends only on its logits, seed and position: not on other rows or on earlier samples.
+Legend: _N rows, _V vocabulary, _K the likeliest tokens, most likely first.
 """
 
 from collections.abc import Sequence
@@ -16,91 +16,80 @@ from torch import Tensor
 
 from lockstep.engines.rollout.base import SamplingParams
 
-_WORD = (1 << 64) - 1
+_MASK_64 = (1 << 64) - 1
 _GOLDEN, _MIX_1, _MIX_2 = (np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-@dataclass(frozen=True)
 class SamplingBatch:
-    """The parameters of N rows. What decides on the work is kept on the host, so that no step waits for the device.
+    """The sampling parameters of N rows.
 
-    uniform_N:      random number of each row, (S, N) where they are those of S steps.
-    temperatures_N: None where all are 1.
+    temperatures_N: None if all are 1.
     greedy_N:       rows that take the likeliest token; num_greedy of them.
-    filtered:       rows with min-p, top-k or top-p.
+    filtered:       indices of the rows with min-p, top-k or top-p.
     """
 
-    params: Sequence[SamplingParams]
-    uniform_N: Tensor
-    temperatures_N: Tensor | None
-    greedy_N: Tensor
-    num_greedy: int
-    filtered: Sequence[int]
-
-    @classmethod
-    def build(
-        cls,
-        params: Sequence[SamplingParams],
-        seeds: Sequence[int],
-        positions: Sequence[int] | np.ndarray,
-        device: torch.device,
-    ) -> "SamplingBatch":
-        """positions: place in the sequence of the token that each row is to draw."""
+    def __init__(self, params: Sequence[SamplingParams], device: torch.device) -> None:
         temperatures = [1.0 if p.greedy else p.temperature for p in params]
-        greedy = [p.greedy for p in params]
-        return cls(
-            params=params,
-            uniform_N=torch.from_numpy(uniform(seeds, positions)).to(device),
-            temperatures_N=torch.tensor(temperatures, device=device) if set(temperatures) != {1.0} else None,
-            greedy_N=torch.tensor(greedy, device=device),
-            num_greedy=sum(greedy),
-            filtered=[i for i, p in enumerate(params) if p.filtered],
-        )
+        self.params = params
+        self.temperatures_N = torch.tensor(temperatures, device=device) if set(temperatures) != {1.0} else None
+        self.greedy_N = torch.tensor([p.greedy for p in params], device=device)
+        self.num_greedy = sum(p.greedy for p in params)
+        self.filtered = [i for i, p in enumerate(params) if p.filtered]
 
 
-def sample(logits_NV: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
-    """Tokens (N,) int64 and their log-probs (N,) float32."""
-    tokens_N1, probs_N1 = draw(logits_NV, batch, batch.uniform_N[:, None])
-    return tokens_N1[:, 0], probs_N1[:, 0].log()
+@dataclass(frozen=True)
+class SampledTokens:
+    """What some steps sampled, on the host once `ready` has passed (None: already there).
+
+    tokens, log_probs: (steps, columns); token -1 if a sequence had stopped before.
+    columns:           the column of each sequence.
+    """
+
+    tokens: Tensor
+    log_probs: Tensor
+    columns: list[int]
+    ready: torch.cuda.Event | None = None
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.tokens)
+
+    def read(self) -> tuple[list[list[int]], list[list[float]]]:
+        """Tokens and log-probs of each sequence."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        tokens, log_probs = (t.numpy()[:, self.columns].T.tolist() for t in (self.tokens, self.log_probs))
+        return tokens, log_probs
 
 
-def draw(logits_NV: Tensor, batch: SamplingBatch, uniform_N1: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens (N, 1) int64 and their probabilities (N, 1) float32, by these random numbers in place of the batch's."""
+def sample(logits_NV: Tensor, batch: SamplingBatch, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens (N,) int64 and their log-probs (N,) float32. uniform_N: random numbers from `uniform`."""
     scaled_NV = logits_NV.float()
     if batch.temperatures_N is not None:
         scaled_NV = scaled_NV / batch.temperatures_N[:, None]
-    probs_NV = scaled_NV.softmax(-1)
+    log_probs_NV = scaled_NV.log_softmax(-1)
     if batch.num_greedy == len(batch.params):
-        tokens_N1 = likeliest(scaled_NV)
+        tokens_N = scaled_NV.argmax(-1)
     else:
-        weights_NV = probs_NV
+        weights_NV = log_probs_NV.exp()
         if batch.filtered:
             rows = torch.tensor(batch.filtered, device=logits_NV.device)
-            kept = keep_mask(scaled_NV[rows], [batch.params[i] for i in batch.filtered])
-            weights_NV = probs_NV.index_copy(0, rows, probs_NV[rows] * kept)
-        tokens_N1 = inverse_cdf(weights_NV, uniform_N1)
+            weights_NV[rows] *= keep_mask(scaled_NV[rows], [batch.params[i] for i in batch.filtered])
+        tokens_N = inverse_cdf(weights_NV, uniform_N)
         if batch.num_greedy:
-            tokens_N1 = torch.where(batch.greedy_N[:, None], likeliest(scaled_NV), tokens_N1)
-    return tokens_N1, probs_NV.gather(1, tokens_N1)
-
-
-def likeliest(scaled_NV: Tensor) -> Tensor:
-    """(N, 1) the first of the largest; on the CPU by numpy, whose search is ten times as fast as torch's."""
-    if scaled_NV.is_cuda:
-        return scaled_NV.argmax(-1, keepdim=True)
-    return torch.from_numpy(scaled_NV.numpy().argmax(-1, keepdims=True))
+            tokens_N = torch.where(batch.greedy_N, scaled_NV.argmax(-1), tokens_N)
+    return tokens_N, log_probs_NV.gather(1, tokens_N[:, None])[:, 0]
 
 
 def keep_mask(scaled_NV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """(N, V) bool: what min-p and top-k, then top-p of what remains, leave in."""
-    vocab = scaled_NV.shape[1]
-    device = scaled_NV.device
+    """(N, V) bool: tokens kept by min-p and top-k, then by top-p of the rest."""
+    vocab, device = scaled_NV.shape[1], scaled_NV.device
     min_p = torch.tensor([p.min_p for p in params], device=device)[:, None]
     likely_NV = scaled_NV >= scaled_NV.amax(-1, keepdim=True) + min_p.log()
     if all(p.top_k <= 0 and p.top_p == 1 for p in params):
         return likely_NV
     ks = [min(p.top_k, vocab) if p.top_k > 0 else vocab for p in params]
-    ranked_NK, order_NK = scaled_NV.masked_fill(~likely_NV, float("-inf")).topk(max(ks), dim=-1)  # the likeliest first
+    ranked_NK, order_NK = scaled_NV.masked_fill(~likely_NV, float("-inf")).topk(max(ks), dim=-1)
     within_k = torch.arange(max(ks), device=device) < torch.tensor(ks, device=device)[:, None]
     probs_NK = ranked_NK.masked_fill(~within_k, float("-inf")).softmax(-1)
     before_NK = probs_NK.cumsum(-1) - probs_NK
@@ -111,32 +100,26 @@ def keep_mask(scaled_NV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     return likely_NV & torch.zeros_like(likely_NV).scatter_(1, order_NK, kept_NK)
 
 
-def inverse_cdf(weights_NV: Tensor, uniform_N1: Tensor) -> Tensor:
-    """(N, 1) the first token at which the running sum of the weights exceeds uniform * total; never one of weight 0.
+def inverse_cdf(weights_NV: Tensor, uniform_N: Tensor) -> Tensor:
+    """(N,) the first token at which the cumulative weight exceeds uniform * total; never a token of weight 0.
 
-    uniform_N1: at most 1 - 2^-24, which times a float32 stays below that float32.
+    uniform_N: at most 1 - 2^-24, so that its product with a float32 stays below that float32.
     """
     cdf_NV = weights_NV.cumsum(-1)
-    return torch.searchsorted(cdf_NV, uniform_N1 * cdf_NV[:, -1:], right=True)
+    return torch.searchsorted(cdf_NV, uniform_N[:, None] * cdf_NV[:, -1:], right=True)[:, 0]
 
 
-def uniform(seeds: Sequence[int], positions: Sequence[int] | np.ndarray) -> np.ndarray:
-    """One float32 in [0, 1) of 24 random bits for each (seed, position): splitmix64, by the last 64 bits of seeds.
+def uniform(seeds: Sequence[int], positions: Sequence[int] | np.ndarray) -> Tensor:
+    """One float32 in [0, 1) with 24 random bits per (seed, position), by splitmix64 over the low 64 bits of the seeds.
 
-    positions: (N,) or (S, N).
+    positions: (N,) or (S, N) of the tokens to sample.
     """
-    state = _mix(np.array([seed & _WORD for seed in seeds], dtype=np.uint64) + _GOLDEN)
+    state = _mix(np.array([seed & _MASK_64 for seed in seeds], dtype=np.uint64) + _GOLDEN)
     state = state + (np.asarray(positions).astype(np.uint64) + np.uint64(1)) * _GOLDEN
-    return (_mix(state) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+    return torch.from_numpy((_mix(state) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24))
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * _MIX_1
     x = (x ^ (x >> np.uint64(27))) * _MIX_2
     return x ^ (x >> np.uint64(31))
-
-
-def signed(x: int) -> int:
-    """The number whose two's complement the last 64 bits are."""
-    x &= _WORD
-    return x - (1 << 64) if x >= 1 << 63 else x

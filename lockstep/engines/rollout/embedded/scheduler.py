@@ -1,27 +1,32 @@
-"""Which tokens are computed next. Touches no tensors.
+"""Decides which tokens are computed next. Touches no tensors.
 
-    waiting ──admit──► running ──finish──► gone
-       ▲                  │
-       └────preempt───────┘   (out of blocks: the youngest gives its blocks back and is computed anew later)
+          admit                prompt computed            stop token or max_tokens
+  waiting ─────► prefilling ──────────────────► decoding ──────────────────────────► finished
+     ▲               │                             │
+     └── preempted ──┴─────────────────────────────┘
 
-A step computes a prompt or a part of one for some sequences, within a budget of tokens, seats and blocks. Those whose tokens are
-computed but for the one drawn last decode: they get windows of several steps of one token each. Equal prompts are computed once:
-the first sequence to come computes the prompt, the others wait for it and then share its blocks. Those that get a seat at once draw
-their first token from the very same logits.
+A prefill step computes prompts, or chunks of prompts, within a budget of tokens, sequences and blocks. A decode window runs
+several steps of one token for every decoding sequence. If blocks run out, the youngest sequence is preempted: it frees its
+blocks and is prefilled again later, with the tokens it has generated.
+
+Equal prompts are computed once. The first sequence with a prompt (the leader) computes it while the others wait; then they
+share its blocks, and those admitted in the same step sample their first token from the same logits.
 """
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 
-from lockstep.engines.rollout.embedded.blocks import BlockManager
+from lockstep.engines.rollout.embedded.block_manager import BlockManager
 from lockstep.engines.rollout.embedded.sequence import Sequence
 
 
 @dataclass(eq=False)
-class Row:
-    """The tokens start..stop of one sequence, to be computed in this step.
+class PrefillRow:
+    """Tokens start..stop of one sequence.
 
-    samplers: sequences that draw their next token from the logits after the last of these tokens.
+    samplers: sequences that sample their next token from the logits of the last of these tokens.
     """
 
     sequence: Sequence
@@ -31,61 +36,45 @@ class Row:
 
 
 @dataclass
-class StepPlan:
-    """One forward pass.
+class PrefillStep:
+    """One forward pass. copies: (source, target) blocks to copy before it."""
 
-    copies: (source, target) blocks to copy before it.
-    """
-
-    rows: list[Row] = field(default_factory=list)
+    rows: list[PrefillRow] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(row.stop - row.start for row in self.rows)
 
 
 @dataclass
-class Window:
-    """Several steps of one token for sequences that decode.
+class DecodeWindow:
+    """Several decode steps.
 
-    draws:  each sequence with the tokens that it may draw, at most `num_steps`.
-    copies: (source, target) blocks to copy before them.
+    rows:   each sequence with the most tokens that it samples.
+    copies: (source, target) blocks to copy before the first step.
     """
 
-    draws: list[tuple[Sequence, int]] = field(default_factory=list)
+    rows: list[tuple[Sequence, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def num_steps(self) -> int:
-        return max((count for _, count in self.draws), default=0)
+        return max((count for _, count in self.rows), default=0)
 
-    def shorten(self, num_steps: int) -> None:
-        """Take the steps after so many back; their blocks stay with the sequences."""
-        for sequence, count in self.draws:
+    def truncate(self, num_steps: int) -> None:
+        """Undo the steps after `num_steps`; the sequences keep the blocks."""
+        for sequence, count in self.rows:
             undone = max(0, count - num_steps)
             sequence.num_computed -= undone
-            sequence.num_ahead -= undone
-        self.draws = [(sequence, min(count, num_steps)) for sequence, count in self.draws]
-
-
-@dataclass
-class SharedPrompt:
-    """A computed prompt that is kept while sequences with the same prompt wait."""
-
-    blocks: list[int]
-    num_tokens: int
+            sequence.num_unread -= undone
+        self.rows = [(sequence, min(count, num_steps)) for sequence, count in self.rows]
 
 
 class Scheduler:
-    """Plans step after step until every sequence is finished.
-
+    """
     max_num_seqs:   sequences that run at once.
-    max_num_tokens: tokens in one step.
-    chunked:        whether a prompt may be split over steps; if not, one above the budget gets a step of its own.
+    max_num_tokens: tokens per prefill step.
+    chunked:        whether a prompt may be split over steps; if not, a prompt above the budget gets its own step.
     share_prompts:  whether equal prompts are computed once.
 
-    settle: called before a sequence is preempted; reads what the device has drawn ahead and says whether there was anything.
+    drain: reads all outputs still on the device and returns whether there were any. Called before a sequence is preempted.
     """
 
     def __init__(
@@ -96,249 +85,190 @@ class Scheduler:
         self.max_num_tokens = max_num_tokens
         self.chunked = chunked
         self.share_prompts = share_prompts
-        self.settle: Callable[[], bool] = lambda: False
-        self.running: list[Sequence] = []  # in the order of admission
-        self._waiting = WaitingQueue()
+        self.drain: Callable[[], bool] = lambda: False
+        self.running: list[Sequence] = []  # in order of admission
+        self._waiting: dict[int, Sequence] = {}  # by index; first in, first out, preempted ones first
+        self._num_waiting: Counter[int] = Counter()  # by prompt_id
         self._prompt_ids: dict[tuple[int, ...], int] = {}
-        # By prompt_id: the running sequence that computes the prompt for others; the prompts kept for those that wait;
-        # the prompts that the step being planned completes, of which no block can be copied yet.
+        # By prompt_id: the sequence that computes the prompt; blocks of computed prompts for which others wait;
+        # prompts completed by the step being planned, whose blocks cannot be copied yet.
         self._leaders: dict[int, Sequence] = {}
-        self._shared: dict[int, SharedPrompt] = {}
-        self._computed_now: set[int] = set()
+        self._shared: dict[int, list[int]] = {}
+        self._completed_now: set[int] = set()
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self.running) or len(self._waiting) > 0
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
+        return bool(self.running or self._waiting)
 
     def unfinished(self) -> list[Sequence]:
-        return [*self.running, *self._waiting]
+        return [*self.running, *self._waiting.values()]
 
     def add(self, sequence: Sequence) -> None:
         if self.share_prompts:
             key = tuple(sequence.request.prompt_ids)
             sequence.prompt_id = self._prompt_ids.setdefault(key, len(self._prompt_ids))
-        self._waiting.add(sequence)
+        self._waiting[sequence.index] = sequence
+        self._num_waiting[sequence.prompt_id] += 1
 
     def finish(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self.blocks.release(sequence.blocks)
+        self.blocks.free(sequence.blocks)
         if not self.has_unfinished:
             self._prompt_ids.clear()
 
     def abort(self) -> None:
-        """Forget every sequence."""
+        """Drop every sequence."""
         for sequence in self.unfinished():
-            self.blocks.release(sequence.blocks)
+            self.blocks.free(sequence.blocks)
         self._drop_all_shared()
-        self.running.clear()
-        self._waiting = WaitingQueue()
-        self._leaders.clear()
-        self._prompt_ids.clear()
+        for state in (self.running, self._waiting, self._num_waiting, self._leaders, self._prompt_ids):
+            state.clear()
 
     @property
-    def wants_prompts(self) -> bool:
-        """Whether a step of prompts is due: one is begun, or enough seats are free that it pays to hold the others up."""
-        if not all(s.decodes for s in self.running):
+    def prefill_is_due(self) -> bool:
+        """A prefill is in progress, or enough sequences can start to be worth delaying those that decode."""
+        if not all(s.is_decoding for s in self.running):
             return True
-        free = self.max_num_seqs - len(self.running)
+        can_start = min(len(self._waiting), self.max_num_seqs - len(self.running))
         enough = max(1, self.max_num_seqs // 8)
-        return self.num_waiting > 0 and free > 0 and (free >= min(self.num_waiting, enough) or not self.running)
+        return can_start > 0 and (can_start >= min(len(self._waiting), enough) or not self.running)
 
-    def plan_window(self, num_steps: int) -> Window:
-        """Up to `num_steps` steps for every sequence that decodes, with their blocks."""
-        rows = self._undrawn()
-        fits = self._num_needed(rows, num_steps) <= self.blocks.num_free
-        if not fits and self.settle():
-            rows = self._undrawn()
-        window = Window()
-        for sequence in rows:
-            count = min(num_steps, sequence.num_undrawn)
-            if not sequence.blocks:  # preempted in this very loop
-                continue
-            if not fits and not self._make_room(sequence, count):
-                break
+    def schedule_decode(self, num_steps: int) -> DecodeWindow:
+        """Up to `num_steps` steps for every decoding sequence, with their blocks allocated."""
+        rows = self._decodable(num_steps)
+        if sum(self._num_needed(s, count) for s, count in rows) > self.blocks.num_free and self.drain():
+            rows = self._decodable(num_steps)  # draining may finish sequences
+        window = DecodeWindow()
+        for sequence, count in rows:
+            if not sequence.blocks or not self._make_room(sequence, count):
+                break  # preempted, like all that follow
             start = sequence.num_computed
-            window.copies += self.blocks.prepare_write(sequence.blocks, start, start + count)
+            window.copies += self.blocks.allocate(sequence.blocks, start, start + count)
             sequence.num_computed += count
-            sequence.num_ahead += count
-            window.draws.append((sequence, count))
+            sequence.num_unread += count
+            window.rows.append((sequence, count))
         return window
 
-    def _undrawn(self) -> list[Sequence]:
-        return [s for s in self.running if s.decodes and s.num_undrawn > 0]
-
-    def _num_needed(self, rows: list[Sequence], num_steps: int) -> int:
-        """Blocks that the rows take for so many steps."""
-        ends = [(s, s.num_computed + min(num_steps, s.num_undrawn)) for s in rows]
-        return sum(self.blocks.num_to_write(s.blocks, s.num_computed, end) for s, end in ends)
-
-    def schedule(self) -> StepPlan:
-        """The next step of prompts; it may be empty."""
-        plan = StepPlan()
-        budget = self.max_num_tokens
-        self._computed_now.clear()
-        admitted = list(self.running)
-        for sequence in admitted:
-            if sequence.decodes:
-                continue
-            length = self._length(sequence, budget, plan)
-            if length == 0 or not sequence.blocks:  # no budget, or preempted in this very loop
+    def schedule_prefill(self) -> PrefillStep:
+        """The next prefill step; empty if nothing fits."""
+        step, budget = PrefillStep(), self.max_num_tokens
+        self._completed_now.clear()
+        running = list(self.running)
+        for sequence in running:
+            length = 0 if sequence.is_decoding else self._chunk_length(sequence, budget, step)
+            if length == 0 or not sequence.blocks:  # no budget, or preempted in this loop
                 continue
             if not self._make_room(sequence, length):
                 break
             budget -= length
-            self._enter(plan, sequence, length)
-        out_of_blocks = len(self.running) < len(admitted)
-        for row in list(plan.rows):
-            self._fork(row)
-        if not out_of_blocks:
-            self._admit(plan, budget)
-        return plan
+            self._add_row(step, sequence, length)
+        for row in list(step.rows):
+            self._share_prompt(row)
+        if len(self.running) >= len(running):  # nothing was preempted
+            self._admit(step, budget)
+        return step
 
-    def _length(self, sequence: Sequence, budget: int, plan: StepPlan) -> int:
-        """How many tokens of the sequence this step computes."""
+    def _decodable(self, num_steps: int) -> list[tuple[Sequence, int]]:
+        return [(s, min(num_steps, s.num_left)) for s in self.running if s.is_decoding and s.num_left > 0]
+
+    def _num_needed(self, sequence: Sequence, count: int) -> int:
+        start = sequence.num_computed
+        return self.blocks.num_needed(sequence.blocks, start, start + count)
+
+    def _make_room(self, sequence: Sequence, count: int) -> bool:
+        """Free blocks until `count` more tokens of the sequence fit; False if it was preempted itself."""
+        while self._num_needed(sequence, count) > self.blocks.num_free:
+            if self._shared:
+                self._drop_shared(next(iter(self._shared)))
+            elif not self.drain():
+                youngest = self.running[-1]
+                self._preempt(youngest)
+                if youngest is sequence:
+                    return False
+        return True
+
+    def _chunk_length(self, sequence: Sequence, budget: int, step: PrefillStep) -> int:
+        """Tokens of the sequence to compute in this step."""
         left = len(sequence.tokens) - sequence.num_computed
         if left <= budget or self.chunked:
             return min(left, budget)
-        return 0 if plan.rows else left
+        return 0 if step.rows else left
 
-    def _make_room(self, sequence: Sequence, length: int) -> bool:
-        """Preempt from the youngest on until the sequence can write; False when it had to be preempted itself."""
-        start = sequence.num_computed
-        while self.blocks.num_to_write(sequence.blocks, start, start + length) > self.blocks.num_free:
-            if self._shared:
-                self._drop_shared(next(iter(self._shared)))
-                continue
-            if self.settle():
-                if not sequence.blocks:
-                    return False  # it has ended meanwhile
-                continue
-            youngest = self.running[-1]
-            self._preempt(youngest)
-            if youngest is sequence:
-                return False
-        return True
-
-    def _enter(self, plan: StepPlan, sequence: Sequence, length: int) -> Row:
+    def _add_row(self, step: PrefillStep, sequence: Sequence, length: int) -> PrefillRow:
         start, stop = sequence.num_computed, sequence.num_computed + length
-        plan.copies += self.blocks.prepare_write(sequence.blocks, start, stop)
+        step.copies += self.blocks.allocate(sequence.blocks, start, stop)
         sequence.num_computed = stop
-        row = Row(sequence, start, stop, [sequence] if stop == len(sequence.tokens) else [])
-        plan.rows.append(row)
+        row = PrefillRow(sequence, start, stop, [sequence] if stop == len(sequence.tokens) else [])
+        step.rows.append(row)
         return row
 
-    def _admit(self, plan: StepPlan, budget: int) -> None:
-        """Seat those that wait, in order, while there are seats, budget and blocks."""
-        if len(self.running) >= self.max_num_seqs:
-            return
-        for sequence in list(self._waiting):
+    def _admit(self, step: PrefillStep, budget: int) -> None:
+        """Start waiting sequences in order, within the limits on sequences, tokens and blocks."""
+        for sequence in list(self._waiting.values()):
             if len(self.running) >= self.max_num_seqs or budget <= 0:
                 return
             prompt_id = sequence.prompt_id
-            if sequence not in self._waiting or prompt_id in self._leaders or prompt_id in self._computed_now:
-                continue  # it has just been forked, or its prompt is being computed
+            if sequence.index not in self._waiting or prompt_id in self._leaders or prompt_id in self._completed_now:
+                continue  # already started by `_share_prompt`, or its prompt is being computed
             shared = self._shared.get(prompt_id)
             if shared is not None:
-                sequence.num_computed = min(shared.num_tokens, len(sequence.tokens) - 1)
-                sequence.blocks = self.blocks.share(shared.blocks, sequence.num_computed)
-            length = self._length(sequence, budget, plan)
-            start = sequence.num_computed
-            needed = self.blocks.num_to_write(sequence.blocks, start, start + length)
-            if length == 0 or needed + len(self.running) > self.blocks.num_free:  # each that runs may soon need a block
-                self.blocks.release(sequence.blocks)
+                sequence.num_computed = min(sequence.num_prompt, len(sequence.tokens) - 1)
+                sequence.blocks = self.blocks.share(shared, sequence.num_computed)
+            length = self._chunk_length(sequence, budget, step)
+            # every running sequence may soon need a block
+            if length == 0 or self._num_needed(sequence, length) + len(self.running) > self.blocks.num_free:
+                self.blocks.free(sequence.blocks)
                 sequence.num_computed = 0
-                if self._shared and not self.running:  # prompts kept for others must not keep everyone out
+                if self._shared and not self.running:  # shared prompts hold the blocks that everyone waits for
                     self._drop_all_shared()
-                    self._admit(plan, budget)
+                    self._admit(step, budget)
                 return
-            self._take_seat(sequence)
+            self._start(sequence)
             if shared is None and self.share_prompts and sequence.num_generated == 0:
                 self._leaders[prompt_id] = sequence
             budget -= length
-            self._fork(self._enter(plan, sequence, length))
+            self._share_prompt(self._add_row(step, sequence, length))
 
-    def _take_seat(self, sequence: Sequence) -> None:
-        self._waiting.remove(sequence)
+    def _start(self, sequence: Sequence) -> None:
+        del self._waiting[sequence.index]
+        self._num_waiting[sequence.prompt_id] -= 1
         self.running.append(sequence)
-        if sequence.prompt_id in self._shared and not self._waiting.with_prompt(sequence.prompt_id):
+        if not self._num_waiting[sequence.prompt_id]:
             self._drop_shared(sequence.prompt_id)
 
-    def _fork(self, row: Row) -> None:
-        """Where the row completes a prompt that others wait for, let them share it."""
-        leader = row.sequence
-        prompt_id = leader.prompt_id
+    def _share_prompt(self, row: PrefillRow) -> None:
+        """If the row completes a prompt for which others wait, start those that fit and keep its blocks for the rest."""
+        leader, prompt_id = row.sequence, row.sequence.prompt_id
         if self._leaders.get(prompt_id) is not leader or leader.num_computed < leader.num_prompt:
             return
         del self._leaders[prompt_id]
-        self._computed_now.add(prompt_id)
+        self._completed_now.add(prompt_id)
         room = self.blocks.num_free
-        for follower in self._waiting.with_prompt(prompt_id):
+        same_prompt = (s for s in self._waiting.values() if s.prompt_id == prompt_id)
+        for follower in list(islice(same_prompt, self._num_waiting[prompt_id])):
             if follower.num_generated == 0 and len(self.running) < self.max_num_seqs and room > 0:
                 room -= 1  # its next token will need a block
                 follower.blocks = self.blocks.share(leader.blocks, leader.num_prompt)
                 follower.num_computed = leader.num_prompt
-                self._take_seat(follower)
+                self._start(follower)
                 row.samplers.append(follower)
-        if self._waiting.with_prompt(prompt_id):
-            blocks = self.blocks.share(leader.blocks, leader.num_prompt)
-            self._shared[prompt_id] = SharedPrompt(blocks, leader.num_prompt)
+        if self._num_waiting[prompt_id]:
+            self._shared[prompt_id] = self.blocks.share(leader.blocks, leader.num_prompt)
 
     def _preempt(self, sequence: Sequence) -> None:
-        assert sequence.num_ahead == 0, "preempted while the device draws for it"
+        assert sequence.num_unread == 0, "preempted with outputs in flight"
         self.running.remove(sequence)
-        self.blocks.release(sequence.blocks)
+        self.blocks.free(sequence.blocks)
         sequence.num_computed = 0
         sequence.num_preempted += 1
         if self._leaders.get(sequence.prompt_id) is sequence:
             del self._leaders[sequence.prompt_id]
-        self._waiting.add_first(sequence)
+        self._waiting = {sequence.index: sequence, **self._waiting}
+        self._num_waiting[sequence.prompt_id] += 1
 
     def _drop_shared(self, prompt_id: int) -> None:
-        shared = self._shared.pop(prompt_id, None)
-        if shared is not None:
-            self.blocks.release(shared.blocks)
+        self.blocks.free(self._shared.pop(prompt_id, []))
 
     def _drop_all_shared(self) -> None:
         for prompt_id in list(self._shared):
             self._drop_shared(prompt_id)
-
-
-class WaitingQueue:
-    """Sequences in order, found by prompt too."""
-
-    def __init__(self) -> None:
-        self._first: dict[int, Sequence] = {}  # preempted ones; the last entered goes first
-        self._rest: dict[int, Sequence] = {}
-        self._by_prompt: dict[int, dict[int, Sequence]] = {}
-
-    def add(self, sequence: Sequence) -> None:
-        self._rest[sequence.index] = sequence
-        self._by_prompt.setdefault(sequence.prompt_id, {})[sequence.index] = sequence
-
-    def add_first(self, sequence: Sequence) -> None:
-        self._first[sequence.index] = sequence
-        self._by_prompt.setdefault(sequence.prompt_id, {})[sequence.index] = sequence
-
-    def remove(self, sequence: Sequence) -> None:
-        (self._first if sequence.index in self._first else self._rest).pop(sequence.index)
-        same_prompt = self._by_prompt[sequence.prompt_id]
-        del same_prompt[sequence.index]
-        if not same_prompt:
-            del self._by_prompt[sequence.prompt_id]
-
-    def with_prompt(self, prompt_id: int) -> list[Sequence]:
-        return list(self._by_prompt.get(prompt_id, {}).values())
-
-    def __contains__(self, sequence: Sequence) -> bool:
-        return sequence.index in self._first or sequence.index in self._rest
-
-    def __iter__(self) -> Iterator[Sequence]:
-        yield from reversed(self._first.values())
-        yield from self._rest.values()
-
-    def __len__(self) -> int:
-        return len(self._first) + len(self._rest)

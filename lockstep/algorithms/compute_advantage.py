@@ -1,0 +1,71 @@
+"""Advantages on a batch: call the configured estimator with the columns it needs.
+
+attention_mask, responses                          -> compute_response_mask
+token_level_rewards, response_mask, values, uid .. -> compute_advantage -> advantages, returns
+"""
+
+import inspect
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.algorithms.advantages import AdvantageFn, get_adv_estimator_fn, parameters_of, required_inputs
+from lockstep.config.algorithm import AlgoConfig
+from lockstep.protocol import DataProto
+
+
+def compute_response_mask(data: DataProto) -> Tensor:
+    """The part of attention_mask that covers the responses, (B, R); correct for responses without tool tokens."""
+    assert data.batch is not None
+    return data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :]
+
+
+def compute_advantage(
+    data: DataProto,
+    adv_estimator: str,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    num_repeat: int = 1,
+    norm_adv_by_std_in_grpo: bool = True,
+    config: AlgoConfig | None = None,
+) -> DataProto:
+    """Write `advantages` and `returns` into the batch and return it; `response_mask` is computed if it is missing.
+
+    The estimator receives the arguments it has parameters for (all of them if it takes **kwargs): `index` is the uid of
+    each sample, any other name is an argument of this function or a batch key. Without a config, estimators that read one
+    get a config made from gamma, lam and norm_adv_by_std_in_grpo. `num_repeat` (samples per prompt) is accepted for
+    compatibility with verl and unused: groups are found by uid.
+    """
+    assert data.batch is not None
+    estimator = get_adv_estimator_fn(adv_estimator)
+    if "response_mask" not in data.batch:
+        data.batch["response_mask"] = compute_response_mask(data)
+    if config is None:
+        config = AlgoConfig(gamma=gamma, lam=lam, norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo)
+    available: dict[str, Any] = {
+        **data.batch,
+        "gamma": gamma,
+        "lam": lam,
+        "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo,
+        "config": config,
+        "batch": data.batch,
+        "non_tensor_batch": data.non_tensor_batch,
+    }
+    if "uid" in data.non_tensor_batch:
+        available["index"] = data.non_tensor_batch["uid"]
+    missing = required_inputs(adv_estimator) - set(available)
+    if missing:
+        names = ", ".join("uid" if name == "index" else name for name in sorted(missing))
+        raise ValueError(f"algorithm.adv_estimator={adv_estimator} needs batch keys that are missing: {names}")
+    advantages, returns = estimator(**_accepted(estimator, available))
+    data.batch["advantages"] = advantages
+    data.batch["returns"] = returns
+    return data
+
+
+def _accepted(estimator: AdvantageFn, available: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that the estimator has parameters for; all of them if it takes **kwargs."""
+    parameters = parameters_of(estimator)
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return available
+    return {p.name: available[p.name] for p in parameters if p.name in available}

@@ -1,0 +1,37 @@
+"""Defaults that depend on what the user set, for keys whose plain default would be wrong then."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.config.errors import ConfigError
+from lockstep.config.estimators import needs_groups
+
+GROUP_SIZE = 5
+"""Samples per prompt for estimators that compare them, unless the user sets `rollout.n`."""
+
+
+def derived_defaults(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Values derived from the keys that are set (canonical names), with one notice each; keys that are set are not changed."""
+    derived: dict[str, Any] = {}
+    notices: list[str] = []
+    kl_keys = sorted(name for name in values if name.startswith("algorithm.kl_ctrl."))
+    if kl_keys and "algorithm.use_kl_in_reward" not in values:
+        derived["algorithm.use_kl_in_reward"] = True
+        notices.append(
+            f"{kl_keys[0]} is set, so the KL penalty in the reward is on; "
+            "set algorithm.use_kl_in_reward=false to train without it"
+        )
+    estimator = values.get("algorithm.adv_estimator")
+    if "actor_rollout_ref.rollout.n" not in values and _compares_samples(estimator):
+        derived["actor_rollout_ref.rollout.n"] = GROUP_SIZE
+        notices.append(
+            f"actor_rollout_ref.rollout.n is not set; using {GROUP_SIZE}, because {estimator} compares the samples of a prompt"
+        )
+    return derived, notices
+
+
+def _compares_samples(estimator: Any) -> bool:
+    try:
+        return isinstance(estimator, str) and needs_groups(estimator)
+    except ConfigError:  # `checks` reports the unknown estimator
+        return False

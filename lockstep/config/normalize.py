@@ -1,0 +1,169 @@
+"""Bring settings as users write them to canonical spelling, by the tables of `compat`."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.config.compat import (
+    ALIASES,
+    NO_EFFECT,
+    NOT_SUPPORTED,
+    UNSUPPORTED_KEYS,
+    UNSUPPORTED_VALUES,
+    VALUE_ALIASES,
+    Unsupported,
+)
+from lockstep.config.errors import NO_VALUE, Problem, show
+from lockstep.config.schema import explain_unknown_key, keys, sections
+
+DISABLED_BY_NULL = {"critic": "critic.enable", "actor_rollout_ref.ref": "actor_rollout_ref.ref.enable"}
+"""Sections that `section=null` turns off, and the key that does it."""
+
+_KEYS_IN_TABLES = {*ALIASES, *UNSUPPORTED_KEYS, *NO_EFFECT}
+
+
+@dataclass
+class Layer:
+    """One source of settings (a file or an override) in canonical spelling.
+
+    values:      canonical key to value; only keys that exist.
+    unsupported: canonical key to its problem, or None if the value does not request anything.
+    problems:    unknown keys and contradictions.
+    notices:     aliases that were applied.
+    no_effect:   key as written to the reason why it has no effect.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    unsupported: dict[str, Problem | None] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    no_effect: dict[str, str] = field(default_factory=dict)
+
+
+def normalize(cls: type, tree: Mapping[str, Any]) -> Layer:
+    """Nested settings as a user wrote them (dotted names allowed anywhere), in the spelling of `cls`."""
+    layer = Layer()
+    written_as: dict[str, str] = {}
+    for written, name, value in _settings(cls, tree, "", "", layer):
+        value = _normalize_value(name, value, layer)
+        if name in written_as and isinstance(value, Mapping) and isinstance(layer.values[name], Mapping):
+            value = merge(layer.values[name], value)
+        elif name in written_as and layer.values[name] != value:
+            other = f"{written_as[name]}={show(layer.values[name])}"
+            layer.problems.append(Problem(written, value, f"contradicts {other}; both set the same key"))
+        written_as[name] = written
+        layer.values[name] = value
+    return layer
+
+
+def merge(old: Any, new: Any) -> Any:
+    """`new` over `old`; mappings are merged key by key."""
+    if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
+        return new
+    return {**old, **{key: merge(old.get(key), value) for key, value in new.items()}}
+
+
+def canonical_name(cls: type, written: str) -> str:
+    """The canonical spelling of a dotted key."""
+    name = ""
+    for part in written.split("."):
+        name = f"{name}.{part}" if name else part
+        name = _alias(cls, name) or name
+    return name
+
+
+def unsupported_values(values: Mapping[str, Any]) -> list[Problem]:
+    """Problems with values, or items of lists, that select an unsupported feature."""
+    problems = []
+    for name, reasons in UNSUPPORTED_VALUES.items():
+        value = values.get(name)
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, str) and item in reasons:
+                item_name = f"{item} is " if isinstance(value, list) else ""
+                problems.append(Problem(name, value, f"{item_name}{NOT_SUPPORTED}: {reasons[item]}"))
+    return problems
+
+
+def _alias(cls: type, name: str) -> str | None:
+    return None if name in keys(cls) or name in sections(cls) else ALIASES.get(name)
+
+
+def _settings(
+    cls: type, tree: Mapping[str, Any], written: str, name: str, layer: Layer
+) -> Iterator[tuple[str, str, Any]]:
+    """Every setting in `tree` as (key as written, canonical key, value); everything else is added to `layer`."""
+    for part, value in tree.items():
+        if "." in str(part):
+            part, *rest = str(part).split(".")
+            for below in reversed(rest):
+                value = {below: value}
+        if part == "_target_":
+            continue
+        written_here = f"{written}.{part}" if written else str(part)
+        name_here = f"{name}.{part}" if name else str(part)
+        target = _alias(cls, name_here)
+        if target and _is_unset_alias(value, target):
+            continue
+        if target:
+            all_below = ".*" if isinstance(value, Mapping) else ""
+            layer.notices.append(f"{written_here}{all_below} is read as {target}{all_below}")
+        yield from _setting(cls, value, written_here, target or name_here, layer)
+
+
+def _is_unset_alias(value: Any, target: str) -> bool:
+    """Whether an alias of `target` sets nothing: null, or an interpolation that follows the canonical key."""
+    if value is None:
+        return target not in DISABLED_BY_NULL
+    return isinstance(value, str) and value.startswith("${") and ("oc.select:" in value or target in value)
+
+
+def _setting(cls: type, value: Any, written: str, name: str, layer: Layer) -> Iterator[tuple[str, str, Any]]:
+    if name in keys(cls):
+        yield written, name, value
+    elif name in DISABLED_BY_NULL and value is None:
+        yield written, DISABLED_BY_NULL[name], False
+    elif name in sections(cls) and value is None:
+        return
+    elif isinstance(value, Mapping) and (name in sections(cls) or _is_section_of_tables(name)):
+        yield from _settings(cls, value, written, name, layer)
+    elif name in UNSUPPORTED_KEYS:
+        layer.unsupported.update(_unsupported(UNSUPPORTED_KEYS[name], value, written, name))
+    elif name in NO_EFFECT:
+        if not _is_off(value):
+            layer.no_effect[written] = NO_EFFECT[name]
+    else:
+        layer.problems.append(_unknown(cls, value, written, name))
+
+
+def _is_section_of_tables(name: str) -> bool:
+    in_tables = any(key.startswith(f"{name}.") for key in _KEYS_IN_TABLES)
+    return in_tables and name not in UNSUPPORTED_KEYS and name not in NO_EFFECT
+
+
+def _is_off(value: Any) -> bool:
+    """Whether a setting without effect needs no notice: null, false, or an interpolation."""
+    return value is None or value is False or (isinstance(value, str) and value.startswith("${"))
+
+
+def _unknown(cls: type, value: Any, written: str, name: str) -> Problem:
+    while isinstance(value, Mapping) and len(value) == 1:  # report a.b.c=1 in full, but a whole section once
+        part, value = next(iter(value.items()))
+        written, name = f"{written}.{part}", f"{name}.{part}"
+    shown = NO_VALUE if isinstance(value, Mapping) else value
+    return Problem(written, shown, explain_unknown_key(name, cls))
+
+
+def _unsupported(entry: Unsupported, value: Any, written: str, name: str) -> Iterator[tuple[str, Problem | None]]:
+    if isinstance(value, Mapping) and entry.switches:
+        for switch in entry.switches:
+            if switch in value:
+                yield from _unsupported(entry, value[switch], f"{written}.{switch}", f"{name}.{switch}")
+    else:
+        yield name, Problem(written, value, entry.message) if entry.is_requested_by(value) else None
+
+
+def _normalize_value(name: str, value: Any, layer: Layer) -> Any:
+    if isinstance(value, str) and value in VALUE_ALIASES.get(name, {}):
+        layer.notices.append(f"{name}={value} is read as {VALUE_ALIASES[name][value]}")
+        return VALUE_ALIASES[name][value]
+    return value

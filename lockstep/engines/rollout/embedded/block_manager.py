@@ -1,0 +1,78 @@
+"""Allocation of KV cache blocks. Block numbers only: the tensors are in `paged_attention.py`.
+
+A block table lists the blocks that hold a sequence's tokens, in order. Samples of one prompt share its blocks, which are reference
+counted; a shared block is copied before it is written.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+
+class BlockManager:
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self._ref_counts: list[int] = []
+        self._free: deque[int] = deque()
+        self.grow(num_blocks)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._ref_counts)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def grow(self, num_blocks: int) -> None:
+        """Add free blocks up to `num_blocks`."""
+        self._free.extend(range(self.num_blocks, num_blocks))
+        self._ref_counts.extend([0] * (num_blocks - self.num_blocks))
+
+    def num_needed(self, table: Sequence[int], start: int, stop: int) -> int:
+        """Free blocks needed to write tokens start..stop of this table: new blocks and copies of shared ones."""
+        new = max(0, self.blocks_for(stop) - len(table))
+        return new + sum(1 for i in self._written(table, start, stop) if self._ref_counts[table[i]] > 1)
+
+    def allocate(self, table: list[int], start: int, stop: int) -> list[tuple[int, int]]:
+        """Extend the table so that tokens start..stop can be written; `num_needed` blocks must be free.
+
+        Returns the (source, target) blocks to copy before the write.
+        """
+        copies = []
+        for i in self._written(table, start, stop):
+            if self._ref_counts[table[i]] > 1:
+                source, target = table[i], self._pop_free()
+                self._ref_counts[source] -= 1
+                table[i] = target
+                copies.append((source, target))
+        while len(table) < self.blocks_for(stop):
+            table.append(self._pop_free())
+        return copies
+
+    def share(self, table: Sequence[int], num_tokens: int) -> list[int]:
+        """A second table over the blocks of the first `num_tokens` tokens of `table`."""
+        shared = list(table[: self.blocks_for(num_tokens)])
+        for block in shared:
+            assert self._ref_counts[block] > 0, f"block {block} is free"
+            self._ref_counts[block] += 1
+        return shared
+
+    def free(self, table: list[int]) -> None:
+        """Clear the table; its blocks become free once no other table holds them."""
+        for block in table:
+            assert self._ref_counts[block] > 0, f"block {block} is free"
+            self._ref_counts[block] -= 1
+            if self._ref_counts[block] == 0:
+                self._free.append(block)
+        table.clear()
+
+    def _written(self, table: Sequence[int], start: int, stop: int) -> range:
+        return range(start // self.block_size, min(len(table), self.blocks_for(stop)))
+
+    def _pop_free(self) -> int:
+        block = self._free.popleft()
+        self._ref_counts[block] = 1
+        return block

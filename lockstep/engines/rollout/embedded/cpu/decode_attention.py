@@ -1,0 +1,143 @@
+"""Attention of decode steps on the CPU.
+
+    gather each layer's keys and values once ─► [ append one column, attend ] per step ─► write the new ones back to the cache
+
+Legend: n rows, C columns, H query heads, HK key heads, G = H / HK, D head dimension.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.engines.rollout.embedded.paged_attention import PagedCache, blocks_of_heads, slots_of_heads
+from lockstep.models.attention import LayerOptions
+
+
+class CpuDecodeAttention:
+    """The attention context of a window of decode steps.
+
+    tables:    blocks of each row, including those that the steps will fill; sorted by length, shortest first.
+    positions: (steps, N) position of each row's new token in each step; all earlier tokens are in the cache. Not all steps need
+               to be run. A finished row repeats its last position; its output is ignored.
+    """
+
+    def __init__(self, cache: PagedCache, tables: Sequence[Sequence[int]], positions: Tensor) -> None:
+        self.positions = positions
+        self.step = -1
+        self._groups = [
+            _RowGroup(cache, slice(start, stop), tables[start:stop], positions[:, start:stop])
+            for start, stop in similar_lengths(tables)
+        ]
+
+    def begin(self) -> None:
+        """To be called before each step."""
+        self.step += 1
+        for group in self._groups:
+            group.masks.clear()
+
+    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
+        index: int = layer.layer_idx  # type: ignore[assignment]
+        outputs = []
+        for group in self._groups:
+            q, k, v = (t[0, :, group.rows] for t in (query, key, value))
+            outputs.append(group.attend(index, self.step, q, k, v, options))
+        return torch.cat(outputs)[None]
+
+    def write_back(self) -> None:
+        """Write the keys and values of all steps to the cache."""
+        for group in self._groups:
+            group.write_back(self.step + 1)
+
+
+def similar_lengths(tables: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """(start, stop) of tables to pad together: some padding costs less than more calls. Shorter tables come first."""
+    bounds, start = [], 0
+    for stop, table in enumerate(tables):
+        shortest = len(tables[start])
+        if len(table) > shortest + max(4, shortest // 2):
+            bounds.append((start, stop))
+            start = stop
+    return [*bounds, (start, len(tables))]
+
+
+class _RowGroup:
+    """Rows of similar length, with the gathered keys (n, HK, D, C) and values (n, HK, C, D) of each layer.
+
+    The first `num_cached` columns hold the cached tokens, padded to the longest row; one column per step follows. So a step
+    changes nothing but one column.
+    """
+
+    def __init__(self, cache: PagedCache, rows: slice, tables: Sequence[Sequence[int]], positions: Tensor) -> None:
+        self.cache = cache
+        self.rows = rows
+        self.positions = positions
+        width = max(len(table) for table in tables)
+        self.table = torch.tensor([[*table, *[0] * (width - len(table))] for table in tables])
+        self.num_cached = int(positions[0].max())
+        self.masks: dict[tuple[int, int | None], Tensor | None] = {}
+        self._stores: dict[int, tuple[Tensor, Tensor]] = {}
+        length, column = positions[0][:, None], torch.arange(self.num_cached + len(positions))
+        # (n, C) position of each column's token in its sequence, and whether the column is padding
+        self._token_positions = torch.where(column < self.num_cached, column, column - self.num_cached + length)
+        self._padding = (column >= length) & (column < self.num_cached)
+
+    def attend(self, index: int, step: int, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
+        """query (H, n, D), key and value (HK, n, D) of the new tokens of layer `index` -> (n, H, D)."""
+        if index not in self._stores:
+            self._stores[index] = self._gather(index)
+        keys, values = self._stores[index]
+        num_heads, column = key.shape[0], self.num_cached + step
+        keys[..., column] = key.transpose(0, 1)
+        values[:, :, column] = value.transpose(0, 1)
+        keys, values = (t.flatten(0, 1) for t in (keys[..., : column + 1], values[:, :, : column + 1]))
+        # the G query heads of a key head are G queries, so that keys are not repeated
+        q = query.transpose(0, 1).reshape(len(keys), -1, query.shape[2])  # (n * HK, G, D)
+        scores = torch.baddbmm(q.new_zeros(1), q, keys, beta=0, alpha=options.scaling)
+        if options.softcap is not None:
+            scores = torch.tanh(scores / options.softcap) * options.softcap
+        mask = self._mask(step, num_heads, options.sliding_window, query.dtype)
+        if mask is not None:
+            scores += mask
+        if options.sinks is not None:
+            sinks = options.sinks.to(scores.dtype).view(num_heads, -1, 1).repeat(query.shape[1], 1, 1)
+            scores = torch.cat([scores, sinks], -1)
+        probs = scores.softmax(-1)[..., : column + 1]
+        return torch.bmm(probs, values).view(query.shape[1], query.shape[0], -1)
+
+    def write_back(self, num_steps: int) -> None:
+        size, new = self.cache.block_size, slice(self.num_cached, self.num_cached + num_steps)
+        positions = self.positions[:num_steps]
+        slots = (self.table.T.gather(0, positions // size) * size + positions % size).flatten()
+        for index, (keys, values) in self._stores.items():
+            target = slots_of_heads(slots, keys.shape[1], size)
+            for store, tokens in (
+                (self.cache.keys[index], keys[..., new].permute(3, 0, 1, 2)),
+                (self.cache.values[index], values[:, :, new].permute(2, 0, 1, 3)),
+            ):  # tokens: (steps, n, HK, D)
+                store.view(-1, store.shape[-1]).index_copy_(0, target, tokens.flatten(0, 2))
+
+    def _gather(self, index: int) -> tuple[Tensor, Tensor]:
+        num_rows, num_heads = len(self.table), self.cache.layers[index].num_heads
+        cached, num_columns = slice(self.num_cached), self._padding.shape[1]
+        blocks = blocks_of_heads(self.table[:, : -(-self.num_cached // self.cache.block_size)], num_heads)
+        old_keys, old_values = (
+            store.index_select(0, blocks).view(num_rows, num_heads, -1, store.shape[-1])[:, :, cached]
+            for store in (self.cache.keys[index], self.cache.values[index])
+        )
+        keys = old_keys.new_empty(num_rows, num_heads, old_keys.shape[-1], num_columns)
+        values = old_values.new_empty(num_rows, num_heads, num_columns, old_values.shape[-1])
+        keys[..., cached] = old_keys.transpose(2, 3)
+        values[:, :, cached] = old_values
+        return keys, values
+
+    def _mask(self, step: int, num_heads: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """(n * HK, 1, columns so far): 0 if the row sees the token, else -inf; None if every row sees all."""
+        if (num_heads, window) not in self.masks:
+            hidden = self._padding
+            if window is not None:
+                hidden = hidden | (self._token_positions <= self.positions[step, :, None] - window)
+            hidden = hidden[:, : self.num_cached + step + 1].repeat_interleave(num_heads, 0)[:, None]
+            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+            self.masks[num_heads, window] = mask if bool(hidden.any()) else None
+        return self.masks[num_heads, window]

@@ -1,0 +1,47 @@
+"""Attention of decode steps on CUDA."""
+
+from torch import Tensor, nn
+
+from lockstep.kernels.paged_decode import decode_attention, num_splits
+from lockstep.models.attention import LayerOptions
+
+
+class CudaDecodeAttention:
+    """The attention context of a decode step of T rows. Its buffers are updated in place, as CUDA graphs need.
+
+    addresses:   (layers, 2) addresses of the cache's keys and values.
+    tables:      (slots, width) blocks of the sequence in each decode slot.
+    slot_ids:    (T,) decode slot of each row.
+    positions:   (T,) position of each new token in its sequence.
+    cache_slots: (T,) where each new token is cached, block * block_size + offset; -1 for nowhere.
+    max_splits:  most splits per row and key head.
+    """
+
+    def __init__(
+        self,
+        addresses: Tensor,
+        block_size: int,
+        tables: Tensor,
+        slot_ids: Tensor,
+        positions: Tensor,
+        cache_slots: Tensor,
+        max_splits: int,
+    ) -> None:
+        self.addresses, self.block_size = addresses, block_size
+        self.inputs = tables, slot_ids, positions, cache_slots
+        self.max_splits = max_splits
+
+    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
+        return decode_attention(
+            query,
+            key,
+            value,
+            self.addresses[layer.layer_idx],  # type: ignore[index]
+            *self.inputs,
+            scale=options.scaling,
+            window=options.sliding_window,
+            softcap=options.softcap,
+            sinks=options.sinks,
+            block_size=self.block_size,
+            splits=num_splits(key.shape[1] * key.shape[2], key.shape[3], self.max_splits),
+        )

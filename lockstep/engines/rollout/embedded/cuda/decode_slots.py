@@ -1,0 +1,116 @@
+"""Device-side state of the decoding sequences, in buffers that never move because CUDA graphs replay on them.
+
+Each decoding sequence has a slot: next token, position, seed, limits and sampling parameters (see `kernels/sampling.py`), and its
+block table. Each row of a decode step has a slot id; rows that pad the batch use the padding slot, which is never active.
+"""
+
+from collections.abc import Sequence as Rows
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.engines.rollout.embedded.sequence import Sequence
+from lockstep.kernels import sampling
+from lockstep.utils.device import to_device
+
+
+class DecodeSlots:
+    """
+    slot_state, slot_options: (slots + 1, fields) of each slot's sequence.
+    tables:                   (slots + 1, width) block tables.
+    slot_ids:                 (R,) slot of each row of a step.
+    tokens, positions:        (1, R) model inputs; cache_slots (R,) where their keys and values go.
+    sampled, log_probs:       (steps, slots + 1) outputs; `step` is the current one.
+    """
+
+    def __init__(
+        self, num_slots: int, num_rows: int, table_width: int, max_stop_ids: int, num_steps: int, device: torch.device
+    ) -> None:
+        self.device = device
+        self.padding_slot = num_slots
+        self.max_stop_ids = max_stop_ids
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.slot_state = zeros(num_slots + 1, sampling.STOPS + max_stop_ids)
+        self.slot_options = zeros(num_slots + 1, sampling.NUM_OPTIONS, dtype=torch.float32)
+        self.tables = zeros(num_slots + 1, table_width, dtype=torch.int32)
+        self.slot_ids = zeros(num_rows, dtype=torch.int32)
+        self.tokens, self.positions, self.cache_slots = zeros(1, num_rows), zeros(1, num_rows), zeros(num_rows)
+        self.step = zeros(1, dtype=torch.int32)
+        self.sampled = zeros(num_steps, num_slots + 1, dtype=torch.int32)
+        self.log_probs = zeros(num_steps, num_slots + 1, dtype=torch.float32)
+        self._host_tables = np.zeros((num_slots + 1, table_width), dtype=np.int32)
+        self._assigned: dict[tuple[int, int], tuple[int, Sequence]] = {}
+        self._free = list(range(num_slots))
+
+    def clear(self) -> None:
+        """Free all slots."""
+        self._free += [slot for slot, _ in self._assigned.values()]
+        self._assigned.clear()
+
+    def assign(self, sequences: Rows[Sequence]) -> list[int]:
+        """The slot of each sequence. Sequences without one get a free slot, and their state is uploaded."""
+        new = [s for s in sequences if _key(s) not in self._assigned]
+        if new:
+            self._free_unused()
+            for sequence in new:
+                self._assigned[_key(sequence)] = self._free.pop(), sequence
+            slots = self._upload([self._assigned[_key(s)][0] for s in new])
+            params = [s.request.sampling for s in new]
+            options = [(p.temperature, p.top_p, p.min_p) for p in params]
+            self.slot_state.index_copy_(0, slots, self._upload([self._state(s) for s in new]))
+            self.slot_options.index_copy_(0, slots, self._upload(options, torch.float32))
+        return [self._assigned[_key(s)][0] for s in sequences]
+
+    def set_tables(self, sequences: Rows[Sequence], slots: Rows[int]) -> None:
+        """Upload the block tables if any of these sequences' tables changed."""
+        changed = False
+        for sequence, slot in zip(sequences, slots):
+            row, blocks = self._host_tables[slot], sequence.blocks
+            if row[len(blocks) - 1] != blocks[-1] or row[: len(blocks)].tolist() != blocks:
+                row[: len(blocks)] = blocks
+                changed = True
+        if changed:
+            self.tables.copy_(to_device(torch.from_numpy(self._host_tables), self.device), non_blocking=True)
+
+    def set_rows(self, slots: list[int], num_rows: int) -> None:
+        """Make the first rows those of `slots`, padded to `num_rows` with the padding slot."""
+        slot_ids = slots + [self.padding_slot] * (num_rows - len(slots))
+        self.slot_ids[:num_rows].copy_(self._upload(slot_ids, torch.int32))
+
+    def _upload(self, values: object, dtype: torch.dtype = torch.int64) -> Tensor:
+        return to_device(torch.tensor(values, dtype=dtype), self.device)
+
+    def _free_unused(self) -> None:
+        """Free the slots of sequences that have finished or were preempted."""
+        for key, (slot, sequence) in list(self._assigned.items()):
+            if not sequence.blocks or key != _key(sequence):
+                del self._assigned[key]
+                self._free.append(slot)
+
+    def _state(self, sequence: Sequence) -> list[int]:
+        """A row of `slot_state`."""
+        params, stop_ids = sequence.request.sampling, sorted(sequence.stop_ids)
+        return [
+            len(sequence.tokens) - 1,
+            1,
+            _as_int64(sequence.request.seed),
+            sequence.num_prompt + params.max_tokens - 1,
+            sequence.tokens[-1],
+            max(0, params.top_k),
+            *stop_ids,
+            *[-1] * (self.max_stop_ids - len(stop_ids)),
+        ]
+
+
+def _key(sequence: Sequence) -> tuple[int, int]:
+    """A preempted sequence needs a new slot when it comes back."""
+    return sequence.index, sequence.num_preempted
+
+
+def _as_int64(x: int) -> int:
+    """The signed number with the same low 64 bits."""
+    return (x + (1 << 63)) % (1 << 64) - (1 << 63)

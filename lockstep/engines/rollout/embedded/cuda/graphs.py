@@ -1,0 +1,143 @@
+"""Decode steps as CUDA graphs: one graph per batch size, captured when first needed.
+
+    begin_step (tokens, positions, cache slots from the decode slots) ─► model ─► logits ─► sample (token, log-prob, slot state)
+
+A step never returns to the host. Graphs hold addresses: the decode slots never move, the KV cache is reached through a tensor of
+addresses, and graphs are captured again if the parameters have moved.
+"""
+
+import gc
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.engines.rollout.embedded.cuda.decode_attention import CudaDecodeAttention
+from lockstep.engines.rollout.embedded.cuda.decode_slots import DecodeSlots
+from lockstep.engines.rollout.embedded.model_runner import ModelRunner
+from lockstep.kernels import sampling
+from lockstep.kernels.paged_decode import MAX_SPLITS, TILE
+
+logger = logging.getLogger(__name__)
+
+BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+"""Batch sizes of the graphs; larger ones are multiples of an eighth of the next power of two."""
+
+
+def padded_batch_size(num_rows: int) -> int:
+    for size in BATCH_SIZES:
+        if num_rows <= size:
+            return size
+    step = max(32, (1 << (num_rows - 1).bit_length()) // 8)
+    return -(-num_rows // step) * step
+
+
+class DecodeGraphs:
+    """
+    max_model_len: longest sequence, which bounds the attention splits of a row.
+    use_graphs:    if false, or if the model cannot be captured, every step is launched op by op.
+    """
+
+    def __init__(self, runner: ModelRunner, slots: DecodeSlots, max_model_len: int, use_graphs: bool) -> None:
+        self.runner = runner
+        self.slots = slots
+        self.max_splits = min(MAX_SPLITS, -(-max_model_len // TILE))
+        self.use_graphs = use_graphs
+        self._stream = torch.cuda.Stream(slots.device)
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._pool: Any = None
+        self._captured_at: tuple[int, ...] = ()  # addresses of the parameters
+
+    def prepare(self, num_rows: int, filtered: bool) -> None:
+        """Capture the graph for this batch if there is none; capturing resets the rows of the slots."""
+        if self._captured_at != self.runner.parameter_addresses:
+            self._clear()
+            self._captured_at = self.runner.parameter_addresses
+        size = padded_batch_size(num_rows)
+        if not self.use_graphs or (size, filtered) in self._graphs:
+            return
+        self.slots.set_rows([], size)
+        try:
+            with _no_garbage_collection():
+                self._warm_up(size, filtered)
+                self._graphs[size, filtered] = self._capture(size, filtered)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self.use_graphs = False
+            self._clear()
+            reason = str(error).splitlines()[0]
+            logger.warning("CUDA graphs disabled for %s: %s", type(self.runner.model).__name__, reason)
+
+    def run(self, num_rows: int, filtered: bool, num_steps: int) -> None:
+        """Sample `num_steps` tokens per row into the outputs of the slots, from step 0 on."""
+        self.slots.step.fill_(-1)
+        size = padded_batch_size(num_rows)
+        graph = self._graphs.get((size, filtered))
+        for _ in range(num_steps):
+            if graph is not None:
+                graph.replay()
+            else:
+                self._step(size, filtered)
+
+    def sample(self, logits: Tensor, slot_ids: Tensor, filtered: bool) -> None:
+        """Sample one token per row and update the slots."""
+        slots = self.slots
+        state, outputs = (slots.slot_state, slots.slot_options), (slots.step, slots.sampled, slots.log_probs)
+        sampling.sample(logits, *state, slot_ids, *outputs, filtered=filtered)
+
+    def _clear(self) -> None:
+        self._graphs.clear()
+        self._pool = None  # freed with the last graph that uses it
+
+    def _warm_up(self, size: int, filtered: bool) -> None:
+        """Compile the kernels. Raises if the model synchronises with the device, which cannot be captured."""
+        mode = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            self._step(size, filtered)
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+
+    def _capture(self, size: int, filtered: bool) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                self._step(size, filtered)
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        self._pool = graph.pool()
+        return graph
+
+    def _step(self, size: int, filtered: bool) -> None:
+        slots, runner = self.slots, self.runner
+        slot_ids, cache_slots = slots.slot_ids[:size], slots.cache_slots[:size]
+        tokens, positions = slots.tokens[:, :size], slots.positions[:, :size]
+        inputs = slots.slot_state, slots.tables, slot_ids, tokens, positions, cache_slots, slots.step
+        sampling.begin_step(*inputs, ring=len(slots.sampled), block_size=runner.block_size)
+        attention = CudaDecodeAttention(
+            runner.cache_addresses, runner.block_size, slots.tables, slot_ids, positions[0], cache_slots, self.max_splits
+        )
+        hidden = runner.forward(tokens, positions, attention)
+        self.sample(runner.logits(hidden), slot_ids, filtered)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A graph that is collected while another is captured would invalidate the capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,146 @@
+"""The model with its KV cache: checks that it can be served, sizes the cache, computes hidden states and logits.
+
+It runs without gradients but not in inference mode: modules may keep tensors from a forward (a rotary cache, say) that training
+uses later.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lockstep.engines.rollout.base import evaluation_mode
+from lockstep.engines.rollout.embedded.paged_attention import LayerProbe, LayerShape, PagedCache
+from lockstep.models.attention import ATTENTION_NAME, AttentionContext, no_mask
+from lockstep.models.known_models import why_own_forward
+from lockstep.models.loading import logits_fn
+from lockstep.utils.device import free_memory
+from lockstep.utils.host import use_threads_for
+
+
+class ModelRunner:
+    """
+    logits:              hidden states (N, E) -> float32 logits (N, V).
+    parameter_addresses: on CUDA, of all parameters and buffers when `serving` began: CUDA graphs are captured again if they moved.
+    """
+
+    def __init__(self, model: nn.Module, block_size: int) -> None:
+        check_config(model)
+        self.model: Any = model
+        self.logits = logits_fn(cast(PreTrainedModel, model))
+        self.block_size = block_size
+        self.cache: PagedCache | None = None
+        self.parameter_addresses: tuple[int, ...] = ()
+        self._layers: dict[int, LayerShape] | None = None
+        self._cache_addresses: Tensor | None = None
+        self._mask: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.model.get_input_embeddings().weight.device
+        return device
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """The model is in evaluation mode inside."""
+        if self.device.type == "cuda":
+            tensors = chain(self.model.parameters(), self.model.buffers())
+            self.parameter_addresses = tuple(tensor.data_ptr() for tensor in tensors)
+        else:
+            use_threads_for(sum(parameter.numel() for parameter in self.model.parameters()))
+        with evaluation_mode(self.model):
+            yield
+
+    @torch.no_grad()
+    def layers(self) -> dict[int, LayerShape]:
+        """Shapes of the attention layers by `layer_idx`, found by a forward of one token in evaluation mode."""
+        if self._layers is None:
+            probe = LayerProbe()
+            zero = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+            try:
+                self.forward(zero, zero, probe)
+            except torch.OutOfMemoryError:
+                raise
+            except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+                raise refusal(self.model, str(error)) from error
+            check_layers(self.model, probe.layers)
+            self._layers = probe.layers
+        return self._layers
+
+    def max_num_blocks(self, memory_share: float) -> int:
+        """Blocks that fill this share of the free memory on CUDA, of the total memory on CPU."""
+        if self.device.type == "cuda":
+            memory = free_memory(self.device)
+        else:
+            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        bytes_per_block = self.block_size * sum(shape.bytes_per_token for shape in self.layers().values())
+        return int(memory * memory_share) // bytes_per_block
+
+    def allocate(self, num_blocks: int) -> None:
+        """Create the cache with this many blocks, or grow it to them."""
+        if self.cache is None:
+            self.cache = PagedCache(self.layers(), num_blocks, self.block_size, self.device)
+        elif num_blocks > self.cache.num_blocks:
+            self.cache.grow(num_blocks)
+        if self.device.type == "cuda":
+            self.cache_addresses.copy_(self.cache.addresses())
+
+    @property
+    def cache_addresses(self) -> Tensor:
+        """(layers, 2) addresses of each layer's keys and values. The tensor itself never moves, so CUDA graphs can read it."""
+        if self._cache_addresses is None:
+            self._cache_addresses = torch.zeros(max(self.layers()) + 1, 2, dtype=torch.int64, device=self.device)
+        return self._cache_addresses
+
+    def forward(self, token_ids: Tensor, position_ids: Tensor, context: AttentionContext) -> Tensor:
+        """(1, T) tokens -> (T, E) hidden states."""
+        if self._mask is None or self._mask.device != self.device:
+            self._mask = no_mask(self.device)
+        output = self.model.get_decoder()(
+            input_ids=token_ids,
+            position_ids=position_ids,
+            attention_mask=self._mask,
+            use_cache=False,
+            lockstep_context=context,
+        )
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+
+def refusal(model: nn.Module, reason: str) -> ValueError:
+    return ValueError(
+        f"the embedded rollout cannot serve {type(model).__name__}: {reason}; "
+        "use actor_rollout_ref.rollout.name=hf for this model"
+    )
+
+
+def check_config(model: nn.Module) -> None:
+    config: Any = getattr(model, "config", None)
+    if config is None or not hasattr(model, "get_decoder"):
+        raise refusal(model, "it is not a transformers causal LM")
+    if config.is_encoder_decoder:
+        raise refusal(model, "it is an encoder-decoder model")
+    if reason := why_own_forward(config):
+        raise refusal(model, reason)
+    attention = config.get_text_config()._attn_implementation
+    if attention != ATTENTION_NAME:
+        raise refusal(model, f"it was loaded with attn_implementation={attention!r} instead of {ATTENTION_NAME!r}")
+
+
+def check_layers(model: Any, layers: dict[int, LayerShape]) -> None:
+    """Every layer must have called the attention function, with its sliding window if the config has one."""
+    text = model.config.get_text_config()
+    if len(layers) != text.num_hidden_layers:
+        raise refusal(model, f"only {len(layers)} of its {text.num_hidden_layers} layers are attention layers")
+    kinds = getattr(text, "layer_types", None)
+    for index, kind in enumerate(kinds or ()):
+        if kind == "sliding_attention" and layers[index].sliding_window is None:
+            raise refusal(model, f"layer {index} does not pass its sliding window to the attention function")
+    window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
+    if not kinds and window is not None and all(shape.sliding_window is None for shape in layers.values()):
+        raise refusal(model, f"no layer passes sliding_window={window} of its config to the attention function")

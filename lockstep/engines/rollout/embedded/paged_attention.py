@@ -1,0 +1,202 @@
+"""The paged KV cache, and attention over it for prefill and mixed steps, on CPU and CUDA.
+
+    step of T tokens ─► write their keys and values to their cache slots ─► each row attends to the blocks of its table
+
+The tokens of a step are concatenated: first those of sequences with tokens in the cache (`CachedRows`), then those of new
+sequences, which see only each other and go through `PackedAttention`.
+Legend: T tokens of the step, N rows, Q new tokens per row, L cached tokens per row, H query heads, HK key heads, G = H / HK.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lockstep.models.attention import LayerOptions, PackedAttention, eager_attention
+from lockstep.utils.device import to_device
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one attention layer caches per token, and how it attends."""
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    sliding_window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.num_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+
+class LayerProbe:
+    """An attention context that records the shape of each layer in a forward of one token: `layers` by `layer_idx`."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, LayerShape] = {}
+
+    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
+        index = getattr(layer, "layer_idx", None)
+        if index is None or index in self.layers:
+            raise ValueError(f"{type(layer).__name__} has no layer_idx of its own")
+        kind = options.sliding_window, options.softcap, options.sinks is not None
+        self.layers[index] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1], key.dtype, *kind)
+        groups = query.shape[1] // key.shape[1]
+        return value.repeat_interleave(groups, 1).transpose(1, 2)  # only the shape matters
+
+
+class PagedCache:
+    """Keys and values of `num_blocks` blocks of `block_size` tokens in every layer.
+
+    Each layer has a tensor (num_blocks * HK, block_size, D) for keys and one for values. The tokens of a block and head are
+    contiguous, so that gathering a table's blocks gives (N, HK, L, D).
+    """
+
+    def __init__(
+        self, layers: Mapping[int, LayerShape], num_blocks: int, block_size: int, device: torch.device
+    ) -> None:
+        self.layers = dict(layers)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.device = device
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+        for index, shape in self.layers.items():
+            rows = num_blocks * shape.num_heads
+            # zeros, because masked tokens are multiplied by 0, which uninitialized NaN would survive
+            self.keys[index] = torch.zeros(rows, block_size, shape.key_dim, dtype=shape.dtype, device=device)
+            self.values[index] = torch.zeros(rows, block_size, shape.value_dim, dtype=shape.dtype, device=device)
+
+    def grow(self, num_blocks: int) -> None:
+        """Add empty blocks until there are `num_blocks`; existing blocks keep their content."""
+        for index, shape in self.layers.items():
+            added = (num_blocks - self.num_blocks) * shape.num_heads
+            for store in (self.keys, self.values):
+                old = store[index]
+                store[index] = torch.cat([old, old.new_zeros(added, *old.shape[1:])])
+        self.num_blocks = num_blocks
+
+    def addresses(self) -> Tensor:
+        """(layers, 2) on the CPU: addresses of each layer's keys and values, by `layer_idx`."""
+        table = torch.zeros(max(self.layers) + 1, 2, dtype=torch.int64)
+        for index in self.layers:
+            table[index] = torch.tensor([self.keys[index].data_ptr(), self.values[index].data_ptr()])
+        return table
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks in all layers: (source, target) pairs."""
+        if not copies:
+            return
+        pairs = to_device(torch.tensor(copies), self.device)  # (N, 2)
+        for index, shape in self.layers.items():
+            source, target = (blocks_of_heads(pairs[:, i, None], shape.num_heads) for i in (0, 1))
+            for store in (self.keys[index], self.values[index]):
+                store[target] = store[source]
+
+
+def blocks_of_heads(table: Tensor, num_heads: int) -> Tensor:
+    """Blocks (N, nb) -> flat (N, HK, nb): their rows in a layer's cache tensor."""
+    heads = torch.arange(num_heads, device=table.device)
+    return (table[:, None] * num_heads + heads[:, None]).flatten()
+
+
+def slots_of_heads(slots: Tensor, num_heads: int, block_size: int) -> Tensor:
+    """Cache slots (T,) -> flat (T, HK): their rows in a layer's cache tensor viewed as (num_blocks * HK * block_size, D)."""
+    heads = torch.arange(num_heads, device=slots.device)
+    block, offset = slots[:, None] // block_size, slots[:, None] % block_size
+    return ((block * num_heads + heads) * block_size + offset).flatten()
+
+
+class CachedRows:
+    """N rows with Q new tokens each, and their blocks.
+
+    first:     index of the rows' first token in the step; their tokens are contiguous.
+    table:     (N, nb) blocks of each row, padded on the right with any block.
+    positions: (N, Q) position of each new token in its sequence.
+    """
+
+    def __init__(self, first: int, table: Tensor, positions: Tensor) -> None:
+        self.first = first
+        self.table = table
+        self.positions = positions
+        self.num_tokens = positions.numel()
+        self._gather_index: dict[int, Tensor] = {}
+        self._masks: dict[tuple[int, int | None], Tensor] = {}
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, num_heads: int, options: LayerOptions) -> Tensor:
+        """query (H, T, D) of the whole step; keys and values of the layer's cache -> (N * Q, H, D)."""
+        num_rows, length_q = self.positions.shape
+        groups = query.shape[0] // num_heads
+        if num_heads not in self._gather_index:
+            self._gather_index[num_heads] = blocks_of_heads(self.table, num_heads)
+        index = self._gather_index[num_heads]
+        k, v = (t.index_select(0, index).view(num_rows, num_heads, -1, t.shape[-1]) for t in (keys, values))
+        q = query[:, self.first : self.first + self.num_tokens].transpose(0, 1).unflatten(0, (num_rows, length_q))
+        if options.softcap is None and options.sinks is None:
+            # the G query heads of a key head become G more queries, so that keys are not repeated
+            q = q.unflatten(2, (num_heads, groups)).transpose(1, 2).flatten(2, 3)  # (N, HK, Q * G, D)
+            mask = self._mask(k.shape[2], groups, options.sliding_window, query.dtype)
+            out = F.scaled_dot_product_attention(q, k, v, mask, scale=options.scaling)
+            out = out.unflatten(2, (length_q, groups)).transpose(1, 2)  # (N, Q, HK, G, D)
+        else:
+            out = eager_attention(q.transpose(1, 2), k, v, self.positions, options).transpose(1, 2)
+        return out.reshape(self.num_tokens, num_heads * groups, -1)
+
+    def _mask(self, length: int, groups: int, window: int | None, dtype: torch.dtype) -> Tensor:
+        """(N, 1, Q * G, L): 0 if the query sees the token, else -inf."""
+        if (groups, window) not in self._masks:
+            distance = self.positions.repeat_interleave(groups, 1)[:, None, :, None]
+            distance = distance - torch.arange(length, device=self.table.device)
+            hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            self._masks[groups, window] = mask.masked_fill_(hidden, float("-inf"))
+        return self._masks[groups, window]
+
+
+class PagedAttention:
+    """The attention context of one step of prefill, or of prefill and decoding.
+
+    slots:         (T,) cache slot of each token: block * block_size + offset.
+    cached:        rows with tokens in the cache; theirs are the first tokens of the step.
+    fresh_lengths: number of tokens of each sequence that starts in this step.
+    """
+
+    def __init__(
+        self, cache: PagedCache, slots: Tensor, cached: Sequence[CachedRows], fresh_lengths: Sequence[int]
+    ) -> None:
+        self.cache = cache
+        self.cached = cached
+        self.num_cached = sum(rows.num_tokens for rows in cached)
+        self.fresh = PackedAttention(fresh_lengths, slots.device) if fresh_lengths else None
+        self._slots = slots
+        self._head_slots: dict[int, Tensor] = {}
+
+    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
+        index: int = layer.layer_idx  # type: ignore[assignment]
+        keys, values = self.cache.keys[index], self.cache.values[index]
+        self._write(keys, key)
+        self._write(values, value)
+        outputs = [rows.attend(query[0], keys, values, key.shape[1], options) for rows in self.cached]
+        if self.fresh is not None:
+            q, k, v = (t[:, :, self.num_cached :] for t in (query, key, value))
+            outputs.append(self.fresh.attend(layer, q, k, v, options)[0])
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
+
+    def _write(self, store: Tensor, new: Tensor) -> None:
+        """Write the new keys or values (1, HK, T, D) to their cache slots."""
+        if store.is_cuda:
+            from lockstep.kernels.paged_decode import write_to_cache
+
+            write_to_cache(new, store, self._slots, self.cache.block_size)
+            return
+        num_heads = new.shape[1]
+        if num_heads not in self._head_slots:
+            self._head_slots[num_heads] = slots_of_heads(self._slots, num_heads, self.cache.block_size)
+        tokens = new[0].transpose(0, 1).flatten(0, 1)
+        store.view(-1, store.shape[-1]).index_copy_(0, self._head_slots[num_heads], tokens)

@@ -1,0 +1,64 @@
+"""The rows of a prefill step as tensors: token ids, positions, cache slots and block tables."""
+
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.engines.rollout.embedded.paged_attention import CachedRows, PagedAttention, PagedCache
+from lockstep.engines.rollout.embedded.scheduler import PrefillRow
+from lockstep.utils.device import to_device
+
+
+class PrefillInputs:
+    """The inputs of one forward pass.
+
+    token_ids, position_ids: (1, T).
+    attention:               what each token attends to.
+    samplers:                the N sequences that sample in this step.
+    last_token_index:        (N,) the token in 0..T whose logits each of them samples from.
+    """
+
+    def __init__(self, rows: list[PrefillRow], cache: PagedCache) -> None:
+        size, device = cache.block_size, cache.device
+        rows = sorted(rows, key=lambda row: (row.start == 0, _shape(row)))  # as `PagedAttention` expects
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        last: list[int] = []
+        for row in rows:
+            blocks, new = row.sequence.blocks, range(row.start, row.stop)
+            tokens += row.sequence.tokens[row.start : row.stop]
+            positions += new
+            slots += [blocks[p // size] * size + p % size for p in new]
+            last += [len(tokens) - 1] * len(row.samplers)
+        self.token_ids, self.position_ids = _upload([tokens], device), _upload([positions], device)
+        self.samplers = [s for row in rows for s in row.samplers]
+        self.last_token_index = _upload(last, device)
+        fresh = [row.stop - row.start for row in rows if row.start == 0]
+        cached = _cached_rows([row for row in rows if row.start > 0], device)
+        self.attention = PagedAttention(cache, _upload(slots, device), cached, fresh)
+
+
+def _shape(row: PrefillRow) -> tuple[int, int]:
+    """Rows of one shape attend in one call: as many new tokens, and block tables padded by less than a factor of 2."""
+    return row.stop - row.start, len(row.sequence.blocks).bit_length()
+
+
+def _cached_rows(rows: list[PrefillRow], device: torch.device) -> list[CachedRows]:
+    result, first = [], 0
+    for (num_new, _), group in groupby(rows, key=_shape):
+        same = list(group)
+        tables = [row.sequence.blocks for row in same]
+        width = max(map(len, tables))
+        padded = [table + [0] * (width - len(table)) for table in tables]
+        positions = [list(range(row.start, row.stop)) for row in same]
+        result.append(CachedRows(first, _upload(padded, device), _upload(positions, device)))
+        first += num_new * len(same)
+    return result
+
+
+def _upload(values: list[int] | list[list[int]], device: torch.device) -> Tensor:
+    array = np.array(values, dtype=np.int64)  # numpy converts long lists several times faster than torch
+    return to_device(torch.from_numpy(array), device)

@@ -1,0 +1,140 @@
+"""The engine's loop: each step launches a prefill or a window of decode steps, and reads outputs.
+
+    prefill:  schedule ─► forward ─► sample the first tokens        ┐
+    decode:   schedule ─► allocate blocks for some steps ─► run     ├─► outputs read at once (CPU) or two launches later (CUDA)
+                                                                    ┘
+
+The decoder stops sequences itself, at a stop token or at `max_tokens`; so the host looks at tokens once per window, and on CUDA it
+schedules the next launch while the device still runs the previous one.
+"""
+
+from collections import deque
+from collections.abc import Sequence as Rows
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lockstep.engines.rollout.embedded.cpu.decoder import CpuDecoder
+from lockstep.engines.rollout.embedded.model_runner import ModelRunner
+from lockstep.engines.rollout.embedded.prefill import PrefillInputs
+from lockstep.engines.rollout.embedded.sampler import SampledTokens
+from lockstep.engines.rollout.embedded.scheduler import DecodeWindow, PrefillStep, Scheduler
+from lockstep.engines.rollout.embedded.sequence import Sequence
+
+
+class Decoder(Protocol):
+    """max_in_flight: launches whose outputs may stay unread; num_steps: most steps per window."""
+
+    @property
+    def max_in_flight(self) -> int: ...
+
+    @property
+    def num_steps(self) -> int: ...
+
+    def sample_first(self, sequences: Rows[Sequence], logits_NV: Tensor) -> SampledTokens:
+        """One token per sequence, after its prefill."""
+
+    def run(self, window: DecodeWindow) -> SampledTokens:
+        """The steps of the window, or fewer. May reorder `window.rows`."""
+
+    def reset(self) -> None:
+        """Drop all sequences."""
+
+
+class StepLoop:
+    """num_prefill_tokens: computed so far in prefill steps."""
+
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler, max_model_len: int, use_graphs: bool) -> None:
+        self.runner = runner
+        self.scheduler = scheduler
+        self.num_prefill_tokens = 0
+        self._max_model_len, self._use_graphs = max_model_len, use_graphs
+        self._decoder: Decoder | None = None
+        self._max_stop_ids = 0
+        self._in_flight: deque[tuple[list[tuple[Sequence, int]], SampledTokens]] = deque()
+        self._finished: list[Sequence] = []
+        scheduler.drain = self.drain
+
+    def prepare(self, num_stop_ids: int) -> None:
+        """Create the decoder if there is none for sequences with this many stop tokens."""
+        if self.runner.device.type != "cuda":
+            self._decoder = self._decoder or CpuDecoder(self.runner)
+        elif self._decoder is None or self._max_stop_ids < num_stop_ids:
+            from lockstep.engines.rollout.embedded.cuda.decoder import CudaDecoder
+
+            self.drain()
+            self._max_stop_ids = 1 << max(2, (num_stop_ids - 1).bit_length())
+            self._decoder = CudaDecoder(
+                self.runner, self.scheduler, self._max_model_len, self._use_graphs, self._max_stop_ids
+            )
+
+    def reset(self) -> None:
+        """Drop all outputs that were not read."""
+        self._in_flight.clear()
+        self._finished.clear()
+        if self._decoder is not None:
+            self._decoder.reset()
+
+    @torch.no_grad()
+    def step(self) -> list[Sequence]:
+        """Launch a prefill or a decode window, and read outputs that are due. Returns the sequences found finished."""
+        assert self._decoder is not None, "prepare was not called"
+        max_in_flight = self._decoder.max_in_flight
+        while len(self._in_flight) >= max(1, max_in_flight):
+            self._read()
+        if not self._launch(self._decoder) and not self._finished:  # scheduling may have drained the outputs
+            assert self._in_flight, "nothing can be launched: a sequence does not fit the cache"
+            self._read()
+        if max_in_flight == 0:
+            self.drain()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def drain(self) -> bool:
+        """Read everything in flight; returns whether there was anything."""
+        any_in_flight = bool(self._in_flight)
+        while self._in_flight:
+            self._read()
+        return any_in_flight
+
+    def _launch(self, decoder: Decoder) -> bool:
+        if self.scheduler.prefill_is_due:
+            prefill = self.scheduler.schedule_prefill()
+            if prefill.rows:
+                self._run_prefill(prefill, decoder)
+                return True
+        window = self.scheduler.schedule_decode(decoder.num_steps)
+        if window.rows:
+            assert self.runner.cache is not None
+            self.runner.cache.copy_blocks(window.copies)
+            sampled = decoder.run(window)
+            window.truncate(sampled.num_steps)
+            self._in_flight.append((window.rows, sampled))
+        return bool(window.rows)
+
+    def _run_prefill(self, prefill: PrefillStep, decoder: Decoder) -> None:
+        runner = self.runner
+        assert runner.cache is not None
+        runner.cache.copy_blocks(prefill.copies)
+        inputs = PrefillInputs(prefill.rows, runner.cache)
+        self.num_prefill_tokens += inputs.token_ids.numel()
+        hidden_TE = runner.forward(inputs.token_ids, inputs.position_ids, inputs.attention)
+        if inputs.samplers:
+            sampled = decoder.sample_first(inputs.samplers, runner.logits(hidden_TE[inputs.last_token_index]))
+            for sequence in inputs.samplers:
+                sequence.num_unread += 1
+            self._in_flight.append(([(sequence, 1) for sequence in inputs.samplers], sampled))
+
+    def _read(self) -> None:
+        rows, sampled = self._in_flight.popleft()
+        for (sequence, count), tokens, log_probs in zip(rows, *sampled.read()):
+            if sequence.stop_reason is not None:
+                continue  # launched before its end was read
+            sequence.num_unread -= count
+            if tokens[-1] < 0:
+                tokens = tokens[: tokens.index(-1)]
+            sequence.append(tokens, log_probs[: len(tokens)])
+            if sequence.stop_reason is not None:
+                self.scheduler.finish(sequence)
+                self._finished.append(sequence)

@@ -1,0 +1,45 @@
+"""Gradient checkpointing of as many layers as memory asks for.
+
+A layer that is checkpointed keeps its input alone and computes everything else again in the backward pass, to the same bits: so
+which layers do it changes time and memory, never a result. On CUDA, layers keep their activations while they fit.
+"""
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from lockstep.models.decoder_layer import DecoderLayer
+from lockstep.models.token_models import TokenModel
+from lockstep.utils.distributed import least_of_ranks
+
+KEPT_FREE = 0.25
+"""Share of the device's memory that activations leave alone: the head's logits, buffers of collectives, fragmentation."""
+
+
+class LayerCheckpointing:
+    def __init__(self, model: TokenModel, device: torch.device) -> None:
+        self._device = device
+        model.transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for module in model.modules():
+            if getattr(module, "gradient_checkpointing", False):
+                module.training = True  # which transformers asks for; its children stay in evaluation mode
+        self._layers = [module for module in model.modules() if isinstance(module, DecoderLayer)]
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def plan(self, num_tokens: int) -> None:
+        """Choose the layers to checkpoint in the next forward of so many tokens."""
+        if self._device.type != "cuda" or not self._layers:
+            return
+        total = torch.cuda.get_device_properties(self._device).total_memory
+        free = torch.cuda.mem_get_info(self._device)[0]
+        cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        room = free + cached - KEPT_FREE * total - self._missing_gradients()
+        num_kept = int(max(0, room) // self._layers[0].activation_bytes(num_tokens))
+        num_kept = least_of_ranks(num_kept)  # recomputation repeats the collectives of a layer
+        for index, layer in enumerate(self._layers):
+            layer.gradient_checkpointing = index >= num_kept
+
+    def _missing_gradients(self) -> int:
+        """Bytes that the backward pass will allocate for gradients of this rank's shards."""
+        missing = [p for p in self._trained if p.grad is None]
+        sizes = [(p.to_local() if isinstance(p, DTensor) else p).numel() for p in missing]
+        return sum(size * (p.grad_dtype or p.dtype).itemsize for size, p in zip(sizes, missing))

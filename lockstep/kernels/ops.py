@@ -1,0 +1,361 @@
+"""The operations of a decoder layer, forward and backward together.
+
+    norm          of activations; `norm_stream` also returns the residual stream for the next addition
+    rotary        position embedding of queries and keys
+    joint_linear  several linear layers with the same input as one product
+    gated_linear  down(activation(gate) * up), optionally added to the residual stream
+    add_linear    residual stream + linear(x)
+    take_rows     rows picked by index, any of them several times
+    linear_float32  a product whose result is not rounded to half precision (the vocabulary head)
+
+Each has a reference in plain torch, which any device runs, and a Triton or cuBLAS form for CUDA. The residual stream may be in
+float32 beside weights in half precision: adding to it inside the product saves one rounding per addition. Gradients of weights are
+computed in float32 if the parameter accumulates them so (`grad_dtype`).
+
+A linear layer is called as a module unless it is exactly `nn.Linear`, so that adapters keep their own forward.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lockstep.kernels.packed import packed
+
+NormKind = Literal["rms", "rms_wide", "rms_offset", "layer"]
+"""rms, rms_wide, rms_offset: `kernels/norm.py`; layer: mean subtracted, no bias, rounded after the weight (Cohere)."""
+
+Activation = Literal["silu", "gelu_tanh"]
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether the Triton and cuBLAS forms serve this tensor."""
+    return x.is_cuda
+
+
+# Norm
+
+
+def norm(x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
+    """Over the last dimension (or the weight's dimensions), in the weight's dtype."""
+    if on_gpu(x) and kind != "layer":
+        out: Tensor = _RmsNorm.apply(x, weight, eps, kind)
+        return out
+    return norm_reference(x, weight, eps, kind)
+
+
+def norm_stream(stream: Tensor, weight: Tensor, eps: float, kind: NormKind) -> tuple[Tensor, Tensor]:
+    """The norm of the residual stream, and the stream to add to: a copy if autograd still needs the original."""
+    if on_gpu(stream) and kind != "layer" and torch.is_grad_enabled():
+        out: tuple[Tensor, Tensor] = _StreamNorm.apply(stream, weight, eps, kind)
+        return out
+    return norm(stream, weight, eps, kind), stream
+
+
+def norm_reference(x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
+    wide = x.float()
+    if kind == "layer":
+        wide = wide - wide.mean(-1, keepdim=True)
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if kind == "rms":
+        return weight * wide.to(weight.dtype)
+    factor = 1.0 + weight.float() if kind == "rms_offset" else weight.float()
+    return (wide * factor).to(weight.dtype)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
+        from lockstep.kernels.norm import rms_norm
+
+        ctx.save_for_backward(x, weight)
+        ctx.eps, ctx.kind = eps, kind
+        return rms_norm(x, weight, eps, kind)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        from lockstep.kernels.norm import rms_norm_gradient
+
+        x, weight = ctx.saved_tensors
+        return *rms_norm_gradient(x, weight, grad, None, ctx.eps, ctx.kind), None, None
+
+
+class _StreamNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, stream: Tensor, weight: Tensor, eps: float, kind: NormKind) -> tuple[Tensor, Tensor]:
+        from lockstep.kernels.norm import rms_norm
+
+        ctx.save_for_backward(stream, weight)
+        ctx.eps, ctx.kind = eps, kind
+        copy = torch.empty(stream.shape, dtype=stream.dtype, device=stream.device)
+        return rms_norm(stream, weight, eps, kind, copy_to=copy), copy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, residual: Tensor) -> tuple[Tensor | None, ...]:
+        from lockstep.kernels.norm import rms_norm_gradient
+
+        stream, weight = ctx.saved_tensors
+        return *rms_norm_gradient(stream, weight, grad, residual, ctx.eps, ctx.kind), None, None
+
+
+# Rotary position embedding
+
+
+def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
+    """q (B, H, T, D), k (B, HK, T, D), cos and sin (B, T, R) with R <= D: the first R dimensions of each head are rotated.
+
+    interleaved: the pairs are neighbours (Cohere) instead of the two halves.
+    """
+    if on_gpu(q) and not interleaved and len(q) == 1 and cos.shape[-1] == q.shape[-1]:
+        out: tuple[Tensor, Tensor] = _Rotary.apply(q, k, cos, sin)
+        return out
+    return rotary_reference(q, cos, sin, interleaved), rotary_reference(k, cos, sin, interleaved)
+
+
+def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    cos, sin, width = cos[:, None], sin[:, None], cos.shape[-1]
+    turned = x[..., :width]
+    if interleaved:
+        rotated = torch.stack((-turned[..., 1::2], turned[..., ::2]), -1).flatten(-2)
+    else:
+        rotated = torch.cat((-turned[..., width // 2 :], turned[..., : width // 2]), -1)
+    out = (turned * cos + rotated * sin).to(x.dtype)
+    return out if width == x.shape[-1] else torch.cat((out, x[..., width:]), -1)
+
+
+class _Rotary(torch.autograd.Function):
+    """The gradient of a rotation is the rotation back: sin with its halves swapped and negated."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        from lockstep.kernels import rotary
+
+        ctx.save_for_backward(cos, sin)
+        return rotary.rotary(q, k, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:
+        from lockstep.kernels import rotary
+
+        cos, sin = ctx.saved_tensors
+        back = -sin.roll(sin.shape[-1] // 2, -1)
+        grad_q, grad_k = (g if g.stride(-1) == 1 else g.contiguous() for g in (grad_q, grad_k))
+        return *rotary.rotary(grad_q, grad_k, cos, back), None, None
+
+
+# Linear layers
+
+
+def is_plain(*linears: nn.Module) -> bool:
+    """Whether these are linear layers without adapters or quantisation."""
+    return all(type(linear) is nn.Linear for linear in linears)
+
+
+def joint_linear(x: Tensor, linears: Sequence[nn.Module]) -> Tensor:
+    """The outputs of linear layers with the same input, concatenated: (..., sum of their sizes)."""
+    if len(linears) == 1:
+        out: Tensor = linears[0](x)
+        return out
+    if not is_plain(*linears) or len({linear.bias is None for linear in linears}) > 1:
+        return torch.cat([linear(x) for linear in linears], -1)
+    weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
+    out = _JointLinear.apply(x, len(weights), *weights, *biases)
+    return out
+
+
+class _JointLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, number: int, *parameters: Tensor | None) -> Tensor:
+        weights, biases = parameters[:number], parameters[number:]
+        ctx.save_for_backward(x, *parameters)
+        ctx.sizes = [len(weight) for weight in weights if weight is not None]
+        ctx.dtype = _gradient_dtype(weights[0])
+        return F.linear(x, packed(weights), None if biases[0] is None else packed(biases))  # type: ignore[arg-type]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, *parameters = ctx.saved_tensors
+        number = len(ctx.sizes)
+        wants_x, _, *wants = ctx.needs_input_grad
+        grad = grad.flatten(0, -2)
+        grad_x = (grad @ packed(parameters[:number])).view(x.shape) if wants_x else None
+        grads: list[Tensor | None] = [None] * (2 * number)
+        if any(wants[:number]):
+            grads[:number] = _weight_gradient(grad, x.flatten(0, -2), ctx.dtype).split(ctx.sizes)
+        if any(wants[number:]):
+            grads[number:] = grad.sum(0, dtype=ctx.dtype).split(ctx.sizes)
+        return grad_x, None, *(part if want else None for part, want in zip(grads, wants))
+
+
+def add_linear(stream: Tensor, x: Tensor, linear: nn.Module) -> Tensor:
+    """stream (..., E) + linear(x); on CUDA in place, without rounding the product first."""
+    if on_gpu(stream) and is_plain(linear) and linear.bias is None:
+        out: Tensor = _AddLinear.apply(stream, x, linear.weight)
+        return out
+    out = stream + linear(x)
+    return out
+
+
+class _AddLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, stream: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.dtype = _gradient_dtype(weight)
+        ctx.mark_dirty(stream)
+        return _add_product(stream, x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        wants_stream, wants_x, wants_weight = ctx.needs_input_grad
+        half = grad.to(x.dtype).flatten(0, -2)
+        return (
+            grad if wants_stream else None,
+            (half @ weight).view(x.shape) if wants_x else None,
+            _weight_gradient(half, x.flatten(0, -2), ctx.dtype) if wants_weight else None,
+        )
+
+
+def gated_linear(gate_up: Tensor, down: nn.Module, activation: Activation, stream: Tensor | None = None) -> Tensor:
+    """down(activation(gate) * up) of gate_up (..., 2 I), gate first; added to `stream` if given.
+
+    On CUDA the backward computes the gated product again instead of keeping it.
+    """
+    if on_gpu(gate_up) and is_plain(down) and down.bias is None:
+        out: Tensor = _GatedLinear.apply(gate_up, down.weight, stream, activation)
+        return out
+    gate, up = gate_up.chunk(2, -1)
+    gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    out = down(gate * up)
+    return out if stream is None else stream + out
+
+
+class _GatedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, stream: Tensor | None, activation: Activation) -> Tensor:
+        from lockstep.kernels.gated import gated_product
+
+        ctx.save_for_backward(gate_up, weight)
+        ctx.activation, ctx.dtype = activation, _gradient_dtype(weight)
+        product = gated_product(gate_up.flatten(0, -2), activation).view(*gate_up.shape[:-1], -1)
+        if stream is None:
+            return F.linear(product, weight)
+        ctx.mark_dirty(stream)
+        return _add_product(stream, product, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        from lockstep.kernels.gated import gated_product_gradient
+
+        gate_up, weight = ctx.saved_tensors
+        half = grad.to(gate_up.dtype).flatten(0, -2)
+        product = grad_product = half @ weight  # the kernel overwrites the gradient with the product
+        grads = gated_product_gradient(gate_up.flatten(0, -2), grad_product, ctx.activation, product)
+        return (
+            grads.view(gate_up.shape),
+            _weight_gradient(half, product, ctx.dtype) if ctx.needs_input_grad[1] else None,
+            grad if ctx.needs_input_grad[2] else None,
+            None,
+        )
+
+
+def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
+    """x (..., E) @ weight (V, E).T in float32.
+
+    A logit near 16 is quantised to 1/8 in bf16: log-probs of the same token under the same weights would differ by percents
+    between two computations that differ in their last bit.
+    """
+    if not (x.is_cuda and x.dtype == weight.dtype and x.dtype in HALF):
+        return F.linear(x, weight).float()
+    out: Tensor = _LinearFloat32.apply(x.flatten(0, -2), weight)
+    return out.view(*x.shape[:-1], -1)
+
+
+class _LinearFloat32(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        grad = grad.to(weight.dtype)
+        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+        return grad_x, grad.t() @ x if ctx.needs_input_grad[1] else None
+
+
+def _add_product(total: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """total (..., E) += x (..., I) @ weight (E, I).T on CUDA, accumulated in the dtype of `total`."""
+    flat, rows = total.view(-1, total.shape[-1]), x.reshape(-1, x.shape[-1])
+    if total.dtype == x.dtype:
+        flat.addmm_(rows, weight.t())
+    else:
+        torch.addmm(flat, rows, weight.t(), out_dtype=total.dtype, out=flat)
+    return total
+
+
+def _gradient_dtype(parameter: Tensor | None) -> torch.dtype:
+    """In which the parameter's gradient is accumulated. Asked in the forward: checkpointing returns copies later."""
+    assert parameter is not None
+    wide = parameter.is_leaf and getattr(parameter, "grad_dtype", None) == torch.float32
+    return torch.float32 if wide else parameter.dtype
+
+
+def _weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """grad (T, O).T @ x (T, I) in the given dtype."""
+    if x.is_cuda and x.dtype != dtype:
+        return torch.mm(grad.t(), x, out_dtype=dtype)
+    return grad.t() @ x
+
+
+# Rows
+
+
+class RowIndex:
+    """Which of `num_rows` rows are taken, in order: (N)."""
+
+    def __init__(self, index: Tensor, num_rows: int) -> None:
+        self.index, self.num_rows = index, num_rows
+
+    @cached_property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """(N) where the copies of each row went, sorted by row, and (num_rows + 1) where each row's begin among them."""
+        rows, places = self.index.sort(stable=True)
+        bounds = torch.arange(self.num_rows + 1, device=rows.device)
+        return places, torch.searchsorted(rows, bounds)
+
+
+def take_rows(x: Tensor, rows: RowIndex) -> Tensor:
+    """x (num_rows, ...) -> (N, ...). On CUDA the gradient of a row is summed in float32, always in the same order."""
+    if not on_gpu(x):
+        return x.index_select(0, rows.index)
+    out: Tensor = _TakeRows.apply(x, rows)
+    return out
+
+
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: RowIndex) -> Tensor:
+        ctx.rows = rows
+        return x.index_select(0, rows.index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        from lockstep.kernels.gather import sum_rows
+
+        return sum_rows(grad.contiguous(), *ctx.rows.places), None

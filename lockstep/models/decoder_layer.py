@@ -1,0 +1,219 @@
+"""The decoder layer: norm, attention, gated MLP on a residual stream. Training and decoding, CPU and CUDA.
+
+    stream ─► norm ─► q, k, v (one product) ─► rotary ─► context.attend ─► stream += o_proj
+           ─► norm ─► gate, up (one product) ─► activation(gate) * up    ─► stream += down_proj
+
+`DecoderLayer` computes with the children of the transformers layer that it replaces, so parameters keep their names, checkpoints
+their format and adapters their place. What differs between architectures is in `LayerForm`; `models/known_models.py` has one per
+layer class. The stream is in float32 whatever the weights are: rounding it in every layer is what makes two computations with the
+same weights differ most. What a token may see is up to the attention context (`models/attention.py`).
+
+Shapes: x (B, T, E); q (B, H, T, D); k, v (B, HK, T, D). B is 1 for packed tokens.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from lockstep.kernels.ops import Activation, NormKind, add_linear, gated_linear, joint_linear, norm, norm_stream, rotary
+from lockstep.models.attention import AttentionContext, LayerOptions
+
+Rope = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class LayerForm:
+    """What an architecture does differently.
+
+    norm:       kind of all its norms.
+    order:      pre: x + f(norm(x)); sandwich: x + norm(f(norm(x))) (Gemma 2); post: x + norm(f(x)) (OLMo 2);
+                parallel: x + attention(norm(x)) + mlp(norm(x)) (Cohere).
+    mlp_norm:   name of the norm before the MLP, for orders that have one.
+    qk_norm:    what a norm of queries and keys spans, if the layer has one: each head, or all heads together.
+    rope:       halves: x1 and x2 are the halves of a head; interleaved: neighbours; half_table: halves, with cos and sin of
+                half a head's size.
+    window:     where the sliding window is found: an attribute of the attention module, or the config.
+    softcap:    whether attention logits are capped at the attention module's `attn_logit_softcapping`.
+    """
+
+    norm: NormKind = "rms"
+    order: Literal["pre", "sandwich", "post", "parallel"] = "pre"
+    mlp_norm: str = "post_attention_layernorm"
+    qk_norm: Literal["head", "all"] = "head"
+    rope: Literal["halves", "interleaved", "half_table"] = "halves"
+    window: Literal["module", "config"] = "module"
+    softcap: bool = False
+
+
+class DecoderLayer(GradientCheckpointingLayer):
+    """layer: the transformers layer that this one replaces; both have the same children."""
+
+    self_attn: Any
+    mlp: Any
+    reference: Any
+
+    def __init__(self, layer: Any, form: LayerForm) -> None:
+        super().__init__()
+        self._modules = layer._modules
+        self.__dict__["reference"] = layer  # not a child
+        self.form = form
+        attention, config = layer.self_attn, layer.self_attn.config
+        self.layer_idx: int = attention.layer_idx
+        self.head_dim: int = attention.head_dim
+        self.num_heads: int = config.num_attention_heads
+        self.num_key_heads: int = config.num_key_value_heads
+        self.scaling: float = attention.scaling
+        self.window: int | None = getattr(attention if form.window == "module" else config, "sliding_window", None)
+        self.softcap: float | None = attention.attn_logit_softcapping if form.softcap else None
+        self.use_rope = uses_rope(attention)
+        self.residual_multiplier: float = getattr(layer, "residual_multiplier", 1.0)
+        self.activation = gate_activation(layer.mlp, config)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Rope | None = None,
+        lockstep_context: AttentionContext | None = None,
+        **options: Any,
+    ) -> Tensor:
+        if lockstep_context is None:  # transformers' own forward and attention, see `reference_layers`
+            out: Tensor = self.reference(hidden_states, position_embeddings=position_embeddings, **options)
+            return out
+        stream = hidden_states.float()
+        if self.form.order == "parallel":
+            x, stream = self._norm_stream("input_layernorm", stream)
+            attended = self.self_attn.o_proj(self._attend(x, position_embeddings, lockstep_context))
+            return stream + attended + self._mlp(x)
+        x, stream = self._norm_stream("input_layernorm", stream)
+        attended = self._attend(x, position_embeddings, lockstep_context)
+        if self._adds_directly:
+            stream = add_linear(stream, attended, self.self_attn.o_proj)
+        else:
+            stream = self._add(stream, self.self_attn.o_proj(attended), "post_attention_layernorm")
+        x, stream = self._norm_stream(self.form.mlp_norm, stream)
+        if self._adds_directly:
+            return self._mlp(x, stream)
+        return self._add(stream, self._mlp(x), "post_feedforward_layernorm")
+
+    def _attend(self, x: Tensor, rope: Rope | None, context: AttentionContext) -> Tensor:
+        """x (B, T, E) -> (B, T, H * D), before the output projection."""
+        attention, form = self.self_attn, self.form
+        names = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
+        qkv = joint_linear(x, [getattr(attention, name) for name in names])
+        width = self.num_key_heads * self.head_dim
+        q, k, v = qkv.split((self.num_heads * self.head_dim, width, width), -1)
+        if form.qk_norm == "all":
+            q, k = self._norm(attention, "q_norm", q), self._norm(attention, "k_norm", k)
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
+        if form.qk_norm == "head":
+            q, k = self._norm(attention, "q_norm", q), self._norm(attention, "k_norm", k)
+        if v.requires_grad:
+            v = v.contiguous()  # attention keeps v for its backward: a view would keep q and k too
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        if self.use_rope:
+            assert rope is not None
+            if form.rope == "half_table":
+                rope = (torch.cat((rope[0], rope[0]), -1), torch.cat((rope[1], rope[1]), -1))
+            q, k = rotary(q, k, *rope, interleaved=form.rope == "interleaved")
+        how = LayerOptions(self.scaling, self.window, self.softcap, getattr(attention, "sinks", None))
+        return context.attend(attention, q, k, v, how).flatten(2)
+
+    def _mlp(self, x: Tensor, stream: Tensor | None = None) -> Tensor:
+        """The MLP's output, added to `stream` if given. A block of experts is called as it is."""
+        mlp = self.mlp
+        if self.activation is None:
+            out = mlp(x)
+            out = out[0] if isinstance(out, tuple) else out
+            return out if stream is None else stream + out
+        names = ("gate_up_proj",) if hasattr(mlp, "gate_up_proj") else ("gate_proj", "up_proj")
+        gate_up = joint_linear(x, [getattr(mlp, name) for name in names])
+        return gated_linear(gate_up, mlp.down_proj, self.activation, stream)
+
+    @property
+    def _adds_directly(self) -> bool:
+        """Whether nothing comes between a projection and the residual stream."""
+        return self.form.order == "pre" and self.residual_multiplier == 1.0
+
+    def _add(self, stream: Tensor, update: Tensor, norm_name: str) -> Tensor:
+        if self.form.order in ("sandwich", "post"):
+            update = self._norm(self, norm_name, update)
+        return stream + (update if self.residual_multiplier == 1.0 else update * self.residual_multiplier)
+
+    def _norm_stream(self, name: str, stream: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm before attention or MLP, and the stream to add to. OLMo 2 has none: the stream in the weights' dtype."""
+        if self.form.order == "post":
+            return stream.to(self.self_attn.o_proj.weight.dtype), stream
+        module = getattr(self, name)
+        return norm_stream(stream, module.weight, norm_eps(module), self.form.norm)
+
+    def _norm(self, owner: Any, name: str, x: Tensor) -> Tensor:
+        """The owner's norm of that name, if it has one."""
+        module = getattr(owner, name, None)
+        return x if module is None else norm(x, module.weight, norm_eps(module), self.form.norm)
+
+    def activation_bytes(self, num_tokens: int) -> int:
+        """What one forward keeps for the backward on CUDA without checkpointing."""
+        weight: Tensor = self.self_attn.o_proj.weight
+        heads = 2 * (self.num_heads + self.num_key_heads) * self.head_dim  # q, k, v and the attention's output
+        inner: int = 2 * getattr(self.self_attn.config, "intermediate_size", 4 * weight.shape[0])  # gate and up
+        return num_tokens * (2 * weight.shape[0] * (4 + weight.itemsize) + (heads + inner) * weight.itemsize)
+
+
+class FinalNorm(nn.Module):
+    """The norm after the last layer, from the float32 stream to the weights' dtype; `reference`: the module it replaces."""
+
+    weight: nn.Parameter
+    reference: Any
+
+    def __init__(self, module: Any, kind: NormKind) -> None:
+        super().__init__()
+        self._parameters = module._parameters
+        self.__dict__["reference"] = module
+        self.kind: NormKind = kind
+        self.use_reference = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.use_reference:
+            out: Tensor = self.reference(x)
+            return out
+        return norm(x, self.weight, norm_eps(self.reference), self.kind)
+
+
+def norm_eps(module: Any) -> float:
+    eps: float = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+    return eps
+
+
+def uses_rope(attention: Any) -> bool:
+    """SmolLM3 and Cohere 2 have layers without rotary embedding."""
+    if type(attention).__name__ == "Cohere2Attention":
+        return attention.sliding_window is not None
+    return bool(getattr(attention, "use_rope", True))
+
+
+def gate_activation(mlp: Any, config: Any) -> Activation | None:
+    """The activation of a gated MLP of two or three linear layers; None for any other block."""
+    names = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj")
+    if not any(all(hasattr(mlp, name) for name in linears) for linears in names):
+        return None
+    name = getattr(config, "hidden_activation", None) or config.hidden_act
+    known: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+    return known.get(name)
+
+
+@contextmanager
+def reference_layers(model: nn.Module) -> Iterator[None]:
+    """Run transformers' own layers inside: calls without an attention context go to them, and so does the final norm."""
+    norms = [module for module in model.modules() if isinstance(module, FinalNorm)]
+    for module in norms:
+        module.use_reference = True
+    try:
+        yield
+    finally:
+        for module in norms:
+            module.use_reference = False

@@ -1,0 +1,43 @@
+"""Rotary frequencies that depend on nothing but the model and the run's longest sequence.
+
+transformers chooses the frequencies of `dynamic` and `longrope` by the longest position of each call: a row would get other values
+beside a longer row, and cached keys others than the tokens after them. As vLLM does, they are fixed once, for the longest sequence.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+
+def fix_rope(model: nn.Module, max_length: int | None) -> None:
+    """Fix the frequencies for sequences up to `max_length`; None for the model's original context."""
+    for rotary in _changing(model):
+        original = rotary.config.rope_parameters.get("original_max_position_embeddings") or rotary.original_max_seq_len
+        rotary.max_length = max(max_length or 0, original)
+        device = rotary.inv_freq.device
+        frequencies = ROPE_INIT_FUNCTIONS[rotary.rope_type](rotary.config, device, seq_len=max_length or original)
+        rotary.inv_freq, rotary.attention_scaling = frequencies
+        rotary.rope_type = "fixed"
+
+
+def copy_rope(source: nn.Module, target: nn.Module) -> None:
+    """Fix the target's frequencies as the source's are; their buffers are shared otherwise."""
+    for name, module in source.named_modules():
+        if getattr(module, "rope_type", None) == "fixed":
+            rotary: Any = target.get_submodule(name)
+            rotary.rope_type, rotary.attention_scaling, rotary.max_length = "fixed", module.attention_scaling, module.max_length
+
+
+def rope_limit(model: nn.Module) -> int | None:
+    """The longest sequence for which the frequencies were fixed; None if there is no such limit."""
+    limits: list[Any] = [m.max_length for m in model.modules() if getattr(m, "rope_type", None) == "fixed"]
+    return min(limits, default=None)
+
+
+def _changing(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind):
+            yield module

@@ -1,0 +1,85 @@
+"""The rollout's module, which decodes with the trainer's weights.
+
+    one process:  `share_weights`: the rollout's parameters are the trainer's tensors; an optimizer step is seen by the next request
+    sharded:      `copy_weights`: whole parameters are gathered layer by layer into the rollout's own memory, which stays where it
+                  is, with q/k/v and gate/up adjacent: captured CUDA graphs remain valid and decode as fast as on one GPU
+
+The trainer's module may be sharded, hooked and checkpointing its activations; the rollout's is a plain one in evaluation mode.
+"""
+
+import copy
+from collections.abc import Iterable
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lockstep.models.known_models import install_decoder_layers
+from lockstep.models.packed_weights import pack_weights
+from lockstep.models.rope import copy_rope
+
+
+def rollout_module(model: PreTrainedModel) -> PreTrainedModel:
+    """A module of the same architecture whose parameters hold no memory yet."""
+    with torch.device("meta"):
+        module = type(model)._from_config(
+            copy.deepcopy(model.config), attn_implementation=model.config._attn_implementation
+        )
+    install_decoder_layers(module)
+    copy_rope(model, module)
+    return module.eval().requires_grad_(False)
+
+
+def share_weights(module: nn.Module, model: nn.Module) -> None:
+    """Let the rollout's module use the model's own tensors as its parameters and buffers."""
+    for name, tensor in chain(model.named_parameters(remove_duplicate=False), model.named_buffers()):
+        _set(module, name, tensor)
+    _check_complete(module)
+
+
+def copy_weights(module: nn.Module, weights: Iterable[tuple[str, Tensor]], model: nn.Module) -> None:
+    """Copy whole parameters into the rollout's own memory, which is allocated at the first call; buffers are shared.
+
+    weights: every parameter once by its name in `model`; each tensor is valid until the next is asked for.
+    model:   tells which names are one tensor.
+    """
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    names = {group[0]: group for group in groups.values()}
+    fresh = False
+    for name, tensor in weights:
+        own = module.get_parameter(name)
+        if own.is_meta:
+            fresh = True
+            own = nn.Parameter(torch.empty_like(tensor, memory_format=torch.contiguous_format), False)
+            for alias in names[name]:
+                _set(module, alias, own)
+        own.data.copy_(tensor)
+    if fresh:
+        for name, tensor in model.named_buffers():
+            _set(module, name, tensor)
+        pack_weights(module)
+    _check_complete(module)
+
+
+def release_weights(module: nn.Module) -> None:
+    """Drop the parameters, so that the trainer can free or move them."""
+    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+        _set(module, name, torch.empty_like(parameter, device="meta"))
+
+
+def _check_complete(module: nn.Module) -> None:
+    missing = [name for name, tensor in chain(module.named_parameters(), module.named_buffers()) if tensor.is_meta]
+    if missing:
+        raise RuntimeError(f"the trainer's model has no tensor for {missing[:5]} (of {len(missing)})")
+
+
+def _set(root: nn.Module, name: str, tensor: Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    module = root.get_submodule(path)
+    if leaf in module._buffers:
+        module._buffers[leaf] = tensor
+    else:
+        module._parameters[leaf] = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, False)

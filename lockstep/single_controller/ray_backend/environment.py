@@ -1,0 +1,40 @@
+"""Working directory, module path and environment variables of the controller, to apply in processes that Ray starts."""
+
+import logging
+import os
+import sys
+from dataclasses import dataclass, field
+from typing import Self
+
+logger = logging.getLogger(__name__)
+
+PROCESS_VARIABLES = ("RAY_", "CUDA_VISIBLE_DEVICES", "PYTHONBREAKPOINT", "OLDPWD", "PWD", "SHLVL", "_")
+"""Prefixes of variables that Ray or the shell sets per process."""
+
+
+@dataclass(frozen=True)
+class ProcessEnvironment:
+    """working_dir: base of relative paths. module_path: `sys.path`. variables: environment variables to set; may be empty."""
+
+    working_dir: str
+    module_path: list[str]
+    variables: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def capture(cls, with_variables: bool = False) -> Self:
+        """The environment of this process."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(PROCESS_VARIABLES)}
+        return cls(os.getcwd(), list(sys.path), kept if with_variables else {})
+
+    def apply(self, change_dir: bool = True) -> None:
+        """Apply it to this process. change_dir: also change to the working directory, if this machine has it."""
+        os.environ.update(self.variables)
+        own = set(sys.path)
+        missing = [entry for entry in self.module_path if entry not in own and (not entry or os.path.exists(entry))]
+        sys.path[:] = [*missing, *sys.path] if change_dir else [*sys.path, *missing]
+        if not change_dir:
+            return
+        try:
+            os.chdir(self.working_dir)
+        except OSError as error:
+            logger.warning("relative paths are resolved from %s: %s", os.getcwd(), error)

@@ -1,0 +1,90 @@
+"""DataProto in Ray's object store: each tensor's bytes as a numpy array, which Ray reads without pickling or copying.
+
+A batch read from the store shares its memory with all other readers, so it must not be written to: `unpack` copies
+unless the reader promises not to write, and `check_unwritten` verifies that it did not.
+"""
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from lockstep.protocol import DataProto
+
+
+@dataclass(frozen=True)
+class _Column:
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    raw: np.ndarray
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """A DataProto. Columns that are not dense tensors are kept unchanged."""
+
+    batch_size: tuple[int, ...] | None
+    columns: dict[str, Any]
+    arrays: dict[str, np.ndarray]
+    meta_info: dict[str, Any]
+
+
+def pack(value: Any) -> Any:
+    """A DataProto in its stored form, without copying CPU tensors; any other value unchanged."""
+    if type(value) is not DataProto:
+        return value
+    if value.batch is None:
+        return _Packed(None, {}, value.non_tensor_batch, value.meta_info)
+    columns = {str(key): _pack_tensor(column) for key, column in value.batch.items()}
+    return _Packed(tuple(value.batch.batch_size), columns, value.non_tensor_batch, value.meta_info)
+
+
+def unpack(value: Any, writable: bool = True) -> Any:
+    """The inverse of `pack`. Tensors are on the CPU; without `writable` they may share the store's memory."""
+    if not isinstance(value, _Packed):
+        return value
+    batch = None
+    if value.batch_size is not None:
+        columns = {key: _unpack_tensor(column, writable) for key, column in value.columns.items()}
+        batch = TensorDict(columns, batch_size=value.batch_size)
+    return DataProto(batch, {k: _writable(v) if writable else v for k, v in value.arrays.items()}, value.meta_info)
+
+
+def tensors_in(values: Iterable[Any]) -> list[tuple[str, torch.Tensor]]:
+    """Every dense tensor of the batches among `values`, with its key."""
+    batches = [value.batch for value in values if isinstance(value, DataProto) and value.batch is not None]
+    return [(str(key), column) for batch in batches for key, column in batch.items() if type(column) is torch.Tensor]
+
+
+def check_unwritten(tensors: Iterable[tuple[str, torch.Tensor]], method: str) -> None:
+    """Raise ValueError if a tensor from `unpack(..., writable=False)`, or a view of it, has been written to."""
+    for key, tensor in tensors:
+        if tensor._version:
+            raise ValueError(
+                f"{method} wrote in place into batch key {key!r} of its argument, which other workers may be reading; "
+                f"clone the tensor first"
+            )
+
+
+def _pack_tensor(tensor: Any) -> Any:
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor
+    flat = tensor.detach().cpu().contiguous().flatten()
+    return _Column(tensor.dtype, tuple(tensor.shape), flat.view(torch.uint8).numpy())
+
+
+def _unpack_tensor(column: Any, writable: bool) -> Any:
+    if not isinstance(column, _Column):
+        return column
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writ")
+        raw = torch.from_numpy(_writable(column.raw) if writable else column.raw)
+    return raw.view(column.dtype).reshape(column.shape)
+
+
+def _writable(array: np.ndarray) -> np.ndarray:
+    return array if array.flags.writeable else array.copy()

@@ -1,0 +1,233 @@
+"""Operations of the decoder layer: values and gradients against double precision, the torch reference and the GPU form."""
+
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+
+from lockstep.kernels import ops
+from lockstep.kernels.ops import Activation, NormKind
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and not torch.cuda.is_available()
+NORMS: dict[NormKind, type[nn.Module]] = {
+    "rms": Qwen2RMSNorm,
+    "rms_wide": Olmo2RMSNorm,
+    "rms_offset": GemmaRMSNorm,
+    "layer": CohereLayerNorm,
+}
+
+
+@pytest.fixture(params=["reference", pytest.param("triton", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The torch reference on the CPU; the Triton form on a GPU, or on the CPU with TRITON_INTERPRET=1."""
+    if request.param == "reference":
+        return "cpu"
+    if INTERPRETED:
+        monkeypatch.setattr(ops, "on_gpu", lambda x: True)
+    elif not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device or TRITON_INTERPRET=1")
+    return "cpu" if INTERPRETED else "cuda"
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest, device: str) -> torch.dtype:
+    if request.param == torch.bfloat16 and INTERPRETED:
+        pytest.skip("mixed products need CUDA")
+    chosen: torch.dtype = request.param
+    return chosen
+
+
+def leaf(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
+    return torch.randn(shape).to(device, dtype).requires_grad_()
+
+
+def linear(inputs: int, outputs: int, dtype: torch.dtype, device: str, bias: bool = False) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias, device=device, dtype=dtype)
+
+
+def doubles(*tensors: Tensor) -> list[Tensor]:
+    return [t.detach().double().requires_grad_() for t in tensors]
+
+
+def check(outs: list[Tensor], exact: list[Tensor], leaves: list[Tensor], exact_leaves: list[Tensor]) -> None:
+    """Values and, back from the same gradient, the leaves' gradients agree up to the dtype's rounding."""
+    half = any(t.dtype == torch.bfloat16 for t in leaves)
+    grads = [torch.randn_like(out) for out in outs]
+    torch.autograd.backward(outs, grads)
+    torch.autograd.backward(exact, [g.double() for g in grads])
+    for got, true in [*zip(outs, exact), *((a.grad, b.grad) for a, b in zip(leaves, exact_leaves))]:
+        assert got is not None and true is not None
+        error = float((got.detach().double() - true.detach()).norm() / true.detach().norm())
+        assert error < (1.2e-2 if half else 1e-5)
+
+
+def exact_norm(x: Tensor, weight: Tensor, kind: NormKind) -> Tensor:
+    if kind == "layer":
+        x = x - x.mean(-1, keepdim=True)
+    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+    return x * (weight + 1 if kind == "rms_offset" else weight)
+
+
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("shape", [(1, 300, 96), (5, 896), (1, 6, 3, 64)])
+def test_norm(kind: NormKind, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    torch.manual_seed(0)
+    wide = leaf(*shape[:-1], 2 * shape[-1], dtype=dtype, device=device)
+    x, weight = wide[..., : shape[-1]], leaf(shape[-1], dtype=dtype, device=device)  # part of a wider product
+    module = NORMS[kind](shape[-1], eps=1e-5).to(device, dtype)
+    module.weight.data.copy_(weight.detach())
+    out = ops.norm(x, weight, 1e-5, kind)
+    step = 2.0**-7 if dtype == torch.bfloat16 else 5e-6
+    torch.testing.assert_close(out, module(x), rtol=step, atol=step)
+    exact_wide, exact_weight = doubles(wide, weight)
+    exact = exact_norm(exact_wide[..., : shape[-1]], exact_weight, kind)
+    check([out], [exact], [wide, weight], [exact_wide, exact_weight])
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_norm_of_the_residual_stream(kind: NormKind, dtype: torch.dtype, device: str) -> None:
+    torch.manual_seed(0)
+    stream, weight = leaf(1, 300, 96, dtype=torch.float32, device=device), leaf(96, dtype=dtype, device=device)
+    y, w = doubles(stream, weight)
+    outs = ops.norm_stream(stream, weight, 1e-5, kind)
+    assert [out.dtype for out in outs] == [dtype, torch.float32]
+    assert torch.equal(outs[1], stream)
+    check(list(outs), [exact_norm(y, w, kind), 1.0 * y], [weight, stream], [w, y])
+
+
+@pytest.mark.parametrize(("width", "interleaved"), [(24, False), (16, False), (24, True)])
+def test_rotary(width: int, interleaved: bool, dtype: torch.dtype, device: str) -> None:
+    torch.manual_seed(0)
+    q, k = (leaf(1, 9, heads, 24, dtype=dtype, device=device) for heads in (5, 2))
+    cos, sin = (torch.randn(1, 9, width).to(device, dtype) for _ in range(2))
+    outs = ops.rotary(q.transpose(1, 2), k.transpose(1, 2), cos, sin, interleaved)
+    exact_leaves = doubles(q, k)
+    exact = []
+    for x in (t.transpose(1, 2) for t in exact_leaves):
+        turned = x[..., :width]
+        if interleaved:
+            pairs = torch.stack((-turned[..., 1::2], turned[..., ::2]), -1).flatten(-2)
+        else:
+            pairs = torch.cat((-turned[..., width // 2 :], turned[..., : width // 2]), -1)
+        rotated = turned * cos.double()[:, None] + pairs * sin.double()[:, None]
+        exact.append(torch.cat((rotated, x[..., width:]), -1))
+    check(list(outs), exact, [q, k], exact_leaves)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_joint_linear(bias: bool, dtype: torch.dtype, device: str) -> None:
+    torch.manual_seed(0)
+    x = leaf(1, 70, 48, dtype=dtype, device=device)
+    linears = [linear(48, outputs, dtype, device, bias) for outputs in (64, 16, 16)]
+    leaves = [x, *(p for module in linears for p in module.parameters())]
+    exact_x, *exact = doubles(*leaves)
+    step = 2 if bias else 1
+    pairs = [exact[i : i + step] for i in range(0, len(exact), step)]
+    expected = torch.cat([F.linear(exact_x, *pair) for pair in pairs], -1)
+    check([ops.joint_linear(x, linears)], [expected], leaves, [exact_x, *exact])
+
+
+def test_joint_linear_with_frozen_weights(device: str) -> None:
+    x = leaf(3, 8, dtype=torch.float32, device=device)
+    linears = [linear(8, 4, torch.float32, device) for _ in range(3)]
+    for module in (linears[0], linears[2]):
+        module.requires_grad_(False)
+    ops.joint_linear(x, linears).sum().backward()
+    assert [module.weight.grad is None for module in linears] == [True, False, True]
+
+
+class Halved(nn.Module):
+    """Stands for an adapter around a linear layer."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x) / 2
+        return out
+
+
+def test_wrapped_linears_are_called_as_modules(device: str) -> None:
+    torch.manual_seed(0)
+    x, stream = (leaf(1, 5, 8, dtype=torch.float32, device=device) for _ in range(2))
+    first, second, down = (linear(8, 8, torch.float32, device) for _ in range(3))
+    joint = ops.joint_linear(x, [Halved(first), second])
+    torch.testing.assert_close(joint, torch.cat((first(x) / 2, second(x)), -1))
+    torch.testing.assert_close(ops.add_linear(stream.clone(), x, Halved(down)), stream + down(x) / 2)
+    gate, up = joint.chunk(2, -1)
+    torch.testing.assert_close(ops.gated_linear(joint, Halved(down), "silu"), down(F.silu(gate) * up) / 2)
+
+
+def test_add_linear(dtype: torch.dtype, device: str) -> None:
+    torch.manual_seed(0)
+    if device == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("the reference rounds the product")
+    stream, x = leaf(1, 70, 48, dtype=torch.float32, device=device), leaf(1, 70, 32, dtype=dtype, device=device)
+    module = linear(32, 48, dtype, device)
+    exact_stream, exact_x, exact_weight = doubles(stream, x, module.weight)
+    out = ops.add_linear(stream.clone(), x, module)
+    exact = exact_stream + F.linear(exact_x, exact_weight)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+    check([out], [exact], [x, module.weight, stream], [exact_x, exact_weight, exact_stream])
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("with_stream", [False, True])
+def test_gated_linear(activation: Activation, with_stream: bool, dtype: torch.dtype, device: str) -> None:
+    torch.manual_seed(0)
+    gate_up, down = leaf(1, 70, 272, dtype=dtype, device=device), linear(136, 48, dtype, device)
+    stream = leaf(1, 70, 48, dtype=torch.float32, device=device)
+    exact_gate_up, exact_weight, exact_stream = doubles(gate_up, down.weight, stream)
+    gate, up = exact_gate_up.chunk(2, -1)
+    gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    exact = F.linear(gate * up, exact_weight)
+    out = ops.gated_linear(gate_up, down, activation, stream.clone() if with_stream else None)
+    leaves, exact_leaves = [gate_up, down.weight], [exact_gate_up, exact_weight]
+    if with_stream:
+        assert out.dtype == torch.float32
+        leaves, exact_leaves, exact = [*leaves, stream], [*exact_leaves, exact_stream], exact + exact_stream
+    check([out], [exact], leaves, exact_leaves)
+
+
+def test_weight_gradients_have_the_dtype_of_their_accumulation(device: str) -> None:
+    half = torch.bfloat16 if device == "cuda" else torch.float32
+    x, stream = leaf(1, 70, 32, dtype=half, device=device), leaf(1, 70, 48, dtype=torch.float32, device=device)
+    module = linear(32, 48, half, device)
+    module.weight.grad_dtype = torch.float32
+    grad = torch.randn(1, 70, 48, device=device)
+    ops.add_linear(stream.clone(), x, module).backward(grad)
+    exact = grad.to(half)[0].double().T @ x[0].detach().double()
+    assert module.weight.grad is not None and module.weight.grad.dtype == torch.float32
+    torch.testing.assert_close(module.weight.grad.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(2, 64), (3, 40), (600,)])
+def test_rows_taken_several_times(shape: tuple[int, ...], device: str) -> None:
+    """On a GPU the gradient of a row that went to many places is rounded once, not at each addition."""
+    half = torch.bfloat16 if device == "cuda" else torch.float32
+    torch.manual_seed(0)
+    x = leaf(7, *shape, dtype=half, device=device)
+    index = torch.tensor([5, 0, 0, 6, 3, *[2] * 40, 0], device=device)
+    out = ops.take_rows(x, ops.RowIndex(index, len(x)))
+    assert torch.equal(out, x[index])
+    grad = torch.randn(out.shape, device=device).to(half)
+    out.backward(grad)
+    exact = torch.zeros(x.shape, dtype=torch.float64, device=device).index_add(0, index, grad.double())
+    torch.testing.assert_close(x.grad, exact.to(half), rtol=1e-5 if half == torch.float32 else 2**-8, atol=1e-5)
+
+
+def test_linear_float32(dtype: torch.dtype, device: str) -> None:
+    x, weight = leaf(2, 3, 32, dtype=dtype, device=device), leaf(20, 32, dtype=dtype, device=device)
+    out = ops.linear_float32(x, weight)
+    assert out.dtype == torch.float32
+    exact_x, exact_weight = doubles(x, weight)
+    if device == "cuda":
+        torch.testing.assert_close(out.double(), exact_x @ exact_weight.T, rtol=1e-5, atol=1e-5)
+    check([out], [exact_x @ exact_weight.T], [x, weight], [exact_x, exact_weight])
