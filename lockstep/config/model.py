@@ -24,7 +24,7 @@ class HFModelConfig:
     custom_chat_template: str | None = None
     """Jinja chat template that replaces the tokenizer's."""
     enable_gradient_checkpointing: bool = True
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    """Recompute activations in the backward pass, of the layers whose activations do not fit: less memory, more time."""
     use_remove_padding: bool = True
     """Pack sequences without padding; false computes on padded rows."""
 

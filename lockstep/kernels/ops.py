@@ -123,11 +123,12 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = F
 def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     cos, sin, width = cos[:, None], sin[:, None], cos.shape[-1]
     turned = x[..., :width]
-    if interleaved:
-        rotated = torch.stack((-turned[..., 1::2], turned[..., ::2]), -1).flatten(-2)
-    else:
-        rotated = torch.cat((-turned[..., width // 2 :], turned[..., : width // 2]), -1)
-    out = (turned * cos + rotated * sin).to(x.dtype)
+    halves = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(width // 2), slice(width // 2, None))
+    first, second = ((..., half) for half in halves)
+    out = turned * cos
+    out[first].addcmul_(turned[second], sin[first], value=-1)
+    out[second].addcmul_(turned[first], sin[second])
+    out = out.to(x.dtype)
     return out if width == x.shape[-1] else torch.cat((out, x[..., width:]), -1)
 
 
@@ -155,21 +156,32 @@ class _Rotary(torch.autograd.Function):
 # Linear layers
 
 
-def is_plain(*linears: nn.Module) -> bool:
+def is_plain(*modules: nn.Module) -> bool:
     """Whether these are linear layers without adapters or quantisation."""
-    return all(type(linear) is nn.Linear for linear in linears)
+    return all(type(module) is nn.Linear for module in modules)
 
 
-def joint_linear(x: Tensor, linears: Sequence[nn.Module]) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (..., I) @ weight (O, I).T + bias. Decoding on a CPU has few rows: then BLAS is faster with the weight on the left."""
+    rows = x.shape[:-1].numel()
+    if x.is_cuda or torch.is_grad_enabled() or rows > 128:
+        return F.linear(x, weight, bias)
+    out = torch.mm(weight, x.reshape(rows, -1).t()).t().view(*x.shape[:-1], -1)
+    return out if bias is None else out + bias
+
+
+def joint_linear(x: Tensor, modules: Sequence[nn.Module]) -> Tensor:
     """The outputs of linear layers with the same input, concatenated: (..., sum of their sizes)."""
-    if len(linears) == 1:
-        out: Tensor = linears[0](x)
+    if len(modules) == 1:
+        out: Tensor = modules[0](x)
         return out
-    if not is_plain(*linears) or len({linear.bias is None for linear in linears}) > 1:
-        return torch.cat([linear(x) for linear in linears], -1)
-    weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
-    out = _JointLinear.apply(x, len(weights), *weights, *biases)
-    return out
+    if not is_plain(*modules) or len({module.bias is None for module in modules}) > 1:
+        return torch.cat([module(x) for module in modules], -1)
+    weights, biases = [module.weight for module in modules], [module.bias for module in modules]
+    if torch.is_grad_enabled():
+        out = _JointLinear.apply(x, len(weights), *weights, *biases)
+        return out
+    return linear(x, packed(weights), None if biases[0] is None else packed(biases))  # type: ignore[arg-type]
 
 
 class _JointLinear(torch.autograd.Function):
@@ -197,12 +209,12 @@ class _JointLinear(torch.autograd.Function):
         return grad_x, None, *(part if want else None for part, want in zip(grads, wants))
 
 
-def add_linear(stream: Tensor, x: Tensor, linear: nn.Module) -> Tensor:
-    """stream (..., E) + linear(x); on CUDA in place, without rounding the product first."""
-    if on_gpu(stream) and is_plain(linear) and linear.bias is None:
-        out: Tensor = _AddLinear.apply(stream, x, linear.weight)
+def add_linear(stream: Tensor, x: Tensor, module: nn.Module) -> Tensor:
+    """stream (..., E) + module(x); on CUDA in place, without rounding the product first."""
+    if on_gpu(stream) and is_plain(module) and module.bias is None:
+        out: Tensor = _AddLinear.apply(stream, x, module.weight)
         return out
-    out = stream + linear(x)
+    out = stream + (linear(x, module.weight, module.bias) if is_plain(module) else module(x))  # type: ignore[arg-type]
     return out
 
 
@@ -237,8 +249,10 @@ def gated_linear(gate_up: Tensor, down: nn.Module, activation: Activation, strea
         return out
     gate, up = gate_up.chunk(2, -1)
     gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    if stream is not None:
+        return add_linear(stream, gate * up, down)
     out = down(gate * up)
-    return out if stream is None else stream + out
+    return out
 
 
 class _GatedLinear(torch.autograd.Function):
@@ -278,7 +292,7 @@ def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
     between two computations that differ in their last bit.
     """
     if not (x.is_cuda and x.dtype == weight.dtype and x.dtype in HALF):
-        return F.linear(x, weight).float()
+        return linear(x, weight).float()
     out: Tensor = _LinearFloat32.apply(x.flatten(0, -2), weight)
     return out.view(*x.shape[:-1], -1)
 

@@ -67,12 +67,12 @@ def load_hf_config(config: HFModelConfig, key: str) -> PretrainedConfig:
     return hf_config
 
 
-NOISE = ("dropout", "pdrop", "dropout_prob", "dropout_p", "layerdrop", "layer_drop", "jitter_noise", "jitter_eps")
-"""Endings of config keys that make the forward random in training mode."""
+NOISE = ("dropout", "pdrop", "dropout_prob", "dropout_p", "layerdrop", "layer_drop")
+"""Endings of config keys that make the forward random in training mode. Router jitter is off because routers are never in it."""
 
 
 def turn_noise_off(hf_config: PretrainedConfig) -> None:
-    """Set every dropout, layer drop and router jitter to 0, in nested configs too.
+    """Set every dropout and layer drop to 0, in nested configs too.
 
     A policy that drops units while it trains is not the policy that was sampled: its ratios would be noise.
     """

@@ -98,7 +98,8 @@ def forward_rows(
         if layout == "packed":
             context = PackedAttention(pack.lengths, device, pack.prefixes)
     else:
-        arrays |= {"input_ids": input_ids, "position_ids": position_ids}
+        # padding repeats the last token: the embedding of a pad token may be zero, which some norms divide by
+        arrays |= {"input_ids": np.where(mask, input_ids, input_ids[every, end, None]), "position_ids": position_ids}
         arrays |= {"predicts": row * length + place - 1, "last": every * length + end}
         context = PaddedAttention(torch.from_numpy(mask).to(device))
     tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}

@@ -1,7 +1,8 @@
 """Gradient checkpointing of as many layers as memory asks for.
 
 A layer that is checkpointed keeps its input alone and computes everything else again in the backward pass, to the same bits: so
-which layers do it changes time and memory, never a result. On CUDA, layers keep their activations while they fit.
+which layers do it changes time and memory, never a result. On CUDA, layers keep their activations while they fit, unless the
+run offloads to save memory.
 """
 
 import torch
@@ -16,8 +17,11 @@ KEPT_FREE = 0.25
 
 
 class LayerCheckpointing:
-    def __init__(self, model: TokenModel, device: torch.device) -> None:
+    """every_layer: checkpoint all layers, also if activations fit: for runs that offload to save memory."""
+
+    def __init__(self, model: TokenModel, device: torch.device, *, every_layer: bool) -> None:
         self._device = device
+        self._adapts = device.type == "cuda" and not every_layer
         model.transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         for module in model.modules():
             if getattr(module, "gradient_checkpointing", False):
@@ -27,7 +31,7 @@ class LayerCheckpointing:
 
     def plan(self, num_tokens: int) -> None:
         """Choose the layers to checkpoint in the next forward of so many tokens."""
-        if self._device.type != "cuda" or not self._layers:
+        if not self._adapts or not self._layers:
             return
         total = torch.cuda.get_device_properties(self._device).total_memory
         free = torch.cuda.mem_get_info(self._device)[0]

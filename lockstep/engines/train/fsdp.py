@@ -93,8 +93,10 @@ class FsdpEngine(TrainEngine):
             if _parameter_dtype(model) != compute_dtype:
                 self.compute = copy_in(model, compute_dtype)
             pack_weights(self.compute)
-        trains = optim is not None and gradient_checkpointing
-        self.checkpointing = LayerCheckpointing(self.compute, device) if trains else None
+        self.checkpointing: LayerCheckpointing | None = None
+        if optim is not None and gradient_checkpointing:
+            saves_memory = config.param_offload or config.optimizer_offload or config.offload_policy
+            self.checkpointing = LayerCheckpointing(self.compute, device, every_layer=saves_memory)
         self.optimizer: torch.optim.AdamW | None = None
         self._moments: OffloadedMoments | None = None
         if optim is not None:
@@ -127,10 +129,11 @@ class FsdpEngine(TrainEngine):
         parts = self._partitions(batch, micro)
         for number, rows in enumerate(parts, start=1):
             part = _taken(batch, rows)
-            if self.checkpointing is not None:
-                self.checkpointing.plan(int(part["attention_mask"].sum()) // self.sp_size)
+            rows_on_device = self._rows(part)
             columns = self._loss_columns(part)  # before the forward: a copy after it would wait for its end
-            outputs = self.compute(self._rows(part), **options)
+            if self.checkpointing is not None:
+                self.checkpointing.plan(rows_on_device.input_ids.numel())
+            outputs = self.compute(rows_on_device, **options)
             loss, metrics = loss_fn(outputs, columns)
             for name, value in metrics.items():
                 totals[name] = totals.get(name, 0.0) + value.detach().float()

@@ -8,6 +8,7 @@ Legend: n rows, C columns, H query heads, HK key heads, G = H / HK, D head dimen
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.engines.rollout.embedded.paged_attention import PagedCache, blocks_of_heads, slots_of_heads
@@ -62,7 +63,7 @@ def similar_lengths(tables: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
 
 
 class _RowGroup:
-    """Rows of similar length, with the gathered keys (n, HK, D, C) and values (n, HK, C, D) of each layer.
+    """Rows of similar length, with the gathered keys and values (n, HK, C, D) of each layer.
 
     The first `num_cached` columns hold the cached tokens, padded to the longest row; one column per step follows. So a step
     changes nothing but one column.
@@ -75,7 +76,7 @@ class _RowGroup:
         width = max(len(table) for table in tables)
         self.table = torch.tensor([[*table, *[0] * (width - len(table))] for table in tables])
         self.num_cached = int(positions[0].max())
-        self.masks: dict[tuple[int, int | None], Tensor | None] = {}
+        self.masks: dict[int | None, Tensor | None] = {}
         self._stores: dict[int, tuple[Tensor, Tensor]] = {}
         length, column = positions[0][:, None], torch.arange(self.num_cached + len(positions))
         # (n, C) position of each column's token in its sequence, and whether the column is padding
@@ -87,23 +88,24 @@ class _RowGroup:
         if index not in self._stores:
             self._stores[index] = self._gather(index)
         keys, values = self._stores[index]
-        num_heads, column = key.shape[0], self.num_cached + step
-        keys[..., column] = key.transpose(0, 1)
-        values[:, :, column] = value.transpose(0, 1)
-        keys, values = (t.flatten(0, 1) for t in (keys[..., : column + 1], values[:, :, : column + 1]))
+        column = self.num_cached + step
+        keys[:, :, column], values[:, :, column] = key.transpose(0, 1), value.transpose(0, 1)
+        keys, values = keys[:, :, : column + 1], values[:, :, : column + 1]
         # the G query heads of a key head are G queries, so that keys are not repeated
-        q = query.transpose(0, 1).reshape(len(keys), -1, query.shape[2])  # (n * HK, G, D)
-        scores = torch.baddbmm(q.new_zeros(1), q, keys, beta=0, alpha=options.scaling)
+        q = query.transpose(0, 1).contiguous().unflatten(1, (len(key), -1))  # (n, HK, G, D)
+        mask = self._mask(step, options.sliding_window, query.dtype)
+        if options.softcap is None and options.sinks is None:
+            out = F.scaled_dot_product_attention(q, keys, values, mask, scale=options.scaling)
+            return out.flatten(1, 2)
+        scores = q @ keys.transpose(2, 3) * options.scaling
         if options.softcap is not None:
             scores = torch.tanh(scores / options.softcap) * options.softcap
-        mask = self._mask(step, num_heads, options.sliding_window, query.dtype)
         if mask is not None:
-            scores += mask
+            scores = scores + mask
         if options.sinks is not None:
-            sinks = options.sinks.to(scores.dtype).view(num_heads, -1, 1).repeat(query.shape[1], 1, 1)
+            sinks = options.sinks.to(scores.dtype).view(1, *scores.shape[1:3], 1).expand(len(scores), -1, -1, -1)
             scores = torch.cat([scores, sinks], -1)
-        probs = scores.softmax(-1)[..., : column + 1]
-        return torch.bmm(probs, values).view(query.shape[1], query.shape[0], -1)
+        return (scores.softmax(-1)[..., : column + 1] @ values).flatten(1, 2)
 
     def write_back(self, num_steps: int) -> None:
         size, new = self.cache.block_size, slice(self.num_cached, self.num_cached + num_steps)
@@ -112,7 +114,7 @@ class _RowGroup:
         for index, (keys, values) in self._stores.items():
             target = slots_of_heads(slots, keys.shape[1], size)
             for store, tokens in (
-                (self.cache.keys[index], keys[..., new].permute(3, 0, 1, 2)),
+                (self.cache.keys[index], keys[:, :, new].permute(2, 0, 1, 3)),
                 (self.cache.values[index], values[:, :, new].permute(2, 0, 1, 3)),
             ):  # tokens: (steps, n, HK, D)
                 store.view(-1, store.shape[-1]).index_copy_(0, target, tokens.flatten(0, 2))
@@ -125,19 +127,17 @@ class _RowGroup:
             store.index_select(0, blocks).view(num_rows, num_heads, -1, store.shape[-1])[:, :, cached]
             for store in (self.cache.keys[index], self.cache.values[index])
         )
-        keys = old_keys.new_empty(num_rows, num_heads, old_keys.shape[-1], num_columns)
-        values = old_values.new_empty(num_rows, num_heads, num_columns, old_values.shape[-1])
-        keys[..., cached] = old_keys.transpose(2, 3)
-        values[:, :, cached] = old_values
+        keys, values = (t.new_empty(num_rows, num_heads, num_columns, t.shape[-1]) for t in (old_keys, old_values))
+        keys[:, :, cached], values[:, :, cached] = old_keys, old_values
         return keys, values
 
-    def _mask(self, step: int, num_heads: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """(n * HK, 1, columns so far): 0 if the row sees the token, else -inf; None if every row sees all."""
-        if (num_heads, window) not in self.masks:
+    def _mask(self, step: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """(n, 1, 1, columns so far): 0 if the row sees the token, else -inf; None if every row sees all."""
+        if window not in self.masks:
             hidden = self._padding
             if window is not None:
                 hidden = hidden | (self._token_positions <= self.positions[step, :, None] - window)
-            hidden = hidden[:, : self.num_cached + step + 1].repeat_interleave(num_heads, 0)[:, None]
+            hidden = hidden[:, None, None, : self.num_cached + step + 1]
             mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-            self.masks[num_heads, window] = mask if bool(hidden.any()) else None
-        return self.masks[num_heads, window]
+            self.masks[window] = mask if bool(hidden.any()) else None
+        return self.masks[window]
