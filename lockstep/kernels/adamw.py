@@ -10,7 +10,11 @@ BLOCK = 1024
 @triton.jit
 def _round(x, bits):
     """float32 to bfloat16, up or down so that the expectation is x; bits: the lower 16 are added below the last bit of bfloat16."""
-    return ((x.to(tl.int32, bitcast=True) + (bits & 65535).to(tl.int32)) & -65536).to(tl.float32, bitcast=True).to(tl.bfloat16)
+    return (
+        ((x.to(tl.int32, bitcast=True) + (bits & 65535).to(tl.int32)) & -65536)
+        .to(tl.float32, bitcast=True)
+        .to(tl.bfloat16)
+    )
 
 
 @triton.jit(do_not_specialize=["size", "seed"])

@@ -1,14 +1,14 @@
-"""Statistics of softmax(head(hidden)) at many places, a chunk of them at a time: the logits of all of them never exist.
+"""Statistics of softmax(head(hidden)), one chunk of positions at a time: the full logits never exist.
 
     forward:   hidden (C, H) ─► logits (C, V) float32 ─► one pass: log p[target], log-sum-exp, entropy, Σ p²
     backward:  logits again ─► one pass: their gradient in half precision ─► hidden's (C, H), weight's (V, H) and bias's (V)
 
-Where memory allows it, the forward keeps exp(l - m) of a chunk in half precision, m the largest logit up to that block, and the
-backward turns it into the gradient in place instead of multiplying again. The target's own probability comes from its log-prob.
+If memory allows, the forward keeps exp(l - m) of a chunk in half precision, with m the largest logit so far, and the backward
+turns it into the gradient in place instead of multiplying again. The target's own probability comes from its log-prob.
 
-The weight's gradient is summed over chunks in float32. What is done to the logits before the softmax is one formula:
+The weight's gradient is summed over chunks in float32. The logits are
 
-    l = bound(factor * (hidden @ weight.T + bias)) / temperature,  bound(z) = cap * tanh(z / cap) where there is a cap
+    l = bound(factor * (hidden @ weight.T + bias)) / temperature,  bound(z) = cap * tanh(z / cap) if there is a cap
 """
 
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ CHUNK_LOGITS = 1 << 28
 """Logits held at once: 256 Mi entries are 1 GiB in float32, and half of that again for their gradient."""
 
 KEPT_SHARE = 1 / 4
-"""Of the device's free memory: what may be kept from the forward for the backward."""
+"""Share of the device's free memory that the forward may keep for the backward."""
 
 BLOCK = 4096
-"""Entries of the vocabulary that a program takes at a time."""
+"""Vocabulary entries per iteration of a program."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,9 @@ class LogitForm:
 
 @triton.jit
 def _form(
-    z: tl.tensor,
-    bias_ptr: tl.tensor,
-    at: tl.tensor,
-    inside: tl.tensor,
-    factor: tl.tensor,
-    cap: tl.tensor,
-    BIAS: tl.constexpr,
-    CAP: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
+    z, bias_ptr, at, inside, factor, cap,
+    BIAS: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
     """The logit before the temperature, and its derivative by the head's product."""
     if BIAS:
         z += tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -63,23 +57,10 @@ def _form(
 
 @triton.jit
 def _statistics(
-    z_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    targets_ptr: tl.tensor,
-    log_prob_ptr: tl.tensor,
-    total_ptr: tl.tensor,
-    entropy_ptr: tl.tensor,
-    squares_ptr: tl.tensor,
-    kept_ptr: tl.tensor,
-    tops_ptr: tl.tensor,
-    vocabulary: tl.tensor,
-    factor: tl.tensor,
-    cap: tl.tensor,
-    temperature: tl.tensor,
-    BIAS: tl.constexpr,
-    CAP: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    z_ptr, bias_ptr, targets_ptr, log_prob_ptr, total_ptr, entropy_ptr, squares_ptr, kept_ptr, tops_ptr,
+    vocabulary, factor, cap, temperature,
+    BIAS: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * vocabulary
     target = tl.load(targets_ptr + row)
@@ -114,31 +95,13 @@ def _statistics(
 
 @triton.jit
 def _gradient(
-    z_ptr: tl.tensor,
-    tops_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    targets_ptr: tl.tensor,
-    log_prob_ptr: tl.tensor,
-    total_ptr: tl.tensor,
-    entropy_ptr: tl.tensor,
-    squares_ptr: tl.tensor,
-    by_log_prob_ptr: tl.tensor,
-    by_entropy_ptr: tl.tensor,
-    by_squares_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    vocabulary: tl.tensor,
-    factor: tl.tensor,
-    cap: tl.tensor,
-    temperature: tl.tensor,
-    BIAS: tl.constexpr,
-    CAP: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    SQUARES: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    z_ptr, tops_ptr, bias_ptr, targets_ptr, log_prob_ptr, total_ptr, entropy_ptr, squares_ptr, by_log_prob_ptr,
+    by_entropy_ptr, by_squares_ptr, out_ptr, vocabulary, factor, cap, temperature,
+    BIAS: tl.constexpr, CAP: tl.constexpr, ENTROPY: tl.constexpr, SQUARES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """d log p[y] / d l = 1[y] - p;  d entropy / d l = -p (log p + entropy);  d Σp² / d l = 2 p (p - Σp²).
 
-    z_ptr: the head's products, or where there are tops exp(l - top) that the forward kept.
+    z_ptr: the head's products or, if there are tops, exp(l - top) kept by the forward.
     """
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -183,19 +146,9 @@ class _LinearLogProb(torch.autograd.Function):
             room -= z.numel() * weight.element_size()
             kept = _room_for(z, weight.dtype) if room >= 0 and form.cap is None else None
             _statistics[(len(z),)](
-                z,
-                bias,
-                targets[rows],
-                log_prob[rows],
-                total[rows],
-                entropy[rows],
-                squares[rows],
+                *(z, bias, targets[rows], log_prob[rows], total[rows], entropy[rows], squares[rows]),
                 *(kept or (None, None)),
-                z.shape[1],
-                *_scalars(form),
-                bias is not None,
-                form.cap is not None,
-                BLOCK,
+                *(z.shape[1], *_scalars(form), bias is not None, form.cap is not None, BLOCK),
                 num_warps=8,
             )
             del z
@@ -221,22 +174,11 @@ class _LinearLogProb(torch.autograd.Function):
             z = _product(hidden[rows], weight.t()) if kept is None else kept.weights
             grad = torch.empty_like(z, dtype=weight.dtype) if kept is None else z
             _gradient[(len(z), triton.cdiv(z.shape[1], BLOCK))](
-                z,
-                None if kept is None else kept.tops,
-                bias,
-                targets[rows],
+                *(z, None if kept is None else kept.tops, bias, targets[rows]),
                 *(values[rows] for values in statistics),
-                by_log_prob[rows],
-                None if by_entropy is None else by_entropy[rows],
-                None if by_squares is None else by_squares[rows],
-                grad,
-                z.shape[1],
-                *_scalars(form),
-                bias is not None,
-                form.cap is not None,
-                by_entropy is not None,
-                by_squares is not None,
-                BLOCK,
+                *(None if values is None else values[rows] for values in (by_log_prob, by_entropy, by_squares)),
+                *(grad, z.shape[1], *_scalars(form), bias is not None, form.cap is not None),
+                *(by_entropy is not None, by_squares is not None, BLOCK),
                 num_warps=8,
             )
             del z, kept
@@ -260,7 +202,7 @@ def linear_log_prob(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """hidden (N, H), weight (V, H), bias (V), targets (N) -> log p[target], entropy, Σ p² (N) in float32.
 
-    What is not used costs next to nothing: all three come from one pass, and only the gradients that arrive are computed.
+    All three come from one pass; only the gradients that are needed are computed.
     """
     is_trained = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
     out: tuple[Tensor, Tensor, Tensor] = _LinearLogProb.apply(
@@ -283,7 +225,7 @@ def _room_for(z: Tensor, dtype: torch.dtype) -> _Kept:
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
-    """Equal pieces of the places, none with more logits than are held at once; none where there is no place."""
+    """Equal pieces of the positions, each with at most `CHUNK_LOGITS` logits; none if there is no position."""
     number = triton.cdiv(len(hidden) * len(weight), CHUNK_LOGITS)
     if number == 0:
         return []

@@ -166,7 +166,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows = x.shape[:-1].numel()
     if x.is_cuda or torch.is_grad_enabled() or rows > 128:
         return F.linear(x, weight, bias)
-    out = torch.mm(weight, x.reshape(rows, -1).t()).t().view(*x.shape[:-1], -1)
+    out = torch.mm(weight, x.reshape(rows, x.shape[-1]).t()).t().view(*x.shape[:-1], len(weight))
     return out if bias is None else out + bias
 
 
@@ -190,7 +190,7 @@ class _JointLinear(torch.autograd.Function):
         weights, biases = parameters[:number], parameters[number:]
         ctx.save_for_backward(x, *parameters)
         ctx.sizes = [len(weight) for weight in weights if weight is not None]
-        ctx.dtype = _gradient_dtype(weights[0])
+        ctx.dtype = _gradient_dtype(next((w for w in weights if w is not None and w.requires_grad), weights[0]))
         return F.linear(x, packed(weights), None if biases[0] is None else packed(biases))  # type: ignore[arg-type]
 
     @staticmethod
@@ -294,7 +294,7 @@ def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
     if not (x.is_cuda and x.dtype == weight.dtype and x.dtype in HALF):
         return linear(x, weight).float()
     out: Tensor = _LinearFloat32.apply(x.flatten(0, -2), weight)
-    return out.view(*x.shape[:-1], -1)
+    return out.view(*x.shape[:-1], len(weight))
 
 
 class _LinearFloat32(torch.autograd.Function):

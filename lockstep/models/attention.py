@@ -1,7 +1,8 @@
-"""The attention function of every model, so that training and decoding run transformers' own modules.
+"""Attention of training and decoding: what each token may see is up to a context.
 
     model(input_ids, position_ids, attention_mask=no_mask(device), use_cache=False, lockstep_context=context)
-      └─ each attention layer calls `lockstep_attention` ─► context.attend(layer, query, key, value, options)
+      ├─ our decoder layers ─────────────────────────────────────────► context.attend(layer, query, key, value, options)
+      └─ transformers' attention layers call `lockstep_attention` ──►
 
 A context knows which keys each query sees. `PackedAttention` and `PaddedAttention` serve training; the contexts of the KV cache
 are in `engines/rollout/embedded/`. The context is a keyword argument, which gradient checkpointing keeps for its recomputation.
@@ -217,7 +218,7 @@ class PackedAttention:
 
 
 class PaddedAttention:
-    """Causal attention over B padded rows, for models that cannot compute on packed tokens.
+    """Causal attention over B padded rows (`use_remove_padding=false`).
 
     attention_mask: (B, L), 1 at tokens and 0 at padding. Padding is neither seen nor computed: its output is 0.
     """

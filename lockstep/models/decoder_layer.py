@@ -120,8 +120,8 @@ class DecoderLayer(GradientCheckpointingLayer):
             if form.rope == "half_table":
                 rope = (torch.cat((rope[0], rope[0]), -1), torch.cat((rope[1], rope[1]), -1))
             q, k = rotary(q, k, *rope, interleaved=form.rope == "interleaved")
-        how = LayerOptions(self.scaling, self.window, self.softcap, getattr(attention, "sinks", None))
-        return context.attend(attention, q, k, v, how).flatten(2)
+        options = LayerOptions(self.scaling, self.window, self.softcap, getattr(attention, "sinks", None))
+        return context.attend(attention, q, k, v, options).flatten(2)
 
     def _mlp(self, x: Tensor, stream: Tensor | None = None) -> Tensor:
         """The MLP's output, added to `stream` if given. A block of experts is called as it is."""
@@ -156,12 +156,16 @@ class DecoderLayer(GradientCheckpointingLayer):
         module = getattr(owner, name, None)
         return x if module is None else norm(x, module.weight, norm_eps(module), self.form.norm)
 
-    def activation_bytes(self, num_tokens: int) -> int:
-        """What one forward keeps for the backward on CUDA without checkpointing."""
-        weight: Tensor = self.self_attn.o_proj.weight
-        heads = 2 * (self.num_heads + self.num_key_heads) * self.head_dim  # q, k, v and the attention's output
-        inner: int = 2 * getattr(self.self_attn.config, "intermediate_size", 4 * weight.shape[0])  # gate and up
-        return num_tokens * (2 * weight.shape[0] * (4 + weight.itemsize) + (heads + inner) * weight.itemsize)
+    def activation_bytes(self, num_tokens: int, itemsize: int) -> int | None:
+        """What one forward keeps for the backward on CUDA without checkpointing; None for blocks that are not our MLP."""
+        if self.activation is None:
+            return None
+        width: int = self.self_attn.o_proj.weight.shape[0]
+        heads = (
+            3 * (self.num_heads + self.num_key_heads) * self.head_dim
+        )  # q, k, v before and after norms, attention's output
+        inner: int = 2 * self.self_attn.config.intermediate_size  # gate and up
+        return num_tokens * (2 * width * (4 + itemsize) + (heads + inner) * itemsize)
 
 
 class FinalNorm(nn.Module):

@@ -27,7 +27,8 @@ def copy_rope(source: nn.Module, target: nn.Module) -> None:
     for name, module in source.named_modules():
         if getattr(module, "rope_type", None) == "fixed":
             rotary: Any = target.get_submodule(name)
-            rotary.rope_type, rotary.attention_scaling, rotary.max_length = "fixed", module.attention_scaling, module.max_length
+            rotary.rope_type, rotary.max_length = "fixed", module.max_length
+            rotary.attention_scaling = module.attention_scaling
 
 
 def rope_limit(model: nn.Module) -> int | None:
@@ -39,5 +40,7 @@ def rope_limit(model: nn.Module) -> int | None:
 def _changing(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
+        if isinstance(kind, dict) and any(one == "longrope" or "dynamic" in one for one in kind.values()):
+            raise ValueError(f"{type(module).__name__}: dynamic rope per layer type is not supported")
         if isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind):
             yield module

@@ -12,15 +12,15 @@ from lockstep.models.decoder_layer import DecoderLayer
 from lockstep.models.token_models import TokenModel
 from lockstep.utils.distributed import least_of_ranks
 
-KEPT_FREE = 0.25
+KEPT_FREE = 0.35
 """Share of the device's memory that activations leave alone: the head's logits, buffers of collectives, fragmentation."""
 
 
 class LayerCheckpointing:
     """every_layer: checkpoint all layers, also if activations fit: for runs that offload to save memory."""
 
-    def __init__(self, model: TokenModel, device: torch.device, *, every_layer: bool) -> None:
-        self._device = device
+    def __init__(self, model: TokenModel, device: torch.device, dtype: torch.dtype, *, every_layer: bool) -> None:
+        self._device, self._itemsize = device, dtype.itemsize
         self._adapts = device.type == "cuda" and not every_layer
         model.transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         for module in model.modules():
@@ -37,7 +37,9 @@ class LayerCheckpointing:
         free = torch.cuda.mem_get_info(self._device)[0]
         cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         room = free + cached - KEPT_FREE * total - self._missing_gradients()
-        num_kept = int(max(0, room) // self._layers[0].activation_bytes(num_tokens))
+        sizes = [layer.activation_bytes(num_tokens, self._itemsize) for layer in self._layers]
+        largest = max((size for size in sizes if size is not None), default=None)
+        num_kept = int(max(0, room) // largest) if largest is not None and None not in sizes else 0
         num_kept = least_of_ranks(num_kept)  # recomputation repeats the collectives of a layer
         for index, layer in enumerate(self._layers):
             layer.gradient_checkpointing = index >= num_kept

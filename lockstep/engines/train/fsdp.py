@@ -96,7 +96,7 @@ class FsdpEngine(TrainEngine):
         self.checkpointing: LayerCheckpointing | None = None
         if optim is not None and gradient_checkpointing:
             saves_memory = config.param_offload or config.optimizer_offload or config.offload_policy
-            self.checkpointing = LayerCheckpointing(self.compute, device, every_layer=saves_memory)
+            self.checkpointing = LayerCheckpointing(self.compute, device, compute_dtype, every_layer=saves_memory)
         self.optimizer: torch.optim.AdamW | None = None
         self._moments: OffloadedMoments | None = None
         if optim is not None:
@@ -289,6 +289,11 @@ class FsdpEngine(TrainEngine):
                 f"ulysses_sequence_parallel_size={size} does not divide the {self.world_size} ranks of this role; set it to "
                 f"a divisor of {self.world_size}"
             )
+        if self.layout == "rows":
+            raise ValueError(
+                f"ulysses_sequence_parallel_size={size}: {model.hf_config.model_type} computes one row at a time by its "
+                "own forward, which ranks cannot share; set it to 1"
+            )
         if self.layout != "packed":
             raise ValueError(
                 f"ulysses_sequence_parallel_size={size} shares packed sequences among ranks: set model.use_remove_padding=true"
@@ -298,6 +303,8 @@ class FsdpEngine(TrainEngine):
 
     def _partitions(self, batch: TensorDict, micro: MicroBatching) -> list[list[int]]:
         """Rows of each micro-batch, as many of them on every rank. A token budget is one rank's: `sp_size` ranks have more."""
+        if self.layout == "rows":  # each row gathers parameters: ranks must agree on rows per micro-batch
+            return [[row] for row in range(len(batch))]
         if micro.max_tokens is not None:
             group = dist.group.WORLD if self.world_size > 1 else None
             ids, mask = batch["input_ids"].numpy(), batch["attention_mask"].numpy().astype(bool)

@@ -45,8 +45,8 @@ class LossScale:
         logger.warning("gradient norm is %s: optimizer step skipped, loss scale is now %g", norm, self.value)
 
     def state_dict(self) -> dict[str, float]:
-        return {"value": self.value, "good": self._good, "skipped": self._skipped}
+        return {"value": self.value, "good": self._good, "skipped": self._skipped} if self.enabled else {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        if self.enabled:
+        if self.enabled and state:  # empty in the checkpoint of a run that did not scale
             self.value, self._good, self._skipped = state["value"], int(state["good"]), int(state["skipped"])

@@ -22,7 +22,7 @@ def shard(model: nn.Module, config: FSDPEngineConfig, device: torch.device, comp
     """Shard `model` in place; its gathered parameters are cast to `compute_dtype`, gradients are averaged over all ranks."""
     init_single_process_group(device)
     mesh = get_mesh(device, _shard_size(config.fsdp_size))
-    # what goes from layer to layer keeps its type: fused layers hand it on in float32
+    # inputs keep their dtype: the residual stream is in float32
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     offload = CPUOffloadPolicy() if streams_from_host(config, device) else OffloadPolicy()
     layers = _decoder_layers(model)

@@ -78,7 +78,7 @@ def load_extra(folder: Path, schedule: LRScheduler, loss_scale: LossScale) -> No
     own = _extra_file(folder, current_rank())
     extra = torch.load(own if own.exists() else _extra_file(folder, 0), weights_only=False)
     schedule.load_state_dict(extra["schedule"])
-    loss_scale.load_state_dict(extra["loss_scale"])
+    loss_scale.load_state_dict(extra.get("loss_scale", {}))
     _set_rng_state(extra["rng"])
 
 

@@ -125,7 +125,13 @@ class DecodeGraphs:
         inputs = slots.slot_state, slots.tables, slot_ids, tokens, positions, cache_slots, slots.step
         sampling.begin_step(*inputs, ring=len(slots.sampled), block_size=runner.block_size)
         attention = CudaDecodeAttention(
-            runner.cache_addresses, runner.block_size, slots.tables, slot_ids, positions[0], cache_slots, self.max_splits
+            runner.cache_addresses,
+            runner.block_size,
+            slots.tables,
+            slot_ids,
+            positions[0],
+            cache_slots,
+            self.max_splits,
         )
         hidden = runner.forward(tokens, positions, attention)
         self.sample(runner.logits(hidden), slot_ids, filtered)
