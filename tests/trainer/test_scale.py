@@ -25,6 +25,8 @@ os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # loopback alon
 from tests.trainer.shared_processes import OnSharedProcesses, SharedProcesses, shared_processes
 
 TOLERANCE = 1e-5
+WEIGHT_TOLERANCE = 3e-5
+"""3 % of one optimizer step: Adam scales gradients that are nearly zero, and their rounding with them."""
 DEPENDS_ON_WORKERS = ("time", "timing", "perf/", "global_seqlen/")
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -141,7 +143,7 @@ def assert_equal(run: Run, expected: Run, steps: int = 5) -> None:
     apart, where = max((float((mine[name] - theirs[name]).abs().max()), name) for name in theirs)
     print(f"largest difference: metrics {difference:.1e}, weights {apart:.1e} ({where})")
     assert [a.keys() for a, _ in pairs] == [b.keys() for _, b in pairs]
-    assert difference < TOLERANCE and apart < TOLERANCE
+    assert difference < TOLERANCE and apart < WEIGHT_TOLERANCE
     samples = expected.answers
     assert run.answers == {step: samples[step] for step in run.answers} and len(run.answers) == steps
 
