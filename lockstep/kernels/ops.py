@@ -45,7 +45,7 @@ def on_gpu(x: Tensor) -> bool:
 def norm(x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
     """Over the last dimension (or the weight's dimensions), in the weight's dtype."""
     if on_gpu(x) and kind != "layer":
-        out: Tensor = _RmsNorm.apply(x, weight, eps, kind)
+        out: Tensor = _RmsNorm.apply(x, weight, eps, kind, False)[0]
         return out
     return norm_reference(x, weight, eps, kind)
 
@@ -53,7 +53,7 @@ def norm(x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
 def norm_stream(stream: Tensor, weight: Tensor, eps: float, kind: NormKind) -> tuple[Tensor, Tensor]:
     """The norm of the residual stream, and the stream to add to: a copy if autograd still needs the original."""
     if on_gpu(stream) and kind != "layer" and torch.is_grad_enabled():
-        out: tuple[Tensor, Tensor] = _StreamNorm.apply(stream, weight, eps, kind)
+        out: tuple[Tensor, Tensor] = _RmsNorm.apply(stream, weight, eps, kind, True)
         return out
     return norm(stream, weight, eps, kind), stream
 
@@ -70,40 +70,26 @@ def norm_reference(x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Ten
 
 
 class _RmsNorm(torch.autograd.Function):
+    """The norm and, with `copies`, a copy of x whose gradient is added in the same pass."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, kind: NormKind, copies: bool
+    ) -> tuple[Tensor, Tensor | None]:
         from lockstep.kernels.norm import rms_norm
 
         ctx.save_for_backward(x, weight)
         ctx.eps, ctx.kind = eps, kind
-        return rms_norm(x, weight, eps, kind)
+        copy = torch.empty(x.shape, dtype=x.dtype, device=x.device) if copies else None
+        return rms_norm(x, weight, eps, kind, copy_to=copy), copy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, residual: Tensor | None) -> tuple[Tensor | None, ...]:
         from lockstep.kernels.norm import rms_norm_gradient
 
         x, weight = ctx.saved_tensors
-        return *rms_norm_gradient(x, weight, grad, None, ctx.eps, ctx.kind), None, None
-
-
-class _StreamNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, stream: Tensor, weight: Tensor, eps: float, kind: NormKind) -> tuple[Tensor, Tensor]:
-        from lockstep.kernels.norm import rms_norm
-
-        ctx.save_for_backward(stream, weight)
-        ctx.eps, ctx.kind = eps, kind
-        copy = torch.empty(stream.shape, dtype=stream.dtype, device=stream.device)
-        return rms_norm(stream, weight, eps, kind, copy_to=copy), copy
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, residual: Tensor) -> tuple[Tensor | None, ...]:
-        from lockstep.kernels.norm import rms_norm_gradient
-
-        stream, weight = ctx.saved_tensors
-        return *rms_norm_gradient(stream, weight, grad, residual, ctx.eps, ctx.kind), None, None
+        return *rms_norm_gradient(x, weight, grad, residual, ctx.eps, ctx.kind), None, None, None
 
 
 # Rotary position embedding

@@ -1,11 +1,14 @@
 """Attention of decode steps on CUDA."""
 
+from dataclasses import dataclass
+
 from torch import Tensor, nn
 
 from lockstep.kernels.paged_decode import decode_attention, num_splits
 from lockstep.models.attention import LayerOptions
 
 
+@dataclass(frozen=True)
 class CudaDecodeAttention:
     """The attention context of a decode step of T rows. Its buffers are updated in place, as CUDA graphs need.
 
@@ -17,19 +20,13 @@ class CudaDecodeAttention:
     max_splits:  most splits per row and key head.
     """
 
-    def __init__(
-        self,
-        addresses: Tensor,
-        block_size: int,
-        tables: Tensor,
-        slot_ids: Tensor,
-        positions: Tensor,
-        cache_slots: Tensor,
-        max_splits: int,
-    ) -> None:
-        self.addresses, self.block_size = addresses, block_size
-        self.inputs = tables, slot_ids, positions, cache_slots
-        self.max_splits = max_splits
+    addresses: Tensor
+    block_size: int
+    tables: Tensor
+    slot_ids: Tensor
+    positions: Tensor
+    cache_slots: Tensor
+    max_splits: int
 
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
         return decode_attention(
@@ -37,7 +34,7 @@ class CudaDecodeAttention:
             key,
             value,
             self.addresses[layer.layer_idx],  # type: ignore[index]
-            *self.inputs,
+            *(self.tables, self.slot_ids, self.positions, self.cache_slots),
             scale=options.scaling,
             window=options.sliding_window,
             softcap=options.softcap,
