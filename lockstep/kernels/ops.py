@@ -9,7 +9,7 @@
     linear_float32  a product whose result is not rounded to half precision (the vocabulary head)
 
 Each has a reference in plain torch, which any device runs, and a Triton or cuBLAS form for CUDA. The residual stream may be in
-float32 beside weights in half precision: adding to it inside the product saves one rounding per addition. Gradients of weights are
+float32 with weights in half precision: adding to it inside the product saves one rounding per addition. Gradients of weights are
 computed in float32 if the parameter accumulates them so (`grad_dtype`).
 
 A linear layer is called as a module unless it is exactly `nn.Linear`, so that adapters keep their own forward.

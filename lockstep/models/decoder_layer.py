@@ -37,6 +37,7 @@ class LayerForm:
     qk_norm:    what a norm of queries and keys spans, if the layer has one: each head, or all heads together.
     rope:       halves: x1 and x2 are the halves of a head; interleaved: neighbours; half_table: halves, with cos and sin of
                 half a head's size.
+    rope_on:    all layers, or only those with a sliding window (Cohere 2); SmolLM3's `use_rope` is read too.
     window:     where the sliding window is found: an attribute of the attention module, or the config.
     softcap:    whether attention logits are capped at the attention module's `attn_logit_softcapping`.
     """
@@ -46,6 +47,7 @@ class LayerForm:
     mlp_norm: str = "post_attention_layernorm"
     qk_norm: Literal["head", "all"] = "head"
     rope: Literal["halves", "interleaved", "half_table"] = "halves"
+    rope_on: Literal["all", "sliding"] = "all"
     window: Literal["module", "config"] = "module"
     softcap: bool = False
 
@@ -70,7 +72,7 @@ class DecoderLayer(GradientCheckpointingLayer):
         self.scaling: float = attention.scaling
         self.window: int | None = getattr(attention if form.window == "module" else config, "sliding_window", None)
         self.softcap: float | None = attention.attn_logit_softcapping if form.softcap else None
-        self.use_rope = uses_rope(attention)
+        self.use_rope = getattr(attention, "use_rope", True) and (form.rope_on == "all" or self.window is not None)
         self.residual_multiplier: float = getattr(layer, "residual_multiplier", 1.0)
         self.activation = gate_activation(layer.mlp, config)
 
@@ -84,13 +86,10 @@ class DecoderLayer(GradientCheckpointingLayer):
         if lockstep_context is None:  # transformers' own forward and attention, see `reference_layers`
             out: Tensor = self.reference(hidden_states, position_embeddings=position_embeddings, **options)
             return out
-        stream = hidden_states.float()
-        if self.form.order == "parallel":
-            x, stream = self._norm_stream("input_layernorm", stream)
-            attended = self.self_attn.o_proj(self._attend(x, position_embeddings, lockstep_context))
-            return stream + attended + self._mlp(x)
-        x, stream = self._norm_stream("input_layernorm", stream)
+        x, stream = self._norm_stream("input_layernorm", hidden_states.float())
         attended = self._attend(x, position_embeddings, lockstep_context)
+        if self.form.order == "parallel":
+            return stream + self.self_attn.o_proj(attended) + self._mlp(x)
         if self._adds_directly:
             stream = add_linear(stream, attended, self.self_attn.o_proj)
         else:
@@ -161,9 +160,8 @@ class DecoderLayer(GradientCheckpointingLayer):
         if self.activation is None:
             return None
         width: int = self.self_attn.o_proj.weight.shape[0]
-        heads = (
-            3 * (self.num_heads + self.num_key_heads) * self.head_dim
-        )  # q, k, v before and after norms, attention's output
+        # q, k, v before and after their norms, and the attention's output
+        heads = 3 * (self.num_heads + self.num_key_heads) * self.head_dim
         inner: int = 2 * self.self_attn.config.intermediate_size  # gate and up
         return num_tokens * (2 * width * (4 + itemsize) + (heads + inner) * itemsize)
 
@@ -191,13 +189,6 @@ class FinalNorm(nn.Module):
 def norm_eps(module: Any) -> float:
     eps: float = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
     return eps
-
-
-def uses_rope(attention: Any) -> bool:
-    """SmolLM3 and Cohere 2 have layers without rotary embedding."""
-    if type(attention).__name__ == "Cohere2Attention":
-        return attention.sliding_window is not None
-    return bool(getattr(attention, "use_rope", True))
 
 
 def gate_activation(mlp: Any, config: Any) -> Activation | None:

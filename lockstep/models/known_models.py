@@ -39,7 +39,7 @@ KNOWN_LAYERS: dict[str, LayerForm] = {
     "Olmo3DecoderLayer": LayerForm(norm="rms_wide", order="post", qk_norm="all"),
     # Cohere: attention and MLP side by side
     "CohereDecoderLayer": LayerForm(norm="layer", order="parallel", rope="interleaved"),
-    "Cohere2DecoderLayer": LayerForm(norm="layer", order="parallel", rope="interleaved"),
+    "Cohere2DecoderLayer": LayerForm(norm="layer", order="parallel", rope="interleaved", rope_on="sliding"),
     # Experts: their own MLP block is left as it is
     "MixtralDecoderLayer": LayerForm(window="config"),
     "Qwen2MoeDecoderLayer": LayerForm(),

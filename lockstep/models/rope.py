@@ -1,7 +1,8 @@
 """Rotary frequencies that depend on nothing but the model and the run's longest sequence.
 
-transformers chooses the frequencies of `dynamic` and `longrope` by the longest position of each call: a row would get other values
-beside a longer row, and cached keys others than the tokens after them. As vLLM does, they are fixed once, for the longest sequence.
+transformers chooses the frequencies of `dynamic` and `longrope` by the longest position of each call: the values of a row would
+change with the longest row of its batch, and cached keys would not match later tokens. As in vLLM, they are fixed once, for the
+run's longest sequence.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """The rollout's module, which decodes with the trainer's weights.
 
     one process:  `share_weights`: the rollout's parameters are the trainer's tensors; an optimizer step is seen by the next request
-    sharded:      `copy_weights`: whole parameters are gathered layer by layer into the rollout's own memory, which stays where it
+    sharded:      `copy_gathered`: whole parameters are gathered layer by layer into the rollout's own memory, which stays where it
                   is, with q/k/v and gate/up adjacent: captured CUDA graphs remain valid and decode as fast as on one GPU
 
 The trainer's module may be sharded, hooked and checkpointing its activations; the rollout's is a plain one in evaluation mode.
@@ -38,7 +38,7 @@ def share_weights(module: nn.Module, model: nn.Module) -> None:
     _check_complete(module)
 
 
-def copy_weights(module: nn.Module, weights: Iterable[tuple[str, Tensor]], model: nn.Module) -> None:
+def copy_gathered(module: nn.Module, weights: Iterable[tuple[str, Tensor]], model: nn.Module) -> None:
     """Copy whole parameters into the rollout's own memory, which is allocated at the first call; buffers are shared.
 
     weights: every parameter once by its name in `model`; each tensor is valid until the next is asked for.

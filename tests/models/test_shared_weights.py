@@ -6,7 +6,7 @@ from transformers import Qwen2ForCausalLM
 
 from lockstep.kernels.packed import packed_view
 from lockstep.models.attention import ATTENTION_NAME, PackedAttention
-from lockstep.models.shared_weights import copy_weights, release_weights, rollout_module, share_weights
+from lockstep.models.shared_weights import copy_gathered, release_weights, rollout_module, share_weights
 from tests.tiny import tiny_config
 
 
@@ -52,7 +52,7 @@ def test_released_weights_are_not_referenced() -> None:
 def test_copied_weights_stay_in_place_and_packed() -> None:
     model = tied_model()
     module = rollout_module(model)
-    copy_weights(module, model.named_parameters(), model)
+    copy_gathered(module, model.named_parameters(), model)
     addresses = [p.data_ptr() for p in module.parameters()]
     assert not set(addresses) & {p.data_ptr() for p in model.parameters()}
     assert module.lm_head.weight is module.get_input_embeddings().weight
@@ -61,6 +61,6 @@ def test_copied_weights_stay_in_place_and_packed() -> None:
     torch.testing.assert_close(logits_of(module), logits_of(model.eval()))
     with torch.no_grad():
         model.lm_head.weight.mul_(1.5)
-    copy_weights(module, model.named_parameters(), model)
+    copy_gathered(module, model.named_parameters(), model)
     assert [p.data_ptr() for p in module.parameters()] == addresses
     torch.testing.assert_close(logits_of(module), logits_of(model))

@@ -92,7 +92,7 @@ class Completion:
 class RolloutEngine(ABC):
     """Generates completions with the weights of the bound model.
 
-    policy_version: of those weights, set by whoever updates them.
+    policy_version: of those weights, set by the worker that updates them.
     """
 
     policy_version: int = 0

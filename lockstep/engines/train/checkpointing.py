@@ -30,7 +30,7 @@ class LayerCheckpointing:
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def plan(self, num_tokens: int) -> None:
-        """Choose the layers to checkpoint in the next forward of so many tokens."""
+        """Choose the layers to checkpoint in the next forward of `num_tokens` tokens."""
         if not self._adapts or not self._layers:
             return
         total = torch.cuda.get_device_properties(self._device).total_memory

@@ -32,7 +32,7 @@ from lockstep.models.model_check import check_batch, check_outputs, refuse_error
 from lockstep.models.packed_weights import pack_weights
 from lockstep.models.packing import ForwardRows, Layout, forward_rows, prompt_owners
 from lockstep.models.rope import rope_limit
-from lockstep.models.shared_weights import copy_weights, release_weights, share_weights
+from lockstep.models.shared_weights import copy_gathered, release_weights, share_weights
 from lockstep.models.token_models import TokenModel
 from lockstep.models.ulysses import SequenceGroup, check_heads
 from lockstep.protocol.columns import tensors_of
@@ -198,7 +198,7 @@ class FsdpEngine(TrainEngine):
         try:
             if self._sharded:
                 whole = ((self.compute.hf_name(name), p) for name, p in sharding.whole_by_group(self.compute))
-                copy_weights(module, whole, self.compute.transformer)
+                copy_gathered(module, whole, self.compute.transformer)
             else:
                 share_weights(module, self.compute.transformer)
             yield

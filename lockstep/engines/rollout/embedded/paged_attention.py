@@ -44,7 +44,7 @@ class LayerProbe:
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
         index = getattr(layer, "layer_idx", None)
         if index is None or index in self.layers:
-            raise ValueError(f"{type(layer).__name__} has no layer_idx of its own")
+            raise ValueError(f"{type(layer).__name__} has no unique layer_idx")
         kind = options.sliding_window, options.softcap, options.sinks is not None
         self.layers[index] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1], key.dtype, *kind)
         groups = query.shape[1] // key.shape[1]
