@@ -41,8 +41,7 @@ def _gradient(
     y = x * s
     tl.store(grad_gate_ptr + row * out_stride + column, (grad * up * slope).to(dtype), mask=inside)
     tl.store(grad_up_ptr + row * out_stride + column, (grad * y).to(dtype), mask=inside)
-    if product_ptr is not None:
-        tl.store(product_ptr + at, (y * up).to(dtype), mask=inside)
+    tl.store(product_ptr + at, (y * up).to(dtype), mask=inside)
 
 
 def gated_product(gate_up: Tensor, activation: str) -> Tensor:
@@ -57,7 +56,7 @@ def gated_product(gate_up: Tensor, activation: str) -> Tensor:
     return out
 
 
-def gated_product_gradient(gate_up: Tensor, grad: Tensor, activation: str, product: Tensor | None) -> Tensor:
+def gated_product_gradient(gate_up: Tensor, grad: Tensor, activation: str, product: Tensor) -> Tensor:
     """Gradient (T, 2 I) of gate_up from that of the product (T, I). product: receives the product; may be `grad` itself."""
     gate, up = gate_up.chunk(2, -1)
     rows, width = gate.shape

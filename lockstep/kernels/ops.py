@@ -279,23 +279,9 @@ def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
     """
     if not (x.is_cuda and x.dtype == weight.dtype and x.dtype in HALF):
         return linear(x, weight).float()
-    out: Tensor = _LinearFloat32.apply(x.flatten(0, -2), weight)
-    return out.view(*x.shape[:-1], len(weight))
-
-
-class _LinearFloat32(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return torch.mm(x, weight.t(), out_dtype=torch.float32)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        grad = grad.to(weight.dtype)
-        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
-        return grad_x, grad.t() @ x if ctx.needs_input_grad[1] else None
+    if torch.is_grad_enabled():  # training uses kernels/linear_log_prob.py
+        return F.linear(x.float(), weight.float())
+    return torch.mm(x.flatten(0, -2), weight.t(), out_dtype=torch.float32).view(*x.shape[:-1], len(weight))
 
 
 def _add_product(total: Tensor, x: Tensor, weight: Tensor) -> Tensor:

@@ -236,48 +236,6 @@ def _pick_token(
     tl.store(fields + _ACTIVE, tl.where(done, 0, 1).to(tl.int64))
 
 
-def tile_buffers(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Buffers `sums` and `best` that `sum_tiles` fills for `pick_token`."""
-    rows, num_tiles = len(logits), triton.cdiv(logits.shape[1], TILE)
-    sums = torch.empty(rows, num_tiles, 3, dtype=torch.float32, device=logits.device)
-    return sums, torch.empty(rows, num_tiles, dtype=torch.int32, device=logits.device)
-
-
-def sum_tiles(
-    logits: Tensor, slot_options: Tensor, slot_ids: Tensor, thresholds: Tensor | None, sums: Tensor, best: Tensor
-) -> None:
-    """Fill sums and best. thresholds: (T,) smallest logit that may be sampled per row; None if nothing is filtered."""
-    rows, vocabulary = logits.shape
-    num_tiles = best.shape[1]
-    _sum_tiles[(rows, num_tiles)](
-        logits, slot_options, slot_ids, thresholds, sums, best, logits.stride(0), vocabulary,
-        thresholds is not None, num_tiles, TILE, num_warps=8
-    )  # fmt: skip
-
-
-def pick_token(
-    logits: Tensor,
-    slot_state: Tensor,
-    slot_options: Tensor,
-    slot_ids: Tensor,
-    thresholds: Tensor | None,
-    sums: Tensor,
-    best: Tensor,
-    step: Tensor,
-    out_tokens: Tensor,
-    out_log_probs: Tensor,
-) -> None:
-    """Sample from the sums of the tiles and update the slots."""
-    rows, vocabulary = logits.shape
-    num_tiles = best.shape[1]
-    _pick_token[(rows,)](
-        logits, slot_state, slot_options, slot_ids, thresholds, sums, best, step,
-        out_tokens, out_log_probs, out_tokens.stride(0), logits.stride(0), vocabulary,
-        thresholds is not None, slot_state.stride(0), slot_state.shape[1] - STOPS,
-        num_tiles, triton.next_power_of_2(num_tiles), TILE, num_warps=8
-    )  # fmt: skip
-
-
 def sample(
     logits: Tensor,
     slot_state: Tensor,
@@ -302,6 +260,16 @@ def sample(
             logits, slot_state, slot_options, slot_ids, thresholds, logits.stride(0), vocabulary,
             slot_state.stride(0), 1024, num_warps=8
         )  # fmt: skip
-    sums, best = tile_buffers(logits)
-    sum_tiles(logits, slot_options, slot_ids, thresholds, sums, best)
-    pick_token(logits, slot_state, slot_options, slot_ids, thresholds, sums, best, step, out_tokens, out_log_probs)
+    num_tiles = triton.cdiv(vocabulary, TILE)
+    sums = torch.empty(rows, num_tiles, 3, dtype=torch.float32, device=logits.device)
+    best = torch.empty(rows, num_tiles, dtype=torch.int32, device=logits.device)
+    _sum_tiles[(rows, num_tiles)](
+        logits, slot_options, slot_ids, thresholds, sums, best, logits.stride(0), vocabulary,
+        filtered, num_tiles, TILE, num_warps=8
+    )  # fmt: skip
+    _pick_token[(rows,)](
+        logits, slot_state, slot_options, slot_ids, thresholds, sums, best, step,
+        out_tokens, out_log_probs, out_tokens.stride(0), logits.stride(0), vocabulary,
+        filtered, slot_state.stride(0), slot_state.shape[1] - STOPS,
+        num_tiles, triton.next_power_of_2(num_tiles), TILE, num_warps=8
+    )  # fmt: skip

@@ -68,7 +68,9 @@ def token_log_probs(
     if isinstance(logits_fn, VocabularyHead) and logits_fn.is_fused_for(hidden):
         log_probs, entropy, squares = _fused(hidden, targets, logits_fn, temperature)
         statistics = {"log_probs": log_probs}
-        statistics |= {"entropy": entropy if entropy_gradient else entropy.detach()} if with_entropy else {}
+        if not entropy_gradient:
+            entropy, squares = entropy.detach(), squares.detach()
+        statistics |= {"entropy": entropy} if with_entropy else {}
         return statistics | ({"sum_pi_squared": squares} if with_sum_pi_squared else {})
 
     def chunk(h: Tensor, y: Tensor) -> tuple[Tensor, ...]:

@@ -1,7 +1,6 @@
 """Devices: choice, transfers and memory."""
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 
@@ -14,13 +13,6 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
-
-
-def background(device: torch.device) -> ThreadPoolExecutor:
-    """A thread pool that launches on the caller's CUDA stream; on CPU a single thread."""
-    if device.type != "cuda":
-        return ThreadPoolExecutor(1)
-    return ThreadPoolExecutor(initializer=torch.cuda.set_stream, initargs=(torch.cuda.current_stream(device),))
 
 
 class HostCopy:

@@ -193,5 +193,3 @@ def test_the_probe_records_shapes_and_refuses_a_second_layer_of_the_same_index()
     assert probe.layers == {4: shape} and shape.bytes_per_token == 2 * (8 + 8) * 4
     with pytest.raises(ValueError, match="layer_idx"):
         probe.attend(layer(4), q, k, v, PLAIN)
-    probe.attend(layer(5), q, k, v, LayerOptions(0.3, 5, 30.0, SINKS))
-    assert probe.layers[5] == replace(shape, softcap=30.0, has_sinks=True)

@@ -27,8 +27,6 @@ class LayerShape:
     value_dim: int
     dtype: torch.dtype
     sliding_window: int | None = None
-    softcap: float | None = None
-    has_sinks: bool = False
 
     @property
     def bytes_per_token(self) -> int:
@@ -45,8 +43,7 @@ class LayerProbe:
         index = getattr(layer, "layer_idx", None)
         if index is None or index in self.layers:
             raise ValueError(f"{type(layer).__name__} has no unique layer_idx")
-        kind = options.sliding_window, options.softcap, options.sinks is not None
-        self.layers[index] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1], key.dtype, *kind)
+        self.layers[index] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1], key.dtype, options.sliding_window)
         groups = query.shape[1] // key.shape[1]
         return value.repeat_interleave(groups, 1).transpose(1, 2)  # only the shape matters
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lockstep.engines.rollout.embedded.cuda.decode_slots import DecodeSlots
 from lockstep.engines.rollout.embedded.cuda.graphs import DecodeGraphs, padded_batch_size
-from lockstep.engines.rollout.embedded.cuda.kernel_warmup import KernelWarmup
 from lockstep.engines.rollout.embedded.model_runner import ModelRunner
 from lockstep.engines.rollout.embedded.sampler import SampledTokens
 from lockstep.engines.rollout.embedded.scheduler import DecodeWindow, Scheduler
@@ -35,13 +34,11 @@ class CudaDecoder:
             num_slots, padded_batch_size(num_slots), width, max_stop_ids, self.num_steps, runner.device
         )
         self.graphs = DecodeGraphs(runner, self.slots, max_model_len, use_graphs)
-        self.warmup = KernelWarmup(runner, self.slots, self.graphs.max_splits)
 
     def reset(self) -> None:
         self.slots.clear()
 
     def sample_first(self, sequences: Rows[Sequence], logits_NV: Tensor) -> SampledTokens:
-        self.warmup.wait()
         slots = self.slots.assign(sequences)
         self.slots.step.zero_()
         slot_ids = to_device(torch.tensor(slots, dtype=torch.int32), self.slots.device)
