@@ -21,6 +21,24 @@ def group_sum(values: Tensor, ids_B: Tensor) -> Tensor:
     return values.new_zeros((num_groups, *values.shape[1:])).index_add_(0, ids_B, values)
 
 
+def group_mean(scores_B: Tensor, ids_B: Tensor, weight_B: Tensor | None = None) -> Tensor:
+    """(G,) mean of each group, weighted if there are weights (0 weights: the plain first score).
+
+    Computed relative to the group's first score: the mean of equal scores is exactly that score, so they deviate by 0.
+    """
+    weight_B = torch.ones_like(scores_B) if weight_B is None else weight_B
+    first_G = first_of_group(scores_B, ids_B)
+    sum_G, total_G = group_sum(torch.stack((weight_B * (scores_B - first_G[ids_B]), weight_B), 1), ids_B).unbind(1)
+    return first_G + sum_G / total_G.clamp(min=1)
+
+
+def first_of_group(values_B: Tensor, ids_B: Tensor) -> Tensor:
+    """(G,) the value of each group's first row."""
+    num_rows, num_groups = len(ids_B), int(ids_B.max()) + 1 if len(ids_B) else 0
+    rows = torch.arange(num_rows, device=ids_B.device)
+    return values_B[ids_B.new_full((num_groups,), num_rows).scatter_reduce_(0, ids_B, rows, "amin")]
+
+
 def group_mean_std(
     scores: Tensor, gidx: Tensor, eps: float = 1e-6, device: torch.device | str | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -30,8 +48,7 @@ def group_mean_std(
     """
     scores = scores.to(device) if device is not None else scores
     gidx = gidx.to(scores.device)
-    count_G, sum_G = group_sum(torch.stack((torch.ones_like(scores), scores), 1), gidx).unbind(1)
-    mean_G = sum_G / count_G
+    count_G, mean_G = group_sum(torch.ones_like(scores), gidx), group_mean(scores, gidx)
     square_G = group_sum((scores - mean_G[gidx]) ** 2, gidx)
     std_G = torch.sqrt((square_G / (count_G - 1).clamp(min=1)).clamp(min=eps))
     single_G = count_G == 1

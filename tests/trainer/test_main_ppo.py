@@ -181,6 +181,15 @@ def test_saving_during_critic_warmup_changes_nothing(overrides: list[str], tmp_p
     assert untimed(metrics_of(tmp_path / "again")) == untimed(metrics_of(tmp_path / "saved"))[1:]
 
 
+def test_the_actor_schedule_is_as_long_as_its_updates(overrides: list[str], tmp_path: Path) -> None:
+    """Two of four steps update the critic alone: the actor's rate falls from 1 to 1/2 in its own two steps."""
+    schedule = ["actor_rollout_ref.actor.optim.lr_scheduler_type=linear", "actor_rollout_ref.actor.optim.lr=1e-4"]
+    command = [*overrides, "algorithm.adv_estimator=gae", "trainer.critic_warmup=2", "trainer.total_training_steps=4"]
+    assert main([*command, *schedule, f"trainer.default_local_dir={tmp_path}/run"]) == 0
+    rates = [row["actor/lr"] for row in metrics_of(tmp_path / "run") if "actor/lr" in row]
+    assert rates == pytest.approx([1e-4, 0.5e-4])
+
+
 def test_resuming_without_a_saved_model_is_refused(overrides: list[str], tmp_path: Path, capsys: Any) -> None:
     short = [*overrides, "trainer.save_freq=1", "trainer.val_before_train=false", "trainer.total_training_steps=1"]
     exported = "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]"

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lockstep.algorithms.advantages.registry import register_adv_est
 from lockstep.config.estimators import AdvantageEstimator
-from lockstep.utils.groupwise import as_torch_index, group_sum
+from lockstep.utils.groupwise import as_torch_index, group_mean
 
 
 @register_adv_est(AdvantageEstimator.MAXRL)
@@ -23,7 +23,7 @@ def compute_maxrl_outcome_advantage(
     with torch.no_grad():
         scores_B = token_level_rewards.sum(dim=-1)
         ids_B = as_torch_index(index, scores_B.device)
-        mean_B = (group_sum(scores_B, ids_B) / group_sum(torch.ones_like(scores_B), ids_B))[ids_B]
+        mean_B = group_mean(scores_B, ids_B)[ids_B]
         advantages_B = torch.where(mean_B > 0, (scores_B - mean_B) / (mean_B + epsilon), 0.0)
         advantages = advantages_B.unsqueeze(-1) * response_mask
         return advantages, advantages

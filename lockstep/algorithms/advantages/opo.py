@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lockstep.algorithms.advantages.registry import register_adv_est
 from lockstep.config.estimators import AdvantageEstimator
-from lockstep.utils.groupwise import as_torch_index, group_sum
+from lockstep.utils.groupwise import as_torch_index, group_mean, group_sum
 
 
 @register_adv_est(AdvantageEstimator.OPO)
@@ -23,8 +23,7 @@ def compute_opo_outcome_advantage(
         scores_B = token_level_rewards.sum(dim=-1)
         length_B = response_mask.sum(dim=-1).to(scores_B.dtype)
         ids_B = as_torch_index(index, scores_B.device)
-        count_G = group_sum(torch.ones_like(scores_B), ids_B)
-        baseline_G = group_sum(length_B * scores_B, ids_B) / group_sum(length_B, ids_B).clamp(min=1)
-        baseline_G = baseline_G.masked_fill(count_G == 1, 0.0)
+        count_G, length_G = group_sum(torch.stack((torch.ones_like(scores_B), length_B), 1), ids_B).unbind(1)
+        baseline_G = group_mean(scores_B, ids_B, length_B).masked_fill((count_G == 1) | (length_G == 0), 0.0)
         advantages = (scores_B - baseline_G[ids_B]).unsqueeze(-1) * response_mask
         return advantages, advantages

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lockstep.algorithms.advantages.registry import register_adv_est
 from lockstep.config.estimators import AdvantageEstimator
-from lockstep.utils.groupwise import as_torch_index, group_sum
+from lockstep.utils.groupwise import as_torch_index, first_of_group, group_sum
 
 
 @register_adv_est(AdvantageEstimator.RLOO)
@@ -35,7 +35,8 @@ def _leave_one_out(
         scores_B = token_level_rewards.sum(dim=-1)
         ids_B = as_torch_index(index, scores_B.device)
         count_B = group_sum(torch.ones_like(scores_B), ids_B)[ids_B]
-        others_B = (group_sum(scores_B, ids_B)[ids_B] - scores_B) / (count_B - 1).clamp(min=1)
-        advantages_B = torch.where(count_B > 1, scores_B - others_B, singleton_factor * scores_B)
+        above_first_B = scores_B - first_of_group(scores_B, ids_B)[ids_B]  # equal scores give exactly 0
+        others_B = (group_sum(above_first_B, ids_B)[ids_B] - above_first_B) / (count_B - 1).clamp(min=1)
+        advantages_B = torch.where(count_B > 1, above_first_B - others_B, singleton_factor * scores_B)
         advantages = advantages_B.unsqueeze(-1) * response_mask
         return advantages, advantages

@@ -24,12 +24,17 @@ def get_cosine_schedule_with_warmup(
     num_cycles: float = 0.5,
     last_epoch: int = -1,
     init_lr_ratio: float | None = None,
+    constant_after_end: bool = False,
 ) -> LambdaLR:
-    """Cosine from 1 to `min_lr_ratio`; the warm-up starts at `init_lr_ratio` (None: 0)."""
+    """Cosine from 1 to `min_lr_ratio`; the warm-up starts at `init_lr_ratio` (None: 0).
+
+    constant_after_end: keep the last value if the run goes on after `num_training_steps`; otherwise the cosine rises again.
+    """
     length = max(1, num_training_steps - num_warmup_steps)
     mean, swing = (1 + min_lr_ratio) / 2, (1 - min_lr_ratio) / 2
 
     def factor(step: int) -> float:
+        step = min(step, max(num_training_steps, num_warmup_steps)) if constant_after_end else step
         wave = math.cos(2 * math.pi * num_cycles * (step - num_warmup_steps) / length)
         return max(min_lr_ratio, mean + swing * wave)
 
@@ -80,7 +85,8 @@ def build_schedule(optimizer: Optimizer, config: FSDPOptimizerConfig) -> LambdaL
     if warmup < 0:
         warmup = int(config.lr_warmup_steps_ratio * max(total, 0))
     if config.lr_scheduler_type == "cosine":
-        return get_cosine_schedule_with_warmup(optimizer, warmup, total, config.min_lr_ratio, config.num_cycles)
+        floor, cycles = config.min_lr_ratio, config.num_cycles
+        return get_cosine_schedule_with_warmup(optimizer, warmup, total, floor, cycles, constant_after_end=True)
     if config.lr_scheduler_type == "linear":
         return get_linear_schedule_with_warmup(optimizer, warmup, total, config.min_lr_ratio)
     return get_constant_schedule_with_warmup(optimizer, warmup)

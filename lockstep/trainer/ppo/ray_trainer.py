@@ -184,12 +184,12 @@ class PPOTrainer:
     def _role_classes(self) -> dict[Role, ClassWithInitArgs]:
         config, device, workers = self.config, self.device_name, self.role_worker_mapping
         policy, critic = config.actor_rollout_ref, config.critic
-        actor = self._with_schedule_length(policy.actor)
+        actor = self._with_schedule_length(policy.actor, self.total_training_steps - config.trainer.critic_warmup)
         if "sum_pi_squared" in required_inputs(config.algorithm.adv_estimator):
             actor = replace(actor, calculate_sum_pi_squared=True)
         policy = replace(policy, actor=actor)
         sections: dict[Role, Any] = {
-            Role.Critic: self._with_schedule_length(critic),
+            Role.Critic: self._with_schedule_length(critic, self.total_training_steps),
             Role.RewardModel: config.reward_model,
         }
         return {
@@ -199,11 +199,11 @@ class PPOTrainer:
             for role, worker in workers.items()
         }
 
-    def _with_schedule_length(self, section: Any) -> Any:
-        """The section with its schedule length set to the run's, unless the user set one."""
+    def _with_schedule_length(self, section: Any, num_steps: int) -> Any:
+        """The section with its schedule length set to the number of its update steps, unless the user set one."""
         if section.optim.total_training_steps > 0:
             return section
-        return replace(section, optim=replace(section.optim, total_training_steps=self.total_training_steps))
+        return replace(section, optim=replace(section.optim, total_training_steps=max(1, num_steps)))
 
     def start(self, resume_from: Path | None = None) -> None:
         """Lock the run's folder, resume from its checkpoint and open the trackers.
