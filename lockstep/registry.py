@@ -6,6 +6,7 @@ User code is given as `pkg.module:attr`, `pkg://pkg.module:attr` or `path/to/fil
 import difflib
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -65,6 +66,21 @@ def did_you_mean(name: str, known: Any) -> str:
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     guess = f"Did you mean {near[0]!r}? " if near else ""
     return f"{guess}Known: {', '.join(names)}."
+
+
+def defined_at(function: Any) -> str:
+    """`name (file:line)` of a user's function, for error messages; the name alone if it has no source file."""
+    name = getattr(function, "__qualname__", repr(function))
+    code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
+    return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
+
+
+def describe(value: Any) -> str:
+    """What a user's function returned, in a few words: types and tensor shapes."""
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of ({', '.join(describe(item) for item in value)})"
+    shape = getattr(value, "shape", None)
+    return type(value).__name__ if shape is None else f"{type(value).__name__} of shape {tuple(shape)}"
 
 
 def load_object(reference: str, default_attr: str | None = None) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor
 from lockstep.algorithms.advantages import AdvantageFn, get_adv_estimator_fn, parameters_of, required_inputs
 from lockstep.config.algorithm import AlgoConfig
 from lockstep.protocol import DataProto
+from lockstep.registry import defined_at, describe
 
 
 def compute_response_mask(data: DataProto) -> Tensor:
@@ -57,9 +58,15 @@ def compute_advantage(
     if missing:
         names = ", ".join("uid" if name == "index" else name for name in sorted(missing))
         raise ValueError(f"algorithm.adv_estimator={adv_estimator} needs batch keys that are missing: {names}")
-    advantages, returns = estimator(**_accepted(estimator, available))
-    data.batch["advantages"] = advantages
-    data.batch["returns"] = returns
+    result = estimator(**_accepted(estimator, available))
+    shape = data.batch["response_mask"].shape
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    if not is_pair or any(not isinstance(part, Tensor) or part.shape != shape for part in result):
+        raise ValueError(
+            f"algorithm.adv_estimator={adv_estimator}: {defined_at(estimator)} must return (advantages, returns), two "
+            f"tensors of shape {tuple(shape)}; it returned {describe(result)}"
+        )
+    data.batch["advantages"], data.batch["returns"] = result
     return data
 
 

@@ -13,7 +13,7 @@ from lockstep.protocol import DataProto
 from lockstep.protocol.keys import require
 from lockstep.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 from lockstep.utils.distributed import join_process_group
-from lockstep.workers.losses import critic_loss_fn
+from lockstep.workers.losses import critic_loss_fn, require_finite_loss
 from lockstep.workers.shared_folder import checkpoint_folder
 from lockstep.workers.updates import MetricMeans, micro_batching, mini_batches
 
@@ -72,6 +72,7 @@ class CriticWorker(Worker):
         engine.onload(optimizer=True, ahead=True)
         for rows, info in mini_batches(data):
             metrics = engine.forward_backward(rows, critic_loss_fn(config, info), micro)
+            require_finite_loss(metrics, "critic/vf_loss")
             metrics["critic/grad_norm"] = engine.optimizer_step()
             means.add(metrics)
         metrics = means.result() | {"critic/lr": engine.learning_rate}

@@ -1,30 +1,38 @@
 """The loss functions that workers pass to their engines, composed from `algorithms`."""
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from lockstep.algorithms.kl import kl_penalty
-from lockstep.algorithms.losses.aggregate import agg_loss
-from lockstep.algorithms.losses.policy import get_policy_loss_fn, policy_loss_mode
+from lockstep.algorithms.losses.aggregate import agg_loss, mini_batch_counts
+from lockstep.algorithms.losses.policy import PolicyLossFn, get_policy_loss_fn, policy_loss_mode
 from lockstep.algorithms.losses.value import compute_value_loss
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.critic import CriticConfig
 from lockstep.engines.train.base import LossFn
-from lockstep.utils.audit import RolloutGap
+from lockstep.registry import defined_at, describe
+from lockstep.utils.audit import AuditError, RolloutGap
 from lockstep.workers.updates import token_share
 
 
 def actor_loss_fn(
-    config: ActorConfig, info: dict[str, Any], prepared: Iterable[str] = (), gap: RolloutGap | None = None
+    config: ActorConfig,
+    info: dict[str, Any],
+    prepared: Iterable[str] = (),
+    gap: RolloutGap | None = None,
+    check: bool = False,
 ) -> LossFn:
     """Policy loss, minus the entropy bonus, plus the KL to the reference.
 
     prepared: names of the columns from `prepare_policy_loss`.
     gap: collects the difference between the rollout's log-probs and the current policy's.
+    check: call `check_split` on the first micro-batch of several rows.
 
     Rows have no `old_log_probs` if the update is the only one of its step: the current log-probs are the old ones then.
     """
@@ -32,20 +40,20 @@ def actor_loss_fn(
     prepared = tuple(prepared)
     counted = dataclasses.replace(config, global_batch_info=info)
 
-    def loss_fn(outputs: dict[str, Tensor], rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss_of(outputs: dict[str, Tensor], rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         mask, log_probs = rows["response_mask"], outputs["log_probs"]
-        if gap is not None and "rollout_log_probs" in rows:
-            gap.add(rows["rollout_log_probs"], log_probs, mask)
-        loss, token_means = policy_loss(
-            old_log_prob=rows["old_log_probs"] if "old_log_probs" in rows else log_probs.detach(),
-            log_prob=log_probs,
-            advantages=rows["advantages"],
-            response_mask=mask,
-            loss_agg_mode=config.loss_agg_mode,
-            config=counted,
-            rollout_is_weights=rows.get("rollout_is_weights", None),
-            **{name: rows[name] for name in prepared},
-        )
+        with mini_batch_counts(info):
+            result = policy_loss(
+                old_log_prob=rows["old_log_probs"] if "old_log_probs" in rows else log_probs.detach(),
+                log_prob=log_probs,
+                advantages=rows["advantages"],
+                response_mask=mask,
+                loss_agg_mode=config.loss_agg_mode,
+                config=counted,
+                rollout_is_weights=rows.get("rollout_is_weights", None),
+                **{name: rows[name] for name in prepared},
+            )
+        loss, token_means = _checked(result, policy_loss)
         share = token_share(mask, info)
         metrics = {name: share * value for name, value in token_means.items()}  # a user's loss may return plain numbers
         metrics["actor/pg_loss"] = loss
@@ -60,7 +68,65 @@ def actor_loss_fn(
             loss = loss + config.kl_loss_coef * kl_loss
         return loss, metrics
 
+    def loss_fn(outputs: dict[str, Tensor], rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
+        nonlocal check
+        if gap is not None and "rollout_log_probs" in rows:
+            gap.add(rows["rollout_log_probs"], outputs["log_probs"], rows["response_mask"])
+        if check and len(rows) > 1:
+            check = False
+            check_split(loss_of, outputs, rows, f"policy loss {defined_at(policy_loss)}")
+        return loss_of(outputs, rows)
+
     return loss_fn
+
+
+def _checked(result: Any, policy_loss: PolicyLossFn) -> tuple[Tensor, dict[str, Any]]:
+    """The loss and metrics that a policy loss returned; ValueError if they are something else."""
+    if isinstance(result, tuple) and len(result) == 2:
+        loss, metrics = result
+        if isinstance(loss, Tensor) and loss.numel() == 1 and isinstance(metrics, dict):
+            return loss.reshape(()), metrics
+    raise ValueError(
+        f"actor_rollout_ref.actor.policy_loss.loss_mode: {defined_at(policy_loss)} must return (loss, metrics), a scalar "
+        f"tensor and a dict; it returned {describe(result)}"
+    )
+
+
+SPLIT_TOLERANCE = 1e-3
+"""Largest relative difference between a loss and the sum of its halves that counts as rounding."""
+
+
+def check_split(loss_fn: LossFn, outputs: dict[str, Tensor], rows: TensorDict, name: str) -> None:
+    """AuditError if the loss of some rows, or its gradient, is not the sum over two parts of them.
+
+    Losses are summed over micro-batches, so such a loss would depend on how many there are.
+    """
+    half = len(rows) // 2
+    values = [value.detach().requires_grad_() for value in outputs.values()]
+
+    def loss_and_gradients(*parts: slice) -> list[Tensor]:
+        losses = [loss_fn(dict(zip(outputs, (v[part] for v in values))), rows[part])[0] for part in parts]
+        total = torch.stack(losses).sum()
+        gradients = torch.autograd.grad(total, values, materialize_grads=True) if total.requires_grad else ()
+        return [total.detach(), *gradients]
+
+    whole, split = loss_and_gradients(slice(None)), loss_and_gradients(slice(half), slice(half, None))
+    for what, one, two in zip(("loss", "gradient", "gradient", "gradient"), whole, split):
+        if (one - two).norm() > SPLIT_TOLERANCE * max(one.norm(), two.norm()):
+            raise AuditError(
+                f"{name}: the {what} of {len(rows)} rows is {float(one.norm()):.4g}, but of the same rows in two "
+                f"micro-batches {float(two.norm()):.4g}. The loss must be a sum over rows, divided by counts of the whole "
+                "mini-batch: call `agg_loss(loss_mat, response_mask, loss_agg_mode)`, or divide by "
+                "config.global_batch_info"
+            )
+
+
+def require_finite_loss(metrics: dict[str, float], key: str) -> None:
+    """AuditError if the loss is not a number, which a gradient of zero would hide."""
+    if not math.isfinite(metrics[key]):
+        raise AuditError(
+            f"{key} is {metrics[key]}: the loss is not a finite number, so this step would train on nothing"
+        )
 
 
 def critic_loss_fn(config: CriticConfig, info: dict[str, Any]) -> LossFn:

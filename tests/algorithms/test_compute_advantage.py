@@ -85,3 +85,15 @@ def bare(token_level_rewards: Tensor, response_mask: Tensor) -> tuple[Tensor, Te
 def test_outside_estimators(function: str, first: list[float]) -> None:
     data = compute_advantage(make_batch(), f"{__file__}:{function}")
     assert data.batch is not None and data.batch["advantages"][0].tolist() == first
+
+
+def one_number_per_row(token_level_rewards: Tensor, **_: Any) -> Tensor:
+    return token_level_rewards.sum(-1)
+
+
+def test_an_estimator_that_returns_something_else_is_named() -> None:
+    expected = (
+        r"one_number_per_row \(.*py:\d+\) must return \(advantages, returns\).*\(4, 3\); it returned Tensor of .*\(4,\)"
+    )
+    with pytest.raises(ValueError, match=expected):
+        compute_advantage(make_batch(), f"{__name__}:one_number_per_row")

@@ -1,10 +1,13 @@
 """Aggregate token losses to a scalar (`agg_loss`), with the counts that make it independent of the split.
 
 A mini-batch is split into micro-batches over `dp_size` ranks. Each micro-batch calls `agg_loss` with the counts of the whole
-mini-batch (`count_batch`), the micro-batch losses are summed, and the ranks' gradients are averaged, which the factor
-`dp_size` undoes. The sum then equals the loss of the whole mini-batch.
+mini-batch (`count_batch`), given as arguments or by `mini_batch_counts`. The micro-batch losses are summed, and the ranks'
+gradients are averaged, which the factor `dp_size` undoes. The sum then equals the loss of the whole mini-batch.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, get_args
 
 from torch import Tensor
@@ -14,6 +17,18 @@ from lockstep.registry import did_you_mean
 from lockstep.utils.masked import masked_mean, masked_sum
 
 LOSS_AGG_MODES: tuple[str, ...] = get_args(LossAggMode)
+
+_COUNTS: ContextVar[dict[str, Any] | None] = ContextVar("mini_batch_counts", default=None)
+
+
+@contextmanager
+def mini_batch_counts(counts: dict[str, Any]) -> Iterator[None]:
+    """Calls of `agg_loss` inside that are given no counts use these: a user's loss need not know of micro-batches."""
+    token = _COUNTS.set(counts)
+    try:
+        yield
+    finally:
+        _COUNTS.reset(token)
 
 
 def agg_loss(
@@ -34,8 +49,14 @@ def agg_loss(
     seq-mean-token-sum-norm  seq-mean-token-sum / loss_scale_factor (Dr.GRPO; R if None)
 
     dp_size, batch_num_tokens, global_batch_size: ranks, tokens and sequences of the whole mini-batch (see `count_batch`);
-    by default those of this call. Sequences without tokens are not counted. An empty mask gives 0.
+    by default those of `mini_batch_counts` or, outside of it, of this call. Sequences without tokens are not counted. An
+    empty mask gives 0.
     """
+    if batch_num_tokens is None and global_batch_size is None and (counts := _COUNTS.get()) is not None:
+        dp_size, batch_num_tokens, global_batch_size = (
+            counts[name] for name in ("dp_size", "batch_num_tokens", "global_batch_size")
+        )
+        loss_scale_factor = counts.get("loss_scale_factor") if loss_scale_factor is None else loss_scale_factor
     if loss_agg_mode not in LOSS_AGG_MODES:
         raise ValueError(
             f"actor_rollout_ref.actor.loss_agg_mode={loss_agg_mode}: no such mode. "

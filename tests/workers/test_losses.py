@@ -1,0 +1,82 @@
+"""A user's policy loss: independent of micro-batches without its doing, or refused by name."""
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from lockstep.algorithms.losses.aggregate import agg_loss
+from lockstep.config.actor_rollout_ref import ActorConfig, PolicyLossConfig
+from lockstep.utils.audit import AuditError
+from lockstep.utils.masked import masked_mean
+from lockstep.workers.losses import actor_loss_fn, require_finite_loss
+
+INFO = {"dp_size": 1, "batch_num_tokens": 20, "global_batch_size": 6, "loss_scale_factor": None}
+
+
+def plain_agg_loss(
+    log_prob: Tensor, advantages: Tensor, response_mask: Tensor, loss_agg_mode: str, **_: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """As the docs show it: without counts."""
+    return agg_loss(-advantages * log_prob, response_mask, loss_agg_mode), {}
+
+
+def mean_of_the_call(
+    log_prob: Tensor, advantages: Tensor, response_mask: Tensor, **_: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    return masked_mean(-advantages * log_prob, response_mask), {}
+
+
+def only_the_loss(log_prob: Tensor, response_mask: Tensor, **_: Any) -> Tensor:
+    return (log_prob * response_mask).sum()
+
+
+def not_reduced(log_prob: Tensor, response_mask: Tensor, **_: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    return log_prob * response_mask, {}
+
+
+def config_of(loss: Any, mode: str = "token-mean") -> ActorConfig:
+    return ActorConfig(policy_loss=PolicyLossConfig(loss_mode=f"{__name__}:{loss.__name__}"), loss_agg_mode=mode)
+
+
+def micro_batch(num_rows: int = 4) -> tuple[dict[str, Tensor], TensorDict]:
+    generator = torch.Generator().manual_seed(0)
+    log_probs, advantages = (torch.randn(num_rows, 5, generator=generator) for _ in range(2))
+    lengths = torch.tensor([5, 1, 3, 4])[:num_rows, None]
+    rows = {"advantages": advantages, "response_mask": (torch.arange(5) < lengths).long()}
+    return {"log_probs": log_probs.requires_grad_()}, TensorDict(rows, batch_size=[num_rows])
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_agg_loss_in_a_users_loss_counts_the_whole_mini_batch(mode: str) -> None:
+    outputs, rows = micro_batch()
+    loss_fn = actor_loss_fn(config_of(plain_agg_loss, mode), INFO, check=True)
+    whole, _ = loss_fn(outputs, rows)
+    parts = [loss_fn({"log_probs": outputs["log_probs"][i : i + 1]}, rows[i : i + 1])[0] for i in range(4)]
+    torch.testing.assert_close(sum(parts), whole)
+    matrix, mask = -rows["advantages"] * outputs["log_probs"], rows["response_mask"]
+    torch.testing.assert_close(whole, agg_loss(matrix, mask, mode, **INFO))
+
+
+def test_a_loss_that_depends_on_the_split_is_refused_by_name() -> None:
+    outputs, rows = micro_batch()
+    loss_fn = actor_loss_fn(config_of(mean_of_the_call), INFO, check=True)
+    with pytest.raises(AuditError, match=r"mean_of_the_call \(.*test_losses.py:\d+\): the loss of 4 rows .*agg_loss"):
+        loss_fn(outputs, rows)
+
+
+@pytest.mark.parametrize(
+    ("loss", "found"), [(only_the_loss, r"Tensor of shape \(\)"), (not_reduced, r"tuple of \(Tensor of shape \(4, 5\)")]
+)
+def test_a_wrong_return_value_is_named(loss: Any, found: str) -> None:
+    outputs, rows = micro_batch()
+    with pytest.raises(ValueError, match=rf"loss_mode: {loss.__name__} \(.*test_losses.py:\d+\) must return .*{found}"):
+        actor_loss_fn(config_of(loss), INFO)(outputs, rows)
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run() -> None:
+    require_finite_loss({"actor/pg_loss": 0.5}, "actor/pg_loss")
+    with pytest.raises(AuditError, match="actor/pg_loss is nan"):
+        require_finite_loss({"actor/pg_loss": float("nan")}, "actor/pg_loss")
