@@ -72,6 +72,7 @@ ALIASES: dict[str, str] = {
 VALUE_ALIASES: dict[str, dict[str, str]] = {
     "algorithm.kl_penalty": KL_ALIASES,
     f"{_ARR}.actor.kl_loss_type": KL_ALIASES,
+    f"{_ARR}.rollout.name": {"naive": "hf"},
 }
 
 
@@ -223,7 +224,8 @@ UNSUPPORTED_KEYS |= _in_each(
 _SAMPLED_KL = f"KL is estimated from the sampled tokens; set one of {', '.join(KL_ESTIMATORS)}"
 
 UNSUPPORTED_VALUES: dict[str, dict[str, str]] = {
-    f"{section}.strategy": {"megatron": "models are trained with FSDP2; set fsdp"} for section in _ROLES
+    f"{section}.strategy": dict.fromkeys(("megatron", "deepspeed"), "models are trained with FSDP2; set fsdp")
+    for section in _ROLES
 } | {
     f"{_ARR}.rollout.name": dict.fromkeys(
         ("vllm", "sglang", "trtllm", "tgi"),

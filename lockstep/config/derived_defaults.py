@@ -1,4 +1,4 @@
-"""Defaults that depend on what the user set, for keys whose plain default would be wrong then."""
+"""Values that depend on what the user set: defaults that would be wrong then, and clip ratios written as bounds."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,12 +6,14 @@ from typing import Any
 from lockstep.config.errors import ConfigError
 from lockstep.config.estimators import needs_groups
 
+_CLIP_LOW, _CLIP_HIGH = "actor_rollout_ref.actor.clip_ratio_low", "actor_rollout_ref.actor.clip_ratio_high"
+
 GROUP_SIZE = 5
 """Samples per prompt for estimators that compare them, unless the user sets `rollout.n`."""
 
 
 def derived_defaults(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Values derived from the keys that are set (canonical names), with one notice each; keys that are set are not changed."""
+    """Values derived from the keys that are set (canonical names), with one notice each."""
     derived: dict[str, Any] = {}
     notices: list[str] = []
     kl_keys = sorted(name for name in values if name.startswith("algorithm.kl_ctrl."))
@@ -26,6 +28,14 @@ def derived_defaults(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
         derived["actor_rollout_ref.rollout.n"] = GROUP_SIZE
         notices.append(
             f"actor_rollout_ref.rollout.n is not set; using {GROUP_SIZE}, because {estimator} compares the samples of a prompt"
+        )
+    low, high = values.get(_CLIP_LOW), values.get(_CLIP_HIGH)
+    if isinstance(low, float) and isinstance(high, float) and 0.5 <= low < 1 < high < 2:
+        derived[_CLIP_LOW], derived[_CLIP_HIGH] = round(1 - low, 12), round(high - 1, 12)
+        notices.append(
+            f"{_CLIP_LOW}={low:g} and {_CLIP_HIGH}={high:g} are read as the bounds of the ratio, so the distances from 1 are "
+            f"{derived[_CLIP_LOW]:g} and {derived[_CLIP_HIGH]:g}; as distances they would clip at {1 - low:.4g} and "
+            f"{1 + high:.4g}, which is hardly any clipping"
         )
     return derived, notices
 

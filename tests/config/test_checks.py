@@ -142,6 +142,16 @@ def test_mistyped_key_is_reported_once(minimal: list[str]) -> None:
         ([f"{ROLLOUT}.response_length=64"], "response_length=64 differs from data.max_response_length=512"),
         (["trainer.resume_from_path=x"], "is used only with trainer.resume_mode=resume_path, not auto"),
         (["trainer.test_freq=5"], "trainer.test_freq=5 without data.val_files"),
+        ([f"{ACTOR}.kl_loss_coef=0.1"], f"{ACTOR}.kl_loss_coef=0.1 has no effect: {ACTOR}.use_kl_loss is false"),
+        (["algorithm.adv_estimator=grpo", "algorithm.gamma=0.9"], "algorithm.gamma=0.9 has no effect: grpo does not"),
+        (
+            ["algorithm.adv_estimator=grpo", "critic.optim.lr=0.5"],
+            "critic.optim.lr: no effect, because grpo has no critic",
+        ),
+        ([f"{ROLLOUT}.dtype=float16"], f"{ROLLOUT}.dtype=float16 has no effect"),
+        ([f"{ROLLOUT}.mode=sync"], f"{ROLLOUT}.mode=sync has no effect"),
+        (["ray_init.timeline_json_file=t.json"], "timeline_json_file=t.json has no effect: the run does not use Ray"),
+        ([f"{ROLLOUT}.name=naive"], f"{ROLLOUT}.name=naive is read as hf"),
         (["trainer.max_restarts=2"], "trainer.max_restarts without trainer.save_freq: there are no checkpoints"),
     ],
 )
