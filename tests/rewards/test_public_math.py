@@ -5,7 +5,7 @@ import pytest
 from lockstep.rewards.scorers import geo3k, math_dapo, math_reward, math_verify, prime_math
 from lockstep.rewards.scorers.latex import NoNormalFormError, normal_form
 from lockstep.rewards.scorers.latex_text import latex_to_text
-from lockstep.rewards.scorers.symbolic import UNSAFE, agree_strictly, agree_within_tolerance
+from lockstep.rewards.scorers.symbolic import agree_strictly, agree_within_tolerance
 
 
 @pytest.mark.parametrize(
@@ -139,19 +139,18 @@ def test_prime_math_extraction(text: str, answer: str) -> None:
         ("2^3", "8", False, False),
         ("x*(x+1)", "x**2+x", True, True),
         ("six", "seven", False, False),
+        ("x**2*y**2", "y**2*x**2", True, True),
+        ("4x^3(2x^2+7)", "(8x^5+28x^3)", True, False),
+        ("sqrt(3)^2", "3", False, True),
+        ("1 + 1/N", "1/N + 1", True, True),
+        ("2^1009 + 1 - 1", "2^1009", False, True),
+        ("1)+(2", "3", False, False),
+        ("True", "1", False, False),
+        (r"2\pi/0", "1", False, False),
     ],
 )
 def test_agreement_of_answers(answer: str, gold: str, strict: bool, lenient: bool) -> None:
     assert (agree_strictly(gold, answer), agree_within_tolerance(gold, answer)) == (strict, lenient)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["__import__('os').system('true')", "x.is_real", "9^9^9", "9**9**9", "2**99999", "99999!", "open('f')", "[1][0]"],
-)
-def test_unsafe_text_is_not_passed_to_sympy(text: str) -> None:
-    assert UNSAFE.search(text)
-    assert not agree_strictly("1", text) and not agree_within_tolerance("1", text)
 
 
 @pytest.mark.parametrize(

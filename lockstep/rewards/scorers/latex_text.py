@@ -100,9 +100,9 @@ class _Reader:
         return self._next() if self.at < len(self.latex) else ""
 
     def _option(self) -> str:
-        if not self.latex.startswith("[", self.at) or "]" not in self.latex[self.at :]:
+        end = self.latex.find("]", self.at)
+        if end < 0 or not self.latex.startswith("[", self.at):
             return ""
-        end = self.latex.index("]", self.at)
         option, self.at = self.latex[self.at + 1 : end], end + 1
         return option
 

@@ -13,8 +13,10 @@ MAX_ANSWER_CHARS = 2000
 
 def compute_score(solution_str: str, ground_truth: str) -> float:
     """1 if the last boxed answer is mathematically equal to the ground truth, else 0."""
-    answer = last_boxed(solution_str)
-    return float(answer is not None and is_equal(str(ground_truth), answer))
+    answer, gold = last_boxed(solution_str), str(ground_truth)
+    if answer is None or len(answer) > MAX_ANSWER_CHARS + len(gold):
+        return 0.0
+    return float(is_equal(gold, answer))
 
 
 def last_boxed(text: str) -> str | None:

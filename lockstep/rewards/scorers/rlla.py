@@ -66,7 +66,7 @@ def score_calls(response: str, ground_truth: str) -> float:
         return MIN_CALLS_REWARD
     try:
         share = matching_share(wanted, read_calls(response))
-    except (ValueError, TypeError, KeyError, AttributeError):  # not JSON, or not a call
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # not JSON, or not a call
         return MIN_CALLS_REWARD
     return MIN_CALLS_REWARD + (MAX_CALLS_REWARD - MIN_CALLS_REWARD) * share
 

@@ -4,7 +4,7 @@ import re
 import string
 from typing import Any
 
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+OPEN, CLOSE = "<answer>", "</answer>"
 MAX_TAGS = 10
 """A response with more answer tags than this is guessing and gets a quarter of the score."""
 
@@ -21,7 +21,7 @@ def compute_score(
         return 0.0
     if normal_form(answer) not in map(normal_form, accepted_answers(ground_truth)):
         return format_score
-    num_tags = max(solution_str.count("<answer>"), solution_str.count("</answer>"))
+    num_tags = max(solution_str.count(OPEN), solution_str.count(CLOSE))
     return score / 4 if num_tags > MAX_TAGS else score
 
 
@@ -38,8 +38,11 @@ def compute_score_subem(
 
 def extract_solution(solution_str: str) -> str | None:
     """The text in the last answer tags."""
-    answers = ANSWER.findall(solution_str)
-    return answers[-1].strip() if answers else None
+    answer, at = None, 0
+    # One pass: a pattern would search the rest of the text after every opening tag.
+    while (start := solution_str.find(OPEN, at)) >= 0 and (end := solution_str.find(CLOSE, start)) >= 0:
+        answer, at = solution_str[start + len(OPEN) : end], end + len(CLOSE)
+    return None if answer is None else answer.strip()
 
 
 def accepted_answers(ground_truth: Any) -> list[str]:

@@ -3,17 +3,16 @@ r"""Whether two answers agree: as text, as sympy expressions, or as numbers with
 agree_strictly          equal normal forms, or a difference that sympy simplifies to 0 (PRM800K's rules, arXiv 2305.20050)
 agree_within_tolerance  as text, numbers within 1e-4 (also as percentages), tuples element by element, or expressions
 
-sympy evaluates what it parses, so both run in the grader's process with its limits, and sympy only gets text without
-quotes, underscores and attribute access.
+Text becomes a sympy expression by `expression.parse_expression` only, never by sympy's own parser, which is `eval`.
+simplify may take long on any expression, so both run in the grader's process with its limits.
 """
 
 import math
 import re
-from typing import Any
 
 import sympy
-from sympy.parsing.sympy_parser import implicit_multiplication_application, parse_expr, standard_transformations
 
+from lockstep.rewards.scorers.expression import Dialect, NotAnExpressionError, parse_expression
 from lockstep.rewards.scorers.latex import NoNormalFormError, normal_form
 from lockstep.rewards.scorers.latex_text import latex_to_text
 
@@ -24,11 +23,6 @@ UNITS = "degree cm centimeter meter mile second minute hour day week month year 
 POWERS_OF_TEN = (("million", "*10^6"), ("billion", "*10^9"), ("trillion", "*10^12"))
 REDUCED_FRACTION = re.compile(r"^-?[0-9]+.?/0*[1-9][0-9]*.?$")
 COSTLY_POWER = re.compile(r"\^[{(]|\^[0-9]+\^|\^[0-9][0-9]+")
-UNSAFE = re.compile(
-    r"[_'\"`\\:;@\[\]{}#&|~$?]|\.\s*[A-Za-z]|\b(?:lambda|import|for|if|else|while|yield|await|exec|eval)\b"
-    # towers, large exponents and large factorials keep sympy busy for hours
-    r"|(?:\^|\*\*)[^+\-/]*(?:\^|\*\*)|(?:\^|\*\*)[ (-]*[0-9]{4}|[0-9]{4}[ )]*!|!\s*!"
-)
 
 
 def agree_strictly(gold: str, answer: str) -> bool:
@@ -53,14 +47,10 @@ def _part_agrees(gold: str, answer: str) -> bool:
         return False
     difference = f"({gold})-({answer})"
     letters = {letter for letter in difference.replace("sqrt", "").replace("frac", "") if letter.isalpha()}
-    if len(letters) > 2 or COSTLY_POWER.search(difference) or UNSAFE.search(difference):
+    if len(letters) > 2 or COSTLY_POWER.search(difference):
         return False
-    transformations = (*standard_transformations, implicit_multiplication_application)
-    try:
-        parsed = parse_expr(difference.replace("^", "**"), transformations=transformations)
-        return bool(sympy.simplify(parsed) == 0)
-    except Exception:  # noqa: BLE001 (sympy raises anything on text that is not an expression)
-        return False
+    left, right = _parsed(gold, "implicit"), _parsed(answer, "implicit")
+    return left is not None and right is not None and _is_zero(left - right)
 
 
 def _math_form(text: str) -> str:
@@ -197,8 +187,8 @@ def _arithmetic(text: str) -> str | float:
     if not re.fullmatch(r"[\d+\-*/(). ]+", text) or "**" in text or "//" in text:
         return text
     try:
-        return float(eval(text, {"__builtins__": {}}))
-    except (SyntaxError, TypeError, ZeroDivisionError):
+        return float(parse_expression(text))
+    except (NotAnExpressionError, TypeError):  # TypeError: a division by zero is no float
         return text
 
 
@@ -211,22 +201,28 @@ def _number(value: str | float) -> float | None:
 
 
 def _expressions_close(gold: str, answer: str) -> bool:
-    if UNSAFE.search(gold) or UNSAFE.search(answer):
+    left, right = _parsed(gold, "plain"), _parsed(answer, "plain")
+    if left is not None and right is not None and _is_zero(left - right):
+        return True
+    left = _parsed(gold, "power") if left is None else left
+    right = _parsed(answer, "power") if right is None else right
+    if left is None or right is None:
         return False
-    left, right = _expression(gold), _expression(answer)
-    try:
-        if sympy.simplify(left - right) == 0:
-            return True
-    except Exception:  # noqa: BLE001 (sympy raises anything on text that is not an expression)
-        pass
     try:
         return math.isclose(sympy.N(left), sympy.N(right), rel_tol=REL_TOLERANCE)
-    except Exception:  # noqa: BLE001 (likewise)
+    except Exception:  # noqa: BLE001 (sympy raises anything; TypeError if a variable is left)
         return False
 
 
-def _expression(text: str) -> Any:
+def _parsed(text: str, dialect: Dialect) -> sympy.Expr | None:
     try:
-        return parse_expr(text)
-    except Exception:  # noqa: BLE001 (likewise)
-        return text
+        return parse_expression(text, dialect)
+    except NotAnExpressionError:
+        return None
+
+
+def _is_zero(difference: sympy.Expr) -> bool:
+    try:
+        return bool(sympy.simplify(difference) == 0)
+    except Exception:  # noqa: BLE001 (sympy raises anything on what it cannot simplify)
+        return False
