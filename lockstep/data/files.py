@@ -10,6 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from lockstep.utils.files import sha256_all
+
 READ_ROWS = 1024
 
 
@@ -42,7 +44,7 @@ def read_rows(data_files: str | Path | list[str], max_samples: int = -1, draw_se
 
 
 def _read_first(data_files: str | Path | list[str], max_samples: int) -> list[FileRow]:
-    files = [data_files] if isinstance(data_files, str | Path) else list(data_files)
+    files = _as_list(data_files)
     if not files:
         raise ValueError("no data files; set data.train_files (data.val_files) to a parquet or jsonl file")
     rows: list[FileRow] = []
@@ -55,6 +57,21 @@ def _read_first(data_files: str | Path | list[str], max_samples: int) -> list[Fi
         if len(rows) == before:
             raise ValueError(f"{file} has no rows; remove it from data.train_files (data.val_files)")
     return rows
+
+
+def file_digests(data_files: str | Path | list[str]) -> dict[str, str]:
+    """File, as given -> SHA-256 of its content."""
+    paths = {str(file): Path(file).expanduser() for file in _as_list(data_files)}
+    digests = sha256_all(list(paths.values()))
+    return {file: digests[path] for file, path in paths.items()}
+
+
+def are_files(data_files: str | Path | list[str]) -> bool:
+    return all(Path(file).expanduser().is_file() for file in _as_list(data_files))
+
+
+def _as_list(data_files: str | Path | list[str]) -> list[str | Path]:
+    return [data_files] if isinstance(data_files, str | Path) else list(data_files)
 
 
 def drop_none(struct: dict[str, Any] | None, keep: str | None = None) -> dict[str, Any]:

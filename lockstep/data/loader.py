@@ -3,7 +3,9 @@
 A custom sampler is resumed from its own state, or by drawing again (see `sampler.py`).
 """
 
+import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -11,9 +13,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from lockstep.data.fingerprint import changes, content_of
 from lockstep.data.rl_dataset import collate_fn as collate_samples
 from lockstep.data.sampler import AbstractCurriculumSampler, Resumable
 from lockstep.protocol import DataProto
+from lockstep.utils.state_file import encode
 
 EpochOrder = Callable[[int], Sequence[int]]
 """Epoch number -> order of the dataset's rows in it; must be deterministic."""
@@ -33,7 +37,7 @@ class StatefulLoader:
         dataset: Dataset[Any],
         batch_size: int,
         order: "EpochOrder | Sampler[int]",
-        fingerprint: dict[str, Any],
+        settings: dict[str, Any],
         num_workers: int = 0,
         drop_last: bool = True,
         collate: Collate = collate_samples,
@@ -46,7 +50,7 @@ class StatefulLoader:
         self.num_workers = num_workers
         self.drop_last = drop_last
         self._collate = collate
-        self._fingerprint = fingerprint
+        self._settings = settings
         self.epoch = 0
         self.position = 0
         """Rows of the current epoch that have been yielded."""
@@ -62,6 +66,7 @@ class StatefulLoader:
             batch_sampler=self._batches(starts),
             num_workers=self.num_workers,
             collate_fn=self._collate,
+            worker_init_fn=_ignore_stop_signals,
             # Own generator: the seed that DataLoader draws for its workers must not advance the run's RNG.
             generator=torch.Generator().manual_seed(self.epoch),
         )
@@ -89,6 +94,10 @@ class StatefulLoader:
         end = self.num_rows - self.batch_size + 1 if self.drop_last else self.num_rows
         return list(range(position, end, self.batch_size))
 
+    @cached_property
+    def _content(self) -> dict[str, str]:
+        return content_of(self.dataset)
+
     def on_batch_end(self, batch: DataProto) -> None:
         """Pass the batch of a finished training step to a curriculum sampler (`update`) and the dataset (`on_batch_end`)."""
         sampler = self.rows.sampler
@@ -98,19 +107,33 @@ class StatefulLoader:
             self.dataset.on_batch_end(batch)
 
     def state_dict(self) -> dict[str, Any]:
-        state = {"epoch": self.epoch, "position": self.position, "order": dict(self._fingerprint)}
+        state = {
+            "epoch": self.epoch,
+            "position": self.position,
+            "order": dict(self._settings),
+            "content": self._content,
+        }
         for name, part in self._resumable_parts().items():
             state[name] = part.state_dict()
         return state
 
+    def check_state(self) -> None:
+        """ValueError if the state of a custom sampler or dataset cannot be saved; better now than at the first checkpoint."""
+        for name, part in self._resumable_parts().items():
+            encode(part.state_dict(), owner=f"{type(part).__name__}.state_dict() of the {name}")
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved position; an error if the order of the rows has changed."""
-        for name, saved in state["order"].items():
-            if self._fingerprint[name] != saved:
-                raise ValueError(
-                    f"cannot resume the data order: {name} was {saved!r} and is now {self._fingerprint[name]!r}; "
-                    "resume with the same data files and settings, or start over with trainer.resume_mode=disable"
-                )
+        """Go to a saved position; an error if the rows or their order have changed."""
+        settings = self._settings.items()
+        problems = [f"{k} was {state['order'][k]!r} and is now {v!r}" for k, v in settings if state["order"][k] != v]
+        if "content" in state and state["content"] and self._content:
+            problems += changes(state["content"], self._content)
+        if problems:
+            raise ValueError(
+                f"cannot resume the data order: {'; '.join(problems)}. Resume with the same data files and settings; or start "
+                "over with trainer.resume_mode=disable; or start a new run from the trained weights, with "
+                "actor_rollout_ref.model.path set to the checkpoint's actor/huggingface and another trainer.default_local_dir"
+            )
         for name, part in self._resumable_parts().items():
             if name not in state:
                 raise ValueError(
@@ -127,6 +150,12 @@ class StatefulLoader:
     def _resumable_parts(self) -> dict[str, Resumable]:
         parts: dict[str, Any] = {"sampler": self.rows.sampler, "dataset": self.dataset}
         return {name: part for name, part in parts.items() if isinstance(part, Resumable)}
+
+
+def _ignore_stop_signals(worker: int) -> None:
+    """In a loader process: signals to the whole job stop it after its step, until which it needs this process."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class _OrderedRows:
@@ -232,7 +261,7 @@ def create_dataloader(
         dataset,
         batch_size,
         order=seeded_order if sampler is None else sampler,
-        fingerprint={"number of rows": num_rows, "data.shuffle": shuffle, "data.seed": seed},
+        settings={"number of rows": num_rows, "data.shuffle": shuffle, "data.seed": seed},
         num_workers=num_workers,
         drop_last=drop_last,
         collate=collate_fn or getattr(dataset, "collate_fn", None) or collate_samples,

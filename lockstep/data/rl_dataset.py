@@ -18,7 +18,7 @@ from jinja2 import TemplateError
 from torch.utils.data import Dataset
 
 from lockstep.config.data import DataConfig
-from lockstep.data.files import FileRow, drop_none, read_rows
+from lockstep.data.files import FileRow, are_files, drop_none, file_digests, read_rows
 from lockstep.data.settings import from_mapping
 from lockstep.data.tensors import truncate_ids
 from lockstep.protocol import object_array
@@ -64,6 +64,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
             )
         self.tokenizer = tokenizer
         self.config = config
+        self.data_files = data_files
         # The position before filtering is the row's index if its extra_info has none.
         self.rows = list(enumerate(read_rows(data_files, max_samples, config.seed if config.shuffle else None)))
         for _, row in self.rows:
@@ -82,6 +83,11 @@ class RLHFDataset(Dataset[dict[str, Any]]):
     def data_sources(self) -> set[str]:
         """The data sources of all rows; they select the scorers."""
         return {str(row.columns[self.config.reward_fn_key]) for _, row in self.rows}
+
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        """The content of the files, so that a resumed run notices a change."""
+        return file_digests(self.data_files)
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         position, row = self.rows[item]
@@ -266,4 +272,7 @@ def create_rl_dataset(
             raise ValueError(f"data.custom_cls.path={custom.path}: {error}") from error
         if not (isinstance(cls, type) and issubclass(cls, Dataset)):
             raise ValueError(f"data.custom_cls.name={custom.name} must be a subclass of torch.utils.data.Dataset")
-    return cls(data_files=data_files, tokenizer=tokenizer, config=config, max_samples=max_samples)
+    dataset = cls(data_files=data_files, tokenizer=tokenizer, config=config, max_samples=max_samples)
+    if not isinstance(dataset, RLHFDataset) and not hasattr(dataset, "fingerprint") and are_files(data_files):
+        dataset.fingerprint = file_digests(data_files)
+    return dataset

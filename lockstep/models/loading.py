@@ -6,6 +6,7 @@ folder ──► causal LM  |  (body, value head)  |  (body, reward head)      w
 import importlib
 import logging
 import os
+import pickle
 from pathlib import Path
 from typing import Any, cast
 
@@ -152,7 +153,13 @@ def _from_pretrained(
             attn_implementation=attention_implementation(hf_config),
             trust_remote_code=config.trust_remote_code,
             local_files_only=True,
+            weights_only=True,  # for a folder without safetensors
         )
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{key}.path={config.path!r} cannot be loaded: its weights are a pickle that holds more than tensors; convert them "
+            "to safetensors"
+        ) from error
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{key}.path={config.path!r} cannot be loaded: {error}") from error
     nn.Module.to(model, device)

@@ -67,12 +67,23 @@ def _step_of(line: bytes) -> int | None:
         return None
 
 
+def steps_in(path: Path) -> list[int]:
+    """The steps of the complete lines, in order."""
+    if not path.exists():
+        return []
+    with open(path, "rb") as lines:
+        return [step for line in lines if (step := _step_of(line)) is not None]
+
+
 def last_step(path: Path) -> int | None:
     """The step of the last complete line, or None."""
-    if not path.exists():
-        return None
-    steps = map(_step_of, reversed(path.read_bytes().splitlines(keepends=True)))
-    return next((step for step in steps if step is not None), None)
+    return next(reversed(steps_in(path)), None)
+
+
+def missing_steps(path: Path, before: int) -> list[int]:
+    """Steps that have no line, from the file's first step to `before`, which is not included."""
+    found = set(steps_in(path))
+    return [step for step in range(min(found, default=before), before) if step not in found]
 
 
 def cut_unfinished_line(path: Path) -> None:
@@ -123,6 +134,10 @@ class JsonlFile:
                 line = line[self._file.write(line) :]
         except OSError as error:
             raise OSError(error.errno, f"cannot write {self.path} (set by {self.key}): {error.strerror}") from error
+
+    def sync(self) -> None:
+        """Flush the lines to disk."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()

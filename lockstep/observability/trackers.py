@@ -1,5 +1,6 @@
 """The registry of trackers, and `Tracking`, which logs to the selected ones."""
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -8,12 +9,14 @@ from typing import Any
 
 from lockstep.observability.base import Metrics, RunInfo, Tracker
 from lockstep.observability.console import ConsoleTracker
-from lockstep.observability.jsonl import FileTracker, JsonlFile, last_step
+from lockstep.observability.jsonl import FileTracker, JsonlFile, last_step, missing_steps
 from lockstep.observability.mlflow import MlflowTracker
 from lockstep.observability.swanlab import SwanlabTracker
 from lockstep.observability.tensorboard import TensorboardTracker
 from lockstep.observability.wandb import WandbTracker
 from lockstep.registry import Registry
+
+logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -28,13 +31,21 @@ TRACKERS.register("mlflow")(MlflowTracker)
 TRACKERS.register("swanlab")(SwanlabTracker)
 
 
+def _in_words(steps: Sequence[int]) -> str:
+    """Step numbers with runs shortened: `steps 3, 5 to 9`."""
+    starts = [step for step in steps if step - 1 not in steps]
+    ends = [step for step in steps if step + 1 not in steps]
+    runs = [str(start) if start == end else f"{start} to {end}" for start, end in zip(starts, ends)]
+    return f"step{'s' if len(steps) > 1 else ''} {', '.join(runs)}"
+
+
 class Tracking:
     """All trackers of a run, plus `metrics.jsonl` in its folder, which is always written.
 
     default_backend: names in `TRACKERS`, or `pkg.module:attr` of a factory that takes a RunInfo.
     start_step:      the step the run resumes from, 0 for a new run; later records of an earlier process are dropped.
                      None drops nothing.
-    last_step:       the last step that an earlier process of a resumed run had logged.
+    last_step:       the last step up to `start_step` that an earlier process of a resumed run had logged.
 
     Use it as a context manager, or call `finish` at the end.
     """
@@ -53,9 +64,11 @@ class Tracking:
         run = RunInfo(project_name, experiment_name, folder, config or {}, total_steps, start_step)
         factories = {name: TRACKERS.get(name) for name in default_backend}
         with ExitStack() as closing:
-            self.last_step = last_step(folder / METRICS_FILE) if start_step else None
             self._metrics = JsonlFile(folder / METRICS_FILE, "trainer.default_local_dir", start_step)
             closing.callback(self._metrics.close)
+            self.last_step = last_step(folder / METRICS_FILE) if start_step else None
+            if start_step and (missing := missing_steps(folder / METRICS_FILE, before=start_step)):
+                logger.warning("%s has no line for %s", folder / METRICS_FILE, _in_words(missing))
             self._trackers: dict[str, Tracker] = {}
             for name, factory in factories.items():
                 self._trackers[name] = factory(run)
@@ -71,6 +84,10 @@ class Tracking:
         """Log a small table, such as validation samples, to the trackers only."""
         for tracker in self._trackers.values():
             tracker.log_table(name, columns, rows, step)
+
+    def sync(self) -> None:
+        """Flush `metrics.jsonl` to disk, so that a checkpoint never outlives the metrics before it."""
+        self._metrics.sync()
 
     def finish(self) -> None:
         """Finish all trackers, even if one fails; a second call is a no-op."""

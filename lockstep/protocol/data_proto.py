@@ -13,7 +13,6 @@ place. `meta_info` is copied shallowly.
 
 import copy
 import logging
-import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +36,7 @@ from lockstep.protocol.columns import (
     union_tensor_dict,
     unpack_tensor,
 )
+from lockstep.utils.state_file import from_bytes, to_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -381,18 +381,25 @@ class DataProto:
         logger.info("%s%d rows: tensors %.6f GB, arrays %.6f GB", prefix, len(self), tensors / 2**30, arrays / 2**30)
 
     def save_to_disk(self, filepath: str | Path) -> None:
-        """Write the batch to one file; tensors are stored on the CPU."""
-        with open(filepath, "wb") as file:
-            pickle.dump(self, file)
+        """Write the batch to one safetensors file. Objects must be plain data: text, numbers, lists, dicts, tensors, arrays."""
+        state = {
+            "batch_size": None if self.batch is None else list(self.batch.batch_size),
+            "batch": tensors_of(self.batch),
+            "non_tensor_batch": self.non_tensor_batch,
+            "meta_info": self.meta_info,
+        }
+        Path(filepath).write_bytes(to_bytes(state, owner="DataProto.save_to_disk"))
 
     @staticmethod
     def load_from_disk(filepath: str | Path) -> "DataProto":
-        """Read a batch written by `save_to_disk`. The file is a pickle: load only files you trust."""
-        with open(filepath, "rb") as file:
-            data = pickle.load(file)
-        if not isinstance(data, DataProto):
-            raise ValueError(f"{filepath} contains a {type(data).__name__}, not a DataProto")
-        return data
+        """Read a batch written by `save_to_disk`, on the CPU. The file is data: loading runs no code."""
+        try:
+            state = from_bytes(Path(filepath).read_bytes())
+            size, tensors = state["batch_size"], state["batch"]
+            batch = None if size is None else TensorDict(tensors, batch_size=size)
+            return DataProto(batch, state["non_tensor_batch"], state["meta_info"])
+        except (ValueError, KeyError, TypeError, RuntimeError) as error:
+            raise ValueError(f"{filepath} is not a DataProto that `save_to_disk` wrote ({error})") from error
 
     def __getstate__(self) -> dict[str, Any]:
         packed = None

@@ -3,7 +3,7 @@
     .staging-global_step_N-<pid>/ ──► fsync ──► manifest.json ──► rename to global_step_N/ ──► tracker ──► prune
 
 A folder named `global_step_N` is therefore complete; its manifest has the checksums. A run starts with `RunLock.acquire`,
-`CheckpointStore.clean_stale` and `CheckpointStore.find`, in this order.
+`CheckpointStore.clean_stale`, `CheckpointStore.find` and `CheckpointStore.mend_tracker`, in this order.
 """
 
 import errno
@@ -17,14 +17,21 @@ import socket
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import get_args
 
 from lockstep.config.trainer import ResumeMode
-from lockstep.utils.files import atomic_write_json, atomic_write_text, ensure_writable, fsync_path, fsync_tree, sha256
+from lockstep.utils.files import (
+    atomic_write_json,
+    atomic_write_text,
+    ensure_writable,
+    fsync_path,
+    fsync_tree,
+    remove_temporary_files,
+    sha256_all,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -88,17 +95,11 @@ def verify(folder: Path) -> Manifest:
             raise ValueError(f"{path} is missing")
         if (size := path.stat().st_size) != entry.size:
             raise ValueError(f"{path} has {size} bytes, but its manifest says {entry.size}")
-    checksums = _checksums([folder / name for name in manifest.files])
+    checksums = sha256_all([folder / name for name in manifest.files])
     for name, entry in manifest.files.items():
         if checksums[folder / name] != entry.sha256:
             raise ValueError(f"{folder / name} is corrupt: its checksum differs from the manifest")
     return manifest
-
-
-def _checksums(paths: list[Path]) -> dict[Path, str]:
-    """Checksums of many files, in threads: hashing releases the GIL."""
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        return dict(zip(paths, pool.map(sha256, paths)))
 
 
 class CheckpointStore:
@@ -152,26 +153,32 @@ class CheckpointStore:
         raise ValueError(f"trainer.resume_mode={resume_mode}: must be one of {', '.join(get_args(ResumeMode))}")
 
     def clean_stale(self) -> None:
-        """Remove incomplete folders of dead processes, and restore a checkpoint that one was replacing.
+        """Remove what a killed run left behind, and restore a checkpoint that it was replacing.
 
-        Folders of other live processes on this host are kept. Those with this process's id count as stale, because in a
-        container a restarted run often has the same process id: call this before the first save.
+        Hold the run lock: it proves that nobody else writes here. The process ids in the names prove nothing, because ids are
+        reused, most of all in containers.
         """
         if not self.root.is_dir():
             return
+        folders = [path for path in self.root.iterdir() if path.is_dir() and not _STEP_FOLDER.fullmatch(path.name)]
+        for folder in (self.root, *folders):
+            remove_temporary_files(folder)
         for path in sorted(self.root.iterdir()):
             match = _LEFTOVER.fullmatch(path.name)
-            if match is None:
-                continue
-            kind, name, pid = match[1], match[2], int(match[3])
-            if pid != os.getpid() and _is_alive(pid):
-                continue
-            if kind == "replaced" and not (self.root / name).exists():
-                logger.warning("%s: the run died while replacing %s; restoring the previous one", self.root, name)
-                path.rename(self.root / name)
-            else:
-                logger.info("removing %s, left behind by process %d", path, pid)
+            if match is not None and match[1] == "replaced" and not (self.root / match[2]).exists():
+                logger.warning("%s: the run died while replacing %s; restoring the previous one", self.root, match[2])
+                path.rename(self.root / match[2])
+            elif match is not None:
+                logger.info("removing %s, left behind by a killed run", path)
                 _remove(path)
+
+    def mend_tracker(self, step: int | None) -> None:
+        """Write the step that `find` chose to the tracker, which is stale if the run died before it was updated; hold the lock."""
+        tracker = self.root / TRACKER
+        if step is None:
+            tracker.unlink(missing_ok=True)
+        elif self._tracked_step() != step:
+            atomic_write_text(tracker, str(step))
 
     def _hidden(self, kind: str, final: Path) -> Path:
         return self.root / f".{kind}-{final.name}-{os.getpid()}"
@@ -180,7 +187,7 @@ class CheckpointStore:
         """Sync the files, then write the manifest."""
         fsync_tree(staging)
         paths = sorted(path for path in staging.rglob("*") if path.is_file())
-        checksums = _checksums(paths)
+        checksums = sha256_all(paths)
         files = {str(path.relative_to(staging)): FileEntry(path.stat().st_size, checksums[path]) for path in paths}
         sequence = 1 + max((sequence for sequence, _, _ in self._by_age()), default=0)
         atomic_write_json(staging / MANIFEST, asdict(Manifest(step, sequence, time.time(), files)))
@@ -361,16 +368,8 @@ def _verified_path(resume_from_path: str | None) -> tuple[int, Path]:
     return int(match[1]), folder
 
 
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True
-
-
 def _remove(folder: Path) -> None:
-    if folder.exists():
+    if folder.is_symlink() or folder.is_file():
+        folder.unlink()
+    elif folder.exists():
         shutil.rmtree(folder)

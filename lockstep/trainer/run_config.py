@@ -1,35 +1,132 @@
-"""The config saved in a run's folder, and the check that a resumed run belongs to it."""
+"""The configs of a run: in its folder, in its checkpoints, and what changed when it is resumed.
 
+config.yaml                   the config of the run, or of its last start
+configs/001_step_0.yaml ...   every config that it was started with, with the step of that start
+global_step_N/config.yaml     the config that step N was trained with
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 
+from lockstep.config.placement import need_critic
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import get_in, to_plain
+from lockstep.utils.files import atomic_write_text
+
+logger = logging.getLogger(__name__)
 
 FILE = "config.yaml"
+HISTORY = "configs"
 IDENTITY = ("algorithm.adv_estimator", "actor_rollout_ref.model.path", "critic.enable", "data.train_files")
 """Keys that identify an experiment."""
+OF_THE_START = ("trainer.default_local_dir", "trainer.resume_mode", "trainer.resume_from_path")
+"""Keys that are about the start of a run, not about its training."""
+NO_EFFECT = {
+    "trainer.seed": "random generators continue from the checkpoint",
+    "critic.model.path": "the critic's weights come from the checkpoint",
+    "algorithm.kl_ctrl.kl_coef": "the adaptive controller continues from the checkpoint's coefficient",
+}
+"""Keys that do nothing once the run has begun, and why; kl_coef only with an adaptive controller."""
 
 
-def write_run_config(run_dir: Path, config: PPOConfig) -> None:
-    (run_dir / FILE).write_text(yaml.safe_dump(to_plain(config), sort_keys=False))
+def write_run_config(run_dir: Path, config: PPOConfig, step: int) -> None:
+    """Write the config of a start at `step`, and add it to the history unless it is the last one there."""
+    text = as_yaml(config)
+    history = run_dir / HISTORY
+    history.mkdir(exist_ok=True)
+    earlier = sorted(history.glob("*_step_*.yaml"))
+    if not earlier or earlier[-1].read_bytes() != text.encode():
+        atomic_write_text(history / f"{len(earlier) + 1:03d}_step_{step}.yaml", text)
+    atomic_write_text(run_dir / FILE, text)
 
 
-def check_same_experiment(run_dir: Path, config: PPOConfig) -> None:
-    """ValueError if the folder's checkpoints belong to another experiment than `config`."""
-    path = run_dir / FILE
-    if not path.is_file():
-        return
-    saved, now = yaml.safe_load(path.read_text()), to_plain(config)
+def as_yaml(config: PPOConfig) -> str:
+    return yaml.safe_dump(to_plain(config), sort_keys=False)
+
+
+def saved_config(checkpoint: Path) -> dict[str, Any]:
+    """The config of a checkpoint; empty, with a warning, if it cannot be read."""
+    path = checkpoint / FILE
+    return read_config(path if path.exists() else checkpoint.parent / FILE)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A saved config; empty, with a warning, if it cannot be read."""
+    try:
+        saved = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if not isinstance(saved, dict):
+            raise TypeError(f"it holds a {type(saved).__name__}")
+    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        logger.warning("%s cannot be read (%s): changed settings are not reported", path, reason)
+        return {}
+    return saved
+
+
+def check_same_experiment(run_dir: Path, config: PPOConfig, saved: dict[str, Any] | None = None) -> None:
+    """ValueError if the folder's checkpoints belong to another experiment than `config`.
+
+    saved: the config of the checkpoint to resume from; None reads the run's.
+    """
+    if saved is None:
+        saved = read_config(run_dir / FILE) if (run_dir / FILE).exists() else {}
+    now = to_plain(config)
     changed = [
         f"{key} was {get_in(saved, key, None)} and is {get_in(now, key, None)}"
         for key in IDENTITY
-        if get_in(saved, key, None) != get_in(now, key, None)
+        if saved and get_in(saved, key, None) != get_in(now, key, None)
     ]
     if changed:
         raise ValueError(
             f"trainer.default_local_dir={run_dir} has checkpoints of another experiment: {'; '.join(changed)}. "
-            "Set another trainer.default_local_dir; or trainer.resume_mode=disable to start from scratch; or "
-            "trainer.resume_mode=resume_path with trainer.resume_from_path to continue from its weights"
+            "Set another trainer.default_local_dir; or trainer.resume_mode=disable to start from scratch; or, to start from "
+            "its weights, another trainer.default_local_dir and actor_rollout_ref.model.path set to a checkpoint's "
+            "actor/huggingface"
         )
+
+
+def report_changes(saved: dict[str, Any], config: PPOConfig, checkpoint: Path) -> None:
+    """Log each setting that differs from the checkpoint's, old and new, and each part of the state that was not saved."""
+    for key, old, new in _differences(saved, to_plain(config)) if saved else ():
+        note = NO_EFFECT.get(key, "")
+        if key == "algorithm.kl_ctrl.kl_coef" and config.algorithm.kl_ctrl.type == "fixed":
+            note = ""
+        if not key.startswith(OF_THE_START):
+            logger.warning("changed since the checkpoint: %s was %s, is now %s%s", key, old, new, note and f" ({note})")
+    sections = {"actor_rollout_ref.actor": config.actor_rollout_ref.actor.checkpoint.load_contents}
+    if need_critic(config):
+        sections["critic"] = config.critic.checkpoint.load_contents
+    for section, wanted in sections.items():
+        held = get_in(saved, f"{section}.checkpoint.save_contents", wanted)
+        for part, effect in EFFECTS.items():
+            if part in wanted and part not in held:
+                logger.warning(
+                    "%s has no %s of the %s, which was saved with %s.checkpoint.save_contents=[%s]: %s",
+                    checkpoint,
+                    part,
+                    section.rpartition(".")[2],
+                    section,
+                    ",".join(held),
+                    effect,
+                )
+
+
+EFFECTS = {
+    "optimizer": "AdamW starts with empty moments, so the run continues with other numbers",
+    "extra": "the learning-rate schedule and the random generators start over",
+}
+"""What happens if a part of the state was not saved."""
+
+
+def _differences(saved: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(key, old, new) of the values that differ; a key that one side lacks is `unset` there."""
+    if isinstance(saved, Mapping) and isinstance(now, Mapping):
+        for key in dict.fromkeys([*now, *saved]):
+            dotted = f"{name}.{key}" if name else str(key)
+            yield from _differences(saved.get(key, "unset"), now.get(key, "unset"), dotted)
+    elif saved != now:
+        yield name, saved, now

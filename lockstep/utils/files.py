@@ -3,11 +3,16 @@
 import hashlib
 import json
 import os
+import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
+
+_TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.tmp|\.writable-\d+-[0-9a-f]{8}")
+"""Names of temporary files."""
 
 
 @contextmanager
@@ -44,6 +49,13 @@ def atomic_write_json(path: Path | str, value: Any) -> None:
     atomic_write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
+def remove_temporary_files(folder: Path) -> None:
+    """Remove what `atomic_writer` and `ensure_writable` left in the folder when their process was killed."""
+    for path in folder.iterdir():
+        if _TEMPORARY.fullmatch(path.name) and path.is_file():
+            path.unlink()
+
+
 def fsync_path(path: Path | str) -> None:
     """Flush one file's content, or one folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -69,6 +81,12 @@ def sha256(path: Path | str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def sha256_all(paths: Sequence[Path]) -> dict[Path, str]:
+    """SHA-256 of many files, in threads: hashing releases the GIL."""
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        return dict(zip(paths, pool.map(sha256, paths)))
+
+
 def ensure_writable(folder: Path | str, key: str) -> Path:
     """Create `folder` and check that it is writable. key: its config key, for the error message."""
     path = Path(folder).expanduser()
@@ -76,7 +94,7 @@ def ensure_writable(folder: Path | str, key: str) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
         probe.write_bytes(b"")
-        probe.unlink()
+        probe.unlink(missing_ok=True)  # a run that starts here at the same time may have removed it as stale
     except OSError as error:
         reason = error.strerror or str(error)
         raise ValueError(f"{key}={folder}: cannot write there ({reason}); set {key} to a writable folder") from error

@@ -1,12 +1,23 @@
 """The loader's order depends only on (seed, epoch) and resumes exactly from any position."""
 
+import multiprocessing
+import os
+import signal
+from collections import deque
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset
 
+from lockstep.config.data import CustomClassConfig, DataConfig
+from lockstep.data.fingerprint import changes, content_of
 from lockstep.data.loader import StatefulLoader, create_dataloader, shuffled_order
+from lockstep.data.rl_dataset import RLHFDataset, create_rl_dataset
+from lockstep.utils.files import sha256
+from tests.tiny import tiny_tokenizer, write_rows
 
 PINNED = [1, 3, 0, 7, 6, 5, 2, 4]
 
@@ -57,6 +68,18 @@ def test_worker_processes_do_not_change_the_order() -> None:
     resumed = make_loader(num_workers=2)
     resumed.load_state_dict(loader.state_dict())
     assert head + take(resumed, 3) == whole
+
+
+def test_worker_processes_survive_signals_to_the_whole_job() -> None:
+    loader = make_loader(num_rows=30, num_workers=1)
+    batches = iter(loader)
+    taken = [next(batches)["index"].tolist()]
+    (process,) = multiprocessing.active_children()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(process.pid or 0, number)
+    taken += [batch["index"].tolist() for batch in batches]
+    assert taken == take(make_loader(num_rows=30), 10)
+    assert not multiprocessing.active_children()
 
 
 def test_state_saved_in_the_last_batch_resumes_at_the_next_epoch() -> None:
@@ -118,6 +141,101 @@ def test_resume_with_another_batch_size() -> None:
 def test_state_of_another_order_is_rejected(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_loader(**changes).load_state_dict(make_loader().state_dict())
+
+
+class Described(Numbers):
+    """Numbers with another content, or another description of it."""
+
+    def __init__(self, content: int, **attributes: Any) -> None:
+        super().__init__(11)
+        self.content = content
+        vars(self).update(attributes)
+
+    def __getitem__(self, item: int) -> dict[str, Any]:
+        return {"index": item, "content": self.content, "tensor": torch.arange(3), "array": np.arange(2)}
+
+
+def loader_of(dataset: Dataset[Any]) -> StatefulLoader:
+    return create_dataloader(dataset, 3, shuffle=True, seed=5)
+
+
+def test_rows_of_a_dataset_without_files_are_sampled() -> None:
+    state = loader_of(Described(1)).state_dict()
+    loader_of(Described(1)).load_state_dict(state)
+    with pytest.raises(
+        ValueError, match=r"the content of 16 rows of Described has changed\. Resume with the same data"
+    ):
+        loader_of(Described(2)).load_state_dict(state)
+
+
+def test_own_fingerprint_of_a_dataset() -> None:
+    state = loader_of(Described(1, fingerprint="v1")).state_dict()
+    loader_of(Described(2, fingerprint="v1")).load_state_dict(state)
+    with pytest.raises(ValueError, match="the content of data has changed"):
+        loader_of(Described(1, fingerprint="v2")).load_state_dict(state)
+
+
+class Random(Numbers):
+    def __getitem__(self, item: int) -> dict[str, Any]:
+        return {"index": item, "noise": torch.randn(2)}
+
+
+def test_content_that_cannot_be_described_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    state = loader_of(Random(11)).state_dict()
+    assert "reading a row twice gives different values; give Random a `fingerprint` attribute" in caplog.text
+    loader_of(Random(11)).load_state_dict(state)
+    caplog.clear()
+    loader_of(Described(object())).state_dict()
+    assert "row 0 of Described: content is a builtins.object" in caplog.text
+
+
+def test_changed_files_are_named() -> None:
+    saved = {"a": "1", "b": "2"}
+    assert changes(saved, {"a": "1", "b": "2"}) == []
+    assert changes(saved, {"moved/a": "1", "moved/b": "2"}) == []
+    assert changes(saved, {"a": "1", "b": "3"}) == ["the content of b has changed"]
+    assert changes(saved, {"a": "1", "c": "3"}) == ["c is new", "b is gone"]
+    assert changes(saved, {"b": "2", "a": "1"}) == ["the order of the files has changed"]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_fingerprint_of_files_is_their_content(suffix: str, tmp_path: Path) -> None:
+    files = [str(write_rows(tmp_path / f"{name}.{suffix}", 4)) for name in "ab"]
+    config = DataConfig(max_prompt_length=40)
+    before = content_of(RLHFDataset(files, tiny_tokenizer(), config))
+    assert before == {file: sha256(file) for file in files}
+    write_rows(tmp_path / f"b.{suffix}", 4, data_source="other")
+    after = content_of(RLHFDataset(files, tiny_tokenizer(), config))
+    assert changes(before, after) == [f"the content of {files[1]} has changed"]
+
+
+def test_files_of_a_custom_class_are_hashed(tmp_path: Path) -> None:
+    (tmp_path / "custom.py").write_text(
+        "from torch.utils.data import Dataset\n"
+        "class Own(Dataset):\n"
+        "    def __init__(self, data_files, tokenizer, config, max_samples): pass\n"
+        "    def __len__(self): return 4\n"
+        "    def __getitem__(self, item): return {'index': item}\n"
+    )
+    config = DataConfig(custom_cls=CustomClassConfig(path=str(tmp_path / "custom.py"), name="Own"))
+    file = write_rows(tmp_path / "a.jsonl", 4)
+    assert content_of(create_rl_dataset(str(file), tiny_tokenizer(), config)) == {str(file): sha256(file)}
+    assert list(content_of(create_rl_dataset("generated", tiny_tokenizer(), config))) == ["16 rows of Own"]
+
+
+class Queued(Numbers):
+    def state_dict(self) -> dict[str, Any]:
+        return {"queue": deque([1])}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+def test_state_that_cannot_be_saved_is_refused_at_the_start() -> None:
+    loader_of(Numbers(11)).check_state()
+    with pytest.raises(
+        ValueError, match=r"Queued\.state_dict\(\) of the dataset: queue is a collections\.deque, which cannot"
+    ):
+        loader_of(Queued(11)).check_state()
 
 
 def test_impossible_settings_are_rejected() -> None:

@@ -144,6 +144,34 @@ def test_resuming_drops_lines_after_the_checkpoint(start_step: int | None, kept:
     assert (tmp_path / "metrics.jsonl.old").exists() == (start_step == 0)
 
 
+@pytest.mark.parametrize(
+    ("steps", "warning"),
+    [
+        ([0, 1, 2, 5, 7, 8], "has no line for steps 3 to 4, 6"),
+        ([1, 2, 3, 4, 5, 6], "has no line for step 7"),
+        ([1, 2, 3, 4, 5, 6, 7], None),  # the line of the resumed step is written from the checkpoint
+        ([4, 5, 6, 7, 8], None),  # resumed from another run's checkpoint
+        ([], None),
+    ],
+)
+def test_missing_steps_are_named(
+    steps: list[int], warning: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_steps(tmp_path / METRICS_FILE, steps)
+    Tracking("p", "e", ["file"], {}, tmp_path, start_step=8).finish()
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == ([f"{tmp_path / METRICS_FILE} {warning}"] if warning else [])
+
+
+def test_sync_flushes_the_metrics_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    with Tracking("p", "e", [], {}, tmp_path) as tracking:
+        tracking.log({"x": 1}, step=1)
+        monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_ino))
+        tracking.sync()
+    assert synced == [(tmp_path / METRICS_FILE).stat().st_ino]
+
+
 @pytest.mark.parametrize("content", [b"", b'{"step"', b"x" * 200_000, b'{"step": 1}\n' + b"x" * 200_000])
 def test_unfinished_line_is_cut(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"

@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from lockstep.protocol import DataProto, DataProtoItem, collate_fn, object_array, union_numpy_dict, union_tensor_dict
+from lockstep.protocol.columns import deep_equal
 
 
 def make(rows: int = 4, start: int = 0) -> DataProto:
@@ -310,15 +311,24 @@ def test_save_and_load(tmp_path) -> None:
     data.batch["half"] = torch.tensor([1.5, -2.0, 3.0, 0.0], dtype=torch.bfloat16)
     data.batch["flag"] = torch.tensor([True, False, True, True])
     data.batch["none"] = torch.zeros(4, 0)
-    data.save_to_disk(tmp_path / "batch.pkl")
-    back = DataProto.load_from_disk(tmp_path / "batch.pkl")
+    data.non_tensor_batch["messages"] = object_array([[{"role": "user", "content": "ü\ud83d"}], None, 1.5, ("a", 2)])
+    data.non_tensor_batch["score"] = np.array([0.5, 1.0, float("nan"), 2.0], dtype=np.float32)
+    data.meta_info["nested"] = {"temperature": 0.7, "ids": torch.arange(3)}
+    data.save_to_disk(tmp_path / "batch")
+    back = DataProto.load_from_disk(str(tmp_path / "batch"))
     assert ids(back) == [0, 1, 2, 3] and back.batch is not None
     for key in data.batch.keys():  # noqa: SIM118
         assert torch.equal(back.batch[key], data.batch[key]) and back.batch[key].dtype == data.batch[key].dtype
+    assert back.non_tensor_batch.keys() == data.non_tensor_batch.keys()
+    for name, values in data.non_tensor_batch.items():
+        assert deep_equal(back.non_tensor_batch[name], values) and back.non_tensor_batch[name].dtype == values.dtype
+    assert deep_equal(back.meta_info, data.meta_info)
     back.batch["ids"] += 1  # writable memory
-    (tmp_path / "other.pkl").write_bytes(pickle.dumps([1]))
-    with pytest.raises(ValueError, match="contains a list, not a DataProto"):
-        DataProto.load_from_disk(tmp_path / "other.pkl")
+    DataProto().save_to_disk(tmp_path / "empty")
+    assert len(DataProto.load_from_disk(tmp_path / "empty")) == 0
+    (tmp_path / "other").write_bytes(pickle.dumps([1]))
+    with pytest.raises(ValueError, match="other is not a DataProto that `save_to_disk` wrote"):
+        DataProto.load_from_disk(tmp_path / "other")
 
 
 def test_shard_is_pickled_without_the_rest_of_its_batch() -> None:

@@ -149,6 +149,21 @@ def test_tracker_without_checkpoints_starts_at_0_with_a_warning(
     assert "says step 5, but there is no checkpoint" in caplog.text
 
 
+@pytest.mark.parametrize("content", ["1", "9", "", "x"])
+def test_stale_tracker_is_mended(content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = CheckpointStore(tmp_path)
+    store.save(2, writer("two"))
+    (tmp_path / TRACKER).write_text(content)
+    found = store.find("auto")
+    assert found is not None
+    store.mend_tracker(found[0])
+    assert (tmp_path / TRACKER).read_text() == "2"
+    caplog.clear()
+    assert store.find("auto") == found and not caplog.records
+    store.mend_tracker(None)
+    assert not (tmp_path / TRACKER).exists()
+
+
 def test_resume_path(tmp_path: Path) -> None:
     folder = CheckpointStore(tmp_path / "a").save(3, writer("three"))
     store = CheckpointStore(tmp_path / "b")
@@ -366,25 +381,28 @@ def test_killed_at_any_time(moment: str, step: int, found: int, content: str, tm
         assert store.find("auto", None) == (found + 1, tmp_path / f"global_step_{found + 1}")
 
 
-def test_clean_stale_keeps_live_processes_and_foreign_files(tmp_path: Path) -> None:
-    alive = os.getppid()
-    names = [f".staging-global_step_1-{pid}" for pid in (DEAD_PID, alive, os.getpid())] + [
-        ".staging-notes",
-        "global_step_9",
-    ]
-    for name in names:
+def test_clean_stale_removes_what_any_process_left_behind(tmp_path: Path) -> None:
+    pids = (DEAD_PID, os.getppid(), os.getpid())  # an id may belong to another live process by now
+    for pid in pids:
+        for kind in ("staging", "pruned", "replaced"):
+            (tmp_path / f".{kind}-global_step_9-{pid}").mkdir()
+        (tmp_path / f".config.yaml.{pid}-0123abcd.tmp").write_text("half")
+        (tmp_path / f".writable-{pid}-0123abcd").write_text("")
+    kept = [".staging-notes", "global_step_9", ".mine.tmp", "config.yaml", "notes.tmp"]
+    for name in kept:
         (tmp_path / name).mkdir()
+    (tmp_path / "configs").mkdir()
+    (tmp_path / f"configs/.001_step_0.yaml.{DEAD_PID}-0123abcd.tmp").write_text("half")
     CheckpointStore(tmp_path).clean_stale()
-    assert sorted(os.listdir(tmp_path)) == sorted(
-        [f".staging-global_step_1-{alive}", ".staging-notes", "global_step_9"]
-    )
+    assert sorted(os.listdir(tmp_path)) == sorted([*kept, "configs"]) and os.listdir(tmp_path / "configs") == []
     CheckpointStore(tmp_path / "not there").clean_stale()
 
 
-def test_clean_stale_restores_a_replaced_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("pid", [DEAD_PID, os.getppid()])
+def test_clean_stale_restores_a_replaced_checkpoint(pid: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = CheckpointStore(tmp_path)
     folder = store.save(1, writer("one"))
-    folder.rename(tmp_path / f".replaced-global_step_1-{DEAD_PID}")
+    folder.rename(tmp_path / f".replaced-global_step_1-{pid}")
     store.clean_stale()
     assert store.find("auto", None) == (1, folder)
     assert "restoring the previous one" in caplog.text

@@ -92,6 +92,16 @@ def build_schedule(optimizer: Optimizer, config: FSDPOptimizerConfig) -> LambdaL
     return get_constant_schedule_with_warmup(optimizer, warmup)
 
 
+def go_to_step(schedule: LambdaLR, step: int) -> None:
+    """Set the position of a new schedule; the learning rates follow from the config's peak, not from the checkpoint's."""
+    schedule.last_epoch, schedule._step_count = step, step + 1
+    schedule._last_lr = [
+        peak * factor(step) for peak, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+    ]
+    for group, lr in zip(schedule.optimizer.param_groups, schedule._last_lr, strict=True):
+        group["lr"] = lr
+
+
 def _after_warmup(num_warmup_steps: int, factor: Callable[[int], float], start: float = 0.0) -> Callable[[int], float]:
     def warm(step: int) -> float:
         if step < num_warmup_steps:

@@ -1,7 +1,10 @@
 """An engine's checkpoint folder, written by any number of ranks and read by any other number.
 
-shards/            model and optimizer, by torch.distributed.checkpoint: each rank writes its shards and reads what it needs
-extra_rank_N.pt    schedule, loss scale and random generators of rank N; a rank without a file reads that of rank 0
+shards/               model and optimizer, by torch.distributed.checkpoint: each rank writes its shards and reads what it needs
+extra_rank_N.json     position in the schedule, loss scale and random generators of rank N, the tensors in extra_rank_N.safetensors;
+                      a rank without a file reads that of rank 0
+
+Learning rate, betas and weight decay are not part of it: they follow the config of the run that loads it.
 """
 
 import random
@@ -25,10 +28,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 
 from lockstep.engines.train.loss_scale import LossScale
+from lockstep.engines.train.schedule import go_to_step
+from lockstep.engines.train.shard_reader import METADATA, ShardReader, TensorPlanner
 from lockstep.utils.distributed import current_rank
+from lockstep.utils.state_file import has_state, load_state, save_state
 
 # a single process without a process group is a supported case
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -44,21 +50,19 @@ def save_shards(folder: Path, contents: Collection[str], model: nn.Module, optim
 
 
 def load_shards(folder: Path, contents: Collection[str], model: nn.Module, optimizer: Optimizer | None) -> None:
-    held = _held_parts(folder)
+    shards = folder / "shards"
+    held = _held_parts(shards)
     if "model" in contents and "model" not in held:
         raise ValueError(f"{folder} has no model weights: it was saved without `model` in checkpoint.save_contents")
     state = _state([part for part in contents if part in held], model, optimizer)
-    if state:
+    if state:  # tensors are read in place, so this also loads the optimizer
         with _plain_errors():
-            dcp.load(state, checkpoint_id=str(folder / "shards"), no_dist=not dist.is_initialized())
+            dcp.load(
+                state, storage_reader=ShardReader(shards), planner=TensorPlanner(), no_dist=not dist.is_initialized()
+            )
     if "model" in state:
         # not strict: only the first name of a tied parameter is saved. Weights missing from the folder have failed above.
         set_model_state_dict(model, state["model"], options=StateDictOptions(strict=False))
-    if "optimizer" in state:
-        assert optimizer is not None
-        # The optimizer's tensors were read in place. Its settings follow the config, except for the scheduled learning rate.
-        for group, saved in zip(optimizer.param_groups, state["optimizer"]["param_groups"]):
-            group["lr"] = saved["lr"]
 
 
 def model_state(model: nn.Module, *, whole: bool = False) -> dict[str, Tensor]:
@@ -69,17 +73,28 @@ def model_state(model: nn.Module, *, whole: bool = False) -> dict[str, Tensor]:
     return {name: cast(Tensor, value) for name, value in state.items() if name in names}
 
 
-def save_extra(folder: Path, schedule: LRScheduler, loss_scale: LossScale) -> None:
-    extra = {"schedule": schedule.state_dict(), "loss_scale": loss_scale.state_dict(), "rng": _rng_state()}
-    torch.save(extra, _extra_file(folder, current_rank()))
+def save_extra(folder: Path, schedule: LambdaLR, loss_scale: LossScale) -> None:
+    extra = {
+        "schedule": {"last_epoch": schedule.last_epoch},
+        "loss_scale": loss_scale.state_dict(),
+        "rng": _rng_state(),
+    }
+    save_state(_extra_stem(folder, current_rank()), extra, owner="the training engine")
 
 
-def load_extra(folder: Path, schedule: LRScheduler, loss_scale: LossScale) -> None:
-    own = _extra_file(folder, current_rank())
-    extra = torch.load(own if own.exists() else _extra_file(folder, 0), weights_only=False)
-    schedule.load_state_dict(extra["schedule"])
-    loss_scale.load_state_dict(extra.get("loss_scale", {}))
-    _set_rng_state(extra["rng"])
+def load_extra(folder: Path, schedule: LambdaLR, loss_scale: LossScale) -> None:
+    """No-op if the checkpoint was saved without `extra`."""
+    own, first = _extra_stem(folder, current_rank()), _extra_stem(folder, 0)
+    stem = own if has_state(own) else first
+    if not has_state(stem):
+        return
+    extra = load_state(stem)
+    try:
+        go_to_step(schedule, int(extra["schedule"]["last_epoch"]))
+        loss_scale.load_state_dict(extra.get("loss_scale", {}))
+        _set_rng_state(extra["rng"])
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise ValueError(f"{stem}.json is not the extra state of a rank ({error!r})") from error
 
 
 def _state(contents: Collection[str], model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
@@ -87,17 +102,15 @@ def _state(contents: Collection[str], model: nn.Module, optimizer: Optimizer | N
     if "model" in contents:
         state["model"] = model_state(model)
     if "optimizer" in contents and optimizer is not None:
-        state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+        state["optimizer"] = {"state": get_optimizer_state_dict(model, optimizer)["state"]}
     return state
 
 
-def _held_parts(folder: Path) -> set[str]:
+def _held_parts(shards: Path) -> set[str]:
     """Parts of the state that are in a checkpoint's shards."""
-    shards = folder / "shards"
-    if not (shards / ".metadata").is_file():
+    if not (shards / METADATA).is_file():
         return set()
-    names = dcp.FileSystemReader(shards).read_metadata().state_dict_metadata
-    return {name.partition(".")[0] for name in names}
+    return {name.partition(".")[0] for name in ShardReader(shards).read_metadata().state_dict_metadata}
 
 
 @contextmanager
@@ -110,8 +123,8 @@ def _plain_errors() -> Iterator[None]:
         raise cause from error
 
 
-def _extra_file(folder: Path, rank: int) -> Path:
-    return folder / f"extra_rank_{rank}.pt"
+def _extra_stem(folder: Path, rank: int) -> Path:
+    return folder / f"extra_rank_{rank}"
 
 
 def _rng_state() -> dict[str, Any]:

@@ -8,11 +8,11 @@ Output is not relayed, so terminal size, colours and line order are as if the pr
 
 import json
 import os
+import secrets
 import select
-import shutil
 import socket
+import struct
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from typing import Any, TextIO
@@ -24,8 +24,7 @@ class DriverConsole:
     """The driver's side. One program may open a `RemoteConsole` with `address`."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.mkdtemp(prefix="lockstep-")  # readable by this user only
-        self.address = os.path.join(self._folder, "console")
+        self.address = f"\0lockstep-{secrets.token_hex(16)}"  # abstract: no file is left if the driver is killed
         self._listening = socket.socket(socket.AF_UNIX)
         self._listening.bind(self.address)
         self._listening.listen(1)
@@ -39,8 +38,12 @@ class DriverConsole:
         if self._ended or not select.select([source], [], [], timeout_s)[0]:
             return b""
         if self._connection is None:
-            self._connection, _ = self._listening.accept()
-            self._send_streams(self._connection)
+            connection, _ = self._listening.accept()
+            if _peer(connection) not in (os.getuid(), 0):  # an abstract address has no file permissions
+                connection.close()
+                return b""
+            self._connection = connection
+            self._send_streams(connection)
             return b""
         messages = self._connection.recv(CHUNK)
         self._ended = not messages
@@ -65,7 +68,6 @@ class DriverConsole:
                 end.close()
         for copy in self._copies:
             copy.join(timeout=1.0)
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _send_streams(self, connection: socket.socket) -> None:
         files, close_after = [], []
@@ -120,6 +122,13 @@ class RemoteConsole:
         sys.stdout.flush()
         sys.stderr.flush()
         self._connection.shutdown(socket.SHUT_RDWR)
+
+
+def _peer(connection: socket.socket) -> int:
+    """User id of the process at the other end."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, user, _ = struct.unpack("3i", credentials)
+    return int(user)
 
 
 def _copy(reading: int, stream: TextIO) -> None:

@@ -1,0 +1,97 @@
+"""Read the shards of a checkpoint as data: a planted pickle is refused, with the name of its file, and never runs.
+
+torch.distributed.checkpoint describes the shards in a pickled `.metadata`; the unpickler here knows its classes and nothing else.
+Shards are tensors, which torch loads with `weights_only=True`; entries that are not tensors are refused.
+"""
+
+import pathlib
+import pickle
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+from torch.serialization import _get_layout
+
+METADATA = ".metadata"
+
+_CLASSES: dict[tuple[str, str], Any] = {
+    (cls.__module__, cls.__name__): cls
+    for cls in (
+        metadata.Metadata,
+        metadata.MetadataIndex,
+        metadata.StorageMeta,
+        metadata.TensorProperties,
+        metadata.TensorStorageMetadata,
+        metadata.BytesStorageMetadata,
+        metadata.ChunkStorageMetadata,
+        metadata._MEM_FORMAT_ENCODING,
+        filesystem._StorageInfo,
+        torch.Size,
+        _get_layout,
+    )
+}
+# a path is pickled under the module that defined it, which depends on the Python version
+_CLASSES |= {(module, "PosixPath"): pathlib.PurePosixPath for module in ("pathlib", "pathlib._local")}
+_CLASSES |= {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _CLASSES:
+            raise pickle.UnpicklingError(f"it refers to {module}.{name}, which is no part of such a file")
+        return _CLASSES[module, name]
+
+
+class ShardReader(dcp.FileSystemReader):
+    """Reads the shards in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.folder = folder
+
+    def read_metadata(self) -> metadata.Metadata:  # takes no rank: ranks have no own metadata
+        file = self.folder / METADATA
+        try:
+            with open(file, "rb") as stream:
+                found = _MetadataUnpickler(stream).load()
+            if not isinstance(found, metadata.Metadata):
+                raise TypeError(f"it holds a {type(found).__name__}")
+            paths = [info.relative_path for info in found.storage_data.values()]
+            if strange := [path for path in paths if path in ("", "..") or Path(path).name != path]:
+                raise ValueError(f"it refers to {strange[0]!r}, a file outside its folder")
+        except OSError:
+            raise
+        except Exception as error:  # a damaged pickle raises anything
+            raise ValueError(f"{file} is not the metadata of a checkpoint: {error}") from error
+        found.storage_meta = metadata.StorageMeta(load_id=self.load_id)
+        return found
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            if item.storage_index not in self.storage_data:
+                raise ValueError(f"{self.folder / METADATA} does not say where {item.storage_index.fqn} is")
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in by_file.items():
+            try:
+                super().read_data(replace(plan, items=items), planner)
+            except (pickle.UnpicklingError, RuntimeError, EOFError, AttributeError, ValueError) as error:
+                is_pickle = isinstance(error, pickle.UnpicklingError)
+                reason = "it holds a pickle of something else than a tensor" if is_pickle else str(error).split("\n")[0]
+                raise ValueError(f"{self.folder / name} is not a shard of the checkpoint: {reason}") from error
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+class TensorPlanner(dcp.DefaultLoadPlanner):
+    """Loads tensors only: the default planner unpickles other entries."""
+
+    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
+        raise ValueError(f"{read_item.dest_index.fqn} is not a tensor")
