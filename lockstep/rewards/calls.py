@@ -4,21 +4,27 @@ How a function is called (`make_caller`):
 
     coroutine function             concurrently in one event loop, each call limited to `timeout_s`
     no timeout, or built in        inline, one row after another: the built-in scorers have their own time limits
-    importable by name             in worker processes, which are killed and replaced if a call hangs or crashes
+    importable by name             in worker processes, each killed and replaced if a call hangs or crashes
     anything else (lambda, class)  in a thread, which is abandoned if a call hangs
 """
 
 import asyncio
 import inspect
 import logging
+import os
 import queue
+import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from lockstep.rewards.default import default_compute_score, default_compute_scores, external_scorers
-from lockstep.rewards.worker_pool import RewardTimeoutError, WorkerPool, worker_task
+from lockstep.rewards.errors import RewardHangError
+from lockstep.rewards.monitor import CallMonitor, place, raised_at
+from lockstep.rewards.worker_pool import USER_MODULE, WorkerPool, worker_task
 
 logger = logging.getLogger(__name__)
 
@@ -28,22 +34,28 @@ Outcome = Any
 Caller = Callable[[list[Arguments]], list[Outcome]]
 
 THREAD_GRACE_S = 5.0
+LOOP_CHECK_S = 0.1
+MAX_DEFAULT_WORKERS = 16
 
 
 def make_caller(
     function: Callable[..., Any],
     timeout_s: float | None = None,
-    num_workers: int = 1,
+    num_workers: int | None = None,
     max_concurrency: int = 64,
     always_workers: bool = False,
 ) -> Caller:
-    """Choose how to call `function`; `always_workers` requires worker processes."""
+    """Choose how to call `function`.
+
+    num_workers:    most worker processes; None is the number of cores, at most 16.
+    always_workers: require worker processes.
+    """
     if timeout_s is not None and timeout_s <= 0:
         raise ValueError(f"reward_model.timeout_s={timeout_s:g}: must be above 0, or null for no limit")
     if always_workers or not (is_async(function) or timeout_s is None or _has_own_limit(function)):
         task = worker_task(function, _external_scorers(function))
         if task is not None:
-            return WorkerPool(task, num_workers, timeout_s)
+            return WorkerPool(task, default_num_workers() if num_workers is None else num_workers, timeout_s)
         if always_workers:
             raise ValueError(
                 f"the reward function {function_name(function)} cannot be called in another process: define it at the top "
@@ -54,6 +66,11 @@ def make_caller(
     if timeout_s is None or _has_own_limit(function):
         return partial(_call_inline, function)
     return partial(_call_in_thread, function, timeout_s)
+
+
+def default_num_workers() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, MAX_DEFAULT_WORKERS)
 
 
 def _has_own_limit(function: Callable[..., Any]) -> bool:
@@ -69,30 +86,45 @@ def _external_scorers(function: Callable[..., Any]) -> list[Callable[..., Any]]:
 
 
 def _call_inline(function: Callable[..., Any], rows: list[Arguments]) -> list[Outcome]:
-    return [_attempt(function, row) for row in rows]
+    monitor = CallMonitor(function_name(function), len(rows), None)
+    outcomes = []
+    for row in rows:
+        outcomes.append(_attempt(function, row))
+        monitor.finished()
+        monitor.report(None)
+    return outcomes
 
 
 def _attempt(function: Callable[..., Any], row: Arguments) -> Outcome:
     try:
         return function(**row)
     except SystemExit as error:
-        return RuntimeError(f"the reward function called exit({error.code!r})")
+        return _exit_error(error)
     except Exception as error:  # noqa: BLE001 (boundary to user code; the manager reports it)
         return error
 
 
+def _exit_error(error: SystemExit) -> RuntimeError:
+    return RuntimeError(f"the reward function called exit({error.code!r})")
+
+
 def _call_in_thread(function: Callable[..., Any], timeout_s: float, rows: list[Arguments]) -> list[Outcome]:
+    monitor = CallMonitor(function_name(function), len(rows), timeout_s)
     outcomes: list[Outcome] = []
     while len(outcomes) < len(rows):
         done: queue.Queue[Outcome] = queue.Queue()
         rest = rows[len(outcomes) :]
         # A thread cannot be stopped, so start a new one after each call that hangs.
-        threading.Thread(target=_attempt_all, args=(function, rest, done), name="rewards", daemon=True).start()
+        thread = threading.Thread(target=_attempt_all, args=(function, rest, done), name="rewards", daemon=True)
+        thread.start()
         for _ in rest:
+            began = time.monotonic()
             try:
-                outcomes.append(done.get(timeout=timeout_s))
+                outcomes.append(_next_outcome(done, began + timeout_s, monitor))
+                monitor.finished()
             except queue.Empty:
-                outcomes.append(RewardTimeoutError(timeout_s))
+                number = len(outcomes)
+                outcomes.append(monitor.timed_out(number, began, len(rows) - number - 1, _place(thread)))
                 logger.warning(
                     "%s timed out; abandoning its thread. Define it at the top level of a module to run it in a process "
                     "that can be killed",
@@ -102,39 +134,111 @@ def _call_in_thread(function: Callable[..., Any], timeout_s: float, rows: list[A
     return outcomes
 
 
+def _next_outcome(done: "queue.Queue[Outcome]", deadline: float, monitor: CallMonitor) -> Outcome:
+    began = time.monotonic()
+    while True:
+        until = min(deadline, monitor.report_at)
+        try:
+            return done.get(timeout=max(0.0, until - time.monotonic()))
+        except queue.Empty:
+            if until == deadline:
+                raise
+            monitor.report(began)
+
+
 def _attempt_all(function: Callable[..., Any], rows: list[Arguments], done: "queue.Queue[Outcome]") -> None:
     for row in rows:
         done.put(_attempt(function, row))
+
+
+def _place(thread: threading.Thread) -> str:
+    """Where a thread is now, in one line; empty if it has ended."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return place(reversed(traceback.extract_stack(frame))) if frame is not None else ""
 
 
 def _call_concurrently(
     function: Callable[..., Any], timeout_s: float | None, max_concurrency: int, rows: list[Arguments]
 ) -> list[Outcome]:
     """Run the event loop in a separate thread, since the caller may be inside a running loop."""
-    late: Exception = RuntimeError("the event loop ended before the call did")
-    if timeout_s is not None:
-        late = RewardTimeoutError(timeout_s)
-    outcomes: list[Outcome] = [late] * len(rows)
+    calls = _ConcurrentCalls(function, timeout_s, max_concurrency, rows)
+    thread = threading.Thread(target=calls.run, name="rewards", daemon=True)
+    thread.start()
+    while thread.is_alive() and calls.error is None:
+        thread.join(LOOP_CHECK_S)
+        # asyncio.timeout limits each coroutine, but not one that blocks the loop.
+        blocked_s = time.monotonic() - calls.loop_seen
+        if thread.is_alive() and timeout_s is not None and blocked_s > timeout_s + THREAD_GRACE_S:
+            raise RewardHangError(
+                f"the reward function {function_name(function)} blocks its event loop for {blocked_s:.0f} s, longer than "
+                f"reward_model.timeout_s={timeout_s:g}, at {_place(thread)}. Await there, or define it without `async`"
+            )
+    if calls.error is not None:
+        raise calls.error
+    return calls.outcomes
 
-    async def call_one(number: int, slots: asyncio.Semaphore) -> None:
+
+class _ConcurrentCalls:
+    """Coroutines of all rows in one event loop.
+
+    loop_seen: when the loop last ran one of our callbacks.
+    error:     why the calls were stopped.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], timeout_s: float | None, max_concurrency: int, rows: list[Arguments]
+    ) -> None:
+        self.function = function
+        self.timeout_s = timeout_s
+        self.max_concurrency = max_concurrency
+        self.rows = rows
+        self.monitor = CallMonitor(function_name(function), len(rows), timeout_s)
+        self.outcomes: list[Outcome] = [None] * len(rows)
+        self.began: dict[int, float] = {}  # of the running calls
+        self.loop_seen = time.monotonic()
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            asyncio.run(self._call_all())
+        except BaseException as error:  # noqa: BLE001 (raised in the caller's thread)
+            self.error = error
+
+    async def _call_all(self) -> None:
+        slots = asyncio.Semaphore(self.max_concurrency)
+        watch = asyncio.create_task(self._watch())
+        tasks = [asyncio.create_task(self._call(number, slots)) for number in range(len(self.rows))]
+        try:
+            await asyncio.gather(*tasks)
+        except RewardHangError as error:
+            self.error = error  # set now: a coroutine may ignore that it is cancelled
+            raise
+        watch.cancel()
+
+    async def _watch(self) -> None:
+        while True:
+            self.loop_seen = time.monotonic()
+            self.monitor.report(min(self.began.values(), default=None))
+            await asyncio.sleep(LOOP_CHECK_S)
+
+    async def _call(self, number: int, slots: asyncio.Semaphore) -> None:
         async with slots:
-            limit = asyncio.timeout(timeout_s)
+            self.loop_seen = self.began[number] = time.monotonic()
+            limit = asyncio.timeout(self.timeout_s)
             try:
                 async with limit:
-                    outcomes[number] = await function(**rows[number])
+                    self.outcomes[number] = await self.function(**self.rows[number])
+            except SystemExit as error:
+                self.outcomes[number] = _exit_error(error)
             except Exception as error:  # noqa: BLE001 (boundary to user code; the manager reports it)
-                outcomes[number] = late if limit.expired() else error
-
-    async def call_all() -> None:
-        slots = asyncio.Semaphore(max_concurrency)
-        await asyncio.gather(*(call_one(number, slots) for number in range(len(rows))))
-
-    thread = threading.Thread(target=asyncio.run, args=(call_all(),), name="rewards", daemon=True)
-    thread.start()
-    rounds = -(-len(rows) // max_concurrency)
-    # asyncio.timeout limits each coroutine; if one blocks the loop, give up on it and on all that wait behind it.
-    thread.join(None if timeout_s is None else timeout_s * rounds + THREAD_GRACE_S)
-    return list(outcomes)
+                self.outcomes[number] = error
+            outcome, began = self.outcomes[number], self.began.pop(number)
+            if limit.expired() and isinstance(outcome, Exception):
+                num_waiting = len(self.rows) - self.monitor.num_done - len(self.began) - 1
+                where = raised_at(outcome.__cause__) if outcome.__cause__ is not None else ""  # where it was cancelled
+                self.outcomes[number] = self.monitor.timed_out(number, began, num_waiting, where)
+            else:
+                self.monitor.finished()
 
 
 def is_async(function: Any) -> bool:
@@ -144,10 +248,13 @@ def is_async(function: Any) -> bool:
 
 
 def function_name(function: Any) -> str:
-    """`module.name` of a function, for messages."""
+    """`module.name` of a function, or `file.py:name` if it was loaded from a file, for messages."""
     function = _unwrap(function)
     name = getattr(function, "__qualname__", type(function).__qualname__)
-    return f"{getattr(function, '__module__', '?')}.{name}"
+    module = getattr(function, "__module__", None) or "?"
+    if module.startswith(USER_MODULE) and module in sys.modules:
+        return f"{sys.modules[module].__file__}:{name}"
+    return f"{module}.{name}"
 
 
 def _unwrap(function: Any) -> Any:

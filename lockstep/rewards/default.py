@@ -44,7 +44,10 @@ ROUTES: dict[Scorer, tuple[str, ...]] = {
         *("numina_aops_forum", "numina_synthetic_math", "numina_amc_aime"),
         *("numina_synthetic_amc", "numina_cn_k12", "numina_olympiads"),
     ),
-    partial(prime_code.compute_score, continuous=True): ("codecontests", "apps", "codeforces", "taco"),
+    partial(prime_code.compute_score, continuous=True): (
+        *("codecontests", "apps", "codeforces", "taco"),
+        *("openai_humaneval", "openai/openai_humaneval", "mbpp", "google-research-datasets/mbpp"),
+    ),
     geo3k.compute_score: ("hiyouga/geometry3k",),
     search_r1_like_qa_em.compute_score: (
         *("searchR1_nq", "searchR1_triviaqa", "searchR1_popqa", "searchR1_hotpotqa"),
@@ -105,7 +108,7 @@ def named_scorer(name: str) -> Scorer:
 
 def builtin_names() -> list[str]:
     """The scorer modules in `lockstep.rewards.scorers`."""
-    helpers = ("code_judge", "latex", "latex_text", "math_grader", "math_grader_child", "symbolic")
+    helpers = ("expression", "latex", "latex_text", "math_grader", "math_grader_child", "symbolic")
     return [module.name for module in pkgutil.iter_modules(scorers.__path__) if module.name not in helpers]
 
 

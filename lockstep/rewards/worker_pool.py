@@ -5,57 +5,33 @@
 A worker is a fresh interpreter that imports the function by name; it shares no threads and no GPU with the trainer.
 """
 
-import contextlib
-import os
+import logging
 import pickle
-import queue
-import select
-import signal
-import struct
-import subprocess
+import selectors
 import sys
+import threading
 import time
-import weakref
-from collections import deque
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+from lockstep.rewards.errors import RewardError, WorkerDiedError, WorkerStartError
+from lockstep.rewards.monitor import CallMonitor
+from lockstep.rewards.worker import CALL_AGAIN
+from lockstep.rewards.worker_process import WorkerProcess, WorkerTask, message
+
+logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 300.0
 """Time for the interpreter to start and to import the function's module."""
+GROW_S = 0.25
+"""Twice as many workers are started each time rows have been waiting for this long."""
+MAX_REPEATS = 3
+"""Times that a row is called again because a stop signal came; a function may send itself one."""
 USER_MODULE = "lockstep_user_"
 """Prefix of modules that `load_object` loads from a file."""
-HEADER = struct.Struct("!Q")
-MAX_BYTES_IN_FLIGHT = 1 << 14
-"""Bytes of rows sent to a worker ahead of its replies; small enough for the pipe's buffer, so writing does not block."""
-MIN_WRITE_BYTES = 1 << 11
-"""Bytes to collect before a write."""
-
-
-@dataclass(frozen=True)
-class WorkerTask:
-    """What a worker calls: `load_object(function)(**kwargs, **row)`, after loading the objects in `first`."""
-
-    function: str
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    first: tuple[str, ...] = ()
-
-
-class RewardTimeoutError(RuntimeError):
-    """A call took longer than `reward_model.timeout_s`."""
-
-    def __init__(self, timeout_s: float) -> None:
-        super().__init__(f"the reward function took longer than reward_model.timeout_s={timeout_s:g}")
-
-
-class WorkerDiedError(RuntimeError):
-    """The reward function ended its process."""
-
-
-class WorkerStartError(RuntimeError):
-    """The function cannot be loaded in a worker: a configuration error, not a failed row."""
 
 
 def worker_task(function: Any, first: list[Any]) -> WorkerTask | None:
@@ -82,148 +58,220 @@ def _reference(function: Any) -> str | None:
 
 
 class WorkerPool:
-    """Calls the function on rows in up to `num_workers` processes; an outcome is a result or an exception."""
+    """Calls the function on rows; an outcome is a result or an exception.
+
+    Begins with one process and starts more, up to `num_workers`, if rows wait. Rows are sent in order to whichever
+    worker has room: one at a time if calls are slow, many if they are fast.
+    """
 
     def __init__(self, task: WorkerTask, num_workers: int, timeout_s: float | None) -> None:
         if num_workers < 1:
             raise ValueError(f"reward_model.reward_kwargs.num_workers={num_workers}: must be at least 1")
         self.task = task
+        self.num_workers = num_workers
         self.timeout_s = timeout_s
-        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        for _ in range(num_workers):
-            self._idle.put(_Worker(task))
-        self._num_workers = num_workers
+        self._target = 1
+        self._grow_at = 0.0
+        self._workers: list[WorkerProcess] = []
+        self._selector = selectors.DefaultSelector()
+        self._lock = threading.Lock()
 
     def __call__(self, rows: list[dict[str, Any]]) -> list[Any]:
-        if self._num_workers == 1 or len(rows) == 1:
-            return self._call(rows)
-        with ThreadPoolExecutor(self._num_workers, thread_name_prefix="rewards") as threads:
-            return [outcome for part in threads.map(lambda row: self._call([row]), rows) for outcome in part]
-
-    def _call(self, rows: list[dict[str, Any]]) -> list[Any]:
-        worker = self._idle.get()
-        try:
-            return worker.call(rows, self.timeout_s)
-        finally:
-            self._idle.put(worker)
+        with self._lock:
+            for worker in [worker for worker in self._workers if worker.process.poll() is not None]:
+                self._kill(worker)  # killed from outside while idle
+            batch = _Batch(rows, CallMonitor(self.task.function, len(rows), self.timeout_s))
+            self._grow_at = time.monotonic() + GROW_S
+            try:
+                while batch.monitor.num_done < len(rows):
+                    self._start_workers(batch)
+                    self._send(batch)
+                    self._receive(batch)
+                    self._check_time(batch)
+            except BaseException:
+                # the replies of busy workers are no longer awaited
+                self._kill_all(worker for worker in self._workers if worker.rows or not worker.is_ready)
+                raise
+            return batch.outcomes
 
     def close(self) -> None:
-        """Stop the idle workers; the next call starts them again."""
-        for _ in range(self._idle.qsize()):
-            worker = self._idle.get()
-            worker.stop()
-            self._idle.put(worker)
+        """Stop the workers; the next call starts them again."""
+        with self._lock:
+            self._kill_all(self._workers)
+            self._target = 1
 
+    def _start_workers(self, batch: "_Batch") -> None:
+        if self._may_grow(batch) and time.monotonic() >= self._grow_at:
+            self._target = min(2 * self._target, self.num_workers)
+            self._grow_at = time.monotonic() + GROW_S
+        num_idle = sum(not worker.rows for worker in self._workers)
+        for _ in range(min(self._target - len(self._workers), len(batch.waiting) - num_idle)):
+            worker = WorkerProcess(self.task)
+            self._workers.append(worker)
+            self._selector.register(worker.stdout, selectors.EVENT_READ, worker)
+            self._watch_stdin(worker, worker.flush())
 
-class _Worker:
-    """One process, started on first use."""
-
-    def __init__(self, task: WorkerTask) -> None:
-        self.task = task
-        self._process: subprocess.Popen[bytes] | None = None
-        self._kill: Callable[[], Any] | None = None
-
-    def call(self, rows: list[dict[str, Any]], timeout_s: float | None) -> list[Any]:
-        outcomes: list[Any] = []
-        while len(outcomes) < len(rows):
-            outcomes += self._outcomes(rows[len(outcomes) :], timeout_s)
-        return outcomes
-
-    def _outcomes(self, rows: list[dict[str, Any]], timeout_s: float | None) -> list[Any]:
-        """Outcomes in row order, up to the first row that kills the process. `timeout_s` counts from the previous reply."""
-        process = self._running()
-        replies = _Replies(process)
-        messages = map(_message, ((row, timeout_s) for row in rows))
-        message = next(messages, b"")
-        in_flight: deque[int] = deque()  # bytes per row
-        bytes_in_flight = 0
-        outcomes: list[Any] = []
-        while len(outcomes) < len(rows):
-            sent = b""
-            try:
-                while message and (not in_flight or bytes_in_flight + len(message) <= MAX_BYTES_IN_FLIGHT):
-                    in_flight.append(len(message))
-                    bytes_in_flight += len(message)
-                    sent += message
-                    if len(sent) >= MIN_WRITE_BYTES:  # the worker starts while the next rows are pickled
-                        _write(process, sent)
-                        sent = b""
-                    message = next(messages, b"")
-                if sent:
-                    _write(process, sent)
-                reply = replies.next(timeout_s)
-            except TimeoutError:
-                self.stop()
-                assert timeout_s is not None
-                return [*outcomes, RewardTimeoutError(timeout_s)]
-            except EOFError:
-                code = self.stop()
-                reason = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-                return [*outcomes, WorkerDiedError(f"the process of the reward function {self.task.function} {reason}")]
-            except BaseException:
-                self.stop()  # its pending replies belong to rows that are no longer awaited
-                raise
-            bytes_in_flight -= in_flight.popleft()
-            outcomes.append(_outcome(reply))
-        return outcomes
-
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is not None:
-            return self._process
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        self._process = process = subprocess.Popen(
-            [sys.executable, "-m", "lockstep.rewards.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            start_new_session=True,
+    def _may_grow(self, batch: "_Batch") -> bool:
+        return (
+            self._target < self.num_workers and bool(batch.waiting) and all(worker.is_ready for worker in self._workers)
         )
-        self._kill = weakref.finalize(self, _kill_session, process)
-        try:
-            _write(process, _message(self.task))
-            problem = pickle.loads(_Replies(process).next(START_TIMEOUT_S))
-        except (TimeoutError, EOFError) as error:
-            problem = repr(error)
+
+    def _send(self, batch: "_Batch") -> None:
+        for worker in self._workers:
+            if not worker.is_ready:
+                continue
+            while batch.waiting and worker.has_room(len(batch.next_message()), self._max_rows(batch)):
+                worker.send(*batch.take())
+            self._watch_stdin(worker, worker.flush())
+
+    def _max_rows(self, batch: "_Batch") -> int:
+        """Rows that one worker may hold: half of its share of those that wait, since calls may turn slow."""
+        return len(batch.waiting) // (2 * self.num_workers) if batch.prefetch else 1
+
+    def _watch_stdin(self, worker: WorkerProcess, is_flushed: bool) -> None:
+        """Wait for the pipe of a large row to take the rest of it."""
+        watched = worker.stdin in self._selector.get_map()
+        if is_flushed and watched:
+            self._selector.unregister(worker.stdin)
+        elif not is_flushed and not watched:
+            self._selector.register(worker.stdin, selectors.EVENT_WRITE, worker)
+
+    def _receive(self, batch: "_Batch") -> None:
+        for key, events in self._selector.select(self._time_to_wait(batch)):
+            worker: WorkerProcess = key.data
+            if worker not in self._workers:
+                continue
+            try:
+                if not events & selectors.EVENT_READ:
+                    self._watch_stdin(worker, worker.flush())
+                elif worker.is_ready:
+                    batch.add(worker.receive())
+                else:
+                    self._check_started(worker)
+            except EOFError:
+                self._on_death(worker, batch)
+
+    def _time_to_wait(self, batch: "_Batch") -> float:
+        times = [batch.monitor.report_at]
+        times += [self._deadline(worker) for worker in self._workers]
+        if self._may_grow(batch):
+            times.append(self._grow_at)
+        return max(0.0, min(times) - time.monotonic())
+
+    def _deadline(self, worker: WorkerProcess) -> float:
+        if not worker.is_ready:
+            return worker.began + START_TIMEOUT_S
+        if not worker.rows or self.timeout_s is None:
+            return float("inf")
+        return worker.began + self.timeout_s
+
+    def _check_started(self, worker: WorkerProcess) -> None:
+        problem = worker.start_problem()
         if problem is not None:
-            self.stop()
-            raise WorkerStartError(
-                f"the reward function {self.task.function} could not be loaded in a worker process: {problem}. "
-                "Set reward_model.timeout_s=null to call it in the trainer's process without a time limit"
+            logger.error("the reward function %s in a worker process: %s", self.task.function, problem)
+            raise self._start_error(problem.strip().splitlines()[-1])
+        self._grow_at = time.monotonic() + GROW_S
+
+    def _check_time(self, batch: "_Batch") -> None:
+        now = time.monotonic()
+        for worker in [worker for worker in self._workers if now >= self._deadline(worker)]:
+            place = worker.place()
+            if not worker.is_ready:
+                raise self._start_error(f"it took longer than {START_TIMEOUT_S:g} s, at {place or 'its start'}")
+            self._kill(worker)
+            batch.time_out(worker, place)
+        batch.monitor.report(min((worker.began for worker in self._workers if worker.rows), default=None))
+
+    def _on_death(self, worker: WorkerProcess, batch: "_Batch") -> None:
+        how = self._kill(worker)
+        if worker.is_ready:
+            batch.on_death(worker, f"the process of the reward function {self.task.function} {how}")
+        else:
+            batch.num_failed_starts += 1
+            if batch.num_failed_starts > 1:
+                raise self._start_error(f"the process {how}")
+
+    def _start_error(self, cause: str) -> WorkerStartError:
+        return WorkerStartError(
+            f"the reward function {self.task.function} could not be loaded in a worker process: {cause}. "
+            "Set reward_model.timeout_s=null to call it in the trainer's process without a time limit"
+        )
+
+    def _kill(self, worker: WorkerProcess) -> str:
+        self._workers.remove(worker)
+        self._watch_stdin(worker, True)
+        self._selector.unregister(worker.stdout)
+        return worker.kill()
+
+    def _kill_all(self, workers: Iterable[WorkerProcess]) -> None:
+        for worker in list(workers):
+            self._kill(worker)
+
+
+class _Batch:
+    """The rows of one call of the pool and their outcomes.
+
+    waiting:  rows to send, in order.
+    prefetch: send rows ahead of the replies; not after a time-out, so that rows do not wait behind one that hangs.
+    """
+
+    def __init__(self, rows: list[dict[str, Any]], monitor: CallMonitor) -> None:
+        self.rows = rows
+        self.monitor = monitor
+        self.outcomes: list[Any] = [None] * len(rows)
+        self.waiting = deque(range(len(rows)))
+        self.prefetch = True
+        self.num_failed_starts = 0
+        self._died: set[int] = set()
+        self._num_repeats: Counter[int] = Counter()
+        self._oom_kills = _num_oom_kills()
+        self._next: tuple[int, bytes] = (-1, b"")
+
+    def next_message(self) -> bytes:
+        if self._next[0] != self.waiting[0]:
+            row = self.waiting[0]
+            self._next = row, message((self.rows[row], self._num_repeats[row] < MAX_REPEATS))
+        return self._next[1]
+
+    def take(self) -> tuple[int, bytes]:
+        taken, self._next = self._next, (-1, b"")
+        self.waiting.popleft()
+        return taken
+
+    def add(self, replies: list[tuple[int, bytes]]) -> None:
+        again = [row for row, reply in replies if reply == CALL_AGAIN]
+        for row, reply in replies:
+            if reply != CALL_AGAIN:
+                self.outcomes[row] = _outcome(reply)
+        self._num_repeats.update(again)
+        self.waiting.extendleft(reversed(again))
+        self.monitor.finished(len(replies) - len(again))
+
+    def time_out(self, worker: WorkerProcess, place: str) -> None:
+        """The call of the worker's first row hangs; the rows behind it wait again."""
+        self.prefetch = False
+        row, *behind = worker.rows
+        self.waiting.extendleft(reversed(behind))
+        self.outcomes[row] = self.monitor.timed_out(row, worker.began, len(self.waiting), place)
+
+    def on_death(self, worker: WorkerProcess, how: str) -> None:
+        """Call the worker's first row again, in case the process was killed from outside; if that is the second time, it failed."""
+        if not worker.rows:
+            return
+        row, *behind = worker.rows
+        self.waiting.extendleft(reversed(behind))
+        if row not in self._died:
+            self._died.add(row)
+            self.waiting.appendleft(row)
+            logger.warning("%s on row %d of %d; calling it again", how, row, len(self.rows))
+        elif "SIGKILL" in how and _num_oom_kills() > self._oom_kills:
+            raise RewardError(
+                f"{how} twice on row {row}: the machine is out of memory. Use fewer workers "
+                "(reward_model.reward_kwargs.num_workers) or a function that needs less"
             )
-        return process
-
-    def stop(self) -> int:
-        """Kill the process and its children; return its exit code."""
-        process, self._process = self._process, None
-        if process is None or self._kill is None:
-            return 0
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=0.2)  # to get the exit code of a process that ended by itself
-        self._kill()
-        return process.returncode
-
-
-def _kill_session(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()
-
-
-def _message(content: Any) -> bytes:
-    payload = pickle.dumps(content)
-    return HEADER.pack(len(payload)) + payload
-
-
-def _write(process: subprocess.Popen[bytes], data: bytes) -> None:
-    """Write `data`; if the process has exited, reading its replies reports it."""
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(data)
-        process.stdin.flush()
+        else:
+            self.outcomes[row] = WorkerDiedError(f"{how}, twice on the same row")
+            self.monitor.finished()
 
 
 def _outcome(reply: bytes) -> Any:
@@ -233,30 +281,10 @@ def _outcome(reply: bytes) -> Any:
         return TypeError(f"the result of the reward function cannot be unpickled: {error!r}")
 
 
-class _Replies:
-    """Reads the messages that a process sends."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdout is not None
-        self._file = process.stdout.fileno()
-        self._data = b""
-
-    def next(self, timeout_s: float | None) -> bytes:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        (size,) = HEADER.unpack(self._take(HEADER.size, deadline))
-        return self._take(size, deadline)
-
-    def _take(self, size: int, deadline: float | None) -> bytes:
-        parts, missing = [self._data], size - len(self._data)
-        while missing > 0:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not select.select([self._file], [], [], left)[0]:
-                raise TimeoutError
-            chunk = os.read(self._file, max(missing, 1 << 16))
-            if not chunk:
-                raise EOFError
-            parts.append(chunk)
-            missing -= len(chunk)
-        data = b"".join(parts)
-        self._data = data[size:]
-        return data[:size]
+def _num_oom_kills() -> int:
+    """Processes that the kernel has killed for lack of memory; 0 if unknown."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

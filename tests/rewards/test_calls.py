@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from lockstep.registry import load_object
-from lockstep.rewards import calls, worker_pool
-from lockstep.rewards.calls import RewardTimeoutError, make_caller
+from lockstep.rewards import calls
+from lockstep.rewards.calls import make_caller
 from lockstep.rewards.default import SCORERS, default_compute_score
-from lockstep.rewards.worker_pool import WorkerDiedError, WorkerPool, WorkerStartError, WorkerTask, worker_task
+from lockstep.rewards.errors import RewardHangError, RewardTimeoutError, WorkerDiedError, WorkerStartError
+from lockstep.rewards.worker_pool import WorkerPool, WorkerTask, worker_task
 
 SOURCE = """
 import os, signal, subprocess, sys, time
@@ -102,16 +103,14 @@ def test_worker_is_reused_across_rows(file: str) -> None:
 def test_interrupted_call_leaves_no_stale_replies(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call = make_caller(load_object(f"{file}:score"), timeout_s=10.0)
     call(rows("started"))
-    original, interrupts = worker_pool._Replies.next, iter([False, True])
 
-    def interrupted(self: Any, timeout_s: float | None) -> bytes:
-        if next(interrupts, False):
-            raise KeyboardInterrupt
-        return original(self, timeout_s)
+    def interrupted(self: WorkerPool, batch: Any) -> None:
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(worker_pool._Replies, "next", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        call(rows("a", "bb", "ccc", "dddd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkerPool, "_receive", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            call(rows("a", "bb", "ccc", "dddd"))
     assert [outcome["score"] for outcome in call(rows("x" * 7, "y" * 9))] == [7.0, 9.0]
 
 
@@ -159,24 +158,51 @@ def test_threads_are_abandoned_when_a_call_hangs(caplog: pytest.LogCaptureFixtur
     assert time.monotonic() - begun < 5 and "abandoning" in caplog.text
 
 
-def test_coroutines_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "THREAD_GRACE_S", 0.2)
-
-    async def score(text: str) -> int:
-        if text == "hang":
-            await asyncio.sleep(30)
-        if text == "own":
-            raise TimeoutError("the judge's")
-        if text == "block":
-            time.sleep(3)
-        return len(text)
-
-    outcomes = make_caller(score, timeout_s=0.2)(rows("a", "hang", "own"))
-    assert outcomes[0] == 1 and isinstance(outcomes[1], RewardTimeoutError)
-    assert type(outcomes[2]) is TimeoutError
+def test_threads_that_only_hang_stop_the_run() -> None:
     begun = time.monotonic()
-    outcomes = make_caller(score, timeout_s=0.2)(rows("a", "block", "ccc"))
+    with pytest.raises(
+        RewardHangError, match=r"<lambda> hangs: 3 calls in a row.*test_calls\.py:\d+ in <lambda>; 61 of 64"
+    ):
+        make_caller(lambda text: time.sleep(20), timeout_s=0.1)(rows(*["a"] * 64))
+    assert time.monotonic() - begun < 4
+
+
+async def score_later(text: str) -> int:
+    if text == "hang":
+        await asyncio.sleep(30)
+    if text == "own":
+        raise TimeoutError("the judge's")
+    if text == "exit":
+        raise SystemExit(1)
+    if text == "block":
+        time.sleep(3)
+    return len(text)
+
+
+def test_coroutines_time_out(caplog: pytest.LogCaptureFixture) -> None:
+    outcomes = make_caller(score_later, timeout_s=0.2)(rows("a", "hang", "own", "exit"))
     assert outcomes[0] == 1 and isinstance(outcomes[1], RewardTimeoutError)
+    assert type(outcomes[2]) is TimeoutError and "called exit(1)" in str(outcomes[3])
+    assert "row 1 of 4" in caplog.text and "called from" in caplog.text and "in score_later" in caplog.text
+
+
+def test_coroutines_that_only_hang_stop_the_run() -> None:
+    begun = time.monotonic()
+    with pytest.raises(RewardHangError, match=r"score_later hangs: 3 calls in a row.*in score_later; \d+ of 64 rows"):
+        make_caller(score_later, timeout_s=0.1, max_concurrency=2)(rows(*["hang"] * 64))
+    assert time.monotonic() - begun < 2
+    outcomes = make_caller(score_later, timeout_s=0.1, max_concurrency=4)(rows("hang", "hang", "hang", "a"))
+    assert [isinstance(outcome, RewardTimeoutError) for outcome in outcomes] == [True, True, True, False]
+
+
+def test_coroutine_that_blocks_the_loop_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows behind it were not called, so they must not score 0."""
+    monkeypatch.setattr(calls, "THREAD_GRACE_S", 0.2)
+    begun = time.monotonic()
+    with pytest.raises(
+        RewardHangError, match=r"score_later blocks its event loop.*test_calls\.py:\d+ in score_later\."
+    ):
+        make_caller(score_later, timeout_s=0.2)(rows("a", "block", "ccc"))
     assert time.monotonic() - begun < 2
 
 

@@ -12,6 +12,7 @@ import torch
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.reward import CustomRewardFunctionConfig, RewardModelConfig
 from lockstep.protocol import DataProto
+from lockstep.rewards.errors import RewardError, RewardHangError
 from lockstep.rewards.managers import (
     REWARD_MANAGERS,
     BatchRewardManager,
@@ -153,9 +154,32 @@ def test_one_failure_affects_one_sample_and_is_logged(caplog: pytest.LogCaptureF
 
 
 def test_failure_of_a_whole_batch_stops_the_run() -> None:
-    with pytest.raises(RuntimeError, match=r"fail_on_b failed on 2 of 2 samples.*'openai/gsm8k'.*KeyError") as caught:
+    message = (
+        r"fail_on_b failed on 2 of 2 samples.*'openai/gsm8k'; 2 of them with KeyError\('no b'\) at \S+test_managers\.py:\d+ in "
+        r"fail_on_b\. .* fix custom_reward_function$"
+    )
+    with pytest.raises(RewardError, match=message) as caught:
         run(fail_on_b, make_batch(["b", "b"]))
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_failure_of_a_whole_batch_in_a_worker_names_the_line(tmp_path: Path) -> None:
+    source = "def judge(text):\n    return text['a']\n\ndef compute_score(solution_str, **kw):\n    return judge({})\n"
+    message = (
+        r"with KeyError\('a'\) at \S+reward_file\.py:2 in judge, called from \S+reward_file\.py:5 in compute_score\."
+    )
+    with pytest.raises(RewardError, match=message):
+        with_file(tmp_path, source)(make_batch(["a", "b"]))
+
+
+def test_error_outside_the_function_stops_the_run_even_in_a_mixture() -> None:
+    def no_grader(solution_str: str, **_: Any) -> float:
+        if solution_str == "b":
+            raise RewardError("the grader cannot be started")
+        return 1.0
+
+    with pytest.raises(RewardError, match="the grader cannot be started"):
+        run(no_grader, make_batch(["a", "b"]))
 
 
 def test_unknown_data_source_stops_the_run_even_in_a_mixture() -> None:
@@ -306,6 +330,12 @@ def test_batch_function_that_fails_is_called_row_by_row() -> None:
     assert calls == [4, 1, 1, 1, 1]
     assert result["reward_tensor"].sum(dim=1).tolist() == [1.0, 0.0, 0.0, 1.0]
     assert result["reward_extra_info"] == {"reward_failed": [0.0, 1.0, 1.0, 0.0]}
+
+
+def test_batch_function_that_hangs_stops_the_run(tmp_path: Path) -> None:
+    source = "import time\ndef compute_score(**columns):\n    time.sleep(1000)\n"
+    with pytest.raises(RewardHangError, match=r"reward_file\.py:3 in compute_score; 5 of 8 rows were waiting"):
+        with_file(tmp_path, source, "batch", timeout_s=0.2)(make_batch(list("abcdefgh")))
 
 
 def test_batch_manager_from_the_config(tmp_path: Path) -> None:

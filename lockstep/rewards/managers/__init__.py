@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 from lockstep.config.ppo import PPOConfig
+from lockstep.rewards import sandbox
 from lockstep.rewards.custom import ARGUMENTS, BATCH_ARGUMENTS, get_custom_reward_fn
 from lockstep.rewards.default import check_scorer_options, default_compute_score, default_compute_scores
 from lockstep.rewards.managers.batch import BatchRewardManager
@@ -35,7 +36,9 @@ def load_reward_manager(config: PPOConfig, tokenizer: Any, num_examine: int) -> 
     manager = REWARD_MANAGERS.get(name)
     score_arguments = getattr(manager, "score_arguments", ARGUMENTS)
     compute_score = get_custom_reward_fn(config.custom_reward_function, score_arguments)
+    sandbox.configure(config.reward_model.sandbox)
     if compute_score is None:
+        sandbox.announce()
         options = config.custom_reward_function.reward_kwargs
         check_scorer_options(options)
         default = default_compute_scores if score_arguments == BATCH_ARGUMENTS else default_compute_score

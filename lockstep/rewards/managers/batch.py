@@ -26,19 +26,25 @@ class BatchRewardManager(NaiveRewardManager):
         reward_fn_key: str = "data_source",
         timeout_s: float | None = None,
     ) -> None:
-        super().__init__(tokenizer, num_examine, compute_score or default_compute_scores, reward_fn_key, timeout_s)
+        score = compute_score or default_compute_scores
+        super().__init__(tokenizer, num_examine, score, reward_fn_key, timeout_s, num_workers=1)
 
     def _score_all(self, rows: list[ScoringRow]) -> list[Outcome]:
-        outcomes = self._score_batch(rows)
-        if isinstance(outcomes, Exception):
-            if len(rows) == 1:
-                return [outcomes]
-            return [outcome for row in rows for outcome in self._score_all([row])]
-        return outcomes
+        (outcomes,) = self._score_batches([rows])
+        if not isinstance(outcomes, Exception):
+            return outcomes
+        if len(rows) == 1:
+            return [outcomes]
+        alone = self._score_batches([[row] for row in rows])
+        return [outcome if isinstance(outcome, Exception) else outcome[0] for outcome in alone]
 
-    def _score_batch(self, rows: list[ScoringRow]) -> list[Outcome] | Exception:
-        columns = zip(*(row.arguments().values() for row in rows))
-        (result,) = self.call_all([dict(zip(BATCH_ARGUMENTS, map(list, columns)))])
+    def _score_batches(self, batches: list[list[ScoringRow]]) -> list[list[Outcome] | Exception]:
+        """One call per batch; its scores, or why the call failed."""
+        columns = [zip(*(row.arguments().values() for row in rows)) for rows in batches]
+        results = self.call_all([dict(zip(BATCH_ARGUMENTS, map(list, values))) for values in columns])
+        return [self._scores(rows, result) for rows, result in zip(batches, results)]
+
+    def _scores(self, rows: list[ScoringRow], result: Outcome) -> list[Outcome] | Exception:
         if isinstance(result, Exception):
             return result
         scores = result.tolist() if hasattr(result, "tolist") else result

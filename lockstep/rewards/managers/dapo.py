@@ -47,7 +47,7 @@ class DapoRewardManager(NaiveRewardManager):
         max_resp_len: int | None = None,
         overlong_buffer_cfg: Mapping[str, Any] | OverlongBuffer | None = None,
         max_concurrency: int = 64,
-        num_workers: int = 1,
+        num_workers: int | None = None,
     ) -> None:
         super().__init__(tokenizer, num_examine, compute_score, reward_fn_key, timeout_s, max_concurrency, num_workers)
         self.overlong = read_overlong_buffer(overlong_buffer_cfg)

@@ -19,6 +19,8 @@ from lockstep.registry import Registry
 from lockstep.rewards.calls import Outcome, function_name, make_caller
 from lockstep.rewards.custom import ARGUMENTS, ComputeScore
 from lockstep.rewards.default import UnknownDataSourceError, default_compute_score
+from lockstep.rewards.errors import RewardError
+from lockstep.rewards.monitor import raised_at
 from lockstep.utils.decoding import decode_all
 
 logger = logging.getLogger(__name__)
@@ -63,9 +65,10 @@ class ScoringRow:
 class NaiveRewardManager:
     """Scores row by row with one function; coroutine functions run concurrently, `max_concurrency` at a time.
 
-    If a call raises, kills its process or exceeds `timeout_s`, the sample scores 0 with `reward_failed` 1, and the first
-    traceback is logged. If every row of a batch fails, or a result is not a finite number, the run stops: a broken reward
-    must not train silently. See `lockstep.rewards.calls` for where a function runs.
+    If a call raises, kills its process twice or exceeds `timeout_s`, the sample scores 0 with `reward_failed` 1, and the
+    first traceback is logged. If every row of a batch fails, calls only hang, no worker can be started, or a result is not a
+    finite number, the run stops: a broken reward must not train silently. See `lockstep.rewards.calls` for where a function
+    runs.
     """
 
     score_arguments: ClassVar[tuple[str, ...]] = ARGUMENTS
@@ -80,7 +83,7 @@ class NaiveRewardManager:
         reward_fn_key: str = "data_source",
         timeout_s: float | None = None,
         max_concurrency: int = 64,
-        num_workers: int = 1,
+        num_workers: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.num_examine = num_examine
@@ -150,7 +153,7 @@ class NaiveRewardManager:
     def _report_failures(self, rows: list[ScoringRow], outcomes: list[Any]) -> None:
         failed = [row for row, outcome in enumerate(outcomes) if isinstance(outcome, Exception)]
         for row in failed:
-            if isinstance(outcomes[row], UnknownDataSourceError):  # a configuration error, not a failed sample
+            if isinstance(outcomes[row], (UnknownDataSourceError, RewardError)):  # not the fault of a sample
                 raise outcomes[row]
         if not failed:
             return
@@ -160,7 +163,12 @@ class NaiveRewardManager:
             f"first on one of data_source {rows[first].data_source!r}"
         )
         if len(failed) == len(rows):
-            raise RuntimeError(f"{summary}: {outcomes[first]!r}") from outcomes[first]
+            error, where = repr(outcomes[first]), raised_at(outcomes[first])
+            count = sum(repr(outcome) == error for outcome in outcomes)
+            raise RewardError(
+                f"{summary}; {count} of them with {error}{where and f' at {where}'}. There is nothing to train on: fix "
+                "custom_reward_function"
+            ) from outcomes[first]
         # log the traceback only once, not on every step
         logger.warning("%s; they score 0", summary, exc_info=None if self._failure_logged else outcomes[first])
         self._failure_logged = True

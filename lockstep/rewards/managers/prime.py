@@ -1,18 +1,16 @@
-"""The prime reward manager: scores samples in parallel worker processes that can be killed."""
+"""The prime reward manager: scores samples in worker processes, whatever the function."""
 
-import os
 from typing import Any, ClassVar
 
 from lockstep.rewards.custom import ComputeScore
 from lockstep.rewards.managers.naive import REWARD_MANAGERS, NaiveRewardManager
 
-MAX_DEFAULT_WORKERS = 16
 TIMEOUT_S = 300.0
 
 
 @REWARD_MANAGERS.register("prime")
 class PrimeRewardManager(NaiveRewardManager):
-    """Like naive, in `num_workers` worker processes, for scorers that are slow or run programs.
+    """Like naive, always in worker processes: coroutine functions and built-in scorers too.
 
     The function must be importable by name in a fresh process: defined at the top level of a module or of the file in
     `custom_reward_function.path`. A call that hangs or crashes fails only its own sample.
@@ -29,5 +27,4 @@ class PrimeRewardManager(NaiveRewardManager):
         timeout_s: float | None = TIMEOUT_S,
         num_workers: int | None = None,
     ) -> None:
-        workers = num_workers if num_workers is not None else min(os.cpu_count() or 1, MAX_DEFAULT_WORKERS)
-        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key, timeout_s, num_workers=workers)
+        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key, timeout_s, num_workers=num_workers)

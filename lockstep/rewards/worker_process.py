@@ -1,0 +1,209 @@
+"""One worker process as the pool sees it: start it, send rows, receive replies, kill it."""
+
+import functools
+import os
+import pickle
+import select
+import signal
+import struct
+import subprocess
+import sys
+import time
+import weakref
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.rewards import worker
+from lockstep.rewards.errors import WorkerStartError
+from lockstep.rewards.monitor import place, printed_frames
+
+HEADER = struct.Struct("!Q")
+MAX_BYTES_IN_FLIGHT = 1 << 16
+"""Bytes of rows sent to a worker ahead of its replies, as many as a pipe buffers."""
+MIN_WRITE_BYTES = 1 << 13
+"""Bytes to collect before a write."""
+PREFETCH_S = 0.005
+"""A worker holds rows for this time, so that it need not wait for the next one."""
+STACK_TIMEOUT_S = 0.5
+END_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class WorkerTask:
+    """What a worker calls: `load_object(function)(**kwargs, **row)`, after loading the objects in `first`."""
+
+    function: str
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    first: tuple[str, ...] = ()
+
+
+class WorkerProcess:
+    """
+    is_ready: the function is loaded.
+    rows:     numbers of the rows sent and not yet answered; the first one is being called.
+    began:    when its call began: when the row before it was answered. Before `is_ready`: when the process started.
+    """
+
+    def __init__(self, task: WorkerTask) -> None:
+        self.is_ready = False
+        self.rows: deque[int] = deque()
+        self._sizes: deque[int] = deque()
+        self._bytes_in_flight = 0
+        self._seconds_per_call: float | None = None
+        self._outgoing = bytearray()
+        self._incoming = bytearray()
+        self._function_pid = 0
+        self._stack_fd, fd = os.pipe()
+        command = [sys.executable, "-P", "-m", "lockstep.rewards.worker", str(os.getpid()), str(fd)]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+
+        def start() -> subprocess.Popen[bytes]:
+            return subprocess.Popen(
+                command,
+                bufsize=0,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environment,
+                pass_fds=(fd,),
+                start_new_session=True,
+            )
+
+        try:
+            self.process = _starter(os.getpid()).submit(start).result()
+        except OSError as error:
+            os.close(self._stack_fd)
+            raise WorkerStartError(
+                f"no worker process could be started for the reward function {task.function}: {error}. "
+                "Fewer are started with reward_model.reward_kwargs.num_workers"
+            ) from error
+        finally:
+            os.close(fd)
+        self._end = weakref.finalize(self, _end, self.process, self._stack_fd)
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.stdin, self.stdout = self.process.stdin.fileno(), self.process.stdout.fileno()
+        os.set_blocking(self.stdin, False)
+        self.began = time.monotonic()
+        self._outgoing += message(task)
+        self.flush()
+
+    def has_room(self, size: int, max_rows: int) -> bool:
+        """Whether to send another row of `size` bytes now, ahead of the replies to at most `max_rows`."""
+        if not self.rows:
+            return True
+        if len(self.rows) >= max_rows or self._bytes_in_flight + size > MAX_BYTES_IN_FLIGHT:
+            return False
+        return self._seconds_per_call is not None and len(self.rows) * self._seconds_per_call < PREFETCH_S
+
+    def send(self, row: int, data: bytes) -> None:
+        if not self.rows:
+            self.began = time.monotonic()
+        self.rows.append(row)
+        self._sizes.append(len(data))
+        self._bytes_in_flight += len(data)
+        self._outgoing += data
+        if len(self._outgoing) >= MIN_WRITE_BYTES:  # the worker starts while the next rows are pickled
+            self.flush()
+
+    def flush(self) -> bool:
+        """Write what the pipe takes; True if that is all. If the process has exited, `receive` reports it."""
+        try:
+            while self._outgoing:
+                del self._outgoing[: os.write(self.stdin, self._outgoing)]
+        except BlockingIOError:
+            return False
+        except BrokenPipeError:
+            self._outgoing.clear()
+        return True
+
+    def start_problem(self) -> str | None:
+        """Receive the first replies, a pid and a traceback or None. Returns the traceback, or sets `is_ready`."""
+        for payload in self._received():
+            content = pickle.loads(payload)
+            if isinstance(content, int):
+                self._function_pid = content
+            elif content is not None:
+                return str(content)
+            else:
+                self.is_ready = True
+        return None
+
+    def receive(self) -> list[tuple[int, bytes]]:
+        """The (row, reply) pairs that have arrived. Raises EOFError if the process has exited."""
+        payloads = self._received()
+        if not payloads:
+            return []
+        now = time.monotonic()
+        seconds = (now - self.began) / len(payloads)
+        previous = self._seconds_per_call
+        self._seconds_per_call = seconds if previous is None else (previous + seconds) / 2
+        self.began = now
+        for _ in payloads:
+            self._bytes_in_flight -= self._sizes.popleft()
+        return [(self.rows.popleft(), payload) for payload in payloads]
+
+    def _received(self) -> list[bytes]:
+        data = os.read(self.stdout, 1 << 16)
+        if not data:
+            raise EOFError
+        self._incoming += data
+        payloads, begin = [], 0
+        while len(self._incoming) - begin >= HEADER.size:
+            (size,) = HEADER.unpack_from(self._incoming, begin)
+            end = begin + HEADER.size + size
+            if len(self._incoming) < end:
+                break
+            payloads.append(bytes(self._incoming[begin + HEADER.size : end]))
+            begin = end
+        del self._incoming[:begin]
+        return payloads
+
+    def place(self) -> str:
+        """Where the function is now, in one line; empty if the process does not tell."""
+        if not self._function_pid:
+            return ""
+        with suppress(ProcessLookupError):
+            os.kill(self._function_pid, worker.DUMP_STACK)
+        dump, timeout_s = b"", STACK_TIMEOUT_S
+        while select.select([self._stack_fd], [], [], timeout_s)[0] and (data := os.read(self._stack_fd, 1 << 16)):
+            dump, timeout_s = dump + data, 0.05
+        return place(printed_frames(dump.decode(errors="replace")))
+
+    def kill(self) -> str:
+        """Kill the process and what it started; return how it ended."""
+        self._end()
+        code = self.process.returncode - worker.SIGNAL_EXIT_CODE
+        if code in set(signal.Signals):
+            return f"was killed by {signal.Signals(code).name}"
+        return f"exited with code {self.process.returncode}"
+
+
+def message(content: Any) -> bytes:
+    payload = pickle.dumps(content)
+    return HEADER.pack(len(payload)) + payload
+
+
+@functools.cache
+def _starter(pid: int) -> ThreadPoolExecutor:
+    """The thread that starts the workers of process `pid`.
+
+    Workers end with the thread that started them (PR_SET_PDEATHSIG), so it must live as long as the process.
+    """
+    block = functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK, worker.BLOCKED)
+    return ThreadPoolExecutor(1, "reward-workers", initializer=block)
+
+
+def _end(process: subprocess.Popen[bytes], stack_fd: int) -> None:
+    process.send_signal(worker.END)
+    try:
+        process.wait(END_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    os.close(stack_fd)
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        with suppress(OSError):
+            pipe.close()
