@@ -2,6 +2,7 @@
 # make demo    train a small model from scratch on this machine
 # make test    every check that a change must pass
 # make lint    the checks without the tests
+# make chaos   300 faults injected into training runs, and the table in docs/reliability.md (about an hour)
 # `make setup PYTHON=python3.12` selects the interpreter (3.11 or newer).
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ READY := $(VENV)/.ready
 TORCH := $(shell grep '^torch==' constraints.txt)
 PYTEST_ARGS ?= -n auto --maxprocesses 8 --dist loadfile
 
-.PHONY: setup demo test lint format docs-config clean
+.PHONY: setup demo test lint chaos format docs-config clean
 
 setup: $(READY)
 
@@ -37,6 +38,10 @@ lint: setup
 test: export OMP_NUM_THREADS := 1
 test: lint
 	$(BIN)/pytest $(PYTEST_ARGS)
+
+chaos: export OMP_NUM_THREADS := 1
+chaos: setup
+	$(BIN)/python -m tests.faults --count 300 --seed 0 --table docs/reliability.md
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -1,28 +1,37 @@
-"""The demo program: files, warm-up, the regular training command, report."""
+"""The demo program: files, warm-up, the regular training command, report.
+
+Started again with the same options after it was stopped or killed, it continues in the same folder.
+"""
 
 import dataclasses
+import fcntl
+import json
 import re
 import shlex
 import shutil
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lockstep.demo import reward
 from lockstep.demo.model import make_model_folder
-from lockstep.demo.report import show_report, write_summary
+from lockstep.demo.report import SUMMARY, show_report, write_summary
 from lockstep.demo.task import split_problems, write_rows
 from lockstep.demo.warmup import WarmUp, warm_up
 from lockstep.trainer import main_ppo
+from lockstep.trainer.interrupt import stop_on_sigterm
 from lockstep.utils.device import resolve_device
+from lockstep.utils.files import atomic_write_json
 
 Algorithm = Literal["grpo", "ppo"]
 
 TRAINING_STEPS: dict[Algorithm, int] = {"grpo": 60, "ppo": 40}
 WARMUP_LINE_EVERY = 150
+OPTIONS = "demo.json"
+"""File with the demo's options; locked while the demo runs."""
 
 WARMUP_NOTE = (
     "Two thirds of the examples forget every carry (47+85=022), the rest are correct (47+85=132). "
@@ -41,44 +50,80 @@ def run_demo(
 ) -> int:
     """Run the demo and return the exit code. started: `time.monotonic()` at the start."""
     console = Console(force_terminal=sys.stdout.isatty(), highlight=False)
-    try:
-        device = resolve_device(device)
-        folder = new_folder(out, Path("outputs") / f"demo-{algorithm}-seed{seed}")
-    except ValueError as error:
-        sys.stderr.write(f"lockstep demo: {error}\n")
-        return 2
     recipe = WarmUp() if warmup_steps is None else dataclasses.replace(WarmUp(), steps=warmup_steps)
     steps = TRAINING_STEPS[algorithm] if steps is None else steps
     try:
-        _prepare(console, folder, recipe, seed, device)
-        return _train(console, folder, algorithm, steps, seed, device, started)
+        device = resolve_device(device)
+        options = {"algorithm": algorithm, "seed": seed, "device": device, "steps": steps, "warm_up": vars(recipe)}
+        folder, lock = demo_folder(out, Path("outputs") / f"demo-{algorithm}-seed{seed}", options)
+    except ValueError as error:
+        sys.stderr.write(f"lockstep demo: {error}\n")
+        return 2
+    try:
+        with lock, stop_on_sigterm():
+            _prepare(console, folder, recipe, seed, device)
+            return _train(console, folder, algorithm, steps, seed, device, started)
     except KeyboardInterrupt:
-        console.print(f"\nStopped. Files so far: {folder}", soft_wrap=True)
+        console.print(f"\nStopped. Files so far: {folder}; the same command continues.", soft_wrap=True)
         return 130
+    except OSError as error:
+        sys.stderr.write(
+            f"lockstep demo: {error.strerror or error}: {error.filename2 or error.filename or folder}; "
+            "free some space or set another folder with --out\n"
+        )
+        return 1
 
 
-def new_folder(chosen: Path | None, default: Path) -> Path:
-    """The chosen folder, which must be empty or new, or the first free one of default, default-2, ..."""
-    if chosen is not None:
-        if chosen.exists() and (not chosen.is_dir() or any(chosen.iterdir())):
-            raise ValueError(f"--out {chosen} exists and is not empty; choose another folder or remove it")
-        folder = chosen
-    else:
-        folder, number = default, 1
-        while folder.exists():
-            number += 1
-            folder = default.with_name(f"{default.name}-{number}")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+def demo_folder(chosen: Path | None, default: Path, options: dict[str, Any]) -> tuple[Path, TextIO]:
+    """The folder of the run and its lock: new, empty, or that of an unfinished demo with the same options.
+
+    chosen:  the user's folder. Without one, the first that fits of default, default-2, ...
+    """
+    number = 1
+    while True:
+        folder = chosen or (default if number == 1 else default.with_name(f"{default.name}-{number}"))
+        if not folder.exists() or (chosen is not None and folder.is_dir() and not any(folder.iterdir())):
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                atomic_write_json(folder / OPTIONS, options)
+            except OSError as error:
+                raise ValueError(
+                    f"--out {folder}: cannot write there ({error.strerror}); choose another folder"
+                ) from error
+        if (lock := _lock_unfinished(folder, options)) is not None:
+            return folder, lock
+        if chosen is not None:
+            raise ValueError(
+                f"--out {chosen} exists and is not an unfinished demo with these options; choose another folder or remove it"
+            )
+        number += 1
+
+
+def _lock_unfinished(folder: Path, options: dict[str, Any]) -> TextIO | None:
+    """The open and locked options file of an unfinished demo with these options that no other process runs, or None."""
+    try:
+        file = open(folder / OPTIONS)  # noqa: SIM115 - held until the demo ends
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if json.load(file) == options and not (folder / SUMMARY).exists():
+            return file
+        file.close()
+    except (OSError, ValueError):
+        pass
+    return None
 
 
 def _prepare(console: Console, folder: Path, recipe: WarmUp, seed: int, device: str) -> None:
-    """Write the problems, the reward function and the warmed-up model."""
+    """Write the problems, the reward function and the warmed-up model, unless an earlier process did."""
+    if (folder / "model").exists():  # renamed into place at the end
+        console.print(f"Continuing the unfinished demo in {folder}", soft_wrap=True)
+        return
+    model = folder / ".model"
+    shutil.rmtree(model, ignore_errors=True)
     train, validation = split_problems(seed)
     write_rows(folder / "data" / "train.parquet", train, "train")
     write_rows(folder / "data" / "val.parquet", validation, "validation")
     shutil.copyfile(reward.__file__, folder / "reward.py")
-    num_parameters = make_model_folder(folder / "model", seed)
+    num_parameters = make_model_folder(model, seed)
 
     console.rule("1  Problems and model", align="left")
     console.print(
@@ -103,7 +148,8 @@ def _prepare(console: Console, folder: Path, recipe: WarmUp, seed: int, device: 
             if not console.is_terminal and (step % WARMUP_LINE_EVERY == 0 or step == recipe.steps):
                 console.print(f"warm-up {step}/{recipe.steps} | loss {loss:.3f}")
 
-        warm_up(folder / "model", train, recipe, seed, device, on_step)
+        warm_up(model, train, recipe, seed, device, on_step)
+    model.rename(folder / "model")
 
 
 def _train(
@@ -118,7 +164,7 @@ def _train(
     (folder / "train_again.sh").write_text(command_line(again) + "\n")
     exit_code = main_ppo.main(overrides)
     if exit_code != 0:
-        console.print("Training did not finish; the command above resumes from the last checkpoint.")
+        console.print("Training did not finish; start the demo again with the same options to continue.")
         return exit_code
     summary = write_summary(folder, started)
     show_report(console, folder, summary)

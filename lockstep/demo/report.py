@@ -14,12 +14,14 @@ from rich.console import Console
 from rich.table import Table
 
 from lockstep.demo.task import DATA_SOURCE, Problem, answer_text, parse_question
+from lockstep.utils.files import atomic_write_json
 
 ACCURACY = f"val-core/{DATA_SOURCE}/acc/mean@1"
 REWARD = "critic/score/mean"
 BARS = " ▁▂▃▄▅▆▇█"
 PLOT_WIDTH, PLOT_HEIGHT = 64, 8
 NUM_SAMPLES = 3
+SUMMARY = "summary.json"
 
 Summary = dict[str, float]
 
@@ -34,7 +36,7 @@ def write_summary(folder: Path, started: float) -> Summary:
         "steps": metrics[-1]["step"],
         "seconds": round(time.monotonic() - started, 1),
     }
-    (folder / "summary.json").write_text(json.dumps(summary) + "\n")
+    atomic_write_json(folder / SUMMARY, summary)
     return summary
 
 

@@ -1,12 +1,34 @@
-"""Ctrl-C and SIGTERM request a stop after the current step; a second Ctrl-C stops immediately."""
+"""Ctrl-C and SIGTERM request a stop after the current step; a second one, or one before training, stops immediately."""
 
+import atexit
 import logging
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def stop_on_sigterm() -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt, as Ctrl-C does; once the program has ended, neither changes its exit code."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    atexit.register(_ignore_signals)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _ignore_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class StopRequested(Exception):

@@ -11,6 +11,7 @@ from lockstep.config.commandline import config_from_command_line
 from lockstep.config.placement import controller_of
 from lockstep.config.ppo import PPOConfig
 from lockstep.kernels.gpu_warmup import start_gpu_warmup
+from lockstep.trainer.interrupt import stop_on_sigterm
 
 if TYPE_CHECKING:
     from lockstep.trainer.ppo.task_runner import TaskRunner
@@ -34,11 +35,14 @@ def run_ppo(config: PPOConfig, task_runner_class: "type[TaskRunner] | None" = No
 
 def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    config = config_from_command_line(argv, PPOConfig)
     try:
-        return 0 if config is None else run_ppo(config)
+        with stop_on_sigterm():
+            config = config_from_command_line(argv, PPOConfig)
+            return 0 if config is None else run_ppo(config)
     except KeyboardInterrupt:
-        sys.stderr.write("stopped\n")
+        sys.stderr.write(
+            "stopped by the user; run the same command to resume from the last checkpoint, if there is one\n"
+        )
         return 130
 
 

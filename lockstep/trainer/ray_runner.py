@@ -12,13 +12,14 @@ like one in a single process. The driver only waits, and shuts everything down a
 import logging
 import os
 import sys
+import time
 import traceback
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.placement import machines_of, needed_models, num_workers, pools_of
 from lockstep.config.ppo import PPOConfig
-from lockstep.trainer.interrupt import Interrupt
+from lockstep.trainer.interrupt import Interrupt, stop_on_sigterm
 
 if TYPE_CHECKING:
     from lockstep.single_controller.ray_backend.console import DriverConsole
@@ -31,11 +32,16 @@ logger = logging.getLogger(__name__)
 STOP, TRAINING = b"s", b"t"
 """Messages: STOP tells the runner to stop after the step; TRAINING tells the driver that training has started."""
 
+ENDED = {b"d": 0, b"u": 130}
+"""Message at the end of training -> exit code. Shutting down the workers comes after it, and needs Ray."""
+
 WORKERS = ("lockstep.workers.actor_rollout_ref", "lockstep.workers.critic")
 """Modules that worker processes import before their roles are assigned."""
 
 SHOW_CURSOR = "\x1b[?25h"
 """A killed runner may have left the cursor hidden."""
+
+RESUME = "the run ended early; with trainer.resume_mode=auto the same command resumes from its last checkpoint"
 
 MAX_WORKERS_PER_CORE = 8
 """More CPU workers per core than this are considered a mistake."""
@@ -43,28 +49,53 @@ MAX_WORKERS_PER_CORE = 8
 POLL_S = 0.2
 """How often the driver checks for the end of the run and for stop requests."""
 
+PROBE_INTERVAL_S = 2.0
+LOST_HEAD_S, LOST_HEAD_AFTER_END_S = 45.0, 5.0
+"""How long Ray's head process (GCS) may not answer, during the run and after it; after 60 s Ray ends the program."""
+
 
 def run_on_ray(config: PPOConfig, task_runner_class: "type[TaskRunner] | None" = None) -> int:
     """Join or start a cluster and run the job there; returns its exit code."""
-    from lockstep.single_controller.ray_backend.cluster import connect, disconnect
+    from lockstep.single_controller.ray_backend.cluster import disconnect
 
     setup, joined = config.ray_init, False
     try:
-        joined = connect(
+        joined = _connect(config)
+        with stop_on_sigterm():  # Ray has replaced the handler
+            if joined and not (setup.address or os.environ.get("RAY_ADDRESS")):
+                _check_this_machine(config)
+            _check_machines(config)
+            return _run(config, task_runner_class)
+    except ValueError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    except OSError as error:  # of Ray's start
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    finally:
+        disconnect(setup.timeline_json_file, leave=joined)  # stay connected if the program had joined before
+
+
+def _connect(config: PPOConfig) -> bool:
+    """Join or start a cluster; False if the program had joined before. OSError if Ray cannot be started."""
+    from lockstep.single_controller.ray_backend.cluster import connect
+
+    setup = config.ray_init
+    try:
+        return connect(
             num_cpus=setup.num_cpus,
             address=setup.address,
             min_cpus=num_workers(config),
             runtime_env=setup.runtime_env,
         )
-        if joined and not (setup.address or os.environ.get("RAY_ADDRESS")):
-            _check_this_machine(config)
-        _check_machines(config)
-        return _run(config, task_runner_class)
-    except ValueError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    finally:
-        disconnect(setup.timeline_json_file, leave=joined)  # stay connected if the program had joined before
+    except SystemExit:  # how Ray ends on SIGTERM
+        raise KeyboardInterrupt from None
+    except (OSError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise OSError(
+            f"Ray could not be started on this machine ({reason}); its logs are in {os.environ.get('RAY_TMPDIR', '/tmp')}/ray. "
+            "Set ray_init.address to join a running cluster instead"
+        ) from error
 
 
 def _check_this_machine(config: PPOConfig) -> None:
@@ -102,7 +133,7 @@ def _on_gpus(config: PPOConfig) -> bool:
 
 
 def _run(config: PPOConfig, task_runner_class: "type[TaskRunner] | None") -> int:
-    from lockstep.single_controller.ray_backend.cluster import ray, this_machine
+    from lockstep.single_controller.ray_backend.cluster import head_answers, ray, this_machine
     from lockstep.single_controller.ray_backend.console import DriverConsole
     from lockstep.single_controller.ray_backend.environment import ProcessEnvironment
 
@@ -115,7 +146,8 @@ def _run(config: PPOConfig, task_runner_class: "type[TaskRunner] | None") -> int
     try:
         return _wait(runner.run.remote(config, task_runner_class, _log_format()), console)
     finally:
-        ray.kill(runner)
+        if head_answers():
+            ray.kill(runner)
         console.close()
         if sys.stdout.isatty():
             sys.stdout.write(SHOW_CURSOR)
@@ -125,25 +157,48 @@ def _wait(exit_code: Any, console: "DriverConsole") -> int:
     """Wait for the runner, and forward stop requests to it."""
     from lockstep.single_controller.ray_backend.cluster import ray
 
-    interrupt, stop_sent = None, False
+    interrupt, stop_sent, ended, head = None, False, None, _HeadWatch()
     with ExitStack() as stack:
         while True:
-            if TRAINING in console.wait(POLL_S) and interrupt is None:
+            received = console.wait(POLL_S)
+            ended = next((code for message, code in ENDED.items() if message in received), ended)
+            if TRAINING in received and interrupt is None:
                 interrupt = stack.enter_context(Interrupt())
             if interrupt is not None and interrupt.requested and not stop_sent:
                 console.send(STOP)
                 stop_sent = True
             if not ray.wait([exit_code], timeout=POLL_S if console.ended else 0)[0]:
+                silent_s = head.silent_s()
+                if ended is not None and silent_s > LOST_HEAD_AFTER_END_S:
+                    logger.warning("Ray's head process died after the end of the run")
+                    return ended
+                if silent_s > LOST_HEAD_S:
+                    sys.stderr.write(f"error: Ray's head process (GCS) does not answer; {RESUME}\n")
+                    return 1
                 continue
             try:
                 return int(ray.get(exit_code))
-            except ray.exceptions.RayActorError as error:
+            except ray.exceptions.RayError as error:
                 reason = " ".join(str(error).split()).split(" Some common causes include")[0]
-                sys.stderr.write(f"error: the controller process died. Ray says: {reason}\n")
-                sys.stderr.write(
-                    "the run ended early; with trainer.resume_mode=auto the same command resumes from its last checkpoint\n"
-                )
+                sys.stderr.write(f"error: the controller process died. Ray says: {reason.rstrip('.')}; {RESUME}\n")
                 return 1
+
+
+class _HeadWatch:
+    """How long Ray's head process has not answered."""
+
+    def __init__(self) -> None:
+        self._answered = self._probed = time.monotonic()
+
+    def silent_s(self) -> float:
+        from lockstep.single_controller.ray_backend.cluster import head_answers
+
+        now = time.monotonic()
+        if now - self._probed >= PROBE_INTERVAL_S:
+            self._probed = now
+            if head_answers():
+                self._answered = now
+        return self._probed - self._answered
 
 
 def _log_format() -> tuple[int, logging.Formatter | None]:
@@ -174,6 +229,9 @@ class Runner:
     def _on_message(self, message: bytes) -> None:
         self._interrupt.requested |= STOP in message
 
+    def _on_end(self, exit_code: int) -> None:
+        self._console.send(next(message for message, code in ENDED.items() if code == exit_code))
+
     def run(
         self,
         config: PPOConfig,
@@ -188,6 +246,7 @@ class Runner:
 
             runner = (task_runner_class or TaskRunner)()
             runner.started = started
+            runner.on_end = self._on_end
             return runner.run(config, self._interrupt)
         except Exception:  # noqa: BLE001 - the end of the program
             traceback.print_exc()

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lockstep import cli
 from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
+from lockstep.demo import program
 from lockstep.demo.model import make_model_folder, make_tokenizer
-from lockstep.demo.program import Algorithm, command_line, new_folder, training_overrides
+from lockstep.demo.program import Algorithm, command_line, demo_folder, training_overrides
 from lockstep.demo.report import forgot_carry, plot
 from lockstep.demo.reward import compute_score
 from lockstep.demo.task import Problem, answer_text, parse_question, split_problems, write_rows
@@ -184,7 +185,7 @@ def test_short_demo_writes_its_files_and_shows_its_sections(
 def test_non_empty_folder_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.txt").write_text("keep")
     assert cli.main(["demo", "--out", str(tmp_path)]) == 2
-    assert "is not empty; choose another folder or remove it" in capsys.readouterr().err
+    assert "choose another folder or remove it" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
@@ -196,11 +197,47 @@ def test_wrong_options_are_rejected(option: list[str], capsys: pytest.CaptureFix
     assert option[0] in capsys.readouterr().err
 
 
-def test_default_folder_is_the_first_free_one(tmp_path: Path) -> None:
+def test_default_folder_is_the_first_free_or_unfinished_one(tmp_path: Path) -> None:
     default = tmp_path / "outputs" / "demo"
-    assert [new_folder(None, default).name for _ in range(3)] == ["demo", "demo-2", "demo-3"]
-    chosen = new_folder(tmp_path / "empty", default)
-    assert new_folder(chosen, default) == chosen
+    options = {"seed": 1}
+    first, lock = demo_folder(None, default, options)
+    second, _other = demo_folder(None, default, options)  # the first is running
+    third, _third = demo_folder(None, default, {"seed": 2})
+    assert [first.name, second.name, third.name] == ["demo", "demo-2", "demo-3"]
+    lock.close()
+    again, lock = demo_folder(None, default, options)
+    assert again == first
+    lock.close()
+    (first / "summary.json").write_text("{}")
+    assert demo_folder(None, default, options)[0].name == "demo-4"
+    (tmp_path / "empty").mkdir()
+    assert demo_folder(tmp_path / "empty", default, options)[0] == tmp_path / "empty"
+    with pytest.raises(ValueError, match="choose another folder"):
+        demo_folder(third, default, options)
+
+
+def test_demo_continues_after_a_kill(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ended in the warm-up and before training; a kill leaves the same files."""
+
+    def end(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    command = ["demo", "--out", str(tmp_path / "run"), "--device", "cpu", "--steps", "1", "--warmup-steps", "2"]
+    for module, name in ((program, "warm_up"), (program.main_ppo, "main")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, end)
+            assert cli.main(command) == 130
+        assert "the same command continues" in capsys.readouterr().out
+    model = (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
+    assert cli.main(command) == 0
+    shown = capsys.readouterr().out
+    assert "Continuing the unfinished demo" in shown and "Warm-up" not in shown
+    assert (tmp_path / "run" / "model" / "model.safetensors").read_bytes() == model
+    assert (tmp_path / "run" / "summary.json").is_file() and not (tmp_path / "run" / ".model").exists()
+    assert cli.main(command) == 2  # it is finished
+    assert "choose another folder" in capsys.readouterr().err
 
 
 def test_every_warm_up_answer_has_the_expected_format() -> None:

@@ -1,5 +1,6 @@
 """The training command end to end: algorithms, outputs, resuming, errors."""
 
+import itertools
 import json
 import os
 import signal
@@ -12,7 +13,10 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from lockstep.observability.trackers import Tracking
 from lockstep.trainer.main_ppo import main
+from lockstep.trainer.ppo.ray_trainer import PPOTrainer
+from lockstep.trainer.ppo.sampling import Sampling
 
 GRPO = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=3"]
 
@@ -152,6 +156,55 @@ def test_ctrl_c_saves_and_the_same_command_resumes(overrides: list[str], tmp_pat
     assert metrics_of(tmp_path / "run")[-1]["step"] == steps
     assert main([*command, f"trainer.total_training_steps={steps + 1}"]) == 0
     assert metrics_of(tmp_path / "run")[-1]["step"] == steps + 1
+
+
+STAGES = {
+    "generation": (Sampling, "generate", 3),
+    "scoring": (Sampling, "score", 4),
+    "update": (PPOTrainer, "_update", 2),
+    "validation": (PPOTrainer, "_validate", 1),
+    "saving": (PPOTrainer, "_save_checkpoint", 1),
+    "tracking": (Tracking, "log", 2),
+}
+"""Stage -> method, and at which of its calls the signal comes."""
+
+
+def test_stop_during_any_stage_resumes_bit_for_bit(
+    overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several batches are drawn per step: the batches of a step that is discarded are drawn again."""
+    (tmp_path / "even.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return float(sum(map(ord, solution_str)) % 3 == 0)\n"
+    )
+    command = [*overrides, "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", "trainer.total_epochs=20"]
+    command += ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=score", "trainer.test_freq=2"]
+    command += ["trainer.val_before_train=false", "trainer.save_freq=2", "trainer.total_training_steps=3"]
+    command += [f"custom_reward_function.path={tmp_path}/even.py", "reward_model.timeout_s=null"]
+
+    def result(name: str) -> tuple[Any, bytes]:
+        weights = tmp_path / name / "global_step_3" / "actor" / "huggingface" / "model.safetensors"
+        return untimed(metrics_of(tmp_path / name)), weights.read_bytes()
+
+    assert main([*command, f"trainer.default_local_dir={tmp_path}/whole"]) == 0
+    assert max(row["train/num_gen_batches"] for row in metrics_of(tmp_path / "whole")) > 1
+    for stage, (owner, name, number) in STAGES.items():
+        calls = itertools.count(1)
+        method = getattr(owner, name)
+
+        def stopped(*args: Any, _calls: Any = calls, _at: int = number, _method: Any = method, **kwargs: Any) -> Any:
+            if next(_calls) == _at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return _method(*args, **kwargs)
+
+        folder = f"trainer.default_local_dir={tmp_path}/{stage}"
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, stopped)
+            assert main([*command, folder]) == 130, stage
+        saved = {path: path.read_bytes() for path in (tmp_path / stage).glob("global_step_2/manifest.json")}
+        assert main([*command, folder]) == 0, stage
+        assert result(stage) == result("whole"), stage
+        assert all(path.read_bytes() == before for path, before in saved.items()), stage
 
 
 def test_val_only(overrides: list[str], tmp_path: Path) -> None:

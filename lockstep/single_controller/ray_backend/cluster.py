@@ -94,6 +94,15 @@ def disconnect(timeline_json_file: str | None = None, leave: bool = True) -> Non
         ray.shutdown()
 
 
+def head_answers() -> bool:
+    """Whether the cluster's head process (GCS) accepts connections; without it most of Ray's calls block."""
+    try:
+        _probe(ray.get_runtime_context().gcs_address)
+    except OSError:
+        return False
+    return True
+
+
 def this_machine() -> Any:
     """Scheduling strategy that places an actor on this machine."""
     node = ray.get_runtime_context().get_node_id()

@@ -8,10 +8,10 @@ One `DataProto` passes through all stages and gains keys (`protocol/keys.py`). T
 in this process or on many machines.
 """
 
-import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -56,11 +56,19 @@ from lockstep.trainer.ppo.mini_batches import MiniBatches, Prepare, call_balance
 from lockstep.trainer.ppo.sampling import RewardFn, Sampling, extra_metrics
 from lockstep.trainer.ppo.validation import Responses
 from lockstep.trainer.ppo.weight_sync import WeightSync
-from lockstep.trainer.run_config import check_same_experiment, write_run_config
+from lockstep.trainer.run_config import FILE as CONFIG_FILE
+from lockstep.trainer.run_config import (
+    as_yaml,
+    check_same_experiment,
+    report_changes,
+    saved_config,
+    write_run_config,
+)
 from lockstep.utils.audit import GapBound
 from lockstep.utils.decoding import decode_all
 from lockstep.utils.device import resolve_device
 from lockstep.utils.seqlen import log_seqlen_unbalance
+from lockstep.utils.state_file import load_state, save_state
 from lockstep.utils.timing import marked_timer
 
 logger = logging.getLogger(__name__)
@@ -128,6 +136,8 @@ class PPOTrainer:
         self.global_steps = 0
         self.epoch = 0
         self.num_updates = 0
+        self.loader_state: dict[str, Any] = {}
+        """State of the data loader after the last complete step: the one that checkpoints save."""
         self.idle_steps = IdleSteps()
         compute_dtype = resolve_dtype(config.actor_rollout_ref.actor.fsdp_config.dtype, torch.device(self.device_name))
         self.gap_bound = GapBound(compute_dtype)
@@ -215,9 +225,11 @@ class PPOTrainer:
             closing.enter_context(RunLock(self.run_dir))
             self.checkpoints.clean_stale()
             saved_metrics = self._load_checkpoint(resume_from)
+            self.train_dataloader.check_state()
+            self.loader_state = deepcopy(self.train_dataloader.state_dict())
             if self.weight_sync is not None:
                 self.weight_sync.run(self.num_updates)
-            write_run_config(self.run_dir, self.config)
+            write_run_config(self.run_dir, self.config, self.global_steps)
             self.tracking = Tracking(
                 project_name=config.project_name,
                 experiment_name=config.experiment_name,
@@ -289,15 +301,13 @@ class PPOTrainer:
             self.tracking.log(data=self._validate(), step=self.global_steps)
         if config.val_only:
             return 0
-        if interrupt.requested:
-            return 130
         if self.global_steps >= self.total_training_steps:
             logger.info(
                 "nothing to do: the run is already at step %d of %d", self.global_steps, self.total_training_steps
             )
             return 0
         prompts = self._prompts(interrupt)
-        metrics: dict[str, Any] = {}
+        unsaved: dict[str, Any] = {}  # metrics of the last complete step, if it is not saved
         while self.global_steps < self.total_training_steps:
             self.global_steps += 1
             is_last = self.global_steps == self.total_training_steps
@@ -306,29 +316,34 @@ class PPOTrainer:
                 try:
                     batch, metrics = self._train_step(prompts, timing)
                 except StopRequested:
-                    return self._stopped_mid_step(metrics)
+                    return self._stopped_mid_step(unsaved)
                 self.train_dataloader.on_batch_end(batch)
+                self.loader_state = deepcopy(self.train_dataloader.state_dict())
                 if self._can_validate and self._is_due(config.test_freq, is_last):
                     with marked_timer("testing", timing):
                         metrics |= self._validate()
             metrics |= self._step_metrics(batch, timing)
             stopping = interrupt.requested and not is_last
+            unsaved = metrics
             if stopping or (is_last and config.save_freq != 0) or self._is_due(config.save_freq, is_last):
                 with marked_timer("save_checkpoint", timing):
                     self._save_checkpoint(metrics)
                 metrics["timing_s/save_checkpoint"] = timing["save_checkpoint"]
+                unsaved = {}
             self.tracking.log(data=metrics, step=self.global_steps)
             if stopping:
-                logger.warning("stopped by the user after step %d; run the same command to resume", self.global_steps)
-                return 130
+                return self._stopped()
         logger.info("done: %d steps; output folder: %s", self.global_steps, self.run_dir)
         return 0
 
-    def _stopped_mid_step(self, metrics: dict[str, Any]) -> int:
-        """Save the last complete step; metrics: its metrics, empty if there was none."""
+    def _stopped_mid_step(self, unsaved: dict[str, Any]) -> int:
+        """Discard the step. unsaved: metrics of the last complete step, which is then saved; empty if it already is."""
         self.global_steps -= 1
-        if metrics:
-            self._save_checkpoint(metrics)
+        if unsaved:
+            self._save_checkpoint(unsaved)
+        return self._stopped()
+
+    def _stopped(self) -> int:
         logger.warning("stopped by the user after step %d; run the same command to resume", self.global_steps)
         return 130
 
@@ -574,10 +589,16 @@ class PPOTrainer:
             self.actor_rollout_wg.save_checkpoint(str(folder / "actor"), self.global_steps)
             if self.use_critic:
                 self.critic_wg.save_checkpoint(str(folder / "critic"), self.global_steps)
-            torch.save(self.train_dataloader.state_dict(), folder / "data.pt")
-            state = {"global_steps": self.global_steps, "kl_coef": self.kl_ctrl_in_reward.value, "metrics": metrics}
-            (folder / "trainer_state.json").write_text(json.dumps(state))
+            save_state(folder / "data", self.loader_state, owner="the data loader")
+            state = {
+                "global_steps": self.global_steps,
+                "kl_ctrl": self.config.algorithm.kl_ctrl.type,
+                "metrics": metrics,
+            }
+            save_state(folder / "trainer_state", state | {"kl_coef": self.kl_ctrl_in_reward.value}, owner="the trainer")
+            (folder / CONFIG_FILE).write_text(as_yaml(self.config))
 
+        self.tracking.sync()
         self.last_checkpoint = self.checkpoints.save(self.global_steps, write)
         logger.info("saved %s", self.last_checkpoint)
 
@@ -589,18 +610,25 @@ class PPOTrainer:
         if found is None:
             if config.resume_mode == "disable" and list(self.run_dir.glob("global_step_*")):
                 logger.warning("%s has checkpoints of an earlier run, which are kept", self.run_dir)
+            elif mode == "auto":
+                self.checkpoints.mend_tracker(None)
             return {}
-        if config.resume_mode == "auto":
-            check_same_experiment(self.run_dir, self.config)
         self.global_steps, folder = found
+        saved = saved_config(folder)
+        if config.resume_mode == "auto":
+            check_same_experiment(self.run_dir, self.config, saved)
+        if mode == "auto":
+            self.checkpoints.mend_tracker(self.global_steps)
         self.last_checkpoint = folder
         logger.info("resuming from %s", folder)
+        report_changes(saved, self.config, folder)
         if self.use_critic:
             self.critic_wg.load_checkpoint(str(folder / "critic"))
         self.actor_rollout_wg.load_checkpoint(str(folder / "actor"))
-        self.train_dataloader.load_state_dict(torch.load(folder / "data.pt", weights_only=False))
-        state = json.loads((folder / "trainer_state.json").read_text())
-        self.kl_ctrl_in_reward.value = state["kl_coef"]
+        self.train_dataloader.load_state_dict(load_state(folder / "data"))
+        state = load_state(folder / "trainer_state")
+        if state.get("kl_ctrl", "adaptive") == self.config.algorithm.kl_ctrl.type == "adaptive":
+            self.kl_ctrl_in_reward.value = state["kl_coef"]
         metrics: dict[str, Any] = state["metrics"]
         return metrics
 

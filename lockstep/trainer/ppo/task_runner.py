@@ -6,7 +6,7 @@ import os
 import random
 import sys
 import traceback
-from collections.abc import Sized
+from collections.abc import Callable, Sized
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
@@ -33,10 +33,10 @@ from lockstep.rewards.default import check_data_sources
 from lockstep.rewards.managers import load_reward_manager
 from lockstep.single_controller import LOCAL, Backend, ResourcePoolManager, Role, Worker, WorkerDiedError
 from lockstep.single_controller.futures import worker_report
+from lockstep.trainer.failures import explain
 from lockstep.trainer.interrupt import Interrupt
 from lockstep.trainer.ppo.ray_trainer import PPOTrainer
 from lockstep.trainer.run_config import check_same_experiment
-from lockstep.utils.audit import AuditError
 from lockstep.utils.device import resolve_device
 from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
 from lockstep.workers.critic import CriticWorker
@@ -62,6 +62,8 @@ class TaskRunner:
         """How long to wait for machines; None is the backend's default."""
         self.started: dict[str, Any] = {}
         """Worker processes that were started early, by pool."""
+        self.on_end: Callable[[int], None] = lambda exit_code: None
+        """Called when training has ended, with 0 or 130, before the workers are shut down."""
 
     def add_actor_rollout_worker(self, config: PPOConfig, pools: Pools) -> None:
         for role in (Role.ActorRollout, Role.Actor, Role.Rollout):
@@ -129,32 +131,47 @@ class TaskRunner:
         )
 
     def run(self, config: PPOConfig, interrupt: Interrupt | None = None) -> int:
-        """Train; returns the exit code. User errors are printed without a traceback.
+        """Train; returns the exit code: 0 done, 130 stopped by the user, 2 wrong config or input, 1 failed.
 
-        Dead workers are restarted up to `trainer.max_restarts` times, from the run's last checkpoint.
+        A failure with a known cause is one line on stderr; other exceptions are raised. Dead workers are restarted up to
+        `trainer.max_restarts` times, from the run's last checkpoint.
         interrupt: records stop requests, if signals do not reach this process.
         """
         restarts = config.trainer.max_restarts
         for left in range(restarts, -1, -1):
             try:
                 code = self._run_once(config, interrupt)
+                if code != 2 or left == restarts:
+                    return code
+                cause = "a dead machine was not replaced"  # the config was valid before
             except WorkerDiedError as error:
-                sys.stderr.write(f"error: {error}\n")
-            except Exception as error:
-                if (report := worker_report(error)) is None:
-                    raise
-                sys.stderr.write(f"{report}\n")
-                break
-            else:
-                if code == 2 and left < restarts:  # the config was valid before: a dead machine was not replaced
-                    break
-                return code
-            if left:
-                begin = self.last_checkpoint or "the start of the run"
-                logger.warning("restarting the workers from %s (%d restarts left)", begin, left - 1)
-                self.wait_s = REPLACEMENT_S
-        sys.stderr.write(f"the run ended early{self._how_to_resume(config)}\n")
+                cause = str(error)
+                if left:
+                    sys.stderr.write(f"error: {cause}\n")
+                    begin = self.last_checkpoint or "the start of the run"
+                    logger.warning("restarting the workers from %s (%d restarts left)", begin, left - 1)
+                    self.wait_s = REPLACEMENT_S
+                    continue
+            except Exception as error:  # noqa: BLE001 - the end of the run; unexpected ones are raised again
+                cause = self._cause(error, config)
+            break
+        sys.stderr.write(f"error: {cause.rstrip('.')}; the run ended early{self._how_to_resume(config)}\n")
         return 1
+
+    def _cause(self, error: Exception, config: PPOConfig) -> str:
+        """What to tell the user about an exception; an unexpected one of this process is raised again."""
+        cause = None if os.environ.get("LOCKSTEP_DEBUG") else explain(error, config)
+        if cause is None:
+            if (report := worker_report(error)) is None:
+                raise error
+            sys.stderr.write(f"{report}\n")
+            return f"{type(error).__name__} on a worker"
+        log = Path(config.trainer.default_local_dir).expanduser() / "error.txt"
+        try:
+            log.write_text("".join(traceback.format_exception(error)))
+        except OSError:  # the folder may be the cause
+            return cause
+        return f"{cause} (traceback: {log})"
 
     def _how_to_resume(self, config: PPOConfig) -> str:
         saved = self.last_checkpoint
@@ -183,14 +200,16 @@ class TaskRunner:
                 if os.environ.get("LOCKSTEP_DEBUG"):
                     raise
                 where = next((f" ({n})" for n in getattr(error, "__notes__", []) if n.startswith("raised in")), "")
-                sys.stderr.write(f"error: {error}{where}\n(LOCKSTEP_DEBUG=1 shows the traceback)\n")
+                sys.stderr.write(f"error: {error}{where} (LOCKSTEP_DEBUG=1 shows the traceback)\n")
                 return 2
             gc.collect()
             gc.freeze()  # loaded models stay alive: do not scan them in every collection
             closing.callback(gc.unfreeze)
             closing.callback(gc.set_threshold, *gc.get_threshold())
             gc.set_threshold(GC_THRESHOLD)
-            return _fit(trainer, interrupt)
+            code = trainer.fit(interrupt)
+            self.on_end(code)
+            return code
 
     def _close(self, trainer: PPOTrainer) -> None:
         self.last_checkpoint = trainer.last_checkpoint or self.last_checkpoint
@@ -217,18 +236,6 @@ def _is_finished(trainer: PPOTrainer) -> bool:
     found = trainer.checkpoints.find("auto")
     tracked = last_step(trainer.run_dir / METRICS_FILE)
     return found is not None and found[0] >= total and tracked is not None and tracked >= total
-
-
-def _fit(trainer: PPOTrainer, interrupt: Interrupt | None) -> int:
-    try:
-        return trainer.fit(interrupt)
-    except (ValueError, AuditError, FloatingPointError) as error:
-        log = trainer.run_dir / "error.txt"
-        log.write_text(traceback.format_exc())
-        if worker_report(error) is not None:
-            raise
-        sys.stderr.write(f"error: {error}\n(traceback: {log})\n")
-        return 1
 
 
 def _seed_everything(seed: int) -> None:

@@ -1,0 +1,110 @@
+"""Failures that have a cause outside the program, such as a full disk: one line with the cause, the config key and the way on."""
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from lockstep.config.ppo import PPOConfig
+from lockstep.rewards.errors import RewardError
+from lockstep.single_controller.futures import worker_report
+from lockstep.utils.audit import AuditError
+
+LOWER = {
+    "generate_sequences": "actor_rollout_ref.rollout.max_num_seqs or actor_rollout_ref.rollout.gpu_memory_utilization",
+    "compute_log_prob": "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
+    "compute_ref_log_prob": "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
+    "compute_values": "critic.forward_micro_batch_size_per_gpu",
+    "update_actor": "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+    "update_critic": "critic.ppo_micro_batch_size_per_gpu",
+}
+"""Worker method -> the setting that lowers its memory."""
+
+FULL_CODES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+_NO_MEMORY = re.compile(
+    r"can't allocate memory|cannot allocate memory|out of memory|can't start new thread|bad_alloc", re.I
+)
+_DEAD_LOADER = re.compile(r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) (?P<end>[^.\n]*)")
+_OS_ERROR = re.compile(r"\(os error (?P<code>\d+)\)")
+_METHOD = re.compile(r"raised in .* by \w+\.(?P<name>\w+)")
+
+
+def explain(error: BaseException, config: PPOConfig) -> str | None:
+    """The line for `error`; None if it is unexpected and needs its traceback."""
+    if isinstance(error, RewardError | AuditError | FloatingPointError):
+        return str(error)
+    if _is_out_of_memory(error):
+        return _out_of_memory(error)
+    if isinstance(error, RuntimeError) and (dead := _DEAD_LOADER.search(str(error))):
+        return (
+            f"a data-loader process {dead['end']}; if it ran out of memory, lower data.dataloader_num_workers "
+            "(0 loads the data in the trainer's process)"
+        )
+    if isinstance(error, OSError):
+        return _os_error(error, config)
+    if inner := _OS_ERROR.search(str(error)):  # of a compiled library
+        return _os_error(OSError(int(inner["code"]), os.strerror(int(inner["code"]))), config)
+    if isinstance(error, ValueError) and worker_report(error) is None:
+        return str(error)
+    return None
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
+
+
+def _out_of_memory(error: BaseException) -> str:
+    first_line = str(error).partition("\n")[0].partition(". GPU ")[0] or "MemoryError"
+    method = next((found["name"] for note in _notes(error) if (found := _METHOD.search(note))), None)
+    where = f" in {method}" if method else ""
+    if method in LOWER:
+        fix = f"lower {LOWER[method]}"
+    elif method is not None:  # loading a model
+        fix = (
+            "the model is too large: use more GPUs (trainer.n_gpus_per_node) or a smaller actor_rollout_ref.model.path"
+        )
+    else:
+        fix = "lower data.train_batch_size or data.dataloader_num_workers, or raise the limit (ulimit -v)"
+    kind = "GPU memory" if isinstance(error, torch.OutOfMemoryError) else "memory"
+    return f"out of {kind}{where} ({first_line}); {fix}"
+
+
+def _notes(error: BaseException) -> list[str]:
+    return getattr(error, "__notes__", [])
+
+
+def _os_error(error: OSError, config: PPOConfig) -> str:
+    """The error with the key of the folder it concerns; `strerror` may already be a whole message with a key."""
+    reason = error.strerror or str(error)
+    if "trainer." in reason or "data." in reason:
+        return reason
+    path = error.filename2 or error.filename  # a rename has two; the second is its target
+    if path is None:
+        where = f" in trainer.default_local_dir={config.trainer.default_local_dir}"
+    else:
+        path = Path(os.fsdecode(path)).expanduser().absolute()
+        folders = [f", in {key}={folder}" for key, folder in _folders(config) if path.is_relative_to(folder)]
+        where = f": {path}{folders[0] if folders else ''}"
+    fix = "remove what is in the way or set another folder"
+    if error.errno in FULL_CODES:
+        fix = "free some space or set another folder"
+    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        fix = "make it writable or set another folder"
+    elif error.errno == errno.EMFILE:
+        fix = "raise the limit of open files (ulimit -n)"
+    return f"{reason}{where}; {fix}"
+
+
+def _folders(config: PPOConfig) -> Iterator[tuple[str, Path]]:
+    trainer = config.trainer
+    for key in ("rollout_data_dir", "validation_data_dir", "default_local_dir"):
+        if (folder := getattr(trainer, key)) is not None:
+            yield f"trainer.{key}", Path(folder).expanduser().absolute()

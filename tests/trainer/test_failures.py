@@ -1,0 +1,83 @@
+"""Failures outside the program are explained in one line."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.config.compose import load_config
+from lockstep.config.ppo import PPOConfig
+from lockstep.rewards.errors import RewardError
+from lockstep.single_controller.futures import ON_WORKER
+from lockstep.trainer.failures import explain
+
+
+@pytest.fixture
+def config(overrides: list[str], tmp_path: Path) -> PPOConfig:
+    return load_config(PPOConfig, [*overrides, f"trainer.rollout_data_dir={tmp_path}/run/rollouts"])
+
+
+def os_error(code: int, *paths: str) -> OSError:
+    return (
+        OSError(code, os.strerror(code), paths[0], None, paths[1])
+        if paths[1:]
+        else OSError(code, os.strerror(code), *paths)
+    )
+
+
+def on_worker(error: Exception, method: str) -> Exception:
+    error.add_note(f"raised in worker group 'actor_rollout' by ActorRolloutRefWorker.{method} on rank 1 of 2")
+    error.add_note(ON_WORKER + "Traceback ...")
+    return error
+
+
+def test_file_system(config: PPOConfig, tmp_path: Path) -> None:
+    run = f"{tmp_path}/run"
+    full = explain(os_error(errno.ENOSPC, f"{run}/metrics.jsonl"), config)
+    assert full == (
+        f"No space left on device: {run}/metrics.jsonl, in trainer.default_local_dir={run}; "
+        "free some space or set another folder"
+    )
+    read_only = explain(os_error(errno.EROFS, f"{run}/rollouts/1.jsonl"), config)
+    assert read_only is not None and "trainer.rollout_data_dir=" in read_only and "make it writable" in read_only
+    renamed = explain(os_error(errno.EISDIR, f"{run}/.x.tmp", f"{run}/config.yaml"), config)
+    assert (
+        renamed is not None and renamed.startswith(f"Is a directory: {run}/config.yaml, in") and "in the way" in renamed
+    )
+    message = "cannot save global_step_2 in trainer.default_local_dir=/x: File too large; free some space"
+    assert explain(OSError(errno.EFBIG, message), config) == message
+    compiled = explain(RuntimeError("Error while serializing: I/O error: File too large (os error 27)"), config)
+    assert compiled is not None and compiled.startswith(f"File too large in trainer.default_local_dir={run}")
+
+
+@pytest.mark.parametrize(
+    ("error", "method", "key"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried ..."), "update_actor", "actor.ppo_micro_batch_size_per_gpu"),
+        (torch.OutOfMemoryError("CUDA out of memory."), "generate_sequences", "rollout.gpu_memory_utilization"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "compute_values", "critic.forward_micro_batch"),
+        (MemoryError(), "init_model", "actor_rollout_ref.model.path"),
+        (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), None, "ulimit -v"),
+        (RuntimeError("can't start new thread"), None, "data.train_batch_size"),
+    ],
+)
+def test_out_of_memory(config: PPOConfig, error: Exception, method: str | None, key: str) -> None:
+    cause = explain(on_worker(error, method) if method else error, config)
+    assert cause is not None and cause.startswith(("out of memory", "out of GPU memory")) and key in cause
+    assert "\n" not in cause and (method or "") in cause
+
+
+def test_dead_processes_and_rewards(config: PPOConfig) -> None:
+    for end in ("(pid(s) 12, 13) exited unexpectedly", "(pid 12) is killed by signal: Killed. "):
+        cause = explain(RuntimeError(f"DataLoader worker {end}"), config)
+        assert cause is not None and "a data-loader process" in cause and "data.dataloader_num_workers" in cause
+    assert explain(RewardError("all rows failed"), config) == "all rows failed"
+
+
+def test_unexpected_errors_keep_their_traceback(config: PPOConfig) -> None:
+    assert explain(RuntimeError("shape mismatch"), config) is None
+    assert explain(KeyError("values"), config) is None
+    assert explain(on_worker(ValueError("shape mismatch"), "update_actor"), config) is None
+    assert explain(ValueError("algorithm.gamma=2: must be at most 1"), config) == "algorithm.gamma=2: must be at most 1"
