@@ -93,7 +93,7 @@ def _checked(result: Any, policy_loss: PolicyLossFn) -> tuple[Tensor, dict[str, 
 
 
 SPLIT_TOLERANCE = 1e-3
-"""Largest relative difference between a loss and the sum of its halves that counts as rounding."""
+"""Difference between a loss and the sum of its halves that counts as rounding, relative to the loss and its gradient."""
 
 
 def check_split(loss_fn: LossFn, outputs: dict[str, Tensor], rows: TensorDict, name: str) -> None:
@@ -111,14 +111,19 @@ def check_split(loss_fn: LossFn, outputs: dict[str, Tensor], rows: TensorDict, n
         return [total.detach(), *gradients]
 
     whole, split = loss_and_gradients(slice(None)), loss_and_gradients(slice(half), slice(half, None))
-    for what, one, two in zip(("loss", "gradient", "gradient", "gradient"), whole, split):
-        if (one - two).norm() > SPLIT_TOLERANCE * max(one.norm(), two.norm()):
+    scale = max(sum(float(value.abs().sum()) for value in parts) for parts in (whole, split))
+    for one, two in zip(whole, split):
+        if float((one - two).abs().sum()) > SPLIT_TOLERANCE * scale:
             raise AuditError(
-                f"{name}: the {what} of {len(rows)} rows is {float(one.norm()):.4g}, but of the same rows in two "
-                f"micro-batches {float(two.norm()):.4g}. The loss must be a sum over rows, divided by counts of the whole "
-                "mini-batch: call `agg_loss(loss_mat, response_mask, loss_agg_mode)`, or divide by "
+                f"{name}: the loss of {len(rows)} rows is {float(whole[0]):.4g} (norm of its gradient {_norm(whole):.4g}), but "
+                f"{float(split[0]):.4g} ({_norm(split):.4g}) in two micro-batches. The loss must be a sum over rows, divided by "
+                "counts of the whole mini-batch: call `agg_loss(loss_mat, response_mask, loss_agg_mode)`, or divide by "
                 "config.global_batch_info"
             )
+
+
+def _norm(loss_and_gradients: list[Tensor]) -> float:
+    return math.hypot(*(float(gradient.norm()) for gradient in loss_and_gradients[1:]))
 
 
 def require_finite_loss(metrics: dict[str, float], key: str) -> None:
