@@ -3,7 +3,11 @@
 A custom sampler is resumed from its own state, or by drawing again (see `sampler.py`).
 """
 
+import atexit
+import multiprocessing
+import multiprocessing.process
 import signal
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from functools import cached_property
 from itertools import islice
@@ -70,7 +74,10 @@ class StatefulLoader:
             # Own generator: the seed that DataLoader draws for its workers must not advance the run's RNG.
             generator=torch.Generator().manual_seed(self.epoch),
         )
-        for start, batch in zip(starts, loader):
+        others = set(multiprocessing.active_children())
+        batches = iter(loader)
+        _PROCESSES.update(set(multiprocessing.active_children()) - others)
+        for start, batch in zip(starts, batches):
             if start == starts[-1]:
                 self.rows.end_epoch(self.num_rows - start - self.batch_size)
                 self.epoch, self.position = self.epoch + 1, 0
@@ -150,6 +157,19 @@ class StatefulLoader:
     def _resumable_parts(self) -> dict[str, Resumable]:
         parts: dict[str, Any] = {"sampler": self.rows.sampler, "dataset": self.dataset}
         return {name: part for name, part in parts.items() if isinstance(part, Resumable)}
+
+
+_PROCESSES: "weakref.WeakSet[multiprocessing.process.BaseProcess]" = weakref.WeakSet()
+"""Loader processes of this program."""
+
+
+@atexit.register
+def _kill_processes() -> None:
+    """At exit, before multiprocessing waits for its children: they ignore the SIGTERM that it sends them."""
+    if _PROCESSES:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises if a loader process is killed
+    for process in _PROCESSES:
+        process.kill()
 
 
 def _ignore_stop_signals(worker: int) -> None:

@@ -72,7 +72,7 @@ def install(injection: Injection) -> None:
 
     fsync = os.fsync
 
-    def counted_fsync(descriptor: int) -> None:
+    def counted_fsync(descriptor: Any) -> None:
         path = os.readlink(f"/proc/self/fd/{descriptor}")
         if is_inside(path):
             on_event("fsync", path, True)

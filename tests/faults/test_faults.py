@@ -21,7 +21,7 @@ CASES = [
     Case("SIGTERM at a random moment", "filter_groups", 0.6, 0),
     Case("SIGINT at a random moment", "filter_groups", 0.75, 0),
     Case("disk full", "ppo", 0.6, 0),
-    Case("read-only folder", "grpo", 0.02, 0),
+    Case("read-only folder", "grpo", 0.79, 0),
     Case("file too large", "filter_groups", 0.7, 0),
     Case("folder in the way of a file", "grpo", 0.1, 0),
     Case("memory limit", "grpo", 0.05, 0),
