@@ -11,6 +11,7 @@ import selectors
 import sys
 import threading
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Iterable
 from functools import partial
@@ -75,6 +76,8 @@ class WorkerPool:
         self._workers: list[WorkerProcess] = []
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
+        # a selector is a reference cycle: without this, workers would live until the next garbage collection
+        weakref.finalize(self, _end_all, self._workers)
 
     def __call__(self, rows: list[dict[str, Any]]) -> list[Any]:
         with self._lock:
@@ -272,6 +275,11 @@ class _Batch:
         else:
             self.outcomes[row] = WorkerDiedError(f"{how}, twice on the same row")
             self.monitor.finished()
+
+
+def _end_all(workers: list[WorkerProcess]) -> None:
+    for worker in workers:
+        worker.kill()
 
 
 def _outcome(reply: bytes) -> Any:

@@ -1,5 +1,6 @@
 """Reward workers under stop signals, kills and functions that hang: scores stay right, or the run stops with the cause."""
 
+import gc
 import logging
 import os
 import re
@@ -19,6 +20,7 @@ from lockstep.rewards import monitor, worker_pool
 from lockstep.rewards.calls import default_num_workers, make_caller
 from lockstep.rewards.errors import RewardError, RewardHangError, RewardTimeoutError, WorkerDiedError, WorkerStartError
 from lockstep.rewards.worker_pool import WorkerPool
+from lockstep.rewards.worker_process import WorkerTask
 
 SOURCE = """
 import multiprocessing, os, pathlib, signal, subprocess, sys, time
@@ -272,6 +274,18 @@ def test_workers_end_with_a_killed_parent(folder: Path) -> None:
         parent.kill()
         parent.wait()
     wait_until(lambda: not any(map(is_alive, pids)), timeout_s=5.0)
+
+
+def test_workers_end_with_their_pool(folder: Path) -> None:
+    pool = WorkerPool(WorkerTask(f"{folder / 'judge.py'}:score"), 1, 60.0)
+    assert pool(rows("x")) == [1.0]
+    process = pool._workers[0].process
+    gc.disable()
+    try:
+        del pool
+        assert process.poll() is not None
+    finally:
+        gc.enable()
 
 
 def test_workers_survive_the_thread_that_called_them(make: Any) -> None:
