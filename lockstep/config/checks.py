@@ -449,7 +449,7 @@ def _without_effect(config: PPOConfig, values: Values, models: Collection[str]) 
     }
     tree = defaults(PPOConfig)
     for name, reason in reasons.items():
-        if reason and values[name] != get_in(tree, name, None):
+        if reason and values[name] not in (get_in(tree, name, None), 0, None):
             yield f"{name}={values[name]} has no effect: {reason}"
     section = [name for name in values if name.startswith("critic.") and name != "critic.enable"]
     changed = [name for name in section if _is_changed(values[name], get_in(tree, name, None))]
@@ -464,7 +464,7 @@ def _is_changed(value: Any, default: Any) -> bool:
 
 def _warnings(values: Values) -> Iterator[str]:
     low, high = values[f"{_ACTOR}.clip_ratio_low"], values[f"{_ACTOR}.clip_ratio_high"]
-    if low >= 0.5:
+    if low > 0.5:
         yield (
             f"{_ACTOR}.clip_ratio_low={low:g} is a distance from 1: the ratio is clipped at 1-{low:g}={1 - low:.4g}; "
             f"set {1 - low:.4g} to clip at {low:g}"

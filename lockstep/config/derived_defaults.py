@@ -30,7 +30,8 @@ def derived_defaults(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
             f"actor_rollout_ref.rollout.n is not set; using {GROUP_SIZE}, because {estimator} compares the samples of a prompt"
         )
     low, high = values.get(_CLIP_LOW), values.get(_CLIP_HIGH)
-    if isinstance(low, float) and isinstance(high, float) and 0.5 <= low < 1 < high < 2:
+    is_vanilla = values.get("actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla") == "vanilla"
+    if is_vanilla and isinstance(low, float) and isinstance(high, float) and 0.5 <= low < 1 < high < 2:
         derived[_CLIP_LOW], derived[_CLIP_HIGH] = round(1 - low, 12), round(high - 1, 12)
         notices.append(
             f"{_CLIP_LOW}={low:g} and {_CLIP_HIGH}={high:g} are read as the bounds of the ratio, so the distances from 1 are "

@@ -34,7 +34,7 @@ def content_of(dataset: Any) -> dict[str, str]:
             return {f"{SAMPLED_ROWS} rows of {name}": digests[0]}
         problem = "reading a row twice gives different values"
     logger.warning(
-        "changes of the training data between start and resume will not be noticed: %s; give %s a `fingerprint` attribute, "
+        "cannot detect changes to the training data between start and resume: %s; give %s a `fingerprint` attribute, "
         "a string that changes with its content",
         problem,
         name,

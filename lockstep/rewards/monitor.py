@@ -1,4 +1,4 @@
-"""Follows the calls of one batch: logs progress and the first time-out, and stops the run if calls only hang."""
+"""Follows the calls of one batch: logs progress and the first time-out, and stops the run if every call times out."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 30.0
 MAX_HANGS = 3
-"""Time-outs, with no other call ending meanwhile, after which the run stops."""
+"""Times that all calls time out, with no other one ending meanwhile, after which the run stops."""
 NUM_USER_FRAMES = 3
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
@@ -37,6 +37,7 @@ class CallMonitor:
         self.num_done = 0
         self.report_at = time.monotonic() + REPORT_INTERVAL_S
         self._last_end = 0.0
+        self._last_hang = 0.0
         self._num_hangs = 0
         self._warned = False
 
@@ -47,17 +48,18 @@ class CallMonitor:
         self._num_hangs = 0
 
     def timed_out(self, row: int, began: float, num_waiting: int, where: str) -> RewardTimeoutError:
-        """The outcome of a call that began at `began`; raises RewardHangError if calls only hang and rows are waiting.
+        """The outcome of a call that began at `began`; raises RewardHangError if every call times out and rows are waiting.
 
         Time-outs during which another call ended do not count: the function hangs on some rows only.
         """
         assert self.timeout_s is not None
         self.num_done += 1
-        if began >= self._last_end:
+        if began >= max(self._last_end, self._last_hang):  # calls that hang at the same time count once
             self._num_hangs += 1
+            self._last_hang = time.monotonic()
         if self._num_hangs >= MAX_HANGS and num_waiting:
             raise RewardHangError(
-                f"the reward function {self.function} hangs: {self._num_hangs} calls in a row took longer than "
+                f"the reward function {self.function} hangs: {self._num_hangs} times in a row, every call took longer than "
                 f"reward_model.timeout_s={self.timeout_s:g}, the last one at {where or 'an unknown place'}; "
                 f"{num_waiting} of {self.num_rows} rows were waiting. Fix the function, or raise reward_model.timeout_s"
             )

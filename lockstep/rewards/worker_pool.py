@@ -255,6 +255,7 @@ class _Batch:
         self.prefetch = False
         row, *behind = worker.rows
         self.waiting.extendleft(reversed(behind))
+        self.waiting.rotate(len(self.waiting) // 2)  # neighbours are samples of the same prompt, and may all hang
         self.outcomes[row] = self.monitor.timed_out(row, worker.began, len(self.waiting), place)
 
     def on_death(self, worker: WorkerProcess, how: str) -> None:

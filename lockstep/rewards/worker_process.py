@@ -77,7 +77,7 @@ class WorkerProcess:
             os.close(self._stack_fd)
             raise WorkerStartError(
                 f"no worker process could be started for the reward function {task.function}: {error}. "
-                "Fewer are started with reward_model.reward_kwargs.num_workers"
+                "Lower reward_model.reward_kwargs.num_workers"
             ) from error
         finally:
             os.close(fd)
@@ -166,8 +166,9 @@ class WorkerProcess:
             return ""
         with suppress(ProcessLookupError):
             os.kill(self._function_pid, worker.DUMP_STACK)
-        dump, timeout_s = b"", STACK_TIMEOUT_S
-        while select.select([self._stack_fd], [], [], timeout_s)[0] and (data := os.read(self._stack_fd, 1 << 16)):
+        dump, timeout_s, poll = b"", STACK_TIMEOUT_S, select.poll()
+        poll.register(self._stack_fd, select.POLLIN)
+        while poll.poll(1000 * timeout_s) and (data := os.read(self._stack_fd, 1 << 16)):
             dump, timeout_s = dump + data, 0.05
         return place(printed_frames(dump.decode(errors="replace")))
 

@@ -36,7 +36,8 @@ def first_of_group(values_B: Tensor, ids_B: Tensor) -> Tensor:
     """(G,) the value of each group's first row."""
     num_rows, num_groups = len(ids_B), int(ids_B.max()) + 1 if len(ids_B) else 0
     rows = torch.arange(num_rows, device=ids_B.device)
-    return values_B[ids_B.new_full((num_groups,), num_rows).scatter_reduce_(0, ids_B, rows, "amin")]
+    # a group without rows gets the last one
+    return values_B[ids_B.new_full((num_groups,), num_rows - 1).scatter_reduce_(0, ids_B, rows, "amin")]
 
 
 def group_mean_std(

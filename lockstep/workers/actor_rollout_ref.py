@@ -25,7 +25,7 @@ from lockstep.single_controller import Dispatch, make_nd_compute_dataproto_dispa
 from lockstep.utils.audit import GapBound, RolloutGap
 from lockstep.utils.device import memory_peaks
 from lockstep.utils.distributed import join_process_group
-from lockstep.workers.losses import actor_loss_fn, require_finite_loss
+from lockstep.workers.losses import SplitCheck, actor_loss_fn, require_finite_loss
 from lockstep.workers.rollout_batch import batch_of, requests_of, sampling_params
 from lockstep.workers.shared_folder import checkpoint_folder
 from lockstep.workers.updates import MetricMeans, micro_batching, mini_batches
@@ -63,7 +63,7 @@ class ActorRolloutRefWorker(WeightHandOver):
             sp = sequence_parallel_size(config.actor)
             self.actor = self._engine(self.policy, config.actor.fsdp_config, sp, trained=True)
             self.gap_bound = GapBound(resolve_dtype(config.actor.fsdp_config.dtype, self.device))
-            self._loss_is_checked = False
+            self._split_check = SplitCheck()
             self._register_dispatch_collect_info("actor", self.actor.dp_rank, self.actor.sp_rank == 0)
         if self.is_rollout:
             self.rollout = create_rollout_engine(
@@ -168,9 +168,8 @@ class ActorRolloutRefWorker(WeightHandOver):
         engine.onload(optimizer=True, ahead=True)
         with self.memory.phase("update_actor"):
             for rows, info in mini_batches(data, config.loss_scale_factor):
-                loss_fn = actor_loss_fn(config, info, data.meta_info["prepared"], gap, check=not self._loss_is_checked)
+                loss_fn = actor_loss_fn(config, info, data.meta_info["prepared"], gap, self._split_check)
                 metrics = engine.forward_backward(rows, loss_fn, micro, temperature=self._temperature, **options)
-                self._loss_is_checked = True
                 require_finite_loss(metrics, "actor/pg_loss")
                 if gap is not None:
                     distance = gap.metrics(*engine.global_sum(*gap.sums()))

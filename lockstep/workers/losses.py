@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict
@@ -26,13 +26,13 @@ def actor_loss_fn(
     info: dict[str, Any],
     prepared: Iterable[str] = (),
     gap: RolloutGap | None = None,
-    check: bool = False,
+    check: "SplitCheck | None" = None,
 ) -> LossFn:
     """Policy loss, minus the entropy bonus, plus the KL to the reference.
 
     prepared: names of the columns from `prepare_policy_loss`.
     gap: collects the difference between the rollout's log-probs and the current policy's.
-    check: call `check_split` on the first micro-batch of several rows.
+    check: of the loss, on the first micro-batch that has a gradient.
 
     Rows have no `old_log_probs` if the update is the only one of its step: the current log-probs are the old ones then.
     """
@@ -69,12 +69,10 @@ def actor_loss_fn(
         return loss, metrics
 
     def loss_fn(outputs: dict[str, Tensor], rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
-        nonlocal check
         if gap is not None and "rollout_log_probs" in rows:
             gap.add(rows["rollout_log_probs"], outputs["log_probs"], rows["response_mask"])
-        if check and len(rows) > 1:
-            check = False
-            check_split(loss_of, outputs, rows, f"policy loss {defined_at(policy_loss)}")
+        if check is not None:
+            check(loss_of, outputs, rows, f"policy loss {defined_at(policy_loss)}")
         return loss_of(outputs, rows)
 
     return loss_fn
@@ -96,24 +94,35 @@ SPLIT_TOLERANCE = 1e-3
 """Difference between a loss and the sum of its halves that counts as rounding, relative to the loss and its gradient."""
 
 
-def check_split(loss_fn: LossFn, outputs: dict[str, Tensor], rows: TensorDict, name: str) -> None:
-    """AuditError if the loss of some rows, or its gradient, is not the sum over two parts of them.
+class SplitCheck:
+    """Checks once per run that the loss of some rows, and its gradient, is the sum over two parts of them.
 
-    Losses are summed over micro-batches, so such a loss would depend on how many there are.
+    Losses are summed over micro-batches, so another loss would depend on how many there are.
     """
-    half = len(rows) // 2
-    values = [value.detach().requires_grad_() for value in outputs.values()]
 
-    def loss_and_gradients(*parts: slice) -> list[Tensor]:
-        losses = [loss_fn(dict(zip(outputs, (v[part] for v in values))), rows[part])[0] for part in parts]
-        total = torch.stack(losses).sum()
-        gradients = torch.autograd.grad(total, values, materialize_grads=True) if total.requires_grad else ()
-        return [total.detach(), *gradients]
+    def __init__(self) -> None:
+        self.is_done = False
 
-    whole, split = loss_and_gradients(slice(None)), loss_and_gradients(slice(half), slice(half, None))
-    scale = max(sum(float(value.abs().sum()) for value in parts) for parts in (whole, split))
-    for one, two in zip(whole, split):
-        if float((one - two).abs().sum()) > SPLIT_TOLERANCE * scale:
+    def __call__(self, loss_fn: LossFn, outputs: dict[str, Tensor], rows: TensorDict, name: str) -> None:
+        """AuditError if they differ; without a gradient, the next micro-batch is checked."""
+        if self.is_done:
+            return
+        if len(rows) == 1:
+            outputs = {key: torch.cat((value, value)) for key, value in outputs.items()}
+            rows = cast(TensorDict, torch.cat((rows, rows)))
+        values = [value.detach().requires_grad_() for value in outputs.values()]
+
+        def loss_and_gradients(*parts: slice) -> list[Tensor]:
+            losses = [loss_fn(dict(zip(outputs, (v[part] for v in values))), rows[part])[0] for part in parts]
+            total = torch.stack(losses).sum()
+            gradients = torch.autograd.grad(total, values, materialize_grads=True) if total.requires_grad else ()
+            return [total.detach(), *gradients]
+
+        half = len(rows) // 2
+        whole, split = loss_and_gradients(slice(None)), loss_and_gradients(slice(half), slice(half, None))
+        scale = max(sum(float(value.abs().sum()) for value in parts) for parts in (whole, split))
+        self.is_done = scale > 0
+        if any(float((one - two).abs().sum()) > SPLIT_TOLERANCE * scale for one, two in zip(whole, split)):
             raise AuditError(
                 f"{name}: the loss of {len(rows)} rows is {float(whole[0]):.4g} (norm of its gradient {_norm(whole):.4g}), but "
                 f"{float(split[0]):.4g} ({_norm(split):.4g}) in two micro-batches. The loss must be a sum over rows, divided by "

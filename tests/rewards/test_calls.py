@@ -161,7 +161,7 @@ def test_threads_are_abandoned_when_a_call_hangs(caplog: pytest.LogCaptureFixtur
 def test_threads_that_only_hang_stop_the_run() -> None:
     begun = time.monotonic()
     with pytest.raises(
-        RewardHangError, match=r"<lambda> hangs: 3 calls in a row.*test_calls\.py:\d+ in <lambda>; 61 of 64"
+        RewardHangError, match=r"<lambda> hangs: 3 times in a row.*test_calls\.py:\d+ in <lambda>; 61 of 64"
     ):
         make_caller(lambda text: time.sleep(20), timeout_s=0.1)(rows(*["a"] * 64))
     assert time.monotonic() - begun < 4
@@ -188,7 +188,7 @@ def test_coroutines_time_out(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_coroutines_that_only_hang_stop_the_run() -> None:
     begun = time.monotonic()
-    with pytest.raises(RewardHangError, match=r"score_later hangs: 3 calls in a row.*in score_later; \d+ of 64 rows"):
+    with pytest.raises(RewardHangError, match=r"score_later hangs: 3 times in a row.*in score_later; \d+ of 64 rows"):
         make_caller(score_later, timeout_s=0.1, max_concurrency=2)(rows(*["hang"] * 64))
     assert time.monotonic() - begun < 2
     outcomes = make_caller(score_later, timeout_s=0.1, max_concurrency=4)(rows("hang", "hang", "hang", "a"))

@@ -316,7 +316,8 @@ def test_function_that_only_hangs_stops_the_run(make: Any, num_workers: int) -> 
     begun = time.monotonic()
     with pytest.raises(
         RewardHangError,
-        match=r"judge\.py:forever hangs: 3 calls in a row took longer than reward_model\.timeout_s=0\.4, the last one at "
+        match=r"judge\.py:forever hangs: 3 times in a row, every call took longer than reward_model\.timeout_s=0\.4, "
+        r"the last one at "
         r"\S*judge\.py:\d+ in sleep_long, called from \S*judge\.py:\d+ in forever; \d+ of 64 rows were waiting",
     ):
         pool(rows(*["a"] * 64))
@@ -327,6 +328,13 @@ def test_function_that_only_hangs_stops_the_run(make: Any, num_workers: int) -> 
 def test_rows_that_hang_while_others_end_do_not_stop_the_run(make: Any) -> None:
     texts = [*["slow-pid"] * 40, "hang", "hang", "hang", *["slow-pid"] * 20]
     outcomes = make(timeout_s=1.0, num_workers=4)(rows(*texts))
+    assert [isinstance(outcome, RewardTimeoutError) for outcome in outcomes] == [text == "hang" for text in texts]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_prompt_whose_samples_all_hang_does_not_stop_the_run(make: Any, num_workers: int) -> None:
+    texts = [*["a"] * 4, *["hang"] * 4, *["b"] * 4, *["c"] * 4]
+    outcomes = make(timeout_s=0.5, num_workers=num_workers)(rows(*texts))
     assert [isinstance(outcome, RewardTimeoutError) for outcome in outcomes] == [text == "hang" for text in texts]
 
 

@@ -172,6 +172,18 @@ def test_shards_outside_the_folder_are_refused(checkpoint: Path) -> None:
         ShardReader(shards).read_metadata()
 
 
+@pytest.mark.parametrize(
+    "name", [b"pathlib\nPosixPath", b"torch\nSize", b"torch.distributed.checkpoint.metadata\nMetadata"]
+)
+def test_metadata_cannot_change_a_class(name: bytes, tmp_path: Path) -> None:
+    """The BUILD opcode would set `_str` on the class itself, for every path of the process."""
+    state = b"N}\x8c\x04_str\x8c\x05/evils\x86"  # (None, {"_str": "/evil"})
+    (tmp_path / ".metadata").write_bytes(b"\x80\x04c" + name + b"\n" + state + b"b.")
+    with pytest.raises(ValueError, match="it sets the state of"):
+        ShardReader(tmp_path).read_metadata()
+    assert not hasattr(Metadata, "_str") and str(Path("/good")) == "/good"
+
+
 def test_model_folder_with_pickled_weights_is_not_run(tiny_run_files: Path, tmp_path: Path, canary: Path) -> None:
     from lockstep.config.model import HFModelConfig
 

@@ -11,7 +11,7 @@ from lockstep.algorithms.losses.aggregate import agg_loss
 from lockstep.config.actor_rollout_ref import ActorConfig, PolicyLossConfig
 from lockstep.utils.audit import AuditError
 from lockstep.utils.masked import masked_mean
-from lockstep.workers.losses import actor_loss_fn, require_finite_loss
+from lockstep.workers.losses import SplitCheck, actor_loss_fn, require_finite_loss
 
 INFO = {"dp_size": 1, "batch_num_tokens": 20, "global_batch_size": 6, "loss_scale_factor": None}
 
@@ -52,7 +52,7 @@ def micro_batch(num_rows: int = 4) -> tuple[dict[str, Tensor], TensorDict]:
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 def test_agg_loss_in_a_users_loss_counts_the_whole_mini_batch(mode: str) -> None:
     outputs, rows = micro_batch()
-    loss_fn = actor_loss_fn(config_of(plain_agg_loss, mode), INFO, check=True)
+    loss_fn = actor_loss_fn(config_of(plain_agg_loss, mode), INFO, check=SplitCheck())
     whole, _ = loss_fn(outputs, rows)
     parts = [loss_fn({"log_probs": outputs["log_probs"][i : i + 1]}, rows[i : i + 1])[0] for i in range(4)]
     torch.testing.assert_close(sum(parts), whole)
@@ -60,10 +60,14 @@ def test_agg_loss_in_a_users_loss_counts_the_whole_mini_batch(mode: str) -> None
     torch.testing.assert_close(whole, agg_loss(matrix, mask, mode, **INFO))
 
 
-def test_a_loss_that_depends_on_the_split_is_refused_by_name() -> None:
-    outputs, rows = micro_batch()
-    loss_fn = actor_loss_fn(config_of(mean_of_the_call), INFO, check=True)
-    with pytest.raises(AuditError, match=r"mean_of_the_call \(.*test_losses.py:\d+\): the loss of 4 rows .*agg_loss"):
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_a_loss_that_depends_on_the_split_is_refused_by_name(num_rows: int) -> None:
+    outputs, rows = micro_batch(num_rows)
+    loss_fn = actor_loss_fn(config_of(mean_of_the_call), INFO, check=SplitCheck())
+    idle = rows.clone()
+    idle["advantages"] = torch.zeros_like(idle["advantages"])
+    loss_fn(outputs, idle)  # says nothing about the loss
+    with pytest.raises(AuditError, match=r"mean_of_the_call \(.*test_losses.py:\d+\): the loss of \d rows .*agg_loss"):
         loss_fn(outputs, rows)
 
 

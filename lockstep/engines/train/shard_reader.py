@@ -4,12 +4,11 @@ torch.distributed.checkpoint describes the shards in a pickled `.metadata`; the 
 Shards are tensors, which torch loads with `weights_only=True`; entries that are not tensors are refused.
 """
 
-import pathlib
 import pickle
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -20,32 +19,49 @@ from torch.serialization import _get_layout
 
 METADATA = ".metadata"
 
+_RECORDS = (
+    metadata.Metadata,
+    metadata.MetadataIndex,
+    metadata.StorageMeta,
+    metadata.TensorProperties,
+    metadata.TensorStorageMetadata,
+    metadata.BytesStorageMetadata,
+    metadata.ChunkStorageMetadata,
+    filesystem._StorageInfo,
+)
+"""The classes whose instances have state in the pickle."""
+
+
+def _path(*parts: str) -> str:
+    """A path of a pickle as text."""
+    return "/".join(parts)
+
+
 _CLASSES: dict[tuple[str, str], Any] = {
-    (cls.__module__, cls.__name__): cls
-    for cls in (
-        metadata.Metadata,
-        metadata.MetadataIndex,
-        metadata.StorageMeta,
-        metadata.TensorProperties,
-        metadata.TensorStorageMetadata,
-        metadata.BytesStorageMetadata,
-        metadata.ChunkStorageMetadata,
-        metadata._MEM_FORMAT_ENCODING,
-        filesystem._StorageInfo,
-        torch.Size,
-        _get_layout,
-    )
+    (cls.__module__, cls.__name__): cls for cls in (*_RECORDS, metadata._MEM_FORMAT_ENCODING, torch.Size, _get_layout)
 }
 # a path is pickled under the module that defined it, which depends on the Python version
-_CLASSES |= {(module, "PosixPath"): pathlib.PurePosixPath for module in ("pathlib", "pathlib._local")}
+_CLASSES |= {(module, "PosixPath"): _path for module in ("pathlib", "pathlib._local")}
 _CLASSES |= {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+class _MetadataUnpickler(pickle._Unpickler):
+    """Knows the classes of a `.metadata` file. State is set on instances of the records only, never on a class."""
+
+    dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch}
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _CLASSES:
-            raise pickle.UnpicklingError(f"it refers to {module}.{name}, which is no part of such a file")
+            raise pickle.UnpicklingError(f"it refers to {module}.{name}, which is not allowed in checkpoint metadata")
         return _CLASSES[module, name]
+
+    def load_build(self) -> None:
+        target, state = self.stack[-2:]  # type: ignore[attr-defined]
+        if type(target) not in _RECORDS or not (isinstance(state, dict) or hasattr(type(target), "__setstate__")):
+            raise pickle.UnpicklingError(f"it sets the state of {target!r}")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch[pickle.BUILD[0]] = load_build
 
 
 class ShardReader(dcp.FileSystemReader):

@@ -43,6 +43,7 @@ NOBODY = 65534
 MANY_INTERVAL_S, ONE_INTERVAL_S = 0.01, 0.05
 """Between two checks with several processes, and with one, whose memory and CPU time the kernel limits."""
 MAX_FILES = 10_000
+MAX_DESCRIPTOR = 1 << 20
 STDERR_BYTES = 2_000
 PAGE_BYTES = resource.getpagesize()
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -189,7 +190,7 @@ def run_target(spec: dict[str, Any], folder: str, errors: int) -> None:
     try:
         os.setsid()
         os.dup2(errors, 2)
-        os.closerange(3, 1024)
+        os.closerange(3, MAX_DESCRIPTOR)
         confine(spec, folder)
         environment = {**spec["environment"], "HOME": folder, "TMPDIR": folder}
         if spec["code"] is None:
@@ -242,6 +243,14 @@ def limit(name: int, most: int) -> None:
     resource.setrlimit(name, (most, most))
 
 
+def readable(descriptors: list[int], timeout_s: float) -> list[int]:
+    """Those that can be read or were closed; `select.select` refuses numbers above 1023, which the trainer may have."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return [descriptor for descriptor, _ in poll.poll(1000 * timeout_s)]
+
+
 class Watch:
     """Waits for the target and checks the limits of all processes of the sandbox."""
 
@@ -266,7 +275,7 @@ class Watch:
                     return self.report(exceeded=exceeded)
                 interval_s = MANY_INTERVAL_S if num_processes > 1 else ONE_INTERVAL_S
                 next_check_s = passed_s + interval_s
-            ready = select.select([self.spec["lifeline"], self.woken, *self.errors], [], [], interval_s)[0]
+            ready = readable([self.spec["lifeline"], self.woken, *self.errors], interval_s)
             if self.spec["lifeline"] in ready:
                 return self.report(exceeded="time until it was stopped")
             if any(errors in ready for errors in self.errors):
@@ -296,7 +305,7 @@ class Watch:
                 return None
 
     def report(self, exit_code: int | None = None, exceeded: str | None = None) -> dict[str, Any]:
-        while self.errors and select.select(self.errors, [], [], 0)[0] and len(self.tail) < STDERR_BYTES:
+        while self.errors and readable(self.errors, 0) and len(self.tail) < STDERR_BYTES:
             self.read_errors()
         return {"exit_code": exit_code, "exceeded": exceeded, "stderr": self.tail.decode(errors="replace")}
 

@@ -1,4 +1,4 @@
-"""Starts processes in a sandbox, with the strongest isolation that this machine gives.
+"""Starts processes in a sandbox, with the strongest isolation that this machine supports.
 
 bubblewrap   namespaces set up by `bwrap`
 namespaces   the same, set up by the guard
@@ -26,6 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
+from lockstep.rewards.errors import RewardError
 from lockstep.rewards.sandbox import view
 from lockstep.rewards.sandbox.syscalls import machine, seccomp_filter
 
@@ -44,8 +45,8 @@ IGNORE_STOP_SIGNALS = ["/bin/sh", "-c", "trap '' TERM INT HUP; exec \"$@\"", "sh
 """A stop signal to the whole job must not end the sandbox before its caller, which decides what to do with its rows."""
 
 
-class SandboxError(RuntimeError):
-    """The sandbox cannot be set up."""
+class SandboxError(RewardError):
+    """The sandbox cannot be set up or failed by itself: no row may be scored 0 for it."""
 
 
 @dataclass(frozen=True)
@@ -240,6 +241,14 @@ class Sandbox:
         return self._start({"argv": None, "code": _compiled(source)})
 
     def _start(self, target: dict[str, Any]) -> SandboxedProcess:
+        try:
+            return self._started(target)
+        except OSError as error:
+            raise SandboxError(
+                f"no sandbox could be started: {error}; the machine may be out of processes, memory or open files"
+            ) from error
+
+    def _started(self, target: dict[str, Any]) -> SandboxedProcess:
         lifeline = os.pipe()
         spec = {**self._spec, **target, "lifeline": lifeline[0]}
         with open(os.memfd_create("guard"), "wb") as file:

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any, Literal, NamedTuple
 
-from lockstep.rewards.sandbox import Limits, Sandbox, SandboxedProcess, isolation
+from lockstep.rewards.sandbox import Limits, Sandbox, SandboxedProcess, SandboxError, isolation
 from lockstep.rewards.sandbox.process import VARIABLE
 
 logger = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ def _start() -> SandboxedProcess:
     except (EOFError, TimeoutError) as error:
         problem = str(error)
     child.kill()
-    raise RuntimeError(f"the math grader failed to start: {child.error or problem}")
+    raise SandboxError(f"the math grader failed to start: {child.error or problem}")
 
 
 @functools.cache

@@ -109,6 +109,7 @@ class PPOTrainer:
         self.device_name = device_name or resolve_device(config.trainer.device)
         self.reward_fn, self.val_reward_fn = reward_fn, val_reward_fn
         self.use_critic = need_critic(config)
+        self.critic_warmup = config.trainer.critic_warmup if self.use_critic else 0
         self.use_reference_policy = need_reference_policy(config)
         self.use_rm = need_reward_model(config)
         self.kl_ctrl_in_reward = get_kl_controller(config.algorithm.kl_ctrl)
@@ -194,7 +195,7 @@ class PPOTrainer:
     def _role_classes(self) -> dict[Role, ClassWithInitArgs]:
         config, device, workers = self.config, self.device_name, self.role_worker_mapping
         policy, critic = config.actor_rollout_ref, config.critic
-        actor = self._with_schedule_length(policy.actor, self.total_training_steps - config.trainer.critic_warmup)
+        actor = self._with_schedule_length(policy.actor, self.total_training_steps - self.critic_warmup)
         if "sum_pi_squared" in required_inputs(config.algorithm.adv_estimator):
             actor = replace(actor, calculate_sum_pi_squared=True)
         policy = replace(policy, actor=actor)
@@ -403,7 +404,7 @@ class PPOTrainer:
         if correction.bypass_mode:
             return "rollout"
         one_update = (
-            self.global_steps > self.config.trainer.critic_warmup
+            self.global_steps > self.critic_warmup
             and actor.ppo_epochs == 1
             and num_rows <= actor.ppo_mini_batch_size * actor.rollout_n
         )
@@ -472,7 +473,7 @@ class PPOTrainer:
                 waiting["update_critic"] = self.critic_wg.update_critic(
                     self._laid_out(batch, rule, self.critic_wg.mesh("critic").dp_size)
                 )
-        if self.global_steps > self.config.trainer.critic_warmup:
+        if self.global_steps > self.critic_warmup:
             with marked_timer("update_actor", timing):
                 rule = self._mini_batches(actor, prepare=self._prepare_loss())
                 waiting["update_actor"] = self.actor_rollout_wg.update_actor(

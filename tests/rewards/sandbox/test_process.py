@@ -1,7 +1,9 @@
 """The sandbox itself: pipes, exit codes, limits, what a process sees, and which form of isolation is used."""
 
+import errno
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import pytest
 
 import lockstep
 from lockstep.rewards import sandbox
+from lockstep.rewards.errors import RewardError
 from lockstep.rewards.sandbox import Limits, Sandbox, SandboxError, process, view
 from lockstep.rewards.sandbox.process import VARIABLE, Form
 
@@ -145,6 +148,31 @@ def test_failure_of_the_sandbox_is_no_failure_of_the_program(form: Form, monkeyp
         monkeypatch.setattr(process, "BOOTSTRAP", "raise OSError('no start')")
     with pytest.raises(SandboxError, match=r"the sandbox failed: .*(missing|no start)"):
         Sandbox().start_source("print(1)").communicate(b"", timeout=20, max_bytes=100)
+
+
+def test_a_start_that_fails_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    sandbox = Sandbox(form="none")
+    monkeypatch.setattr(subprocess, "Popen", fail)
+    with pytest.raises(RewardError, match="no sandbox could be started"):
+        sandbox.start_source("")
+
+
+def test_more_open_files_than_select_takes(form: Form) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most < 2000:
+        pytest.skip("needs 2000 open files")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    null = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert Sandbox(Limits()).start_source("print('here')").communicate(b"", 30, 100) == b"here\n"
+    finally:
+        for descriptor in null:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_timeout_of_the_caller(form: Form) -> None:
