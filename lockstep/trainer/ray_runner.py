@@ -90,7 +90,9 @@ def _connect(config: PPOConfig) -> bool:
         )
     except SystemExit:  # how Ray ends on SIGTERM
         raise KeyboardInterrupt from None
-    except (OSError, RuntimeError) as error:
+    except ValueError:
+        raise
+    except Exception as error:  # Ray's start raises plain exceptions too
         reason = " ".join(str(error).split())
         raise OSError(
             f"Ray could not be started on this machine ({reason}); its logs are in {os.environ.get('RAY_TMPDIR', '/tmp')}/ray. "
