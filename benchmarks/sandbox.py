@@ -1,4 +1,4 @@
-"""Programs per second in the sandbox beside plain `subprocess`, on small programs that read stdin and print.
+"""Programs per second in the sandbox compared with plain `subprocess`, on small programs that read stdin and print.
 
 python benchmarks/sandbox.py --programs 100 --cases 1
 """

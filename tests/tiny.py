@@ -113,3 +113,20 @@ def random_batch(num_rows: int = 6, prompt: int = 10, response: int = 8, vocab: 
         },
         batch_size=[num_rows],
     )
+
+
+def small_run(files: Path) -> list[str]:
+    """Overrides of a small run on a folder with train.parquet, val.parquet, model and reward.py."""
+    return [
+        f"data.train_files={files}/train.parquet",
+        f"data.val_files={files}/val.parquet",
+        "data.train_batch_size=4",
+        "data.max_prompt_length=40",
+        "data.max_response_length=8",
+        f"actor_rollout_ref.model.path={files}/model",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        f"custom_reward_function.path={files}/reward.py",
+        "trainer.logger=console",
+        "trainer.device=cpu",
+    ]

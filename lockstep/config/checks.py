@@ -22,11 +22,11 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _REF = "actor_rollout_ref.ref"
 _SAMPLER = ("data.sampler.class_path", "data.sampler.class_name")
 
-UNUSED = [
-    (f"{section}.wrap_policy.min_num_params", 0, "models are sharded layer by layer")
+NEVER_READ = {
+    f"{section}.wrap_policy.min_num_params": "models are sharded layer by layer"
     for section in (f"{_ACTOR}.fsdp_config", f"{_REF}.fsdp_config", "critic.model.fsdp_config")
-]
-"""(key, default, why another value has no effect)."""
+}
+"""Keys that no run reads, and why."""
 
 Values = Mapping[str, Any]
 """Dotted key to value."""
@@ -447,6 +447,7 @@ def _without_effect(config: PPOConfig, values: Values, models: Collection[str]) 
         f"{_ROLLOUT}.mode": "single-turn rollouts are the same in both modes",
         "ray_init.timeline_json_file": controller_of(config) == "local" and "the run does not use Ray",
     }
+    reasons |= NEVER_READ
     tree = defaults(PPOConfig)
     for name, reason in reasons.items():
         if reason and values[name] not in (get_in(tree, name, None), 0, None):
@@ -492,9 +493,6 @@ def _warnings(values: Values) -> Iterator[str]:
         )
     if values["trainer.max_restarts"] and values["trainer.save_freq"] < 1:
         yield "trainer.max_restarts without trainer.save_freq: there are no checkpoints, so a restart begins at step 0"
-    for name, default, reason in UNUSED:
-        if values[name] != default:
-            yield f"{name}={values[name]} has no effect: {reason}"
     if values["reward_model.enable"] and values["custom_reward_function.path"]:
         yield "reward_model.enable: scores come from the reward model; custom_reward_function.path is not called"
     if values["algorithm.use_kl_in_reward"] and values[f"{_ACTOR}.use_kl_loss"]:

@@ -5,7 +5,6 @@ import os
 import pickle
 import select
 import signal
-import struct
 import subprocess
 import sys
 import time
@@ -20,7 +19,6 @@ from lockstep.rewards import worker
 from lockstep.rewards.errors import WorkerStartError
 from lockstep.rewards.monitor import place, printed_frames
 
-HEADER = struct.Struct("!Q")
 MAX_BYTES_IN_FLIGHT = 1 << 16
 """Bytes of rows sent to a worker ahead of its replies, as many as a pipe buffers."""
 MIN_WRITE_BYTES = 1 << 13
@@ -150,12 +148,12 @@ class WorkerProcess:
             raise EOFError
         self._incoming += data
         payloads, begin = [], 0
-        while len(self._incoming) - begin >= HEADER.size:
-            (size,) = HEADER.unpack_from(self._incoming, begin)
-            end = begin + HEADER.size + size
+        while len(self._incoming) - begin >= worker.HEADER.size:
+            (size,) = worker.HEADER.unpack_from(self._incoming, begin)
+            end = begin + worker.HEADER.size + size
             if len(self._incoming) < end:
                 break
-            payloads.append(bytes(self._incoming[begin + HEADER.size : end]))
+            payloads.append(bytes(self._incoming[begin + worker.HEADER.size : end]))
             begin = end
         del self._incoming[:begin]
         return payloads
@@ -183,7 +181,7 @@ class WorkerProcess:
 
 def message(content: Any) -> bytes:
     payload = pickle.dumps(content)
-    return HEADER.pack(len(payload)) + payload
+    return worker.HEADER.pack(len(payload)) + payload
 
 
 @functools.cache

@@ -23,7 +23,7 @@ FILE = "config.yaml"
 HISTORY = "configs"
 IDENTITY = ("algorithm.adv_estimator", "actor_rollout_ref.model.path", "critic.enable", "data.train_files")
 """Keys that identify an experiment."""
-OF_THE_START = ("trainer.default_local_dir", "trainer.resume_mode", "trainer.resume_from_path")
+START_KEYS = ("trainer.default_local_dir", "trainer.resume_mode", "trainer.resume_from_path")
 """Keys that are about the start of a run, not about its training."""
 NO_EFFECT = {
     "trainer.seed": "random generators continue from the checkpoint",
@@ -95,7 +95,7 @@ def report_changes(saved: dict[str, Any], config: PPOConfig, checkpoint: Path) -
         note = NO_EFFECT.get(key, "")
         if key == "algorithm.kl_ctrl.kl_coef" and config.algorithm.kl_ctrl.type == "fixed":
             note = ""
-        if not key.startswith(OF_THE_START):
+        if not key.startswith(START_KEYS):
             logger.warning("changed since the checkpoint: %s was %s, is now %s%s", key, old, new, note and f" ({note})")
     sections = {"actor_rollout_ref.actor": config.actor_rollout_ref.actor.checkpoint.load_contents}
     if need_critic(config):

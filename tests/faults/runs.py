@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.shim import Injection
-from tests.tiny import save_tiny_model, write_rows
+from tests.tiny import save_tiny_model, small_run, write_rows
 
 MARK = "LOCKSTEP_FAULTS_MARK"
 """Environment variable of all processes of a Lab."""
@@ -125,19 +125,8 @@ class Lab:
         self._ray_logs.cleanup()
 
     def overrides(self, name: str, run_dir: Path) -> list[str]:
-        files = self.folder / "files"
         return [
-            f"data.train_files={files}/train.parquet",
-            f"data.val_files={files}/val.parquet",
-            "data.train_batch_size=4",
-            "data.max_prompt_length=40",
-            "data.max_response_length=8",
-            f"actor_rollout_ref.model.path={files}/model",
-            "actor_rollout_ref.actor.optim.lr=1e-3",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-            f"custom_reward_function.path={files}/reward.py",
-            "trainer.logger=console",
-            "trainer.device=cpu",
+            *small_run(self.folder / "files"),
             "trainer.total_epochs=20",
             f"trainer.total_training_steps={STEPS}",
             "trainer.save_freq=2",

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny import save_tiny_model, write_rows
+from tests.tiny import save_tiny_model, small_run, write_rows
 
 
 @pytest.fixture(scope="session")
@@ -24,19 +24,8 @@ def tiny_run_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def overrides(tiny_run_files: Path, tmp_path: Path) -> list[str]:
     """A small run in `tmp_path/run`."""
-    files = tiny_run_files
     return [
-        f"data.train_files={files}/train.parquet",
-        f"data.val_files={files}/val.parquet",
-        "data.train_batch_size=4",
-        "data.max_prompt_length=40",
-        "data.max_response_length=8",
-        f"actor_rollout_ref.model.path={files}/model",
-        "actor_rollout_ref.actor.optim.lr=1e-3",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-        f"custom_reward_function.path={files}/reward.py",
-        "trainer.logger=console",
-        "trainer.device=cpu",
+        *small_run(tiny_run_files),
         "trainer.total_epochs=2",
         f"trainer.default_local_dir={tmp_path}/run",
     ]
