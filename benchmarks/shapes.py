@@ -1,4 +1,4 @@
-"""Sizes of the benchmarks' random models: those of Qwen2.5, and a tiny one to try the scripts on a CPU."""
+"""Sizes of the benchmarks' random models: those of SmolLM2 (135m) and Qwen2.5, and a tiny one to try the scripts on a CPU."""
 
 from typing import Any
 
@@ -20,6 +20,7 @@ def _sizes(
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": _sizes(512, 64, 128, 2, 2, 1, True),
+    "135m": _sizes(49152, 576, 1536, 30, 9, 3, True),
     "0.5b": _sizes(151936, 896, 4864, 24, 14, 2, True),
     "1.5b": _sizes(151936, 1536, 8960, 28, 12, 2, True),
     "7b": _sizes(152064, 3584, 18944, 28, 28, 4, False),
