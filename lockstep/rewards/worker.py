@@ -83,7 +83,10 @@ def _serve(stack_fd: int) -> None:
     os.set_inheritable(stack_fd, False)
     faulthandler.register(DUMP_STACK, stack_fd, all_threads=False)
     signals = _StopSignals()
-    task = receive(rows)
+    try:
+        task = receive(rows)
+    except EOFError:  # the pool ended before it sent the task
+        return
     send(replies, pickle.dumps(os.getpid()))
     try:
         for reference in task.first:

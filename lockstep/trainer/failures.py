@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow as pa
 import torch
 
 from lockstep.config.ppo import PPOConfig
@@ -26,7 +27,8 @@ LOWER = {
 FULL_CODES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 _NO_MEMORY = re.compile(
-    r"can't allocate memory|cannot allocate memory|out of memory|can't start new thread|bad_alloc", re.I
+    r"can't allocate memory|cannot allocate memory|out of memory|can't start new thread|failed to launch worker thread|bad_alloc",
+    re.I,
 )
 _DEAD_LOADER = re.compile(r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) (?P<end>[^.\n]*)")
 _OS_ERROR = re.compile(r"\(os error (?P<code>\d+)\)")
@@ -58,7 +60,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
+    return isinstance(error, RuntimeError | pa.ArrowException) and _NO_MEMORY.search(str(error)) is not None
 
 
 def _out_of_memory(error: BaseException) -> str:

@@ -41,6 +41,7 @@ class Kind:
     configs: configurations that it is injected into.
     codes:   allowed exit codes of that run; 0 if the fault may come after its last step.
     says:    what the one line of an exit code 1 or 2 names: one of these.
+    lines:   most error lines; 2 if the controller may report the fault and then die of it too.
     weight:  its share of the cases.
     """
 
@@ -48,6 +49,7 @@ class Kind:
     configs: tuple[str, ...] = LOCAL
     codes: tuple[int, ...] = (0,)
     says: tuple[str, ...] = ()
+    lines: int = 1
     weight: float = 1.0
 
 
@@ -139,7 +141,7 @@ def _wrong_end(ended: Ended, kind: Kind) -> str:
     if "Traceback" in ended.stderr:
         return f"exit code {ended.code} with a traceback: {_tail(ended)}"
     if ended.code in (1, 2):
-        if len(ended.errors) != 1:
+        if not 1 <= len(ended.errors) <= kind.lines:
             return f"exit code {ended.code} with {len(ended.errors)} error lines: {_tail(ended)}"
         if kind.says and not any(text in ended.errors[0] for text in kind.says):
             return f"the message does not name the cause: {ended.errors[0]}"
@@ -290,7 +292,7 @@ KINDS: dict[str, Kind] = {
     ),
     "Ray: killed worker": Kind(_kill_process("ray::WorkerHost"), configs=("ray",), codes=(0, 1), weight=0.25),
     "Ray: killed controller": Kind(_kill_process("ray::Runner"), configs=("ray",), codes=(0, 1), weight=0.25),
-    "Ray: killed raylet": Kind(_kill_process("raylet/raylet"), configs=("ray",), codes=(0, 1), weight=0.25),
+    "Ray: killed raylet": Kind(_kill_process("raylet/raylet"), configs=("ray",), codes=(0, 1), lines=2, weight=0.25),
     "Ray: killed GCS": Kind(_kill_process("gcs_server"), configs=("ray",), codes=(0, 1), weight=0.25),
     "Ray: killed GCS after the last step": Kind(_kill_head_at_the_end, configs=("ray",), weight=0.25),
 }

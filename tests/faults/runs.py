@@ -203,7 +203,7 @@ class Lab:
         begin = time.monotonic()
         while left := self.processes():
             waited_s = time.monotonic() - begin
-            if waited_s > (90 if all("ray::" in line for line in left.values()) else 10):
+            if waited_s > (90 if all("ray::" in line or "/ray/" in line for line in left.values()) else 10):
                 break
             time.sleep(0.05)
         self.kill_left()

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from lockstep.single_controller.futures import WorkerDiedError
 from lockstep.single_controller.ray_backend.cluster import Bundle, missing, ray, require_machines
 from lockstep.single_controller.ray_backend.reservation import StartedProcesses, bundle_of, reserve
 from lockstep.single_controller.worker_group import ResourcePool
@@ -70,12 +71,19 @@ class RayResourcePool(ResourcePool):
             require_machines(self.name_prefix, asked, until=end if self.wait_for_machines else 0)
             unique = f"{self.name_prefix or 'pool'}-{uuid.uuid4().hex[:6]}"
             self._placement_groups = reserve(unique, self.store, self.bundle, self.detached)
-        if not all(group.wait(max(0.1, end - time.monotonic())) for group in self._placement_groups):
+        if not self._wait_until(end):
             reason = missing(self.name_prefix, asked, busy=True)
             self.shutdown()
             raise ValueError(reason)
         self._is_ready = True
         return self._placement_groups
+
+    def _wait_until(self, end: float) -> bool:
+        """Whether all placement groups are ready by then."""
+        try:
+            return all(group.wait(max(0.1, end - time.monotonic())) for group in self._placement_groups)
+        except Exception as error:  # a plain one, if the machine was lost
+            raise WorkerDiedError(f"Ray lost the machines of resource pool {self.name_prefix!r}: {error}") from error
 
     def take_early(self) -> StartedProcesses | None:
         """The processes started early, if any and not used by a group yet."""
