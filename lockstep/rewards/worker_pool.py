@@ -177,6 +177,9 @@ class WorkerPool:
 
     def _check_time(self, batch: "_Batch") -> None:
         now = time.monotonic()
+        # a process that the function has forked may keep the pipe of a dead worker open
+        for worker in [worker for worker in self._workers if worker.process.poll() is not None]:
+            self._on_death(worker, batch)
         for worker in [worker for worker in self._workers if now >= self._deadline(worker)]:
             place = worker.place()
             if not worker.is_ready:

@@ -80,7 +80,7 @@ def test_text_outside_the_grammar_is_refused(text: str) -> None:
             "(9**5)!",
             "factorial(99999)",
             "factorial(factorial(50))",
-            "binomial(10**9, 5*10**8)",
+            *("binomial(10**9, 5*10**8)", "binomial(1/2, 10**6)", "binomial(-2, 10**6)"),
             "exp(10**6)",
         ),
         *("1e99999", "1" * 1001, "(" * 41 + "1" + ")" * 41, "2**" * 50 + "2", "x" + "+x" * 500),

@@ -52,6 +52,13 @@ def score(text):
     if text == "suicide":
         note(text)
         os.kill(os.getpid(), signal.SIGKILL)
+    if text == "leaves-a-daemon":
+        note(text)
+        if os.fork() == 0:
+            os.setsid()
+            wait_for("go")
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
     if text == "terminates":
         children = [multiprocessing.get_context("fork").Process(target=sleep_long), subprocess.Popen(["sleep", "1000"])]
         children[0].start()
@@ -208,6 +215,17 @@ def test_row_that_kills_its_process_twice_fails(folder: Path, make: Any, num_wor
     assert isinstance(outcomes[2], WorkerDiedError)
     assert "score was killed by SIGKILL, twice on the same row" in str(outcomes[2])
     assert len(pids_of(folder, "suicide")) == 2
+
+
+def test_death_is_seen_though_a_daemon_keeps_the_pipe_open(
+    folder: Path, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitor, "REPORT_INTERVAL_S", 0.2)
+    try:
+        outcomes = make(num_workers=1)(rows("leaves-a-daemon", "a"))
+        assert isinstance(outcomes[0], WorkerDiedError) and outcomes[1] == 1.0
+    finally:
+        (folder / "go").touch()
 
 
 def test_out_of_memory_stops_the_run(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:

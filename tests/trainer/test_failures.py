@@ -4,6 +4,7 @@ import errno
 import os
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 import torch
 
@@ -61,6 +62,7 @@ def test_file_system(config: PPOConfig, tmp_path: Path) -> None:
         (MemoryError(), "init_model", "actor_rollout_ref.model.path"),
         (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), None, "ulimit -v"),
         (RuntimeError("can't start new thread"), None, "data.train_batch_size"),
+        (pa.ArrowException("Unknown error: Failed to launch worker thread"), None, "data.train_batch_size"),
     ],
 )
 def test_out_of_memory(config: PPOConfig, error: Exception, method: str | None, key: str) -> None:

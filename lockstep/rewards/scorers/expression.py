@@ -95,7 +95,9 @@ def num_bits(expression: Any) -> float:
         return max(1.0, largest * math.log2(largest + 2))
     if isinstance(expression, sympy.binomial):
         top, bottom = expression.args
-        return max(1.0, min(_largest(top), num_bits(top) * _largest(bottom)))
+        if top.is_Integer and not top.is_negative:
+            return max(1.0, min(_largest(top), num_bits(top) * _largest(bottom)))
+        return max(1.0, (num_bits(top) + num_bits(bottom)) * _largest(bottom))  # a product of `bottom` fractions
     parts = expression.flat() if isinstance(expression, sympy.MatrixBase) else getattr(expression, "args", ())
     bits = [num_bits(part) for part in parts]
     return sum(bits) if isinstance(expression, sympy.Mul) else max(bits, default=1.0) + math.log2(len(bits) + 1)
