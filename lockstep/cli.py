@@ -1,6 +1,7 @@
 """The `lockstep` command. Each program is imported only when it is called.
 
 lockstep ppo key=value ...     train; same as `python -m lockstep.trainer.main_ppo`
+lockstep plan key=value ...    show what that needs: batch units, memory by phase, time per step
 lockstep demo [options]        train a small model from scratch on this machine
 lockstep doctor                show installed packages and hardware
 """
@@ -18,6 +19,7 @@ USAGE = """\
 usage: lockstep PROGRAM [arguments]
 
   ppo key=value ...   train a language model by reinforcement learning
+  plan key=value ...  show the memory and time that a training command needs, without loading a model
   demo                train a small model from scratch on this machine
   doctor              show installed packages and hardware
 
@@ -52,6 +54,12 @@ def _ppo(argv: list[str]) -> int:
     from lockstep.trainer import main_ppo
 
     return main_ppo.main(argv)
+
+
+def _plan(argv: list[str]) -> int:
+    from lockstep.plan import program
+
+    return program.main(argv)
 
 
 def _demo(argv: list[str]) -> int:
@@ -112,7 +120,7 @@ def _machine() -> list[tuple[str, str]]:
     return rows
 
 
-PROGRAMS: dict[str, Callable[[list[str]], int]] = {"ppo": _ppo, "demo": _demo, "doctor": _doctor}
+PROGRAMS: dict[str, Callable[[list[str]], int]] = {"ppo": _ppo, "plan": _plan, "demo": _demo, "doctor": _doctor}
 
 
 if __name__ == "__main__":

@@ -19,11 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHUNK_LOGITS = 1 << 28
-"""Logits held at once: 256 Mi entries are 1 GiB in float32, and half of that again for their gradient."""
-
-KEPT_SHARE = 1 / 4
-"""Share of the device's free memory that the forward may keep for the backward."""
+from lockstep.kernels.activation_memory import HEAD_CHUNK, HEAD_KEEPS
 
 BLOCK = 4096
 """Vocabulary entries per iteration of a program."""
@@ -214,9 +210,9 @@ def linear_log_prob(
 def _room(device: torch.device) -> int:
     """Bytes that may be kept for the backward."""
     if device.type != "cuda":
-        return CHUNK_LOGITS
+        return HEAD_CHUNK
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(KEPT_SHARE * free)
+    return int(HEAD_KEEPS * free)
 
 
 def _room_for(z: Tensor, dtype: torch.dtype) -> _Kept:
@@ -225,8 +221,8 @@ def _room_for(z: Tensor, dtype: torch.dtype) -> _Kept:
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
-    """Equal pieces of the positions, each with at most `CHUNK_LOGITS` logits; none if there is no position."""
-    number = triton.cdiv(len(hidden) * len(weight), CHUNK_LOGITS)
+    """Equal pieces of the positions, each with at most `HEAD_CHUNK` logits; none if there is no position."""
+    number = triton.cdiv(len(hidden) * len(weight), HEAD_CHUNK)
     if number == 0:
         return []
     size = triton.cdiv(triton.cdiv(len(hidden), number), 64) * 64  # whole tiles of the matrix product

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from lockstep.kernels.activation_memory import layer_bytes
 from lockstep.kernels.ops import Activation, NormKind, add_linear, gated_linear, joint_linear, norm, norm_stream, rotary
 from lockstep.models.attention import AttentionContext, LayerOptions
 
@@ -160,10 +161,8 @@ class DecoderLayer(GradientCheckpointingLayer):
         if self.activation is None:
             return None
         width: int = self.self_attn.o_proj.weight.shape[0]
-        # q, k, v before and after their norms, and the attention's output
-        heads = 3 * (self.num_heads + self.num_key_heads) * self.head_dim
-        inner: int = 2 * self.self_attn.config.intermediate_size  # gate and up
-        return num_tokens * (2 * width * (4 + itemsize) + (heads + inner) * itemsize)
+        heads = (self.num_heads + self.num_key_heads) * self.head_dim
+        return layer_bytes(num_tokens, width, heads, self.self_attn.config.intermediate_size, itemsize)
 
 
 class FinalNorm(nn.Module):

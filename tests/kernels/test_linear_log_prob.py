@@ -52,7 +52,7 @@ def test_values_and_gradients_equal_double_precision(
     room = (chunk or 130 * 5000) * num_kept * dtype.itemsize
     monkeypatch.setattr("lockstep.kernels.linear_log_prob._room", lambda device: room)
     if chunk is not None:
-        monkeypatch.setattr("lockstep.kernels.linear_log_prob.CHUNK_LOGITS", chunk)
+        monkeypatch.setattr("lockstep.kernels.linear_log_prob.HEAD_CHUNK", chunk)
     *tensors, targets = make(130, dtype, bias=bias)
     doubles = [None if t is None else t.detach().double().requires_grad_() for t in tensors]
     expected = exact(*doubles, targets, form)  # type: ignore[arg-type]

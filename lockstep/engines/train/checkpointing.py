@@ -8,12 +8,10 @@ run offloads to save memory.
 import torch
 from torch.distributed.tensor import DTensor
 
+from lockstep.kernels.activation_memory import ACTIVATIONS_LEAVE_FREE
 from lockstep.models.decoder_layer import DecoderLayer
 from lockstep.models.token_models import TokenModel
 from lockstep.utils.distributed import least_of_ranks
-
-KEPT_FREE = 0.35
-"""Share of the device's memory that activations leave alone: the head's logits, buffers of collectives, fragmentation."""
 
 
 class LayerCheckpointing:
@@ -36,7 +34,7 @@ class LayerCheckpointing:
         total = torch.cuda.get_device_properties(self._device).total_memory
         free = torch.cuda.mem_get_info(self._device)[0]
         cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        room = free + cached - KEPT_FREE * total - self._missing_gradients()
+        room = free + cached - ACTIVATIONS_LEAVE_FREE * total - self._missing_gradients()
         sizes = [layer.activation_bytes(num_tokens, self._itemsize) for layer in self._layers]
         largest = max((size for size in sizes if size is not None), default=None)
         num_kept = int(max(0, room) // largest) if largest is not None and None not in sizes else 0

@@ -1,0 +1,99 @@
+"""How a step's prompts become optimizer steps and micro-batches.
+
+prompts x samples = sequences ─► mini-batches (one optimizer step each) ─► ranks ─► micro-batches (one backward each)
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens per sequence."""
+
+    prompt: int
+    response: int
+
+    @property
+    def total(self) -> int:
+        return self.prompt + self.response
+
+
+@dataclass(frozen=True)
+class Work:
+    """Sequences that a rank, or the ranks that share its sequences, compute on in one go.
+
+    tokens: packed ones; the prompt of samples that follow each other is counted once.
+    targets: tokens of responses, whose logits are computed.
+    """
+
+    rows: int
+    tokens: int
+    targets: int
+
+
+@dataclass(frozen=True)
+class BatchUnits:
+    """The units of one model's forward or update.
+
+    ranks:      of the role; `sequence_parallel` of them share each sequence.
+    sequences:  of a step, or of one mini-batch for an update.
+    per_rank:   the share of one data-parallel rank.
+    micro:      its largest micro-batch.
+    num_micro:  micro-batches of the share.
+    """
+
+    ranks: int
+    sequence_parallel: int
+    sequences: int
+    per_rank: Work
+    micro: Work
+    num_micro: int
+
+    @property
+    def tokens_per_device(self) -> int:
+        """Of the largest micro-batch."""
+        return math.ceil(self.micro.tokens / self.sequence_parallel)
+
+    @property
+    def targets_per_device(self) -> int:
+        return math.ceil(self.micro.targets / self.sequence_parallel)
+
+
+def work(rows: int, samples: int, lengths: Lengths, packed: bool) -> Work:
+    prompts = math.ceil(rows / samples) if packed else rows
+    return Work(rows, prompts * lengths.prompt + rows * lengths.response, rows * lengths.response)
+
+
+def batch_units(
+    sequences: int,
+    *,
+    samples: int,
+    lengths: Lengths,
+    ranks: int,
+    sequence_parallel: int,
+    packed: bool,
+    micro_rows: int | None,
+    max_tokens: int | None,
+) -> BatchUnits:
+    """micro_rows, max_tokens: limits of a micro-batch; the latter is one device's, so `sequence_parallel` devices have more."""
+    rows = math.ceil(sequences / (ranks // sequence_parallel))
+    fitting = min(micro_rows or rows, rows)
+    if max_tokens is not None:
+        fitting = rows
+        while fitting > 1 and work(fitting, samples, lengths, packed).tokens > max_tokens * sequence_parallel:
+            fitting -= 1
+    return BatchUnits(
+        ranks,
+        sequence_parallel,
+        sequences,
+        work(rows, samples, lengths, packed),
+        work(fitting, samples, lengths, packed),
+        math.ceil(rows / fitting),
+    )
+
+
+def micro_limits(rows: int | None, dynamic: bool, max_tokens: int) -> dict[str, Any]:
+    """Arguments of `batch_units` for a role's micro-batch keys."""
+    return {"micro_rows": None if dynamic else rows, "max_tokens": max_tokens if dynamic else None}

@@ -1,0 +1,155 @@
+"""Peak memory of one device in every phase of a step, by what it is used for.
+
+What stays between phases (weights, moments) is counted for every model of the pool; gradients, activations, logits and the KV cache
+only in the phase that has them. The formulas follow the engines: docs/plan.md compares them with measured peaks.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lockstep.kernels.activation_memory import ACTIVATIONS_LEAVE_FREE, HEAD_CHUNK, HEAD_KEEPS, STREAM_BYTES
+from lockstep.plan.batch_units import BatchUnits
+from lockstep.plan.hardware import Device
+from lockstep.plan.job import Job, Model
+
+Activity = Literal["generate", "forward", "update"]
+
+GRADIENT_BYTES = 4
+"""Gradients are summed in float32."""
+MOMENT_BUCKETS = 3 * 2 * 2**28
+"""Offloaded moments stream through three buckets of both."""
+CPU_HEAD_CHUNK = 1 << 26
+RESERVED = 2.5e9
+"""CUDA context, communication buffers and fragmentation."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """parts: what it is used for -> bytes."""
+
+    name: str
+    pool: str
+    parts: dict[str, float]
+
+    @property
+    def peak(self) -> float:
+        return sum(self.parts.values())
+
+
+def phases(job: Job) -> list[Phase]:
+    """In the order of a step."""
+    found = []
+    for model in job.models:
+        if model.decodes:
+            others = _between(job, model, "generate")
+            found.append(_phase("generate", model, others, _generation(job, model, sum(others.values()))))
+    for model in job.models:
+        if model.forward is not None:
+            name = {"ref": "reference log-probs", "critic": "values", "rm": "reward model"}.get(
+                model.role, "old log-probs"
+            )
+            found.append(
+                _phase(name, model, _between(job, model, "forward"), _forward(job.device, model, model.forward))
+            )
+    for model in reversed(job.models):  # the critic first
+        if model.update is not None:
+            name = "update critic" if model.role == "critic" else "update actor"
+            others = _between(job, model, "update")
+            found.append(_phase(name, model, others, _update(job.device, model, model.update, sum(others.values()))))
+    return found
+
+
+def _phase(name: str, model: Model, others: dict[str, float], own: dict[str, float]) -> Phase:
+    return Phase(name, model.pool, {part: size for part, size in (others | own).items() if size})
+
+
+def _between(job: Job, active: Model, activity: Activity) -> dict[str, float]:
+    """What the models of the pool have on the device while `active` computes."""
+    parts: dict[str, float] = {"weights": 0.0, "moments": 0.0, "weights of other models": 0.0}
+    for model in (model for model in job.models if model.pool == active.pool):
+        is_active = model is active
+        weights, moments = _resident(model, is_active=is_active, updates=is_active and activity == "update")
+        parts["weights" if is_active else "weights of other models"] += weights
+        parts["moments"] += moments
+        generates = is_active and activity == "generate"
+        if model.decodes and model.is_sharded and (generates or not model.engine.param_offload):
+            parts["weights for decoding"] = model.compute * model.shape.parameters
+    return parts
+
+
+def _resident(model: Model, *, is_active: bool, updates: bool) -> tuple[float, float]:
+    """Bytes of weights and of moments."""
+    engine, share = model.engine, model.shape.parameters / model.shards
+    if engine.offload_policy:
+        return 0.0, 0.0
+    on_device = is_active or not engine.param_offload
+    if model.update is None:
+        whole = model.decodes and model.ranks > 1  # a rollout in its own pool is not sharded
+        return on_device * model.compute * (0 if whole else share), 0.0
+    copied = not model.is_sharded and model.master != model.compute
+    masters_are_there = not engine.param_offload or (is_active and (updates or not copied))
+    weights = masters_are_there * model.master * share
+    weights += on_device * copied * model.compute * model.shape.parameters
+    return weights, 0.0 if engine.optimizer_offload else 2 * model.master * share
+
+
+def _generation(job: Job, model: Model, others: float) -> dict[str, float]:
+    """others: bytes on the device besides what this adds. The KV cache takes what is left of its share."""
+    shape, rollout = model.shape, job.rollout
+    one_layer = (2 * shape.active_experts * shape.inner + 4 * shape.width) * model.compute + shape.width * STREAM_BYTES
+    room = rollout.utilization * job.device.memory - others
+    one_sequence = job.lengths.total * shape.kv_bytes(model.compute)
+    return {
+        "KV cache": min(rollout.cache_tokens * shape.kv_bytes(model.compute), max(room, one_sequence)),
+        "activations": max(rollout.prefill_tokens, rollout.concurrent) * one_layer,
+        "logits": 2 * rollout.concurrent * shape.vocabulary * 4,
+    }
+
+
+def _forward(device: Device, model: Model, units: BatchUnits) -> dict[str, float]:
+    tokens = units.tokens_per_device
+    return {
+        "gathered layers": _gathered(model),
+        "activations": model.shape.activation_bytes(tokens, model.compute),
+        "logits": _logits(device, model, units, free=0.0),
+    }
+
+
+def _update(device: Device, model: Model, units: BatchUnits, others: float) -> dict[str, float]:
+    """others: bytes on the device besides what this adds."""
+    shape, engine, tokens = model.shape, model.engine, units.tokens_per_device
+    gradients = GRADIENT_BYTES * shape.parameters / model.shards
+    layer, stream = shape.activation_bytes(tokens, model.compute), tokens * shape.width * STREAM_BYTES
+    kept = shape.layers
+    if model.checkpointing:
+        saves_memory = engine.param_offload or engine.optimizer_offload or engine.offload_policy or device.is_cpu
+        room = 0.0 if saves_memory else device.memory * (1 - ACTIVATIONS_LEAVE_FREE) - others - gradients
+        kept = min(shape.layers, int(max(0.0, room) // layer))
+    again = layer if kept < shape.layers else 0
+    activations = kept * layer + (shape.layers - kept) * stream + again
+    parts = {"gradients": gradients, "gathered layers": _gathered(model, updates=True), "activations": activations}
+    free = device.memory - others - sum(parts.values())
+    parts["logits"] = _logits(device, model, units, free)
+    if engine.optimizer_offload and not device.is_cpu:
+        parts["moment buckets"] = MOMENT_BUCKETS
+    return parts
+
+
+def _gathered(model: Model, *, updates: bool = False) -> float:
+    """Two layers, one computing and one arriving, the embeddings, and the float32 gradients of a layer on their way out."""
+    if not model.is_sharded or model.shards == 1:
+        return 0.0
+    shape = model.shape
+    outside = shape.parameters - shape.layers * shape.layer_parameters
+    sending = GRADIENT_BYTES * max(shape.layer_parameters, outside) if updates else 0
+    return model.compute * (2 * shape.layer_parameters + outside) + sending
+
+
+def _logits(device: Device, model: Model, units: BatchUnits, free: float) -> float:
+    """free: bytes on the device, of which the head's forward may keep a share for its backward."""
+    if model.role in ("critic", "rm"):
+        return units.tokens_per_device * model.shape.width * 4  # hidden states in float32
+    entries = units.targets_per_device * model.shape.vocabulary
+    if device.is_cpu:
+        return 3 * 4 * min(entries, CPU_HEAD_CHUNK)
+    return 4 * min(entries, HEAD_CHUNK) + min(2 * entries, HEAD_KEEPS * max(0.0, free))
