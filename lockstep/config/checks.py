@@ -16,6 +16,10 @@ from lockstep.config.placement import ROLES, Pools, TooFewWorkers, controller_of
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import defaults, get_in, keys, to_plain
 from lockstep.config.trainer import LOGGERS
+from lockstep.utils.dataset_files import FORMS as DATA_FORMS
+from lockstep.utils.dataset_files import Use, locate_data
+from lockstep.utils.model_path import FORMS as MODEL_FORMS
+from lockstep.utils.model_path import locate_model
 
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -207,16 +211,17 @@ def _fixed_values(values: Values) -> Iterator[Problem]:
 
 def _files(values: Values, models: Collection[str]) -> Iterator[Problem]:
     if not values["data.train_files"]:
-        yield Problem("data.train_files", NO_VALUE, "must name at least one parquet or jsonl file")
-    for name in ("data.train_files", "data.val_files"):
-        for path in values[name]:
-            if not Path(path).exists():
-                yield Problem(name, path, "no such file")
-    yield from _model_folder(values, "actor_rollout_ref.model.path", "the model to train")
+        yield Problem("data.train_files", NO_VALUE, f"must name the training data; {DATA_FORMS}")
+    yield from _data_files(values, "data.train_files", "train")
+    yield from _data_files(values, "data.val_files", "val")
+    yield from _model(values, "actor_rollout_ref.model.path", "the model to train")
+    yield from _tokenizers(values, "actor_rollout_ref.model.tokenizer_path", "data.tokenizer")
     if "critic" in models:
-        yield from _model_folder(values, "critic.model.path", "the critic's base model")
+        yield from _model(values, "critic.model.path", "the critic's base model")
+        yield from _tokenizers(values, "critic.model.tokenizer_path")
     if values["reward_model.enable"]:
-        yield from _model_folder(values, "reward_model.model.path", "the reward model")
+        yield from _model(values, "reward_model.model.path", "the reward model")
+        yield from _tokenizers(values, "reward_model.model.tokenizer_path", "reward_model.model.input_tokenizer")
     for name in ("custom_reward_function.path", "data.custom_cls.path", _SAMPLER[0]):
         path = values[name]
         if path and path.endswith(".py") and not Path(path).is_file():
@@ -239,14 +244,37 @@ def _files(values: Values, models: Collection[str]) -> Iterator[Problem]:
             yield Problem("trainer.resume_from_path", path, "no such folder")
 
 
-def _model_folder(values: Values, name: str, what: str) -> Iterator[Problem]:
+def _data_files(values: Values, name: str, use: Use) -> Iterator[Problem]:
+    for path in values[name]:
+        if values["data.custom_cls.path"] and Path(path).exists():
+            continue  # the class decides what it reads
+        try:
+            locate_data(path, use)
+        except ValueError as error:
+            yield Problem(name, path, str(error))
+
+
+def _model(values: Values, name: str, what: str) -> Iterator[Problem]:
     path = values[name]
     if not path:
-        yield Problem(name, NO_VALUE, f"must be the folder of {what}")
-    elif not Path(path).is_dir():
-        yield Problem(name, path, "no such folder; download a Hub model first and set its local folder")
-    elif not (Path(path) / "config.json").is_file():
+        yield Problem(name, NO_VALUE, f"must be {what}; {MODEL_FORMS}")
+        return
+    try:
+        place = locate_model(path, name)
+    except ValueError as error:
+        yield Problem(name, path, str(error))
+        return
+    if isinstance(place, Path) and not (place / "config.json").is_file():
         yield Problem(name, path, "not a Hugging Face model: the folder has no config.json")
+
+
+def _tokenizers(values: Values, *names: str) -> Iterator[Problem]:
+    for name in names:
+        try:
+            if values[name]:
+                locate_model(values[name], name)
+        except ValueError as error:
+            yield Problem(name, values[name], str(error))
 
 
 def _algorithm(values: Values, inputs: Collection[str]) -> Iterator[Problem]:

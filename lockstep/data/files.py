@@ -1,7 +1,8 @@
 """Read rows of parquet and jsonl files as Python dicts."""
 
 import json
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from lockstep.utils.dataset_files import local_data_files
 from lockstep.utils.files import sha256_all
+
+logger = logging.getLogger(__name__)
 
 READ_ROWS = 1024
 
@@ -29,9 +33,12 @@ class FileRow:
         return f"{self.file}, row {self.number}"
 
 
-def read_rows(data_files: str | Path | list[str], max_samples: int = -1, draw_seed: int | None = None) -> list[FileRow]:
+def read_rows(
+    data_files: str | Path | Sequence[str | Path], max_samples: int = -1, draw_seed: int | None = None
+) -> list[FileRow]:
     """The rows of all files in order, at most `max_samples` if that is not negative.
 
+    data_files: what `data.train_files` may be: files, folders, datasets of the Hub, URLs.
     With `draw_seed` they are a random draw that depends only on the seed and the number of rows, else the first ones.
     """
     if max_samples < 0 or draw_seed is None:
@@ -43,35 +50,27 @@ def read_rows(data_files: str | Path | list[str], max_samples: int = -1, draw_se
     return [rows[i] for i in drawn]
 
 
-def _read_first(data_files: str | Path | list[str], max_samples: int) -> list[FileRow]:
-    files = _as_list(data_files)
+def _read_first(data_files: str | Path | Sequence[str | Path], max_samples: int) -> list[FileRow]:
+    files = local_data_files(data_files, "train", "data.train_files")
     if not files:
         raise ValueError("no data files; set data.train_files (data.val_files) to a parquet or jsonl file")
     rows: list[FileRow] = []
     for file in files:
         before = len(rows)
-        for number, columns in enumerate(_iter_file(Path(file).expanduser())):
+        for number, columns in enumerate(_iter_file(file)):
             if 0 <= max_samples <= len(rows):
                 return rows
             rows.append(FileRow(str(file), number, columns))
         if len(rows) == before:
-            raise ValueError(f"{file} has no rows; remove it from data.train_files (data.val_files)")
+            logger.warning("%s has no rows", file)
+    if not rows:
+        raise ValueError(f"{', '.join(map(str, files))} has no rows; set other data.train_files (data.val_files)")
     return rows
 
 
-def file_digests(data_files: str | Path | list[str]) -> dict[str, str]:
-    """File, as given -> SHA-256 of its content."""
-    paths = {str(file): Path(file).expanduser() for file in _as_list(data_files)}
-    digests = sha256_all(list(paths.values()))
-    return {file: digests[path] for file, path in paths.items()}
-
-
-def are_files(data_files: str | Path | list[str]) -> bool:
-    return all(Path(file).expanduser().is_file() for file in _as_list(data_files))
-
-
-def _as_list(data_files: str | Path | list[str]) -> list[str | Path]:
-    return [data_files] if isinstance(data_files, str | Path) else list(data_files)
+def file_digests(files: Sequence[Path]) -> dict[str, str]:
+    """Local file -> SHA-256 of its content."""
+    return {str(file): digest for file, digest in sha256_all(files).items()}
 
 
 def drop_none(struct: dict[str, Any] | None, keep: str | None = None) -> dict[str, Any]:
@@ -80,14 +79,10 @@ def drop_none(struct: dict[str, Any] | None, keep: str | None = None) -> dict[st
 
 
 def _iter_file(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.is_file():
-        raise ValueError(f"data file {path.resolve()} does not exist; check data.train_files and data.val_files")
     if path.suffix == ".parquet":
         yield from _iter_parquet(path)
-    elif path.suffix in (".jsonl", ".json"):
-        yield from _iter_json(path)
     else:
-        raise ValueError(f"{path}: data.train_files and data.val_files must be .parquet, .jsonl or .json files")
+        yield from _iter_json(path)
 
 
 def _iter_parquet(path: Path) -> Iterator[dict[str, Any]]:

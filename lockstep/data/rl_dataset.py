@@ -18,11 +18,12 @@ from jinja2 import TemplateError
 from torch.utils.data import Dataset
 
 from lockstep.config.data import DataConfig
-from lockstep.data.files import FileRow, are_files, drop_none, file_digests, read_rows
+from lockstep.data.files import FileRow, drop_none, file_digests, read_rows
 from lockstep.data.settings import from_mapping
 from lockstep.data.tensors import truncate_ids
 from lockstep.protocol import object_array
 from lockstep.registry import load_object
+from lockstep.utils.dataset_files import Use, local_data_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,7 +47,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
 
     def __init__(
         self,
-        data_files: str | Path | list[str],
+        data_files: str | Path | Sequence[str | Path],
         tokenizer: "PreTrainedTokenizerBase",
         config: DataConfig | Mapping[str, Any],
         processor: Any = None,
@@ -64,9 +65,9 @@ class RLHFDataset(Dataset[dict[str, Any]]):
             )
         self.tokenizer = tokenizer
         self.config = config
-        self.data_files = data_files
+        self.data_files = local_data_files(data_files, "train", "data.train_files")
         # The position before filtering is the row's index if its extra_info has none.
-        self.rows = list(enumerate(read_rows(data_files, max_samples, config.seed if config.shuffle else None)))
+        self.rows = list(enumerate(read_rows(self.data_files, max_samples, config.seed if config.shuffle else None)))
         for _, row in self.rows:
             check_row(row, config)
         check_ground_truths([row for _, row in self.rows], config)
@@ -175,7 +176,10 @@ def check_row(row: FileRow, config: DataConfig) -> None:
     }
     for name, remedy in needed.items():
         if row.columns.get(name) is None:
-            raise ValueError(f"{row.location} has no {name!r}; {remedy} (columns: {', '.join(row.columns)})")
+            raise ValueError(
+                f"{row.location} has no {name!r}; {remedy} (columns: {', '.join(row.columns)}). A dataset as its authors "
+                "publish it has to be converted to rows first: see examples/data_preprocess and docs/data.md"
+            )
     if not isinstance(row.columns["reward_model"], dict):
         raise ValueError(
             f"{row.location}: 'reward_model' must be an object with `style` and `ground_truth`, "
@@ -255,12 +259,17 @@ def collate_fn(samples: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor | np
 
 
 def create_rl_dataset(
-    data_files: str | Path | list[str],
+    data_files: str | Path | Sequence[str | Path],
     tokenizer: "PreTrainedTokenizerBase",
     config: DataConfig,
     max_samples: int = -1,
+    use: Use = "train",
 ) -> Dataset[dict[str, Any]]:
-    """Build `RLHFDataset`, or the class named by `data.custom_cls`, with the same arguments."""
+    """Build `RLHFDataset`, or the class named by `data.custom_cls`, with the same arguments.
+
+    A custom class that does not derive from `RLHFDataset` gets `data_files` as they are. use: selects the split of folders and
+    of datasets on the Hub.
+    """
     custom = config.custom_cls
     cls: Any = RLHFDataset
     if custom.path is not None:
@@ -272,7 +281,11 @@ def create_rl_dataset(
             raise ValueError(f"data.custom_cls.path={custom.path}: {error}") from error
         if not (isinstance(cls, type) and issubclass(cls, Dataset)):
             raise ValueError(f"data.custom_cls.name={custom.name} must be a subclass of torch.utils.data.Dataset")
+    if issubclass(cls, RLHFDataset):
+        data_files = [str(file) for file in local_data_files(data_files, use, f"data.{use}_files")]
     dataset = cls(data_files=data_files, tokenizer=tokenizer, config=config, max_samples=max_samples)
-    if not isinstance(dataset, RLHFDataset) and not hasattr(dataset, "fingerprint") and are_files(data_files):
-        dataset.fingerprint = file_digests(data_files)
+    if not hasattr(dataset, "fingerprint"):
+        paths = [Path(f).expanduser() for f in ([data_files] if isinstance(data_files, str | Path) else data_files)]
+        if all(path.is_file() for path in paths):
+            dataset.fingerprint = file_digests(paths)
     return dataset

@@ -1,11 +1,10 @@
-"""Load a Hugging Face model from a local folder: as a language model, with a value head, or with a reward head.
+"""Load a Hugging Face model: as a language model, with a value head, or with a reward head.
 
 folder ──► causal LM  |  (body, value head)  |  (body, reward head)      with our decoder layers if the architecture is known
 """
 
 import importlib
 import logging
-import os
 import pickle
 from pathlib import Path
 from typing import Any, cast
@@ -27,6 +26,7 @@ from lockstep.models.known_models import attention_implementation, install_decod
 from lockstep.models.log_probs import VocabularyHead
 from lockstep.models.packed_weights import pack_weights
 from lockstep.models.rope import fix_rope
+from lockstep.utils.model_path import local_model_folder
 
 logger = logging.getLogger(__name__)
 hf_logging.disable_progress_bar()
@@ -43,10 +43,8 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def model_folder(config: HFModelConfig, key: str) -> Path:
-    """The model's folder, checked before loading. key: its config section, for messages."""
-    folder = Path(os.path.expanduser(config.path))
-    if not config.path or not folder.is_dir():
-        raise ValueError(f"{key}.path={config.path!r} is not a folder; give the local folder of a Hugging Face model")
+    """The model's folder on this machine, fetched if it is elsewhere. key: its config section, for messages."""
+    folder = local_model_folder(config.path, f"{key}.path")
     if not (folder / "config.json").is_file():
         raise ValueError(f"{key}.path={config.path!r} holds no config.json, so it is not a Hugging Face model")
     return folder
@@ -103,7 +101,7 @@ def load_value_model(
     hf_config = load_hf_config(config, key)
     body = _from_pretrained(AutoModelForCausalLM, config, hf_config, key, dtype, device).get_decoder()
     score = nn.Linear(hf_config.get_text_config().hidden_size, 1, bias=False, dtype=dtype, device=device)
-    saved = _saved_score_head(Path(os.path.expanduser(config.path)))
+    saved = _saved_score_head(model_folder(config, key))
     if saved is None:
         fresh = torch.randn(score.weight.shape, generator=torch.Generator().manual_seed(seed))
         saved = fresh / score.weight.shape[1]
@@ -117,7 +115,7 @@ def load_reward_model(
 ) -> tuple[PreTrainedModel, nn.Linear]:
     """A sequence classifier with one label. A folder without such a head is refused: a random head scores nonsense."""
     hf_config = load_hf_config(config, key)
-    if _saved_score_head(Path(os.path.expanduser(config.path))) is None:
+    if _saved_score_head(model_folder(config, key)) is None:
         raise ValueError(f"{key}.path={config.path!r} has no one-label `score` head, so it is not a reward model")
     hf_config.num_labels = 1
     model = _from_pretrained(AutoModelForSequenceClassification, config, hf_config, key, dtype, device)

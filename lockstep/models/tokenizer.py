@@ -1,10 +1,12 @@
-"""Tokenizers from local folders, and the token ids that end a response."""
+"""Tokenizers, and the token ids that end a response."""
 
 import json
 import logging
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from lockstep.utils.model_path import local_model_folder
 
 logger = logging.getLogger(__name__)
 
@@ -15,22 +17,18 @@ def hf_tokenizer(
     path: str | Path,
     trust_remote_code: bool = False,
     custom_chat_template: str | None = None,
-    key: str = "actor_rollout_ref.model",
+    key: str = "actor_rollout_ref.model.path",
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer in the local folder `path`, with a pad token; nothing is ever downloaded.
+    """The tokenizer at `path` (a local folder, a name on the Hub, a checkpoint or a URL), with a pad token.
 
-    key: the config section that the path comes from, for messages.
+    key: the config key of the path, for messages.
     """
-    folder = Path(path).expanduser()
-    if not str(path) or not folder.is_dir():
-        raise ValueError(
-            f"{key}.path={str(path)!r}: no such folder (looked for {folder.resolve()}). Models and "
-            "tokenizers are read from local folders only; download the model first and give its folder."
-        )
+    folder = local_model_folder(path, key, weights=False)
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        elsewhere = key.removesuffix(".path").removesuffix(".tokenizer_path")
         raise ValueError(
-            f"{key}.path={str(path)!r}: the folder holds no tokenizer (looked for "
-            f"{', '.join(TOKENIZER_FILES)}). Set {key}.tokenizer_path if it lies elsewhere."
+            f"{key}={path}: {folder} holds no tokenizer (looked for {', '.join(TOKENIZER_FILES)}); set "
+            f"{elsewhere}.tokenizer_path if it is elsewhere"
         )
     tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
     if custom_chat_template is not None:

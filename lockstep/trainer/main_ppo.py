@@ -11,6 +11,7 @@ from lockstep.config.commandline import config_from_command_line
 from lockstep.config.placement import controller_of
 from lockstep.config.ppo import PPOConfig
 from lockstep.kernels.gpu_warmup import start_gpu_warmup
+from lockstep.trainer.inputs import fetch_inputs
 from lockstep.trainer.interrupt import stop_on_sigterm
 
 if TYPE_CHECKING:
@@ -21,6 +22,11 @@ logger = logging.getLogger(__name__)
 
 def run_ppo(config: PPOConfig, task_runner_class: "type[TaskRunner] | None" = None) -> int:
     """Run a training job, in this process or on Ray; returns its exit code."""
+    try:
+        fetch_inputs(config)
+    except ValueError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
     if controller_of(config) == "ray":
         from lockstep.trainer.ray_runner import run_on_ray
 

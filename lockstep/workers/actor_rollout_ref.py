@@ -56,6 +56,7 @@ class ActorRolloutRefWorker(WeightHandOver):
             config.model.tokenizer_path or str(folder),
             trust_remote_code=config.model.trust_remote_code,
             custom_chat_template=config.model.custom_chat_template,
+            key=f"{_KEY}.tokenizer_path",
         )
         if self.is_actor or self.is_rollout:
             self.policy = self._load(config.actor.fsdp_config, trained=self.is_actor)

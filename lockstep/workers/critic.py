@@ -32,7 +32,9 @@ class CriticWorker(Worker):
         join_process_group(self.rank, self.world_size, self.device, self.config.nccl_timeout)
         dtype = resolve_dtype(fsdp.model_dtype, self.device)
         self.tokenizer = hf_tokenizer(
-            model.tokenizer_path or str(model_folder(model, _KEY)), trust_remote_code=model.trust_remote_code, key=_KEY
+            model.tokenizer_path or str(model_folder(model, _KEY)),
+            trust_remote_code=model.trust_remote_code,
+            key=f"{_KEY}.tokenizer_path",
         )
         self.model = ScalarModel(*load_value_model(model, _KEY, dtype, self.device, fsdp.seed))
         self.engine = FsdpEngine(

@@ -30,12 +30,14 @@ class RewardModelWorker(Worker):
         model, fsdp = self.config.model, self.config.model.fsdp_config
         join_process_group(self.rank, self.world_size, self.device, self.config.nccl_timeout)
         compute_dtype = resolve_dtype(fsdp.dtype, self.device)
-        self.policy_tokenizer = hf_tokenizer(model.input_tokenizer) if model.input_tokenizer else None
+        self.policy_tokenizer = None
+        if model.input_tokenizer:
+            self.policy_tokenizer = hf_tokenizer(model.input_tokenizer, key=f"{_KEY}.input_tokenizer")
         self.tokenizer = hf_tokenizer(
             model.tokenizer_path or str(model_folder(model, _KEY)),
             trust_remote_code=model.trust_remote_code,
             custom_chat_template=model.custom_chat_template,
-            key=_KEY,
+            key=f"{_KEY}.tokenizer_path",
         )
         self.engine = FsdpEngine(
             ScalarModel(*load_reward_model(model, _KEY, compute_dtype, self.device)),

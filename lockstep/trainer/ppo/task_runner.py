@@ -34,6 +34,7 @@ from lockstep.rewards.managers import load_reward_manager
 from lockstep.single_controller import LOCAL, Backend, ResourcePoolManager, Role, Worker, WorkerDiedError
 from lockstep.single_controller.futures import worker_report
 from lockstep.trainer.failures import explain
+from lockstep.trainer.inputs import tokenizer_of
 from lockstep.trainer.interrupt import Interrupt
 from lockstep.trainer.ppo.ray_trainer import PPOTrainer
 from lockstep.trainer.run_config import check_same_experiment
@@ -102,14 +103,16 @@ class TaskRunner:
         self.add_reward_model_worker(config, pools)
         self.add_ref_policy_worker(config, pools)
         model, data = config.actor_rollout_ref.model, config.data
+        key, path = tokenizer_of(config)
         tokenizer = hf_tokenizer(
-            data.tokenizer or model.tokenizer_path or model.path,
+            path,
             trust_remote_code=model.trust_remote_code or data.trust_remote_code,
             custom_chat_template=model.custom_chat_template,
+            key=key,
         )
         val_dataset = None
         if data.val_files:
-            val_dataset = create_rl_dataset(data.val_files, tokenizer, data, data.val_max_samples)
+            val_dataset = create_rl_dataset(data.val_files, tokenizer, data, data.val_max_samples, use="val")
         train_dataset = create_rl_dataset(data.train_files, tokenizer, data, data.train_max_samples)
         if not need_reward_model(config):
             check_data_sources(config, [d for d in (train_dataset, val_dataset) if d is not None])

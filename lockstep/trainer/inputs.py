@@ -1,0 +1,64 @@
+"""The models, tokenizers and data of a run: fetched before torch is loaded, so that a missing one is reported at once."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from lockstep.config.placement import controller_of, need_reward_model, needed_models
+from lockstep.config.ppo import PPOConfig
+from lockstep.utils.dataset_files import local_data_files
+from lockstep.utils.model_path import local_model_folder
+
+logger = logging.getLogger(__name__)
+
+
+def fetch_inputs(config: PPOConfig) -> None:
+    """Bring everything to this machine that is elsewhere, and log where it is; ValueError if it cannot be found.
+
+    On Ray, only configs and tokenizers of models: the workers' machines fetch the weights.
+    """
+    weights = controller_of(config) == "local"
+    fetched: dict[str, Path] = {}
+    for key, path in _models(config):
+        folder = local_model_folder(path, key, weights=weights)
+        if folder != Path(path).expanduser() and fetched.get(path) != folder:
+            logger.info("%s=%s is read from %s", key, path, folder)
+        fetched[path] = folder
+    for key, path in _tokenizers(config):
+        if path not in fetched:
+            local_model_folder(path, key, weights=False)
+    if not config.data.custom_cls.path:
+        local_data_files(config.data.train_files, "train", "data.train_files")
+        local_data_files(config.data.val_files, "val", "data.val_files")
+
+
+def tokenizer_of(config: PPOConfig) -> tuple[str, str]:
+    """The key and path of the tokenizer of prompts and responses."""
+    model = config.actor_rollout_ref.model
+    if config.data.tokenizer:
+        return "data.tokenizer", config.data.tokenizer
+    if model.tokenizer_path:
+        return "actor_rollout_ref.model.tokenizer_path", model.tokenizer_path
+    return "actor_rollout_ref.model.path", model.path
+
+
+def _models(config: PPOConfig) -> Iterator[tuple[str, str]]:
+    yield "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path
+    if "critic" in needed_models(config):
+        yield "critic.model.path", config.critic.model.path
+    if need_reward_model(config):
+        yield "reward_model.model.path", config.reward_model.model.path
+
+
+def _tokenizers(config: PPOConfig) -> Iterator[tuple[str, str]]:
+    model = config.reward_model.model
+    paths = {
+        "data.tokenizer": config.data.tokenizer,
+        "actor_rollout_ref.model.tokenizer_path": config.actor_rollout_ref.model.tokenizer_path,
+        "critic.model.tokenizer_path": config.critic.model.tokenizer_path
+        if "critic" in needed_models(config)
+        else None,
+        "reward_model.model.tokenizer_path": model.tokenizer_path if need_reward_model(config) else None,
+        "reward_model.model.input_tokenizer": model.input_tokenizer if need_reward_model(config) else None,
+    }
+    yield from ((key, path) for key, path in paths.items() if path)
