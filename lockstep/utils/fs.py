@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import secrets
 import shutil
 from pathlib import Path, PurePosixPath
@@ -86,15 +87,15 @@ def check_protocol(url: str) -> None:
     import fsspec
     from fsspec.registry import known_implementations
 
-    protocol = url.split("::")[-1].partition("://")[0]
-    try:
-        fsspec.get_filesystem_class(protocol)
-    except ImportError as error:
-        package = _PACKAGES.get(protocol) or known_implementations[protocol]["class"].split(".")[0]
-        raise ValueError(f"{protocol}:// URLs need a package that is not installed: pip install {package}") from error
-    except ValueError as error:
-        known = ", ".join(f"{name}://" for name in ("s3", "gs", "hdfs", "https"))
-        raise ValueError(f"unknown protocol {protocol}://; fsspec opens {known} and others") from error
+    for protocol in re.findall(r"(?:^|::)([\w.+-]+)://", url):  # `zip://model::s3://bucket/x.zip` has two
+        try:
+            fsspec.get_filesystem_class(protocol)
+        except ImportError as error:
+            package = _PACKAGES.get(protocol) or known_implementations[protocol]["class"].split(".")[0]
+            raise ValueError(f"{protocol}:// URLs need a package that is not installed: pip install {package}") from error
+        except ValueError as error:
+            known = ", ".join(f"{name}://" for name in ("s3", "gs", "hdfs", "https"))
+            raise ValueError(f"unknown protocol {protocol}://; fsspec opens {known} and others") from error
 
 
 def _open(src: str) -> tuple[Any, str]:

@@ -61,10 +61,11 @@ def model_snapshot(name: HubName, weights: bool) -> Path:
     A model in the cache is used without asking the Hub. weights: false fetches only config and tokenizer.
     """
     wanted = (*MODEL_FILES, SAFETENSORS) if weights else MODEL_FILES
-    folder = _cached(name, wanted)
-    if folder is not None and (not weights or has_weights(folder)):
+    if (folder := _cached(name, wanted, weights)) is not None:
         return folder
     with _one_process(name):
+        if (folder := _cached(name, wanted, weights)) is not None:
+            return folder
         logger.info("fetching %s from the Hub", name)
         folder = snapshot(name, wanted, _NOT_THE_MODEL)
         if weights and not any(folder.glob(SAFETENSORS)):
@@ -141,23 +142,24 @@ def snapshot(name: HubName, wanted: Sequence[str], unwanted: Sequence[str] = ())
         raise ValueError(f"it cannot be downloaded to {constants.HF_HUB_CACHE}: {_reason(error)}") from error
 
 
-def _cached(name: HubName, wanted: Sequence[str]) -> Path | None:
+def _cached(name: HubName, wanted: Sequence[str], weights: bool) -> Path | None:
     """The model's folder in the cache, if it has all that is wanted."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        folder = snapshot_download(
-            name.repo,
-            repo_type=name.kind,
-            revision=name.revision,
-            allow_patterns=list(wanted),
-            ignore_patterns=list(_NOT_THE_MODEL),
-            local_files_only=True,
+        folder = Path(
+            snapshot_download(
+                name.repo,
+                revision=name.revision,
+                allow_patterns=list(wanted),
+                ignore_patterns=list(_NOT_THE_MODEL),
+                local_files_only=True,
+            )
         )
     except LocalEntryNotFoundError:
         return None
-    return Path(folder) if (Path(folder) / "config.json").is_file() else None
+    return folder if any(folder.iterdir()) and (not weights or has_weights(folder)) else None
 
 
 @contextmanager

@@ -1,0 +1,151 @@
+"""Model paths: local folders, checkpoints of a run, names on the Hub (from a server on the loopback interface) and URLs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from lockstep.utils.hub import parse_name
+from lockstep.utils.model_path import local_model_folder, locate_model
+from tests.hub import COMMIT, contents_of, hub_server, use_hub, write_cache
+
+KEY = "actor_rollout_ref.model.path"
+CONFIG = {"config.json": b"{}", "tokenizer.json": b"[]"}
+REPOSITORIES = {
+    "org/model": CONFIG
+    | {"model.safetensors": b"w" * 50, "pytorch_model.bin": b"w", "consolidated.safetensors": b"w", "onnx/x.json": b"o"},
+    "org/pickled": CONFIG | {"pytorch_model.bin": b"p", "training_args.bin": b"t"},
+    "org/adapter": CONFIG,
+    "org/gated": CONFIG,
+}
+
+
+def model_in(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_names() -> None:
+    for text in ("Qwen/Qwen2.5-0.5B-Instruct", "a/b@main", "a/b@refs/pr/1", f"a/b@{COMMIT}"):
+        name = parse_name(text)
+        assert name is not None and str(name) == text
+    for text in ("qwen", "./qwen", "../a/b", "/a/b", "a/b/c", "~/a", "a/b@", "a/", "a b/c", "a/../b", ".a/b", ""):
+        assert parse_name(text) is None, text
+
+
+def test_local_folders_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = model_in(tmp_path / "org" / "model")
+    monkeypatch.chdir(tmp_path)
+    use_hub(monkeypatch, tmp_path / "cache")
+    assert local_model_folder("org/model", KEY) == Path("org/model")
+    assert local_model_folder(folder, KEY) == local_model_folder(f"file://{folder}", KEY) == folder
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert local_model_folder("~/org/model", KEY) == folder
+    for path in ("./nowhere", f"{tmp_path}/nowhere", "nowhere", ""):
+        with pytest.raises(ValueError, match=rf"^{KEY}=.*: no such folder \(looked for .*\); give a local folder, org/name"):
+            local_model_folder(path, KEY)
+    with pytest.raises(ValueError, match="is a file, not a model's folder"):
+        local_model_folder(folder / "config.json", KEY)
+
+
+def test_checkpoints(tmp_path: Path) -> None:
+    step = tmp_path / "run" / "global_step_5"
+    actor, critic = model_in(step / "actor" / "huggingface"), model_in(step / "critic" / "huggingface")
+    assert local_model_folder(step, KEY) == local_model_folder(step / "actor", KEY) == actor
+    assert local_model_folder(step, "critic.model.path") == critic
+    with pytest.raises(ValueError, match=r"is a run's folder; give one of its checkpoints, such as .*global_step_5$"):
+        local_model_folder(tmp_path / "run", KEY)
+    bare = tmp_path / "run" / "global_step_6"
+    (bare / "actor").mkdir(parents=True)
+    fix = r"has no actor/huggingface folder, .*add hf_model to actor_rollout_ref\.actor\.checkpoint\.save_contents"
+    for path in (bare, bare / "actor"):
+        with pytest.raises(ValueError, match=fix):
+            local_model_folder(path, KEY)
+    assert local_model_folder(step, "critic.model.path") == critic
+    model_in(bare / "actor" / "huggingface")
+    assert local_model_folder(bare, "critic.model.path") == bare / "actor" / "huggingface"  # a run without a critic
+
+
+def test_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
+    remote = fsspec.filesystem("memory")
+    for name, content in CONFIG.items():
+        remote.pipe(f"/m/{name}", content)
+        remote.pipe(f"/run/global_step_5/critic/huggingface/{name}", content)
+    try:
+        assert contents_of(local_model_folder("memory://m", KEY)) == CONFIG
+        assert contents_of(local_model_folder("memory://run/global_step_5", "critic.model.path")) == CONFIG
+        with pytest.raises(ValueError, match=rf"^{KEY}=memory://nowhere: no such file or folder$"):
+            local_model_folder("memory://nowhere", KEY)
+    finally:
+        remote.rm("/", recursive=True)
+
+
+def test_only_needed_files_are_downloaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hub_server(REPOSITORIES) as (url, sent):
+        use_hub(monkeypatch, tmp_path, url)
+        folder = local_model_folder("org/model", KEY, weights=False)
+        assert contents_of(folder) == CONFIG
+        assert local_model_folder("org/model", KEY) == folder
+        assert set(contents_of(folder)) == {*CONFIG, "model.safetensors"}
+        assert sorted(sent) == ["config.json", "model.safetensors", "tokenizer.json"]
+        assert set(contents_of(local_model_folder("org/pickled", KEY))) == {*CONFIG, "pytorch_model.bin"}
+        with pytest.raises(ValueError, match=r"has no complete weights \(looked for \*\.safetensors and pytorch_model"):
+            local_model_folder("org/adapter", KEY)
+    for name in ("org/model", f"org/model@{COMMIT}", "org/pickled"):  # the server is gone, the cache is enough
+        assert local_model_folder(name, KEY).name == COMMIT
+
+
+def test_hub_problems_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hub_server(REPOSITORIES, gated=("org/gated",)) as (url, _):
+        use_hub(monkeypatch, tmp_path, url)
+        for name, message in {
+            "org/gated": "the model is gated: accept its terms on its Hub page, then set HF_TOKEN or run `hf auth login`",
+            "org/nothing": "no such folder, and the Hub has no model of this name; if it is private, set HF_TOKEN",
+            "org/model@v2": "the Hub's model org/model has no revision v2",
+        }.items():
+            with pytest.raises(ValueError) as caught:
+                local_model_folder(name, KEY)
+            assert str(caught.value) == f"{KEY}={name}: {message}"
+    fetch = rf"no such folder, and the Hub's model of this name is not in the cache {tmp_path} .*; run `hf download org/model` "
+    with pytest.raises(ValueError, match=rf"{fetch}with network access$"):  # the server is gone
+        local_model_folder("org/model", KEY)
+    use_hub(monkeypatch, tmp_path, offline=True)
+    with pytest.raises(ValueError, match=r"\(HF_HUB_OFFLINE=1\); run `hf download org/other --revision v1` with network"):
+        locate_model("org/other@v1", KEY)
+
+
+def test_cache_with_a_missing_shard_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_in(tmp_path / "model")
+    shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    (model / shards["a"]).write_bytes(b"w")
+    use_hub(monkeypatch, tmp_path / "cache", offline=True)
+    folder = write_cache(tmp_path / "cache", "org/model", model)
+    with pytest.raises(ValueError, match="has no complete weights"):
+        local_model_folder("org/model", KEY)
+    (folder / shards["b"]).write_bytes(b"w")
+    assert local_model_folder("org/model", KEY) == folder
+
+
+def test_processes_share_one_download(tmp_path: Path) -> None:
+    script = (
+        "import logging; logging.basicConfig(level=20)\n"
+        "from lockstep.utils.model_path import local_model_folder\n"
+        "print(local_model_folder('org/model', 'critic.model.path'))\n"
+    )
+    with hub_server(REPOSITORIES) as (url, sent):
+        environment = os.environ | {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        command = {"args": [sys.executable, "-c", script], "env": environment, "text": True}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        running = [subprocess.Popen(**command, **pipes) for _ in range(3)]
+        outputs = [process.communicate(timeout=60) for process in running]
+    assert all(process.returncode == 0 for process in running), outputs
+    assert len({printed for printed, _ in outputs}) == 1
+    assert sent.count("model.safetensors") == 1
+    assert sum("fetching org/model from the Hub" in logged for _, logged in outputs) == 1
