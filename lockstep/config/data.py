@@ -25,9 +25,10 @@ class SamplerConfig:
 @dataclass(frozen=True)
 class DataConfig:
     train_files: list[str] = field(default_factory=list)
-    """Training prompts: one parquet or jsonl file, or a list of them."""
+    """Training prompts: a parquet, jsonl or json file, a folder of them, a dataset of the Hub
+    (`org/name[@revision][:config][:split]`), a URL, or a list of these (docs/models_and_data_by_name.md)."""
     val_files: list[str] = field(default_factory=list)
-    """Validation prompts; an empty list trains without validation."""
+    """Validation prompts, in the same forms; an empty list trains without validation."""
     train_max_samples: int = -1
     """Use this many training rows, -1 for all: the first ones, or a random subset if `seed` is set and `shuffle` is on."""
     val_max_samples: int = -1
@@ -65,7 +66,7 @@ class DataConfig:
     trust_remote_code: bool = False
     """Allow the tokenizer to run code from its folder."""
     tokenizer: str | None = None
-    """Tokenizer folder; null is the actor's."""
+    """Tokenizer, in the same forms as a model's path; null is the actor's."""
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Extra arguments of the chat template, such as `enable_thinking`."""
     custom_cls: CustomClassConfig = field(default_factory=CustomClassConfig)

@@ -12,9 +12,10 @@ CheckpointPart = Literal["model", "optimizer", "extra", "hf_model"]
 @dataclass(frozen=True)
 class HFModelConfig:
     path: str = ""
-    """Local folder of a Hugging Face causal language model."""
+    """Hugging Face causal language model: a local folder, `org/name[@revision]` of the Hub, a run's `global_step_N` folder, or a
+    URL (docs/models_and_data_by_name.md)."""
     tokenizer_path: str | None = None
-    """Tokenizer folder; null is `path`."""
+    """Tokenizer, in the same forms; null is `path`."""
     trust_remote_code: bool = False
     """Allow the model to run code from its folder."""
     external_lib: str | None = None
@@ -32,9 +33,9 @@ class HFModelConfig:
 @dataclass(frozen=True)
 class CriticModelConfig(HFModelConfig):
     path: str = II("actor_rollout_ref.model.path")
-    """Local folder of the critic's base model; a value head is added, or loaded if the folder has one."""
+    """The critic's base model, in the same forms as the actor's; a value head is added, or loaded if the folder has one."""
     tokenizer_path: str | None = II("actor_rollout_ref.model.tokenizer_path")
-    """Tokenizer folder; null is `path`."""
+    """Tokenizer; null is `path`."""
     trust_remote_code: bool = II("actor_rollout_ref.model.trust_remote_code")
     """Allow the model to run code from its folder."""
     external_lib: str | None = II("actor_rollout_ref.model.external_lib")

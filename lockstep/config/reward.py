@@ -11,7 +11,7 @@ from lockstep.config.model import FSDPEngineConfig, HFModelConfig
 @dataclass(frozen=True)
 class RewardModelModelConfig(HFModelConfig):
     path: str = ""
-    """Local folder of a sequence classifier with one label."""
+    """A sequence classifier with one label, in the same forms as the actor's path."""
     input_tokenizer: str | None = None
     """The policy's tokenizer, if the reward model's differs: responses are then decoded and encoded again; null if they are the
     same."""

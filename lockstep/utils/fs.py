@@ -92,7 +92,9 @@ def check_protocol(url: str) -> None:
             fsspec.get_filesystem_class(protocol)
         except ImportError as error:
             package = _PACKAGES.get(protocol) or known_implementations[protocol]["class"].split(".")[0]
-            raise ValueError(f"{protocol}:// URLs need a package that is not installed: pip install {package}") from error
+            raise ValueError(
+                f"{protocol}:// URLs need a package that is not installed: pip install {package}"
+            ) from error
         except ValueError as error:
             known = ", ".join(f"{name}://" for name in ("s3", "gs", "hdfs", "https"))
             raise ValueError(f"unknown protocol {protocol}://; fsspec opens {known} and others") from error

@@ -11,6 +11,7 @@ from lockstep.config.errors import ConfigError
 from lockstep.config.placement import need_critic
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import keys
+from tests.hub import use_hub
 
 
 def test_minimal_configuration_passes(minimal: list[str]) -> None:
@@ -38,7 +39,12 @@ REF = "actor_rollout_ref.ref"
     [
         (["data.train_files=nowhere.parquet"], "data.train_files=nowhere.parquet: no such file"),
         (["data.val_files=nowhere.parquet"], "data.val_files=nowhere.parquet: no such file"),
-        (["actor_rollout_ref.model.path=org/name"], "model.path=org/name: no such folder; download a Hub model"),
+        (["actor_rollout_ref.model.path=./qwen"], "model.path=./qwen: no such folder (looked for "),
+        (["actor_rollout_ref.model.path=Qwen2.5"], "model.path=Qwen2.5: no such folder (looked for "),
+        (["actor_rollout_ref.model.path=s9://a/b"], "model.path=s9://a/b: unknown protocol s9://"),
+        (["actor_rollout_ref.model.tokenizer_path=nowhere"], "model.tokenizer_path=nowhere: no such folder"),
+        (["data.tokenizer=nowhere"], "data.tokenizer=nowhere: no such folder"),
+        (["data.train_files=[org/name:a:b:c]"], "data.train_files=org/name:a:b:c: no such file or folder; give"),
         (["data.train_batch_size=128"], f"{ACTOR}.ppo_mini_batch_size=256: is larger than data.train_batch_size=128"),
         (["data.train_batch_size=300"], f"{ACTOR}.ppo_mini_batch_size=256: does not divide data.train_batch_size=300"),
         (["critic.ppo_mini_batch_size=300"], "critic.ppo_mini_batch_size=300: does not divide"),
@@ -90,7 +96,7 @@ REF = "actor_rollout_ref.ref"
             "hybrid_engine=false: not supported: set true, and trainer.placement=split to separate",
         ),
         ([f"{ROLLOUT}.tensor_model_parallel_size=2"], "not supported: each worker holds the whole rollout model"),
-        (["reward_model.enable=true"], "reward_model.model.path: must be the folder of the reward model"),
+        (["reward_model.enable=true"], "reward_model.model.path: must be the reward model; give a local folder"),
         (["custom_reward_function.path=nowhere.py"], "custom_reward_function.path=nowhere.py: no such file"),
         (["data.custom_cls.path=pkg://m"], "data.custom_cls.name: must name the class"),
         (
@@ -113,6 +119,28 @@ def test_each_mistake_is_one_problem(minimal: list[str], overrides: list[str], m
 def test_folder_without_a_model(minimal: list[str], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         load_config(PPOConfig, [*minimal, f"actor_rollout_ref.model.path={tmp_path}"])
+
+
+def test_data_folders_are_checked(minimal: list[str], files: dict[str, str], tmp_path: Path) -> None:
+    load_config(PPOConfig, [*minimal, f"data.train_files={tmp_path}"])  # has train.parquet
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"data\.train_files=.*empty: has no \.parquet, \.jsonl or \.json file"):
+        load_config(PPOConfig, [*minimal, f"data.train_files={tmp_path}/empty"])
+    custom = ["data.custom_cls={path: pkg://m, name: A}"]  # may read folders of its own
+    load_config(PPOConfig, [*minimal, *custom, f"data.train_files={tmp_path}/empty"])
+
+
+def test_names_on_the_hub_are_accepted(minimal: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_hub(monkeypatch, tmp_path / "cache")
+    names = ["actor_rollout_ref.model.path=org/name@main", "data.train_files=[org/data:main:train,org/other]"]
+    load_config(PPOConfig, [*minimal, *names])
+    use_hub(monkeypatch, tmp_path / "cache", offline=True)
+    with pytest.raises(ConfigError) as caught:
+        load_config(PPOConfig, [*minimal, *names])
+    assert [problem.key for problem in caught.value.problems] == 2 * ["data.train_files"] + [
+        "actor_rollout_ref.model.path"
+    ]
+    assert "run `hf download org/name --revision main` with network access" in str(caught.value)
 
 
 def test_unused_critic_is_not_checked(minimal: list[str]) -> None:

@@ -202,7 +202,7 @@ def test_bad_files_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "broken.parquet").write_text("not parquet")
     (tmp_path / "list.jsonl").write_text("3\n")
     for file, message in {
-        "absent.parquet": r"data file .*absent\.parquet does not exist; check data\.train_files",
+        "absent.parquet": r"data\.train_files=.*absent\.parquet: no such file or folder; give",
         "empty.jsonl": r"empty\.jsonl has no rows",
         "broken.jsonl": r"broken\.jsonl, line 2 is not JSON",
         "broken.parquet": r"broken\.parquet is not a readable parquet file",
@@ -211,7 +211,7 @@ def test_bad_files_are_rejected(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             RLHFDataset(str(tmp_path / file), TOKENIZER, DataConfig())
     (tmp_path / "rows.csv").write_text("a,b")
-    with pytest.raises(ValueError, match=r"must be \.parquet, \.jsonl or \.json"):
+    with pytest.raises(ValueError, match=r"is not a \.parquet, \.jsonl or \.json file"):
         RLHFDataset(str(tmp_path / "rows.csv"), TOKENIZER, DataConfig())
     with pytest.raises(ValueError, match=r"set data\.train_files"):
         RLHFDataset([], TOKENIZER, DataConfig())

@@ -8,10 +8,12 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import fsspec
 import pytest
 import yaml
 
@@ -20,6 +22,7 @@ from lockstep.config.compose import load_config
 from lockstep.config.placement import controller_of
 from lockstep.config.ppo import PPOConfig
 from lockstep.trainer.main_ppo import main
+from tests.hub import use_hub, write_cache
 from tests.tiny import save_tiny_model, write_rows
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +65,10 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (folder / "train.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "It is 2.\n#### 2"}) + "\n")
     (config,) = [b for _, b in blocks("yaml") if b.startswith("# run.yaml")]
     (folder / "run.yaml").write_text(config)
+    shutil.copytree(folder / "model", folder / "first" / "global_step_100" / "actor" / "huggingface")
+    fill_hub_cache(folder)
     return {
+        "s3://bucket": fill_bucket(folder),
         "run.yaml": str(folder / "run.yaml"),
         "$MODEL": str(folder / "model"),
         "$DATA": str(folder),
@@ -70,6 +76,30 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "$RAW": str(folder),
         "$OUT": str(folder / "out"),
     }
+
+
+def fill_hub_cache(folder: Path) -> None:
+    """The models and datasets that commands name on the Hub, in the cache `hub` of the folder."""
+    commands = " ".join(command for _, command in COMMANDS)
+    for repo in sorted(set(re.findall(r"path=([A-Z][\w-]+/[\w.-]+)", commands))):
+        write_cache(folder / "hub", repo, folder / "model")
+    entries = " ".join(re.findall(r"(?:train|val)_files=(\S+)", commands))
+    for repo, config in sorted(set(re.findall(r"(?<![\w/$])([A-Za-z][\w-]+/[\w.-]+)(?::(\w+):)?", entries))):
+        files = folder / "datasets" / repo.replace("/", "--")
+        (files / "data").mkdir(parents=True)
+        (files / "README.md").write_text(f"---\nconfigs:\n- config_name: {config or 'default'}\n---\n")
+        for split in ("train", "test"):
+            shutil.copy(folder / f"{split}.parquet", files / "data" / f"{split}-00000-of-00001.parquet")
+        write_cache(folder / "hub", repo, files, "dataset")
+
+
+def fill_bucket(folder: Path) -> str:
+    """A model and data behind a URL."""
+    remote = fsspec.filesystem("memory")
+    remote.put(f"{folder}/model", "/bucket/qwen", recursive=True)
+    for split in ("train", "test"):
+        remote.pipe(f"/bucket/data/{split}.jsonl", write_rows(folder / "bucket.jsonl", 4).read_bytes())
+    return "memory://bucket"
 
 
 def filled(command: str, places: dict[str, str]) -> list[str]:
@@ -94,6 +124,8 @@ def test_training_commands_train(
 ) -> None:
     for name, value in variables(places).items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "copies"))
+    use_hub(monkeypatch, Path(places["$DATA"]) / "hub", offline=True)
     assert main([*arguments(command, places), *SMALL, f"trainer.default_local_dir={tmp_path}/run"]) == 0
     assert (tmp_path / "run" / "metrics.jsonl").read_text()
 
@@ -114,7 +146,8 @@ def test_one_command_per_page_trains_on_ray(command: str, places: dict[str, str]
     small = [*SMALL, "trainer.nnodes=1", "trainer.n_gpus_per_node=2", f"trainer.default_local_dir={tmp_path}/run"]
     quiet = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
     alone = {"RAY_ADDRESS": "local", "GLOO_SOCKET_IFNAME": "lo", "RAY_worker_niceness": "0"}
-    environment = os.environ | variables(places) | quiet | alone
+    hub = {"HF_HUB_CACHE": f"{places['$DATA']}/hub", "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | variables(places) | quiet | alone | hub
     program = [sys.executable, "-m", "lockstep.trainer.main_ppo", *arguments(command, places), *small]
     done = subprocess.run(program, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Tokenizers come from local folders only and always have a pad token."""
+"""Tokenizers have a pad token, and come from wherever a model may be."""
 
 import json
 import logging
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.models.tokenizer import eos_token_ids, hf_tokenizer
+from tests.hub import use_hub, write_cache
 from tests.tiny import tiny_tokenizer
 
 
@@ -37,10 +38,17 @@ def test_custom_chat_template(tmp_path: Path) -> None:
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
 
 
-@pytest.mark.parametrize("path", ["", "Qwen/Qwen2-0.5B"])
-def test_a_hub_name_is_refused(path: str) -> None:
-    with pytest.raises(ValueError, match=r"actor_rollout_ref\.model\.path=.*no such folder .*local folders only"):
-        hf_tokenizer(path)
+def test_names_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_tokenizer().save_pretrained(tmp_path / "files")
+    write_cache(tmp_path / "cache", "Qwen/Qwen2-0.5B", tmp_path / "files")
+    use_hub(monkeypatch, tmp_path / "cache", offline=True)
+    assert hf_tokenizer("Qwen/Qwen2-0.5B").pad_token == "<|endoftext|>"
+    with pytest.raises(
+        ValueError, match=r"^data\.tokenizer=Qwen/other: no such folder, .*run `hf download Qwen/other`"
+    ):
+        hf_tokenizer("Qwen/other", key="data.tokenizer")
+    with pytest.raises(ValueError, match=r"^actor_rollout_ref\.model\.path=: no such folder"):
+        hf_tokenizer("")
 
 
 def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -1,12 +1,19 @@
 """Whole configurations as users of verl write them, scaled down."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from lockstep.trainer.main_ppo import main
+from tests.hub import write_cache
+from tests.tiny import save_tiny_model, write_rows
+
+ROOT = Path(__file__).parents[2]
 
 GRPO_CONFIG = """
 algorithm:
@@ -90,38 +97,50 @@ def test_ppo_with_gae_and_kl_in_the_reward(tiny_run_files: Path, tmp_path: Path)
     assert "timing_s/ref" in rows[1] and "timing_s/values" in rows[1]
 
 
-def test_single_gpu_ppo_command_trains_with_critic_and_reference(tiny_run_files: Path, tmp_path: Path) -> None:
-    """As documented by verl; only paths, model and sizes are replaced."""
-    files = tiny_run_files
-    command = [
-        f"data.train_files={files}/train.parquet",
-        f"data.val_files={files}/val.parquet",
-        "data.train_batch_size=8",
-        "data.max_prompt_length=48",
-        "data.max_response_length=8",
-        f"actor_rollout_ref.model.path={files}/model",
-        "actor_rollout_ref.actor.optim.lr=1e-6",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
-        "actor_rollout_ref.rollout.gpu_memory_utilization=0.4",
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4",
-        f"critic.model.path={files}/model",
-        "critic.optim.lr=1e-5",
-        "critic.ppo_micro_batch_size_per_gpu=4",
-        "algorithm.kl_ctrl.kl_coef=0.001",
-        "trainer.logger=console",
-        "trainer.val_before_train=False",
-        "trainer.n_gpus_per_node=1",
-        "trainer.nnodes=1",
-        "trainer.save_freq=10",
-        "trainer.test_freq=10",
-        "trainer.total_epochs=3",
-        f"trainer.default_local_dir={tmp_path}/out",
-    ]
-    assert main(command) == 0
-    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 6]
-    assert all(r["critic/vf_loss"] > 0 and "timing_s/ref" in r and "timing_s/values" in r for r in rows)
-    assert rows[0]["actor/reward_kl_penalty_coeff"] == 0.001
+SINGLE_GPU_PPO = """
+data.train_files={files}/train.parquet
+data.val_files={files}/test.parquet
+data.train_batch_size=16
+data.max_prompt_length=512
+data.max_response_length=256
+actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct
+actor_rollout_ref.actor.optim.lr=1e-6
+actor_rollout_ref.actor.ppo_mini_batch_size=4
+actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4
+actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8
+actor_rollout_ref.rollout.tensor_model_parallel_size=1
+actor_rollout_ref.rollout.gpu_memory_utilization=0.4
+actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4
+critic.model.path=Qwen/Qwen2.5-0.5B-Instruct
+critic.optim.lr=1e-5
+critic.ppo_micro_batch_size_per_gpu=4
+algorithm.kl_ctrl.kl_coef=0.001
+trainer.logger=console
+trainer.val_before_train=False
+trainer.n_gpus_per_node=1
+trainer.nnodes=1
+trainer.save_freq=10
+trainer.test_freq=10
+trainer.total_epochs=3
+"""
+"""As verl's users write it; only the data's path is a placeholder."""
+
+
+def test_single_gpu_ppo_command_runs_from_the_hub_cache(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model", max_position_embeddings=1024)
+    snapshot = write_cache(tmp_path / "home" / "hub", "Qwen/Qwen2.5-0.5B-Instruct", model)
+    write_rows(tmp_path / "train.parquet", 16)
+    write_rows(tmp_path / "test.parquet", 2)
+    program = [sys.executable, "-m", "lockstep.trainer.main_ppo", *SINGLE_GPU_PPO.format(files=tmp_path).split()]
+    short = ["trainer.total_training_steps=1", "trainer.device=cpu"]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
+    environment.pop("HF_HUB_CACHE", None)
+    done = subprocess.run(
+        [*program, *short], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(f"Qwen/Qwen2.5-0.5B-Instruct is read from {snapshot}") == 1
+    (metrics,) = tmp_path.rglob("metrics.jsonl")
+    (row,) = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert row["step"] == 1 and row["critic/vf_loss"] > 0 and "timing_s/ref" in row and "timing_s/values" in row
+    assert row["actor/reward_kl_penalty_coeff"] == 0.001

@@ -87,7 +87,9 @@ def test_splits_by_name() -> None:
 
 
 def test_folders(tmp_path: Path) -> None:
-    touch(tmp_path / "verl", "train.parquet", "test.parquet", "train.jsonl", "dataset_info.json", ".cache/train.parquet")
+    touch(
+        tmp_path / "verl", "train.parquet", "test.parquet", "train.jsonl", "dataset_info.json", ".cache/train.parquet"
+    )
     assert names_in(tmp_path / "verl") == ["train.parquet"]
     assert names_in(tmp_path / "verl", "val") == ["test.parquet"]
     touch(tmp_path / "parts", "b.jsonl", "a.jsonl", "sub/c.jsonl", "notes.txt", "dataset_info.json")
@@ -122,7 +124,16 @@ def test_accepted_folder_is_read(tmp_path: Path) -> None:
 
 def test_entries_that_are_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for entry in ("nowhere", "./a/b", "data/train.parquet", "a/b/c", "org/name:a:b:c", "org/name:", f"{tmp_path}/x", "s/t:d.jsonl"):
+    for entry in (
+        "nowhere",
+        "./a/b",
+        "data/train.parquet",
+        "a/b/c",
+        "org/name:a:b:c",
+        "org/name:",
+        f"{tmp_path}/x",
+        "s/t:d.jsonl",
+    ):
         with pytest.raises(ValueError) as caught:
             locate_data(entry, "train")
         assert str(caught.value) == f"no such file or folder; {FORMS}", entry
@@ -133,7 +144,11 @@ def test_entries_that_are_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_names_of_datasets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     use_hub(monkeypatch, tmp_path)
-    for entry, config, split in (("org/x", None, None), ("org/x:test", None, "test"), ("org/x:main:train", "main", "train")):
+    for entry, config, split in (
+        ("org/x", None, None),
+        ("org/x:test", None, "test"),
+        ("org/x:main:train", "main", "train"),
+    ):
         assert locate_data(entry, "train") == HubDataset(HubName("org/x", None, "dataset"), config, split)
     pinned = locate_data("org/x@refs/convert/parquet:main:train", "train")
     assert pinned == HubDataset(HubName("org/x", "refs/convert/parquet", "dataset"), "main", "train")

@@ -34,7 +34,9 @@ def url(remote: Any) -> str:
 
 
 def contents(folder: str) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()
+    }
 
 
 def test_local_paths_are_returned_as_they_are(tmp_path: Path) -> None:
@@ -45,7 +47,9 @@ def test_local_paths_are_returned_as_they_are(tmp_path: Path) -> None:
     assert is_remote("s3://bucket/x") and is_remote("hdfs://host:9000/x")
 
 
-def test_folder_and_file_are_copied_once(url: str, remote: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_and_file_are_copied_once(
+    url: str, remote: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     copy = copy_to_local(url, cache_dir=tmp_path)
     assert Path(copy).name == "model" and contents(copy) == FILES
     single = copy_to_local(f"{url}/config.json", cache_dir=tmp_path, verbose=True)
@@ -104,8 +108,12 @@ def test_processes_share_one_copy(tmp_path: Path) -> None:
 
 
 def test_problems_are_one_sentence(remote: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(known_implementations, "absent", {"class": "absentfs.AbsentFileSystem", "err": "Install absentfs"})
-    with pytest.raises(ValueError, match=r"^absent:// URLs need a package that is not installed: pip install absentfs$"):
+    monkeypatch.setitem(
+        known_implementations, "absent", {"class": "absentfs.AbsentFileSystem", "err": "Install absentfs"}
+    )
+    with pytest.raises(
+        ValueError, match=r"^absent:// URLs need a package that is not installed: pip install absentfs$"
+    ):
         copy_to_local("absent://bucket/x", cache_dir=tmp_path)
     with pytest.raises(ValueError, match=r"^unknown protocol s4://; fsspec opens s3://"):
         check_protocol("s4://bucket/x")

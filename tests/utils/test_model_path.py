@@ -17,7 +17,12 @@ KEY = "actor_rollout_ref.model.path"
 CONFIG = {"config.json": b"{}", "tokenizer.json": b"[]"}
 REPOSITORIES = {
     "org/model": CONFIG
-    | {"model.safetensors": b"w" * 50, "pytorch_model.bin": b"w", "consolidated.safetensors": b"w", "onnx/x.json": b"o"},
+    | {
+        "model.safetensors": b"w" * 50,
+        "pytorch_model.bin": b"w",
+        "consolidated.safetensors": b"w",
+        "onnx/x.json": b"o",
+    },
     "org/pickled": CONFIG | {"pytorch_model.bin": b"p", "training_args.bin": b"t"},
     "org/adapter": CONFIG,
     "org/gated": CONFIG,
@@ -47,7 +52,9 @@ def test_local_folders_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("HOME", str(tmp_path))
     assert local_model_folder("~/org/model", KEY) == folder
     for path in ("./nowhere", f"{tmp_path}/nowhere", "nowhere", ""):
-        with pytest.raises(ValueError, match=rf"^{KEY}=.*: no such folder \(looked for .*\); give a local folder, org/name"):
+        with pytest.raises(
+            ValueError, match=rf"^{KEY}=.*: no such folder \(looked for .*\); give a local folder, org/name"
+        ):
             local_model_folder(path, KEY)
     with pytest.raises(ValueError, match="is a file, not a model's folder"):
         local_model_folder(folder / "config.json", KEY)
@@ -116,7 +123,9 @@ def test_hub_problems_are_one_sentence(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(ValueError, match=rf"{fetch}with network access$"):  # the server is gone
         local_model_folder("org/model", KEY)
     use_hub(monkeypatch, tmp_path, offline=True)
-    with pytest.raises(ValueError, match=r"\(HF_HUB_OFFLINE=1\); run `hf download org/other --revision v1` with network"):
+    with pytest.raises(
+        ValueError, match=r"\(HF_HUB_OFFLINE=1\); run `hf download org/other --revision v1` with network"
+    ):
         locate_model("org/other@v1", KEY)
 
 
