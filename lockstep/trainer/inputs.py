@@ -1,8 +1,9 @@
 """The models, tokenizers and data of a run: fetched before torch is loaded, so that a missing one is reported at once."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from lockstep.config.placement import controller_of, need_reward_model, needed_models
 from lockstep.config.ppo import PPOConfig
@@ -30,6 +31,20 @@ def fetch_inputs(config: PPOConfig) -> None:
     if not config.data.custom_cls.path:
         local_data_files(config.data.train_files, "train", "data.train_files")
         local_data_files(config.data.val_files, "val", "data.val_files")
+
+
+def fetch_on_workers(groups: Iterable[Any]) -> None:
+    """Let every machine fetch its models, and check that all have the same revisions."""
+    revisions: dict[str, set[str]] = {}
+    for group in groups:
+        for path, revision in group.fetch_model() if hasattr(group, "fetch_model") else ():
+            revisions.setdefault(path, set()).add(revision)
+    for path, found in revisions.items():
+        if len(found) > 1:
+            raise ValueError(
+                f"the machines have different revisions of {path} in their Hub caches ({', '.join(sorted(found))}); write "
+                f"{path.partition('@')[0]}@REVISION in the config"
+            )
 
 
 def tokenizer_of(config: PPOConfig) -> tuple[str, str]:

@@ -30,6 +30,11 @@ def local_model_folder(path: str | Path, key: str, *, weights: bool = True) -> P
         raise ValueError(f"{key}={path}: {without_prefix(error, path)}") from error
 
 
+def revision_of(folder: Path) -> str:
+    """The commit of a folder in the Hub cache; empty for others."""
+    return folder.name if folder.parent.name == "snapshots" else ""
+
+
 def without_prefix(error: ValueError, path: str | Path) -> str:
     """The message without the path at its start, for one that begins with the key and the path."""
     return str(error).removeprefix(str(path)).lstrip(": ")

@@ -25,6 +25,7 @@ from lockstep.single_controller import Dispatch, make_nd_compute_dataproto_dispa
 from lockstep.utils.audit import GapBound, RolloutGap
 from lockstep.utils.device import memory_peaks
 from lockstep.utils.distributed import join_process_group
+from lockstep.utils.model_path import revision_of
 from lockstep.workers.losses import SplitCheck, actor_loss_fn, require_finite_loss
 from lockstep.workers.rollout_batch import batch_of, requests_of, sampling_params
 from lockstep.workers.shared_folder import checkpoint_folder
@@ -46,6 +47,11 @@ class ActorRolloutRefWorker(WeightHandOver):
         self.is_actor = role in ("actor", "actor_rollout", "actor_rollout_ref")
         self.is_rollout = role in ("rollout", "actor_rollout", "actor_rollout_ref")
         self.is_ref = role in ("ref", "actor_rollout_ref")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def fetch_model(self) -> tuple[str, str]:
+        """Bring the model to this machine, before collectives with their timeouts; returns its path and revision."""
+        return self.config.model.path, revision_of(model_folder(self.config.model, _KEY))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

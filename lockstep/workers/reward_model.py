@@ -14,6 +14,7 @@ from lockstep.protocol import DataProto
 from lockstep.protocol.keys import require
 from lockstep.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 from lockstep.utils.distributed import join_process_group
+from lockstep.utils.model_path import revision_of
 from lockstep.workers.updates import micro_batching
 
 _KEY = "reward_model.model"
@@ -24,6 +25,11 @@ class RewardModelWorker(Worker):
         super().__init__()
         self.config = config
         self.device = torch.device(device)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def fetch_model(self) -> tuple[str, str]:
+        """Bring the model to this machine, before collectives with their timeouts; returns its path and revision."""
+        return self.config.model.path, revision_of(model_folder(self.config.model, _KEY))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

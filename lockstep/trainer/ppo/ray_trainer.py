@@ -50,6 +50,7 @@ from lockstep.single_controller import (
 )
 from lockstep.trainer.audit import IdleSteps, check_finite, check_policy_version, rollout_gap
 from lockstep.trainer.checkpoint import CheckpointStore, RunLock
+from lockstep.trainer.inputs import fetch_on_workers
 from lockstep.trainer.interrupt import Interrupt, StopRequested
 from lockstep.trainer.ppo.metrics import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
 from lockstep.trainer.ppo.mini_batches import MiniBatches, Prepare, call_balanced, lay_out, spread
@@ -166,6 +167,7 @@ class PPOTrainer:
         for pool, class_dict in by_pool.items():
             colocated = create_colocated_worker_cls(class_dict)
             self._groups |= self.worker_group_cls(pool, colocated).spawn(prefix_set=class_dict.keys())
+        fetch_on_workers(self._groups.values())
         for group in self._groups.values():
             group.init_model()
         groups: dict[str, Any] = self._groups

@@ -1,0 +1,74 @@
+"""Inputs of a run are fetched before torch is loaded, and are the same on all machines."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from lockstep.config.compose import load_config
+from lockstep.config.ppo import PPOConfig
+from lockstep.trainer.inputs import fetch_inputs, fetch_on_workers, tokenizer_of
+from lockstep.trainer.main_ppo import main
+from tests.hub import COMMIT, contents_of, hub_server, use_hub
+from tests.tiny import write_rows
+
+FILES = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": b"w"}
+
+
+class Group:
+    def __init__(self, *fetched: tuple[str, str]) -> None:
+        self.fetched = fetched
+
+    def fetch_model(self) -> list[tuple[str, str]]:
+        return list(self.fetched)
+
+
+def test_inputs_are_fetched_and_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = {"data/train-00000-of-00001.parquet": write_rows(tmp_path / "a.parquet").read_bytes(), ".gitattributes": b""}
+    overrides = ["actor_rollout_ref.model.path=org/model", "data.train_files=org/rows", "trainer.device=cpu"]
+    with hub_server({"org/model": FILES, "datasets/org/rows": rows}) as (url, sent):
+        use_hub(monkeypatch, tmp_path / "cache", url)
+        fetch_inputs(load_config(PPOConfig, [*overrides, "trainer.n_gpus_per_node=2"]))
+        assert "model.safetensors" not in sent  # the workers' machines fetch it
+        assert "data/train-00000-of-00001.parquet" in sent
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="lockstep.trainer.inputs"):
+            fetch_inputs(load_config(PPOConfig, overrides))
+        folder = tmp_path / "cache" / "models--org--model" / "snapshots" / COMMIT
+        assert contents_of(folder) == FILES
+        named = [record.getMessage() for record in caplog.records if record.name == "lockstep.trainer.inputs"]
+        assert named == [
+            f"actor_rollout_ref.model.path=org/model is read from {folder}"
+        ]  # and the critic's is the same
+
+
+def test_missing_input_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = write_rows(tmp_path / "a.parquet")
+    with hub_server({}) as (url, _):
+        use_hub(monkeypatch, tmp_path / "cache", url)
+        assert main([f"data.train_files={rows}", "actor_rollout_ref.model.path=org/typo"]) == 2
+    error = "error: actor_rollout_ref.model.path=org/typo: no such folder, and the Hub has no model of this name"
+    assert capsys.readouterr().err.splitlines()[-1].startswith(error)
+
+
+def test_machines_with_different_revisions_are_refused() -> None:
+    fetch_on_workers([Group(("org/model", "a"), ("org/model", "a")), Group(("folder", "")), object()])
+    with pytest.raises(
+        ValueError, match=r"different revisions of org/model in their Hub caches \(a, b\); write org/model@REV"
+    ):
+        fetch_on_workers([Group(("org/model", "a")), Group(("org/model", "b"))])
+
+
+def test_key_of_the_tokenizer(tmp_path: Path) -> None:
+    model = "actor_rollout_ref.model"
+    for overrides, key in (
+        ([f"{model}.path=m"], f"{model}.path"),
+        ([f"{model}.path=m", f"{model}.tokenizer_path=t"], f"{model}.tokenizer_path"),
+        ([f"{model}.tokenizer_path=t", "data.tokenizer=d"], "data.tokenizer"),
+    ):
+        config = load_config(PPOConfig, overrides, run_checks=False)
+        assert tokenizer_of(config) == (key, overrides[-1].partition("=")[2])
