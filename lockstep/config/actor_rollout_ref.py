@@ -168,7 +168,8 @@ class RolloutConfig:
     max_model_len: int | None = None
     """Maximum sequence length; null is prompt_length + response_length."""
     gpu_memory_utilization: float = 0.5
-    """Fraction of the free device memory that the KV cache may use."""
+    """Fraction of the GPU's total memory that the engine may use for the rollout model's weights and the KV cache, as in vLLM; on
+    CPU the fraction of the machine's memory for the KV cache."""
     kv_block_size: int = 16
     """Embedded: tokens per KV cache block."""
     enable_prefix_caching: bool = True

@@ -5,6 +5,7 @@ generate_one: the same loop in a thread while there are requests; new requests j
 """
 
 import asyncio
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from heapq import nlargest
@@ -28,6 +29,8 @@ from lockstep.engines.rollout.embedded.block_manager import BlockManager
 from lockstep.engines.rollout.embedded.model_runner import ModelRunner
 from lockstep.engines.rollout.embedded.scheduler import Scheduler
 from lockstep.engines.rollout.embedded.step_loop import StepLoop
+
+logger = logging.getLogger(__name__)
 
 
 @ROLLOUT_ENGINES.register("embedded")
@@ -56,6 +59,7 @@ class EmbeddedEngine(RolloutEngine):
             share_prompts=config.enable_prefix_caching,
         )
         self._model_is_checked = False
+        self._limit_is_logged = False
         self._num_added = 0
         self._busy = False
         self._incoming: list[tuple[sequences.Sequence, asyncio.Future[Completion]]] = []
@@ -174,7 +178,15 @@ class EmbeddedEngine(RolloutEngine):
             if target <= current:
                 return current
             target = max(target, 2 * current)  # single requests must not grow it each time
-        return min(target, runner.max_num_blocks(self.config.gpu_memory_utilization))
+        limit = runner.max_num_blocks(self.config.gpu_memory_utilization)
+        if limit < target and not self._limit_is_logged:
+            self._limit_is_logged = True
+            logger.info(
+                "the KV cache has %d blocks of %d tokens, %d would fit max_num_seqs=%d sequences: fewer may decode at once "
+                "(limited by actor_rollout_ref.rollout.gpu_memory_utilization and by the memory that the trainer leaves free)",
+                *(limit, self.config.kv_block_size, target, max_num_seqs),
+            )
+        return min(target, limit)
 
     async def _serve(self) -> None:
         """Step while there are requests; each caller gets its completion or the error that ended the loop."""

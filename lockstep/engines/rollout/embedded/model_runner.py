@@ -22,6 +22,9 @@ from lockstep.models.loading import logits_fn
 from lockstep.utils.device import free_memory
 from lockstep.utils.host import use_threads_for
 
+MAX_SHARE_OF_FREE = 0.9
+"""Most of the free memory that the KV cache takes; activations need the rest."""
+
 
 class ModelRunner:
     """
@@ -72,14 +75,17 @@ class ModelRunner:
             self._layers = probe.layers
         return self._layers
 
-    def max_num_blocks(self, memory_share: float) -> int:
-        """Blocks that fill this share of the free memory on CUDA, of the total memory on CPU."""
+    def max_num_blocks(self, utilization: float) -> int:
+        """Blocks of the largest KV cache: see `kv_cache_bytes` for CUDA; on CPU this share of the machine's memory."""
         if self.device.type == "cuda":
-            memory = free_memory(self.device)
+            tensors = chain(self.model.parameters(), self.model.buffers())
+            weights = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            total = torch.cuda.mem_get_info(self.device)[1]
+            memory = kv_cache_bytes(utilization, total, free_memory(self.device), weights)
         else:
-            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            memory = int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * utilization)
         bytes_per_block = self.block_size * sum(shape.bytes_per_token for shape in self.layers().values())
-        return int(memory * memory_share) // bytes_per_block
+        return memory // bytes_per_block
 
     def allocate(self, num_blocks: int) -> None:
         """Create the cache with this many blocks, or grow it to them."""
@@ -110,6 +116,32 @@ class ModelRunner:
         )
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
+
+
+def kv_cache_bytes(utilization: float, total: int, free: int, weights: int) -> int:
+    """Largest KV cache of an engine that may use the share `utilization` of a GPU's memory, as in vLLM.
+
+    total, free: the GPU's memory and what is left of it, in bytes. weights: the rollout model's share of what is in use; the
+    trainer's other tensors (optimizer state, critic) do not count towards `utilization`, but limit what is free.
+    """
+    key = f"actor_rollout_ref.rollout.gpu_memory_utilization={utilization:g}"
+    allowed = int(total * utilization)
+    if allowed <= weights:
+        raise ValueError(
+            f"{key}: no memory for the KV cache, because {_gb(allowed)} of the GPU's {_gb(total)} are less than the model's "
+            f"weights ({_gb(weights)}); set more than {weights / total:.2f}"
+        )
+    wanted, most = allowed - weights, int(free * MAX_SHARE_OF_FREE)
+    if most <= 0:
+        raise ValueError(
+            f"{key}: no memory for the KV cache, because none of the GPU's {_gb(total)} are free; set "
+            "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true (and critic.model.fsdp_config.optimizer_offload=true)"
+        )
+    return min(wanted, most)
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
 
 
 def refusal(model: nn.Module, reason: str) -> ValueError:
