@@ -31,6 +31,7 @@ exec "${PYTHON:-python3}" -m lockstep.trainer.main_ppo \
     actor_rollout_ref.rollout.temperature=1.0 \
     actor_rollout_ref.rollout.max_num_seqs=1024 \
     actor_rollout_ref.rollout.gpu_memory_utilization=0.2 \
+    +custom_reward_function.reward_kwargs.format_score=0 \
     trainer.total_epochs=100 \
     trainer.total_training_steps=400 \
     trainer.test_freq=20 \

@@ -81,9 +81,12 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         return len(self.rows)
 
     @property
-    def data_sources(self) -> set[str]:
-        """The data sources of all rows; they select the scorers."""
-        return {str(row.columns[self.config.reward_fn_key]) for _, row in self.rows}
+    def data_sources(self) -> dict[str, FileRow]:
+        """The data sources of all rows, which select the scorers, each with its first row."""
+        found: dict[str, FileRow] = {}
+        for _, row in self.rows:
+            found.setdefault(str(row.columns[self.config.reward_fn_key]), row)
+        return found
 
     @property
     def fingerprint(self) -> dict[str, str]:
@@ -200,6 +203,33 @@ def check_row(row: FileRow, config: DataConfig) -> None:
             f"{row.location}: {config.prompt_key!r} must be a list of messages "
             f'[{{"role": "user", "content": "..."}}, ...], but {problem}; data.prompt_key names the column'
         )
+
+
+SINGLE_TURN_AGENTS = (None, "", "single_turn_agent")
+
+
+def check_single_turn(dataset: RLHFDataset) -> None:
+    """Reject rows that ask for an agent, tools or an interaction."""
+    for _, row in dataset.rows:
+        if wanted := _multi_turn_request(row.columns):
+            raise ValueError(
+                f"{row.location} has {wanted}, but there are no agents, tools or interactions: responses are single-turn. "
+                "Remove it from the rows, or set other files in data.train_files (data.val_files)"
+            )
+
+
+def _multi_turn_request(columns: Mapping[str, Any]) -> str | None:
+    """What a row asks for beyond one response, as `name=value`."""
+    extra_info = columns.get("extra_info") or {}
+    if (agent := columns.get("agent_name")) not in SINGLE_TURN_AGENTS:
+        return f"agent_name={agent!r}"
+    if extra_info.get("need_tools_kwargs"):
+        return "extra_info.need_tools_kwargs=true"
+    for name in ("tools_kwargs", "interaction_kwargs"):
+        for prefix, place in (("", columns), ("extra_info.", extra_info)):
+            if kwargs := drop_none(place.get(name)):
+                return f"{prefix}{name}={kwargs!r}"
+    return None
 
 
 def check_ground_truths(rows: Sequence[FileRow], config: DataConfig) -> None:

@@ -5,11 +5,12 @@ default_compute_score(data_source, solution_str, ground_truth) --SCORERS or `sco
 
 import importlib
 import inspect
+import logging
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 from lockstep.config.ppo import PPOConfig
 from lockstep.registry import Registry, did_you_mean, load_object
@@ -26,6 +27,11 @@ from lockstep.rewards.scorers import (
     search_r1_like_qa_em,
 )
 
+if TYPE_CHECKING:
+    from lockstep.data.files import FileRow
+
+logger = logging.getLogger(__name__)
+
 ScoreResult = float | int | bool | dict[str, Any]
 """A number, or a dict with `score` whose further entries are logged."""
 
@@ -34,18 +40,25 @@ Scorer = Callable[..., Any]
 passed the row's `data_source` and `extra_info` if it has parameters of these names."""
 
 SCORERS: Registry[Scorer] = Registry("scorer")
-"""Scorers by `data_source`; names may contain the wildcard `*`."""
+"""Scorers by `data_source`; names may contain the wildcard `*`, and letter case does not matter."""
 
 ROUTES: dict[Scorer, tuple[str, ...]] = {
-    gsm8k.compute_score: ("openai/gsm8k",),
-    math.compute_score: ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"),
-    math_dapo.compute_score: ("math_dapo", "math", "math_dapo_reasoning", "aime*"),
+    gsm8k.compute_score: ("openai/gsm8k", "gsm8k"),
+    math.compute_score: (
+        *("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"),
+        *("hendrycks/competition_math", "EleutherAI/hendrycks_math"),
+    ),
+    math_dapo.compute_score: (
+        *("math_dapo", "math", "math_dapo_reasoning", "aime*"),
+        *("*/DAPO-Math-17k*", "*/AIME*", "*/AMC*"),
+    ),
     prime_math.compute_score: (
         *("numina_aops_forum", "numina_synthetic_math", "numina_amc_aime"),
         *("numina_synthetic_amc", "numina_cn_k12", "numina_olympiads"),
     ),
     partial(prime_code.compute_score, continuous=True): (
         *("codecontests", "apps", "codeforces", "taco"),
+        *("deepmind/code_contests", "codeparrot/apps", "open-r1/codeforces", "BAAI/TACO"),
         *("openai_humaneval", "openai/openai_humaneval", "mbpp", "google-research-datasets/mbpp"),
     ),
     geo3k.compute_score: ("hiyouga/geometry3k",),
@@ -63,6 +76,10 @@ for _scorer, _names in ROUTES.items():
     for _name in _names:
         SCORERS.register(_name)(_scorer)
 
+FORMAT_SCORE = 0.1
+"""GSM8K in training: score of a wrong number in the right form, unless reward_kwargs has `format_score`. Validation, and the
+scorer itself, give 0."""
+
 ROW_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
@@ -75,7 +92,7 @@ def find_scorer(data_source: str) -> Scorer:
     if data_source in SCORERS:
         return SCORERS.get(data_source)
     for pattern in SCORERS:
-        if "*" in pattern and fnmatchcase(data_source, pattern):
+        if _matches(data_source, pattern):
             return SCORERS.get(pattern)
     raise UnknownDataSourceError(
         f"no scorer for data_source {data_source!r}. {did_you_mean(data_source, SCORERS)} "
@@ -84,14 +101,34 @@ def find_scorer(data_source: str) -> Scorer:
     )
 
 
-def check_data_sources(config: PPOConfig, datasets: Iterable[Any]) -> None:
-    """Raise UnknownDataSourceError if a row has no scorer; datasets without `data_sources` are skipped."""
+def check_data_sources(config: PPOConfig, first_rows: "Mapping[str, FileRow]") -> None:
+    """Raise UnknownDataSourceError if a data source has no scorer; say how gsm8k is scored.
+
+    first_rows: the first row of each data source.
+    """
     if config.custom_reward_function.path is not None:
         return
-    scorer = config.custom_reward_function.reward_kwargs.get("scorer")
-    for dataset in datasets:
-        for source in getattr(dataset, "data_sources", ()):
-            choose_scorer(source, scorer)
+    options = config.custom_reward_function.reward_kwargs
+    for source, row in first_rows.items():
+        try:
+            scorer = choose_scorer(source, options.get("scorer"))
+        except UnknownDataSourceError as error:
+            by_model = row.columns["reward_model"].get("style") == "model"
+            hint = (
+                "; or set reward_model.enable=true, since the row's reward_model.style is 'model'" if by_model else ""
+            )
+            raise UnknownDataSourceError(f"{row.location}: {error}{hint}") from error
+        if scorer is gsm8k.compute_score and "format_score" not in options:
+            _announce_format_score()
+
+
+@cache
+def _announce_format_score() -> None:
+    logger.info(
+        "gsm8k: a wrong number in the right form scores %g in training and 0 in validation; "
+        "set custom_reward_function.reward_kwargs.format_score for both",
+        FORMAT_SCORE,
+    )
 
 
 def named_scorer(name: str) -> Scorer:
@@ -117,9 +154,13 @@ def choose_scorer(data_source: str, scorer: str | Mapping[str, str] | None) -> S
     if isinstance(scorer, str):
         return named_scorer(scorer)
     for pattern, name in (scorer or {}).items():
-        if fnmatchcase(data_source, pattern):
+        if _matches(data_source, pattern):
             return named_scorer(name)
     return find_scorer(data_source)
+
+
+def _matches(data_source: str, pattern: str) -> bool:
+    return fnmatchcase(data_source.lower(), pattern.lower())
 
 
 def default_compute_score(
@@ -128,12 +169,18 @@ def default_compute_score(
     ground_truth: Any,
     extra_info: dict[str, Any] | None = None,
     scorer: str | Mapping[str, str] | None = None,
+    in_training: bool = False,
     **kwargs: Any,
 ) -> ScoreResult:
-    """Score by `data_source`; each scorer gets the `kwargs` that it accepts, such as `method` of gsm8k."""
+    """Score by `data_source`; each scorer gets the `kwargs` that it accepts, such as `method` of gsm8k.
+
+    in_training: give partial credit, see `FORMAT_SCORE`.
+    """
     function = choose_scorer(data_source, scorer)
     parameters = _parameters(function)
     given = {"data_source": data_source, "extra_info": extra_info, **kwargs}
+    if in_training and function is gsm8k.compute_score:
+        given.setdefault("format_score", FORMAT_SCORE)
     options = {name: given[name] for name in parameters if name in given}
     if "solution_str" in parameters:
         result = function(solution_str=solution_str, ground_truth=ground_truth, **options)

@@ -232,6 +232,11 @@ def test_load_reward_manager(tmp_path: Path) -> None:
     assert load_reward_manager(PPOConfig(), TOKENIZER, 0)(data).sum() == 0.0
     flexible = PPOConfig(custom_reward_function=CustomRewardFunctionConfig(reward_kwargs={"method": "flexible"}))
     assert load_reward_manager(flexible, TOKENIZER, 0)(data).sum() == 1.0
+    wrong = make_batch(["#### 3"])
+    assert load_reward_manager(PPOConfig(), TOKENIZER, 0)(wrong).sum() == 0.0
+    assert load_reward_manager(PPOConfig(), TOKENIZER, 0, in_training=True)(wrong).sum() == pytest.approx(0.1)
+    strict = PPOConfig(custom_reward_function=CustomRewardFunctionConfig(reward_kwargs={"format_score": 0}))
+    assert load_reward_manager(strict, TOKENIZER, 0, in_training=True)(wrong).sum() == 0.0
     (tmp_path / "mine.py").write_text("def compute_score(bonus, **kwargs):\n    return bonus\n")
     custom = CustomRewardFunctionConfig(str(tmp_path / "mine.py"), reward_kwargs={"bonus": 7})
     assert load_reward_manager(PPOConfig(custom_reward_function=custom), TOKENIZER, 0)(data).sum() == 7.0

@@ -4,10 +4,12 @@ import os
 import signal
 import threading
 import time
+from types import ModuleType
 
 import pytest
 
 from lockstep.rewards.default import (
+    FORMAT_SCORE,
     SCORERS,
     builtin_names,
     check_scorer_options,
@@ -147,6 +149,47 @@ def test_default_routes_by_data_source() -> None:
     assert default_compute_score("rlla", wanted, wanted, None)["score"] == 1.0  # type: ignore[index]
     tests = {"inputs": ["1", "2"], "outputs": ["1", "9"]}
     assert default_compute_score("taco", "print(input())", tests) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("scorer", "names"),
+    [
+        (gsm8k, ["openai/gsm8k", "OpenAI/GSM8K", "gsm8k"]),
+        (math, ["lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "huggingfaceh4/math-500"]),
+        (math_dapo, ["BytedTsinghua-SIA/DAPO-Math-17k", "bytedtsinghua-sia/dapo-math-17k", "math_dapo", "MATH"]),
+        (math_dapo, ["open-r1/DAPO-Math-17k-Processed", "AIME2024", "aime25", "math-ai/amc23"]),
+        (math_dapo, ["Maxwell-Jia/AIME_2024", "HuggingFaceH4/aime_2024", "yentinglin/aime_2025"]),
+        (prime_math, ["numina_olympiads", "Numina_CN_K12"]),
+    ],
+)
+def test_hub_names_find_their_scorer_in_any_case(scorer: ModuleType, names: list[str]) -> None:
+    for name in names:
+        assert find_scorer(name) is scorer.compute_score, name
+
+
+def test_code_sources_share_a_scorer() -> None:
+    names = ("codecontests", "Apps", "codeparrot/apps", "CodeForces", "TACO", "deepmind/code_contests", "MBPP")
+    assert {find_scorer(name) for name in names} == {find_scorer("apps")}
+
+
+def test_a_name_in_the_exact_case_comes_first() -> None:
+    try:
+        SCORERS.register("Tests/Case")(float.__add__)
+        SCORERS.register("tests/case")(float.__mul__)
+        assert find_scorer("Tests/Case") is float.__add__ and find_scorer("tests/case") is float.__mul__
+    finally:
+        for name in ("Tests/Case", "tests/case"):
+            SCORERS._entries.pop(name)
+
+
+def test_wrong_number_in_the_right_form() -> None:
+    wrong = ("openai/gsm8k", "#### 71", "72")
+    assert default_compute_score(*wrong) == 0.0
+    assert default_compute_score(*wrong, in_training=True) == FORMAT_SCORE == 0.1
+    assert default_compute_score(*wrong, in_training=True, format_score=0.0) == 0.0
+    assert default_compute_score("openai/gsm8k", "It is 72", "72", in_training=True) == 0.0
+    assert default_compute_score("openai/gsm8k", "#### 72", "72", in_training=True) == 1.0
+    assert default_compute_score("multiple_choice", "Answer: C", "B", in_training=True)["score"] == 0.0  # type: ignore[index]
 
 
 def test_scorer_option_names_another_scorer() -> None:

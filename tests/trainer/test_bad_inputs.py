@@ -101,10 +101,30 @@ def test_nan_reward_stops_the_run(overrides: list[str], tmp_path: Path, capsys: 
     assert "Traceback" in (tmp_path / "run" / "error.txt").read_text()
 
 
-def test_data_source_without_a_scorer(overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = write_rows(tmp_path / "mine.jsonl", data_source="my/source")
-    message = error_of(overrides, capsys, f"data.train_files={files}", "custom_reward_function.path=null")
-    assert "my/source" in message and "custom_reward_function.path" in message
+def test_data_source_without_a_scorer(
+    overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.trainer.ppo.ray_trainer.PPOTrainer.init_workers", pytest.fail)  # loads the models
+    plain = [*overrides, "custom_reward_function.path=null"]
+    files = write_rows(tmp_path / "mine.jsonl", data_source="openai/gsm8kk")
+    message = error_of(plain, capsys, f"data.train_files={files}")
+    assert message.startswith(
+        f"error: {files}, row 0: no scorer for data_source 'openai/gsm8kk'. Did you mean 'openai/gsm8k'?"
+    )
+    assert "Known: " in message and "math_dapo" in message and "custom_reward_function.path" in message
+    assert len(message.splitlines()) == 1
+    rows = [json.loads(line) | {"reward_model": {"style": "model"}} for line in files.read_text().splitlines()]
+    files.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "set reward_model.enable=true" in error_of(plain, capsys, f"data.val_files={files}")
+
+
+def test_rows_for_agents(overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = write_rows(tmp_path / "mine.jsonl")
+    files.write_text(
+        "".join(json.dumps(json.loads(line) | {"agent_name": "tool_agent"}) + "\n" for line in files.open())
+    )
+    message = error_of(overrides, capsys, f"data.train_files={files}")
+    assert f"{files}, row 0 has agent_name='tool_agent', but there are no agents" in message
 
 
 def test_another_experiment_in_the_folder(overrides: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,8 +26,10 @@ __all__ = [
 ]
 
 
-def load_reward_manager(config: PPOConfig, tokenizer: Any, num_examine: int) -> RewardFn:
+def load_reward_manager(config: PPOConfig, tokenizer: Any, num_examine: int, in_training: bool = False) -> RewardFn:
     """Build the manager of `reward_model.reward_manager` with the custom or the default reward function.
+
+    in_training: the default function gives partial credit, see `lockstep.rewards.default.FORMAT_SCORE`.
 
     Your own manager, given as `module:Class`, gets the same arguments: `tokenizer`, `num_examine`, `compute_score`,
     `reward_fn_key` and those of `reward_model.reward_kwargs`, and `timeout_s` and `max_resp_len` if it accepts them.
@@ -42,6 +44,8 @@ def load_reward_manager(config: PPOConfig, tokenizer: Any, num_examine: int) -> 
         options = config.custom_reward_function.reward_kwargs
         check_scorer_options(options)
         default = default_compute_scores if score_arguments == BATCH_ARGUMENTS else default_compute_score
+        if in_training:
+            options = {"in_training": True, **options}
         compute_score = partial(default, **options) if options else default
     signature = inspect.signature(manager)
     settings = {"timeout_s": config.reward_model.timeout_s, "max_resp_len": config.data.max_response_length}

@@ -24,7 +24,7 @@ from lockstep.config.placement import (
     pools_of,
 )
 from lockstep.config.ppo import PPOConfig
-from lockstep.data.rl_dataset import create_rl_dataset
+from lockstep.data.rl_dataset import RLHFDataset, check_single_turn, create_rl_dataset
 from lockstep.data.sampler import create_rl_sampler
 from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.observability.jsonl import last_step
@@ -114,8 +114,11 @@ class TaskRunner:
         if data.val_files:
             val_dataset = create_rl_dataset(data.val_files, tokenizer, data, data.val_max_samples, use="val")
         train_dataset = create_rl_dataset(data.train_files, tokenizer, data, data.train_max_samples)
-        if not need_reward_model(config):
-            check_data_sources(config, [d for d in (train_dataset, val_dataset) if d is not None])
+        for dataset in (train_dataset, val_dataset):
+            if isinstance(dataset, RLHFDataset):
+                check_single_turn(dataset)
+                if not need_reward_model(config):
+                    check_data_sources(config, dataset.data_sources)
         return PPOTrainer(
             config=config,
             tokenizer=tokenizer,
@@ -123,7 +126,7 @@ class TaskRunner:
             resource_pool_manager=self.init_resource_pool_mgr(pools, backend),
             ray_worker_group_cls=backend.group_class,
             class_with_init=backend.class_with_init,
-            reward_fn=load_reward_manager(config, tokenizer, num_examine=0),
+            reward_fn=load_reward_manager(config, tokenizer, num_examine=0, in_training=True),
             val_reward_fn=load_reward_manager(
                 config, tokenizer, num_examine=0 if config.trainer.log_val_generations else 1
             ),
