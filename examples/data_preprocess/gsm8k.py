@@ -1,4 +1,4 @@
-"""Convert GSM8K (jsonl with `question` and `answer`) to training rows in parquet.
+"""Convert GSM8K (`question`, `answer`) to training rows in parquet.
 
     python examples/data_preprocess/gsm8k.py --input train.jsonl --output data/gsm8k/train.parquet --split train
 
@@ -24,9 +24,9 @@ def row_of(example: dict[str, str], index: int, split: str, data_source: str) ->
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(
-        "Convert GSM8K's jsonl to training rows in parquet.", argv, split="train", data_source="openai/gsm8k"
+        "Convert GSM8K to training rows in parquet.", argv, split="train", data_source="openai/gsm8k"
     )
-    examples = read_examples(arguments.input, "question", "answer")
+    examples = read_examples(arguments.input, "question", "answer", split=arguments.split)
     rows = [row_of(example, i, arguments.split, arguments.data_source) for i, example in enumerate(examples)]
     write_rows(rows, arguments.output)
 

@@ -1,4 +1,4 @@
-"""Convert GSM8K (jsonl with `question` and `answer`) to pairs of a prompt and a response, for supervised training.
+"""Convert GSM8K (`question`, `answer`) to pairs of a prompt and a response, for supervised training.
 
     python examples/data_preprocess/gsm8k_pairs.py --input train.jsonl --output data/gsm8k/pairs.parquet
 
@@ -19,7 +19,7 @@ def pair_of(example: dict[str, str]) -> dict[str, str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    arguments = parse_arguments("Convert GSM8K's jsonl to pairs in parquet.", argv)
+    arguments = parse_arguments("Convert GSM8K to pairs in parquet.", argv)
     write_rows(map(pair_of, read_examples(arguments.input, "question", "answer")), arguments.output)
 
 

@@ -31,7 +31,9 @@ def main(argv: list[str] | None = None) -> None:
         "Convert HumanEval to rows in parquet.", argv, split="test", data_source="openai/openai_humaneval"
     )
     rows, left_out = [], []
-    for number, example in enumerate(read_examples(arguments.input, "task_id", "prompt", "entry_point", "test")):
+    for number, example in enumerate(
+        read_examples(arguments.input, "task_id", "prompt", "entry_point", "test", split=arguments.split)
+    ):
         truth = ground_truth(example)
         if truth is None:
             left_out.append(example["task_id"])

@@ -10,9 +10,7 @@ to `extra_info`. Examples without an answer are skipped and listed. For MATH-500
 import logging
 from typing import Any
 
-from rows import make_row, parse_arguments, read_examples, run, write_rows
-
-INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
+from rows import BOXED, make_row, parse_arguments, read_examples, run, write_rows
 
 
 def boxed_answer(solution: str) -> str | None:
@@ -44,14 +42,14 @@ def main(argv: list[str] | None = None) -> None:
         data_source="DigitalLearningGmbH/MATH-lighteval",
     )
     rows, left_out = [], []
-    for number, example in enumerate(read_examples(arguments.input, "problem")):
+    for number, example in enumerate(read_examples(arguments.input, "problem", split=arguments.split)):
         answer = answer_of(example)
         if answer is None:
             left_out.append(str(number))
             continue
         kept = {name: value for name, value in example.items() if name not in ("problem", "answer")}
         extra = {"split": arguments.split, "index": number} | kept
-        rows.append(make_row(arguments.data_source, f"{example['problem']}\n{INSTRUCTION}", "math", answer, extra))
+        rows.append(make_row(arguments.data_source, f"{example['problem']}\n{BOXED}", "math", answer, extra))
     if left_out:
         logging.warning("skipped %d examples without an answer: %s", len(left_out), ", ".join(left_out))
     write_rows(rows, arguments.output)

@@ -31,7 +31,9 @@ def ground_truth(example: dict[str, Any]) -> str | None:
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments("Convert MBPP to rows in parquet.", argv, split="train", data_source="mbpp")
     rows, left_out = [], []
-    for number, example in enumerate(read_examples(arguments.input, "text", "code", "test_list")):
+    for number, example in enumerate(
+        read_examples(arguments.input, "text", "code", "test_list", split=arguments.split)
+    ):
         truth = ground_truth(example)
         if truth is None:
             left_out.append(str(example.get("task_id", number)))

@@ -3,19 +3,26 @@
 import argparse
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+FORMATS = (".parquet", ".jsonl", ".json")
+SPLITS = ("train", "test", "validation")
+BATCH_ROWS = 1024
+
+BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
+"""Instruction of the math datasets."""
+
 
 def parse_arguments(description: str, argv: list[str] | None, **options: str) -> argparse.Namespace:
     """Parse `--input`, `--output` and one option per keyword, with its default."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
-        "--input", type=Path, required=True, help="the published file: one JSON object per line, or a list"
+        "--input", required=True, help="the published dataset: a file (parquet, jsonl, json) or a folder"
     )
     parser.add_argument("--output", type=Path, required=True, help="parquet file to write")
     for name, default in options.items():
@@ -23,19 +30,61 @@ def parse_arguments(description: str, argv: list[str] | None, **options: str) ->
     return parser.parse_args(argv)
 
 
-def read_examples(path: Path, *fields: str) -> list[dict[str, Any]]:
-    """The examples of a file; a missing field is an error that names it."""
-    if not path.is_file():
-        raise SystemExit(f"--input {path}: no such file")
-    text = path.read_text(encoding="utf-8")
-    examples = (
-        json.loads(text) if text.lstrip().startswith("[") else [json.loads(s) for s in text.split("\n") if s.strip()]
+def read_examples(source: str, *fields: str, split: str = "train") -> Iterator[dict[str, Any]]:
+    """The examples of `source`, one at a time; a missing field is an error that names it."""
+    for path in files_of(source, split):
+        logging.info("reading %s", path)
+        for number, example in enumerate(_iter_parquet(path) if path.suffix == ".parquet" else _iter_json(path)):
+            for field in fields:
+                if field not in example:
+                    raise SystemExit(f"{path}, example {number} has no {field!r} (fields: {', '.join(example)})")
+            yield example
+
+
+def files_of(source: str, split: str) -> list[Path]:
+    """The file, or those of a downloaded dataset's folder that belong to `split`; a folder with one split has only that."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise SystemExit(
+            f"--input {source}: no such file or folder; download a dataset of the hub with "
+            f"`hf download --repo-type dataset --local-dir DIR {source}` and pass DIR"
+        )
+    names = sorted(
+        p.relative_to(path) for p in path.rglob("*") if p.suffix in FORMATS and p.name != "dataset_infos.json"
     )
-    for number, example in enumerate(examples):
-        for field in fields:
-            if field not in example:
-                raise SystemExit(f"{path}, example {number} has no {field!r} (fields: {', '.join(example)})")
-    return examples
+    names = [name for name in names if not any(part.startswith(".") for part in name.parts)]
+    if not names:
+        raise SystemExit(f"--input {source}: the folder has no parquet, jsonl or json files")
+    found = {part for part in SPLITS if any(part in str(name) for name in names)}
+    if split in found:
+        names = [name for name in names if split in str(name)]
+    elif len(found) > 1:
+        raise SystemExit(f"--input {source}: no file of the split {split!r}; the folder has {', '.join(sorted(found))}")
+    folders = sorted({str(name.parent) for name in names})
+    if len({name.name for name in names}) < len(names):
+        raise SystemExit(f"--input {source}: several configurations ({', '.join(folders)}); pass the folder of one")
+    return [path / name for name in names]
+
+
+def _iter_parquet(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        for batch in pq.ParquetFile(path).iter_batches(batch_size=BATCH_ROWS):
+            yield from batch.to_pylist()
+    except pa.ArrowInvalid as error:
+        raise SystemExit(f"{path} is not a readable parquet file: {error}") from None
+
+
+def _iter_json(path: Path) -> Iterator[dict[str, Any]]:
+    """One JSON object per line, or one list of objects."""
+    with path.open(encoding="utf-8") as lines:
+        is_list = lines.read(1) == "["
+        lines.seek(0)
+        try:
+            yield from json.load(lines) if is_list else (json.loads(line) for line in lines if line.strip())
+        except json.JSONDecodeError as error:
+            raise SystemExit(f"{path} is not JSON: {error}") from None
 
 
 def make_row(
@@ -54,6 +103,8 @@ def make_row(
 def write_rows(rows: Iterable[dict[str, Any]], output: Path) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     table = pa.Table.from_pylist(list(rows))
+    if not table.num_rows:
+        raise SystemExit(f"there are no examples to write to {output}")
     pq.write_table(table, output)
     logging.info("wrote %d rows to %s", table.num_rows, output)
 

@@ -5,16 +5,20 @@ The scripts run on small generated files, and on the published files if LOCKSTEP
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from lockstep.config.data import DataConfig
 from lockstep.data.rl_dataset import RLHFDataset
+from lockstep.data.rm_dataset import RMDataset
+from lockstep.rewards.default import default_compute_score
 from tests.tiny import tiny_tokenizer
 
 SCRIPTS = Path(__file__).parents[2] / "examples/data_preprocess"
@@ -82,10 +86,134 @@ def test_aime_writes_whole_numbers(tmp_path: Path) -> None:
         {"problem": "b", "answer": "27.0"},
         {"problem": "c", "answer": "2.5"},
     ]
-    rows, _ = convert("aime2024.py", examples, tmp_path)
+    rows, _ = convert("aime.py", examples, tmp_path)
     assert [row["reward_model"]["ground_truth"] for row in rows] == ["73", "27", "2.5"]
     assert rows[0]["data_source"] == "aime24" and rows[0]["extra_info"] == {"split": "test", "index": 0}
-    assert "the answer 'x' is not a number" in refusal("aime2024.py", {"problem": "a", "answer": "x"}, tmp_path)
+    assert "the answer 'x' is not a number" in refusal("aime.py", {"problem": "a", "answer": "x"}, tmp_path)
+
+
+def test_aime_layouts_of_the_hub(tmp_path: Path) -> None:
+    examples: list[dict[str, Any]] = [
+        {"ID": "2024-II-4", "Problem": "p", "Solution": "s", "Answer": 33},  # Maxwell-Jia/AIME_2024
+        {
+            "id": 60,
+            "problem": "p",
+            "solution": "s",
+            "answer": "33",
+            "url": "u",
+            "year": "2024",
+        },  # HuggingFaceH4/aime_2024
+        {"question": "p", "answer": "033"},  # opencompass/AIME2025
+    ]
+    rows, _ = convert("aime.py", examples, tmp_path, "--data-source", "aime25")
+    for row in rows:
+        assert row["reward_model"]["ground_truth"] == "33" and row["data_source"] == "aime25"
+        assert row["raw_prompt"][0]["content"].startswith("p\n")
+    assert default_compute_score("aime25", "so \\boxed{33}", "33")["acc"]  # type: ignore[index]
+
+
+def dapo_example(problem: str, answer: str, index: str) -> dict[str, Any]:
+    asked = f'Solve the following math problem step by step.\n\n{problem}\n\nPut your answer on its own line after "Answer:".'
+    return {
+        "data_source": "math_dapo",
+        "prompt": [{"content": asked, "role": "user"}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": answer, "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"index": index},
+    }
+
+
+def test_dapo_math_keeps_each_problem_once(tmp_path: Path) -> None:
+    examples = [dapo_example("1+1?", "2", "a"), dapo_example("2+2?", "4", "b"), dapo_example("1+1?", "2", "c")]
+    rows, logged = convert("dapo_math.py", [*examples, dapo_example("2+2?", "5", "d")], tmp_path)
+    assert [row["reward_model"] for row in rows] == [{"style": "rule", "ground_truth": truth} for truth in ("2", "4")]
+    assert rows[1]["raw_prompt"] == [{"role": "user", "content": examples[1]["prompt"][0]["content"]}]
+    assert rows[1]["extra_info"] == {"split": "train", "index": 1, "id": "b"} and rows[1]["data_source"] == "math_dapo"
+    assert "4 examples are 2 problems" in logged and "1 problems have several answers" in logged
+    processed = {"prompt": "1+1?", "solution": "2", "reward_model": {"ground_truth": "2", "style": "rule"}}
+    rows, _ = convert("dapo_math.py", [processed], tmp_path)
+    assert "`Answer:`" in rows[0]["raw_prompt"][0]["content"] and rows[0]["raw_prompt"][0]["content"].endswith("1+1?")
+
+
+def test_full_hh_rlhf_for_sft_reward_models_and_rl(tmp_path: Path) -> None:
+    def example(said: str) -> dict[str, str]:
+        prompt = f"\n\nHuman: Hi\n\nAssistant: Yes?\n\nHuman: {said}\n\nAssistant:"
+        return {"prompt": prompt, "response": " good", "chosen": " good", "rejected": " bad"}
+
+    examples = [*(example(said) for said in "abc"), example("d") | {"prompt": "no turns"}]
+    source, output = tmp_path / "train.jsonl", tmp_path / "hh"
+    source.write_text("".join(json.dumps(example) + "\n" for example in examples))
+    done = run_script("full_hh_rlhf.py", source, output)
+    assert done.returncode == 0, done.stderr
+    assert "skipped 1 prompts that are not conversations: 3" in done.stderr
+    pairs = pq.read_table(output / "sft/train.parquet").to_pylist()
+    assert len(pairs) == 8 and pairs[1] == {"prompt": examples[0]["prompt"], "response": " bad"}
+    assert len(RMDataset(str(output / "rm/train.parquet"), tiny_tokenizer())) == 3
+    assert len(RMDataset(str(output / "rm/test.parquet"), tiny_tokenizer())) == 1
+    dataset = RLHFDataset(str(output / "rl/train.parquet"), tiny_tokenizer(), DataConfig())
+    turns = [(message["role"], message["content"]) for message in dataset[1]["raw_prompt"]]
+    assert turns == [("user", "Hi"), ("assistant", "Yes?"), ("user", "b")] and len(dataset) == 3
+    assert dataset[1]["data_source"] == "Dahoas/full-hh-rlhf" and dataset[1]["reward_model"]["style"] == "model"
+    assert (
+        "--split ppo: must be all, sft, rm, rl" in run_script("full_hh_rlhf.py", source, output, "--split=ppo").stderr
+    )
+
+
+def test_apps_tests_become_the_ground_truth(tmp_path: Path) -> None:
+    def example(number: int, tests: Any, starter_code: str = "") -> dict[str, Any]:
+        text = tests if isinstance(tests, str) else json.dumps(tests)
+        published = {"problem_id": number, "question": "Add.\n", "solutions": "[]", "input_output": text}
+        return published | {"difficulty": "interview", "url": "u", "starter_code": starter_code}
+
+    called = {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}
+    examples = [
+        example(0, {"inputs": ["1 2\n"], "outputs": ["3\n"]}),
+        example(1, called, "class Solution:\n    def add(self, a, b):\n"),
+        example(2, ""),
+        example(3, {"inputs": ["1"], "outputs": []}),
+        example(4, '{"inputs": [' + "9" * 5000 + '], "outputs": [1]}'),
+    ]
+    rows, logged = convert("apps.py", examples, tmp_path)
+    assert "skipped 3 problems without usable tests: 2, 3, 4" in logged
+    assert [row["data_source"] for row in rows] == ["apps"] * 2 and rows[1]["extra_info"]["difficulty"] == "interview"
+    prompts = [row["raw_prompt"][0]["content"] for row in rows]
+    assert "standard input" in prompts[0] and "`add`" in prompts[1] and "def add(self, a, b):" in prompts[1]
+    truths = [row["reward_model"]["ground_truth"] for row in rows]
+    assert json.loads(truths[1]) == called
+    program = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
+    assert default_compute_score("apps", program, truths[0]) == 1.0
+    method = "```python\nclass Solution:\n    def add(self, a, b):\n        return a + b\n```"
+    assert default_compute_score("apps", method, truths[1]) == 1.0
+
+
+def test_folder_of_a_downloaded_dataset(tmp_path: Path) -> None:
+    rows: Any = runpy.run_path(str(SCRIPTS / "rows.py"))
+
+    def put(name: str, *values: int) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table({"n": values}), tmp_path / name)
+
+    def numbers(folder: str, split: str) -> list[int]:
+        return [example["n"] for example in rows["read_examples"](str(tmp_path / folder), "n", split=split)]
+
+    put("a/data/train-00000-of-00002.parquet", 1, 2)
+    put("a/data/train-00001-of-00002.parquet", 3)
+    put("a/.cache/train.parquet", 9)
+    (tmp_path / "a/dataset_infos.json").write_text("{}")
+    assert numbers("a", "train") == numbers("a", "test") == [1, 2, 3]  # the only split
+    put("a/data/test-00000-of-00001.parquet", 4)
+    assert numbers("a", "train") == [1, 2, 3] and numbers("a", "test") == [4]
+    with pytest.raises(SystemExit, match="no file of the split 'validation'; the folder has test, train"):
+        numbers("a", "validation")
+    put("b/main/train.parquet", 1)
+    put("b/socratic/train.parquet", 2)
+    with pytest.raises(SystemExit, match=r"several configurations \(main, socratic\); pass the folder of one"):
+        numbers("b", "train")
+    (tmp_path / "c").mkdir()
+    with pytest.raises(SystemExit, match="no parquet, jsonl or json files"):
+        numbers("c", "train")
+    with pytest.raises(SystemExit, match=r"org/name: no such file or folder; .* `hf download --repo-type dataset"):
+        list(rows["read_examples"]("org/name"))
 
 
 def humaneval_example(task: str, *asserts: str) -> dict[str, Any]:
@@ -135,8 +263,8 @@ def test_mbpp_finds_the_function_that_is_tested(tmp_path: Path) -> None:
             ["--split", "test", "--data-source", "HuggingFaceH4/MATH-500"],
         ),
         ("math_dataset.py", "math/math_train_deepscaler.jsonl", "math/math_train.parquet", []),
-        ("aime2024.py", "math/aime24.jsonl", "math/aime24.parquet", []),
-        ("aime2024.py", "math/amc23.jsonl", "math/amc23.parquet", ["--data-source", "math_dapo"]),
+        ("aime.py", "math/aime24.jsonl", "math/aime24.parquet", []),
+        ("aime.py", "math/amc23.jsonl", "math/amc23.parquet", ["--data-source", "math_dapo"]),
     ],
 )
 def test_published_files_give_the_expected_rows(
