@@ -11,11 +11,12 @@ from typing import Any
 
 from lockstep.config.compat import NOT_SUPPORTED
 from lockstep.config.errors import NO_VALUE, ConfigError, Problem, nearest
-from lockstep.config.estimators import AdvantageEstimator, required_inputs
+from lockstep.config.estimators import required_inputs
 from lockstep.config.placement import ROLES, Pools, TooFewWorkers, controller_of, needed_models, num_workers, pools_of
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import defaults, get_in, keys, to_plain
 from lockstep.config.trainer import LOGGERS
+from lockstep.config.without_effect import without_effect
 from lockstep.utils.dataset_files import FORMS as DATA_FORMS
 from lockstep.utils.dataset_files import Use, locate_data
 from lockstep.utils.model_path import FORMS as MODEL_FORMS
@@ -25,12 +26,6 @@ _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _REF = "actor_rollout_ref.ref"
 _SAMPLER = ("data.sampler.class_path", "data.sampler.class_name")
-
-NEVER_READ = {
-    f"{section}.wrap_policy.min_num_params": "models are sharded layer by layer"
-    for section in (f"{_ACTOR}.fsdp_config", f"{_REF}.fsdp_config", "critic.model.fsdp_config")
-}
-"""Keys that no run reads, and why."""
 
 Values = Mapping[str, Any]
 """Dotted key to value."""
@@ -159,8 +154,9 @@ def check(config: PPOConfig) -> tuple[list[Problem], list[str]]:
     warnings = list(_warnings(values))
     if not any(part in problem.key for problem in problems for part in _POOL_SIZE_KEYS):
         problems += _workers(config, values, models)
-        warnings += _without_effect(config, values, models)
         warnings += _unused_pools(config, models) if config.resource_pool_spec else []
+    if not problems:
+        warnings += without_effect(config, values, models)
     return problems, warnings
 
 
@@ -297,6 +293,12 @@ def _algorithm(values: Values, inputs: Collection[str]) -> Iterator[Problem]:
     if values["algorithm.filter_groups.enable"] and values[f"{_ROLLOUT}.n"] == 1 and "index" not in inputs:
         message = "algorithm.filter_groups compares the samples of one prompt; set 2 or more"
         yield Problem(f"{_ROLLOUT}.n", 1, message, also=("algorithm.filter_groups.enable",))
+    for name in (key for key in values if key.startswith(f"{_ACTOR}.policy_loss.rollout_correction.")):
+        source = f"algorithm.rollout_correction.{name.rsplit('.', 1)[-1]}"
+        if values[name] != values[source]:
+            yield Problem(
+                name, values[name], f"must equal {source}={values[source]}; set only that key", also=(source,)
+            )
     for field in ("rollout_is", "rollout_rs", "bypass_mode"):
         name = f"algorithm.rollout_correction.{field}"
         if values[name] and not values[f"{_ROLLOUT}.calculate_log_probs"]:
@@ -456,39 +458,6 @@ def _ranks(pools: Pools, values: Values) -> Iterator[Problem]:
         if shard != -1 and workers % shard:
             message = f"does not divide the number of workers in {pool} ({workers}); set a divisor, or -1 for all"
             yield Problem(f"{engine}.fsdp_size", shard, message, also=_SIZES)
-
-
-_READ_GAMMA = ("gae", "reinforce_plus_plus")
-
-
-def _without_effect(config: PPOConfig, values: Values, models: Collection[str]) -> Iterator[str]:
-    """Settings that differ from their default but that nothing reads in this run."""
-    estimator = values["algorithm.adv_estimator"]
-    built_in = estimator in set(AdvantageEstimator)
-    reasons = {
-        f"{_ACTOR}.kl_loss_coef": not values[f"{_ACTOR}.use_kl_loss"] and f"{_ACTOR}.use_kl_loss is false",
-        f"{_ACTOR}.kl_loss_type": not values[f"{_ACTOR}.use_kl_loss"] and f"{_ACTOR}.use_kl_loss is false",
-        "algorithm.gamma": built_in and estimator not in _READ_GAMMA and f"{estimator} does not discount",
-        "algorithm.lam": built_in and estimator != "gae" and f"{estimator} does not use it",
-        "trainer.critic_warmup": built_in and "critic" not in models and f"{estimator} has no critic",
-        f"{_ROLLOUT}.dtype": "the rollout decodes with the trainer's weights, in the actor's dtype",
-        f"{_ROLLOUT}.mode": "single-turn rollouts are the same in both modes",
-        "ray_init.timeline_json_file": controller_of(config) == "local" and "the run does not use Ray",
-    }
-    reasons |= NEVER_READ
-    tree = defaults(PPOConfig)
-    for name, reason in reasons.items():
-        if reason and values[name] not in (get_in(tree, name, None), 0, None):
-            yield f"{name}={values[name]} has no effect: {reason}"
-    section = [name for name in values if name.startswith("critic.") and name != "critic.enable"]
-    changed = [name for name in section if _is_changed(values[name], get_in(tree, name, None))]
-    if changed and "critic" not in models and built_in:
-        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-        yield f"{', '.join(changed[:3])}{more}: no effect, because {estimator} has no critic"
-
-
-def _is_changed(value: Any, default: Any) -> bool:
-    return value != default and not (isinstance(default, str) and default.startswith("${"))
 
 
 def _warnings(values: Values) -> Iterator[str]:

@@ -58,7 +58,7 @@ class DataConfig:
     filter_overlong_prompts: bool = False
     """Drop rows whose prompt is longer than `max_prompt_length`."""
     filter_overlong_prompts_workers: int = 1
-    """Accepted but unused: the tokenizer is multi-threaded."""
+    """Has no effect: the tokenizer is multi-threaded."""
     truncation: Truncation = "error"
     """What to do with a prompt that is too long."""
     return_raw_chat: bool = True

@@ -141,11 +141,6 @@ class RLHFDataset(Dataset[dict[str, Any]]):
 
     def _without_overlong(self, rows: list[tuple[int, FileRow]]) -> list[tuple[int, FileRow]]:
         longest = self.config.max_prompt_length
-        if self.config.filter_overlong_prompts_workers != 1:
-            logger.warning(
-                "data.filter_overlong_prompts_workers=%d is ignored: the tokenizer's own threads measure the prompts",
-                self.config.filter_overlong_prompts_workers,
-            )
         lengths = self._lengths(rows)
         kept = [entry for entry, length in zip(rows, lengths) if length <= longest]
         self._encoded = {position: self._encoded[position] for position, _ in kept}

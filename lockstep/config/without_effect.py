@@ -1,0 +1,189 @@
+"""Settings that a run accepts but does not read: `without_effect` gives one notice per reason."""
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from lockstep.config.estimators import AdvantageEstimator
+from lockstep.config.placement import controller_of, pools_of
+from lockstep.config.ppo import PPOConfig
+from lockstep.config.schema import defaults, get_in
+
+Values = Mapping[str, Any]
+"""Dotted key to value."""
+Reason = tuple[bool, str, tuple[str, ...]]
+"""Whether it holds in this run, what it says, and the keys (or sections, ending in a dot) that have no effect then."""
+
+_ACTOR = "actor_rollout_ref.actor"
+_ROLLOUT = "actor_rollout_ref.rollout"
+_REF = "actor_rollout_ref.ref"
+_ENGINES = {
+    "actor": f"{_ACTOR}.fsdp_config",
+    "ref": f"{_REF}.fsdp_config",
+    "critic": "critic.model.fsdp_config",
+    "rm": "reward_model.model.fsdp_config",
+}
+
+NEVER_READ = {
+    **{f"{engine}.wrap_policy.min_num_params": "models are sharded layer by layer" for engine in _ENGINES.values()},
+    **{
+        f"{_ENGINES[role]}.{name}": f"the {what} is not trained{more}"
+        for role, what in (("ref", "reference policy"), ("rm", "reward model"))
+        for name, more in (
+            ("optimizer_offload", ""),
+            ("seed", ""),
+            ("model_dtype", f" and computes in {_ENGINES[role]}.dtype"),
+        )
+    },
+    "reward_model.model.enable_gradient_checkpointing": "the reward model is not trained",
+    "critic.model.custom_chat_template": "prompts are rendered once; set actor_rollout_ref.model.custom_chat_template",
+    f"{_ROLLOUT}.dtype": "the rollout decodes with the trainer's weights, in the actor's dtype",
+    f"{_ROLLOUT}.mode": "single-turn rollouts are the same in both modes",
+    "data.filter_overlong_prompts_workers": "the tokenizer's own threads measure the prompts",
+}
+"""Keys that no run reads, and why."""
+
+MAX_KEYS = 4
+"""A notice lists this many keys, and counts the others."""
+
+_GAMMA = ("gae", "reinforce_plus_plus")
+_STD = ("grpo", "grpo_vectorized", "grpo_passk", "gdpo", "egpo")
+_LOSSES = (
+    *(
+        "vanilla",
+        "bypass_mode",
+        "gspo",
+        "sapo",
+        "gpg",
+        "clip_cov",
+        "kl_cov",
+        "geo_mean",
+        "cispo",
+        "dppo_tv",
+        "dppo_kl",
+        "dro",
+    ),
+)
+_CLIPPED = ("vanilla", "bypass_mode", "gspo", "clip_cov", "geo_mean", "cispo", "dppo_tv", "dppo_kl")
+_DUAL_CLIPPED = ("vanilla", "bypass_mode", "dppo_tv", "dppo_kl")
+_EMBEDDED = ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "kv_block_size")
+_EMBEDDED += ("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager")
+_REWARD_POOL = ("enable_resource_pool", "n_gpus_per_node", "nnodes", "nccl_timeout", "ulysses_sequence_parallel_size")
+_REWARD_BATCHES = ("micro_batch_size_per_gpu", "use_dynamic_bsz", "forward_max_token_len_per_gpu")
+_BATCHES = {
+    f"{_ACTOR}.use_dynamic_bsz": (
+        f"{_ACTOR}.ppo_max_token_len_per_gpu",
+        f"{_ACTOR}.ppo_micro_batch_size_per_gpu",
+    ),
+    f"{_ROLLOUT}.log_prob_use_dynamic_bsz": (
+        f"{_ROLLOUT}.log_prob_max_token_len_per_gpu",
+        f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu",
+    ),
+    f"{_REF}.log_prob_use_dynamic_bsz": (
+        f"{_REF}.log_prob_max_token_len_per_gpu",
+        f"{_REF}.log_prob_micro_batch_size_per_gpu",
+    ),
+}
+"""Switch to the key that is read with it, and the one that is read without it."""
+
+
+def without_effect(config: PPOConfig, values: Values, models: Collection[str]) -> Iterator[str]:
+    """Settings that differ from their default but that nothing reads in this run. models: see `needed_models`."""
+    tree = defaults(PPOConfig)
+    told: set[str] = set()
+    for holds, reason, names in (
+        *_reasons(config, values, models),
+        *((True, why, (key,)) for key, why in NEVER_READ.items()),
+    ):
+        matching = [
+            key for name in names for key in values if key == name or (name[-1] == "." and key.startswith(name))
+        ]
+        changed = [key for key in matching if key not in told and _is_set(values, key, get_in(tree, key, None))]
+        if holds and changed:
+            told.update(changed)
+            listed = ", ".join(f"{key}={values[key]}" for key in changed[:MAX_KEYS])
+            more = f" and {len(changed) - MAX_KEYS} more" if len(changed) > MAX_KEYS else ""
+            yield f"{listed}{more} {'has' if len(changed) == 1 else 'have'} no effect: {reason}"
+
+
+def _reasons(config: PPOConfig, values: Values, models: Collection[str]) -> Iterator[Reason]:
+    """The broader reason first: a key is reported once."""
+    estimator, loss = values["algorithm.adv_estimator"], values[f"{_ACTOR}.policy_loss.loss_mode"]
+    built_in, known_loss = estimator in set(AdvantageEstimator), loss in _LOSSES
+    critic = tuple(key for key in values if key.startswith("critic.") and key != "critic.enable")
+    no_critic = ("trainer.critic_warmup", "trainer.max_critic_ckpt_to_keep", *critic)
+    yield built_in and "critic" not in models, f"{estimator} has no critic", no_critic
+    reference = tuple(key for key in values if key.startswith(f"{_REF}.") and key != f"{_REF}.enable")
+    no_reference = f"there is no KL term ({_ACTOR}.use_kl_loss and algorithm.use_kl_in_reward are false)"
+    yield "ref" not in models, no_reference, reference
+    reward_keys = tuple(f"reward_model.{name}" for name in (*_REWARD_POOL, *_REWARD_BATCHES))
+    yield "rm" not in models, "reward_model.enable is false", ("reward_model.model.", *reward_keys)
+    no_pool = "reward_model.enable_resource_pool is false"
+    yield (
+        not values["reward_model.enable_resource_pool"],
+        no_pool,
+        ("reward_model.n_gpus_per_node", "reward_model.nnodes"),
+    )
+    yield controller_of(config) == "local", "the run does not use Ray", ("ray_init.",)
+    separate = "rollout" in pools_of(config, models).role_pools
+    yield not separate, "actor and rollout share their workers", (f"{_ROLLOUT}.checkpoint_engine.",)
+    is_hf = values[f"{_ROLLOUT}.name"] == "hf"
+    yield is_hf, f"{_ROLLOUT}.name is hf", tuple(f"{_ROLLOUT}.{name}" for name in _EMBEDDED)
+
+    yield built_in and estimator not in _GAMMA, f"{estimator} does not discount", ("algorithm.gamma",)
+    yield built_in and estimator != "gae", f"{estimator} does not use it", ("algorithm.lam",)
+    yield built_in and estimator not in _STD, f"{estimator} does not use it", ("algorithm.norm_adv_by_std_in_grpo",)
+    for name in ("gdpo", "egpo"):
+        keys = tuple(key for key in values if key.startswith(f"algorithm.{name}_"))
+        yield built_in and estimator != name, f"algorithm.adv_estimator is {estimator}", keys
+    for switch, names in {
+        "algorithm.use_kl_in_reward": ("algorithm.kl_penalty", "algorithm.kl_ctrl."),
+        f"{_ACTOR}.use_kl_loss": (f"{_ACTOR}.kl_loss_coef", f"{_ACTOR}.kl_loss_type"),
+        "algorithm.use_pf_ppo": ("algorithm.pf_ppo.",),
+        "algorithm.filter_groups.enable": ("algorithm.filter_groups.",),
+        f"{_ACTOR}.shuffle": (f"{_ACTOR}.data_loader_seed",),
+        "critic.shuffle": ("critic.data_loader_seed",),
+    }.items():
+        yield not values[switch], f"{switch} is false", names
+    adaptive = ("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl")
+    yield values["algorithm.kl_ctrl.type"] != "adaptive", "algorithm.kl_ctrl.type is not adaptive", adaptive
+
+    of_loss = f"{_ACTOR}.policy_loss.loss_mode is {loss}"
+    for name, keys in {
+        "clip_cov": tuple(f"{_ACTOR}.policy_loss.clip_cov_{part}" for part in ("ratio", "lb", "ub")),
+        "kl_cov": (f"{_ACTOR}.policy_loss.kl_cov_ratio", f"{_ACTOR}.policy_loss.ppo_kl_coef"),
+        "dro": (f"{_ACTOR}.policy_loss.dro_beta",),
+        "sapo": (f"{_ACTOR}.tau_pos", f"{_ACTOR}.tau_neg"),
+    }.items():
+        yield known_loss and loss != name, of_loss, keys
+    clip_keys = tuple(f"{_ACTOR}.clip_ratio{end}" for end in ("", "_low", "_high"))
+    yield known_loss and loss not in _CLIPPED, of_loss, clip_keys
+    yield known_loss and loss not in _DUAL_CLIPPED, of_loss, (f"{_ACTOR}.clip_ratio_c",)
+
+    for switch, (with_it, without_it) in _BATCHES.items():
+        yield bool(values[switch]), f"{switch} is true", (without_it,)
+        yield not values[switch], f"{switch} is false", (with_it,)
+    correction = "algorithm.rollout_correction"
+    by_weights = (f"{correction}.rollout_is_threshold", f"{correction}.rollout_is_batch_normalize")
+    yield values[f"{correction}.rollout_is"] is None, f"{correction}.rollout_is is null", by_weights
+    no_criteria = f"{correction}.rollout_rs is null"
+    yield values[f"{correction}.rollout_rs"] is None, no_criteria, (f"{correction}.rollout_rs_threshold",)
+    yield not values[f"{correction}.bypass_mode"], f"{correction}.bypass_mode is false", (f"{correction}.loss_type",)
+    for section in (f"{_ACTOR}.optim", "critic.optim"):
+        schedule = values[f"{section}.lr_scheduler_type"]
+        yield schedule == "constant", f"{section}.lr_scheduler_type is constant", (f"{section}.min_lr_ratio",)
+        yield schedule != "cosine", f"{section}.lr_scheduler_type is {schedule}", (f"{section}.num_cycles",)
+        ratio = (f"{section}.lr_warmup_steps_ratio",)
+        yield values[f"{section}.lr_warmup_steps"] >= 0, f"{section}.lr_warmup_steps is set", ratio
+    normalized = values[f"{_ACTOR}.loss_agg_mode"] == "seq-mean-token-sum-norm"
+    other_mode = f"{_ACTOR}.loss_agg_mode is not seq-mean-token-sum-norm"
+    yield known_loss and not normalized, other_mode, (f"{_ACTOR}.loss_scale_factor",)
+
+
+def _is_set(values: Values, key: str, default: Any) -> bool:
+    """Whether a value differs from its default (for one that follows another key: from that) and is not null or 0."""
+    value = values[key]
+    if value is None or (value == 0 and not isinstance(value, bool)):
+        return False
+    if isinstance(default, str) and default.startswith("${"):
+        default = values.get(default.removeprefix("${").removesuffix("}"), value)
+    return bool(value != default)
