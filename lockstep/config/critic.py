@@ -1,7 +1,7 @@
 """`critic.*`: the value model."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from omegaconf import II
 
@@ -56,5 +56,3 @@ class CriticConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     rollout_n: int = II("actor_rollout_ref.rollout.n")
     """Samples per prompt; follows `rollout.n`."""
-    global_batch_info: dict[str, Any] = field(default_factory=dict, metadata={"internal": True})
-    """Set by the worker, not by users: see `ActorConfig.global_batch_info`."""

@@ -50,7 +50,9 @@ def fields_read(sources: Iterable[str]) -> set[tuple[str, str]]:
     for tree in trees:
         _declare(program, tree)
     known = -1
-    while known < len(program.reads):  # attributes assigned in one class may be read in another: repeat until nothing is new
+    while known < len(
+        program.reads
+    ):  # attributes assigned in one class may be read in another: repeat until nothing is new
         known = len(program.reads)
         for tree in trees:
             _Reader(program, {}, None).visit(tree)
@@ -159,10 +161,9 @@ class _Reader(ast.NodeVisitor):
                 self._assign(one, its_value)
         elif isinstance(target, ast.Name):
             self.names[target.id] = self.names.get(target.id, NONE) | self.types(value)
-        elif isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and self.cls is not None:
-            if target.value.id == "self":
-                own = self.program.attributes[self.cls]
-                own[target.attr] = own.get(target.attr, NONE) | self.types(value)
+        elif isinstance(target, ast.Attribute) and self.cls is not None and ast.unparse(target.value) == "self":
+            own = self.program.attributes[self.cls]
+            own[target.attr] = own.get(target.attr, NONE) | self.types(value)
 
     def types(self, node: ast.expr) -> Types:
         """The classes whose instance `node` may be."""
