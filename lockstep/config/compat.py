@@ -120,6 +120,13 @@ UNSUPPORTED_KEYS: dict[str, Unsupported] = {
     f"{_ARR}.rollout.multi_turn": Unsupported(
         "responses are single-turn; set multi_turn.enable=false", switches=("enable",)
     ),
+    f"{_ARR}.rollout.agent.default_agent_loop": Unsupported(
+        "responses are single-turn; set single_turn_agent", (None, "single_turn_agent")
+    ),
+    f"{_ARR}.rollout.agent.agent_loop_config_path": Unsupported("responses are single-turn; set null"),
+    f"{_ARR}.rollout.agent.custom_async_server": Unsupported(
+        "responses are generated in the worker process; set path to null", switches=("path",)
+    ),
     f"{_ARR}.model.lora_adapter_path": _LORA,
     f"{_ARR}.model.hf_config_path": Unsupported("the model's config.json is read from model.path; set null"),
     f"{_ARR}.model.mtp": _MTP,
@@ -273,7 +280,7 @@ NO_EFFECT: dict[str, str] = {
     f"{_ARR}.rollout.cudagraph_capture_sizes": "CUDA graphs are captured when a batch size is first used",
     f"{_ARR}.rollout.logprobs_mode": "log-probs are always those of the policy at the sampling temperature",
     f"{_ARR}.rollout.skip_dump_dir": "it is used only with skip_rollout",
-    f"{_ARR}.rollout.agent": _IN_WORKER,
+    f"{_ARR}.rollout.agent.num_workers": _IN_WORKER,
     "reward_model.use_reward_loop": "there is one reward implementation",
     "reward_model.num_workers": "set reward_model.reward_kwargs.num_workers instead",
     "reward_model.model.use_fused_kernels": _FUSED,

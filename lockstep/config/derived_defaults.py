@@ -8,6 +8,9 @@ from lockstep.config.estimators import needs_groups
 
 _CLIP_LOW, _CLIP_HIGH = "actor_rollout_ref.actor.clip_ratio_low", "actor_rollout_ref.actor.clip_ratio_high"
 
+_CLIP_AROUND_1 = ("vanilla", "bypass_mode", "gspo", "geo_mean", "clip_cov")
+"""Losses for which distances from 1 as large as 0.5 and 1 make no sense; cispo and dppo_tv, dppo_kl use such values."""
+
 GROUP_SIZE = 5
 """Samples per prompt for estimators that compare them, unless the user sets `rollout.n`."""
 
@@ -30,8 +33,8 @@ def derived_defaults(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
             f"actor_rollout_ref.rollout.n is not set; using {GROUP_SIZE}, because {estimator} compares the samples of a prompt"
         )
     low, high = values.get(_CLIP_LOW), values.get(_CLIP_HIGH)
-    is_vanilla = values.get("actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla") == "vanilla"
-    if is_vanilla and isinstance(low, float) and isinstance(high, float) and 0.5 <= low < 1 < high < 2:
+    is_around_1 = values.get("actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla") in _CLIP_AROUND_1
+    if is_around_1 and isinstance(low, float) and isinstance(high, float) and 0.5 <= low < 1 < high < 2:
         derived[_CLIP_LOW], derived[_CLIP_HIGH] = round(1 - low, 12), round(high - 1, 12)
         notices.append(
             f"{_CLIP_LOW}={low:g} and {_CLIP_HIGH}={high:g} are read as the bounds of the ratio, so the distances from 1 are "

@@ -61,5 +61,6 @@ class CustomRewardFunctionConfig:
     name: str = "compute_score"
     """Function name."""
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Extra keyword arguments of every call; with `path: null` those of the built-in scorers, such as `method: flexible`, and
-    `scorer`, which selects one (`math_reward`, `module:function`) for all rows or per `data_source`."""
+    """Extra keyword arguments of every call; with `path: null` those of the built-in scorers, such as `method: flexible` or
+    `format_score` (gsm8k: 0.1 in training and 0 in validation unless set), and `scorer`, which selects one (`math_reward`,
+    `module:function`) for all rows or per `data_source`."""

@@ -68,6 +68,10 @@ REF = "actor_rollout_ref.ref"
         (["algorithm.adv_estimator=rloo", f"{ROLLOUT}.n=1"], f"{ROLLOUT}.n=1: rloo compares the samples of one prompt"),
         ([f"{ACTOR}.use_kl_loss=true", f"{REF}=null"], f"{ACTOR}.use_kl_loss=true: KL needs a reference policy"),
         (["algorithm.use_kl_in_reward=true", "ref=null"], f"reference policy, but {REF}.enable is false"),
+        (
+            [f"{ACTOR}.policy_loss.rollout_correction.rollout_is=token"],
+            "rollout_correction.rollout_is=token: must equal algorithm.rollout_correction.rollout_is=None; set only that key",
+        ),
         ([f"{ACTOR}.rollout_n=4"], f"{ACTOR}.rollout_n=4: must equal {ROLLOUT}.n=1"),
         ([f"{ACTOR}.loss_agg_mode=mean"], f"{ACTOR}.loss_agg_mode=mean: must be one of token-mean, token-sum"),
         ([f"{ACTOR}.kl_loss_type=k4"], f"{ACTOR}.kl_loss_type=k4: must be one of kl, abs, mse, low_var_kl"),
@@ -189,6 +193,13 @@ def test_likely_mistakes_are_warnings(
     with caplog.at_level(logging.WARNING):
         load_config(PPOConfig, [*minimal, *overrides])
     assert message in caplog.text
+
+
+@pytest.mark.parametrize(("loss", "low", "high"), [("vanilla", 0.2, 0.2), ("gspo", 0.2, 0.2), ("cispo", 0.8, 1.2)])
+def test_clip_ratios_around_1_are_bounds(minimal: list[str], loss: str, low: float, high: float) -> None:
+    bounds = [f"{ACTOR}.clip_ratio_low=0.8", f"{ACTOR}.clip_ratio_high=1.2"]
+    actor = load_config(PPOConfig, [*minimal, *bounds, f"{ACTOR}.policy_loss.loss_mode={loss}"]).actor_rollout_ref.actor
+    assert (actor.clip_ratio_low, actor.clip_ratio_high) == pytest.approx((low, high))
 
 
 def test_all_problems_are_reported_together(minimal: list[str]) -> None:

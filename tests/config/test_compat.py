@@ -118,7 +118,15 @@ def test_command_line_can_revert_an_unsupported_setting(tmp_path: Path) -> None:
 def test_settings_without_effect_log_a_notice(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         load(["rollout.agent.num_workers=4", "actor_rollout_ref.actor.entropy_checkpointing=true"])
-    assert "rollout.agent has no effect: responses are generated in the worker process" in caplog.messages
+    assert "rollout.agent.num_workers has no effect: responses are generated in the worker process" in caplog.messages
+
+
+def test_agents_are_refused() -> None:
+    load(["rollout.agent.default_agent_loop=single_turn_agent", "rollout.agent.custom_async_server.path=null"])
+    with pytest.raises(ConfigError, match=r"default_agent_loop=tool_agent: not supported: responses are single-turn"):
+        load(["rollout.agent.default_agent_loop=tool_agent"])
+    with pytest.raises(ConfigError, match=r"agent_loop_config_path=a\.yaml: not supported"):
+        load(["rollout.agent.agent_loop_config_path=a.yaml"])
 
 
 def test_alias_that_interpolates_the_canonical_key_is_ignored() -> None:

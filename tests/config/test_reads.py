@@ -146,7 +146,10 @@ ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollou
             ["algorithm=grpo", f"{ROLLOUT}.n=4", "critic.ppo_mini_batch_size=128"],
             "critic.ppo_mini_batch_size=128 has no",
         ),
-        ([f"{ROLLOUT}.agent.num_workers=8"], f"{ROLLOUT}.agent has no effect: responses are generated in the worker"),
+        (
+            [f"{ROLLOUT}.agent.num_workers=8"],
+            f"{ROLLOUT}.agent.num_workers has no effect: responses are generated in the worker",
+        ),
     ],
 )
 def test_notices(minimal: list[str], overrides: list[str], notice: str, caplog: pytest.LogCaptureFixture) -> None:

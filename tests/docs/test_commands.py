@@ -176,11 +176,31 @@ def test_templates_are_valid_shell() -> None:
         assert page == "cluster.md"
 
 
-def test_data_script_writes_rows(places: dict[str, str], tmp_path: Path) -> None:
-    (command,) = [line for _, b in blocks("bash") for line in b.splitlines() if "data_preprocess" in line]
+RAW_ROWS = {
+    "dapo.jsonl": {"prompt": [{"role": "user", "content": "1+1?"}], "reward_model": {"ground_truth": "2"}},
+    "aime_2025.jsonl": {"id": 0, "problem": "1+1?", "answer": "2"},
+    "full_hh_rlhf.jsonl": {
+        "prompt": "\n\nHuman: 1+1?\n\nAssistant:",
+        "response": " 2",
+        "chosen": " 2",
+        "rejected": " 3",
+    },
+    "apps.jsonl": {"problem_id": 0, "question": "1+1?", "input_output": '{"inputs": [""], "outputs": ["2"]}'},
+}
+"""Files in $RAW beside train.jsonl, with the columns of the published datasets."""
+PREPROCESSING = [
+    line for p, b in blocks("bash") if p == "data.md" for line in b.splitlines() if "data_preprocess" in line
+]
+
+
+@pytest.mark.parametrize("command", PREPROCESSING, ids=[Path(line.split()[1]).stem for line in PREPROCESSING])
+def test_data_scripts_write_rows(command: str, places: dict[str, str], tmp_path: Path) -> None:
+    raw = Path(places["$RAW"])
+    for name, row in RAW_ROWS.items():
+        (raw / name).write_text(2 * (json.dumps(row) + "\n"))
     words = filled(command, places | {"$OUT": str(tmp_path)})
     subprocess.run([sys.executable, *words[1:]], check=True, cwd=ROOT)
-    assert (tmp_path / "train.parquet").is_file()
+    assert Path(words[-1]).exists()
 
 
 def test_pages_link_to_existing_files() -> None:
