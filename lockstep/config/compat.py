@@ -281,6 +281,7 @@ NO_EFFECT: dict[str, str] = {
     f"{_ARR}.rollout.logprobs_mode": "log-probs are always those of the policy at the sampling temperature",
     f"{_ARR}.rollout.skip_dump_dir": "it is used only with skip_rollout",
     f"{_ARR}.rollout.agent.num_workers": _IN_WORKER,
+    f"{_ARR}.rollout.agent.max_concurrent_requests": _IN_WORKER,
     "reward_model.use_reward_loop": "there is one reward implementation",
     "reward_model.num_workers": "set reward_model.reward_kwargs.num_workers instead",
     "reward_model.model.use_fused_kernels": _FUSED,
