@@ -62,7 +62,7 @@ def warm_up(arguments: argparse.Namespace) -> None:
         if step % 20 == 0 or step == num_steps:
             elapsed = time.perf_counter() - began
             logger.info("step %d of %d, loss %.3f, %.1f s", step, num_steps, metrics["loss"], elapsed)
-    save_policy(model, engine.full_state_dict(), tokenizer, arguments.output)
+    save_policy(model, engine.saved_weights(), tokenizer, arguments.output)
     logger.info("wrote %s", arguments.output)
 
 

@@ -66,7 +66,7 @@ def warm_up(
         engine.optimizer_step()
         engine.schedule_step()
         on_step(step, metrics["loss"])
-    save_policy(model, engine.full_state_dict(), tokenizer, folder)
+    save_policy(model, engine.saved_weights(), tokenizer, folder)
 
 
 class WarmUpExamples:

@@ -1,31 +1,47 @@
-"""Write a folder that `from_pretrained` opens: a policy as a causal LM, a critic as a one-label sequence classifier."""
+"""Write a folder that `from_pretrained` opens: a policy as a causal LM, a critic as a one-label sequence classifier.
+
+    whole tensors, one at a time ─► a file of about `FILE_BYTES` ─► written, freed ─► … ─► named, with an index if there are several
+
+All ranks gather the tensors together; rank 0 writes them, and holds no more than one file.
+"""
 
 import copy
+import json
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
+from lockstep.utils.distributed import current_rank
 
-def save_policy(
-    model: PreTrainedModel, state: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, folder: Path
-) -> None:
-    """state: whole weights of a `PolicyModel` (names begin with `model.`)."""
-    weights = {name.removeprefix("model."): tensor for name, tensor in state.items()}
-    model.save_pretrained(folder, state_dict=weights)
-    tokenizer.save_pretrained(folder)
+FILE_BYTES = 2 * 10**9
+"""A file is complete when it has as many bytes and the next tensor is of another layer."""
+
+WEIGHTS = "model.safetensors"
+
+Weights = Iterable[tuple[str, Tensor]]
+"""Whole tensors by their names in a Hugging Face folder, each valid until the next is asked for."""
+
+
+def save_policy(model: PreTrainedModel, weights: Weights, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Collective: every rank iterates over `weights`."""
+    _save_weights(weights, folder, lambda part, target: model.save_pretrained(target, state_dict=part))
+    if current_rank() == 0:
+        tokenizer.save_pretrained(folder)
 
 
 def save_scalar_model(
-    body: PreTrainedModel, state: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, folder: Path
+    body: PreTrainedModel, weights: Weights, tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> None:
-    """state: whole weights of a `ScalarModel` (names begin with `body.` or `score.`)."""
-    folder.mkdir(parents=True, exist_ok=True)
-    prefix = f"{body.base_model_prefix}."
-    weights = {_classifier_name(name, prefix): tensor.contiguous() for name, tensor in state.items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    """Collective, like `save_policy`. weights: of the body with its prefix, and `score.weight`."""
+    _save_weights(weights, folder, lambda part, target: save_file(part, target / WEIGHTS, metadata={"format": "pt"}))
+    if current_rank() > 0:
+        return
     config = copy.deepcopy(body.config)
     config.num_labels = 1
     config.pad_token_id = tokenizer.pad_token_id
@@ -36,5 +52,51 @@ def save_scalar_model(
     tokenizer.save_pretrained(folder)
 
 
-def _classifier_name(name: str, prefix: str) -> str:
-    return prefix + name.removeprefix("body.") if name.startswith("body.") else name
+def _save_weights(weights: Weights, folder: Path, write: Callable[[dict[str, Tensor], Path], object]) -> None:
+    """write: puts the tensors into `model.safetensors` of a folder; other files that it writes there are kept too."""
+    writes = current_rank() == 0
+    part: dict[str, Tensor] = {}
+    files: list[Path] = []
+
+    def flush() -> None:
+        target = folder / "part"
+        target.mkdir(parents=True)
+        write(part, target)
+        part.clear()
+        files.append((target / WEIGHTS).replace(folder / f"part-{len(files)}.safetensors"))
+        for other in target.iterdir():
+            other.replace(folder / other.name)
+        target.rmdir()
+
+    for name, tensor in weights:
+        if not writes:
+            continue
+        if sum(t.nbytes for t in part.values()) >= FILE_BYTES and _layer(name) not in map(_layer, part):
+            flush()
+        part[name] = tensor.detach().cpu().contiguous()
+    if writes:
+        flush()
+        _name_files(files, folder)
+
+
+def _layer(name: str) -> str:
+    """Path of the layer that a tensor belongs to: transformers may convert the tensors of a layer together."""
+    return re.split(r"(?<=\.\d)\.|(?<=\.\d\d)\.|(?<=\.\d\d\d)\.", name, maxsplit=1)[0]
+
+
+def _name_files(files: list[Path], folder: Path) -> None:
+    """Give the files their final names, remove those of an earlier save, and write the index."""
+    for stale in [folder / WEIGHTS, folder / f"{WEIGHTS}.index.json", *folder.glob("model-*-of-*.safetensors")]:
+        stale.unlink(missing_ok=True)
+    if len(files) == 1:
+        files[0].replace(folder / WEIGHTS)
+        return
+    places: dict[str, str] = {}
+    for number, file in enumerate(files, start=1):
+        name = f"model-{number:05}-of-{len(files):05}.safetensors"
+        with safe_open(file, framework="pt") as tensors:
+            places |= dict.fromkeys(tensors.keys(), name)
+        file.replace(folder / name)
+    size = sum(file.stat().st_size for file in folder.glob("model-*-of-*.safetensors"))
+    index = {"metadata": {"total_size": size}, "weight_map": places}
+    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps(index, indent=2) + "\n")

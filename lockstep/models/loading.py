@@ -1,21 +1,28 @@
 """Load a Hugging Face model: as a language model, with a value head, or with a reward head.
 
 folder ──► causal LM  |  (body, value head)  |  (body, reward head)      with our decoder layers if the architecture is known
+
+`open_…` gives the model without memory for its parameters, and where their values come from: the engine that shards the model
+fills this rank's shards. All ranks call it together. `load_…` gives the whole model to this process.
 """
 
 import importlib
 import logging
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -26,6 +33,8 @@ from lockstep.models.known_models import attention_implementation, install_decod
 from lockstep.models.log_probs import VocabularyHead
 from lockstep.models.packed_weights import pack_weights
 from lockstep.models.rope import fix_rope
+from lockstep.models.weight_source import FolderWeights, SentWeights, WeightSource, find_weights
+from lockstep.utils.distributed import current_rank, current_world_size
 from lockstep.utils.model_path import local_model_folder
 
 logger = logging.getLogger(__name__)
@@ -83,23 +92,30 @@ def turn_noise_off(hf_config: PretrainedConfig) -> None:
             setattr(hf_config, name, 0.0)
 
 
-def load_causal_lm(
-    config: HFModelConfig, key: str, dtype: torch.dtype, device: torch.device, max_length: int | None = None
-) -> PreTrainedModel:
-    """The language model with its weights in `dtype`. max_length: of the run's sequences, for `fix_rope`."""
+def open_causal_lm(
+    config: HFModelConfig,
+    key: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_length: int | None = None,
+    *,
+    alone: bool = False,
+) -> tuple[PreTrainedModel, WeightSource]:
+    """The language model in `dtype`. max_length: of the run's sequences, for `fix_rope`; alone: no other rank takes part."""
     hf_config = load_hf_config(config, key)
-    model = _from_pretrained(AutoModelForCausalLM, config, hf_config, key, dtype, device, max_length)
+    model, weights = _open(AutoModelForCausalLM, config, hf_config, key, dtype, device, alone, max_length)
     if model.get_output_embeddings() is None:
         raise ValueError(f"{key}.path={config.path!r}: {type(model).__name__} has no language-model head")
-    return model
+    return model, weights
 
 
-def load_value_model(
-    config: HFModelConfig, key: str, dtype: torch.dtype, device: torch.device, seed: int
-) -> tuple[PreTrainedModel, nn.Linear]:
+def open_value_model(
+    config: HFModelConfig, key: str, dtype: torch.dtype, device: torch.device, seed: int, *, alone: bool = False
+) -> tuple[PreTrainedModel, nn.Linear, WeightSource]:
     """A critic's body and head: the folder's `score` head, or a random one near zero from `seed`."""
     hf_config = load_hf_config(config, key)
-    body = _from_pretrained(AutoModelForCausalLM, config, hf_config, key, dtype, device).get_decoder()
+    model, weights = _open(AutoModelForCausalLM, config, hf_config, key, dtype, device, alone, body_only=True)
+    body = model.get_decoder()
     score = nn.Linear(hf_config.get_text_config().hidden_size, 1, bias=False, dtype=dtype, device=device)
     saved = _saved_score_head(model_folder(config, key))
     if saved is None:
@@ -107,19 +123,44 @@ def load_value_model(
         saved = fresh / score.weight.shape[1]
     with torch.no_grad():
         score.weight.copy_(saved)
-    return body, score
+    return body, score, weights.within(_path_of(body, model))
 
 
-def load_reward_model(
-    config: HFModelConfig, key: str, dtype: torch.dtype, device: torch.device
-) -> tuple[PreTrainedModel, nn.Linear]:
+def open_reward_model(
+    config: HFModelConfig, key: str, dtype: torch.dtype, device: torch.device, *, alone: bool = False
+) -> tuple[PreTrainedModel, nn.Linear, WeightSource]:
     """A sequence classifier with one label. A folder without such a head is refused: a random head scores nonsense."""
     hf_config = load_hf_config(config, key)
     if _saved_score_head(model_folder(config, key)) is None:
         raise ValueError(f"{key}.path={config.path!r} has no one-label `score` head, so it is not a reward model")
     hf_config.num_labels = 1
-    model = _from_pretrained(AutoModelForSequenceClassification, config, hf_config, key, dtype, device)
-    return cast(PreTrainedModel, model.base_model), cast(nn.Linear, model.score)
+    model, weights = _open(AutoModelForSequenceClassification, config, hf_config, key, dtype, device, alone)
+    body, score = cast(PreTrainedModel, model.base_model), cast(nn.Linear, model.score)
+    weights.within("score").fill(score, device)
+    return body, score, weights.within(_path_of(body, model))
+
+
+def load_causal_lm(
+    config: HFModelConfig, key: str, dtype: torch.dtype, device: torch.device, max_length: int | None = None
+) -> PreTrainedModel:
+    """`open_causal_lm`, filled with the whole weights."""
+    return _filled(*open_causal_lm(config, key, dtype, device, max_length, alone=True), device)
+
+
+def load_value_model(
+    config: HFModelConfig, key: str, dtype: torch.dtype, device: torch.device, seed: int
+) -> tuple[PreTrainedModel, nn.Linear]:
+    """`open_value_model`, filled with the whole weights."""
+    body, score, weights = open_value_model(config, key, dtype, device, seed, alone=True)
+    return _filled(body, weights, device), score
+
+
+def load_reward_model(
+    config: HFModelConfig, key: str, dtype: torch.dtype, device: torch.device
+) -> tuple[PreTrainedModel, nn.Linear]:
+    """`open_reward_model`, filled with the whole weights."""
+    body, score, weights = open_reward_model(config, key, dtype, device, alone=True)
+    return _filled(body, weights, device), score
 
 
 def logits_fn(model: PreTrainedModel) -> VocabularyHead:
@@ -133,19 +174,81 @@ def logits_fn(model: PreTrainedModel) -> VocabularyHead:
     )
 
 
-def _from_pretrained(
+def _open(
     cls: Any,
     config: HFModelConfig,
     hf_config: PretrainedConfig,
     key: str,
     dtype: torch.dtype,
     device: torch.device,
+    alone: bool,
     max_length: int | None = None,
-) -> PreTrainedModel:
+    body_only: bool = False,
+) -> tuple[PreTrainedModel, WeightSource]:
+    """body_only: the folder may lack the head."""
     folder = model_folder(config, key)
-    try:
+    model = meta_model(cls, hf_config, dtype, trust_remote_code=config.trust_remote_code)
+    kept = _path_of(model.get_decoder(), model) if body_only else ""
+    with _named(config, key):
+        places, reason = find_weights(model, kept, folder, dtype)
+    weights: WeightSource
+    if places is not None:
+        weights = FolderWeights(places)
+        weights.fill_buffers(model, device)
+        if model.can_generate() and (folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+    else:
+        ranks = 1 if alone else current_world_size()
+        if current_rank() == 0:
+            logger.info("%s is read whole into host memory%s: %s", folder, " by rank 0" if ranks > 1 else "", reason)
+        if ranks == 1:
+            model, weights = (
+                nn.Module.to(_from_pretrained(cls, config, hf_config, key, dtype), device),
+                FolderWeights({}),
+            )
+        else:
+            weights = _sent_weights(model, cls, config, hf_config, key, dtype)
+            weights.fill_buffers(model, device)
+    install_decoder_layers(model)
+    fix_rope(model, max_length)
+    return model.eval(), weights
+
+
+def meta_model(cls: Any, hf_config: PretrainedConfig, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
+    """A model of the Auto class without memory."""
+    with torch.device("meta"):
+        model: PreTrainedModel = cls.from_config(
+            hf_config, dtype=dtype, attn_implementation=attention_implementation(hf_config), **options
+        )
+    return nn.Module.to(model, "meta")  # some tensors are created on the CPU in any case
+
+
+def _sent_weights(
+    model: PreTrainedModel, cls: Any, config: HFModelConfig, hf_config: PretrainedConfig, key: str, dtype: torch.dtype
+) -> SentWeights:
+    """Rank 0 loads the whole model; if it fails, so do all ranks."""
+    whole, error = None, ""
+    if current_rank() == 0:
+        try:
+            whole = _from_pretrained(cls, config, hf_config, key, dtype)
+            model.__dict__["_weight_conversions"] = whole._weight_conversions  # `save_pretrained` reverts these
+            if model.can_generate():
+                model.generation_config = whole.generation_config
+        except ValueError as failure:
+            error = str(failure)
+    told = [error]
+    dist.broadcast_object_list(told, src=0)
+    if told[0]:
+        raise ValueError(told[0])
+    return SentWeights(whole)
+
+
+def _from_pretrained(
+    cls: Any, config: HFModelConfig, hf_config: PretrainedConfig, key: str, dtype: torch.dtype
+) -> PreTrainedModel:
+    with _named(config, key):
         model: PreTrainedModel = cls.from_pretrained(
-            folder,
+            model_folder(config, key),
             config=hf_config,
             dtype=dtype,
             attn_implementation=attention_implementation(hf_config),
@@ -153,6 +256,14 @@ def _from_pretrained(
             local_files_only=True,
             weights_only=True,  # for a folder without safetensors
         )
+    return model
+
+
+@contextmanager
+def _named(config: HFModelConfig, key: str) -> Iterator[None]:
+    """Name the config key in errors of reading the folder."""
+    try:
+        yield
     except pickle.UnpicklingError as error:
         raise ValueError(
             f"{key}.path={config.path!r} cannot be loaded: its weights are a pickle that holds more than tensors; convert them "
@@ -160,11 +271,16 @@ def _from_pretrained(
         ) from error
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{key}.path={config.path!r} cannot be loaded: {error}") from error
-    nn.Module.to(model, device)
-    install_decoder_layers(model)
-    fix_rope(model, max_length)
+
+
+def _filled(model: PreTrainedModel, weights: WeightSource, device: torch.device) -> PreTrainedModel:
+    weights.fill(model, device)
     pack_weights(model)
-    return model.eval()
+    return model
+
+
+def _path_of(part: nn.Module, model: nn.Module) -> str:
+    return next(path for path, module in model.named_modules() if module is part)
 
 
 def _saved_score_head(folder: Path) -> Tensor | None:

@@ -9,13 +9,14 @@ role actor_rollout_ref   all three
 from contextlib import nullcontext
 
 import torch
+from transformers import PreTrainedModel
 
 from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig
 from lockstep.config.model import FSDPEngineConfig, sequence_parallel_size
 from lockstep.engines.rollout.base import create_rollout_engine, longest_sequence
 from lockstep.engines.train.fsdp import FsdpEngine
 from lockstep.models.export import save_policy
-from lockstep.models.loading import load_causal_lm, model_folder, resolve_dtype
+from lockstep.models.loading import load_causal_lm, model_folder, open_causal_lm, resolve_dtype
 from lockstep.models.shared_weights import rollout_module
 from lockstep.models.token_models import PolicyModel
 from lockstep.models.tokenizer import eos_token_ids, hf_tokenizer
@@ -64,11 +65,9 @@ class ActorRolloutRefWorker(WeightHandOver):
             custom_chat_template=config.model.custom_chat_template,
             key=f"{_KEY}.tokenizer_path",
         )
-        if self.is_actor or self.is_rollout:
-            self.policy = self._load(config.actor.fsdp_config, trained=self.is_actor)
         if self.is_actor:
             sp = sequence_parallel_size(config.actor)
-            self.actor = self._engine(self.policy, config.actor.fsdp_config, sp, trained=True)
+            self.actor = self._engine(config.actor.fsdp_config, sp, trained=True)
             self.gap_bound = GapBound(resolve_dtype(config.actor.fsdp_config.dtype, self.device))
             self._split_check = SplitCheck()
             self._register_dispatch_collect_info("actor", self.actor.dp_rank, self.actor.sp_rank == 0)
@@ -78,25 +77,27 @@ class ActorRolloutRefWorker(WeightHandOver):
                 eos_token_ids=eos_token_ids(self.tokenizer, folder),
                 pad_token_id=self.tokenizer.pad_token_id,
             )
-            self.generator = rollout_module(self.policy.model) if self.is_actor else self.policy.model
+            self.generator = rollout_module(self.actor.model.transformer) if self.is_actor else self._whole_model()
             self.rollout.bind(self.generator)
         if self.is_ref:
-            policy, sp = self._load(config.ref.fsdp_config, trained=False), sequence_parallel_size(config.ref)
-            self.ref = self._engine(policy, config.ref.fsdp_config, sp, trained=False)
+            self.ref = self._engine(config.ref.fsdp_config, sequence_parallel_size(config.ref), trained=False)
             self._register_dispatch_collect_info("ref", self.ref.dp_rank, self.ref.sp_rank == 0)
 
-    def _load(self, fsdp: FSDPEngineConfig, *, trained: bool) -> PolicyModel:
-        """In the master dtype if it is trained, else in the compute dtype."""
-        dtype = resolve_dtype(fsdp.model_dtype if trained else fsdp.dtype, self.device)
-        longest = longest_sequence(self.config.rollout)
-        return PolicyModel(load_causal_lm(self.config.model, _KEY, dtype, self.device, longest))
+    def _whole_model(self) -> PreTrainedModel:
+        """For a rollout without a trainer in its process."""
+        dtype = resolve_dtype(self.config.actor.fsdp_config.dtype, self.device)
+        return load_causal_lm(self.config.model, _KEY, dtype, self.device, longest_sequence(self.config.rollout))
 
-    def _engine(self, policy: PolicyModel, fsdp: FSDPEngineConfig, sp: int, *, trained: bool) -> FsdpEngine:
-        model, actor = self.config.model, self.config.actor
+    def _engine(self, fsdp: FSDPEngineConfig, sp: int, *, trained: bool) -> FsdpEngine:
+        """A model in the master dtype if it is trained, else in the compute dtype."""
+        model, actor, longest = self.config.model, self.config.actor, longest_sequence(self.config.rollout)
+        dtype = resolve_dtype(fsdp.model_dtype if trained else fsdp.dtype, self.device)
+        policy, weights = open_causal_lm(model, _KEY, dtype, self.device, longest)
         return FsdpEngine(
-            policy,
+            PolicyModel(policy),
             fsdp,
             actor.optim if trained else None,
+            weights=weights,
             device=self.device,
             compute_dtype=resolve_dtype(fsdp.dtype, self.device),
             packed=model.use_remove_padding,
@@ -200,9 +201,9 @@ class ActorRolloutRefWorker(WeightHandOver):
         self.actor.onload(optimizer=True)
         self.actor.save(folder, self.config.actor.checkpoint.save_contents)
         if "hf_model" in self.config.actor.checkpoint.save_contents:
-            weights = self.actor.full_state_dict()
-            if self.rank == 0:
-                save_policy(self.policy.model, weights, self.tokenizer, folder / "huggingface")
+            save_policy(
+                self.actor.model.transformer, self.actor.saved_weights(), self.tokenizer, folder / "huggingface"
+            )
         self.actor.offload()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

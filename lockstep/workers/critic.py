@@ -6,7 +6,7 @@ from lockstep.config.critic import CriticConfig
 from lockstep.config.model import sequence_parallel_size
 from lockstep.engines.train.fsdp import FsdpEngine
 from lockstep.models.export import save_scalar_model
-from lockstep.models.loading import load_value_model, model_folder, resolve_dtype
+from lockstep.models.loading import model_folder, open_value_model, resolve_dtype
 from lockstep.models.token_models import ScalarModel
 from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.protocol import DataProto
@@ -42,11 +42,13 @@ class CriticWorker(Worker):
             trust_remote_code=model.trust_remote_code,
             key=f"{_KEY}.tokenizer_path",
         )
-        self.model = ScalarModel(*load_value_model(model, _KEY, dtype, self.device, fsdp.seed))
+        body, score, weights = open_value_model(model, _KEY, dtype, self.device, fsdp.seed)
+        self.model = ScalarModel(body, score)
         self.engine = FsdpEngine(
             self.model,
             fsdp,
             self.config.optim,
+            weights=weights,
             device=self.device,
             compute_dtype=resolve_dtype(fsdp.dtype, self.device),
             packed=model.use_remove_padding,
@@ -94,9 +96,7 @@ class CriticWorker(Worker):
         self.engine.onload(optimizer=True)
         self.engine.save(folder, self.config.checkpoint.save_contents)
         if "hf_model" in self.config.checkpoint.save_contents:
-            weights = self.engine.full_state_dict()
-            if self.rank == 0:
-                save_scalar_model(self.model.body, weights, self.tokenizer, folder / "huggingface")
+            save_scalar_model(self.model.body, self.engine.saved_weights(), self.tokenizer, folder / "huggingface")
         self.engine.offload()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

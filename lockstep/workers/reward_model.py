@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 from lockstep.config.model import sequence_parallel_size
 from lockstep.config.reward import RewardModelConfig
 from lockstep.engines.train.fsdp import FsdpEngine
-from lockstep.models.loading import load_reward_model, model_folder, resolve_dtype
+from lockstep.models.loading import model_folder, open_reward_model, resolve_dtype
 from lockstep.models.token_models import ScalarModel
 from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.protocol import DataProto
@@ -45,10 +45,12 @@ class RewardModelWorker(Worker):
             custom_chat_template=model.custom_chat_template,
             key=f"{_KEY}.tokenizer_path",
         )
+        body, score, weights = open_reward_model(model, _KEY, compute_dtype, self.device)
         self.engine = FsdpEngine(
-            ScalarModel(*load_reward_model(model, _KEY, compute_dtype, self.device)),
+            ScalarModel(body, score),
             fsdp,
             None,
+            weights=weights,
             device=self.device,
             compute_dtype=compute_dtype,
             packed=model.use_remove_padding,

@@ -37,8 +37,8 @@ def test_dropout_is_off_so_that_training_computes_the_sampled_policy(
 def test_a_critic_folder_opens_as_a_classifier_and_as_a_reward_model(gpt2: Path, tmp_path: Path, kind: str) -> None:
     folder = gpt2 if kind == "gpt2" else save_tiny_model(tmp_path / "qwen2")
     body, score = load_value_model(HFModelConfig(path=str(folder)), "m", torch.float32, CPU, seed=1)
-    state = {f"body.{n}": t for n, t in body.state_dict().items()} | {"score.weight": score.weight.detach()}
-    save_scalar_model(body, state, tiny_tokenizer(), tmp_path / "critic")
+    weights = [(f"{body.base_model_prefix}.{name}", tensor) for name, tensor in body.named_parameters()]
+    save_scalar_model(body, [*weights, ("score.weight", score.weight)], tiny_tokenizer(), tmp_path / "critic")
     model, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert torch.equal(model.score.weight, score.weight)

@@ -19,8 +19,8 @@ def reward_model(tiny_run_files: Path, tmp_path_factory: pytest.TempPathFactory)
     folder = tmp_path_factory.mktemp("rm")
     cpu = torch.device("cpu")
     body, score = load_value_model(HFModelConfig(path=str(tiny_run_files / "model")), "m", torch.float32, cpu, seed=5)
-    state = {f"body.{name}": tensor for name, tensor in body.state_dict().items()}
-    save_scalar_model(body, state | {"score.weight": 100 * score.weight.detach()}, tiny_tokenizer(), folder)
+    weights = [(f"model.{name}", tensor) for name, tensor in body.named_parameters()]
+    save_scalar_model(body, [*weights, ("score.weight", 100 * score.weight)], tiny_tokenizer(), folder)
     return folder
 
 

@@ -126,8 +126,8 @@ def save_reward_model(files: Path) -> Path:
     """The policy's body with a head whose scores differ."""
     cpu = torch.device("cpu")
     body, score = load_value_model(HFModelConfig(path=str(files / "model")), "model", torch.float32, cpu, seed=5)
-    state = {f"body.{name}": tensor for name, tensor in body.state_dict().items()}
-    save_scalar_model(body, state | {"score.weight": 100 * score.weight.detach()}, tiny_tokenizer(), files / "scorer")
+    weights = [(f"model.{name}", tensor) for name, tensor in body.named_parameters()]
+    save_scalar_model(body, [*weights, ("score.weight", 100 * score.weight)], tiny_tokenizer(), files / "scorer")
     return files / "scorer"
 
 

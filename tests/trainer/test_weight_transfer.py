@@ -165,7 +165,7 @@ def test_update_reaches_the_rollout(workers: tuple[ActorRolloutRefWorker, ActorR
     actor, rollout = workers
     sync = WeightSync(OneWorker(actor), OneWorker(rollout), "naive")  # type: ignore[arg-type]
     with torch.no_grad():
-        for parameter in actor.policy.parameters():
+        for parameter in actor.actor.model.parameters():
             parameter.add_(0.01)
     sync.run(3)
     assert rollout.rollout.policy_version == 3

@@ -26,7 +26,7 @@ from lockstep.engines.train.loss_scale import LossScale
 from lockstep.engines.train.offload import CopyStream, OffloadedMoments, PinnedBuffer, move_parameters
 from lockstep.engines.train.optimizer import PiecewiseAdamW, build_optimizer
 from lockstep.engines.train.schedule import build_schedule
-from lockstep.engines.train.state import load_extra, load_shards, model_state, save_extra, save_shards
+from lockstep.engines.train.state import load_extra, load_shards, save_extra, save_shards
 from lockstep.models.known_models import computes_packed
 from lockstep.models.model_check import check_batch, check_outputs, refuse_errors, transformers_forward
 from lockstep.models.packed_weights import pack_weights
@@ -35,6 +35,7 @@ from lockstep.models.rope import rope_limit
 from lockstep.models.shared_weights import copy_gathered, release_weights, share_weights
 from lockstep.models.token_models import TokenModel
 from lockstep.models.ulysses import SequenceGroup, check_heads
+from lockstep.models.weight_source import WeightSource
 from lockstep.protocol.columns import tensors_of
 from lockstep.utils.device import HostCopy, to_device
 from lockstep.utils.distributed import current_rank, current_world_size, get_mesh
@@ -43,8 +44,10 @@ from lockstep.utils.seqlen import agreed_runs
 
 
 class FsdpEngine(TrainEngine):
-    """model: its parameters are the master weights, equal on all ranks and already on `device`; frozen ones stay as they are.
+    """model: its parameters are the master weights; frozen ones stay as they are.
 
+    weights: fills the parameters of `model.transformer` that are on the meta device, each rank its own shards; without it the
+             parameters are equal on all ranks and already on `device`.
     optim: None for a model that only computes (reference, reward model).
     packed: compute on packed tokens rather than on padded rows.
     sequence_parallel_size: ranks that share one row of packed tokens.
@@ -59,6 +62,7 @@ class FsdpEngine(TrainEngine):
         device: torch.device,
         compute_dtype: torch.dtype,
         packed: bool,
+        weights: WeightSource | None = None,
         clip_grad: float = 1.0,
         gradient_checkpointing: bool = False,
         sequence_parallel_size: int = 1,
@@ -89,7 +93,9 @@ class FsdpEngine(TrainEngine):
         self.compute = model
         if self._sharded:
             sharding.shard(model, config, device, compute_dtype)
-        else:
+        if weights is not None:
+            weights.fill(model.transformer, torch.device("cpu") if self._streams else device)
+        if not self._sharded:
             if _parameter_dtype(model) != compute_dtype:
                 self.compute = copy_in(model, compute_dtype)
             pack_weights(self.compute)
@@ -248,9 +254,13 @@ class FsdpEngine(TrainEngine):
         if "extra" in contents and self.optimizer is not None:
             load_extra(folder, self.schedule, self._loss_scale)
 
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """Whole master weights on the host of rank 0, by the module's own names; collective, empty on other ranks."""
-        return model_state(self.model, whole=True)
+    def saved_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """`weights`, then the buffers that a Hugging Face folder contains."""
+        yield from self.weights()
+        saved = self.model.state_dict()
+        for name, buffer in self.model.named_buffers():
+            if name in saved:
+                yield self.model.hf_name(name), buffer
 
     @property
     def _copied(self) -> bool:

@@ -65,11 +65,10 @@ def load_shards(folder: Path, contents: Collection[str], model: nn.Module, optim
         set_model_state_dict(model, state["model"], options=StateDictOptions(strict=False))
 
 
-def model_state(model: nn.Module, *, whole: bool = False) -> dict[str, Tensor]:
-    """Parameters and buffers by name, tied ones once. whole: all shards, on the host of rank 0; empty on other ranks."""
-    options = StateDictOptions(full_state_dict=whole, cpu_offload=whole)
+def _model_state(model: nn.Module) -> dict[str, Tensor]:
+    """This rank's shards of parameters, and buffers, by name; tied ones once."""
     names = {name for name, _ in chain(model.named_parameters(), model.named_buffers())}
-    state = get_model_state_dict(model, options=options)
+    state = get_model_state_dict(model)
     return {name: cast(Tensor, value) for name, value in state.items() if name in names}
 
 
@@ -100,7 +99,7 @@ def load_extra(folder: Path, schedule: LambdaLR, loss_scale: LossScale) -> None:
 def _state(contents: Collection[str], model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
     state: dict[str, Any] = {}
     if "model" in contents:
-        state["model"] = model_state(model)
+        state["model"] = _model_state(model)
     if "optimizer" in contents and optimizer is not None:
         state["optimizer"] = {"state": get_optimizer_state_dict(model, optimizer)["state"]}
     return state

@@ -17,9 +17,10 @@ from lockstep.engines.train.base import MicroBatching
 from lockstep.engines.train.fsdp import FsdpEngine
 from lockstep.kernels.packed import packed_view
 from lockstep.models.attention import PackedAttention, no_mask
-from lockstep.models.loading import load_causal_lm, load_value_model
+from lockstep.models.loading import load_value_model, open_causal_lm, open_value_model
 from lockstep.models.shared_weights import rollout_module
 from lockstep.models.token_models import PolicyModel, ScalarModel, TokenModel
+from lockstep.models.weight_source import WeightSource
 from lockstep.utils.distributed import join_process_group
 from tests.tiny import random_batch
 
@@ -75,21 +76,24 @@ def summed_loss(outputs: dict[str, Tensor], rows: TensorDict) -> Tensor:
     return ((-rows["advantages"] * ratio - 0.05 * outputs["entropy"]) * rows["response_mask"]).sum()
 
 
-def build_model(folder: Path, case: Case) -> TokenModel:
+def open_model(folder: Path, case: Case) -> tuple[TokenModel, WeightSource]:
     config, device = HFModelConfig(path=str(folder)), torch.device(case.device)
     if case.kind == "policy":
-        return PolicyModel(load_causal_lm(config, "m", torch.float32, device))
-    return ScalarModel(*load_value_model(config, "m", torch.float32, device, seed=3))
+        model, weights = open_causal_lm(config, "m", torch.float32, device)
+        return PolicyModel(model), weights
+    body, score, weights = open_value_model(config, "m", torch.float32, device, seed=3)
+    return ScalarModel(body, score), weights
 
 
 def build_engine(folder: Path, case: Case, *, trained: bool = True) -> FsdpEngine:
-    model = build_model(folder, case)
+    model, weights = open_model(folder, case)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not (case.frozen and case.frozen in name))
     return FsdpEngine(
         model,
         FSDPEngineConfig(**case.fsdp),
         OPTIM if trained else None,
+        weights=weights,
         device=torch.device(case.device),
         compute_dtype=case.compute,
         packed=case.packed,
@@ -229,7 +233,7 @@ def draw_after_load(folder: Path, case: Case, checkpoint: Path) -> float:
 
 
 def exported(folder: Path, case: Case) -> dict[str, np.ndarray]:
-    return {name: tensor.numpy() for name, tensor in build_engine(folder, case).full_state_dict().items()}
+    return {name: tensor.numpy() for name, tensor in build_engine(folder, case).saved_weights()}
 
 
 def refusal(folder: Path, case: Case) -> str:

@@ -73,7 +73,7 @@ def step(engine: FsdpEngine, config: ActorConfig, micro: MicroBatching) -> tuple
     info = count_batch(batch["response_mask"], loss_scale_factor=config.loss_scale_factor)
     metrics = engine.forward_backward(batch, actor_loss_fn(config, info), micro, with_entropy=True)
     metrics["grad_norm"] = engine.optimizer_step()
-    return metrics, engine.full_state_dict()
+    return metrics, dict(engine.saved_weights())
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])

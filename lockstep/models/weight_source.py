@@ -1,0 +1,281 @@
+"""The weights of a model that is built on the meta device: each rank reads the rows that it keeps, and no more.
+
+    folder ─► model without memory ─► sharded by the engine ─► `fill`: rows of this rank's shards ◄─ safetensors files
+
+A folder whose tensors are not the model's parameters one to one (experts to merge, pickled weights, remote code) is loaded whole
+by transformers, on the host of rank 0, which sends it to all ranks in pieces.
+"""
+
+import copy
+import json
+import logging
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from lockstep.utils.distributed import current_rank
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 2**26
+"""Most bytes that are read or sent at a time, unless a row has more."""
+
+
+class Place(NamedTuple):
+    """Where a tensor is: a safetensors file and the tensor's name in it."""
+
+    file: Path
+    key: str
+
+
+class WeightSource(ABC):
+    """Weights by the names of a Hugging Face model. prefix: of the part of it that is filled."""
+
+    def __init__(self, prefix: str = "") -> None:
+        self._prefix = prefix
+
+    def within(self, prefix: str) -> "WeightSource":
+        """The same weights for the submodule at `prefix`."""
+        part = copy.copy(self)
+        part._prefix = f"{self._prefix}{prefix}." if prefix else self._prefix
+        return part
+
+    @torch.no_grad()
+    def fill(self, module: nn.Module, device: torch.device) -> None:
+        """Give the parameters of `module` that are on the meta device their memory, on `device`, and their values."""
+        filled: dict[Tensor, nn.Parameter] = {}
+        with self._opened():
+            for name, parameter in module.named_parameters():
+                if parameter.is_meta:
+                    like, start = _own_rows(parameter)
+                    own = torch.empty(like.shape, dtype=like.dtype, device=device)
+                    self._read(self._prefix + name, parameter.shape, own, start)
+                    # DTensor.from_local would move it to the device of the mesh
+                    value = (
+                        DTensor(own, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else own
+                    )
+                    filled[parameter] = nn.Parameter(value, parameter.requires_grad)
+        names = module.named_parameters(remove_duplicate=False)
+        state = {name: filled[parameter] for name, parameter in names if parameter in filled}
+        module.load_state_dict(state, strict=False, assign=True)
+
+    @abstractmethod
+    def fill_buffers(self, model: PreTrainedModel, device: torch.device) -> None:
+        """Compute or read the buffers of the whole model, which are on the meta device."""
+
+    @abstractmethod
+    def _read(self, name: str, shape: torch.Size, own: Tensor, start: int) -> None:
+        """Copy rows of a tensor of that shape into `own`, from row `start` on."""
+
+    def _opened(self) -> ExitStack:
+        return ExitStack()
+
+
+class FolderWeights(WeightSource):
+    """Read from safetensors files."""
+
+    def __init__(self, places: Mapping[str, Place]) -> None:
+        super().__init__()
+        self._places = places
+        self._files: dict[Path, Any] = {}
+
+    def fill_buffers(self, model: PreTrainedModel, device: torch.device) -> None:
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+        model.initialize_weights()  # parameters are on the meta device: this computes the buffers alone
+        with self._opened():
+            for name, buffer in model.named_buffers():
+                if name in self._places:
+                    self._read(name, buffer.shape, buffer, 0)
+
+    def _read(self, name: str, shape: torch.Size, own: Tensor, start: int) -> None:
+        tensor = self._slice(self._places[name])
+        if not shape:
+            own.copy_(tensor[...])
+            return
+        for first, end in _pieces(own):
+            own[first:end].copy_(tensor[start + first : start + end])
+
+    def _slice(self, place: Place) -> Any:
+        if place.file not in self._files:
+            self._files[place.file] = self._stack.enter_context(safe_open(place.file, framework="pt"))
+        return self._files[place.file].get_slice(place.key)
+
+    def _opened(self) -> ExitStack:
+        self._stack = ExitStack()
+        self._stack.callback(self._files.clear)
+        return self._stack
+
+
+class SentWeights(WeightSource):
+    """Sent by rank 0, which has the whole model on its host. Collective. whole: None on other ranks."""
+
+    def __init__(self, whole: PreTrainedModel | None) -> None:
+        super().__init__()
+        self._tensors = None if whole is None else dict(chain(whole.named_parameters(), whole.named_buffers()))
+
+    def fill_buffers(self, model: PreTrainedModel, device: torch.device) -> None:
+        self._adapt(model)
+        for path, module in model.named_modules():
+            for leaf, buffer in module.named_buffers(recurse=False):
+                module._buffers[leaf] = torch.empty_like(buffer, device=device)
+                self._read(f"{path}.{leaf}" if path else leaf, buffer.shape, module._buffers[leaf], 0)
+
+    def _adapt(self, model: PreTrainedModel) -> None:
+        """Give parameters the type that they have on rank 0, and untie those that it has not tied."""
+        tensors = self._tensors or {}
+        on_first: list[Any] = [[(name, t.dtype) for name, t in tensors.items() if isinstance(t, nn.Parameter)]]
+        dist.broadcast_object_list(on_first, src=0)
+        own = dict(model.named_parameters())
+        for name, dtype in on_first[0]:
+            if name not in own or own[name].dtype != dtype:
+                untie(model, name, dtype)
+
+    def _read(self, name: str, shape: torch.Size, own: Tensor, start: int) -> None:
+        whole = torch.empty(shape, dtype=own.dtype, device="meta") if self._tensors is None else self._tensors[name]
+        whole, own = torch.atleast_1d(whole.detach()), torch.atleast_1d(own)
+        for first, end in _pieces(whole):
+            piece = torch.empty_like(whole[first:end], device=own.device, memory_format=torch.contiguous_format)
+            if not whole.is_meta:
+                piece.copy_(whole[first:end])
+            dist.broadcast(piece, src=0)
+            low, high = max(first, start), min(end, start + len(own))
+            if low < high:
+                own[low - start : high - start].copy_(piece[low - first : high - first])
+
+
+def find_weights(
+    model: PreTrainedModel, kept: str, folder: Path, dtype: torch.dtype
+) -> tuple[dict[str, Place] | None, str]:
+    """Where the parameters and saved buffers of `model` are in the folder; None and the reason if they are not one to one.
+
+    model: on the meta device; parameters that the folder has not tied are untied. kept: prefix of the parameters that are needed.
+    """
+    if model.is_custom_code():
+        return None, "its code is not part of transformers"
+    if getattr(model.config, "quantization_config", None) is not None:
+        return None, "it is quantised"
+    if model._get_dtype_plan(dtype):
+        return None, f"some of its weights stay in float32 beside {dtype}"
+    files = _safetensors_files(folder)
+    if not files:
+        return None, "its weights are not in safetensors files"
+    transforms = get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    expected = model.state_dict()
+    places: dict[str, Place] = {}
+    unexpected: list[str] = []
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118
+                name, converted = rename_source_key(key, renamings, converters, model.base_model_prefix, expected)
+                if name not in expected and key in expected:
+                    name, converted = key, None
+                if converted is not None:
+                    return None, f"transformers converts {key} to {name}"
+                if name not in expected:
+                    unexpected.append(key)
+                elif tuple(tensors.get_slice(key).get_shape()) != tuple(expected[name].shape):
+                    return None, f"{key} has another shape than {name}"
+                else:
+                    places[name] = Place(file, key)
+    _settle_ties(model, places)
+    needed = {name for name, _ in model.named_parameters()} | (
+        expected.keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
+    )
+    missing = sorted(name for name in needed - places.keys() if name.startswith(kept))
+    if missing:
+        return None, f"it lacks {', '.join(missing[:3])}{' and more' if len(missing) > 3 else ''}"
+    # `save_pretrained` reverts these
+    model.__dict__["_weight_conversions"] = [transform for transform in transforms if transform.was_used()]
+    _warn_unexpected(model, unexpected, folder)
+    return places, ""
+
+
+def _settle_ties(model: PreTrainedModel, places: dict[str, Place]) -> None:
+    """Let the first name of tied parameters have a place. Those that the folder has twice, with different values, are untied."""
+    groups: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(parameter, []).append(name)
+    for parameter, (first, *others) in groups.items():
+        held = [name for name in (first, *others) if name in places]
+        for name in held[1:]:
+            if not _same(places[held[0]], places[name]):
+                logger.warning(
+                    "%s ties %s to %s, but its folder has different values: they are not tied. Set tie_word_embeddings=false in "
+                    "its config.json to silence this.",
+                    type(model).__name__,
+                    name,
+                    held[0],
+                )
+                untie(model, name, parameter.dtype)
+                model.all_tied_weights_keys.pop(name, None)
+        if held:
+            places[first] = places[held[0]]
+
+
+def _same(first: Place, second: Place) -> bool:
+    with safe_open(first.file, framework="pt") as one, safe_open(second.file, framework="pt") as other:
+        a, b = one.get_slice(first.key), other.get_slice(second.key)
+        like = torch.empty(a.get_shape(), device="meta")
+        return all(torch.equal(a[start:end], b[start:end]) for start, end in _pieces(like))
+
+
+def _warn_unexpected(model: PreTrainedModel, keys: list[str], folder: Path) -> None:
+    known = [r"rotary_emb\.inv_freq", r"(^|\.)position_ids$", *(model._keys_to_ignore_on_load_unexpected or ())]
+    unknown = [key for key in keys if not any(re.search(pattern, key) for pattern in known)]
+    if unknown and current_rank() == 0:
+        names = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
+        logger.warning("%s: tensors that %s does not use: %s", folder, type(model).__name__, names)
+
+
+def _safetensors_files(folder: Path) -> list[Path]:
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return []
+    return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+
+
+def untie(model: nn.Module, name: str, dtype: torch.dtype) -> None:
+    """Give `name` its own parameter on the meta device."""
+    path, _, leaf = name.rpartition(".")
+    before = model.get_parameter(name)
+    fresh = torch.empty(before.shape, dtype=dtype, device="meta")
+    model.get_submodule(path)._parameters[leaf] = nn.Parameter(fresh, before.requires_grad)
+
+
+def _own_rows(parameter: Tensor) -> tuple[Tensor, int]:
+    """This rank's shard (on the meta device) and its first row. FSDP2 splits the first dimension into chunks."""
+    if not isinstance(parameter, DTensor):
+        return parameter, 0
+    own, start = parameter.to_local(), 0
+    for dimension, placement in enumerate(parameter.placements):
+        if placement.is_shard():
+            assert placement.is_shard(0)
+            chunk = -(-len(parameter) // parameter.device_mesh.size(dimension))
+            start = min(chunk * parameter.device_mesh.get_local_rank(dimension), len(parameter))
+    return own, start
+
+
+def _pieces(tensor: Tensor) -> Iterator[tuple[int, int]]:
+    """Ranges of rows of at most `PIECE_BYTES`."""
+    rows = max(1, PIECE_BYTES // max(1, tensor.nbytes // max(1, len(tensor))))
+    for first in range(0, len(tensor), rows):
+        yield first, min(first + rows, len(tensor))
