@@ -24,5 +24,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "0.5b": _sizes(151936, 896, 4864, 24, 14, 2, True),
     "1.5b": _sizes(151936, 1536, 8960, 28, 12, 2, True),
     "7b": _sizes(152064, 3584, 18944, 28, 28, 4, False),
+    "32b": _sizes(152064, 5120, 27648, 64, 40, 8, False),
 }
 """Name -> arguments of Qwen2Config."""

@@ -12,7 +12,6 @@ import logging
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,17 +56,14 @@ class WeightSource(ABC):
     def fill(self, module: nn.Module, device: torch.device) -> None:
         """Give the parameters of `module` that are on the meta device their memory, on `device`, and their values."""
         filled: dict[Tensor, nn.Parameter] = {}
-        with self._opened():
-            for name, parameter in module.named_parameters():
-                if parameter.is_meta:
-                    like, start = _own_rows(parameter)
-                    own = torch.empty(like.shape, dtype=like.dtype, device=device)
-                    self._read(self._prefix + name, parameter.shape, own, start)
-                    # DTensor.from_local would move it to the device of the mesh
-                    value = (
-                        DTensor(own, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else own
-                    )
-                    filled[parameter] = nn.Parameter(value, parameter.requires_grad)
+        for name, parameter in module.named_parameters():
+            if parameter.is_meta:
+                like, start = _own_rows(parameter)
+                own = torch.empty(like.shape, dtype=like.dtype, device=device)
+                self._read(self._prefix + name, parameter.shape, own, start)
+                if isinstance(parameter, DTensor):  # DTensor.from_local would move it to the device of the mesh
+                    own = DTensor(own, parameter._spec, requires_grad=False)
+                filled[parameter] = nn.Parameter(own, parameter.requires_grad)
         names = module.named_parameters(remove_duplicate=False)
         state = {name: filled[parameter] for name, parameter in names if parameter in filled}
         module.load_state_dict(state, strict=False, assign=True)
@@ -80,9 +76,6 @@ class WeightSource(ABC):
     def _read(self, name: str, shape: torch.Size, own: Tensor, start: int) -> None:
         """Copy rows of a tensor of that shape into `own`, from row `start` on."""
 
-    def _opened(self) -> ExitStack:
-        return ExitStack()
-
 
 class FolderWeights(WeightSource):
     """Read from safetensors files."""
@@ -92,15 +85,19 @@ class FolderWeights(WeightSource):
         self._places = places
         self._files: dict[Path, Any] = {}
 
+    def fill(self, module: nn.Module, device: torch.device) -> None:
+        super().fill(module, device)
+        self._files.clear()
+
     def fill_buffers(self, model: PreTrainedModel, device: torch.device) -> None:
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = torch.empty_like(buffer, device=device)
         model.initialize_weights()  # parameters are on the meta device: this computes the buffers alone
-        with self._opened():
-            for name, buffer in model.named_buffers():
-                if name in self._places:
-                    self._read(name, buffer.shape, buffer, 0)
+        for name, buffer in model.named_buffers():
+            if name in self._places:
+                self._read(name, buffer.shape, buffer, 0)
+        self._files.clear()
 
     def _read(self, name: str, shape: torch.Size, own: Tensor, start: int) -> None:
         tensor = self._slice(self._places[name])
@@ -112,13 +109,8 @@ class FolderWeights(WeightSource):
 
     def _slice(self, place: Place) -> Any:
         if place.file not in self._files:
-            self._files[place.file] = self._stack.enter_context(safe_open(place.file, framework="pt"))
+            self._files[place.file] = safe_open(place.file, framework="pt")
         return self._files[place.file].get_slice(place.key)
-
-    def _opened(self) -> ExitStack:
-        self._stack = ExitStack()
-        self._stack.callback(self._files.clear)
-        return self._stack
 
 
 class SentWeights(WeightSource):

@@ -1,6 +1,8 @@
-"""How many threads a process that computes on the CPU uses."""
+"""How many threads a process that computes on the CPU uses, and how much memory."""
 
 import os
+import threading
+from pathlib import Path
 
 import torch
 
@@ -19,3 +21,38 @@ def use_threads_for(num_parameters: int) -> None:
 
 
 _DEFAULT = torch.get_num_threads()
+
+
+class HostPeak:
+    """Peak of this process's own memory inside the context, in bytes beyond what it had on entry (Linux).
+
+    Own memory is `RssAnon` and `RssShmem` of /proc/self/status. Pages of files that are mapped, as safetensors files are, do not
+    count: the kernel drops them when memory is short.
+    """
+
+    def __init__(self, period_s: float = 0.002) -> None:
+        self._period_s = period_s
+        self._done = threading.Event()
+        self.num_bytes = 0
+
+    def __enter__(self) -> "HostPeak":
+        self._start = _own_bytes()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while True:
+            last = self._done.wait(self._period_s)
+            self.num_bytes = max(self.num_bytes, _own_bytes() - self._start)
+            if last:
+                return
+
+
+def _own_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
