@@ -1,0 +1,216 @@
+"""Loading by shards: the same bits as transformers' `from_pretrained` on any number of ranks, in the memory of a shard."""
+
+import json
+import logging
+import pickle
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from lockstep.models import export
+from lockstep.models.known_models import install_decoder_layers
+from tests.engines.train.ranks import Ranks
+from tests.models import load_cases
+from tests.models.architectures import save_tiny_model
+from tests.models.load_cases import LAYER_BYTES, NUM_LAYERS
+from tests.tiny import tiny_tokenizer
+
+WORLDS = (1, 2, 4)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    ranks = Ranks()
+    yield ranks
+    ranks.close()
+
+
+def on_ranks(ranks: Ranks, world: int, function: Any, *args: Any) -> list[Any]:
+    return ranks.run(world, function, *args) if world > 1 else [function(*args)]
+
+
+def plain_values(cls: Any, folder: Path, dtype: torch.dtype) -> dict[str, Any]:
+    model = cls.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers())
+    return {name: load_cases.as_numpy(tensor) for name, tensor in tensors}
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, (dtype, tensor) in expected.items():
+        assert found[name][0] == dtype, name
+        np.testing.assert_array_equal(found[name][1], tensor, err_msg=name)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    ("model_type", "dtype", "changes"),
+    [
+        ("qwen2", torch.float32, {"tie_word_embeddings": True}),
+        ("llama", torch.bfloat16, {"tie_word_embeddings": False}),
+        ("gemma3_text", torch.float32, {}),
+        ("gpt2", torch.float32, {}),
+        ("phi3", torch.float32, {}),
+        ("qwen3_moe", torch.float32, {}),
+        ("deepseek_v3", torch.bfloat16, {}),
+    ],
+    ids=str,
+)
+def test_a_policy_has_the_bits_of_from_pretrained(
+    model_type: str, dtype: torch.dtype, changes: dict[str, Any], world: int, tmp_path: Path, ranks: Ranks
+) -> None:
+    save_tiny_model(model_type, tmp_path, **changes)
+    if model_type == "deepseek_v3" and world > 1:
+        pytest.skip("FSDP2 refuses a group of parameters of two types")
+    expected = plain_values(AutoModelForCausalLM, tmp_path, dtype)
+    for found in on_ranks(ranks, world, load_cases.values, tmp_path, "policy", dtype):
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_value_and_reward_heads_are_loaded_with_their_bodies(world: int, tmp_path: Path, ranks: Ranks) -> None:
+    save_tiny_model("qwen2", tmp_path / "policy", tie_word_embeddings=True)
+    critics = on_ranks(ranks, world, load_cases.values, tmp_path / "policy", "value", torch.float32)
+    policy = plain_values(AutoModelForCausalLM, tmp_path / "policy", torch.float32)
+    body = {name: value for name, value in policy.items() if name.startswith("model.")}
+    for critic in critics:
+        head = critic.pop("score.weight")
+        assert head[1].shape == (1, 32) and np.abs(head[1]).sum() > 0
+        assert_same(critic, body)
+    scored = AutoModelForSequenceClassification.from_pretrained(tmp_path / "policy", num_labels=1)
+    scored.save_pretrained(tmp_path / "scorer")
+    expected = plain_values(AutoModelForSequenceClassification, tmp_path / "scorer", torch.bfloat16)
+    for kind in ("reward", "value"):  # a critic may start from a reward model, which has no language-model head
+        for found in on_ranks(ranks, world, load_cases.values, tmp_path / "scorer", kind, torch.bfloat16):
+            assert_same(found, expected)
+
+
+@pytest.mark.parametrize("world", (1, 2))
+def test_pickled_weights_and_missing_tensors_are_loaded_by_rank_0(world: int, tmp_path: Path, ranks: Ranks) -> None:
+    save_tiny_model("llama", tmp_path, tie_word_embeddings=False)
+    weights = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    expected = plain_values(AutoModelForCausalLM, tmp_path, torch.float32)
+    for found in on_ranks(ranks, world, load_cases.values, tmp_path, "policy", torch.float32):
+        assert_same(found, expected)
+    weights.pop("model.layers.1.mlp.up_proj.weight")
+    (tmp_path / "pytorch_model.bin").unlink()
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    first, *others = on_ranks(ranks, world, load_cases.values, tmp_path, "policy", torch.float32)
+    for other in others:
+        assert_same(other, first)  # the missing tensor is drawn once
+    random = first.pop("model.layers.1.mlp.up_proj.weight")[1]
+    assert 0 < np.abs(random).mean() < 0.1
+    expected.pop("model.layers.1.mlp.up_proj.weight")
+    assert_same(first, expected)
+
+
+def test_embeddings_that_a_folder_has_twice_are_tied_if_they_are_equal(
+    tmp_path: Path, ranks: Ranks, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_tiny_model("qwen2", tmp_path, tie_word_embeddings=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    for change, tied in ((0.0, True), (1.0, False)):
+        save_file(
+            weights | {"lm_head.weight": weights["model.embed_tokens.weight"] + change},
+            tmp_path / "model.safetensors",
+            metadata={"format": "pt"},
+        )
+        expected = plain_values(AutoModelForCausalLM, tmp_path, torch.float32)
+        assert_same(load_cases.values(tmp_path, "policy", torch.float32), expected)
+        assert_same(ranks.run(2, load_cases.values, tmp_path, "policy", torch.float32)[1], expected)
+        model = load_cases.opened(tmp_path, "policy", torch.float32).transformer
+        assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
+        assert ("they are not tied" in caplog.text) != tied
+
+
+def test_tensors_that_the_model_does_not_use_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_tiny_model("qwen2", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    extra = {"model.layers.0.rotary_emb.inv_freq": torch.ones(2), "vision.weight": torch.ones(2)}
+    save_file(weights | extra, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    load_cases.values(tmp_path, "policy", torch.float32)
+    assert "tensors that Qwen2ForCausalLM does not use: vision.weight" in caplog.text
+    assert "inv_freq" not in caplog.text
+
+
+class Planted:
+    def __reduce__(self) -> Any:
+        return logging.warning, ("this must not run",)
+
+
+def test_a_folder_that_rank_0_cannot_load_is_refused_on_every_rank(tmp_path: Path, ranks: Ranks) -> None:
+    save_tiny_model("qwen2", tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"not a safetensors file")
+    for message in ranks.run(2, load_cases.refusal, tmp_path):
+        assert message.startswith(f"m.path={str(tmp_path)!r} cannot be loaded")
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Planted()))
+    for message in ranks.run(2, load_cases.refusal, tmp_path):
+        assert "m.path=" in message and "cannot be loaded" in message
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("large")
+    load_cases.write_large_model(folder)
+    return folder
+
+
+def test_a_rank_takes_the_memory_of_its_shard_and_at_most_one_layer_more(large: Path, ranks: Ranks) -> None:
+    """Beyond it, the former way takes the whole model: so the measure would see it."""
+    for shard, peak in ranks.run(4, load_cases.memory_of_loading, large, "by shards"):
+        assert shard > NUM_LAYERS * LAYER_BYTES // 4
+        assert shard * 0.9 < peak < shard + LAYER_BYTES
+    for shard, peak in ranks.run(4, load_cases.memory_of_loading, large, "whole"):
+        assert peak > shard + (NUM_LAYERS - 1) * LAYER_BYTES
+
+
+def test_an_export_takes_the_memory_of_one_file(large: Path, tmp_path: Path, ranks: Ranks) -> None:
+    first, *others = ranks.run(4, load_cases.memory_of_saving, large, tmp_path / "out", LAYER_BYTES // 2)
+    assert first < 3 * LAYER_BYTES < NUM_LAYERS * LAYER_BYTES
+    assert max(others) < LAYER_BYTES
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert [file.name for file in files] == [
+        f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)
+    ]
+    assert len(files) == NUM_LAYERS + 1
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            assert {key for key, name in index.items() if name == file.name} == set(tensors.keys())
+    assert_same(
+        plain_values(AutoModelForCausalLM, tmp_path / "out", torch.float32),
+        plain_values(AutoModelForCausalLM, large, torch.float32),
+    )
+
+
+@pytest.mark.parametrize("file_bytes", (1, 10**9))
+def test_experts_are_exported_in_the_format_of_their_folder(
+    file_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "FILE_BYTES", file_bytes)
+    save_tiny_model("qwen3_moe", tmp_path / "model")
+    model = load_cases.opened(tmp_path / "model", "policy", torch.float32)
+    (tmp_path / "out").mkdir()
+    for stale in ("model.safetensors", "model-00001-of-00099.safetensors"):
+        (tmp_path / "out" / stale).write_bytes(b"of an earlier save")
+    export.save_policy(model.transformer, load_cases.whole(model), tiny_tokenizer(), tmp_path / "out")
+    found: dict[str, torch.Tensor] = {}
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        found |= load_file(file)
+    expected = load_file(tmp_path / "model" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    install_decoder_layers(again)
+    assert (len(list((tmp_path / "out").glob("*.safetensors"))) > 1) == (file_bytes == 1)
