@@ -1,4 +1,4 @@
-"""Memory of a sharded load: what each rank holds while an engine takes a model folder, beyond the shard that it keeps.
+"""Memory of a sharded load: what each rank holds while it loads a model folder, beyond the shard that it keeps.
 
     python benchmarks/load_model.py --shape 0.5b --ranks 4
     python benchmarks/load_model.py --shape 32b --ranks 8 --dry-run
@@ -8,8 +8,7 @@ The first writes a folder of random bfloat16 weights and loads it with float32 m
     by shards   the model is built without memory, sharded, and each rank reads its own rows from the folder
     whole       every rank loads the whole model, then shards it
 
-The peak is of host memory, sampled every 2 ms (`lockstep.utils.host.HostPeak`), or of device memory with `--device cuda`. It covers
-everything until the engine is ready, with its check of the model on a few rows, which gathers one layer at a time.
+The peak is of host memory, sampled every 2 ms (`lockstep.utils.host.HostPeak`), or of device memory with `--device cuda`.
 
 The dry run shards the shape on the meta device as each rank in turn, and prints the bytes that the rank would keep.
 """
@@ -36,10 +35,9 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers the backend
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
-from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from lockstep.config.model import FSDPEngineConfig, HFModelConfig
 from lockstep.demo.model import make_tokenizer
 from lockstep.engines.train import sharding
-from lockstep.engines.train.fsdp import FsdpEngine
 from lockstep.models.export import save_policy
 from lockstep.models.known_models import install_decoder_layers
 from lockstep.models.loading import load_causal_lm, meta_model, open_causal_lm
@@ -76,17 +74,12 @@ def load(folder: Path, way: str, device: torch.device) -> dict[str, float]:
             model, weights = load_causal_lm(config, "--shape", torch.float32, device), None
         else:
             model, weights = open_causal_lm(config, "--shape", torch.float32, device)
-        engine = FsdpEngine(
-            PolicyModel(model),
-            FSDPEngineConfig(),
-            FSDPOptimizerConfig(),
-            weights=weights,
-            device=device,
-            compute_dtype=torch.float32 if device.type == "cpu" else torch.bfloat16,
-            packed=True,
-        )
+        policy = PolicyModel(model)
+        sharding.shard(policy, FSDPEngineConfig(), device, torch.bfloat16)
+        if weights is not None:
+            weights.fill(policy.transformer, device)
     peak = host.num_bytes if device.type == "cpu" else torch.cuda.max_memory_allocated(device)
-    sizes = kept_bytes(engine.model)
+    sizes = kept_bytes(policy)
     return {**sizes, "peak": peak, "excess": peak - sizes["shard"], "seconds": time.perf_counter() - start}
 
 
@@ -108,7 +101,7 @@ def serve(pipe: Connection, rank: int, size: int, port: int, device: str, folder
 
 def load_on_ranks(folder: Path, way: str, size: int, device: str) -> list[dict[str, float]]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lockstep.engines.train.fsdp"])
+    context.set_forkserver_preload(["lockstep.engines.train.sharding", "lockstep.models.loading"])
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])

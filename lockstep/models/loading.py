@@ -197,18 +197,14 @@ def _open(
         weights.fill_buffers(model, device)
         if model.can_generate() and (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder)
+    elif alone or current_world_size() == 1:
+        model = nn.Module.to(_from_pretrained(cls, config, hf_config, key, dtype), device)
+        weights = FolderWeights({})
     else:
-        ranks = 1 if alone else current_world_size()
         if current_rank() == 0:
-            logger.info("%s is read whole into host memory%s: %s", folder, " by rank 0" if ranks > 1 else "", reason)
-        if ranks == 1:
-            model, weights = (
-                nn.Module.to(_from_pretrained(cls, config, hf_config, key, dtype), device),
-                FolderWeights({}),
-            )
-        else:
-            weights = _sent_weights(model, cls, config, hf_config, key, dtype)
-            weights.fill_buffers(model, device)
+            logger.info("rank 0 loads the whole of %s on its host and sends it to the others: %s", folder, reason)
+        weights = _sent_weights(model, cls, config, hf_config, key, dtype)
+        weights.fill_buffers(model, device)
     install_decoder_layers(model)
     fix_rope(model, max_length)
     return model.eval(), weights
