@@ -8,7 +8,8 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -18,13 +19,15 @@ T = TypeVar("T")
 class Registry(Generic[T]):
     """A named table of objects of one kind.
 
-    kind: what the entries are, for error messages ("advantage estimator").
-    key:  the dotted config key that selects an entry, for error messages; None if there is none.
+    kind:  what the entries are, for error messages ("advantage estimator").
+    key:   the dotted config key that selects an entry, for error messages; None if there is none.
+    names: also add the names of entries to this set, which config checks read.
     """
 
-    def __init__(self, kind: str, key: str | None = None) -> None:
+    def __init__(self, kind: str, key: str | None = None, names: set[str] | None = None) -> None:
         self.kind = kind
         self.key = key
+        self._names = set() if names is None else names
         self._entries: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
@@ -34,6 +37,7 @@ class Registry(Generic[T]):
             if name in self._entries and self._entries[name] is not obj:
                 raise ValueError(f"{self.kind} {name!r} is already registered: {self._entries[name]!r}")
             self._entries[name] = obj
+            self._names.add(name)
             return obj
 
         return add
@@ -75,6 +79,19 @@ def defined_at(function: Any) -> str:
     return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
 
 
+def check_signature(function: Callable[..., Any], arguments: Collection[str]) -> None:
+    """ValueError if a user's function cannot be called with these keyword arguments."""
+    signature = inspect.signature(function)
+    try:
+        signature.bind(**dict.fromkeys(arguments))
+    except TypeError as error:
+        name, _, place = defined_at(function).partition(" ")
+        raise ValueError(
+            f"{f'{name}{signature} {place}'.rstrip()} cannot be called with ({', '.join(arguments)}): {error}. It must accept "
+            "these parameters by name, or **kwargs"
+        ) from error
+
+
 def describe(value: Any) -> str:
     """What a user's function returned, in a few words: types and tensor shapes."""
     if isinstance(value, (tuple, list)):
@@ -102,7 +119,14 @@ def load_object(reference: str, default_attr: str | None = None) -> Any:
 
 def _load_module(module_ref: str) -> Any:
     if not module_ref.endswith(".py"):
-        return importlib.import_module(module_ref)
+        try:
+            return importlib.import_module(module_ref)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module_ref}.".startswith(f"{error.name}."):
+                raise ValueError(_import_problem(module_ref, error)) from error
+            raise
+        except Exception as error:
+            raise ValueError(_import_problem(module_ref, error)) from error
     path = Path(module_ref).expanduser().resolve()
     if not path.is_file():
         raise ValueError(f"no file {path}")
@@ -116,10 +140,21 @@ def _load_module(module_ref: str) -> Any:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except SyntaxError as error:
+    except Exception as error:
         del sys.modules[name]
-        raise ValueError(f"{path}, line {error.lineno}: SyntaxError: {error.msg}") from error
+        raise ValueError(_import_problem(str(path), error)) from error
     except BaseException:
         del sys.modules[name]
         raise
     return module
+
+
+def _import_problem(module: str, error: Exception) -> str:
+    """Where the user's code raised `error` while it was imported, in one line."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename or module}, line {error.lineno}: SyntaxError: {error.msg}"
+    ours = ("<frozen", __file__)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
+    places = [f"{frame.filename}, line {frame.lineno}" for frame in frames if "site-packages" not in frame.filename]
+    where = f"{places[-1]}: " if places else f"importing {module}: "
+    return f"{where}{type(error).__name__}: {' '.join(str(error).split())}"

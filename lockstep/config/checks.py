@@ -1,6 +1,6 @@
 """Checks of a whole PPO configuration: ranges, files, keys that must agree, worker counts.
 
-Registered names other than advantage estimators (losses, engines, reward managers) are checked by their registry.
+What is outside the config (folders, logins, the user's code) is checked by `trainer.preflight`.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -9,14 +9,16 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from lockstep.config import names
 from lockstep.config.compat import NOT_SUPPORTED
 from lockstep.config.errors import NO_VALUE, ConfigError, Problem, nearest
-from lockstep.config.estimators import required_inputs
+from lockstep.config.estimators import BATCH_INPUTS, PARAMETERS, required_inputs
 from lockstep.config.placement import ROLES, Pools, TooFewWorkers, controller_of, needed_models, num_workers, pools_of
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import defaults, get_in, keys, to_plain
 from lockstep.config.trainer import LOGGERS
 from lockstep.config.without_effect import without_effect
+from lockstep.registry import did_you_mean
 from lockstep.utils.dataset_files import FORMS as DATA_FORMS
 from lockstep.utils.dataset_files import Use, locate_data
 from lockstep.utils.model_path import FORMS as MODEL_FORMS
@@ -276,6 +278,9 @@ def _tokenizers(values: Values, *names: str) -> Iterator[Problem]:
 def _algorithm(values: Values, inputs: Collection[str]) -> Iterator[Problem]:
     """inputs: what the advantage estimator needs; see `estimators`."""
     estimator = values["algorithm.adv_estimator"]
+    if unknown := sorted(set(inputs) - BATCH_INPUTS):
+        message = f"no run computes {', '.join(unknown)}; give these parameters a default. It can have {', '.join(PARAMETERS)}"
+        yield Problem("algorithm.adv_estimator", estimator, message)
     if "values" in inputs and values["critic.enable"] is False:
         message = f"{estimator} needs a critic; set critic.enable to null, or choose another algorithm.adv_estimator"
         yield Problem("critic.enable", False, message, also=("algorithm.adv_estimator",))
@@ -319,6 +324,14 @@ def _names(values: Values) -> Iterator[Problem]:
             guess = nearest(name, LOGGERS)
             hint = f"did you mean {guess}?" if guess else f"known: {', '.join(LOGGERS)}"
             yield Problem("trainer.logger", name, f"no such tracker; {hint}")
+    selected = {
+        f"{_ACTOR}.policy_loss.loss_mode": names.POLICY_LOSSES,
+        "reward_model.reward_manager": names.REWARD_MANAGERS,
+    }
+    for key, known in selected.items():
+        name = values[key]
+        if name not in known and ":" not in name:
+            yield Problem(key, name, f"no such name. {did_you_mean(name, known)}")
 
 
 def _bypass(values: Values) -> Iterator[Problem]:

@@ -57,6 +57,14 @@ _FROM_THE_BATCH = {"token_level_rewards", "response_mask", "batch", "non_tensor_
 _FROM_THE_CONFIG = {"gamma", "lam", "norm_adv_by_std_in_grpo", "config"}
 
 
+BATCH_INPUTS = frozenset[str]().union(
+    *(member.inputs for member in AdvantageEstimator), ("rollout_log_probs", "token_level_scores")
+)
+"""Batch keys that a run can compute for an estimator."""
+PARAMETERS = sorted(BATCH_INPUTS | _FROM_THE_BATCH | _FROM_THE_CONFIG)
+"""What an estimator can name as parameters."""
+
+
 def required_inputs(name: str) -> frozenset[str]:
     """Batch keys that the estimator `name` needs; ConfigError if there is no such estimator."""
     if name in ESTIMATOR_INPUTS:
@@ -66,7 +74,7 @@ def required_inputs(name: str) -> frozenset[str]:
         raise ConfigError([Problem(KEY, name, message)])
     try:
         return signature_inputs(load_object(name))
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, TypeError) as error:
         raise ConfigError([Problem(KEY, name, str(error))]) from error
 
 

@@ -1,6 +1,9 @@
 """The tracker interface and the run information that trackers get."""
 
 import importlib
+import importlib.util
+import netrc
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +34,10 @@ class RunInfo:
 
 
 class Tracker(Protocol):
-    """A destination of metrics, built by `factory(run: RunInfo)`; see `TRACKERS`."""
+    """A destination of metrics, built by `factory(run: RunInfo)`; see `TRACKERS`.
+
+    A factory may have a method `check()`, called before a model is loaded: ValueError if it could not start.
+    """
 
     def log(self, data: Metrics, step: int) -> None: ...
 
@@ -45,10 +51,29 @@ def import_service(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(
-            f'trainer.logger includes {extra}, which is not installed: pip install "lockstep-rl[{extra}]", or remove '
-            "it from trainer.logger"
-        ) from error
+        raise ImportError(_not_installed(extra)) from error
+
+
+def check_installed(module: str, extra: str) -> None:
+    """ValueError if the package of a tracker is not installed."""
+    if sys.modules.get(module, module) is None or importlib.util.find_spec(module) is None:
+        raise ValueError(_not_installed(extra))
+
+
+def _not_installed(extra: str) -> str:
+    return (
+        f'trainer.logger includes {extra}, which is not installed: pip install "lockstep-rl[{extra}]", or remove '
+        "it from trainer.logger"
+    )
+
+
+def has_netrc_login(path: Path, *hosts: str) -> bool:
+    """Whether a netrc file has a password for one of the hosts."""
+    try:
+        file = netrc.netrc(path)
+    except (OSError, netrc.NetrcParseError):
+        return False
+    return any(login is not None and bool(login[2]) for login in map(file.authenticators, hosts))
 
 
 class RunIdFile:

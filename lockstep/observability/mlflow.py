@@ -3,17 +3,20 @@
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
-from lockstep.observability.base import Metrics, RunIdFile, RunInfo, import_service, plain
+from lockstep.observability.base import Metrics, RunIdFile, RunInfo, check_installed, import_service, plain
 
 logger = logging.getLogger(__name__)
 
 PARAMS_PER_CALL = 100
 METRICS_PER_CALL = 1000
 PARAM_CHARS = 6000
+CONNECT_TIMEOUT_S = 3.0
 
 
 class MlflowTracker:
@@ -38,6 +41,23 @@ class MlflowTracker:
         if previous:
             self._client.update_run(self._id, status="RUNNING")
         run_id.save(self._id)
+
+    @staticmethod
+    def check() -> None:
+        """ValueError if the package is missing or the server does not answer; MLflow itself would retry for minutes."""
+        check_installed("mlflow", "mlflow")
+        uri = os.environ.get("MLFLOW_TRACKING_URI", "")
+        server = urlsplit(uri)
+        if server.scheme not in ("http", "https"):
+            return
+        port = server.port or (443 if server.scheme == "https" else 80)
+        try:
+            socket.create_connection((server.hostname or "", port), timeout=CONNECT_TIMEOUT_S).close()
+        except OSError as error:
+            raise ValueError(
+                f"trainer.logger includes mlflow, but no server answers at MLFLOW_TRACKING_URI={uri} ({error}): start it, or "
+                "unset MLFLOW_TRACKING_URI to write to the run's folder"
+            ) from error
 
     def _new_run(self, run: RunInfo) -> str:
         experiment = self._client.get_experiment_by_name(run.project_name)

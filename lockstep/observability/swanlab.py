@@ -3,9 +3,13 @@ its other variables apply; logs go to $SWANLAB_LOG_DIR or `swanlog/` in the run'
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from lockstep.observability.base import Metrics, RunIdFile, RunInfo, import_service, plain
+from lockstep.observability.base import Metrics, RunIdFile, RunInfo, check_installed, import_service, plain
+
+WITHOUT_LOGIN = ("local", "offline", "disabled")
+"""Values of SWANLAB_MODE that send nothing."""
 
 
 class SwanlabTracker:
@@ -24,6 +28,19 @@ class SwanlabTracker:
             resume="allow" if previous else None,
         )
         run_id.save(str(self._run.id))
+
+    @staticmethod
+    def check() -> None:
+        """ValueError if the package or the login is missing; SwanLab saves logins and settings in its folder."""
+        check_installed("swanlab", "swanlab")
+        if os.environ.get("SWANLAB_API_KEY") or os.environ.get("SWANLAB_MODE") in WITHOUT_LOGIN:
+            return
+        folders = (os.environ.get("SWANLAB_SAVE_DIR", "~/.swanlab"), ".swanlab")
+        if not any(path.is_file() for folder in folders for path in Path(folder).expanduser().glob("*")):
+            raise ValueError(
+                "trainer.logger includes swanlab, but this user is not logged in: run `swanlab login`, set SWANLAB_API_KEY, "
+                "or set SWANLAB_MODE=local to write only to the run's folder"
+            )
 
     def log(self, data: Metrics, step: int) -> None:
         numbers = {name: plain(value) for name, value in data.items()}

@@ -1,12 +1,11 @@
 """Load the reward function of `custom_reward_function` from a file or package and check its signature."""
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 from lockstep.config.reward import CustomRewardFunctionConfig
-from lockstep.registry import load_object
+from lockstep.registry import check_signature, load_object
 
 ComputeScore = Callable[..., Any]
 """`compute_score(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)`: a number or a dict with
@@ -35,13 +34,8 @@ def get_custom_reward_fn(
         raise ValueError(
             f"custom_reward_function.reward_kwargs may not set {', '.join(sorted(clash))}: they come from the rows"
         )
-    signature = inspect.signature(function)
     try:
-        signature.bind(**dict.fromkeys(arguments), **config.reward_kwargs)
-    except TypeError as error:
-        given = "".join(f", {name}" for name in config.reward_kwargs)
-        raise ValueError(
-            f"{where}: {config.name}{signature} cannot be called with ({', '.join(arguments)}{given}): {error}. "
-            "It must accept these parameters by name, or **kwargs; set others in custom_reward_function.reward_kwargs"
-        ) from error
+        check_signature(function, (*arguments, *config.reward_kwargs))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}; set others in custom_reward_function.reward_kwargs") from error
     return functools.partial(function, **config.reward_kwargs) if config.reward_kwargs else function

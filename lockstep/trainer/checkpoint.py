@@ -152,6 +152,11 @@ class CheckpointStore:
             return self._find_newest()
         raise ValueError(f"trainer.resume_mode={resume_mode}: must be one of {', '.join(get_args(ResumeMode))}")
 
+    def newest(self) -> Path | None:
+        """The newest complete checkpoint by its manifest; its files are not verified."""
+        complete = [folder for sequence, _, folder in self._by_age() if sequence >= 0]
+        return complete[-1] if complete else None
+
     def clean_stale(self) -> None:
         """Remove what a killed run left behind, and restore a checkpoint that it was replacing.
 

@@ -1,6 +1,6 @@
 """Train with reinforcement learning: `python -m lockstep.trainer.main_ppo key=value …`, or `lockstep ppo key=value …`.
 
-The config is checked before torch is imported, so that errors in it are reported immediately.
+The config, folders, logins and user code are checked before torch is imported, so that errors are reported immediately.
 """
 
 import logging
@@ -13,6 +13,7 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.kernels.gpu_warmup import start_gpu_warmup
 from lockstep.trainer.inputs import fetch_inputs
 from lockstep.trainer.interrupt import stop_on_sigterm
+from lockstep.trainer.preflight import preflight
 
 if TYPE_CHECKING:
     from lockstep.trainer.ppo.task_runner import TaskRunner
@@ -22,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 def run_ppo(config: PPOConfig, task_runner_class: "type[TaskRunner] | None" = None) -> int:
     """Run a training job, in this process or on Ray; returns its exit code."""
+    if problems := preflight(config):
+        sys.stderr.write("".join(f"error: {problem}\n" for problem in problems))
+        return 2
     try:
         fetch_inputs(config)
     except ValueError as error:

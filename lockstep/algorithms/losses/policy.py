@@ -14,6 +14,7 @@ from torch import Tensor
 from lockstep.algorithms.losses.aggregate import agg_loss
 from lockstep.algorithms.losses.preparation import MiniBatch, Prepare
 from lockstep.algorithms.rollout_correction.weights import MAX_LOG_RATIO
+from lockstep.config import names
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.registry import Registry
 from lockstep.utils.masked import masked_mean
@@ -37,7 +38,9 @@ class PolicyLossFn(Protocol):
     ) -> tuple[Tensor, dict[str, Tensor]]: ...
 
 
-POLICY_LOSSES: Registry[PolicyLossFn] = Registry("policy loss", key="actor_rollout_ref.actor.policy_loss.loss_mode")
+POLICY_LOSSES: Registry[PolicyLossFn] = Registry(
+    "policy loss", key="actor_rollout_ref.actor.policy_loss.loss_mode", names=names.POLICY_LOSSES
+)
 
 
 PREPARATIONS: dict[str, Prepare] = {}

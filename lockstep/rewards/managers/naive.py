@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypedDict
 import numpy as np
 import torch
 
+from lockstep.config import names
 from lockstep.protocol import DataProto
 from lockstep.registry import Registry
 from lockstep.rewards.calls import Outcome, function_name, make_caller
@@ -36,7 +37,9 @@ class RewardResult(TypedDict):
 RewardFn = Callable[..., Any]
 """`reward_fn(data: DataProto, return_dict=False) -> Tensor | RewardResult`."""
 
-REWARD_MANAGERS: Registry[Callable[..., RewardFn]] = Registry("reward manager", "reward_model.reward_manager")
+REWARD_MANAGERS: Registry[Callable[..., RewardFn]] = Registry(
+    "reward manager", "reward_model.reward_manager", names.REWARD_MANAGERS
+)
 
 
 ROLLOUT_COLUMNS = {"__num_turns__": "num_turns", "reward_scores": "rollout_reward_scores"}

@@ -1,0 +1,172 @@
+"""Checks of what is outside the config, before torch or a model is loaded: folders, logins, the user's code, the machine."""
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.placement import controller_of, num_workers
+from lockstep.config.ppo import PPOConfig
+from lockstep.observability.trackers import TRACKERS
+from lockstep.registry import check_signature, load_object
+from lockstep.rewards.custom import ARGUMENTS, BATCH_ARGUMENTS, get_custom_reward_fn
+from lockstep.rewards.default import check_scorer_options
+from lockstep.trainer.checkpoint import CheckpointStore, RunLock, read_manifest
+from lockstep.trainer.run_config import check_same_experiment, saved_config
+from lockstep.utils.files import ensure_writable
+
+logger = logging.getLogger(__name__)
+
+LOSS_KEY = "actor_rollout_ref.actor.policy_loss.loss_mode"
+LOSS_ARGUMENTS = (
+    *("old_log_prob", "log_prob", "advantages", "response_mask"),
+    *("loss_agg_mode", "config", "rollout_is_weights"),
+)
+MANAGER_ARGUMENTS = ("tokenizer", "num_examine", "compute_score", "reward_fn_key")
+DATASET_ARGUMENTS = ("data_files", "tokenizer", "config", "max_samples")
+SAMPLER_ARGUMENTS = ("data_source", "data_config")
+
+
+def preflight(config: PPOConfig) -> list[str]:
+    """What would stop this run later, one line each; logs warnings about the machine."""
+    found = []
+    for check in CHECKS:
+        try:
+            check(config)
+        except ValueError as error:
+            found.append(str(error))
+    for warning in _machine(config):
+        logger.warning(warning)
+    return found
+
+
+def _trackers(config: PPOConfig) -> None:
+    for name in config.trainer.logger:
+        if (check := getattr(TRACKERS.get(name), "check", None)) is not None:
+            check()
+
+
+def _reward_function(config: PPOConfig) -> None:
+    name, arguments = config.reward_model.reward_manager, ARGUMENTS
+    if ":" in name:
+        manager = _load("reward_model.reward_manager", name)
+        _check_call("reward_model.reward_manager", manager, (*MANAGER_ARGUMENTS, *config.reward_model.reward_kwargs))
+        arguments = getattr(manager, "score_arguments", ARGUMENTS)
+    elif name == "batch":
+        arguments = BATCH_ARGUMENTS
+    if get_custom_reward_fn(config.custom_reward_function, arguments) is None:
+        check_scorer_options(config.custom_reward_function.reward_kwargs)
+
+
+def _policy_loss(config: PPOConfig) -> None:
+    name = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if ":" in name:
+        _check_call(LOSS_KEY, _load(LOSS_KEY, name), LOSS_ARGUMENTS)
+
+
+def _dataset(config: PPOConfig) -> None:
+    custom, key = config.data.custom_cls, "data.custom_cls.path"
+    if custom.path is not None:
+        _check_call(key, _load(key, custom.path, custom.name), DATASET_ARGUMENTS)
+
+
+def _sampler(config: PPOConfig) -> None:
+    sampler, key = config.data.sampler, "data.sampler.class_path"
+    if sampler.class_path is not None:
+        _check_call(key, _load(key, sampler.class_path, sampler.class_name), SAMPLER_ARGUMENTS)
+
+
+def _load(key: str, reference: str, name: str | None = None) -> Any:
+    try:
+        return load_object(reference, name)
+    except (ValueError, ImportError) as error:
+        raise ValueError(f"{key}={reference}: {error}") from error
+
+
+def _check_call(key: str, function: Any, arguments: tuple[str, ...]) -> None:
+    if not callable(function):
+        raise ValueError(f"{key}: {function!r} is not a function or class")
+    try:
+        check_signature(function, arguments)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
+
+
+def _positions(config: PPOConfig) -> None:
+    """A sequence must fit the model's positions, as vLLM requires; frequencies that are scaled count with their factor."""
+    model = config.actor_rollout_ref.model
+    file = Path(model.path).expanduser() / "config.json"
+    if not file.is_file():
+        return
+    try:
+        settings = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return  # loading it gives the message
+    limit = _max_positions({**settings, **(settings.get("text_config") or {}), **model.override_config})
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if limit is not None and longest > limit:
+        raise ValueError(
+            f"data.max_prompt_length={config.data.max_prompt_length} + data.max_response_length="
+            f"{config.data.max_response_length} is {longest} tokens, but the model has {limit} positions "
+            f"(max_position_embeddings in {file}): lower one of them, or, if the model can extrapolate, set "
+            f"+actor_rollout_ref.model.override_config.max_position_embeddings={longest}"
+        )
+
+
+def _max_positions(settings: dict[str, Any]) -> int | None:
+    limit = settings.get("max_position_embeddings")
+    if not isinstance(limit, int):
+        return None
+    scaling = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    original, factor = scaling.get("original_max_position_embeddings"), scaling.get("factor")
+    scaled = original * factor if isinstance(original, int) and isinstance(factor, int | float) else 0
+    return max(limit, int(scaled))
+
+
+def _folders(config: PPOConfig) -> None:
+    trainer = config.trainer
+    for key in ("default_local_dir", "rollout_data_dir", "validation_data_dir"):
+        if (folder := getattr(trainer, key)) is not None:
+            _check_writable(Path(folder).expanduser(), f"trainer.{key}")
+    root = Path(trainer.default_local_dir).expanduser()
+    if not root.is_dir():
+        return
+    with RunLock(root):
+        pass
+    newest = CheckpointStore(root).newest()
+    if trainer.resume_mode == "auto" and newest is not None:
+        check_same_experiment(root, config, saved_config(newest))
+    if trainer.resume_mode == "resume_path" and trainer.resume_from_path:
+        read_manifest(Path(trainer.resume_from_path).expanduser())
+
+
+def _check_writable(folder: Path, key: str) -> None:
+    """ValueError if the folder cannot be written to; leaves no folder that did not exist."""
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        ensure_writable(folder, key)
+    finally:
+        with suppress(OSError):  # not empty: another run has begun there
+            for path in created:
+                path.rmdir()
+
+
+def _machine(config: PPOConfig) -> Iterator[str]:
+    cores = os.cpu_count() or 1
+    counts = {"data.dataloader_num_workers": config.data.dataloader_num_workers}
+    counts["reward_model.reward_kwargs.num_workers"] = config.reward_model.reward_kwargs.get("num_workers", 0)
+    if controller_of(config) == "ray" and config.trainer.device == "cpu":
+        counts["trainer.n_gpus_per_node"] = num_workers(config) // config.trainer.nnodes
+    for key, count in counts.items():
+        if isinstance(count, int) and count > cores:
+            yield f"{key}={count}: this machine has {cores} cores, so more than {cores} processes only slow each other down"
+
+
+CHECKS: tuple[Callable[[PPOConfig], None], ...] = (
+    *(_reward_function, _policy_loss, _dataset, _sampler),
+    *(_positions, _trackers, _folders),
+)
+"""Folders come last: the rest leaves no trace."""
