@@ -2,9 +2,10 @@
 
 terminal:  step 12/100 | reward 0.41 | ...      <- scrolls, one line per step
            training ━━━━╺━━━━━ 12/100  0:03:10, 23 min 10 s left
+           generate 312/1024 sequences, 12 s
            reward 0.41 ▁▂▃▅▇ | length 83 | ...
 
-otherwise: only the lines, as plain text without escape codes
+otherwise: only the lines, as plain text without escape codes; `ProgressLog` logs phases that take long
 """
 
 import atexit
@@ -30,6 +31,7 @@ from lockstep.observability.step_line import (
     step_parts,
     validation_parts,
 )
+from lockstep.utils.progress import describe, show_live
 
 STEPS_AVERAGED = 20
 STEPS_DRAWN = 40
@@ -139,6 +141,7 @@ class LiveDisplay:
         self._task = self._progress.add_task("", total=total, completed=start, count=self._count(start), left="")
         self._live = Live(console=console, refresh_per_second=2, get_renderable=self._render)
         self._live.start(refresh=True)
+        show_live(True)
 
     def update(self, data: Metrics, step: int, parts: list[str], validation: list[str], left: float | None) -> None:
         if parts:
@@ -155,9 +158,11 @@ class LiveDisplay:
         self._live.refresh()
 
     def stop(self) -> None:
+        if self._live.is_started:
+            show_live(False)
         self._live.stop()
 
     def _render(self) -> Group:
-        if not self._validation.plain:
-            return Group(self._progress, self._numbers)
-        return Group(self._progress, self._numbers, self._validation)
+        phases, seconds = describe()
+        doing = Text(f"{phases}, {format_seconds(seconds)}", style="cyan", overflow="ellipsis", no_wrap=True)
+        return Group(self._progress, *([doing] if phases else []), *filter(None, (self._numbers, self._validation)))

@@ -86,12 +86,12 @@ def _external_scorers(function: Callable[..., Any]) -> list[Callable[..., Any]]:
 
 
 def _call_inline(function: Callable[..., Any], rows: list[Arguments]) -> list[Outcome]:
-    monitor = CallMonitor(function_name(function), len(rows), None)
+    monitor = CallMonitor(function_name(function), rows, None)
     outcomes = []
     for row in rows:
+        monitor.report(time.monotonic())
         outcomes.append(_attempt(function, row))
         monitor.finished()
-        monitor.report(None)
     return outcomes
 
 
@@ -109,7 +109,7 @@ def _exit_error(error: SystemExit) -> RuntimeError:
 
 
 def _call_in_thread(function: Callable[..., Any], timeout_s: float, rows: list[Arguments]) -> list[Outcome]:
-    monitor = CallMonitor(function_name(function), len(rows), timeout_s)
+    monitor = CallMonitor(function_name(function), rows, timeout_s)
     outcomes: list[Outcome] = []
     while len(outcomes) < len(rows):
         done: queue.Queue[Outcome] = queue.Queue()
@@ -119,8 +119,9 @@ def _call_in_thread(function: Callable[..., Any], timeout_s: float, rows: list[A
         thread.start()
         for _ in rest:
             began = time.monotonic()
+            monitor.report(began)
             try:
-                outcomes.append(_next_outcome(done, began + timeout_s, monitor))
+                outcomes.append(done.get(timeout=timeout_s))
                 monitor.finished()
             except queue.Empty:
                 number = len(outcomes)
@@ -132,18 +133,6 @@ def _call_in_thread(function: Callable[..., Any], timeout_s: float, rows: list[A
                 )
                 break
     return outcomes
-
-
-def _next_outcome(done: "queue.Queue[Outcome]", deadline: float, monitor: CallMonitor) -> Outcome:
-    began = time.monotonic()
-    while True:
-        until = min(deadline, monitor.report_at)
-        try:
-            return done.get(timeout=max(0.0, until - time.monotonic()))
-        except queue.Empty:
-            if until == deadline:
-                raise
-            monitor.report(began)
 
 
 def _attempt_all(function: Callable[..., Any], rows: list[Arguments], done: "queue.Queue[Outcome]") -> None:
@@ -192,7 +181,7 @@ class _ConcurrentCalls:
         self.timeout_s = timeout_s
         self.max_concurrency = max_concurrency
         self.rows = rows
-        self.monitor = CallMonitor(function_name(function), len(rows), timeout_s)
+        self.monitor = CallMonitor(function_name(function), rows, timeout_s)
         self.outcomes: list[Outcome] = [None] * len(rows)
         self.began: dict[int, float] = {}  # of the running calls
         self.loop_seen = time.monotonic()

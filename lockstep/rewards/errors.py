@@ -10,7 +10,7 @@ class WorkerStartError(RewardError):
 
 
 class RewardHangError(RewardError):
-    """Every call times out; scoring the batch would take rows x `reward_model.timeout_s`."""
+    """Every call times out, or too many do; scoring the batch would take rows x `reward_model.timeout_s`."""
 
 
 class RewardTimeoutError(RuntimeError):

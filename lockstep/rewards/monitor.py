@@ -1,22 +1,27 @@
-"""Follows the calls of one batch: logs progress and the first time-out, and stops the run if every call times out."""
+"""Follows the calls of one batch: reports progress, logs the first time-out, and stops the run after too many."""
 
 import logging
 import os
 import re
 import sysconfig
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from traceback import FrameSummary, extract_tb
+from typing import Any
 
 from lockstep.rewards.errors import RewardHangError, RewardTimeoutError
+from lockstep.utils.progress import count
 
 logger = logging.getLogger(__name__)
 
-REPORT_INTERVAL_S = 30.0
 MAX_HANGS = 3
 """Times that all calls time out, with no other one ending meanwhile, after which the run stops."""
+MAX_TIMEOUTS = 10
+"""Time-outs of one batch, of whatever rows, after which the run stops."""
 NUM_USER_FRAMES = 3
+NUM_CHARS = 60
+"""Characters of a response in a message."""
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 _CALLERS = tuple(os.path.join("lockstep", "rewards", name) for name in ("calls.py", "worker.py"))
@@ -26,20 +31,20 @@ _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+),? in (?P<name>.
 class CallMonitor:
     """
     function:  name of the reward function, for messages.
-    num_rows:  rows of the batch.
+    rows:      arguments of each call.
     timeout_s: `reward_model.timeout_s`.
     """
 
-    def __init__(self, function: str, num_rows: int, timeout_s: float | None) -> None:
+    def __init__(self, function: str, rows: Sequence[Mapping[str, Any]], timeout_s: float | None) -> None:
         self.function = function
-        self.num_rows = num_rows
+        self.rows = rows
+        self.num_rows = len(rows)
         self.timeout_s = timeout_s
         self.num_done = 0
-        self.report_at = time.monotonic() + REPORT_INTERVAL_S
         self._last_end = 0.0
         self._last_hang = 0.0
         self._num_hangs = 0
-        self._warned = False
+        self._num_timeouts = 0
 
     def finished(self, count: int = 1) -> None:
         """`count` calls returned or raised."""
@@ -48,35 +53,49 @@ class CallMonitor:
         self._num_hangs = 0
 
     def timed_out(self, row: int, began: float, num_waiting: int, where: str) -> RewardTimeoutError:
-        """The outcome of a call that began at `began`; raises RewardHangError if every call times out and rows are waiting.
+        """The outcome of a call that began at `began`.
 
-        Time-outs during which another call ended do not count: the function hangs on some rows only.
+        Raises RewardHangError if rows are waiting, and every call times out or the batch has had MAX_TIMEOUTS. Time-outs during
+        which another call ended count only for the latter: the function hangs on some rows only.
         """
         assert self.timeout_s is not None
         self.num_done += 1
+        self._num_timeouts += 1
+        at = f"at {where or 'an unknown place'}; {num_waiting} of {self.num_rows} rows were waiting"
+        fix = f"Sample: {self._sample(row)}. Fix the function, or set reward_model.timeout_s"
         if began >= max(self._last_end, self._last_hang):  # calls that hang at the same time count once
             self._num_hangs += 1
             self._last_hang = time.monotonic()
         if self._num_hangs >= MAX_HANGS and num_waiting:
             raise RewardHangError(
                 f"the reward function {self.function} hangs: {self._num_hangs} times in a row, every call took longer than "
-                f"reward_model.timeout_s={self.timeout_s:g}, the last one at {where or 'an unknown place'}; "
-                f"{num_waiting} of {self.num_rows} rows were waiting. Fix the function, or raise reward_model.timeout_s"
+                f"reward_model.timeout_s={self.timeout_s:g}, the last one {at}. {fix}"
+            )
+        if self._num_timeouts >= MAX_TIMEOUTS and num_waiting:
+            raise RewardHangError(
+                f"the reward function {self.function} hangs on too many samples: {self._num_timeouts} calls of this batch took "
+                f"longer than reward_model.timeout_s={self.timeout_s:g}, the last one {at}. {fix}"
             )
         error = RewardTimeoutError(self.timeout_s, where)
-        if not self._warned:
-            logger.warning("row %d of %d, %s: %s", row, self.num_rows, self.function, error)
-            self._warned = True
+        if self._num_timeouts == 1:
+            logger.warning("%s, %s: %s", self._sample(row), self.function, error)
         return error
 
+    def _sample(self, row: int) -> str:
+        """Row number and, as far as they are known, data source, index and the beginning of the response."""
+        arguments = self.rows[row]
+        parts = [f"row {row} of {self.num_rows}"]
+        if "data_source" in arguments:
+            parts.append(f"data_source {arguments['data_source']!r}")
+        if (index := (arguments.get("extra_info") or {}).get("index")) is not None:
+            parts.append(f"extra_info.index {index}")
+        if response := arguments.get("solution_str"):
+            parts.append(f"response {response[:NUM_CHARS]!r}{'…' if len(response) > NUM_CHARS else ''}")
+        return ", ".join(parts)
+
     def report(self, oldest_began: float | None) -> None:
-        """Log the progress if it is due; oldest_began: when the longest running call began."""
-        now = time.monotonic()
-        if now < self.report_at:
-            return
-        self.report_at = now + REPORT_INTERVAL_S
-        running = "" if oldest_began is None else f", one call running for {now - oldest_began:.0f} s"
-        logger.info("rewards %d/%d%s", self.num_done, self.num_rows, running)
+        """oldest_began: when the longest running call began."""
+        count(self.num_done, self.num_rows, call_began=oldest_began)
 
 
 def place(frames: Iterable[FrameSummary]) -> str:

@@ -83,12 +83,13 @@ class WorkerPool:
         with self._lock:
             for worker in [worker for worker in self._workers if worker.process.poll() is not None]:
                 self._kill(worker)  # killed from outside while idle
-            batch = _Batch(rows, CallMonitor(self.task.function, len(rows), self.timeout_s))
+            batch = _Batch(rows, CallMonitor(self.task.function, rows, self.timeout_s))
             self._grow_at = time.monotonic() + GROW_S
             try:
                 while batch.monitor.num_done < len(rows):
                     self._start_workers(batch)
                     self._send(batch)
+                    batch.monitor.report(min((worker.began for worker in self._workers if worker.rows), default=None))
                     self._receive(batch)
                     self._check_time(batch)
             except BaseException:
@@ -154,12 +155,13 @@ class WorkerPool:
             except EOFError:
                 self._on_death(worker, batch)
 
-    def _time_to_wait(self, batch: "_Batch") -> float:
-        times = [batch.monitor.report_at]
-        times += [self._deadline(worker) for worker in self._workers]
+    def _time_to_wait(self, batch: "_Batch") -> float | None:
+        """Seconds to the next deadline; None without one."""
+        times = [self._deadline(worker) for worker in self._workers]
         if self._may_grow(batch):
             times.append(self._grow_at)
-        return max(0.0, min(times) - time.monotonic())
+        first = min(times, default=0.0)
+        return None if first == float("inf") else max(0.0, first - time.monotonic())
 
     def _deadline(self, worker: WorkerProcess) -> float:
         if not worker.is_ready:
@@ -186,7 +188,6 @@ class WorkerPool:
                 raise self._start_error(f"it took longer than {START_TIMEOUT_S:g} s, at {place or 'its start'}")
             self._kill(worker)
             batch.time_out(worker, place)
-        batch.monitor.report(min((worker.began for worker in self._workers if worker.rows), default=None))
 
     def _on_death(self, worker: WorkerProcess, batch: "_Batch") -> None:
         how = self._kill(worker)

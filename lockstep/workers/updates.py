@@ -1,6 +1,7 @@
 """The mini-batches of an update, as laid out by the controller, and metrics over them."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 from tensordict import TensorDict
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from lockstep.engines.train.base import MicroBatching
 from lockstep.protocol import DataProto
+from lockstep.utils.progress import phase
 
 
 def micro_batching(num_rows: int | None, use_dynamic_bsz: bool, max_tokens: int) -> MicroBatching:
@@ -19,10 +21,12 @@ def mini_batches(
 ) -> Iterator[tuple[TensorDict, dict[str, Any]]]:
     """This rank's rows of each mini-batch, and the counts over all ranks that normalize its loss."""
     number, all_counts = data.tensors["mini_batch"], data.meta_info["mini_batches"]
-    for _ in range(data.meta_info["num_repeats"]):
-        for i, counts in enumerate(all_counts):
-            rows = data.tensors if len(all_counts) == 1 else data.tensors[number == i]
-            yield rows, {"dp_size": 1, **counts, "loss_scale_factor": loss_scale_factor}
+    num_steps = data.meta_info["num_repeats"] * len(all_counts)
+    for step in range(num_steps):
+        i = step % len(all_counts)
+        rows = data.tensors if len(all_counts) == 1 else data.tensors[number == i]
+        with phase(f"mini-batch {step + 1} of {num_steps}:") if num_steps > 1 else nullcontext():
+            yield rows, {"dp_size": 1, **all_counts[i], "loss_scale_factor": loss_scale_factor}
 
 
 def token_share(mask: Tensor, info: dict[str, Any]) -> Tensor:

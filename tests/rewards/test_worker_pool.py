@@ -21,6 +21,7 @@ from lockstep.rewards.calls import default_num_workers, make_caller
 from lockstep.rewards.errors import RewardError, RewardHangError, RewardTimeoutError, WorkerDiedError, WorkerStartError
 from lockstep.rewards.worker_pool import WorkerPool
 from lockstep.rewards.worker_process import WorkerTask
+from lockstep.utils import progress
 
 SOURCE = """
 import multiprocessing, os, pathlib, signal, subprocess, sys, time
@@ -349,6 +350,19 @@ def test_rows_that_hang_while_others_end_do_not_stop_the_run(make: Any) -> None:
     assert [isinstance(outcome, RewardTimeoutError) for outcome in outcomes] == [text == "hang" for text in texts]
 
 
+def test_too_many_time_outs_stop_the_run(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor, "MAX_TIMEOUTS", 3)
+    texts = ["a" if number % 3 else "hang" for number in range(60)]
+    with pytest.raises(RewardHangError, match=r"too many samples: 3 calls.*timeout_s=0\.4.*Sample: row \d+ of 60"):
+        make(timeout_s=0.4, num_workers=2)(rows(*texts))
+
+
+def test_a_time_out_names_its_sample() -> None:
+    row = {"data_source": "mine", "solution_str": "x" * 70, "ground_truth": "1", "extra_info": {"index": 7}}
+    calls = monitor.CallMonitor("judge.py:score", [row], 1.0)
+    assert calls._sample(0) == f"row 0 of 1, data_source 'mine', extra_info.index 7, response '{'x' * 60}'…"
+
+
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_prompt_whose_samples_all_hang_does_not_stop_the_run(make: Any, num_workers: int) -> None:
     texts = [*["a"] * 4, *["hang"] * 4, *["b"] * 4, *["c"] * 4]
@@ -356,16 +370,18 @@ def test_a_prompt_whose_samples_all_hang_does_not_stop_the_run(make: Any, num_wo
     assert [isinstance(outcome, RewardTimeoutError) for outcome in outcomes] == [text == "hang" for text in texts]
 
 
-def test_progress_is_logged(folder: Path, make: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    monkeypatch.setattr(monitor, "REPORT_INTERVAL_S", 0.3)
-    caplog.set_level(logging.INFO)
+def test_progress_is_reported(folder: Path, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "LONG_CALL_S", 0.1)
+    seen: list[str] = []
 
     def go() -> None:
-        wait_until(lambda: "rewards 2/3" in caplog.text)
+        wait_until(lambda: "rewards 2/3, one call running" in progress.describe()[0])
+        seen.append(progress.describe()[0])
         (folder / "go").touch()
 
-    while_calling(make(), ["a", "b", "wait-"], go)
-    assert re.search(r"rewards 2/3, one call running for \d s", caplog.text)
+    with progress.phase("rewards"):
+        while_calling(make(), ["a", "b", "wait-"], go)
+    assert re.fullmatch(r"rewards 2/3, one call running for \d s", seen[0])
 
 
 def test_number_of_workers_does_not_change_the_outcomes(make: Any) -> None:

@@ -37,6 +37,7 @@ from lockstep.engines.rollout.base import (
 from lockstep.engines.rollout.embedded.sampler import SamplingBatch, sample, uniform
 from lockstep.models.attention import ATTENTION_NAME
 from lockstep.models.model_check import transformers_forward
+from lockstep.utils.progress import count
 
 
 @ROLLOUT_ENGINES.register("hf")
@@ -82,8 +83,11 @@ class HFEngine(RolloutEngine):
 
     def _run(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         size = self.config.max_num_seqs
-        batches = [requests[first : first + size] for first in range(0, len(requests), size)]
-        return [completion for batch in batches for completion in self._generate_batch(batch)]
+        completions: list[Completion] = []
+        for first in range(0, len(requests), size):
+            completions += self._generate_batch(requests[first : first + size])
+            count(len(completions), len(requests), "sequences")
+        return completions
 
     def _generate_batch(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         model = self._bound

@@ -40,6 +40,7 @@ from lockstep.protocol.columns import tensors_of
 from lockstep.utils.device import HostCopy, to_device
 from lockstep.utils.distributed import current_rank, current_world_size, get_mesh
 from lockstep.utils.host import use_threads_for
+from lockstep.utils.progress import count, phase
 from lockstep.utils.seqlen import agreed_runs
 
 
@@ -123,6 +124,7 @@ class FsdpEngine(TrainEngine):
             for rows in self._partitions(batch, micro):
                 order += rows
                 pieces.append(self.compute(self._rows(_taken(batch, rows)), **options))
+                count(len(order), len(batch), "sequences")
         sharding.reshard(self.model)
         back = torch.tensor(order).argsort()
         return {name: torch.cat([p[name] for p in pieces]).cpu()[back] for name in pieces[0]}
@@ -134,6 +136,7 @@ class FsdpEngine(TrainEngine):
         own: list[str] = []
         parts = self._partitions(batch, micro)
         for number, rows in enumerate(parts, start=1):
+            count(number, len(parts), "micro-batches")
             part = _taken(batch, rows)
             rows_on_device = self._rows(part)
             columns = self._loss_columns(part)  # before the forward: a copy after it would wait for its end
@@ -277,7 +280,7 @@ class FsdpEngine(TrainEngine):
         models = [self.compute] if self.compute is self.model else [self.model, self.compute]
         batch = check_batch(self.model.hf_config.get_text_config().vocab_size)
         for model, layout in product(models, layouts):
-            with refuse_errors(model.transformer), torch.no_grad():
+            with phase("check the model"), refuse_errors(model.transformer), torch.no_grad():
                 got = model(forward_rows(batch, self.device, layout))
                 with transformers_forward(model.transformer):
                     expected = model(forward_rows(batch, self.device, "rows"))

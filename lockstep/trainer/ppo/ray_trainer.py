@@ -68,6 +68,7 @@ from lockstep.trainer.run_config import (
 from lockstep.utils.audit import GapBound
 from lockstep.utils.decoding import decode_all
 from lockstep.utils.device import resolve_device
+from lockstep.utils.progress import phase
 from lockstep.utils.seqlen import log_seqlen_unbalance
 from lockstep.utils.state_file import load_state, save_state
 from lockstep.utils.timing import marked_timer
@@ -532,6 +533,10 @@ class PPOTrainer:
         return self.val_reward_fn is not None and self.val_dataset is not None
 
     def _validate(self) -> dict[str, float]:
+        with phase("validation"):
+            return self._validation_metrics()
+
+    def _validation_metrics(self) -> dict[str, float]:
         assert self.val_reward_fn is not None and self.val_dataset is not None
         data, val_reward_fn = self.config.data, self.val_reward_fn
         loader = create_dataloader(

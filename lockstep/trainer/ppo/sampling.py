@@ -16,6 +16,7 @@ from lockstep.algorithms.filtering import keep_informative_groups
 from lockstep.config.ppo import PPOConfig
 from lockstep.protocol import DataProto, object_array
 from lockstep.trainer.ppo.metrics import is_numeric
+from lockstep.utils.progress import phase
 from lockstep.utils.timing import marked_timer
 
 logger = logging.getLogger(__name__)
@@ -104,13 +105,16 @@ class Sampling:
         )
         batch.meta_info |= {"validate": validate, "greedy": greedy, "global_steps": step}
         inputs = batch.select(["sampling_seed"], ["raw_prompt_ids"])
-        return batch.union(self.rollout_wg.generate_sequences(inputs))
+        with phase("generate"):
+            return batch.union(self.rollout_wg.generate_sequences(inputs))
 
     def score(self, batch: DataProto, reward_fn: RewardFn) -> DataProto:
         """Write `token_level_scores` and the extra columns of the reward function."""
         if self.rm_wg is not None:
-            batch = batch.union(self.rm_wg.compute_rm_score(batch).get())
-        result = reward_fn(batch, return_dict=True)
+            with phase("reward model"):
+                batch = batch.union(self.rm_wg.compute_rm_score(batch).get())
+        with phase("rewards"):
+            result = reward_fn(batch, return_dict=True)
         extra = {name: _fill_failed(values, result) for name, values in result["reward_extra_info"].items()}
         batch.tensors["token_level_scores"] = result["reward_tensor"]
         batch.non_tensor_batch |= {name: object_array(values) for name, values in extra.items()}

@@ -29,6 +29,7 @@ from lockstep.engines.rollout.embedded.block_manager import BlockManager
 from lockstep.engines.rollout.embedded.model_runner import ModelRunner
 from lockstep.engines.rollout.embedded.scheduler import Scheduler
 from lockstep.engines.rollout.embedded.step_loop import StepLoop
+from lockstep.utils.progress import count, phase
 
 logger = logging.getLogger(__name__)
 
@@ -132,14 +133,17 @@ class EmbeddedEngine(RolloutEngine):
         if self.num_blocks is not None:
             max_length = min(max_length, self.num_blocks * block_size)
         path, advice = "the embedded rollout", "Use actor_rollout_ref.rollout.name=hf for this model."
-        check_against_transformers(self._run, model, max_length, block_size, path=path, advice=advice)
+        with phase("check the model"):
+            check_against_transformers(self._run, model, max_length, block_size, path=path, advice=advice)
         self._model_is_checked = True
 
     def _run(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         batch = [self._sequence(request) for request in requests]
         self._add(batch)
+        num_done = 0
         while self.scheduler.has_unfinished:
-            self._bound[1].step()
+            num_done += len(self._bound[1].step())
+            count(num_done, len(batch), "sequences")
         return [sequence.completion() for sequence in batch]
 
     def _add(self, batch: Sequence[sequences.Sequence]) -> None:

@@ -1,0 +1,107 @@
+"""What this process is doing now: nested phases with counts, shown by the live display, or logged if a phase takes long.
+
+    with phase("generate"):                 generate
+        count(312, 1024, "sequences")       generate 312/1024 sequences
+    with phase("rewards"):
+        count(12, 256, call_began=...)      rewards 12/256, one call running for 30 s
+
+Reporting is a few assignments, so that inner loops can afford it; another thread may read between two of them.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+logger = logging.getLogger(__name__)
+
+REPORT_INTERVAL_S = 30.0
+"""A phase that takes longer is logged, and again after each such interval."""
+LONG_CALL_S = 5.0
+"""A single call that runs for longer is mentioned."""
+
+
+@dataclass(eq=False)
+class Phase:
+    """call_began: when the call that has been running for longest began."""
+
+    name: str
+    began: float = field(default_factory=time.monotonic)
+    done: int = 0
+    total: int | None = None
+    unit: str = ""
+    call_began: float | None = None
+
+    def __str__(self) -> str:
+        text = self.name if self.total is None else f"{self.name} {self.done}/{self.total} {self.unit}".rstrip()
+        running_s = 0.0 if self.call_began is None else time.monotonic() - self.call_began
+        return f"{text}, one call running for {running_s:.0f} s" if running_s >= LONG_CALL_S else text
+
+
+_phases: list[Phase] = []
+"""Outermost first."""
+
+_num_displays = 0
+"""Live displays that show the phases; while there is one, nothing is logged."""
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """The block is a phase of the process, within the current one if there is one."""
+    entered = Phase(name)
+    _phases.append(entered)
+    try:
+        yield
+    finally:
+        if entered in _phases:
+            del _phases[_phases.index(entered) :]
+
+
+def count(done: int, total: int, unit: str = "", call_began: float | None = None) -> None:
+    """How far the current phase is; no-op outside of one."""
+    if _phases:
+        current = _phases[-1]
+        current.done, current.total, current.unit, current.call_began = done, total, unit, call_began
+
+
+def describe() -> tuple[str, float]:
+    """All phases in one line, and the seconds since the outermost began; empty and 0 if there is none."""
+    phases = list(_phases)
+    return ", ".join(map(str, phases)), time.monotonic() - phases[0].began if phases else 0.0
+
+
+def show_live(is_shown: bool) -> None:
+    """A display that shows `describe` begins, or ends."""
+    global _num_displays
+    _num_displays += 1 if is_shown else -1
+
+
+class ProgressLog:
+    """While it is entered, logs every phase that takes longer than `interval_s`, again after each such interval."""
+
+    def __init__(self, interval_s: float | None = None) -> None:
+        self._interval_s = REPORT_INTERVAL_S if interval_s is None else interval_s
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
+
+    def __enter__(self) -> "ProgressLog":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        logged, logged_at = None, 0.0
+        while not self._ended.wait(min(1.0, self._interval_s / 4)):
+            outermost = next(iter(_phases), None)
+            if outermost is None or _num_displays:
+                continue
+            now = time.monotonic()
+            if now - (logged_at if outermost is logged else outermost.began) >= self._interval_s:
+                logged, logged_at = outermost, now
+                text, seconds = describe()
+                logger.info("%s, %.0f s so far", text, seconds)
