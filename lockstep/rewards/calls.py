@@ -3,7 +3,8 @@
 How a function is called (`make_caller`):
 
     coroutine function             concurrently in one event loop, each call limited to `timeout_s`
-    no timeout, or built in        inline, one row after another: the built-in scorers have their own time limits
+    built in                       inline, or in threads if that takes long: the built-in scorers have their own time limits
+    no timeout                     inline, one row after another
     importable by name             in worker processes, each killed and replaced if a call hangs or crashes
     anything else (lambda, class)  in a thread, which is abandoned if a call hangs
 """
@@ -18,6 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -35,6 +37,8 @@ Caller = Callable[[list[Arguments]], list[Outcome]]
 
 THREAD_GRACE_S = 5.0
 LOOP_CHECK_S = 0.1
+INLINE_S = 0.25
+"""How long built-in scorers are called one after another."""
 MAX_DEFAULT_WORKERS = 16
 
 
@@ -47,15 +51,18 @@ def make_caller(
 ) -> Caller:
     """Choose how to call `function`.
 
-    num_workers:    most worker processes; None is the number of cores, at most 16.
+    num_workers:    most worker processes or threads; None is the number of cores, at most 16.
     always_workers: require worker processes.
     """
     if timeout_s is not None and timeout_s <= 0:
         raise ValueError(f"reward_model.timeout_s={timeout_s:g}: must be above 0, or null for no limit")
+    num_workers = default_num_workers() if num_workers is None else num_workers
+    if num_workers < 1:
+        raise ValueError(f"reward_model.reward_kwargs.num_workers={num_workers}: must be at least 1")
     if always_workers or not (is_async(function) or timeout_s is None or _has_own_limit(function)):
         task = worker_task(function, _external_scorers(function))
         if task is not None:
-            return WorkerPool(task, default_num_workers() if num_workers is None else num_workers, timeout_s)
+            return WorkerPool(task, num_workers, timeout_s)
         if always_workers:
             raise ValueError(
                 f"the reward function {function_name(function)} cannot be called in another process: define it at the top "
@@ -63,7 +70,9 @@ def make_caller(
             )
     if is_async(function):
         return partial(_call_concurrently, function, timeout_s, max_concurrency)
-    if timeout_s is None or _has_own_limit(function):
+    if _has_own_limit(function):
+        return partial(_call_built_in, function, num_workers)
+    if timeout_s is None:
         return partial(_call_inline, function)
     return partial(_call_in_thread, function, timeout_s)
 
@@ -92,6 +101,23 @@ def _call_inline(function: Callable[..., Any], rows: list[Arguments]) -> list[Ou
         monitor.report(time.monotonic())
         outcomes.append(_attempt(function, row))
         monitor.finished()
+    return outcomes
+
+
+def _call_built_in(function: Callable[..., Any], num_workers: int, rows: list[Arguments]) -> list[Outcome]:
+    """One row after another; after INLINE_S the rest in threads, since slow scorers wait for programs and graders elsewhere."""
+    monitor = CallMonitor(function_name(function), rows, None)
+    outcomes: list[Outcome] = []
+    end = time.monotonic() + INLINE_S
+    while len(outcomes) < len(rows) and (num_workers == 1 or time.monotonic() < end):
+        monitor.report(time.monotonic())
+        outcomes.append(_attempt(function, rows[len(outcomes)]))
+        monitor.finished()
+    with ThreadPoolExecutor(num_workers, thread_name_prefix="rewards") as threads:
+        for outcome in threads.map(partial(_attempt, function), rows[len(outcomes) :]):
+            outcomes.append(outcome)
+            monitor.finished()
+            monitor.report(time.monotonic())
     return outcomes
 
 

@@ -66,8 +66,6 @@ class WorkerPool:
     """
 
     def __init__(self, task: WorkerTask, num_workers: int, timeout_s: float | None) -> None:
-        if num_workers < 1:
-            raise ValueError(f"reward_model.reward_kwargs.num_workers={num_workers}: must be at least 1")
         self.task = task
         self.num_workers = num_workers
         self.timeout_s = timeout_s

@@ -228,3 +228,17 @@ def test_limits_must_be_positive() -> None:
         make_caller(len, timeout_s=0)
     with pytest.raises(ValueError, match=r"num_workers=0: must be at least 1"):
         make_caller(load_object, timeout_s=1.0, num_workers=0)
+
+
+def test_slow_built_in_scorers_run_concurrently() -> None:
+    def judge(text: str) -> int:
+        if text != "fast":
+            time.sleep(0.3)
+        return len(text)
+
+    texts = ["fast"] * 20 + ["slow" * number for number in range(8)]
+    begun = time.monotonic()
+    assert calls._call_built_in(judge, 8, rows(*texts)) == [len(text) for text in texts]
+    assert time.monotonic() - begun < 1.8  # one after another: 2.4 s
+    caller = make_caller(default_compute_score, timeout_s=300.0)
+    assert isinstance(caller, partial) and caller.func is calls._call_built_in and caller.args[1] >= 1

@@ -6,7 +6,7 @@ import os
 import random
 import sys
 import traceback
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Iterable, Sized
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
@@ -39,6 +39,7 @@ from lockstep.trainer.interrupt import Interrupt
 from lockstep.trainer.ppo.ray_trainer import PPOTrainer
 from lockstep.trainer.run_config import check_same_experiment
 from lockstep.utils.device import resolve_device
+from lockstep.utils.progress import ProgressLog, phase
 from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
 from lockstep.workers.critic import CriticWorker
 from lockstep.workers.reward_model import RewardModelWorker
@@ -110,6 +111,7 @@ class TaskRunner:
             custom_chat_template=model.custom_chat_template,
             key=key,
         )
+        logger.info("reading data: %s", ", ".join(map(str, [*data.train_files, *data.val_files])))
         val_dataset = None
         if data.val_files:
             val_dataset = create_rl_dataset(data.val_files, tokenizer, data, data.val_max_samples, use="val")
@@ -143,6 +145,10 @@ class TaskRunner:
         `trainer.max_restarts` times, from the run's last checkpoint.
         interrupt: records stop requests, if signals do not reach this process.
         """
+        with ProgressLog():
+            return self._run(config, interrupt)
+
+    def _run(self, config: PPOConfig, interrupt: Interrupt | None) -> int:
         restarts = config.trainer.max_restarts
         for left in range(restarts, -1, -1):
             try:
@@ -193,15 +199,18 @@ class TaskRunner:
         _seed_everything(config.trainer.seed)
         with ExitStack() as closing:
             try:
-                trainer = self.build(config)
+                with phase("read the data"):
+                    trainer = self.build(config)
                 closing.callback(self._close, trainer)
                 if self.last_checkpoint is None and _is_finished(trainer):
                     total = trainer.total_training_steps
                     logger.info("nothing to do: the run is already at step %d of %d", total, total)
                     return 0
-                logger.info("loading models: %s", ", ".join(str(role) for role in self.role_worker_mapping))
-                trainer.init_workers()
-                trainer.start(self.last_checkpoint)  # set if this is a restart
+                logger.info("loading models: %s", _models(config, self.role_worker_mapping))
+                with phase("load models"):
+                    trainer.init_workers()
+                with phase("start the run"):
+                    trainer.start(self.last_checkpoint)  # set if this is a restart
             except ValueError as error:
                 if os.environ.get("LOCKSTEP_DEBUG"):
                     raise
@@ -231,6 +240,21 @@ class TaskRunner:
             device = "cuda" if has_gpus() else "cpu"
         self.device = device
         return device, make_ray_backend(use_gpu=device == "cuda", wait_s=self.wait_s, started=self.started)
+
+
+def _models(config: PPOConfig, roles: Iterable[Role]) -> str:
+    """Each role's model and, of a local folder, the size of its weights."""
+    paths = {Role.Critic: config.critic.model.path, Role.RewardModel: config.reward_model.model.path}
+    by_path: dict[str, list[str]] = {}
+    for role in roles:
+        by_path.setdefault(paths.get(role, config.actor_rollout_ref.model.path), []).append(str(role))
+    return "; ".join(f"{path}{_size(Path(path).expanduser())} as {', '.join(names)}" for path, names in by_path.items())
+
+
+def _size(folder: Path) -> str:
+    num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
+    unit, name = (1e9, "GB") if num_bytes >= 1e9 else (1e6, "MB")
+    return f" ({num_bytes / unit:.3g} {name})" if num_bytes else ""
 
 
 def _is_finished(trainer: PPOTrainer) -> bool:
