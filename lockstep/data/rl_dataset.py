@@ -10,6 +10,7 @@ A row: `data_source`, `prompt` ([{role, content}, ...]), `reward_model` ({style,
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median_high
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -146,8 +147,8 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         self._encoded = {position: self._encoded[position] for position, _ in kept}
         if rows and not kept:
             raise ValueError(
-                f"every prompt is longer than data.max_prompt_length={longest} (the shortest: {min(lengths)} tokens); "
-                "nothing is left after data.filter_overlong_prompts"
+                f"every prompt is longer than data.max_prompt_length={longest} ({_length_range(lengths)}); nothing is left "
+                "after data.filter_overlong_prompts"
             )
         if len(kept) < len(rows):
             logger.info("dropped %d of %d prompts longer than %d tokens", len(rows) - len(kept), len(rows), longest)
@@ -155,14 +156,19 @@ class RLHFDataset(Dataset[dict[str, Any]]):
 
     def _refuse_overlong(self, rows: list[tuple[int, FileRow]]) -> None:
         longest = self.config.max_prompt_length
-        overlong = [(row, length) for (_, row), length in zip(rows, self._lengths(rows)) if length > longest]
+        lengths = self._lengths(rows)
+        overlong = [(row, length) for (_, row), length in zip(rows, lengths) if length > longest]
         if overlong:
             row, length = overlong[0]
             raise ValueError(
                 f"{row.location}: the prompt has {length} tokens, more than data.max_prompt_length={longest} "
-                f"({len(overlong)} of {len(rows)} prompts are too long). Raise data.max_prompt_length, set "
+                f"({len(overlong)} of {len(rows)} prompts are too long; {_length_range(lengths)}). Raise data.max_prompt_length, set "
                 "data.filter_overlong_prompts=true to drop them or data.truncation=left, right or middle to cut them"
             )
+
+
+def _length_range(lengths: list[int]) -> str:
+    return f"shortest {min(lengths)}, median {median_high(lengths)}, longest {max(lengths)} tokens"
 
 
 def check_row(row: FileRow, config: DataConfig) -> None:

@@ -57,7 +57,11 @@ def test_package_path(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "kwargs", "message"),
     [
-        ("old", {}, r"old\(solution_str, ground_truth\) .*cannot be called .*unexpected keyword argument 'data_source'"),
+        (
+            "old",
+            {},
+            r"old\(solution_str, ground_truth\) .*cannot be called .*unexpected keyword argument 'data_source'",
+        ),
         ("greedy", {}, r"missing a required argument: 'weight'.*custom_reward_function\.reward_kwargs"),
         ("compute_score", {"bonsu": 1}, r"unexpected keyword argument 'bonsu'"),
         ("compute_score", {"extra_info": {}}, r"reward_kwargs may not set extra_info: they come from the rows"),

@@ -48,7 +48,7 @@ from lockstep.single_controller import (
     WorkerGroup,
     create_colocated_worker_cls,
 )
-from lockstep.trainer.audit import IdleSteps, check_finite, check_policy_version, rollout_gap
+from lockstep.trainer.audit import CutResponses, IdleSteps, check_finite, check_policy_version, rollout_gap
 from lockstep.trainer.checkpoint import CheckpointStore, RunLock
 from lockstep.trainer.inputs import fetch_on_workers
 from lockstep.trainer.interrupt import Interrupt, StopRequested
@@ -141,7 +141,7 @@ class PPOTrainer:
         self.num_updates = 0
         self.loader_state: dict[str, Any] = {}
         """State of the data loader after the last complete step: the one that checkpoints save."""
-        self.idle_steps = IdleSteps()
+        self.idle_steps, self.cut_responses = IdleSteps(), CutResponses(tokenizer.all_special_ids)
         compute_dtype = resolve_dtype(config.actor_rollout_ref.actor.fsdp_config.dtype, torch.device(self.device_name))
         self.gap_bound = GapBound(compute_dtype)
         self._groups: dict[str, WorkerGroup] = {}
@@ -371,6 +371,7 @@ class PPOTrainer:
         # 1. and 2. generate and reward
         batch, sampling_metrics = self.sampling.collect(prompts, step=self.global_steps, timing=timing)
         check_policy_version(batch, self.num_updates)
+        self.cut_responses.note(batch)
         metrics |= sampling_metrics | self._seqlen_metrics(batch)
 
         # 3. and 4. log-probs of policy and reference, and values; concurrent if their workers are separate
