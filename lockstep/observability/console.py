@@ -9,6 +9,7 @@ otherwise: only the lines, as plain text without escape codes; `ProgressLog` log
 """
 
 import atexit
+import logging
 import sys
 import time
 from collections import deque
@@ -37,6 +38,19 @@ STEPS_AVERAGED = 20
 STEPS_DRAWN = 40
 TABLE_ROWS_SHOWN = 5
 CELL_CHARS = 300
+
+
+class LogHandler(logging.Handler):
+    """Writes log records to the current stderr, which the live display replaces so that they appear above it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stderr.write(self.format(record) + "\n")
+            sys.stderr.flush()
+        except RecursionError:
+            raise
+        except Exception:  # noqa: BLE001 - as the handlers of logging do
+            self.handleError(record)
 
 
 class ConsoleTracker:
@@ -139,7 +153,12 @@ class LiveDisplay:
         total = run.total_steps
         self._count = (lambda step: f"{step}") if total is None else (lambda step: f"{step}/{total}")
         self._task = self._progress.add_task("", total=total, completed=start, count=self._count(start), left="")
-        self._live = Live(console=console, refresh_per_second=2, get_renderable=self._render)
+        self._live = Live(
+            console=console,
+            refresh_per_second=2,
+            get_renderable=self._render,
+            redirect_stderr=sys.stderr.isatty(),  # a log file keeps its lines
+        )
         self._live.start(refresh=True)
         show_live(True)
 

@@ -11,9 +11,11 @@ from lockstep.config.commandline import config_from_command_line
 from lockstep.config.placement import controller_of
 from lockstep.config.ppo import PPOConfig
 from lockstep.kernels.gpu_warmup import start_gpu_warmup
+from lockstep.observability.console import LogHandler
 from lockstep.trainer.inputs import fetch_inputs
 from lockstep.trainer.interrupt import stop_on_sigterm
 from lockstep.trainer.preflight import preflight
+from lockstep.utils.progress import ProgressLog, phase
 
 if TYPE_CHECKING:
     from lockstep.trainer.ppo.task_runner import TaskRunner
@@ -38,13 +40,14 @@ def run_ppo(config: PPOConfig, task_runner_class: "type[TaskRunner] | None" = No
         return run_on_ray(config, task_runner_class)
     logger.info("loading torch and transformers")
     start_gpu_warmup(config.trainer.device)
-    from lockstep.trainer.ppo.task_runner import TaskRunner
+    with ProgressLog(), phase("load torch and transformers"):
+        from lockstep.trainer.ppo.task_runner import TaskRunner
 
     return (task_runner_class or TaskRunner)().run(config)
 
 
 def main(argv: list[str] | None = None) -> int:
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", handlers=[LogHandler()])
     try:
         with stop_on_sigterm():
             config = config_from_command_line(argv, PPOConfig)

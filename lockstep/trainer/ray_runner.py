@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.config.placement import machines_of, needed_models, num_workers, pools_of
 from lockstep.config.ppo import PPOConfig
+from lockstep.observability.console import LogHandler
 from lockstep.trainer.interrupt import Interrupt, stop_on_sigterm
+from lockstep.utils.progress import ProgressLog, phase
 
 if TYPE_CHECKING:
     from lockstep.single_controller.ray_backend.console import DriverConsole
@@ -59,12 +61,17 @@ def run_on_ray(config: PPOConfig, task_runner_class: "type[TaskRunner] | None" =
     from lockstep.single_controller.ray_backend.cluster import disconnect
 
     setup, joined = config.ray_init, False
+    has_address = bool(setup.address or os.environ.get("RAY_ADDRESS"))
     try:
-        joined = _connect(config)
+        if not has_address and not _is_connected():
+            _check_one_machine(config)
+        with ProgressLog(), phase("connect to Ray"):
+            joined = _connect(config)
         with stop_on_sigterm():  # Ray has replaced the handler
-            if joined and not (setup.address or os.environ.get("RAY_ADDRESS")):
+            if joined and not has_address:
                 _check_this_machine(config)
             _check_machines(config)
+            logger.info("starting the controller process and %d workers", num_workers(config))
             return _run(config, task_runner_class)
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -100,15 +107,25 @@ def _connect(config: PPOConfig) -> bool:
         ) from error
 
 
-def _check_this_machine(config: PPOConfig) -> None:
-    """ValueError if the config cannot be meant for this machine alone."""
-    pools, cores = config.resource_pool_spec.values(), os.cpu_count() or 1
+def _is_connected() -> bool:
+    """Whether the program has joined a cluster before."""
+    return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
+
+
+def _check_one_machine(config: PPOConfig) -> None:
+    """ValueError if the config asks for more machines than this one; before Ray is started, which takes seconds."""
+    pools = config.resource_pool_spec.values()
     machines = max((len(pool) for pool in pools), default=config.trainer.nnodes)
     if machines > 1:
         raise ValueError(
             f"{'resource_pool_spec' if pools else 'trainer.nnodes'} asks for {machines} machines, but there is no cluster: set "
             "ray_init.address (or RAY_ADDRESS) to one started with `ray start`, or use one machine"
         )
+
+
+def _check_this_machine(config: PPOConfig) -> None:
+    """ValueError if this machine is too small for all workers."""
+    cores = os.cpu_count() or 1
     if num_workers(config) > MAX_WORKERS_PER_CORE * cores and not _on_gpus(config) and config.ray_init.num_cpus is None:
         raise ValueError(
             f"trainer.n_gpus_per_node asks for {num_workers(config)} workers, but this machine has no GPU and {cores} cores; use "
@@ -206,7 +223,7 @@ class _HeadWatch:
 def _log_format() -> tuple[int, logging.Formatter | None]:
     """Level and format of the console's log lines."""
     root = logging.getLogger()
-    on_console = [handler for handler in root.handlers if type(handler) is logging.StreamHandler]
+    on_console = [handler for handler in root.handlers if type(handler) in (logging.StreamHandler, LogHandler)]
     return root.level, on_console[0].formatter if on_console else None
 
 
@@ -244,7 +261,9 @@ class Runner:
         self._log_to_console(*log_format)
         try:
             started = {} if task_runner_class else _start_workers(config)
-            from lockstep.trainer.ppo.task_runner import TaskRunner
+            logger.info("loading torch and transformers")
+            with ProgressLog(), phase("load torch and transformers"):
+                from lockstep.trainer.ppo.task_runner import TaskRunner
 
             runner = (task_runner_class or TaskRunner)()
             runner.started = started
@@ -261,7 +280,7 @@ class Runner:
         root.handlers.clear()
         root.setLevel(level)
         if formatter is not None:
-            handler = logging.StreamHandler(sys.stderr)
+            handler = LogHandler()
             handler.setFormatter(formatter)
             root.addHandler(handler)
 

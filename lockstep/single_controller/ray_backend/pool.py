@@ -1,5 +1,6 @@
 """RayResourcePool: machines reserved as placement groups, one per machine."""
 
+import logging
 import math
 import time
 import uuid
@@ -10,6 +11,11 @@ from lockstep.single_controller.futures import WorkerDiedError
 from lockstep.single_controller.ray_backend.cluster import Bundle, missing, ray, require_machines
 from lockstep.single_controller.ray_backend.reservation import StartedProcesses, bundle_of, reserve
 from lockstep.single_controller.worker_group import ResourcePool
+
+logger = logging.getLogger(__name__)
+
+NOTICE_S = 2.0
+"""After this long, waiting for resources is logged."""
 
 
 class RayResourcePool(ResourcePool):
@@ -71,6 +77,10 @@ class RayResourcePool(ResourcePool):
             require_machines(self.name_prefix, asked, until=end if self.wait_for_machines else 0)
             unique = f"{self.name_prefix or 'pool'}-{uuid.uuid4().hex[:6]}"
             self._placement_groups = reserve(unique, self.store, self.bundle, self.detached)
+        if not self._wait_until(time.monotonic() + NOTICE_S):
+            logger.warning(
+                "waiting up to %.0f s for resources: %s", self.wait_s, missing(self.name_prefix, asked, busy=True)
+            )
         if not self._wait_until(end):
             reason = missing(self.name_prefix, asked, busy=True)
             self.shutdown()
