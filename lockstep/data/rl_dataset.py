@@ -163,7 +163,8 @@ class RLHFDataset(Dataset[dict[str, Any]]):
             raise ValueError(
                 f"{row.location}: the prompt has {length} tokens, more than data.max_prompt_length={longest} "
                 f"({len(overlong)} of {len(rows)} prompts are too long; {_length_range(lengths)}). Raise "
-                "data.max_prompt_length, set data.filter_overlong_prompts=true to drop them or data.truncation=left, right or middle to cut them"
+                "data.max_prompt_length, set data.filter_overlong_prompts=true to drop them, or data.truncation=left, right or "
+                "middle to cut them"
             )
 
 
