@@ -15,6 +15,9 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
+USER_FILES: set[str] = set()
+"""Files of user code that this process has loaded."""
+
 
 class Registry(Generic[T]):
     """A named table of objects of one kind.
@@ -110,6 +113,8 @@ def load_object(reference: str, default_attr: str | None = None) -> Any:
     if not attr:
         raise ValueError(f"{reference!r} names no attribute; write it as {reference}:name")
     module = _load_module(module_ref)
+    if (file := getattr(module, "__file__", None)) and not module.__name__.startswith(f"{__package__}."):
+        USER_FILES.add(file)
     if not hasattr(module, attr):
         own = getattr(module, "__name__", None)
         public = [n for n, o in vars(module).items() if not n.startswith("_") and getattr(o, "__module__", own) == own]

@@ -101,3 +101,9 @@ def test_doctor_reports_versions_and_the_device(capsys: pytest.CaptureFixture[st
     text = capsys.readouterr().out
     assert all(word in text for word in ("torch", "python", "memory", "wandb"))
     assert cli.main(["doctor", "now"]) == 2
+
+
+def test_settings_with_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["ppo", "--trainer.total_epochs=3"])
+    assert "settings are key=value, without dashes" in capsys.readouterr().err

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from lockstep.config.compose import load_config, to_yaml
 from lockstep.config.errors import ConfigError
@@ -55,8 +55,14 @@ def config_from_command_line(
     return config
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        hint = "; settings are key=value, without dashes" if "arguments: --" in message and "=" in message else ""
+        super().error(message + hint)
+
+
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=prog,
         usage="%(prog)s [options] key=value ...",
         description="Train a language model by reinforcement learning.",

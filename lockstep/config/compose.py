@@ -163,7 +163,7 @@ def _parse(overrides: Sequence[str]) -> tuple[list[Override], list[Problem]]:
             override = parser.parse_override(_HOME.sub(f"{Path.home()}/", text))
         except HydraException as error:
             reason = str(error).splitlines()[0]
-            hint = "write key=value, and quote a value that contains any of = , : [ ] { } ( )"
+            hint = "write key=value without spaces, and quote a value that contains any of = , : [ ] { } ( )"
             if text.endswith((".yaml", ".yml")):
                 hint = f"to load a configuration file, use --config-name {text}"
             problems.append(Problem(text, NO_VALUE, f"cannot be parsed ({reason}); {hint}"))

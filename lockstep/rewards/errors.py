@@ -1,5 +1,7 @@
 """What can go wrong when a reward function is called: a failed row (score 0, counted), or a reason to stop the run."""
 
+from typing import Any
+
 
 class RewardError(RuntimeError):
     """Scores cannot be trusted: stops the run. The message is one line with the cause."""
@@ -23,3 +25,18 @@ class RewardTimeoutError(RuntimeError):
 
 class WorkerDiedError(RuntimeError):
     """A failed row: the call ended its process, twice."""
+
+
+class Raised:
+    """Pickled in place of an exception, and unpickled as it with a note; some exceptions lose theirs when they are pickled."""
+
+    def __init__(self, error: Exception, note: str) -> None:
+        self.error, self.note = error, note
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return with_note, (self.error, self.note)
+
+
+def with_note(error: Exception, note: str) -> Exception:
+    error.add_note(note)
+    return error

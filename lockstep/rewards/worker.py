@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any, BinaryIO
 
 from lockstep.registry import load_object
+from lockstep.rewards.errors import Raised
 
 HEADER = struct.Struct("!Q")
 CALL_AGAIN = b""
@@ -139,9 +140,8 @@ def attempt(function: Any, arguments: dict[str, Any]) -> bytes:
     except SystemExit as error:
         return pickle.dumps(RuntimeError(f"the reward function called exit({error.code!r})"))
     except Exception as error:  # noqa: BLE001 (boundary to user code; the manager reports it)
-        error.add_note(traceback.format_exc())
         try:
-            payload = pickle.dumps(error)
+            payload = pickle.dumps(Raised(error, traceback.format_exc()))
             pickle.loads(payload)
             return payload
         except Exception:  # noqa: BLE001 (an exception that cannot be pickled)

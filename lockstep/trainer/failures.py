@@ -5,12 +5,15 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from traceback import extract_tb
 
 import pyarrow as pa
 import torch
 
 from lockstep.config.ppo import PPOConfig
+from lockstep.registry import USER_FILES
 from lockstep.rewards.errors import RewardError
+from lockstep.rewards.monitor import printed_frames
 from lockstep.single_controller.futures import worker_report
 from lockstep.utils.audit import AuditError
 
@@ -46,13 +49,25 @@ def explain(error: BaseException, config: PPOConfig) -> str | None:
             f"a data-loader process {dead['end']}; if it ran out of memory, lower data.dataloader_num_workers "
             "(0 loads the data in the trainer's process)"
         )
+    if (raised := _in_user_code(error)) is not None:
+        return raised
     if isinstance(error, OSError):
-        return _os_error(error, config)
+        return " ".join(str(error).split()) if error.errno is None else _os_error(error, config)
     if inner := _OS_ERROR.search(str(error)):  # of a compiled library
         return _os_error(OSError(int(inner["code"]), os.strerror(int(inner["code"]))), config)
     if isinstance(error, ValueError) and worker_report(error) is None:
         return str(error)
     return None
+
+
+def _in_user_code(error: BaseException) -> str | None:
+    """An exception that passed through the user's code, with the innermost line of it."""
+    printed = printed_frames(worker_report(error) or "")
+    frames = [frame for frame in [*printed, *extract_tb(error.__traceback__)] if frame.filename in USER_FILES]
+    if not frames or isinstance(error, ValueError):  # our messages about user code are ValueErrors
+        return None
+    at = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}, raised by your code at {at}"
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

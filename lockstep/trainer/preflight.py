@@ -28,6 +28,7 @@ LOSS_ARGUMENTS = (
 MANAGER_ARGUMENTS = ("tokenizer", "num_examine", "compute_score", "reward_fn_key")
 DATASET_ARGUMENTS = ("data_files", "tokenizer", "config", "max_samples")
 SAMPLER_ARGUMENTS = ("data_source", "data_config")
+WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 
 def preflight(config: PPOConfig) -> list[str]:
@@ -95,16 +96,21 @@ def _check_call(key: str, function: Any, arguments: tuple[str, ...]) -> None:
         raise ValueError(f"{key}: {error}") from error
 
 
-def _positions(config: PPOConfig) -> None:
-    """A sequence must fit the model's positions, as vLLM requires; frequencies that are scaled count with their factor."""
+def _model(config: PPOConfig) -> None:
+    """A local folder must have readable settings and weights, and positions for the longest sequence, as vLLM requires."""
     model = config.actor_rollout_ref.model
-    file = Path(model.path).expanduser() / "config.json"
+    folder = Path(model.path).expanduser()
+    file = folder / "config.json"
     if not file.is_file():
         return
     try:
         settings = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return  # loading it gives the message
+    except (OSError, ValueError) as error:
+        raise ValueError(f"actor_rollout_ref.model.path={model.path}: config.json cannot be read ({error})") from error
+    if not any(list(folder.glob(pattern)) for pattern in WEIGHT_FILES):
+        raise ValueError(
+            f"actor_rollout_ref.model.path={model.path}: no weights ({' or '.join(WEIGHT_FILES)}) in the folder"
+        )
     limit = _max_positions({**settings, **(settings.get("text_config") or {}), **model.override_config})
     longest = config.data.max_prompt_length + config.data.max_response_length
     if limit is not None and longest > limit:
@@ -139,8 +145,18 @@ def _folders(config: PPOConfig) -> None:
     newest = CheckpointStore(root).newest()
     if trainer.resume_mode == "auto" and newest is not None:
         check_same_experiment(root, config, saved_config(newest))
-    if trainer.resume_mode == "resume_path" and trainer.resume_from_path:
-        read_manifest(Path(trainer.resume_from_path).expanduser())
+
+
+def _checkpoint(config: PPOConfig) -> None:
+    path = config.trainer.resume_from_path
+    if config.trainer.resume_mode != "resume_path" or not path:
+        return
+    try:
+        read_manifest(Path(path).expanduser())
+    except ValueError as error:
+        raise ValueError(
+            f"trainer.resume_from_path={path} is not a checkpoint (a global_step_N folder): {error}"
+        ) from error
 
 
 def _check_writable(folder: Path, key: str) -> None:
@@ -167,6 +183,6 @@ def _machine(config: PPOConfig) -> Iterator[str]:
 
 CHECKS: tuple[Callable[[PPOConfig], None], ...] = (
     *(_reward_function, _policy_loss, _dataset, _sampler),
-    *(_positions, _trackers, _folders),
+    *(_model, _checkpoint, _trackers, _folders),
 )
 """Folders come last: the rest leaves no trace."""

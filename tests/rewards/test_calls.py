@@ -1,7 +1,9 @@
 """How reward functions are called: in worker processes, in threads, in one event loop."""
 
 import asyncio
+import json
 import os
+import pickle
 import time
 from functools import partial
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from lockstep.registry import load_object
-from lockstep.rewards import calls
+from lockstep.rewards import calls, worker
 from lockstep.rewards.calls import make_caller
 from lockstep.rewards.default import SCORERS, default_compute_score
 from lockstep.rewards.errors import RewardHangError, RewardTimeoutError, WorkerDiedError, WorkerStartError
@@ -242,3 +244,9 @@ def test_slow_built_in_scorers_run_concurrently() -> None:
     assert time.monotonic() - begun < 1.8  # one after another: 2.4 s
     caller = make_caller(default_compute_score, timeout_s=300.0)
     assert isinstance(caller, partial) and caller.func is calls._call_built_in and caller.args[1] >= 1
+
+
+def test_the_place_of_an_exception_survives_its_own_pickling() -> None:
+    """JSONDecodeError is unpickled from its arguments alone, without notes."""
+    outcome = pickle.loads(worker.attempt(json.loads, {"s": "not json"}))
+    assert isinstance(outcome, json.JSONDecodeError) and "raw_decode" in "".join(outcome.__notes__)

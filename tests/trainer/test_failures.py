@@ -10,6 +10,7 @@ import torch
 
 from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
+from lockstep.registry import load_object
 from lockstep.rewards.errors import RewardError
 from lockstep.single_controller.futures import ON_WORKER
 from lockstep.trainer.failures import explain
@@ -83,3 +84,22 @@ def test_unexpected_errors_keep_their_traceback(config: PPOConfig) -> None:
     assert explain(KeyError("values"), config) is None
     assert explain(on_worker(ValueError("shape mismatch"), "update_actor"), config) is None
     assert explain(ValueError("algorithm.gamma=2: must be at most 1"), config) == "algorithm.gamma=2: must be at most 1"
+
+
+def test_errors_of_user_code(config: PPOConfig, tmp_path: Path) -> None:
+    (tmp_path / "loss.py").write_text("def loss(x):\n    return x.foo\n")
+    loss = load_object(f"{tmp_path}/loss.py:loss")
+    expected = (
+        f"AttributeError: 'int' object has no attribute 'foo', raised by your code at {tmp_path}/loss.py:2 in loss"
+    )
+    with pytest.raises(AttributeError) as caught:
+        loss(3)
+    assert explain(caught.value, config) == expected
+    far = AttributeError("'int' object has no attribute 'foo'")
+    report = f'Traceback (most recent call last):\n  File "{tmp_path}/loss.py", line 2, in loss\n    return x.foo\n'
+    far.add_note(ON_WORKER + report)
+    assert explain(far, config) == expected
+
+
+def test_an_os_error_of_a_library_is_not_about_our_folder(config: PPOConfig) -> None:
+    assert explain(OSError("config.json is not\nvalid JSON"), config) == "config.json is not valid JSON"

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +47,8 @@ def test_messages_come_before_torch_is_imported(overrides: list[str], tmp_path: 
         "import sys; from lockstep.trainer.main_ppo import main; code = main(sys.argv[1:]); "
         "assert 'torch' not in sys.modules; sys.exit(code)"
     )
-    begun = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code, *overrides, *wrong], capture_output=True, text=True)
-    assert done.returncode == 2 and time.monotonic() - begun < 10, done.stderr
+    assert done.returncode == 2, done.stderr
     assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["error"] * 3
     assert "score.py, line 1: ModuleNotFoundError: No module named 'helpers_that_do_not_exist'" in done.stderr
     assert "is 340 tokens, but the model has 256 positions" in done.stderr
@@ -72,6 +70,8 @@ def test_another_experiment(problems: Any, tmp_path: Path) -> None:
     (problem,) = problems()
     assert "another experiment" in problem and "actor_rollout_ref.model.path was /other/model" in problem
     assert problems("trainer.resume_mode=disable") == []
+    (problem,) = problems("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}")
+    assert f"trainer.resume_from_path={tmp_path} is not a checkpoint" in problem
 
 
 def test_signatures_of_user_code(problems: Any, tmp_path: Path) -> None:
@@ -132,6 +132,15 @@ def test_positions(problems: Any) -> None:
     (problem,) = problems(*long)
     assert "is 300 tokens, but the model has 256 positions" in problem
     assert problems(*long, "+actor_rollout_ref.model.override_config.max_position_embeddings=300") == []
+
+
+def test_model_folder(problems: Any, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{not json")
+    path = f"actor_rollout_ref.model.path={tmp_path}/model"
+    assert "config.json cannot be read (Expecting property name" in problems(path)[0]
+    (tmp_path / "model" / "config.json").write_text("{}")
+    assert "no weights (*.safetensors or *.bin) in the folder" in problems(path)[0]
 
 
 def test_more_processes_than_cores(problems: Any, caplog: pytest.LogCaptureFixture) -> None:
