@@ -1,31 +1,14 @@
-"""The `lockstep` command. Each program is imported only when it is called.
-
-lockstep ppo key=value ...     train; same as `python -m lockstep.trainer.main_ppo`
-lockstep plan key=value ...    show what that needs: batch units, memory by phase, time per step
-lockstep demo [options]        train a small model from scratch on this machine
-lockstep doctor                show installed packages and hardware
-"""
+"""The `lockstep` command: a table of programs, each imported only when it is called."""
 
 import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from lockstep import __version__
 from lockstep.config.errors import nearest
-
-USAGE = """\
-usage: lockstep PROGRAM [arguments]
-
-  ppo key=value ...   train a language model by reinforcement learning
-  plan key=value ...  show the memory and time that a training command needs, without loading a model
-  demo                train a small model from scratch on this machine
-  doctor              show installed packages and hardware
-
-  --version           show the version and exit
-  --help              show this message and exit; see also `lockstep PROGRAM --help`
-"""
 
 REQUIRED = ("torch", "transformers", "tensordict", "hydra-core", "omegaconf", "pyarrow", "math-verify")
 EXTRAS = {"wandb": "wandb", "mlflow-skinny": "mlflow", "swanlab": "swanlab"}
@@ -36,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the program named by the first argument and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        sys.stdout.write(USAGE)
+        sys.stdout.write(usage())
         return 0 if arguments else 2
     program, *rest = arguments
     if program in ("-V", "--version"):
@@ -47,7 +30,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"did you mean {guess}?" if guess else f"known: {', '.join(PROGRAMS)}"
         sys.stderr.write(f"lockstep: unknown program {program!r}; {hint}\n")
         return 2
-    return PROGRAMS[program](rest)
+    return PROGRAMS[program].main(rest)
+
+
+def usage() -> str:
+    """The help text, from the table of programs."""
+    rows = [(f"{name} {program.arguments}".strip(), program.summary) for name, program in PROGRAMS.items()]
+    rows += [("", ""), ("--version", "show the version and exit")]
+    rows += [("--help", "show this message and exit; see also `lockstep PROGRAM --help`")]
+    width = max(len(left) for left, _ in rows)
+    lines = [f"  {left:{width}}  {right}".rstrip() for left, right in rows]
+    return "\n".join(["usage: lockstep PROGRAM [arguments]", "", *lines, ""])
 
 
 def _ppo(argv: list[str]) -> int:
@@ -60,6 +53,39 @@ def _plan(argv: list[str]) -> int:
     from lockstep.plan import program
 
     return program.main(argv)
+
+
+def _grpo(argv: list[str]) -> int:
+    preset = "algorithm=grpo"
+    if other := [word for word in argv if word.startswith("algorithm=") and word != preset]:
+        sys.stderr.write(f"lockstep grpo: {other[0]} contradicts {preset}; use `lockstep ppo {other[0]}`\n")
+        return 2
+    from lockstep.trainer import main_ppo
+
+    return main_ppo.main([preset, *argv], prog="lockstep grpo")
+
+
+def _plot(argv: list[str]) -> int:
+    from lockstep.observability import plot
+
+    return _to_pipe(plot.main, argv)
+
+
+def _rollouts(argv: list[str]) -> int:
+    from lockstep.observability import show_rollouts
+
+    return _to_pipe(show_rollouts.main, argv)
+
+
+def _to_pipe(program: Callable[[list[str]], int], argv: list[str]) -> int:
+    """Run a program that only prints; the reader of its output may end early, as in `| head`."""
+    try:
+        code = program(argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that flushing at exit does not fail
+        return 0
 
 
 def _demo(argv: list[str]) -> int:
@@ -120,7 +146,26 @@ def _machine() -> list[tuple[str, str]]:
     return rows
 
 
-PROGRAMS: dict[str, Callable[[list[str]], int]] = {"ppo": _ppo, "plan": _plan, "demo": _demo, "doctor": _doctor}
+@dataclass(frozen=True)
+class Program:
+    """main: takes the arguments after the program's name and returns the exit code."""
+
+    main: Callable[[list[str]], int]
+    arguments: str
+    summary: str
+
+
+PROGRAMS = {
+    "ppo": Program(_ppo, "key=value ...", "train a language model by reinforcement learning"),
+    "grpo": Program(_grpo, "key=value ...", "the same as `lockstep ppo algorithm=grpo`"),
+    "plan": Program(
+        _plan, "key=value ...", "show the memory and time that a training command needs, without loading a model"
+    ),
+    "plot": Program(_plot, "RUN ...", "draw and compare the curves of runs"),
+    "rollouts": Program(_rollouts, "RUN", "show the prompts, responses and scores of a step"),
+    "demo": Program(_demo, "", "train a small model from scratch on this machine"),
+    "doctor": Program(_doctor, "", "show installed packages and hardware"),
+}
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def test_config_errors_and_cfg_do_not_import_torch() -> None:
         "try:\n    cli.main(sys.argv[1:])\nexcept SystemExit as end:\n    assert end.code == 2\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
-    for arguments in (["ppo", "bad.key=1"], ["ppo", "--cfg", "job"], ["--help"]):
+    for arguments in (["ppo", "bad.key=1"], ["grpo", "--cfg", "job"], ["--help"], ["rollouts", "nowhere"]):
         result = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60)
         assert result.returncode == 0, result.stderr
 
@@ -71,6 +71,30 @@ def test_cfg_job_prints_the_resolved_configuration(capsys: pytest.CaptureFixture
     printed = yaml.safe_load(capsys.readouterr().out)
     assert printed["actor_rollout_ref"]["rollout"]["response_length"] == 33
     assert "global_batch_info" not in printed["critic"]
+
+
+@pytest.mark.parametrize("program", list(cli.PROGRAMS))
+def test_every_program_has_help(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = cli.main([program, "--help"])
+    except SystemExit as end:  # argparse
+        code = end.code
+    assert code == 0
+    assert f"usage: lockstep {program}" in capsys.readouterr().out
+
+
+def test_grpo_is_ppo_with_the_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = []
+    for command in (["grpo"], ["ppo", "algorithm=grpo"]):
+        assert cli.main([*command, "--cfg", "job", "data.train_batch_size=8"]) == 0
+        printed.append(yaml.safe_load(capsys.readouterr().out))
+    assert printed[0] == printed[1] and printed[0]["algorithm"]["adv_estimator"] == "grpo"
+    assert cli.main(["grpo", "algorithm=ppo"]) == 2
+    assert capsys.readouterr().err == (
+        "lockstep grpo: algorithm=ppo contradicts algorithm=grpo; use `lockstep ppo algorithm=ppo`\n"
+    )
+    assert cli.main(["grpo", "algorithm=grpo", "algorithm.adv_estimator=rloo", "--cfg", "job"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["algorithm"]["adv_estimator"] == "rloo"
 
 
 def test_ppo_help_points_to_the_reference(capsys: pytest.CaptureFixture[str]) -> None:

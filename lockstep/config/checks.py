@@ -15,6 +15,7 @@ from lockstep.config.errors import NO_VALUE, ConfigError, Problem, nearest
 from lockstep.config.estimators import BATCH_INPUTS, PARAMETERS, required_inputs
 from lockstep.config.placement import ROLES, Pools, TooFewWorkers, controller_of, needed_models, num_workers, pools_of
 from lockstep.config.ppo import PPOConfig
+from lockstep.config.run_names import earlier_default
 from lockstep.config.schema import defaults, get_in, keys, to_plain
 from lockstep.config.trainer import LOGGERS
 from lockstep.config.without_effect import without_effect
@@ -145,8 +146,7 @@ def check(config: PPOConfig) -> tuple[list[Problem], list[str]]:
         _names(values),
         _fixed_values(values),
         _files(values, models),
-        _algorithm(values, inputs),
-        _batches(values, models),
+        () if config.trainer.val_only else chain(_algorithm(values, inputs), _batches(values, models)),
         _lengths(values),
         _sampling(values),
         _pool_keys(values),
@@ -154,10 +154,11 @@ def check(config: PPOConfig) -> tuple[list[Problem], list[str]]:
     inherited = _inherited(values)
     problems = [problem for problem in found if problem.key not in inherited]
     warnings = list(_warnings(values))
+    warnings += [notice] if (notice := earlier_default(values)) else []
     if not any(part in problem.key for problem in problems for part in _POOL_SIZE_KEYS):
         problems += _workers(config, values, models)
         warnings += _unused_pools(config, models) if config.resource_pool_spec else []
-    if not problems:
+    if not problems and not config.trainer.val_only:
         warnings += without_effect(config, values, models)
     return problems, warnings
 
@@ -208,9 +209,11 @@ def _fixed_values(values: Values) -> Iterator[Problem]:
 
 
 def _files(values: Values, models: Collection[str]) -> Iterator[Problem]:
-    if not values["data.train_files"]:
+    trains = not values["trainer.val_only"]
+    if trains and not values["data.train_files"]:
         yield Problem("data.train_files", NO_VALUE, f"must name the training data; {DATA_FORMS}")
-    yield from _data_files(values, "data.train_files", "train")
+    if trains:
+        yield from _data_files(values, "data.train_files", "train")
     yield from _data_files(values, "data.val_files", "val")
     yield from _model(values, "actor_rollout_ref.model.path", "the model to train")
     yield from _tokenizers(values, "actor_rollout_ref.model.tokenizer_path", "data.tokenizer")

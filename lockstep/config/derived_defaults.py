@@ -3,8 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
 from lockstep.config.errors import ConfigError
 from lockstep.config.estimators import needs_groups
+from lockstep.config.run_names import experiment_name, project_name
+from lockstep.config.schema import set_in
 
 _CLIP_LOW, _CLIP_HIGH = "actor_rollout_ref.actor.clip_ratio_low", "actor_rollout_ref.actor.clip_ratio_high"
 
@@ -41,7 +46,33 @@ def derived_defaults(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
             f"{derived[_CLIP_LOW]:g} and {derived[_CLIP_HIGH]:g}; as distances they would clip at {1 - low:.4g} and "
             f"{1 + high:.4g}, which is hardly any clipping"
         )
-    return derived, notices
+    return derived | _names(values), notices
+
+
+def _names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Project and experiment, if they are not set."""
+    model = _resolved("actor_rollout_ref.model.path", values)
+    files = _resolved("data.train_files", values) or _resolved("data.val_files", values)
+    estimator = values.get("algorithm.adv_estimator", "gae")
+    names = {
+        "trainer.project_name": project_name(files),
+        "trainer.experiment_name": experiment_name(model, files, estimator),
+    }
+    return {name: value for name, value in names.items() if name not in values}
+
+
+def _resolved(name: str, values: Mapping[str, Any]) -> Any:
+    """The value of a key, with interpolations such as `${oc.env:MODEL}` replaced if that is possible."""
+    if "${" not in str(values.get(name)):
+        return values.get(name)
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        set_in(tree, key, value)
+    try:
+        value = OmegaConf.select(OmegaConf.create(tree), name)
+        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    except OmegaConfBaseException:  # `build` reports it
+        return None
 
 
 def _compares_samples(estimator: Any) -> bool:

@@ -49,13 +49,16 @@ class Pools:
 
 
 def need_critic(config: PPOConfig) -> bool:
+    if config.trainer.val_only:
+        return False
     if config.critic.enable is not None:
         return config.critic.enable
     return needs_values(config.algorithm.adv_estimator)
 
 
 def need_reference_policy(config: PPOConfig) -> bool:
-    return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
+    uses_kl = config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
+    return uses_kl and not config.trainer.val_only
 
 
 def need_reward_model(config: PPOConfig) -> bool:

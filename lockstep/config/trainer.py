@@ -15,10 +15,10 @@ class TrainerConfig:
     """Passes over the training rows."""
     total_training_steps: int | None = None
     """Stop after this many steps; null trains for all epochs."""
-    project_name: str = "lockstep_examples"
-    """Project name in the trackers."""
-    experiment_name: str = "gsm8k"
-    """Name of the run."""
+    project_name: str = "lockstep"
+    """Project name in the trackers. If not set, the name of the data, such as `gsm8k`."""
+    experiment_name: str = "run"
+    """Name of the run. If not set, made of model, data and algorithm, such as `qwen2.5-0.5b-instruct-gsm8k-grpo`."""
     logger: list[str] = field(default_factory=lambda: ["console"])
     """Trackers: console, file, tensorboard, wandb, mlflow, swanlab, or `module:Class`. `metrics.jsonl` in `default_local_dir`
     is always written."""
@@ -50,7 +50,7 @@ class TrainerConfig:
     val_before_train: bool = True
     """Validate before the first step."""
     val_only: bool = False
-    """Validate once and stop."""
+    """Validate once and stop. Needs no training data, critic or reference."""
     test_freq: int = -1
     """Validate every this many steps and after the last one; -1 never validates."""
     save_freq: int = -1

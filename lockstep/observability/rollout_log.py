@@ -16,16 +16,18 @@ def dump_generations(
     outputs: Sequence[str],
     gts: Sequence[Any],
     scores: Sequence[float],
+    details: Mapping[str, Sequence[Any]],
     reward_extra_infos_dict: Mapping[str, Sequence[Any]],
     dump_path: Path | str,
     step: int,
 ) -> Path:
-    """Write input, output, gts, score, step and the reward's extras of every answer; return the file.
+    """Write input, output, gts, score, step, details (uid, index, length, ...) and the reward's extras; return the file.
 
-    Extras that do not have one value per answer are skipped with a warning.
+    Extras that do not have one value per answer are skipped with a warning; one with the name of a detail is written as
+    `reward_{name}`.
     """
     columns: dict[str, Sequence[Any]] = {"input": inputs, "output": outputs, "gts": gts, "score": scores}
-    columns["step"] = [step] * len(inputs)
+    columns |= {"step": [step] * len(inputs), **details}
     for name, values in columns.items():
         if len(values) != len(inputs):
             raise ValueError(f"dump_generations: {len(values)} values of {name} for {len(inputs)} inputs")
@@ -33,7 +35,7 @@ def dump_generations(
         if len(values) != len(inputs):
             logger.warning("rollout log: skipping %s: %d values for %d answers", name, len(values), len(inputs))
         else:
-            columns.setdefault(name, values)
+            columns.setdefault(f"reward_{name}" if name in details else name, values)
     folder = Path(dump_path).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{step}.jsonl"

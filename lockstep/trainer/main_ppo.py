@@ -46,11 +46,12 @@ def run_ppo(config: PPOConfig, task_runner_class: "type[TaskRunner] | None" = No
     return (task_runner_class or TaskRunner)().run(config)
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, prog: str = "lockstep ppo") -> int:
+    """prog: the program's name in its help."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", handlers=[LogHandler()])
     try:
         with stop_on_sigterm():
-            config = config_from_command_line(argv, PPOConfig)
+            config = config_from_command_line(argv, PPOConfig, prog)
             return 0 if config is None else run_ppo(config)
     except KeyboardInterrupt:
         sys.stderr.write(

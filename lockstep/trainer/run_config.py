@@ -23,6 +23,8 @@ FILE = "config.yaml"
 HISTORY = "configs"
 IDENTITY = ("algorithm.adv_estimator", "actor_rollout_ref.model.path", "critic.enable", "data.train_files")
 """Keys that identify an experiment."""
+IDENTITY_OF_POLICY = ("actor_rollout_ref.model.path",)
+"""The part of it that matters with `trainer.val_only`."""
 START_KEYS = ("trainer.default_local_dir", "trainer.resume_mode", "trainer.resume_from_path")
 """Keys that are about the start of a run, not about its training."""
 NO_EFFECT = {
@@ -77,7 +79,7 @@ def check_same_experiment(run_dir: Path, config: PPOConfig, saved: dict[str, Any
     now = to_plain(config)
     changed = [
         f"{key} was {get_in(saved, key, None)} and is {get_in(now, key, None)}"
-        for key in IDENTITY
+        for key in (IDENTITY if not config.trainer.val_only else IDENTITY_OF_POLICY)
         if saved and get_in(saved, key, None) != get_in(now, key, None)
     ]
     if changed:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.engines.rollout.base import Completion, GenerationRequest, SamplingParams
-from lockstep.protocol import DataProto
+from lockstep.protocol import DataProto, object_array
 
 
 def sampling_params(config: RolloutConfig, *, validate: bool, greedy: bool) -> SamplingParams:
@@ -56,7 +56,8 @@ def batch_of(
     if config.calculate_log_probs:
         log_probs, _ = _pad([c.log_probs for c in completions], config.response_length, 0.0)
         tensors["rollout_log_probs"] = log_probs
-    return DataProto.from_dict(tensors=tensors)
+    reasons = object_array([c.stop_reason for c in completions])
+    return DataProto.from_dict(tensors=tensors, non_tensors={"finish_reason": reasons})
 
 
 def _pad(rows: Sequence[Sequence[Any]], width: int, fill: float, *, left: bool = False) -> tuple[Tensor, Tensor]:

@@ -122,4 +122,4 @@ def test_defaults_of_the_whole_configuration_are_consistent() -> None:
     assert config.actor_rollout_ref.rollout.response_length == 64
     assert config.actor_rollout_ref.actor.clip_ratio_high == config.actor_rollout_ref.actor.clip_ratio == 0.2
     assert config.critic.ppo_mini_batch_size == 256
-    assert config.trainer.default_local_dir == "checkpoints/lockstep_examples/gsm8k"
+    assert config.trainer.default_local_dir == "checkpoints/lockstep/run"

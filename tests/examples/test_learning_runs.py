@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from xml.etree import ElementTree
 
 import pandas as pd
 import pytest
@@ -77,7 +76,7 @@ def test_documented_commands_run(name: str, block: str, places: dict[str, str], 
         for line in block.splitlines()
     )
     environment = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)} | places
-    script = f'python() {{ "$PYTHON" "$@"; }}\n{small}'
+    script = f'python() {{ "$PYTHON" "$@"; }}\nlockstep() {{ "$PYTHON" -m lockstep.cli "$@"; }}\n{small}'
     done = subprocess.run(
         ["bash", "-euc", script], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240
     )
@@ -86,7 +85,7 @@ def test_documented_commands_run(name: str, block: str, places: dict[str, str], 
     core = "val-core/openai/gsm8k/" + ("acc/mean@1" if name == "easy" else "reward/mean@1")
     assert [step["step"] for step in steps if core in step] == [0, 2]
     assert (tmp_path / "run" / name / "validation/2.jsonl").is_file()
-    assert "| step | minutes |" in done.stdout and (tmp_path / f"run/{name}.svg").is_file()
+    assert (tmp_path / f"run/{name}.svg").is_file()
 
 
 def test_variants_of_a_question_stay_in_one_split(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,24 +173,3 @@ def test_batch_rows_have_the_layout_of_the_engine(monkeypatch: pytest.MonkeyPatc
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 0], [0, 0, 1, 1, 1]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0], [0, 0, 0, 1, 2]]
     assert batch["responses"].tolist() == [[8, 0], [6, 7]] and batch["response_mask"].tolist() == [[1, 0], [1, 1]]
-
-
-def test_curve_has_every_validation_and_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    curve = module("benchmarks/curve.py", monkeypatch)
-    core = "val-core/openai/gsm8k/acc/mean@1"
-    steps: list[dict[str, Any]] = [{"step": 0, "time": 0.0, core: 0.05}]
-    steps += [{"step": i, "time": 60.0 * i, "reward/acc/mean": i / 20, "critic/score/mean": 1.0} for i in range(1, 5)]
-    steps += [{"step": 4, "time": 300.0, core: 0.19}]
-    validation, training = curve.validation_points(steps), curve.training_points(steps)
-    assert validation == [(0, 0.05), (4, 0.19)] and training == [(1, 0.05), (2, 0.1), (3, 0.15), (4, 0.2)]
-    assert curve.table(steps, validation).splitlines()[2:] == ["| 0 | 0.0 | 5.0% |", "| 4 | 5.0 | 19.0% |"]
-    picture = ElementTree.fromstring(curve.draw("a & b", validation, training))
-    lines = [element.get("points", "").split() for element in picture.iter() if element.tag.endswith("polyline")]
-    assert [len(points) for points in lines] == [4, 2]
-    height = {point.split(",")[1] for point in (lines[0][3], lines[1][0])}
-    assert height == {
-        f"{curve.TOP:.1f}",
-        f"{curve.HEIGHT - curve.BOTTOM - (curve.HEIGHT - curve.TOP - curve.BOTTOM) / 4:.1f}",
-    }
-    with pytest.raises(SystemExit, match="val_before_train"):
-        curve.validation_points(steps[1:])

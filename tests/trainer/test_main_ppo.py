@@ -83,9 +83,19 @@ def test_outputs_of_a_run_and_checkpoints_that_transformers_loads(overrides: lis
     critic = AutoModelForSequenceClassification.from_pretrained(step / "critic" / "huggingface")
     assert critic.config.num_labels == 1
     assert AutoTokenizer.from_pretrained(step / "actor" / "huggingface").chat_template
-    rollouts = [json.loads(line) for line in (tmp_path / "rollouts" / "1.jsonl").read_text().splitlines()]
-    assert len(rollouts) == 4 and {"input", "output", "gts", "score", "step"} <= set(rollouts[0])
-    assert (tmp_path / "val" / "0.jsonl").is_file()
+    rollouts, validation = (
+        [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        for name in ("rollouts/1.jsonl", "val/0.jsonl")
+    )
+    details = {"uid", "index", "length", "finish_reason"}
+    assert len(rollouts) == 4
+    assert {"input", "output", "gts", "score", "step", "advantage"} | details <= set(rollouts[0])
+    assert details <= set(validation[0]) and "advantage" not in validation[0]
+    mean = sum(row["length"] for row in rollouts) / 4
+    assert mean == rows[1]["response_length/mean"]
+    assert all(row["length"] == 8 or row["finish_reason"] == "stop" for row in rollouts)
+    advantages = sum(row["advantage"] * row["length"] for row in rollouts) / (4 * mean)
+    assert advantages == pytest.approx(rows[1]["critic/advantages/mean"], abs=1e-5)
 
 
 @pytest.mark.parametrize("estimator", ["gae", "grpo"])
@@ -210,6 +220,32 @@ def test_stop_during_any_stage_resumes_bit_for_bit(
 def test_val_only(overrides: list[str], tmp_path: Path) -> None:
     assert main([*overrides, "trainer.val_only=true"]) == 0
     assert [r["step"] for r in metrics_of(tmp_path / "run")] == [0]
+
+
+def test_val_only_needs_nothing_that_only_training_needs(
+    overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No training files, critic or reference; the run's own config and metrics stay as they are."""
+    command = [*overrides, "trainer.total_training_steps=2", "trainer.val_before_train=false"]
+    assert main([*command, *GRPO]) == 0
+    config = (tmp_path / "run/config.yaml").read_bytes()
+    only = [word for word in overrides if not word.startswith("data.train_files")]
+    only += ["trainer.val_only=true", "algorithm.use_kl_in_reward=true", "critic.model.path=/no/such/folder"]
+    loaded: list[str] = []
+    init_workers = PPOTrainer.init_workers
+
+    def recorded(trainer: PPOTrainer) -> None:
+        loaded.extend(map(str, trainer.role_worker_mapping))
+        init_workers(trainer)
+
+    monkeypatch.setattr(PPOTrainer, "init_workers", recorded)
+    assert main(only) == 0
+    assert loaded == ["actor_rollout"] and (tmp_path / "run/config.yaml").read_bytes() == config
+    rows = metrics_of(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2, 2] and "val-core/openai/gsm8k/reward/mean@1" in rows[2]
+    assert main([*command, *GRPO, "trainer.total_training_steps=3"]) == 0  # the run still resumes
+    with pytest.raises(SystemExit, match="2"):
+        main([word for word in only if not word.startswith("data.val_files")])
 
 
 def test_user_errors_are_reported_without_a_traceback(overrides: list[str], tmp_path: Path, capsys: Any) -> None:

@@ -34,7 +34,7 @@ from lockstep.config.model import sequence_parallel_size
 from lockstep.config.placement import need_critic, need_reference_policy, need_reward_model
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import to_plain
-from lockstep.data.loader import create_dataloader
+from lockstep.data.loader import StatefulLoader, create_dataloader
 from lockstep.models.loading import resolve_dtype
 from lockstep.observability.rollout_log import dump_generations
 from lockstep.observability.trackers import Tracking
@@ -101,8 +101,8 @@ class PPOTrainer:
         device_name: str | None = None,
         class_with_init: Callable[..., ClassWithInitArgs] = ClassWithInitArgs,
     ) -> None:
-        if train_dataset is None or reward_fn is None:
-            raise ValueError("PPOTrainer needs train_dataset and reward_fn")
+        if (train_dataset is None and not config.trainer.val_only) or reward_fn is None:
+            raise ValueError("PPOTrainer needs train_dataset (unless trainer.val_only=true) and reward_fn")
         self.config = config
         self.tokenizer = tokenizer
         self.role_worker_mapping = role_worker_mapping
@@ -115,22 +115,15 @@ class PPOTrainer:
         self.use_reference_policy = need_reference_policy(config)
         self.use_rm = need_reward_model(config)
         self.kl_ctrl_in_reward = get_kl_controller(config.algorithm.kl_ctrl)
-        check_inputs(config.algorithm.adv_estimator, self._batch_keys())
+        if train_dataset is not None:
+            check_inputs(config.algorithm.adv_estimator, self._batch_keys())
         get_policy_loss_fn(config.actor_rollout_ref.actor.policy_loss.loss_mode)
-        data = config.data
-        self.train_dataloader = create_dataloader(
-            train_dataset,
-            batch_size=data.gen_batch_size or data.train_batch_size,
-            shuffle=data.shuffle,
-            seed=config.trainer.seed if data.seed is None else data.seed,
-            num_workers=data.dataloader_num_workers,
-            drop_last=True,
-            sampler=train_sampler,
-            collate_fn=collate_fn,
-        )
+        self.train_dataloader: Any = None
+        if train_dataset is not None:
+            self.train_dataloader = self._train_dataloader(train_dataset, train_sampler, collate_fn)
         self.val_dataset = val_dataset
         self.collate_fn = collate_fn
-        steps_of_epochs = len(self.train_dataloader) * config.trainer.total_epochs
+        steps_of_epochs = len(self.train_dataloader or ()) * config.trainer.total_epochs
         max_steps = config.trainer.total_training_steps
         self.total_training_steps = steps_of_epochs if max_steps is None else min(max_steps, steps_of_epochs)
         self.run_dir = Path(config.trainer.default_local_dir).expanduser()
@@ -146,6 +139,19 @@ class PPOTrainer:
         self.gap_bound = GapBound(compute_dtype)
         self._groups: dict[str, WorkerGroup] = {}
         self._closing: ExitStack | None = None
+
+    def _train_dataloader(self, dataset: Dataset[Any], sampler: Any, collate_fn: Any) -> StatefulLoader:
+        data, seed = self.config.data, self.config.trainer.seed
+        return create_dataloader(
+            dataset,
+            batch_size=data.gen_batch_size or data.train_batch_size,
+            shuffle=data.shuffle,
+            seed=seed if data.seed is None else data.seed,
+            num_workers=data.dataloader_num_workers,
+            drop_last=True,
+            sampler=sampler,
+            collate_fn=collate_fn,
+        )
 
     def _batch_keys(self) -> set[str]:
         """Batch keys of this run that advantage estimators can read."""
@@ -229,18 +235,20 @@ class PPOTrainer:
             closing.enter_context(RunLock(self.run_dir))
             self.checkpoints.clean_stale()
             saved_metrics = self._load_checkpoint(resume_from)
-            self.train_dataloader.check_state()
-            self.loader_state = deepcopy(self.train_dataloader.state_dict())
+            if self.train_dataloader is not None:
+                self.train_dataloader.check_state()
+                self.loader_state = deepcopy(self.train_dataloader.state_dict())
             if self.weight_sync is not None:
                 self.weight_sync.run(self.num_updates)
-            write_run_config(self.run_dir, self.config, self.global_steps)
+            if not (config.val_only and self.last_checkpoint):  # the folder keeps the config of its training
+                write_run_config(self.run_dir, self.config, self.global_steps)
             self.tracking = Tracking(
                 project_name=config.project_name,
                 experiment_name=config.experiment_name,
                 default_backend=config.logger,
                 config=to_plain(self.config),
                 run_dir=self.run_dir,
-                total_steps=self.total_training_steps,
+                total_steps=None if config.val_only else self.total_training_steps,
                 start_step=self.global_steps,
             )
             closing.callback(self.tracking.finish)
@@ -251,6 +259,10 @@ class PPOTrainer:
 
     def _log_summary(self) -> None:
         config, roles = self.config, ["actor", "rollout"]
+        if config.trainer.val_only:
+            logger.info("validating %s on %s", config.actor_rollout_ref.model.path, self.device_name)
+            logger.info("output folder: %s", self.run_dir)
+            return
         roles += (
             ["reference"] * self.use_reference_policy + ["critic"] * self.use_critic + ["reward model"] * self.use_rm
         )
@@ -580,6 +592,7 @@ class PPOTrainer:
             responses.outputs,
             responses.ground_truths,
             responses.scores,
+            {"uid": responses.uids, **responses.details},
             responses.extra,
             folder,
             self.global_steps,
@@ -630,11 +643,13 @@ class PPOTrainer:
             self.checkpoints.mend_tracker(self.global_steps)
         self.last_checkpoint = folder
         logger.info("resuming from %s", folder)
-        report_changes(saved, self.config, folder)
+        if not config.val_only:
+            report_changes(saved, self.config, folder)
         if self.use_critic:
             self.critic_wg.load_checkpoint(str(folder / "critic"))
         self.actor_rollout_wg.load_checkpoint(str(folder / "actor"))
-        self.train_dataloader.load_state_dict(load_state(folder / "data"))
+        if self.train_dataloader is not None:
+            self.train_dataloader.load_state_dict(load_state(folder / "data"))
         state = load_state(folder / "trainer_state")
         if state.get("kl_ctrl", "adaptive") == self.config.algorithm.kl_ctrl.type == "adaptive":
             self.kl_ctrl_in_reward.value = state["kl_coef"]

@@ -115,7 +115,10 @@ class TaskRunner:
         val_dataset = None
         if data.val_files:
             val_dataset = create_rl_dataset(data.val_files, tokenizer, data, data.val_max_samples, use="val")
-        train_dataset = create_rl_dataset(data.train_files, tokenizer, data, data.train_max_samples)
+        train_dataset = train_sampler = None
+        if not config.trainer.val_only:
+            train_dataset = create_rl_dataset(data.train_files, tokenizer, data, data.train_max_samples)
+            train_sampler = create_rl_sampler(data, cast(Sized, train_dataset))
         for dataset in (train_dataset, val_dataset):
             if isinstance(dataset, RLHFDataset):
                 check_single_turn(dataset)
@@ -134,7 +137,7 @@ class TaskRunner:
             ),
             train_dataset=train_dataset,
             val_dataset=val_dataset,
-            train_sampler=create_rl_sampler(data, cast(Sized, train_dataset)),
+            train_sampler=train_sampler,
             device_name=device,
         )
 

@@ -16,7 +16,12 @@ from lockstep.trainer.ppo.sampling import extra_columns
 
 @dataclass
 class Responses:
-    """One entry per response, in the order of generation."""
+    """One entry per response, in the order of generation.
+
+    details: index of the row in its data set, length in tokens, finish reason and, in training, the advantage (mean over
+             the response's tokens).
+    extra:   the reward function's other results.
+    """
 
     inputs: list[str] = field(default_factory=list)
     outputs: list[str] = field(default_factory=list)
@@ -24,6 +29,7 @@ class Responses:
     scores: list[float] = field(default_factory=list)
     uids: list[str] = field(default_factory=list)
     data_sources: list[str] = field(default_factory=list)
+    details: dict[str, list[Any]] = field(default_factory=dict)
     extra: dict[str, list[Any]] = field(default_factory=dict)
 
     def add(self, batch: DataProto, decode: Callable[[list[Tensor]], list[str]]) -> None:
@@ -36,15 +42,27 @@ class Responses:
         self.uids += [f"{done}:{uid}" for uid in columns["uid"]]
         self.data_sources += [str(source) for source in columns["data_source"]]
         self.ground_truths += [(r or {}).get("ground_truth") for r in columns["reward_model"]]
-        for name, values in extra_columns(batch).items():
-            self.extra.setdefault(name, [None] * done).extend(values)
-        for values in self.extra.values():  # columns that this batch lacks
-            values.extend([None] * (len(self.scores) - len(values)))
+        for target, found in ((self.details, _details(batch)), (self.extra, extra_columns(batch))):
+            for name, values in found.items():
+                target.setdefault(name, [None] * done).extend(values)
+            for values in target.values():  # columns that this batch lacks
+                values.extend([None] * (len(self.scores) - len(values)))
 
     def metrics(self) -> dict[str, float]:
         """`val-core/{source}/{acc or reward}/…` for the main metrics, `val-aux/…` for the rest."""
         infos: dict[str, list[Any]] = {"reward": self.scores, **self.extra}
         return name_validation_metrics(process_validation_metrics(self.data_sources, self.uids, infos))
+
+
+def _details(batch: DataProto) -> dict[str, list[Any]]:
+    tensors, columns = batch.tensors, batch.non_tensor_batch
+    width = tensors["responses"].shape[1]
+    found: dict[str, list[Any]] = {name: list(columns[name]) for name in ("index", "finish_reason") if name in columns}
+    found["length"] = tensors["attention_mask"][:, -width:].sum(-1).tolist()
+    if "advantages" in tensors:
+        mask = tensors["response_mask"]
+        found["advantage"] = ((tensors["advantages"] * mask).sum(-1) / mask.sum(-1).clamp_min(1)).tolist()
+    return found
 
 
 def valid_tokens(ids: Tensor, mask: Tensor) -> list[Tensor]:

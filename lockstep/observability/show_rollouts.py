@@ -1,0 +1,192 @@
+"""`lockstep rollouts RUN --step N`: the prompts of a step with their responses, scores and advantages.
+
+run folder ─► its config.yaml ─► dump folder ─► {step}.jsonl ─► groups (one per prompt) ─► text
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import yaml
+
+from lockstep.observability.step_line import format_number, one_line
+
+Row = dict[str, Any]
+
+KEYS = {False: "trainer.rollout_data_dir", True: "trainer.validation_data_dir"}
+"""Whether it is about validation -> the key that selects the dump folder."""
+SHOWN_APART = {"input", "output", "gts", "score", "step", "uid", "index", "length", "advantage", "finish_reason"}
+SHOWN_APART |= {"reward_failed", "non_finite"}
+GROUPS, CHARS = 3, 800
+"""Groups shown, and characters of each text, unless the user asks for more."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The responses to one prompt. number: its position in the file, from 1."""
+
+    number: int
+    rows: list[Row]
+
+    def mean(self, column: str) -> float:
+        return fmean([_number(row, column) for row in self.rows])
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(argv)
+    try:
+        path = dump_file(options.run, options.step, options.validation)
+        groups = read_groups(path)
+        shown = select(groups, options.group, options.sort, options.reverse)
+    except ValueError as error:
+        sys.stderr.write(f"lockstep rollouts: {error}\n")
+        return 2
+    limit = options.show if options.show is not None else (0 if options.group else GROUPS)
+    chars = options.chars if options.chars is not None else (0 if options.group else CHARS)
+    encoding = sys.stdout.encoding or "utf-8"
+    for line in page(path, groups, shown[: limit or None], chars):
+        sys.stdout.write(f"{line.encode(encoding, 'replace').decode(encoding)}\n")
+    return 0
+
+
+def dump_file(run: Path, step: int | None, validation: bool) -> Path:
+    """The dump of a step; None is the last one. run: a run's folder, a dump folder or a dump."""
+    if run.is_file():
+        return run
+    folder = _dump_folder(run, KEYS[validation]) if (run / "config.yaml").is_file() else run
+    dumps = {int(path.stem): path for path in folder.glob("*.jsonl") if path.stem.isdecimal()}
+    if not dumps:
+        raise ValueError(f"{folder} is neither a run's folder (with config.yaml) nor has it dumps ({{step}}.jsonl)")
+    steps = sorted(dumps)
+    if step is not None and step not in dumps:
+        raise ValueError(
+            f"--step {step}: {folder} has no such step; it has {len(steps)}, from {steps[0]} to {steps[-1]}"
+        )
+    return dumps[steps[-1] if step is None else step]
+
+
+def _dump_folder(run: Path, key: str) -> Path:
+    """The dump folder in a run's config. A relative one is relative to where the run was started."""
+    trainer = (yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")) or {}).get("trainer") or {}
+    value = trainer.get(key.removeprefix("trainer."))
+    if not value:
+        raise ValueError(f"{run} has no dumps; set {key}=FOLDER when you start or resume a run to write them")
+    local_dir = Path(trainer.get("default_local_dir") or ".")
+    started_in = (
+        run.resolve().parents[len(local_dir.parts) - 1] if local_dir.parts and not local_dir.is_absolute() else run
+    )
+    places = [folder / Path(value).expanduser() for folder in (Path(), started_in, run)]
+    found = next((place for place in places if place.is_dir()), None)
+    if found is None:
+        raise ValueError(f"{run} wrote its dumps to {key}={value}, which does not exist here; pass that folder instead")
+    return found
+
+
+def read_groups(path: Path) -> list[Group]:
+    """The groups of a dump in the order of their first response; without uids, rows with the same prompt are a group."""
+    if path.stat().st_size == 0:
+        raise ValueError(f"{path} is empty")
+    found: dict[Any, list[Row]] = {}
+    for number, line in enumerate(path.read_bytes().rstrip(b"\n").split(b"\n"), start=1):
+        try:
+            row = json.loads(line)
+            found.setdefault(row.get("uid", row["input"]), []).append(row)
+        except (ValueError, KeyError, AttributeError):
+            raise ValueError(
+                f"{path}, line {number}: not a row of a dump (JSON with input, output and score)"
+            ) from None
+    return [Group(number, rows) for number, rows in enumerate(found.values(), start=1)]
+
+
+def select(groups: Sequence[Group], name: str | None, sort: str | None, reverse: bool) -> list[Group]:
+    """The group with number or uid `name`, or all of them; sorted highest first by mean, and so are the rows in each."""
+    if name is not None:
+        chosen = [group for group in groups if name in (str(group.number), str(group.rows[0].get("uid")))]
+        if not chosen:
+            raise ValueError(f"--group {name}: the step has groups 1 to {len(groups)}")
+        groups = chosen
+    if sort is None:
+        return list(groups)[::-1] if reverse else list(groups)
+    column = {"reward": "score", "length": "length"}[sort]
+    ordered = [
+        Group(group.number, sorted(group.rows, key=lambda row: _rank(_number(row, column)), reverse=not reverse))
+        for group in groups
+    ]
+    return sorted(ordered, key=lambda group: _rank(group.mean(column)), reverse=not reverse)
+
+
+def page(path: Path, groups: Sequence[Group], shown: Sequence[Group], chars: int) -> Iterator[str]:
+    rows = [row for group in groups for row in group.rows]
+    scores = [_number(row, "score") for row in rows]
+    equal = sum(len({row.get("score") for row in group.rows}) == 1 for group in groups if len(group.rows) > 1)
+    parts = [f"step {rows[0].get('step')}: {len(groups)} prompts, {len(rows)} responses"]
+    parts += [f"score {format_number(fmean(scores))} ({format_number(min(scores))} to {format_number(max(scores))})"]
+    parts += [f"{equal} groups with equal scores"] if equal else []
+    if cut := sum(row.get("finish_reason") == "length" for row in rows):
+        parts.append(f"{cut} responses cut at the maximum length")
+    yield f"{', '.join(parts)} | {path}"
+    for group in shown:
+        yield ""
+        yield from _group_lines(group, len(groups), chars)
+    if len(shown) < len(groups):
+        yield ""
+        yield f"{len(shown)} of {len(groups)} groups; --show 0 shows all, --group K one of them in full"
+
+
+def _group_lines(group: Group, num_groups: int, chars: int) -> Iterator[str]:
+    first = group.rows[0]
+    index = f" | row {first['index']} of the data" if first.get("index") is not None else ""
+    yield f"group {group.number} of {num_groups}{index} | score {format_number(group.mean('score'))}"
+    yield from _indented(first["input"], chars, "  ")
+    yield f"  expected: {one_line(first.get('gts'), chars or 10**9)}"
+    for number, row in enumerate(group.rows, start=1):
+        parts = [f"  [{number}] score {format_number(_number(row, 'score'))}"]
+        if row.get("advantage") is not None:
+            parts.append(f"advantage {_number(row, 'advantage'):+.3g}")
+        parts += [f"{row['length']} tokens"] if row.get("length") is not None else []
+        parts += {"length": ["cut at the maximum length"], "stop": ["stopped"]}.get(str(row.get("finish_reason")), [])
+        extras = {name: value for name, value in row.items() if name not in SHOWN_APART}
+        parts += ["scoring failed"] if row.get("reward_failed") else []
+        parts += [f"{name} {one_line(value, 60)}" for name, value in extras.items() if value is not None]
+        yield " | ".join(parts)
+        yield from _indented(row["output"], chars, "      ")
+
+
+def _indented(text: str, chars: int, indent: str) -> Iterator[str]:
+    """The text's lines; the middle of a long one is left out, since answers are at the end."""
+    if chars and len(text) > chars:
+        head, tail = text[: chars * 2 // 3], text[-(chars // 3) :]
+        text = f"{head} [... {len(text) - len(head) - len(tail):,} characters ...] {tail}"
+    for line in text.splitlines() or [""]:
+        yield indent + "".join(c if c.isprintable() or c == "\t" else "\N{REPLACEMENT CHARACTER}" for c in line)
+
+
+def _number(row: Row, column: str) -> float:
+    value = row.get(column)
+    return float(value) if isinstance(value, (int, float)) else float("nan")
+
+
+def _rank(value: float) -> float:
+    return float("-inf") if value != value else value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lockstep rollouts",
+        description="Show the prompts of a step with their responses, scores and advantages.",
+        epilog="A run writes its rollouts if trainer.rollout_data_dir is set, its validations if trainer.validation_data_dir is.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, a dump folder or one dump")
+    parser.add_argument("--step", type=int, metavar="N", help="the step; default: the last one")
+    parser.add_argument("--validation", action="store_true", help="show a validation instead of training samples")
+    parser.add_argument("--group", metavar="K", help="only this group (its number or uid), in full")
+    parser.add_argument("--sort", choices=("reward", "length"), help="sort groups and responses, highest first")
+    parser.add_argument("--reverse", action="store_true", help="lowest first")
+    parser.add_argument("--show", type=int, metavar="N", help=f"number of groups, 0 for all; default: {GROUPS}")
+    parser.add_argument("--chars", type=int, metavar="N", help=f"characters per text, 0 for all; default: {CHARS}")
+    return parser

@@ -1,0 +1,86 @@
+"""`lockstep rollouts`: finding the dumps of a run, and how groups are shown."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lockstep import cli
+
+
+def row(uid: str, score: float, length: int, output: str = "so 4", **more: Any) -> dict[str, Any]:
+    details = {"uid": uid, "index": 7, "length": length, "advantage": score - 0.5, "finish_reason": "stop"}
+    return {"input": f"question {uid}", "output": output, "gts": "4", "score": score, "step": 3, **details, **more}
+
+
+ROWS = [row("a", 0.0, 5), row("a", 1.0, 9, finish_reason="length"), row("b", 0.5, 2), row("b", 0.5, 3, pred="x\ny")]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with dumps of steps 1 and 3, started in `tmp_path` with relative folders."""
+    folder = tmp_path / "checkpoints/run"
+    folder.mkdir(parents=True)
+    trainer = {"default_local_dir": "checkpoints/run", "rollout_data_dir": "dumps", "validation_data_dir": None}
+    (folder / "config.yaml").write_text(yaml.safe_dump({"trainer": trainer}))
+    (tmp_path / "dumps").mkdir()
+    for step in (1, 3):
+        (tmp_path / f"dumps/{step}.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in ROWS))
+    return folder
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(["rollouts", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_groups_with_their_responses(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown(capsys, str(run), "--step", "3").splitlines()
+    assert lines[0].startswith(
+        "step 3: 2 prompts, 4 responses, score 0.5 (0 to 1), 1 groups with equal scores, 1 responses cut at the maximum "
+        "length | "
+    )
+    assert "group 1 of 2 | row 7 of the data | score 0.5" in lines and "  question a" in lines
+    assert "  [2] score 1 | advantage +0.5 | 9 tokens | cut at the maximum length" in lines
+    assert "  [2] score 0.5 | advantage +0 | 3 tokens | stopped | pred x y" in lines
+
+
+def test_sorting_and_choosing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, str(run), "--group", "1", "--sort", "reward")
+    assert text.index("score 1 |") < text.index("score 0 |") and "question b" not in text
+    assert "question b" in shown(capsys, str(run), "--group", "b")
+    by_length = shown(capsys, str(run), "--sort", "length", "--reverse")
+    assert by_length.index("question b") < by_length.index("question a")
+    assert "1 of 2 groups; --show 0" in shown(capsys, str(run), "--show", "1")
+
+
+def test_long_texts_are_cut_in_the_middle_and_escapes_are_removed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dump = tmp_path / "9.jsonl"
+    dump.write_text(json.dumps(row("a", 1.0, 5, output="\x1b[2J\u2028" + "y" * 1000 + "END")) + "\n")
+    text = shown(capsys, str(dump))
+    assert "\x1b" not in text and "characters ...]" in text and "END" in text and len(text) < 1500
+    assert "y" * 1000 in shown(capsys, str(dump), "--group", "1")
+
+
+def test_dumps_without_the_newer_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = [{"input": "q", "output": "a", "gts": None, "score": None, "step": 1, "non_finite": {"score": "nan"}}] * 2
+    (tmp_path / "1.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in old))
+    assert "1 prompts, 2 responses, score nan" in shown(capsys, str(tmp_path), "--sort", "reward")
+
+
+def test_mistakes_are_one_line(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bad.jsonl").write_text("[1]\n")
+    for arguments, message in (
+        ([str(run), "--validation"], "set trainer.validation_data_dir=FOLDER"),
+        ([str(run), "--step", "2"], "has no such step; it has 2, from 1 to 3"),
+        ([str(run), "--group", "9"], "the step has groups 1 to 2"),
+        ([str(tmp_path / "bad.jsonl")], "line 1: not a row of a dump"),
+        ([str(tmp_path / "nowhere")], "neither a run's folder"),
+    ):
+        assert cli.main(["rollouts", *arguments]) == 2
+        err = capsys.readouterr().err
+        assert message in err and err.count("\n") == 1, err
