@@ -49,6 +49,7 @@ format: setup
 
 docs-config: setup
 	$(BIN)/python -m lockstep.config.reference > docs/config.md
+	$(BIN)/python -m lockstep.observability.glossary > docs/metrics.md
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

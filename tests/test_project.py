@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 import lockstep
+from lockstep.config.compat import UNSUPPORTED_VALUES
 from lockstep.config.compose import PRESETS, load_config
 from lockstep.config.ppo import PPOConfig
 
@@ -93,6 +94,24 @@ def test_links_between_pages_are_valid() -> None:
             if "://" not in target and not (page.parent / target).exists():
                 broken.append(f"{page.name}: {target}")
     assert broken == []
+
+
+def test_extras_exist_and_none_installs_what_the_config_rejects() -> None:
+    extras = set(PROJECT["optional-dependencies"])
+    rejected = {value for values in UNSUPPORTED_VALUES.values() for value in values}
+    assert {"vllm", "sglang"} <= rejected and not extras & rejected
+    texts = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "lockstep").rglob("*.py")]
+    for path in texts:
+        text = path.read_text()
+        offered = re.findall(r"lockstep-rl\\*\[(\w+)\]", text) + re.findall(r"\.\[(\w+)\]", text)
+        for extra in offered if path.suffix == ".md" else re.findall(r"lockstep-rl\\*\[(\w+)\]", text):
+            assert extra in extras, f"{path.relative_to(ROOT)} offers {extra}"
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs/README.md").read_text()
+    pages = [path.name for path in (ROOT / "docs").glob("*.md") if path.name != "README.md"]
+    assert [name for name in pages if f"({name})" not in index] == []
 
 
 def test_the_command_is_the_cli() -> None:

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from lockstep.observability import chart, text_chart
 from lockstep.observability.curves import DEFAULT_METRICS, Panel, Run, panels, read_runs, select_metrics
+from lockstep.observability.glossary import explain
 
 
 def main(argv: Sequence[str]) -> int:
@@ -16,7 +17,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         runs = read_runs(options.runs)
         if options.list:
-            sys.stdout.write("".join(f"{name}\n" for name in sorted(set().union(*(run.metrics for run in runs)))))
+            _list(sorted(set().union(*(run.metrics for run in runs))))
             return 0
         if options.smooth < 1:
             raise ValueError(f"--smooth {options.smooth}: must be 1 or more")
@@ -30,6 +31,12 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(f"lockstep plot: {error}\n")
         return 2
     return 0
+
+
+def _list(metrics: Sequence[str]) -> None:
+    width = max(map(len, metrics))
+    for name in metrics:
+        sys.stdout.write(f"{name:{width}}  {explain(name) or ''}".rstrip() + "\n")
 
 
 def _note_missing(runs: Sequence[Run], drawn: Sequence[Panel]) -> None:

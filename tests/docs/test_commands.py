@@ -1,4 +1,4 @@
-"""Every command in the README and the docs runs, on a tiny model and a few rows.
+"""Every command in the README and the docs runs, on a tiny model and a few rows; hub models are replaced by it.
 
 Commands for many workers are validated and, one per page, run on two CPU processes. Blocks fenced as `sh` are templates
 and are not run.
@@ -17,6 +17,7 @@ import fsspec
 import pytest
 import yaml
 
+from lockstep import cli
 from lockstep.config.commandline import config_from_command_line
 from lockstep.config.compose import load_config
 from lockstep.config.placement import controller_of
@@ -45,9 +46,10 @@ def blocks(language: str) -> list[tuple[str, str]]:
     return found
 
 
-COMMANDS = [
-    (p, line) for p, b in blocks("bash") for line in b.splitlines() if "lockstep ppo" in line or "main_ppo" in line
-]
+LINES = [(page, line) for page, block in blocks("bash") for line in block.splitlines()]
+COMMANDS = [(p, line) for p, line in LINES if re.search(r"lockstep (ppo|grpo) |main_ppo", line)]
+VIEWS = [(p, line) for p, line in LINES if re.match(r"lockstep (plot|rollouts) ", line)]
+QUICK_START = "checkpoints/gsm8k/qwen2.5-0.5b-instruct-gsm8k-grpo"
 MANY_WORKERS = re.compile(r"trainer\.(nnodes|n_gpus_per_node)=([2-9]|\d\d)")
 TRAINING = [(page, line) for page, line in COMMANDS if not MANY_WORKERS.search(line)]
 ON_RAY = [(page, line) for page, line in COMMANDS if MANY_WORKERS.search(line)]
@@ -75,6 +77,10 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "$RUN": str(folder),
         "$RAW": str(folder),
         "$OUT": str(folder / "out"),
+        "Qwen/Qwen2.5-0.5B-Instruct": str(folder / "model"),
+        "HuggingFaceTB/SmolLM2-135M-Instruct": str(folder / "model"),
+        "data/gsm8k": str(folder),
+        QUICK_START: str(folder / "first"),
     }
 
 
@@ -102,6 +108,13 @@ def fill_bucket(folder: Path) -> str:
     return "memory://bucket"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def tiny_parts(places: dict[str, str]) -> None:
+    """What the script of tiny_model.md writes."""
+    (command,) = [line for page, line in LINES if "make_tiny_model.py" in line]
+    subprocess.run([sys.executable, *filled(command, places)[1:]], check=True, cwd=ROOT, capture_output=True)
+
+
 def filled(command: str, places: dict[str, str]) -> list[str]:
     for name, place in places.items():
         command = command.replace(name, place)
@@ -111,7 +124,8 @@ def filled(command: str, places: dict[str, str]) -> list[str]:
 def arguments(command: str, places: dict[str, str]) -> list[str]:
     """The arguments after the program's name."""
     words = filled(command, places)
-    return words[next(i for i, word in enumerate(words) if word in ("ppo", "lockstep.trainer.main_ppo")) + 1 :]
+    start = next(i for i, word in enumerate(words) if word in ("ppo", "grpo", "lockstep.trainer.main_ppo"))
+    return ["algorithm=grpo"] * (words[start] == "grpo") + words[start + 1 :]
 
 
 def variables(places: dict[str, str]) -> dict[str, str]:
@@ -188,9 +202,7 @@ RAW_ROWS = {
     "apps.jsonl": {"problem_id": 0, "question": "1+1?", "input_output": '{"inputs": [""], "outputs": ["2"]}'},
 }
 """Files in $RAW beside train.jsonl, with the columns of the published datasets."""
-PREPROCESSING = [
-    line for p, b in blocks("bash") if p == "data.md" for line in b.splitlines() if "data_preprocess" in line
-]
+PREPROCESSING = [line for _, line in LINES if "data_preprocess" in line]
 
 
 @pytest.mark.parametrize("command", PREPROCESSING, ids=[Path(line.split()[1]).stem for line in PREPROCESSING])
@@ -198,9 +210,41 @@ def test_data_scripts_write_rows(command: str, places: dict[str, str], tmp_path:
     raw = Path(places["$RAW"])
     for name, row in RAW_ROWS.items():
         (raw / name).write_text(2 * (json.dumps(row) + "\n"))
-    words = filled(command, places | {"$OUT": str(tmp_path)})
+    command = re.sub(r"--input (train|test)\.jsonl", f"--input {raw}/train.jsonl", command)
+    words = filled(command, places | {"$OUT": str(tmp_path), "data/gsm8k": str(tmp_path)})
     subprocess.run([sys.executable, *words[1:]], check=True, cwd=ROOT)
-    assert Path(words[-1]).exists()
+    assert Path(words[words.index("--output") + 1]).exists()
+
+
+@pytest.fixture(scope="module")
+def finished_runs(places: dict[str, str]) -> None:
+    """The runs that the pages look at, all of them copies of one."""
+    folder = Path(places["$RUN"])
+    dumps = [f"trainer.{kind}_data_dir={folder}/first/{kind}" for kind in ("rollout", "validation")]
+    command = [f"data.train_files={folder}/train.parquet", f"data.val_files={folder}/test.parquet", *dumps]
+    command += [f"actor_rollout_ref.model.path={folder}/model", "algorithm=grpo", *SMALL, "trainer.save_freq=0"]
+    command += ["trainer.total_training_steps=2", "trainer.total_epochs=2", "trainer.test_freq=1"]
+    assert main([*command, f"trainer.default_local_dir={folder}/first"]) == 0
+    for copy in ("second", "tiny/run"):
+        shutil.copytree(folder / "first", folder / copy)
+
+
+@pytest.mark.parametrize(("page", "command"), VIEWS, ids=[f"{p}-{i}" for i, (p, _) in enumerate(VIEWS)])
+def test_plot_and_rollouts_commands(
+    page: str, command: str, places: dict[str, str], finished_runs: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = re.sub(r"--step \d+", "--step 2", command.partition("#")[0])
+    assert cli.main(filled(command, places)[1:]) == 0
+    out, err = capsys.readouterr()
+    assert out and "lockstep" not in err
+
+
+def test_memory_table_of_the_readme_is_its_arithmetic() -> None:
+    rows = re.findall(r"^\| [\d.]+B \| ([\d.]+) B \|(.*)\|$", (ROOT / "README.md").read_text(), flags=re.M)
+    assert len(rows) == 6
+    for parameters, cells in rows:
+        sizes = [float(cell.strip().removesuffix(" GB")) for cell in cells.split("|")[:4]]
+        assert sizes == [pytest.approx(float(parameters) * number, abs=0.06) for number in (18, 8, 10, 16 / 8 + 2)]
 
 
 def test_pages_link_to_existing_files() -> None:

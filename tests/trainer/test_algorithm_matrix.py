@@ -9,6 +9,7 @@ import pytest
 
 from lockstep.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from lockstep.algorithms.losses.policy import POLICY_LOSSES
+from lockstep.observability.glossary import explain
 from lockstep.trainer.main_ppo import main
 
 SETTINGS = {
@@ -35,7 +36,10 @@ def reward(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(overrides: list[str], tmp_path: Path, *extra: str) -> list[dict[str, float]]:
     command = [*overrides, "trainer.total_training_steps=2", "trainer.val_before_train=false", *extra]
     assert main(command) == 0
-    return [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    names = {name for row in rows for name in row} - {"step", "time", "non_finite"}
+    assert [name for name in names if explain(name) is None] == [], "add them to lockstep/observability/glossary.py"
+    return rows
 
 
 @pytest.mark.parametrize(("estimator", "loss"), CASES)
