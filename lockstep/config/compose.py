@@ -8,7 +8,7 @@ Each layer is normalized to canonical spelling first, so that a later layer wins
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lockstep.config.checks import check
 from lockstep.config.compat import UNSUPPORTED_FILES
 from lockstep.config.derived_defaults import derived_defaults
-from lockstep.config.errors import NO_VALUE, ConfigError, Problem
+from lockstep.config.errors import NO_VALUE, ConfigError, Problem, show
 from lockstep.config.normalize import Layer, canonical_name, merge, normalize, unsupported_values
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import build, explain_unknown_key, is_mapping_key, keys, sections, set_in, to_plain
@@ -90,7 +90,10 @@ def load_config(
     settings = _Settings()
     parsed, settings.problems = _parse(overrides)
     presets, values = _split(parsed, cls, folder, settings)
-    settings.add(normalize(cls, _compose_files(name, folder, presets)), cls)
+    composed = _compose_files(name, folder, presets)
+    if folder is not None and presets:
+        settings.notices += _overridden(_composed(name, folder, []), composed, f"{name}.yaml", ", ".join(presets))
+    settings.add(normalize(cls, composed), cls)
     for override in values:
         _apply(override, settings, cls)
 
@@ -210,6 +213,18 @@ def _compose_files(name: str, folder: Path | None, presets: Sequence[str]) -> Ma
     if folder is None:  # the package's own files do not change at run time
         return _composed_presets(name, tuple(presets))
     return _composed(name, folder, presets)
+
+
+def _overridden(
+    own: Mapping[str, Any], composed: Mapping[str, Any], file: str, presets: str, section: str = ""
+) -> Iterator[str]:
+    """A notice for each setting of the user's file that a preset on the command line replaces."""
+    for key, value in own.items():
+        name, new = f"{section}{key}", composed.get(key)
+        if isinstance(value, Mapping) and isinstance(new, Mapping):
+            yield from _overridden(value, new, file, presets, f"{name}.")
+        elif new != value:
+            yield f"{presets} sets {name}={show(new)}, not {show(value)} as {file}; add {name}={show(value)} to keep that"
 
 
 @cache

@@ -211,3 +211,15 @@ def test_hydra_keys_log_a_notice(caplog: pytest.LogCaptureFixture) -> None:
 def test_file_given_as_an_override_suggests_config_name() -> None:
     with pytest.raises(ConfigError, match=r"to load a configuration file, use --config-name my\.yaml"):
         load_config(overrides=["my.yaml"], run_checks=False)
+
+
+def test_preset_that_replaces_a_setting_of_the_file_is_noticed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "my.yaml").write_text("actor_rollout_ref: {rollout: {n: 8}}\ntrainer: {seed: 3}\n")
+    config = load(["algorithm=grpo", "trainer.seed=4"], config_name="my", config_dir=tmp_path)
+    assert config.actor_rollout_ref.rollout.n == 5
+    message = (
+        "algorithm=grpo sets actor_rollout_ref.rollout.n=5, not 8 as my.yaml; add actor_rollout_ref.rollout.n=8 to keep"
+    )
+    assert message in caplog.text and "trainer.seed" not in caplog.text
