@@ -1,6 +1,13 @@
-"""The registry class of every plug-in point: rejects duplicate names, suggests a name for an unknown one.
+"""Plug-in points: the registry class, and how user code that a config key names is found.
 
-User code is given as `pkg.module:attr`, `pkg://pkg.module:attr` or `path/to/file.py:attr`; see `load_object`.
+A name in the config is one of
+
+    name                                              registered with a decorator
+    pkg.module:attr, pkg://pkg.module:attr            imported
+    path/to/file.py:attr                              loaded from the file
+    python://name                                     an object passed from Python; see `ObjectReferences`
+
+`UserCode` carries what a process has registered to the processes that Ray starts.
 """
 
 import difflib
@@ -10,13 +17,23 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 T = TypeVar("T")
 
+USER_MODULE = "lockstep_user_"
+"""Prefix of the modules that are loaded from files; other processes cannot import them by name."""
+OBJECT = "python://"
+"""Prefix of references to objects of this program."""
+
 USER_FILES: set[str] = set()
 """Files of user code that this process has loaded."""
+_objects: dict[str, Any] = {}
+"""`python://name` -> object."""
+_received: dict[tuple[str, str], Any] = {}
+"""(kind, name) -> entry that the controller had registered."""
 
 
 class Registry(Generic[T]):
@@ -27,11 +44,14 @@ class Registry(Generic[T]):
     names: also add the names of entries to this set, which config checks read.
     """
 
+    instances: ClassVar[list["Registry[Any]"]] = []
+
     def __init__(self, kind: str, key: str | None = None, names: set[str] | None = None) -> None:
         self.kind = kind
         self.key = key
         self._names = set() if names is None else names
         self._entries: dict[str, T] = {}
+        self.instances.append(self)
 
     def register(self, name: str) -> Callable[[T], T]:
         """Decorator: register an object under `name`; registering a second one under the same name is an error."""
@@ -46,25 +66,105 @@ class Registry(Generic[T]):
         return add
 
     def get(self, name: str) -> T:
-        """The entry `name`, or the user's object if `name` is `module:attr` or `file.py:attr`."""
-        if name in self._entries:
-            return self._entries[name]
+        """The entry `name`, or the user's object if `name` is a reference such as `file.py:attr`."""
+        if (entry := self._table.get(name)) is not None:
+            return entry
         if ":" in name:
-            try:
-                return load_object(name)
-            except (ValueError, ImportError) as error:
-                raise ValueError(f"{self.key}={name}: {error}" if self.key else str(error)) from error
+            return load_plugin(self.key, name)
         raise ValueError(self.explain_unknown(name))
 
     def explain_unknown(self, name: str) -> str:
         where = f"{self.key}={name}" if self.key else repr(name)
-        return f"{where}: no such {self.kind}. {did_you_mean(name, self._entries)}"
+        return f"{where}: no such {self.kind}. {did_you_mean(name, self._table)}"
 
     def __contains__(self, name: str) -> bool:
-        return name in self._entries
+        return name in self._table
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self._entries))
+        return iter(sorted(self._table))
+
+    @property
+    def _table(self) -> dict[str, T]:
+        received = {name: entry for (kind, name), entry in _received.items() if kind == self.kind}
+        return received | self._entries if received else self._entries
+
+
+def find_registered(kind: str, name: str) -> Any:
+    """The entry `name` of a registry that is loaded, or received from the controller; None if there is none."""
+    own = (registry.get(name) for registry in Registry.instances if registry.kind == kind and name in registry)
+    return next(own, _received.get((kind, name)))
+
+
+@dataclass(frozen=True)
+class UserCode:
+    """What a program has registered from outside the package.
+
+    files:   Python files that registered something when they were loaded, and will do so again.
+    entries: (kind, name) -> other entries. Pickle by value what belongs to `__main__`, as cloudpickle does.
+    objects: the objects that were passed from Python, by reference.
+    """
+
+    files: tuple[str, ...] = ()
+    entries: dict[tuple[str, str], Any] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def capture(cls) -> Self:
+        """The user code of this process."""
+        found = [
+            (registry.kind, name, entry)
+            for registry in Registry.instances
+            for name, entry in registry._table.items()
+            if not _module_of(entry).startswith("lockstep.")
+        ]
+        files = {
+            str(sys.modules[module].__file__): None
+            for _, _, entry in found
+            if (module := _module_of(entry)).startswith(USER_MODULE) and module in sys.modules
+        }
+        entries = {
+            (kind, name): entry for kind, name, entry in found if not _module_of(entry).startswith(USER_MODULE)
+        }
+        return cls(tuple(files), entries, dict(_objects))
+
+    def apply(self) -> None:
+        """Make it known in this process."""
+        for file in self.files:
+            load_module(file)
+        _received.update(self.entries)
+        _objects.update(self.objects)
+
+    def __bool__(self) -> bool:
+        return bool(self.files or self.entries or self.objects)
+
+
+class ObjectReferences:
+    """References to objects of this program for config keys, valid inside the context."""
+
+    def __init__(self) -> None:
+        self._own: list[str] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for reference in self._own:
+            del _objects[reference]
+
+    def add(self, item: Any) -> str:
+        """`python://name` of the object, with its own name so that a resumed run has the same config."""
+        name = getattr(item, "__name__", None) or type(item).__name__
+        reference, number = f"{OBJECT}{name}", 1
+        while reference in _objects:
+            number += 1
+            reference = f"{OBJECT}{name}{number}"
+        _objects[reference] = item
+        self._own.append(reference)
+        return reference
+
+
+def _module_of(entry: Any) -> str:
+    return getattr(getattr(entry, "func", entry), "__module__", None) or ""
 
 
 def did_you_mean(name: str, known: Any) -> str:
@@ -103,16 +203,34 @@ def describe(value: Any) -> str:
     return type(value).__name__ if shape is None else f"{type(value).__name__} of shape {tuple(shape)}"
 
 
-def load_object(reference: str, default_attr: str | None = None) -> Any:
-    """Load `pkg.module:attr`, `pkg://pkg.module:attr` or `path/to/file.py:attr`.
+def load_plugin(key: str | None, reference: str, name: str | None = None, base: type | None = None) -> Any:
+    """The user's object that a config key names; ValueError with the key if there is none or it is of the wrong kind.
 
-    Without `:attr`, load the attribute `default_attr`.
+    name: the attribute, if the reference has none. base: the class that it must be a subclass of; None for any callable.
     """
+    where = f"{key}={reference}" + (f", name={name}" if name else "") if key else reference
+    try:
+        found = load_object(reference, name)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    is_of_kind = callable(found) if base is None else isinstance(found, type) and issubclass(found, base)
+    if not is_of_kind:
+        kind = "a function or a class" if base is None else f"a subclass of {base.__module__}.{base.__qualname__}"
+        raise ValueError(f"{where}: must be {kind}, not {getattr(found, '__qualname__', repr(found))}")
+    return found
+
+
+def load_object(reference: str, default_attr: str | None = None) -> Any:
+    """Load a reference (see the module's docstring); without `:attr`, its attribute `default_attr`."""
+    if reference.startswith(OBJECT):
+        if reference not in _objects:
+            raise ValueError("this object belongs to the Python program that started the run; pass it to lockstep.train")
+        return _objects[reference]
     target = reference.removeprefix("pkg://")
     module_ref, _, attr = target.rpartition(":") if ":" in target else (target, "", default_attr or "")
     if not attr:
         raise ValueError(f"{reference!r} names no attribute; write it as {reference}:name")
-    module = _load_module(module_ref)
+    module = load_module(module_ref)
     if (file := getattr(module, "__file__", None)) and not module.__name__.startswith(f"{__package__}."):
         USER_FILES.add(file)
     if not hasattr(module, attr):
@@ -122,21 +240,18 @@ def load_object(reference: str, default_attr: str | None = None) -> Any:
     return getattr(module, attr)
 
 
-def _load_module(module_ref: str) -> Any:
+def load_module(module_ref: str) -> Any:
+    """Import `pkg.module`, or load `path/to/file.py`; ValueError if there is none or its code fails."""
     if not module_ref.endswith(".py"):
         try:
             return importlib.import_module(module_ref)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{module_ref}.".startswith(f"{error.name}."):
-                raise ValueError(_import_problem(module_ref, error)) from error
-            raise
         except Exception as error:
             raise ValueError(_import_problem(module_ref, error)) from error
     path = Path(module_ref).expanduser().resolve()
     if not path.is_file():
         raise ValueError(f"no file {path}")
     # the modification time is part of the name, so an edited file is loaded again
-    name = f"lockstep_user_{path.stem}_{abs(hash((str(path), path.stat().st_mtime_ns))):x}"
+    name = f"{USER_MODULE}{path.stem}_{abs(hash((str(path), path.stat().st_mtime_ns))):x}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)

@@ -19,7 +19,7 @@ from lockstep.config.run_names import earlier_default
 from lockstep.config.schema import defaults, get_in, keys, to_plain
 from lockstep.config.trainer import LOGGERS
 from lockstep.config.without_effect import without_effect
-from lockstep.registry import did_you_mean
+from lockstep.registry import did_you_mean, find_registered
 from lockstep.utils.dataset_files import FORMS as DATA_FORMS
 from lockstep.utils.dataset_files import Use, locate_data
 from lockstep.utils.model_path import FORMS as MODEL_FORMS
@@ -228,7 +228,7 @@ def _files(values: Values, models: Collection[str]) -> Iterator[Problem]:
         if path and path.endswith(".py") and not Path(path).is_file():
             yield Problem(name, path, "no such file")
     for path, name in (("data.custom_cls.path", "data.custom_cls.name"), _SAMPLER):
-        if values[path] and not values[name]:
+        if values[path] and not values[name] and ":" not in values[path].removeprefix("pkg://"):
             yield Problem(name, NO_VALUE, f"must name the class in {path}")
     if values[_SAMPLER[0]] and values["data.dataloader_num_workers"] > 0:
         message = "a custom sampler runs in the controller; set 0"
@@ -323,7 +323,7 @@ def _algorithm(values: Values, inputs: Collection[str]) -> Iterator[Problem]:
 
 def _names(values: Values) -> Iterator[Problem]:
     for name in values["trainer.logger"]:
-        if name not in LOGGERS and ":" not in name:
+        if name not in LOGGERS and ":" not in name and find_registered("tracker", name) is None:
             guess = nearest(name, LOGGERS)
             hint = f"did you mean {guess}?" if guess else f"known: {', '.join(LOGGERS)}"
             yield Problem("trainer.logger", name, f"no such tracker; {hint}")

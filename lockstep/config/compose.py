@@ -29,6 +29,7 @@ from lockstep.config.errors import NO_VALUE, ConfigError, Problem, show
 from lockstep.config.normalize import Layer, canonical_name, merge, normalize, unsupported_values
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import build, explain_unknown_key, is_mapping_key, keys, sections, set_in, to_plain
+from lockstep.registry import load_module
 
 logger = logging.getLogger(__name__)
 C = TypeVar("C")
@@ -78,6 +79,7 @@ def load_config(
     config_name: str | None = None,
     config_dir: str | Path | None = None,
     run_checks: bool = True,
+    settings: Mapping[str, Any] | None = None,
 ) -> C:
     """The configuration of a file and overrides; ConfigError with every problem if it is invalid.
 
@@ -85,40 +87,54 @@ def load_config(
     config_name: YAML file in `config_dir` (or a preset), with or without `.yaml`; a path to a file works too.
     config_dir:  folder of the user's YAML files and config groups.
     run_checks:  false checks only names and types, not `checks.py`.
+    settings:    values by key, nested or dotted, that override everything else; for callers in Python.
     """
     name, folder = _locate(config_name, config_dir)
-    settings = _Settings()
-    parsed, settings.problems = _parse(overrides)
-    presets, values = _split(parsed, cls, folder, settings)
+    merged = _Settings()
+    parsed, merged.problems = _parse(overrides)
+    presets, values = _split(parsed, cls, folder, merged)
     composed = _compose_files(name, folder, presets)
     if folder is not None and presets:
-        settings.notices += _overridden(_composed(name, folder, []), composed, f"{name}.yaml", ", ".join(presets))
-    settings.add(normalize(cls, composed), cls)
+        merged.notices += _overridden(_composed(name, folder, []), composed, f"{name}.yaml", ", ".join(presets))
+    merged.add(normalize(cls, composed), cls)
     for override in values:
-        _apply(override, settings, cls)
+        _apply(override, merged, cls)
+    merged.add(normalize(cls, settings or {}), cls)
+    _load_external_lib(merged)
 
-    derived, notices = derived_defaults(settings.values)
-    settings.values |= derived
-    settings.notices += notices
-    unsupported = unsupported_values(settings.values)
+    derived, notices = derived_defaults(merged.values)
+    merged.values |= derived
+    merged.notices += notices
+    unsupported = unsupported_values(merged.values)
     for problem in unsupported:
-        settings.values.pop(problem.key, None)
+        merged.values.pop(problem.key, None)
     tree: dict[str, Any] = {}
-    for key, value in settings.values.items():
+    for key, value in merged.values.items():
         set_in(tree, key, _expand_home(value))
     config, mistyped = build(cls, tree)
-    requested = [problem for problem in settings.unsupported.values() if problem is not None]
-    problems = [*settings.problems, *requested, *unsupported, *mistyped]
+    requested = [problem for problem in merged.unsupported.values() if problem is not None]
+    problems = [*merged.problems, *requested, *unsupported, *mistyped]
     warnings: list[str] = []
     if run_checks and isinstance(config, PPOConfig):
         reported = {canonical_name(cls, problem.key) for problem in problems}
         failed, warnings = check(config)
         problems += [problem for problem in failed if reported.isdisjoint({problem.key, *problem.also})]
-    for notice in [*settings.notices, *_no_effect_notices(settings.no_effect), *warnings]:
+    for notice in [*merged.notices, *_no_effect_notices(merged.no_effect), *warnings]:
         log_once(notice)
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def _load_external_lib(settings: _Settings) -> None:
+    """Import the user's module now: what it registers may be named by other keys."""
+    key = "actor_rollout_ref.model.external_lib"
+    name = settings.values.get(key)
+    if isinstance(name, str):
+        try:
+            load_module(name)
+        except ValueError as error:
+            settings.problems.append(Problem(key, name, str(error)))
 
 
 @cache

@@ -9,17 +9,19 @@ Truncation = Literal["error", "left", "right", "middle"]
 @dataclass(frozen=True)
 class CustomClassConfig:
     path: str | None = None
-    """Python file (or `pkg://module`) of the class; null is the built-in one."""
+    """The dataset class as `file.py:Class` or `pkg.module:Class`, or the file (or `pkg://module`) and `name`; null is the
+    built-in one."""
     name: str | None = None
-    """Class name."""
+    """Class name, if `path` has none."""
 
 
 @dataclass(frozen=True)
 class SamplerConfig:
     class_path: str | None = None
-    """Python file (or `pkg://module`) of a sampler for the training rows; null uses `shuffle`."""
+    """Sampler of the training rows, a subclass of `AbstractSampler`, given like `custom_cls.path`; null uses `shuffle`. Needs
+    `dataloader_num_workers=0`."""
     class_name: str | None = None
-    """Class name of the sampler, a subclass of `AbstractSampler`; needs `dataloader_num_workers=0`."""
+    """Class name, if `class_path` has none."""
 
 
 @dataclass(frozen=True)

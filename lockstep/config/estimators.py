@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 from lockstep.config.errors import ConfigError, Problem
-from lockstep.registry import did_you_mean, load_object
+from lockstep.registry import did_you_mean, find_registered, load_object
 
 KEY = "algorithm.adv_estimator"
 
@@ -69,6 +69,8 @@ def required_inputs(name: str) -> frozenset[str]:
     """Batch keys that the estimator `name` needs; ConfigError if there is no such estimator."""
     if name in ESTIMATOR_INPUTS:
         return ESTIMATOR_INPUTS[name]
+    if (registered := find_registered("advantage estimator", name)) is not None:  # in another process
+        return signature_inputs(registered)
     if ":" not in name:
         message = f"no such advantage estimator. {did_you_mean(name, ESTIMATOR_INPUTS)}"
         raise ConfigError([Problem(KEY, name, message)])

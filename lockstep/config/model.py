@@ -19,7 +19,7 @@ class HFModelConfig:
     trust_remote_code: bool = False
     """Allow the model to run code from its folder."""
     external_lib: str | None = None
-    """Module to import before the model is loaded (it may register architectures)."""
+    """Module or Python file to import first: it may register estimators, losses, scorers, trackers or model architectures."""
     override_config: dict[str, Any] = field(default_factory=dict)
     """Values that replace those of the model's config.json."""
     custom_chat_template: str | None = None
@@ -39,7 +39,7 @@ class CriticModelConfig(HFModelConfig):
     trust_remote_code: bool = II("actor_rollout_ref.model.trust_remote_code")
     """Allow the model to run code from its folder."""
     external_lib: str | None = II("actor_rollout_ref.model.external_lib")
-    """Module to import before the model is loaded."""
+    """Module or Python file to import first."""
     fsdp_config: "FSDPEngineConfig" = field(default_factory=lambda: FSDPEngineConfig())
 
 

@@ -57,9 +57,10 @@ class RewardModelConfig:
 @dataclass(frozen=True)
 class CustomRewardFunctionConfig:
     path: str | None = None
-    """Python file (or `pkg://module`) of the reward function; null selects a built-in scorer by `data_source`."""
+    """The reward function as `file.py:function` or `pkg.module:function`, or the file (or `pkg://module`) and `name`; null
+    selects a built-in scorer by `data_source`."""
     name: str = "compute_score"
-    """Function name."""
+    """Function name, if `path` has none."""
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
     """Extra keyword arguments of every call; with `path: null` those of the built-in scorers, such as `method: flexible` or
     `format_score` (gsm8k: 0.1 in training and 0 in validation unless set), and `scorer`, which selects one (`math_reward`,

@@ -23,7 +23,7 @@ from lockstep.data.files import FileRow, drop_none, file_digests, read_rows
 from lockstep.data.settings import from_mapping
 from lockstep.data.tensors import truncate_ids
 from lockstep.protocol import object_array
-from lockstep.registry import load_object
+from lockstep.registry import load_plugin
 from lockstep.utils.dataset_files import Use, local_data_files
 
 if TYPE_CHECKING:
@@ -305,14 +305,7 @@ def create_rl_dataset(
     custom = config.custom_cls
     cls: Any = RLHFDataset
     if custom.path is not None:
-        if custom.name is None:
-            raise ValueError(f"data.custom_cls.path={custom.path} needs data.custom_cls.name, the class in it")
-        try:
-            cls = load_object(custom.path, custom.name)
-        except (ValueError, ImportError, SyntaxError) as error:
-            raise ValueError(f"data.custom_cls.path={custom.path}: {error}") from error
-        if not (isinstance(cls, type) and issubclass(cls, Dataset)):
-            raise ValueError(f"data.custom_cls.name={custom.name} must be a subclass of torch.utils.data.Dataset")
+        cls = load_plugin("data.custom_cls.path", custom.path, custom.name, base=Dataset)
     if issubclass(cls, RLHFDataset):
         data_files = [str(file) for file in local_data_files(data_files, use, f"data.{use}_files")]
     dataset = cls(data_files=data_files, tokenizer=tokenizer, config=config, max_samples=max_samples)

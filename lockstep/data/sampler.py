@@ -15,7 +15,7 @@ from torch.utils.data import Sampler
 
 from lockstep.config.data import DataConfig
 from lockstep.protocol import DataProto
-from lockstep.registry import load_object
+from lockstep.registry import load_plugin
 
 logger = logging.getLogger(__name__)
 
@@ -64,14 +64,7 @@ def create_rl_sampler(data_config: DataConfig, dataset: Sized) -> AbstractSample
     path, name = data_config.sampler.class_path, data_config.sampler.class_name
     if path is None:
         return None
-    if name is None:
-        raise ValueError(f"data.sampler.class_path={path} needs data.sampler.class_name, the class in it")
-    try:
-        cls = load_object(path, name)
-    except (ValueError, ImportError, SyntaxError) as error:
-        raise ValueError(f"data.sampler.class_path={path}: {error}") from error
-    if not (isinstance(cls, type) and issubclass(cls, AbstractSampler)):
-        raise ValueError(f"data.sampler.class_name={name} must be a subclass of lockstep.data.sampler.AbstractSampler")
+    cls = load_plugin("data.sampler.class_path", path, name, base=AbstractSampler)
     if data_config.dataloader_num_workers != 0:
         raise ValueError(
             f"data.dataloader_num_workers={data_config.dataloader_num_workers} with data.sampler: loader processes "
@@ -80,6 +73,7 @@ def create_rl_sampler(data_config: DataConfig, dataset: Sized) -> AbstractSample
     sampler = cls(data_source=dataset, data_config=data_config)
     if isinstance(sampler, AbstractCurriculumSampler) and not isinstance(sampler, Resumable):
         logger.warning(
-            "%s has no state_dict and load_state_dict: a resumed run draws rows as if it had seen no batches", name
+            "%s has no state_dict and load_state_dict: a resumed run draws rows as if it had seen no batches",
+            cls.__name__,
         )
     return sampler

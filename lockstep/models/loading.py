@@ -6,7 +6,6 @@ folder ──► causal LM  |  (body, value head)  |  (body, reward head)      w
 fills this rank's shards. All ranks call it together. `load_…` gives the whole model to this process.
 """
 
-import importlib
 import logging
 import pickle
 from collections.abc import Iterator
@@ -34,6 +33,7 @@ from lockstep.models.log_probs import VocabularyHead
 from lockstep.models.packed_weights import pack_weights
 from lockstep.models.rope import fix_rope
 from lockstep.models.weight_source import FolderWeights, SentWeights, WeightSource, find_weights
+from lockstep.registry import load_module
 from lockstep.utils.distributed import current_rank, current_world_size
 from lockstep.utils.model_path import local_model_folder
 
@@ -61,7 +61,7 @@ def model_folder(config: HFModelConfig, key: str) -> Path:
 
 def load_hf_config(config: HFModelConfig, key: str) -> PretrainedConfig:
     if config.external_lib:
-        importlib.import_module(config.external_lib)
+        load_module(config.external_lib)
     hf_config = AutoConfig.from_pretrained(model_folder(config, key), trust_remote_code=config.trust_remote_code)
     for name, value in config.override_config.items():
         if not hasattr(hf_config, name):

@@ -23,10 +23,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+from lockstep.registry import USER_MODULE
 from lockstep.rewards.default import default_compute_score, default_compute_scores, external_scorers
 from lockstep.rewards.errors import RewardHangError
 from lockstep.rewards.monitor import CallMonitor, place, raised_at
-from lockstep.rewards.worker_pool import USER_MODULE, WorkerPool, worker_task
+from lockstep.rewards.worker_pool import WorkerPool, worker_task
 
 logger = logging.getLogger(__name__)
 

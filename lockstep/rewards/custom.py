@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.config.reward import CustomRewardFunctionConfig
-from lockstep.registry import check_signature, load_object
+from lockstep.registry import check_signature, load_plugin
 
 ComputeScore = Callable[..., Any]
 """`compute_score(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)`: a number or a dict with
@@ -23,12 +23,7 @@ def get_custom_reward_fn(
     if config.path is None:
         return None
     where = f"custom_reward_function.path={config.path}"
-    try:
-        function = load_object(config.path, config.name)
-    except (ValueError, ImportError) as error:
-        raise ValueError(f"{where}, name={config.name}: {error}") from error
-    if not callable(function):
-        raise ValueError(f"{where}: {config.name!r} is not a function but {function!r}")
+    function = load_plugin("custom_reward_function.path", config.path, config.name)
     clash = set(config.reward_kwargs) & set(arguments)
     if clash:
         raise ValueError(

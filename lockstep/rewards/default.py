@@ -13,7 +13,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.ppo import PPOConfig
-from lockstep.registry import Registry, did_you_mean, load_object
+from lockstep.registry import Registry, did_you_mean, load_plugin
 from lockstep.rewards import scorers
 from lockstep.rewards.scorers import (
     geo3k,
@@ -134,7 +134,7 @@ def _announce_format_score() -> None:
 def named_scorer(name: str) -> Scorer:
     """`compute_score` of the built-in scorer `name`, or the function behind `module:function`."""
     if ":" in name:
-        return load_object(name)
+        return load_plugin("custom_reward_function.reward_kwargs.scorer", name)
     known = builtin_names()
     if name not in known:
         raise ValueError(

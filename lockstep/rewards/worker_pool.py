@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lockstep.registry import USER_MODULE
 from lockstep.rewards.errors import RewardError, WorkerDiedError, WorkerStartError
 from lockstep.rewards.monitor import CallMonitor
 from lockstep.rewards.worker import CALL_AGAIN
@@ -31,8 +32,6 @@ GROW_S = 0.25
 """Twice as many workers are started each time rows have been waiting for this long."""
 MAX_REPEATS = 3
 """Times that a row is called again because a stop signal came; a function may send itself one."""
-USER_MODULE = "lockstep_user_"
-"""Prefix of modules that `load_object` loads from a file."""
 
 
 def worker_task(function: Any, first: list[Any]) -> WorkerTask | None:

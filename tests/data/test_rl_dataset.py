@@ -273,14 +273,14 @@ def test_custom_class(tmp_path: Path) -> None:
 
     assert create("Upper")[0]["ability"] == "MATH" and create("Upper")[0]["key"] == "prompt"
     assert type(create_rl_dataset(file, TOKENIZER, DataConfig())) is RLHFDataset
-    with pytest.raises(ValueError, match=r"data\.custom_cls\.name=function must be a subclass"):
+    with pytest.raises(ValueError, match=r"data\.custom_cls\.path=.*name=function: must be a subclass"):
         create("function")
     with pytest.raises(ValueError, match=r"data\.custom_cls\.path=.*no attribute 'Uper'.*Did you mean 'Upper'"):
         create("Uper")
     (tmp_path / "broken.py").write_text("class Upper(:")
-    with pytest.raises(ValueError, match=r"data\.custom_cls\.path=.*broken\.py.*invalid syntax"):
+    with pytest.raises(ValueError, match=r"data\.custom_cls\.path=.*broken\.py, line 1: SyntaxError"):
         create("Upper", tmp_path / "broken.py")
-    with pytest.raises(ValueError, match=r"needs data\.custom_cls\.name"):
+    with pytest.raises(ValueError, match=r"names no attribute; write it as .*:name"):
         create(None)
     with pytest.raises(ValueError, match=r"data\.custom_cls\.path=.*no file"):
         create("Upper", tmp_path / "absent.py")

@@ -230,11 +230,11 @@ def test_documented_sampler(tmp_path: Path) -> None:
 
 
 def test_bad_samplers_are_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"needs data\.sampler\.class_name"):
+    with pytest.raises(ValueError, match=r"names no attribute; write it as .*:name"):
         sampler_by_path(tmp_path, None)
     with pytest.raises(ValueError, match=r"data\.sampler\.class_path=.*no attribute 'Backward'.*Did you mean"):
         sampler_by_path(tmp_path, "Backward")
-    with pytest.raises(ValueError, match=r"class_name=Wrong must be a subclass of .*AbstractSampler"):
+    with pytest.raises(ValueError, match=r"name=Wrong: must be a subclass of .*AbstractSampler"):
         sampler_by_path(tmp_path, "Wrong")
     with pytest.raises(ValueError, match=r"data\.dataloader_num_workers=2 with data\.sampler.*=0"):
         sampler_by_path(tmp_path, "Backwards", dataloader_num_workers=2)

@@ -65,7 +65,7 @@ def test_package_path(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ("greedy", {}, r"missing a required argument: 'weight'.*custom_reward_function\.reward_kwargs"),
         ("compute_score", {"bonsu": 1}, r"unexpected keyword argument 'bonsu'"),
         ("compute_score", {"extra_info": {}}, r"reward_kwargs may not set extra_info: they come from the rows"),
-        ("number", {}, "'number' is not a function but 3"),
+        ("number", {}, "name=number: must be a function or a class, not 3"),
         ("compute_scor", {}, "no attribute 'compute_scor'.*Did you mean 'compute_score'"),
     ],
 )

@@ -43,8 +43,8 @@ POLICY_LOSSES: Registry[PolicyLossFn] = Registry(
 )
 
 
-PREPARATIONS: dict[str, Prepare] = {}
-"""Policy loss name to its `prepare` function."""
+PREPARATIONS: Registry[Prepare] = Registry("preparation of a policy loss")
+"""The `prepare` functions, by policy loss."""
 
 
 def register_policy_loss(name: str, prepare: Prepare | None = None) -> Callable[[PolicyLossFn], PolicyLossFn]:
@@ -53,7 +53,7 @@ def register_policy_loss(name: str, prepare: Prepare | None = None) -> Callable[
     def enter(loss: PolicyLossFn) -> PolicyLossFn:
         POLICY_LOSSES.register(name)(loss)
         if prepare is not None:
-            PREPARATIONS[name] = prepare
+            PREPARATIONS.register(name)(prepare)
         return loss
 
     return enter
@@ -76,8 +76,7 @@ def prepare_policy_loss(name: str, rows: Mapping[str, Tensor], config: ActorConf
     Add the tensors to the rows and pass each micro-batch's part to the loss under the same names. Most losses have none.
     Without them, a loss computes its statistics over the rows of the call.
     """
-    prepare = PREPARATIONS.get(name)
-    return {} if prepare is None else prepare(MiniBatch(rows, seed), config)
+    return PREPARATIONS.get(name)(MiniBatch(rows, seed), config) if name in PREPARATIONS else {}
 
 
 def log_ratio_of(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:

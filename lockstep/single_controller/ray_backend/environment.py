@@ -1,10 +1,13 @@
-"""Working directory, module path and environment variables of the controller, to apply in processes that Ray starts."""
+"""Working directory, module path, environment variables and user code of the controller, to apply in processes that Ray starts."""
 
 import logging
 import os
 import sys
 from dataclasses import dataclass, field
 from typing import Self
+
+from lockstep.registry import UserCode
+from lockstep.single_controller.ray_backend.cluster import ray
 
 logger = logging.getLogger(__name__)
 
@@ -14,17 +17,23 @@ PROCESS_VARIABLES = ("RAY_", "CUDA_VISIBLE_DEVICES", "PYTHONBREAKPOINT", "OLDPWD
 
 @dataclass(frozen=True)
 class ProcessEnvironment:
-    """working_dir: base of relative paths. module_path: `sys.path`. variables: environment variables to set; may be empty."""
+    """
+    working_dir: base of relative paths.
+    module_path: `sys.path`.
+    variables:   environment variables to set; may be empty.
+    user_code:   pickled `UserCode`, which can be loaded once `sys.path` is set; empty if there is none.
+    """
 
     working_dir: str
     module_path: list[str]
     variables: dict[str, str] = field(default_factory=dict)
+    user_code: bytes = b""
 
     @classmethod
     def capture(cls, with_variables: bool = False) -> Self:
         """The environment of this process."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(PROCESS_VARIABLES)}
-        return cls(os.getcwd(), list(sys.path), kept if with_variables else {})
+        return cls(os.getcwd(), list(sys.path), kept if with_variables else {}, _pickled(UserCode.capture()))
 
     def apply(self, change_dir: bool = True) -> None:
         """Apply it to this process. change_dir: also change to the working directory, if this machine has it."""
@@ -32,9 +41,18 @@ class ProcessEnvironment:
         own = set(sys.path)
         missing = [entry for entry in self.module_path if entry not in own and (not entry or os.path.exists(entry))]
         sys.path[:] = [*missing, *sys.path] if change_dir else [*sys.path, *missing]
-        if not change_dir:
-            return
-        try:
-            os.chdir(self.working_dir)
-        except OSError as error:
-            logger.warning("relative paths are resolved from %s: %s", os.getcwd(), error)
+        if change_dir:
+            try:
+                os.chdir(self.working_dir)
+            except OSError as error:
+                logger.warning("relative paths are resolved from %s: %s", os.getcwd(), error)
+        if self.user_code:
+            ray.cloudpickle.loads(self.user_code).apply()
+
+
+def _pickled(code: UserCode) -> bytes:
+    try:
+        return ray.cloudpickle.dumps(code) if code else b""
+    except Exception as error:
+        names = [*code.objects, *(name for _, name in code.entries)]
+        raise ValueError(f"{', '.join(names)} cannot be sent to the processes of Ray: {error}") from error
