@@ -130,7 +130,7 @@ def _load_external_lib(settings: _Settings) -> None:
     """Import the user's module now: what it registers may be named by other keys."""
     key = "actor_rollout_ref.model.external_lib"
     name = settings.values.get(key)
-    if isinstance(name, str):
+    if isinstance(name, str) and not name.startswith("${"):
         try:
             load_module(name)
         except ValueError as error:

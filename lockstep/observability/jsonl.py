@@ -18,6 +18,9 @@ from lockstep.utils.files import atomic_writer, ensure_writable
 
 logger = logging.getLogger(__name__)
 
+METRICS_FILE = "metrics.jsonl"
+"""The metrics of a run, in its folder."""
+
 PATH_VARIABLE = "LOCKSTEP_FILE_LOGGER_PATH"
 
 
@@ -73,6 +76,19 @@ def steps_in(path: Path) -> list[int]:
         return []
     with open(path, "rb") as lines:
         return [step for line in lines if (step := _step_of(line)) is not None]
+
+
+def read_metrics(path: Path, begin: int = 0) -> list[dict[str, Any]]:
+    """The complete lines from byte `begin` on, with the non-finite numbers restored; empty if there is no file."""
+    if not path.exists():
+        return []
+    with open(path, "rb") as lines:
+        lines.seek(begin)
+        return [_restored(json.loads(line)) for line in lines if _step_of(line) is not None]
+
+
+def _restored(row: dict[str, Any]) -> dict[str, Any]:
+    return row | {name: float(text) for name, text in row.pop("non_finite", {}).items() if name in row}
 
 
 def last_step(path: Path) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.observability.base import Metrics, RunInfo, Tracker
 from lockstep.observability.console import ConsoleTracker
-from lockstep.observability.jsonl import FileTracker, JsonlFile, last_step, missing_steps
+from lockstep.observability.jsonl import METRICS_FILE, FileTracker, JsonlFile, last_step, missing_steps
 from lockstep.observability.mlflow import MlflowTracker
 from lockstep.observability.swanlab import SwanlabTracker
 from lockstep.observability.tensorboard import TensorboardTracker
@@ -17,8 +17,6 @@ from lockstep.observability.wandb import WandbTracker
 from lockstep.registry import Registry
 
 logger = logging.getLogger(__name__)
-
-METRICS_FILE = "metrics.jsonl"
 
 TrackerFactory = Callable[[RunInfo], Tracker]
 

@@ -12,38 +12,45 @@ from lockstep.config.placement import controller_of
 from lockstep.config.ppo import PPOConfig
 from lockstep.kernels.gpu_warmup import start_gpu_warmup
 from lockstep.observability.console import LogHandler
+from lockstep.trainer.errors import RunError
 from lockstep.trainer.inputs import fetch_inputs
 from lockstep.trainer.interrupt import stop_on_sigterm
 from lockstep.trainer.preflight import preflight
 from lockstep.utils.progress import ProgressLog, phase
 
 if TYPE_CHECKING:
+    from lockstep.trainer.ppo.ray_trainer import OnStep
     from lockstep.trainer.ppo.task_runner import TaskRunner
 
 logger = logging.getLogger(__name__)
 
 
-def run_ppo(config: PPOConfig, task_runner_class: "type[TaskRunner] | None" = None) -> int:
-    """Run a training job, in this process or on Ray; returns its exit code."""
+def run_ppo(
+    config: PPOConfig, task_runner_class: "type[TaskRunner] | None" = None, on_step: "OnStep | None" = None
+) -> int:
+    """Run a training job, in this process or on Ray; returns 0, or 130 if it was stopped. RunError if it fails.
+
+    on_step: called in this process with the metrics of each step; see `OnStep`.
+    """
     if problems := preflight(config):
-        sys.stderr.write("".join(f"error: {problem}\n" for problem in problems))
-        return 2
+        raise RunError("\nerror: ".join(problems), exit_code=2)
     try:
         fetch_inputs(config)
     except ValueError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+        raise RunError(str(error), exit_code=2) from error
     if controller_of(config) == "ray":
         from lockstep.trainer.ray_runner import run_on_ray
 
         logger.info("connecting to Ray, or starting it on this machine")
-        return run_on_ray(config, task_runner_class)
+        return run_on_ray(config, task_runner_class, on_step)
     logger.info("loading torch and transformers")
     start_gpu_warmup(config.trainer.device)
     with ProgressLog(), phase("load torch and transformers"):
         from lockstep.trainer.ppo.task_runner import TaskRunner
 
-    return (task_runner_class or TaskRunner)().run(config)
+    runner = (task_runner_class or TaskRunner)()
+    runner.on_step = on_step
+    return runner.run(config)
 
 
 def main(argv: list[str] | None = None, prog: str = "lockstep ppo") -> int:
@@ -53,6 +60,9 @@ def main(argv: list[str] | None = None, prog: str = "lockstep ppo") -> int:
         with stop_on_sigterm():
             config = config_from_command_line(argv, PPOConfig, prog)
             return 0 if config is None else run_ppo(config)
+    except RunError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
     except KeyboardInterrupt:
         sys.stderr.write(
             "stopped by the user; run the same command to resume from the last checkpoint, if there is one\n"

@@ -3,6 +3,7 @@
     driver (this process)                          runner: an actor on the same machine        workers: actors anywhere
     joins or starts Ray ─► console, environment ──► TaskRunner.run ─► trainer ────────────────► models
     Ctrl-C ──────────────► stop ──────────────────► after the step
+    on_step ◄───────────── metrics.jsonl ◄──────────
                            exit code ◄─────────────
 
 The runner writes directly to the driver's console and has its working directory, modules and environment, so that a job behaves
@@ -15,11 +16,14 @@ import sys
 import time
 import traceback
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.placement import machines_of, needed_models, num_workers, pools_of
 from lockstep.config.ppo import PPOConfig
 from lockstep.observability.console import LogHandler
+from lockstep.observability.jsonl import METRICS_FILE, read_metrics
+from lockstep.trainer.errors import RunError
 from lockstep.trainer.interrupt import Interrupt, stop_on_sigterm
 from lockstep.utils.progress import ProgressLog, phase
 
@@ -27,12 +31,14 @@ if TYPE_CHECKING:
     from lockstep.single_controller.ray_backend.console import DriverConsole
     from lockstep.single_controller.ray_backend.environment import ProcessEnvironment
     from lockstep.single_controller.ray_backend.reservation import StartedProcesses
+    from lockstep.trainer.ppo.ray_trainer import OnStep
     from lockstep.trainer.ppo.task_runner import TaskRunner
 
 logger = logging.getLogger(__name__)
 
-STOP, TRAINING = b"s", b"t"
-"""Messages: STOP tells the runner to stop after the step; TRAINING tells the driver that training has started."""
+STOP, TRAINING, STEP = b"s", b"t", b"m"
+"""Messages: STOP tells the runner to stop after the step; TRAINING tells the driver that training has started, STEP that
+metrics.jsonl has a new line."""
 
 ENDED = {b"d": 0, b"u": 130}
 """Message at the end of training -> exit code. Shutting down the workers comes after it, and needs Ray."""
@@ -56,8 +62,10 @@ LOST_HEAD_S, LOST_HEAD_AFTER_END_S = 45.0, 5.0
 """How long Ray's head process (GCS) may not answer, during the run and after it; after 60 s Ray ends the program."""
 
 
-def run_on_ray(config: PPOConfig, task_runner_class: "type[TaskRunner] | None" = None) -> int:
-    """Join or start a cluster and run the job there; returns its exit code."""
+def run_on_ray(
+    config: PPOConfig, task_runner_class: "type[TaskRunner] | None" = None, on_step: "OnStep | None" = None
+) -> int:
+    """Join or start a cluster and run the job there; see `run_ppo`. `on_step` runs while the next step does."""
     from lockstep.single_controller.ray_backend.cluster import disconnect
 
     setup, joined = config.ray_init, False
@@ -72,13 +80,11 @@ def run_on_ray(config: PPOConfig, task_runner_class: "type[TaskRunner] | None" =
                 _check_this_machine(config)
             _check_machines(config)
             logger.info("starting the controller process and %d workers", num_workers(config))
-            return _run(config, task_runner_class)
+            return _run(config, task_runner_class, on_step)
     except ValueError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+        raise RunError(str(error), exit_code=2) from error
     except OSError as error:  # of Ray's start
-        sys.stderr.write(f"error: {error}\n")
-        return 1
+        raise RunError(str(error)) from error
     finally:
         disconnect(setup.timeline_json_file, leave=joined)  # stay connected if the program had joined before
 
@@ -151,7 +157,7 @@ def _on_gpus(config: PPOConfig) -> bool:
     return config.trainer.device == "cuda" or (config.trainer.device == "auto" and has_gpus())
 
 
-def _run(config: PPOConfig, task_runner_class: "type[TaskRunner] | None") -> int:
+def _run(config: PPOConfig, task_runner_class: "type[TaskRunner] | None", on_step: "OnStep | None") -> int:
     from lockstep.single_controller.ray_backend.cluster import head_answers, ray, this_machine
     from lockstep.single_controller.ray_backend.console import DriverConsole
     from lockstep.single_controller.ray_backend.environment import ProcessEnvironment
@@ -163,7 +169,8 @@ def _run(config: PPOConfig, task_runner_class: "type[TaskRunner] | None") -> int
         ray.remote(Runner).options(**options).remote(console.address, ProcessEnvironment.capture(with_variables=True))
     )
     try:
-        return _wait(runner.run.remote(config, task_runner_class, _log_format()), console)
+        outcome = runner.run.remote(config, task_runner_class, _log_format())
+        return _wait(outcome, console, on_step and _Steps(on_step, Path(config.trainer.default_local_dir).expanduser()))
     finally:
         if head_answers():
             ray.kill(runner)
@@ -172,8 +179,32 @@ def _run(config: PPOConfig, task_runner_class: "type[TaskRunner] | None") -> int
             sys.stdout.write(SHOW_CURSOR)
 
 
-def _wait(exit_code: Any, console: "DriverConsole") -> int:
-    """Wait for the runner, and forward stop requests to it."""
+class _Steps:
+    """Calls `on_step` with the lines of the run's metrics.jsonl that this run writes."""
+
+    def __init__(self, on_step: "OnStep", run_dir: Path) -> None:
+        self._on_step = on_step
+        self._path = run_dir / METRICS_FILE
+        self._begin = 0
+        self._last = time.time()
+
+    def read(self) -> bool:
+        """Call it with the new lines; True if one of the calls returned True."""
+        size = self._path.stat().st_size if self._path.exists() else 0
+        if size < self._begin:  # a restart has dropped lines
+            self._begin = 0
+        lines, self._begin = read_metrics(self._path, self._begin), size
+        stop = False
+        for line in lines:
+            at, step = line.pop("time"), line.pop("step")
+            if at > self._last:
+                self._last = at
+                stop |= bool(self._on_step(step, line))
+        return stop
+
+
+def _wait(outcome: Any, console: "DriverConsole", steps: _Steps | None = None) -> int:
+    """Wait for the runner's `outcome`, forward stop requests to it and its steps to the caller."""
     from lockstep.single_controller.ray_backend.cluster import ray
 
     interrupt, stop_sent, ended, head = None, False, None, _HeadWatch()
@@ -183,24 +214,30 @@ def _wait(exit_code: Any, console: "DriverConsole") -> int:
             ended = next((code for message, code in ENDED.items() if message in received), ended)
             if TRAINING in received and interrupt is None:
                 interrupt = stack.enter_context(Interrupt())
+            if STEP in received and steps is not None and steps.read() and not stop_sent:
+                console.send(STOP)
+                stop_sent = True
             if interrupt is not None and interrupt.requested and not stop_sent:
                 console.send(STOP)
                 stop_sent = True
-            if not ray.wait([exit_code], timeout=POLL_S if console.ended else 0)[0]:
+            if not ray.wait([outcome], timeout=POLL_S if console.ended else 0)[0]:
                 silent_s = head.silent_s()
                 if ended is not None and silent_s > LOST_HEAD_AFTER_END_S:
                     logger.warning("Ray's head process died after the end of the run")
                     return ended
                 if silent_s > LOST_HEAD_S:
-                    sys.stderr.write(f"error: Ray's head process (GCS) does not answer; {RESUME}\n")
-                    return 1
+                    raise RunError(f"Ray's head process (GCS) does not answer; {RESUME}")
                 continue
             try:
-                return int(ray.get(exit_code))
+                result = ray.get(outcome)
             except ray.exceptions.RayError as error:
                 reason = " ".join(str(error).split()).split(" Some common causes include")[0]
-                sys.stderr.write(f"error: the controller process died. Ray says: {reason.rstrip('.')}; {RESUME}\n")
-                return 1
+                raise RunError(f"the controller process died. Ray says: {reason.rstrip('.')}; {RESUME}") from error
+            if steps is not None:
+                steps.read()
+            if isinstance(result, RunError):
+                raise result
+            return int(result)
 
 
 class _HeadWatch:
@@ -251,13 +288,17 @@ class Runner:
     def _on_end(self, exit_code: int) -> None:
         self._console.send(next(message for message, code in ENDED.items() if code == exit_code))
 
+    def _on_step(self, step: int, metrics: dict[str, Any]) -> bool:
+        self._console.send(STEP)
+        return False
+
     def run(
         self,
         config: PPOConfig,
         task_runner_class: "type[TaskRunner] | None",
         log_format: tuple[int, logging.Formatter | None],
-    ) -> int:
-        """Returns the exit code; errors have been printed to the console."""
+    ) -> int | RunError:
+        """The exit code, or the error; the traceback of an unexpected one has been printed to the console."""
         self._log_to_console(*log_format)
         try:
             started = {} if task_runner_class else _start_workers(config)
@@ -268,10 +309,13 @@ class Runner:
             runner = (task_runner_class or TaskRunner)()
             runner.started = started
             runner.on_end = self._on_end
+            runner.on_step = self._on_step
             return runner.run(config, self._interrupt)
-        except Exception:  # noqa: BLE001 - the end of the program
+        except RunError as error:
+            return error
+        except Exception as error:  # noqa: BLE001 - the end of the program
             traceback.print_exc()
-            return 1
+            return RunError(f"unexpected {type(error).__name__} in the controller; its traceback is above")
         finally:
             self._console.close()
 

@@ -16,8 +16,8 @@ import torch
 
 from lockstep.config.checks import LOGGERS
 from lockstep.observability.base import Metrics, RunInfo
-from lockstep.observability.jsonl import JsonlFile, json_line, truncate_after
-from lockstep.observability.trackers import METRICS_FILE, TRACKERS, Tracking
+from lockstep.observability.jsonl import METRICS_FILE, JsonlFile, json_line, read_metrics, truncate_after
+from lockstep.observability.trackers import TRACKERS, Tracking
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -293,3 +293,16 @@ def test_wandb_resumes_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_config_lists_every_tracker() -> None:
     assert sorted(LOGGERS) == list(TRACKERS)
+
+
+def test_metrics_are_read_as_they_were_logged(tmp_path: Path) -> None:
+    with Tracking("p", "e", [], run_dir=tmp_path) as tracking:
+        tracking.log({"loss": math.inf, "gap": 0.5}, step=1)
+        size = (tmp_path / METRICS_FILE).stat().st_size
+        tracking.log({"loss": 0.25}, step=2)
+    with open(tmp_path / METRICS_FILE, "a") as file:
+        file.write('{"step": 3, "lo')
+    rows = read_metrics(tmp_path / METRICS_FILE)
+    assert [(row["step"], row["loss"]) for row in rows] == [(1, math.inf), (2, 0.25)] and "non_finite" not in rows[0]
+    assert read_metrics(tmp_path / METRICS_FILE, begin=size) == rows[1:]
+    assert read_metrics(tmp_path / "absent.jsonl") == []

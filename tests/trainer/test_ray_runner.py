@@ -1,11 +1,15 @@
 """The driver of a job on Ray, without Ray: what it does if Ray's head process dies."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from lockstep.observability.jsonl import truncate_after
+from lockstep.observability.trackers import Tracking
 from lockstep.trainer import ray_runner
+from lockstep.trainer.errors import RunError
 
 pytest.importorskip("ray", reason='needs Ray: pip install "lockstep-rl[ray]"')
 
@@ -25,9 +29,7 @@ class Console:
 @pytest.mark.parametrize(
     ("messages", "code"), [([b"t", b"d"], 0), ([b"tu"], 130), ([b"t"], 1)], ids=["done", "stopped", "training"]
 )
-def test_dead_head_process(
-    messages: list[bytes], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dead_head_process(messages: list[bytes], code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from lockstep.single_controller.ray_backend import cluster
 
     never_ready = SimpleNamespace(wait=lambda refs, timeout: ([], refs))
@@ -37,8 +39,27 @@ def test_dead_head_process(
     monkeypatch.setattr(ray_runner, "LOST_HEAD_AFTER_END_S", 0.0)
     monkeypatch.setattr(ray_runner, "LOST_HEAD_S", 0.05)
     console: Any = Console(messages)
-    assert ray_runner._wait("ref", console) == code
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
-    assert len(errors) == (code == 1)
-    if errors:
-        assert "head process (GCS)" in errors[0] and "the same command resumes" in errors[0]
+    if code != 1:
+        assert ray_runner._wait("ref", console) == code
+        return
+    with pytest.raises(RunError, match=r"head process \(GCS\).*the same command resumes"):
+        ray_runner._wait("ref", console)
+
+
+def test_steps_are_read_from_the_metrics_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, dict[str, Any]]] = []
+    clock = iter(range(100, 200))
+    monkeypatch.setattr("time.time", lambda: float(next(clock)))
+    with Tracking("p", "e", [], run_dir=tmp_path) as tracking:
+        tracking.log({"x": 0.0}, step=7)  # of an earlier run
+        steps = ray_runner._Steps(lambda step, metrics: bool(seen.append((step, metrics))) or step == 9, tmp_path)
+        assert not steps.read()
+        tracking.log({"x": 1.0}, step=8)
+        assert not steps.read() and not steps.read()
+        tracking.log({"x": 2.0}, step=9)
+        assert steps.read()
+    truncate_after(tmp_path / "metrics.jsonl", 7)  # a restart
+    with Tracking("p", "e", [], run_dir=tmp_path) as tracking:
+        tracking.log({"x": 3.0}, step=8)
+        assert not steps.read()
+    assert seen == [(8, {"x": 1.0}), (9, {"x": 2.0}), (8, {"x": 3.0})]

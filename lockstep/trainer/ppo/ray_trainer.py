@@ -75,6 +75,9 @@ from lockstep.utils.timing import marked_timer
 
 logger = logging.getLogger(__name__)
 
+OnStep = Callable[[int, dict[str, Any]], bool]
+"""Called with the step (0: validation before training) and its metrics when they are logged; True stops after the step."""
+
 
 class PPOTrainer:
     """Trains a policy by PPO, GRPO or any other registered advantage estimator.
@@ -139,6 +142,7 @@ class PPOTrainer:
         self.gap_bound = GapBound(compute_dtype)
         self._groups: dict[str, WorkerGroup] = {}
         self._closing: ExitStack | None = None
+        self.on_step: OnStep | None = None
 
     def _train_dataloader(self, dataset: Dataset[Any], sampler: Any, collate_fn: Any) -> StatefulLoader:
         data, seed = self.config.data, self.config.trainer.seed
@@ -314,7 +318,7 @@ class PPOTrainer:
     def _run(self, interrupt: Interrupt) -> int:
         config = self.config.trainer
         if self._can_validate and (config.val_only or (config.val_before_train and self.global_steps == 0)):
-            self.tracking.log(data=self._validate(), step=self.global_steps)
+            self._log(self._validate(), interrupt)
         if config.val_only:
             return 0
         if self.global_steps >= self.total_training_steps:
@@ -346,11 +350,16 @@ class PPOTrainer:
                     self._save_checkpoint(metrics)
                 metrics["timing_s/save_checkpoint"] = timing["save_checkpoint"]
                 unsaved = {}
-            self.tracking.log(data=metrics, step=self.global_steps)
+            self._log(metrics, interrupt)
             if stopping:
                 return self._stopped()
         logger.info("done: %d steps; output folder: %s", self.global_steps, self.run_dir)
         return 0
+
+    def _log(self, metrics: dict[str, Any], interrupt: Interrupt) -> None:
+        self.tracking.log(data=metrics, step=self.global_steps)
+        if self.on_step is not None and self.on_step(self.global_steps, metrics):
+            interrupt.requested = True
 
     def _stopped_mid_step(self, unsaved: dict[str, Any]) -> int:
         """Discard the step. unsaved: metrics of the last complete step, which is then saved; empty if it already is."""

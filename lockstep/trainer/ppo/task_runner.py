@@ -27,16 +27,16 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.data.rl_dataset import RLHFDataset, check_single_turn, create_rl_dataset
 from lockstep.data.sampler import create_rl_sampler
 from lockstep.models.tokenizer import hf_tokenizer
-from lockstep.observability.jsonl import last_step
-from lockstep.observability.trackers import METRICS_FILE
+from lockstep.observability.jsonl import METRICS_FILE, last_step
 from lockstep.rewards.default import check_data_sources
 from lockstep.rewards.managers import load_reward_manager
 from lockstep.single_controller import LOCAL, Backend, ResourcePoolManager, Role, Worker, WorkerDiedError
 from lockstep.single_controller.futures import worker_report
+from lockstep.trainer.errors import RunError
 from lockstep.trainer.failures import explain
 from lockstep.trainer.inputs import tokenizer_of
 from lockstep.trainer.interrupt import Interrupt
-from lockstep.trainer.ppo.ray_trainer import PPOTrainer
+from lockstep.trainer.ppo.ray_trainer import OnStep, PPOTrainer
 from lockstep.trainer.run_config import check_same_experiment
 from lockstep.utils.device import resolve_device
 from lockstep.utils.progress import ProgressLog, phase
@@ -66,6 +66,7 @@ class TaskRunner:
         """Worker processes that were started early, by pool."""
         self.on_end: Callable[[int], None] = lambda exit_code: None
         """Called when training has ended, with 0 or 130, before the workers are shut down."""
+        self.on_step: OnStep | None = None
 
     def add_actor_rollout_worker(self, config: PPOConfig, pools: Pools) -> None:
         for role in (Role.ActorRollout, Role.Actor, Role.Rollout):
@@ -142,10 +143,10 @@ class TaskRunner:
         )
 
     def run(self, config: PPOConfig, interrupt: Interrupt | None = None) -> int:
-        """Train; returns the exit code: 0 done, 130 stopped by the user, 2 wrong config or input, 1 failed.
+        """Train; returns 0, or 130 if the user stopped the run.
 
-        A failure with a known cause is one line on stderr; other exceptions are raised. Dead workers are restarted up to
-        `trainer.max_restarts` times, from the run's last checkpoint.
+        A failure with a known cause is a RunError. Dead workers are restarted up to `trainer.max_restarts` times, from the run's
+        last checkpoint.
         interrupt: records stop requests, if signals do not reach this process.
         """
         with ProgressLog():
@@ -153,14 +154,16 @@ class TaskRunner:
 
     def _run(self, config: PPOConfig, interrupt: Interrupt | None) -> int:
         restarts = config.trainer.max_restarts
+        failure: Exception
         for left in range(restarts, -1, -1):
             try:
-                code = self._run_once(config, interrupt)
-                if code != 2 or left == restarts:
-                    return code
-                cause = "a dead machine was not replaced"  # the config was valid before
+                return self._run_once(config, interrupt)
+            except RunError as error:  # wrong config or input
+                if left == restarts:
+                    raise
+                failure, cause = error, "a dead machine was not replaced"  # the config was valid before
             except WorkerDiedError as error:
-                cause = str(error)
+                failure, cause = error, str(error)
                 if left:
                     sys.stderr.write(f"error: {cause}\n")
                     begin = self.last_checkpoint or "the start of the run"
@@ -168,10 +171,9 @@ class TaskRunner:
                     self.wait_s = REPLACEMENT_S
                     continue
             except Exception as error:  # noqa: BLE001 - the end of the run; unexpected ones are raised again
-                cause = self._cause(error, config)
+                failure, cause = error, self._cause(error, config)
             break
-        sys.stderr.write(f"error: {cause.rstrip('.')}; the run ended early{self._how_to_resume(config)}\n")
-        return 1
+        raise RunError(f"{cause.rstrip('.')}; the run ended early{self._how_to_resume(config)}") from failure
 
     def _cause(self, error: Exception, config: PPOConfig) -> str:
         """What to tell the user about an exception; an unexpected one of this process is raised again."""
@@ -204,6 +206,7 @@ class TaskRunner:
             try:
                 with phase("read the data"):
                     trainer = self.build(config)
+                trainer.on_step = self.on_step
                 closing.callback(self._close, trainer)
                 if self.last_checkpoint is None and _is_finished(trainer):
                     total = trainer.total_training_steps
@@ -218,8 +221,7 @@ class TaskRunner:
                 if os.environ.get("LOCKSTEP_DEBUG"):
                     raise
                 where = next((f" ({n})" for n in getattr(error, "__notes__", []) if n.startswith("raised in")), "")
-                sys.stderr.write(f"error: {error}{where} (LOCKSTEP_DEBUG=1 shows the traceback)\n")
-                return 2
+                raise RunError(f"{error}{where} (LOCKSTEP_DEBUG=1 shows the traceback)", exit_code=2) from error
             gc.collect()
             gc.freeze()  # loaded models stay alive: do not scan them in every collection
             closing.callback(gc.unfreeze)
