@@ -122,9 +122,7 @@ class UserCode:
             for _, _, entry in found
             if (module := _module_of(entry)).startswith(USER_MODULE) and module in sys.modules
         }
-        entries = {
-            (kind, name): entry for kind, name, entry in found if not _module_of(entry).startswith(USER_MODULE)
-        }
+        entries = {(kind, name): entry for kind, name, entry in found if not _module_of(entry).startswith(USER_MODULE)}
         return cls(tuple(files), entries, dict(_objects))
 
     def apply(self) -> None:
@@ -224,7 +222,9 @@ def load_object(reference: str, default_attr: str | None = None) -> Any:
     """Load a reference (see the module's docstring); without `:attr`, its attribute `default_attr`."""
     if reference.startswith(OBJECT):
         if reference not in _objects:
-            raise ValueError("this object belongs to the Python program that started the run; pass it to lockstep.train")
+            raise ValueError(
+                "this object belongs to the Python program that started the run; pass it to lockstep.train"
+            )
         return _objects[reference]
     target = reference.removeprefix("pkg://")
     module_ref, _, attr = target.rpartition(":") if ":" in target else (target, "", default_attr or "")

@@ -79,7 +79,7 @@ def load_config(
     config_name: str | None = None,
     config_dir: str | Path | None = None,
     run_checks: bool = True,
-    settings: Mapping[str, Any] | None = None,
+    layers: Sequence[Mapping[str, Any]] = (),
 ) -> C:
     """The configuration of a file and overrides; ConfigError with every problem if it is invalid.
 
@@ -87,7 +87,7 @@ def load_config(
     config_name: YAML file in `config_dir` (or a preset), with or without `.yaml`; a path to a file works too.
     config_dir:  folder of the user's YAML files and config groups.
     run_checks:  false checks only names and types, not `checks.py`.
-    settings:    values by key, nested or dotted, that override everything else; for callers in Python.
+    layers:      values by key, nested or dotted, that override everything else and the layers before; for callers in Python.
     """
     name, folder = _locate(config_name, config_dir)
     merged = _Settings()
@@ -99,7 +99,8 @@ def load_config(
     merged.add(normalize(cls, composed), cls)
     for override in values:
         _apply(override, merged, cls)
-    merged.add(normalize(cls, settings or {}), cls)
+    for layer in layers:
+        merged.add(normalize(cls, layer), cls)
     _load_external_lib(merged)
 
     derived, notices = derived_defaults(merged.values)

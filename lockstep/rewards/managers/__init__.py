@@ -10,6 +10,7 @@ from lockstep.rewards.custom import ARGUMENTS, BATCH_ARGUMENTS, get_custom_rewar
 from lockstep.rewards.default import check_scorer_options, default_compute_score, default_compute_scores
 from lockstep.rewards.managers.batch import BatchRewardManager
 from lockstep.rewards.managers.dapo import DapoRewardManager, OverlongBuffer
+from lockstep.rewards.managers.functions import FunctionsRewardManager
 from lockstep.rewards.managers.naive import REWARD_MANAGERS, NaiveRewardManager, RewardFn, RewardResult
 from lockstep.rewards.managers.prime import PrimeRewardManager
 
@@ -17,6 +18,7 @@ __all__ = [
     "REWARD_MANAGERS",
     "BatchRewardManager",
     "DapoRewardManager",
+    "FunctionsRewardManager",
     "NaiveRewardManager",
     "OverlongBuffer",
     "PrimeRewardManager",

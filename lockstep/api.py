@@ -1,0 +1,238 @@
+"""Training from Python: `lockstep.train` is the command `lockstep ppo` with objects where the command takes names.
+
+model, tokenizer, rows ──► files in RUN/inputs ─┐
+functions and classes  ──► python://name        ├──► load_config ──► run_ppo ──► TrainResult(history, policy, run_dir)
+keywords, overrides    ──► settings             ─┘
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.config.compose import PRESETS, load_config
+from lockstep.config.data import DataConfig
+from lockstep.config.ppo import PPOConfig
+from lockstep.data.rows import is_file_reference, write_rows
+from lockstep.observability.jsonl import METRICS_FILE, read_metrics
+from lockstep.policy import Policy
+from lockstep.registry import ObjectReferences
+from lockstep.rewards.custom import ARGUMENTS, BATCH_ARGUMENTS
+from lockstep.rewards.functions import RewardFunctions, accepts, is_per_batch
+from lockstep.trainer.main_ppo import run_ppo
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Callback = Callable[[int, dict[str, Any]], Any]
+"""Called with a step and its metrics; True, or an exception, stops the run after the step and saves a checkpoint."""
+
+Settings = dict[str, Any]
+"""Dotted key -> value."""
+
+KEYWORDS = {
+    "run_dir": "trainer.default_local_dir",
+    "steps": "trainer.total_training_steps",
+    "batch_size": "data.train_batch_size",
+    "n": "actor_rollout_ref.rollout.n",
+    "lr": "actor_rollout_ref.actor.optim.lr",
+    "max_prompt_length": "data.max_prompt_length",
+    "max_response_length": "data.max_response_length",
+}
+"""Short keywords and the keys that they set. A step is one update, unless the mini-batch size is set too."""
+
+
+class History(list[dict[str, Any]]):
+    """One dict of metrics per step, with `step` and `time`; step 0 is the validation before training."""
+
+    def to_pandas(self) -> "pd.DataFrame":
+        """A table with a row per step and a column per metric."""
+        import pandas as pd
+
+        return pd.DataFrame(list(self)).set_index("step") if self else pd.DataFrame()
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """
+    run_dir:  the run's folder: checkpoints, metrics.jsonl, config.yaml.
+    history:  the metrics of every step of the run, also of the steps before it was resumed.
+    finished: False if Ctrl-C or a callback stopped it; the same call with the same `run_dir` resumes it.
+    """
+
+    run_dir: Path
+    history: History
+    finished: bool
+
+    @property
+    def policy(self) -> Policy:
+        """The policy of the last step."""
+        step = self.history[-1]["step"] if self.history else 0
+        folder = self.run_dir / f"global_step_{step}" / "actor" / "huggingface"
+        if not folder.is_dir():
+            raise ValueError(
+                f"{folder} does not exist: the run has not saved its last step as a model; set trainer.save_freq other than 0 "
+                "and hf_model in actor_rollout_ref.actor.checkpoint.save_contents"
+            )
+        return Policy(folder)
+
+
+def train(
+    model: Any,
+    data: Any,
+    reward: Any = None,
+    algorithm: Any = "grpo",
+    *,
+    val_data: Any = None,
+    tokenizer: Any = None,
+    callbacks: Callback | Sequence[Callback] = (),
+    config: Mapping[str, Any] | str | Path | None = None,
+    **overrides: Any,
+) -> TrainResult:
+    """Train a language model by reinforcement learning.
+
+    model:     what `actor_rollout_ref.model.path` takes, or a loaded `PreTrainedModel`, which is not changed.
+    data:      what `data.train_files` takes, or rows: a list of dicts, a `datasets.Dataset`, a `pandas.DataFrame`. A row is
+               `{"prompt": text or messages, "answer": ..., further columns}` or has the columns of a training file.
+    reward:    a function, a list of functions or of (function, weight), the name of a scorer, `file.py:function`, or a
+               reward manager class; None scores by the rows' `data_source`. See docs/python_api.md for the signatures.
+    algorithm: a preset (`grpo`, `ppo`), an advantage estimator by name or `file.py:function`, or a function.
+    val_data:  validation prompts, given like `data`.
+    tokenizer: a loaded tokenizer or a folder; None is the model's.
+    callbacks: functions that are called after each step with (step, metrics); see `Callback`.
+    config:    settings by key, nested or dotted, or a YAML file.
+    overrides: `run_dir` (a new folder in `runs/` by default), `steps`, `batch_size`, `n`, `lr`, `max_prompt_length`,
+               `max_response_length`, and any key of docs/config.md: `**{"trainer.save_freq": 10}`. A function or a class may
+               stand for a name.
+
+    Raises ConfigError for wrong settings and RunError if the run fails. Ctrl-C stops after the step, as in the command.
+    """
+    inputs = _Inputs(model, tokenizer, {"train": data, "val": val_data})
+    settings = {
+        KEYWORDS.get(name, name): value for name, value in overrides.items() if value is not None or "." in name
+    }
+    run_dir = Path(settings.get("trainer.default_local_dir") or _new_run_dir()).expanduser().absolute()
+    settings["trainer.default_local_dir"] = run_dir
+    file = None if config is None or isinstance(config, Mapping) else str(config)
+    given = dict(config) if isinstance(config, Mapping) else {}
+    presets = []
+    if isinstance(algorithm, str) and (PRESETS / "algorithm" / f"{algorithm}.yaml").is_file():
+        presets = [f"algorithm={algorithm}"]
+    else:
+        settings = {"algorithm.adv_estimator": algorithm} | settings
+    steps = _Callbacks([callbacks] if callable(callbacks) else callbacks)
+    with ObjectReferences() as objects:
+        defaults = {MINI_BATCH: overrides["batch_size"]} if overrides.get("batch_size") and file is None else {}
+        reward_settings, functions = _reward_settings(reward)
+        inputs_dir = run_dir / "inputs"
+        layers = [defaults, given, inputs.settings(inputs_dir) | reward_settings | settings]
+        layers = [_plain(layer, objects) for layer in layers]
+        checked = load_config(PPOConfig, presets, config_name=file, layers=layers, run_checks=False)
+        columns = inputs.write(inputs_dir, checked.data)
+        if functions is not None and columns is not None:
+            functions.check(columns)
+        ppo_config = load_config(PPOConfig, presets, config_name=file, layers=layers)
+        code = run_ppo(ppo_config, on_step=steps if steps.functions else None)
+    if steps.error is not None:
+        raise steps.error
+    return TrainResult(run_dir, History(read_metrics(run_dir / METRICS_FILE)), finished=code == 0)
+
+
+MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
+
+
+class _Inputs:
+    """The model, the tokenizer and the rows; those that are objects become files of the run."""
+
+    def __init__(self, model: Any, tokenizer: Any, data: dict[str, Any]) -> None:
+        if hasattr(model, "save_pretrained") and tokenizer is None:
+            tokenizer = getattr(model, "name_or_path", None) or None
+            if tokenizer is None:
+                raise ValueError("tokenizer: the loaded model does not know its folder; pass its tokenizer too")
+        self.saved = {"model": model, "tokenizer": tokenizer}
+        self.data = {name: rows for name, rows in data.items() if rows is not None}
+
+    def settings(self, folder: Path) -> Settings:
+        """The keys that name them."""
+        keys = {"model": "actor_rollout_ref.model.path", "tokenizer": "actor_rollout_ref.model.tokenizer_path"}
+        paths = {
+            keys[name]: folder / name if hasattr(item, "save_pretrained") else item
+            for name, item in self.saved.items()
+            if item is not None
+        }
+        for name, rows in self.data.items():
+            paths[f"data.{name}_files"] = rows if is_file_reference(rows) else [folder / f"{name}.jsonl"]
+        return paths
+
+    def write(self, folder: Path, config: DataConfig) -> list[str] | None:
+        """Write the files; the columns of all rows, or None if some are in the user's files."""
+        columns: dict[str, None] = {}
+        for name, rows in self.data.items():
+            if not is_file_reference(rows):
+                path = folder / f"{name}.jsonl"
+                columns |= dict.fromkeys(write_rows(rows, path, config.prompt_key, config.reward_fn_key))
+        for name, item in self.saved.items():
+            if hasattr(item, "save_pretrained"):
+                item.save_pretrained(folder / name)
+        return None if any(map(is_file_reference, self.data.values())) else list(columns)
+
+
+class _Callbacks:
+    """The user's callbacks as one `on_step`; an exception stops the run and is kept."""
+
+    def __init__(self, functions: Iterable[Callback]) -> None:
+        self.functions = list(functions)
+        self.error: BaseException | None = None
+
+    def __call__(self, step: int, metrics: dict[str, Any]) -> bool:
+        if self.error is not None:
+            return True
+        try:
+            wishes = [function(step, dict(metrics)) for function in self.functions]
+            return any(wish is True for wish in wishes)
+        except Exception as error:  # noqa: BLE001 (boundary to user code; raised by `train`)
+            self.error = error
+            return True
+
+
+def _new_run_dir() -> Path:
+    name, number = time.strftime("%Y%m%d-%H%M%S"), 1
+    while (folder := Path("runs") / (name if number == 1 else f"{name}-{number}")).exists():
+        number += 1
+    return folder
+
+
+def _reward_settings(reward: Any) -> tuple[Settings, RewardFunctions | None]:
+    """The keys of `reward`, and the adapter if it is a function (or several) of another signature than `compute_score`."""
+    if reward is None:
+        return {}, None
+    if isinstance(reward, str | Path):
+        is_reference = ":" in str(reward) or str(reward).endswith(".py")
+        scorer = {"custom_reward_function.reward_kwargs": {"scorer": reward}}
+        return {"custom_reward_function.path": reward} if is_reference else scorer, None
+    if isinstance(reward, type):
+        return {"reward_model.reward_manager": reward}, None
+    items = reward if isinstance(reward, list | tuple) else [reward]
+    weighted = [item if isinstance(item, tuple) else (item, 1.0) for item in items]
+    if not weighted or not all(len(item) == 2 and callable(item[0]) for item in weighted):
+        raise ValueError(
+            f"reward must be a function, a list of functions or of (function, weight), or a name, not {reward!r}"
+        )
+    if callable(reward) and accepts(reward, ARGUMENTS) and not is_per_batch(reward):
+        return {"custom_reward_function.path": reward}, None
+    if callable(reward) and accepts(reward, BATCH_ARGUMENTS) and not is_per_batch(reward):
+        return {"custom_reward_function.path": reward, "reward_model.reward_manager": "batch"}, None
+    functions = RewardFunctions(weighted)
+    return {"custom_reward_function.path": functions, "reward_model.reward_manager": "functions"}, functions
+
+
+def _plain(value: Any, objects: ObjectReferences) -> Any:
+    """A setting as the config takes it: paths as text, functions and classes as references."""
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {name: _plain(item, objects) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, objects) for item in value]
+    return objects.add(value) if callable(value) else value

@@ -1,0 +1,98 @@
+"""A policy in a Hugging Face folder: generate answers with the rollout engine, save a copy."""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from lockstep.engines.rollout.base import RolloutEngine
+
+Prompt = str | Sequence[Mapping[str, Any]]
+"""Text, which is the message of a user, or messages `{"role": ..., "content": ...}`."""
+
+
+class Policy:
+    """The model in `path`, a folder for `from_pretrained`. It is loaded by the first `generate`, and freed by `unload`."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase, list[int]] | None = None
+        self._engine: RolloutEngine | None = None
+        self._lengths = (0, 0)
+
+    def __repr__(self) -> str:
+        return f"Policy({str(self.path)!r})"
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], *, n: int = 1, max_tokens: int = 256, seed: int = 0, **sampling: Any
+    ) -> Any:
+        """The answer to each prompt, as text; a list of `n` answers each if `n` is above 1. One prompt gives one answer.
+
+        sampling: `temperature` (1.0; 0 is greedy), `top_p`, `top_k`, `min_p`, `stop_token_ids`, `ignore_eos`.
+        """
+        from lockstep.engines.rollout.base import GenerationRequest, SamplingParams
+        from lockstep.utils.decoding import decode_all
+
+        is_one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], Mapping))
+        _, tokenizer, eos_ids = self._load()
+        ids = [_encode(tokenizer, prompt) for prompt in cast(Sequence[Prompt], [prompts] if is_one else prompts)]
+        params = SamplingParams(max_tokens=max_tokens, **sampling)
+        requests = [
+            GenerationRequest(prompt_ids, params, seed=seed * len(ids) * n + number * n + sample)
+            for number, prompt_ids in enumerate(ids)
+            for sample in range(n)
+        ]
+        completions = self._engine_for(max(map(len, ids), default=1), max_tokens).generate(requests)
+        texts = decode_all(tokenizer, [_without_end(c.token_ids, eos_ids) for c in completions])
+        answers: list[Any] = [texts[i : i + n] if n > 1 else texts[i] for i in range(0, len(texts), n)]
+        return answers[0] if is_one else answers
+
+    def save(self, folder: Path | str) -> Path:
+        """Copy the model and its tokenizer to `folder`; returns it."""
+        return Path(shutil.copytree(self.path, Path(folder).expanduser(), dirs_exist_ok=True))
+
+    def unload(self) -> None:
+        """Free the memory; the next `generate` loads the model again."""
+        self._loaded = self._engine = None
+        self._lengths = (0, 0)
+
+    def _load(self) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase, list[int]]":
+        if self._loaded is None:
+            import torch
+
+            from lockstep.config.model import HFModelConfig
+            from lockstep.models.loading import load_causal_lm, resolve_dtype
+            from lockstep.models.tokenizer import eos_token_ids, hf_tokenizer
+            from lockstep.utils.device import resolve_device
+
+            device = torch.device(resolve_device("auto"))
+            tokenizer = hf_tokenizer(self.path)
+            config = HFModelConfig(path=str(self.path))
+            model = load_causal_lm(config, "policy", resolve_dtype("auto", device), device)
+            self._loaded = model, tokenizer, eos_token_ids(tokenizer, self.path)
+        return self._loaded
+
+    def _engine_for(self, prompt_length: int, response_length: int) -> "RolloutEngine":
+        if self._engine is None or prompt_length > self._lengths[0] or response_length > self._lengths[1]:
+            from lockstep.config.actor_rollout_ref import RolloutConfig
+            from lockstep.engines.rollout import create_rollout_engine
+
+            model, tokenizer, eos_ids = self._load()
+            self._lengths = max(prompt_length, self._lengths[0]), max(response_length, self._lengths[1])
+            config = RolloutConfig(prompt_length=self._lengths[0], response_length=self._lengths[1])
+            self._engine = create_rollout_engine(config, eos_ids, tokenizer.pad_token_id)
+            self._engine.bind(model)
+        return self._engine
+
+
+def _encode(tokenizer: "PreTrainedTokenizerBase", prompt: Prompt) -> list[int]:
+    messages: list[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _without_end(token_ids: list[int], eos_ids: list[int]) -> list[int]:
+    return token_ids[:-1] if token_ids and token_ids[-1] in eos_ids else token_ids
