@@ -9,7 +9,7 @@ from lockstep.observability.trackers import TRACKERS
 @TRACKERS.register("csv")
 class CsvTracker:
     def __init__(self, run):
-        self.file = open(run.run_dir / "scores.csv", "a")
+        self.file = open(run.run_dir / "scores.csv", "a")  # noqa: SIM115
 
     def log(self, data, step):
         self.file.write(f"{step},{data.get('critic/score/mean', '')}\n")

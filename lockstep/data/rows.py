@@ -20,9 +20,8 @@ SOURCE = "python"
 
 def is_file_reference(data: Any) -> bool:
     """Whether `data` names files: a path, or a list of paths."""
-    return isinstance(data, str | Path) or (
-        isinstance(data, list | tuple) and all(isinstance(d, str | Path) for d in data)
-    )
+    paths = data if isinstance(data, list | tuple) else [data]
+    return bool(paths) and all(isinstance(path, str | Path) for path in paths)
 
 
 def write_rows(data: Any, path: Path, prompt_key: str = "prompt", source_key: str = "data_source") -> list[str]:

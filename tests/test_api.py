@@ -1,0 +1,195 @@
+"""lockstep.train: objects in place of files, the same run as the command, callbacks, errors, several runs in one process."""
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import lockstep
+from lockstep.observability.jsonl import read_metrics
+from lockstep.trainer.main_ppo import main
+from tests.tiny import save_tiny_model, small_run, write_rows
+
+ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i), "level": i % 2} for i in range(8)]
+SMALL: dict[str, Any] = {
+    "batch_size": 4,
+    "n": 2,
+    "lr": 1e-3,
+    "max_prompt_length": 40,
+    "max_response_length": 6,
+    "trainer.device": "cpu",
+    "reward_model.timeout_s": None,  # call functions here, without worker processes
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("files")
+    save_tiny_model(folder / "model")
+    write_rows(folder / "train.parquet", 8)
+    write_rows(folder / "val.parquet", 4)
+    (folder / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return len(solution_str) % 3\n"
+    )
+    return folder
+
+
+def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in r.items() if not k.startswith(("time", "timing", "perf/"))} for r in rows]
+
+
+def test_import_is_light() -> None:
+    program = "import sys, lockstep; lockstep.train; assert not {'torch', 'transformers', 'ray'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        lockstep.trian  # noqa: B018
+
+
+def test_objects_train_and_the_policy_generates(files: Path, tmp_path: Path) -> None:
+    """A loaded model and tokenizer, rows, two reward functions of different form, and a function as estimator."""
+    seen: dict[str, Any] = {}
+
+    def longer(completions: list[str], prompts: list[str], level: list[int], **columns: Any) -> list[float]:
+        seen.update(columns, prompts=prompts, level=level)
+        return [sum(map(ord, text)) % 7 / 10 for text in completions]
+
+    def ends_right(solution_str: str, answer: str) -> float:
+        return float(solution_str.endswith(answer))
+
+    def centred(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Any) -> Any:
+        scores = token_level_rewards.sum(-1)
+        advantages = (scores - scores.mean())[:, None] * response_mask
+        return advantages, advantages
+
+    model = AutoModelForCausalLM.from_pretrained(files / "model")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    steps: list[int] = []
+    result = lockstep.train(
+        model,
+        ROWS,
+        [longer, (ends_right, 0.5)],
+        centred,
+        tokenizer=AutoTokenizer.from_pretrained(files / "model"),
+        val_data=ROWS[:2],
+        callbacks=[lambda step, metrics: steps.append(step)],
+        run_dir=tmp_path / "run",
+        steps=2,
+        **SMALL,
+    )
+    assert result.finished and result.run_dir == tmp_path / "run" and steps == [0, 1, 2]
+    assert set(seen["prompts"]) <= {row["prompt"] for row in ROWS} and set(seen["answer"]) <= {r["answer"] for r in ROWS}
+    table = result.history.to_pandas()
+    expected = table["reward/longer/mean"] + 0.5 * table["reward/ends_right/mean"]
+    assert table["critic/score/mean"][1:].tolist() == pytest.approx(expected[1:].tolist())
+    assert (table["actor/grad_norm"][1:] > 0).all()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+    saved = result.policy.save(tmp_path / "saved")
+    trained = AutoModelForCausalLM.from_pretrained(saved)
+    assert not torch.equal(trained.lm_head.weight, before["lm_head.weight"])
+    check_greedy(result.policy, trained, AutoTokenizer.from_pretrained(saved))
+
+
+def check_greedy(policy: Any, model: Any, tokenizer: Any) -> None:
+    """The policy's answers are those of transformers, for one prompt, for several, and for messages."""
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "1+1="}], add_generation_prompt=True, tokenize=False)
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    new = model.generate(ids, max_new_tokens=5, do_sample=False)[0, ids.shape[1] :]
+    answer = tokenizer.decode(new, skip_special_tokens=True)
+    greedy = {"temperature": 0, "max_tokens": 5}
+    assert policy.generate("1+1=", **greedy) == answer
+    assert policy.generate([{"role": "user", "content": "1+1="}], **greedy) == answer
+    assert policy.generate(["1+1=", "2+2="], **greedy)[0] == answer
+    pairs = policy.generate(["1+1=", "2+2="], n=2, max_tokens=6, seed=3)
+    assert [len(pair) for pair in pairs] == [2, 2] and pairs[0][0] != pairs[0][1]
+    assert policy.generate(["1+1=", "2+2="], n=2, max_tokens=6, seed=3) == pairs
+    policy.unload()
+
+
+def test_same_run_as_the_command(files: Path, tmp_path: Path) -> None:
+    names = {"trainer.total_training_steps": 2, "actor_rollout_ref.rollout.n": 2, "reward_model.timeout_s": None}
+    overrides = [*small_run(files), "algorithm=grpo", "trainer.total_training_steps=2", "actor_rollout_ref.rollout.n=2"]
+    overrides += ["reward_model.timeout_s=null"]
+    assert main([*overrides, f"trainer.default_local_dir={tmp_path}/command"]) == 0
+    result = lockstep.train(
+        files / "model",
+        [str(files / "train.parquet")],
+        files / "reward.py",
+        val_data=files / "val.parquet",
+        run_dir=tmp_path / "python",
+        lr=1e-3,
+        config={"data": {"train_batch_size": 4, "max_prompt_length": 40, "max_response_length": 8}, "trainer.device": "cpu"},
+        **{"actor_rollout_ref.actor.ppo_mini_batch_size": 2, **names},
+    )
+    assert untimed(result.history) == untimed(read_metrics(tmp_path / "command" / "metrics.jsonl"))
+
+
+def test_callback_stops_resumes_and_raises(files: Path, tmp_path: Path) -> None:
+    """One folder, three calls in one process; the last in a thread beside a running event loop, as in a notebook."""
+
+    def run(callback: Any, **changes: Any) -> lockstep.TrainResult:
+        return lockstep.train(
+            files / "model", ROWS, files / "reward.py", callbacks=callback, run_dir=tmp_path / "run", **SMALL | changes
+        )
+
+    stopped = run(lambda step, metrics: step == 1, steps=3)
+    assert not stopped.finished and [row["step"] for row in stopped.history] == [1]
+    assert stopped.policy.path.is_dir()
+
+    def fail(step: int, metrics: dict[str, Any]) -> None:
+        raise LookupError(f"at step {step}")
+
+    with pytest.raises(LookupError, match="at step 2"):
+        run(fail, steps=3, **{"trainer.total_epochs": 5})
+
+    async def notebook() -> lockstep.TrainResult:
+        return await asyncio.to_thread(run, (), steps=3, **{"trainer.total_epochs": 5})
+
+    finished = asyncio.run(notebook())
+    assert finished.finished and [row["step"] for row in finished.history] == [1, 2, 3]
+
+
+def test_errors_are_exceptions_of_one_line(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def needs_level(solution_str: str, difficulty: int) -> float:
+        return 0.0
+
+    async def later(completions: list[str]) -> list[float]:
+        return []
+
+    model, reward = files / "model", files / "reward.py"
+    cases: list[tuple[Any, type[Exception], str]] = [
+        (lambda: lockstep.train(model, ROWS, reward, stepz=3), lockstep.ConfigError, "stepz=3: "),
+        (
+            lambda: lockstep.train(model, ROWS, reward, config={"trainer.total_epoch": 3}),
+            lockstep.ConfigError,
+            "trainer.total_epoch=3: .*total_epochs",
+        ),
+        (lambda: lockstep.train(model, [], reward), ValueError, "data has no rows"),
+        (lambda: lockstep.train(model, [{"question": "?"}], reward), ValueError, r"row 0 has no 'prompt' \(columns: question"),
+        (lambda: lockstep.train(model, 3, reward), ValueError, "data must be rows .* not int"),
+        (lambda: lockstep.train(model, [{"prompt": "a", "answer": object()}], reward), ValueError, "row 0: .*type object"),
+        (lambda: lockstep.train(model, ROWS, needs_level), ValueError, r"needs_level .*needs difficulty, which the rows"),
+        (lambda: lockstep.train(model, ROWS, [later]), ValueError, "later .* is a coroutine function"),
+        (lambda: lockstep.train(model, ROWS, [reward]), ValueError, "reward must be a function"),
+        (lambda: lockstep.train(model, ROWS, "reward.py:nothing", **SMALL), lockstep.RunError, r"reward\.py.*no file"),
+        (lambda: lockstep.train(model, ROWS, **SMALL), lockstep.RunError, "no scorer for data_source 'python'"),
+        (lambda: lockstep.train(tmp_path / "no", ROWS, reward, **SMALL), lockstep.ConfigError, "model.path="),
+    ]
+    for call, kind, message in cases:
+        with pytest.raises(kind, match=f"(?s){message}"):
+            call()
+    assert lockstep.RunError("x", 2).exit_code == 2
+
+
+def test_policy_of_a_run_without_checkpoint(tmp_path: Path) -> None:
+    result = lockstep.TrainResult(tmp_path, lockstep.History([{"step": 2}]), finished=True)
+    with pytest.raises(ValueError, match=r"global_step_2.*trainer\.save_freq"):
+        result.policy  # noqa: B018
+    assert lockstep.History().to_pandas().empty
