@@ -82,6 +82,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "HuggingFaceTB/SmolLM2-135M-Instruct": str(folder / "model"),
         "data/gsm8k": str(folder),
         QUICK_START: str(folder / "first"),
+        "$PLUGINS": str(ROOT / "examples" / "plugins"),
     }
 
 

@@ -100,15 +100,30 @@ def test_estimator_subtracts_the_median() -> None:
     assert advantages.tolist() == [[-1.0, -1.0], [3.0, 3.0], [0.0, 0.0]]
 
 
-def test_script_trains_from_python(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def small(**arguments: Any) -> lockstep.TrainResult:
-        changes = {"steps": 2, "batch_size": 4, "n": 2, "max_response_length": 6, "run_dir": tmp_path / "run"}
-        return api.train(**arguments | changes, **{"trainer.device": "cpu", "trainer.total_epochs": 1})
+@pytest.fixture
+def small_train(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """lockstep.train on the tiny model, with one small step."""
+
+    def small(*arguments: Any, **keywords: Any) -> lockstep.TrainResult:
+        names = ("model", "data", "reward", "algorithm")
+        changes = {"model": model, "steps": 1, "batch_size": 4, "n": 2, "max_prompt_length": 64, "max_response_length": 6}
+        keywords |= dict(zip(names, arguments)) | changes | {"run_dir": tmp_path / "run", "trainer.device": "cpu"}
+        return api.train(**keywords)
 
     monkeypatch.setattr(lockstep, "train", small, raising=False)
-    monkeypatch.setattr("sys.argv", ["train_from_python.py", str(model)])
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("small_train")
+def test_script_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["train_from_python.py", "a model"])
     runpy.run_path(str(EXAMPLES / "train_from_python.py"), run_name="__main__")
     printed = capsys.readouterr().out
     assert "critic/score/mean" in printed and f"run folder: {tmp_path}/run" in printed
+
+
+@pytest.mark.usefixtures("small_train")
+def test_documented_program_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program = (EXAMPLES.parent / "docs" / "python_api.md").read_text().split("```python\n")[1].split("```")[0]
+    exec(program, {"__name__": "__main__"})
+    assert "critic/score/mean" in capsys.readouterr().out and (tmp_path / "adder" / "config.json").is_file()
