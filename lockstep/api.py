@@ -109,27 +109,29 @@ def train(
     Raises ConfigError for wrong settings and RunError if the run fails. Ctrl-C stops after the step, as in the command.
     """
     inputs = _Inputs(model, tokenizer, {"train": data, "val": val_data})
+    steps = _Callbacks([callbacks] if callable(callbacks) else callbacks)
     settings = {
-        KEYWORDS.get(name, name): value for name, value in overrides.items() if value is not None or "." in name
+        KEYWORDS.get(name, name): value
+        for name, value in overrides.items()
+        if value is not None or name not in KEYWORDS
     }
-    run_dir = Path(settings.get("trainer.default_local_dir") or _new_run_dir()).expanduser().absolute()
-    settings["trainer.default_local_dir"] = run_dir
     file = None if config is None or isinstance(config, Mapping) else str(config)
     given = dict(config) if isinstance(config, Mapping) else {}
-    presets = []
+    defaults: Settings = {} if file else {RUN_DIR: _new_run_dir()}
+    if overrides.get("batch_size") is not None and file is None:
+        defaults[MINI_BATCH] = overrides["batch_size"]
+    presets: list[str] = []
     if isinstance(algorithm, str) and (PRESETS / "algorithm" / f"{algorithm}.yaml").is_file():
         presets = [f"algorithm={algorithm}"]
     else:
         settings = {"algorithm.adv_estimator": algorithm} | settings
-    steps = _Callbacks([callbacks] if callable(callbacks) else callbacks)
+    rewards, functions = _reward_settings(reward)
     with ObjectReferences() as objects:
-        defaults = {MINI_BATCH: overrides["batch_size"]} if overrides.get("batch_size") and file is None else {}
-        reward_settings, functions = _reward_settings(reward)
-        inputs_dir = run_dir / "inputs"
-        layers = [defaults, given, inputs.settings(inputs_dir) | reward_settings | settings]
-        layers = [_plain(layer, objects) for layer in layers]
-        checked = load_config(PPOConfig, presets, config_name=file, layers=layers, run_checks=False)
-        columns = inputs.write(inputs_dir, checked.data)
+        layers = [_plain(layer, objects) for layer in (defaults, given, rewards, settings)]
+        unchecked = load_config(PPOConfig, presets, config_name=file, layers=layers, run_checks=False)
+        run_dir = Path(unchecked.trainer.default_local_dir).expanduser().absolute()
+        layers += [_plain({RUN_DIR: run_dir} | inputs.settings(run_dir / "inputs"), objects)]
+        columns = inputs.write(run_dir / "inputs", unchecked.data)
         if functions is not None and columns is not None:
             functions.check(columns)
         ppo_config = load_config(PPOConfig, presets, config_name=file, layers=layers)
@@ -139,6 +141,7 @@ def train(
     return TrainResult(run_dir, History(read_metrics(run_dir / METRICS_FILE)), finished=code == 0)
 
 
+RUN_DIR = "trainer.default_local_dir"
 MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
 
 
@@ -190,7 +193,7 @@ class _Callbacks:
             return True
         try:
             wishes = [function(step, dict(metrics)) for function in self.functions]
-            return any(wish is True for wish in wishes)
+            return any(type(wish).__name__ == "bool" and wish for wish in wishes)  # Python's or numpy's
         except Exception as error:  # noqa: BLE001 (boundary to user code; raised by `train`)
             self.error = error
             return True

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -82,7 +83,9 @@ def test_objects_train_and_the_policy_generates(files: Path, tmp_path: Path) -> 
         **SMALL,
     )
     assert result.finished and result.run_dir == tmp_path / "run" and steps == [0, 1, 2]
-    assert set(seen["prompts"]) <= {row["prompt"] for row in ROWS} and set(seen["answer"]) <= {r["answer"] for r in ROWS}
+    assert set(seen["prompts"]) <= {row["prompt"] for row in ROWS} and set(seen["answer"]) <= {
+        r["answer"] for r in ROWS
+    }
     table = result.history.to_pandas()
     expected = table["reward/longer/mean"] + 0.5 * table["reward/ends_right/mean"]
     assert table["critic/score/mean"][1:].tolist() == pytest.approx(expected[1:].tolist())
@@ -97,7 +100,9 @@ def test_objects_train_and_the_policy_generates(files: Path, tmp_path: Path) -> 
 
 def check_greedy(policy: Any, model: Any, tokenizer: Any) -> None:
     """The policy's answers are those of transformers, for one prompt, for several, and for messages."""
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "1+1="}], add_generation_prompt=True, tokenize=False)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "1+1="}], add_generation_prompt=True, tokenize=False
+    )
     ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
     new = model.generate(ids, max_new_tokens=5, do_sample=False)[0, ids.shape[1] :]
     answer = tokenizer.decode(new, skip_special_tokens=True)
@@ -121,9 +126,12 @@ def test_same_run_as_the_command(files: Path, tmp_path: Path) -> None:
         [str(files / "train.parquet")],
         files / "reward.py",
         val_data=files / "val.parquet",
-        run_dir=tmp_path / "python",
         lr=1e-3,
-        config={"data": {"train_batch_size": 4, "max_prompt_length": 40, "max_response_length": 8}, "trainer.device": "cpu"},
+        config={
+            "trainer.default_local_dir": tmp_path / "python",
+            "data": {"train_batch_size": 4, "max_prompt_length": 40, "max_response_length": 8},
+            "trainer.device": "cpu",
+        },
         **{"actor_rollout_ref.actor.ppo_mini_batch_size": 2, **names},
     )
     assert untimed(result.history) == untimed(read_metrics(tmp_path / "command" / "metrics.jsonl"))
@@ -137,7 +145,7 @@ def test_callback_stops_resumes_and_raises(files: Path, tmp_path: Path) -> None:
             files / "model", ROWS, files / "reward.py", callbacks=callback, run_dir=tmp_path / "run", **SMALL | changes
         )
 
-    stopped = run(lambda step, metrics: step == 1, steps=3)
+    stopped = run(lambda step, metrics: np.int64(step) == 1, steps=3)
     assert not stopped.finished and [row["step"] for row in stopped.history] == [1]
     assert stopped.policy.path.is_dir()
 
@@ -166,16 +174,29 @@ def test_errors_are_exceptions_of_one_line(files: Path, tmp_path: Path, monkeypa
     model, reward = files / "model", files / "reward.py"
     cases: list[tuple[Any, type[Exception], str]] = [
         (lambda: lockstep.train(model, ROWS, reward, stepz=3), lockstep.ConfigError, "stepz=3: "),
+        (lambda: lockstep.train(model, ROWS, reward, stepz=None), lockstep.ConfigError, "stepz=null: "),
         (
             lambda: lockstep.train(model, ROWS, reward, config={"trainer.total_epoch": 3}),
             lockstep.ConfigError,
             "trainer.total_epoch=3: .*total_epochs",
         ),
         (lambda: lockstep.train(model, [], reward), ValueError, "data has no rows"),
-        (lambda: lockstep.train(model, [{"question": "?"}], reward), ValueError, r"row 0 has no 'prompt' \(columns: question"),
+        (
+            lambda: lockstep.train(model, [{"question": "?"}], reward),
+            ValueError,
+            r"row 0 has no 'prompt' \(columns: question",
+        ),
         (lambda: lockstep.train(model, 3, reward), ValueError, "data must be rows .* not int"),
-        (lambda: lockstep.train(model, [{"prompt": "a", "answer": object()}], reward), ValueError, "row 0: .*type object"),
-        (lambda: lockstep.train(model, ROWS, needs_level), ValueError, r"needs_level .*needs difficulty, which the rows"),
+        (
+            lambda: lockstep.train(model, [{"prompt": "a", "answer": object()}], reward),
+            ValueError,
+            "row 0: .*type object",
+        ),
+        (
+            lambda: lockstep.train(model, ROWS, needs_level),
+            ValueError,
+            r"needs_level .*needs difficulty, which the rows",
+        ),
         (lambda: lockstep.train(model, ROWS, [later]), ValueError, "later .* is a coroutine function"),
         (lambda: lockstep.train(model, ROWS, [reward]), ValueError, "reward must be a function"),
         (lambda: lockstep.train(model, ROWS, "reward.py:nothing", **SMALL), lockstep.RunError, r"reward\.py.*no file"),

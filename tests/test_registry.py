@@ -53,7 +53,9 @@ def test_errors_name_the_key_and_the_cause(file: str, tmp_path: Path) -> None:
         "python://gone": r"belongs to the Python program that started the run; pass it to lockstep\.train",
     }
     for reference, message in cases.items():
-        with pytest.raises(ValueError, match=rf"(?s)^some\.key={'' if 'key' in message else '.*'}.*{message.split('key=')[-1]}"):
+        with pytest.raises(
+            ValueError, match=rf"(?s)^some\.key={'' if 'key' in message else '.*'}.*{message.split('key=')[-1]}"
+        ):
             load_plugin("some.key", reference)
     with pytest.raises(ValueError, match=r"must be a subclass of builtins\.dict, not Own"):
         load_plugin("some.key", f"{file}:Own", base=dict)
@@ -121,7 +123,7 @@ def test_user_code_of_a_program_reaches_the_processes_of_ray(tmp_path: Path, mon
             assert objects.add(program["reward"]) == "python://reward"
             environment = ray.cloudpickle.dumps(ProcessEnvironment.capture())
             assert objects.add(threading.Lock()) == "python://lock"
-            with pytest.raises(ValueError, match="python://lock.* cannot be sent to the processes of Ray"):
+            with pytest.raises(ValueError, match=r"python://lock.* cannot be sent to the processes of Ray"):
                 ProcessEnvironment.capture()
     finally:
         del ESTIMATOR_INPUTS["of_main"]

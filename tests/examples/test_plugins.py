@@ -106,7 +106,14 @@ def small_train(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     def small(*arguments: Any, **keywords: Any) -> lockstep.TrainResult:
         names = ("model", "data", "reward", "algorithm")
-        changes = {"model": model, "steps": 1, "batch_size": 4, "n": 2, "max_prompt_length": 64, "max_response_length": 6}
+        changes = {
+            "model": model,
+            "steps": 1,
+            "batch_size": 4,
+            "n": 2,
+            "max_prompt_length": 64,
+            "max_response_length": 6,
+        }
         keywords |= dict(zip(names, arguments)) | changes | {"run_dir": tmp_path / "run", "trainer.device": "cpu"}
         return api.train(**keywords)
 

@@ -20,7 +20,9 @@ def right(solution_str: str, ground_truth: str) -> float:
 
 
 def test_rows_are_passed_by_name() -> None:
-    def everything(data_source: str, completion: str, level: int, prompt: Any, extra_info: dict[str, Any]) -> dict[str, Any]:
+    def everything(
+        data_source: str, completion: str, level: int, prompt: Any, extra_info: dict[str, Any]
+    ) -> dict[str, Any]:
         return {"score": level, "seen": (data_source, completion, prompt == extra_info["prompt"])}
 
     assert call(right) == [{"score": 1.0}, {"score": 0.0}]
@@ -29,7 +31,9 @@ def test_rows_are_passed_by_name() -> None:
 
 
 def test_batches_are_passed_as_in_trl() -> None:
-    def check(prompts: list[Any], completions: list[Any], level: list[int], ground_truth: list[str], **rest: Any) -> Any:
+    def check(
+        prompts: list[Any], completions: list[Any], level: list[int], ground_truth: list[str], **rest: Any
+    ) -> Any:
         assert prompts == [extra["prompt"] for extra in EXTRA] and "prompt" not in rest
         assert completions == ["2", [{"role": "assistant", "content": "5"}]]
         return np.array(level) * 1.0 if ground_truth == ["2", "4"] else None
