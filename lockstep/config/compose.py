@@ -101,8 +101,19 @@ def load_config(
         _apply(override, merged, cls)
     for layer in layers:
         merged.add(normalize(cls, layer), cls)
-    _load_external_lib(merged)
+    return _checked(merged, cls, run_checks)
 
+
+def config_from_tree(cls: type[C], tree: Mapping[str, Any], run_checks: bool = True) -> C:
+    """The configuration of nested settings that were composed elsewhere; ConfigError with every problem if it is invalid."""
+    merged = _Settings()
+    merged.add(normalize(cls, tree), cls)
+    return _checked(merged, cls, run_checks)
+
+
+def _checked(merged: _Settings, cls: type[C], run_checks: bool) -> C:
+    """The settings with derived defaults, types and checks; logs the notices."""
+    _load_external_lib(merged)
     derived, notices = derived_defaults(merged.values)
     merged.values |= derived
     merged.notices += notices

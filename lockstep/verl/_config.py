@@ -1,0 +1,116 @@
+"""Between verl's `DictConfig` and Lockstep's typed config.
+
+    ppo_trainer (Hydra's ConfigStore) ──► the program's DictConfig ──typed_config──► PPOConfig, checked
+                                                                    ◄──view────────  DictConfig with every key
+
+A program may have keys that Lockstep does not know; they stay in the DictConfig.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+
+from lockstep.config.compat import ALIASES, NO_EFFECT, UNSUPPORTED_KEYS
+from lockstep.config.compose import config_from_tree, log_once
+from lockstep.config.normalize import canonical_name, normalize
+from lockstep.config.ppo import PPOConfig
+from lockstep.config.errors import ConfigError
+from lockstep.config.schema import build, defaults, get_in, keys, sections, set_in, to_plain
+
+MISSING = object()
+
+
+def default_tree() -> dict[str, Any]:
+    """Lockstep's defaults, and null for each key that only verl has, so that Hydra accepts overrides of it."""
+    tree = defaults(PPOConfig)
+    for name, target in ALIASES.items():
+        if target not in sections(PPOConfig):
+            set_in(tree, name, None)
+    for name in NO_EFFECT:
+        set_in(tree, name, None)
+    for name, entry in UNSUPPORTED_KEYS.items():
+        set_in(tree, name, dict.fromkeys(entry.switches) if entry.switches else None)
+    return tree
+
+
+def register_ppo_trainer() -> None:
+    """Make `config_name="ppo_trainer"` and `defaults: [ppo_trainer]` work in the program's own Hydra config."""
+    ConfigStore.instance().store(name="ppo_trainer", node=default_tree(), provider="lockstep.verl")
+
+
+def typed_config(config: DictConfig | Mapping[str, Any] | PPOConfig, run_checks: bool = True) -> PPOConfig:
+    """The checked config of a run; ConfigError with every problem if it is invalid. Keys of the program itself are left out.
+
+    run_checks: false checks only names and types, for a program that reads one section of a partial config.
+    """
+    if isinstance(config, PPOConfig):
+        return config
+    given = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
+    resolved = _container(given, resolve=True)
+    default, tree = default_tree(), {}
+    for name, value in _leaves(_container(given, resolve=False)):
+        if value != get_in(default, name, MISSING):  # what equals the default was not set by the user
+            set_in(tree, name, get_in(resolved, name, None))
+    own = sorted(
+        problem.key
+        for problem in normalize(PPOConfig, tree).problems
+        if canonical_name(PPOConfig, problem.key) not in keys(PPOConfig)
+    )
+    if own:
+        log_once(f"read by your program only: {', '.join(own)}")
+    for name in own:
+        _remove(tree, name)
+    return config_from_tree(PPOConfig, tree, run_checks)
+
+
+def view(config: DictConfig | Mapping[str, Any] | PPOConfig, typed: PPOConfig) -> DictConfig:
+    """`typed` as a DictConfig, with the keys of `config` that only the program reads."""
+    plain = to_plain(typed)
+    if isinstance(config, PPOConfig):
+        return OmegaConf.create(plain)
+    given = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
+    merged = OmegaConf.merge(_container(given, resolve=True), plain)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _container(config: DictConfig, resolve: bool) -> dict[str, Any]:
+    plain = OmegaConf.to_container(config, resolve=resolve)
+    assert isinstance(plain, dict)
+    return {str(name): value for name, value in plain.items()}
+
+
+def _leaves(tree: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
+    for part, value in tree.items():
+        name = f"{section}.{part}" if section else str(part)
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, name)
+        else:
+            yield name, value
+
+
+def _remove(tree: dict[str, Any], name: str) -> None:
+    *parents, last = name.split(".")
+    for part in parents:
+        tree = tree[part]
+    tree.pop(last, None)
+
+
+def resolve_by_hand(section: Any, path: str) -> None:
+    """Complete a section that a program constructed itself: interpolated defaults get their values, every value its type.
+
+    path: the section's place in the config, `actor_rollout_ref.actor`.
+    """
+    tree: dict[str, Any] = {}
+    set_in(tree, path, to_plain(section))
+    resolved, problems = build(PPOConfig, tree)
+    if problems:
+        raise ConfigError(problems)
+    for part in path.split("."):
+        resolved = getattr(resolved, part)
+    for field in fields(section):
+        if not field.metadata.get("internal") and not is_dataclass(getattr(section, field.name)):
+            object.__setattr__(section, field.name, getattr(resolved, field.name))

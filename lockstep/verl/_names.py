@@ -1,0 +1,122 @@
+"""How the packages of `lockstep.verl` find their names: imported on first use, or refused with what to use instead."""
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+PACKAGE = "lockstep.verl"
+
+_AGENTS = "rollouts are single-turn; see docs/migrate_from_verl.md#not-served"
+_MEGATRON = "models are trained with FSDP2; use the classes of {0}.workers.fsdp_workers"
+_ENGINE = (
+    "the worker owns its training engine; choose the loss with actor_rollout_ref.actor.policy_loss.loss_mode "
+    "({0}.trainer.ppo.core_algos.register_policy_loss), or subclass {0}.workers.fsdp_workers.ActorRolloutRefWorker"
+)
+_ROLLOUT = (
+    "the rollout engine is chosen by actor_rollout_ref.rollout.name; implement lockstep.engines.rollout.base for another"
+)
+_SHARDING = "FSDP2 is applied by lockstep.engines.train.fsdp.FsdpEngine"
+_CHECKPOINT = (
+    "workers save and load with save_checkpoint(path) and load_checkpoint(path); lockstep.trainer.checkpoint has the rest"
+)
+_PROFILER = "there are no profiler hooks; use {0}.utils.profiler.marked_timer, or torch.profiler in your program"
+_SFT = "training is by reinforcement learning only; examples/warm_up_sft.py is a short supervised loop"
+_OTHER_PROGRAM = "generation and evaluation run as validation: trainer.val_only=true with trainer.validation_data_dir"
+
+NOT_SERVED: dict[str, str] = {
+    "experimental.agent_loop.AgentLoopManager": _AGENTS,
+    "experimental.agent_loop.AgentLoopBase": _AGENTS,
+    "experimental.agent_loop.AgentLoopOutput": _AGENTS,
+    "experimental.agent_loop.AgentLoopWorker": _AGENTS,
+    "experimental.agent_loop.AsyncLLMServerManager": _AGENTS,
+    "experimental.agent_loop.register": _AGENTS,
+    "experimental.agent_loop.agent_loop": _AGENTS,
+    "experimental.agent_loop.single_turn_agent_loop": _AGENTS,
+    "experimental.agent_loop.tool_agent_loop": _AGENTS,
+    "experimental.reward_loop": "write a reward manager ({0}.workers.reward_manager.register); async functions run concurrently",
+    "interactions": _AGENTS,
+    "model_merger": "checkpoints hold the model in Hugging Face format, in global_step_N/actor/huggingface",
+    "models": "models are transformers' own; lockstep.models.known_models lists the layers with fused kernels",
+    "protocol.DataProtoConfig": "worker groups pad and unpad batches; pass auto_padding=True to DataProto.from_dict for chunk",
+    "protocol.all_gather_data_proto": "worker groups join the outputs of their ranks",
+    "single_controller.ray.base.merge_resource_pool": "set resource_pool_spec and resource_pool_mapping",
+    "single_controller.ray.base.split_resource_pool": "set resource_pool_spec and resource_pool_mapping",
+    "single_controller.ray.megatron": _MEGATRON,
+    "single_controller.ray.merge_resource_pool": "set resource_pool_spec and resource_pool_mapping",
+    "single_controller.ray.split_resource_pool": "set resource_pool_spec and resource_pool_mapping",
+    "tools.base_tool": _AGENTS,
+    "tools.utils": _AGENTS,
+    "trainer.fsdp_sft_trainer": _SFT,
+    "trainer.sft_trainer": _SFT,
+    "trainer.main_eval": _OTHER_PROGRAM,
+    "trainer.main_generation": _OTHER_PROGRAM,
+    "trainer.main_generation_server": _OTHER_PROGRAM,
+    "utils.checkpoint.fsdp_checkpoint_manager": _CHECKPOINT,
+    "utils.checkpoint.checkpoint_manager.BaseCheckpointManager": _CHECKPOINT,
+    "utils.fsdp_utils": _SHARDING,
+    "utils.megatron_utils": _MEGATRON,
+    "utils.profiler.DistProfiler": _PROFILER,
+    "utils.profiler.DistProfilerExtension": _PROFILER,
+    "utils.profiler.ProfilerConfig": _PROFILER,
+    "utils.reward_score.sandbox_fusion": "programs are judged in local sandboxes: {0}.utils.reward_score.prime_code",
+    "utils.rollout_skip": "every step generates; set trainer.rollout_data_dir to keep the rollouts",
+    "utils.ulysses": "sequence parallelism is built in: actor_rollout_ref.actor.ulysses_sequence_parallel_size",
+    "utils.vllm": _ROLLOUT,
+    "utils.vllm_utils": _ROLLOUT,
+    "workers.actor": _ENGINE,
+    "workers.critic": _ENGINE,
+    "workers.engine": _ENGINE,
+    "workers.engine_workers": _ENGINE,
+    "workers.megatron_workers": _MEGATRON,
+    "workers.rollout": _ROLLOUT,
+    "workers.sharding_manager": _SHARDING,
+}
+"""Names of verl that Lockstep does not have (modules, or `module.name`) -> what to use instead. {0} is this package."""
+
+
+def instead_of(name: str) -> str | None:
+    """What to use instead of a name of this package; None if the table does not list it."""
+    short = name.removeprefix(f"{PACKAGE}.")
+    parts = short.split(".")
+    for length in range(len(parts), 0, -1):
+        if (reason := NOT_SERVED.get(".".join(parts[:length]))) is not None:
+            return reason.format(PACKAGE)
+    return None
+
+
+def refuse(module: str, name: str) -> AttributeError | ImportError:
+    """The error for a name that `module` does not have."""
+    if (reason := instead_of(f"{module}.{name}")) is not None:
+        return ImportError(f"{module}.{name} is not served: {reason}", name=module)
+    return AttributeError(f"module {module!r} has no attribute {name!r}; see docs/migrate_from_verl.md")
+
+
+def exports(module: str, served: Mapping[str, Sequence[str]] | None = None) -> Callable[[str], Any]:
+    """A module's `__getattr__`. served: module -> the names to take from it on first use."""
+    home = {name: source for source, names in (served or {}).items() for name in names}
+
+    def find(name: str) -> Any:
+        if name in home:
+            return getattr(importlib.import_module(home[name]), name)
+        raise refuse(module, name)
+
+    return find
+
+
+class NotServedFinder:
+    """Explains the import of a module that is not here; comes last, so that it is asked only about missing ones."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if not name.startswith(f"{PACKAGE}."):
+            return None
+        reason = instead_of(name) or "Lockstep has no such module; see docs/migrate_from_verl.md"
+        raise ModuleNotFoundError(f"{name} is not served: {reason}", name=name)
+
+
+def explain_missing_modules() -> None:
+    if not any(finder is NotServedFinder for finder in sys.meta_path):
+        sys.meta_path.append(NotServedFinder)

@@ -1,0 +1,5 @@
+"""verl.experimental.dataset.sampler"""
+
+from lockstep.data.sampler import AbstractCurriculumSampler, AbstractSampler
+
+__all__ = ["AbstractCurriculumSampler", "AbstractSampler"]

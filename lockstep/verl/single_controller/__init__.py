@@ -1,0 +1,5 @@
+"""verl.single_controller"""
+
+from lockstep.verl._names import exports
+
+__getattr__ = exports(__name__)

@@ -1,0 +1,17 @@
+"""verl.single_controller.ray; Ray is imported on first use."""
+
+from lockstep.verl._names import exports
+
+__getattr__ = exports(
+    __name__,
+    {
+        "lockstep.verl.single_controller.ray.base": (
+            "RayClassWithInitArgs",
+            "RayResourcePool",
+            "RayWorkerGroup",
+            "create_colocated_worker_cls",
+            "create_colocated_worker_cls_fused",
+        ),
+        "lockstep.single_controller": ("ResourcePoolManager",),
+    },
+)

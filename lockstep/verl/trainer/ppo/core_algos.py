@@ -1,0 +1,110 @@
+"""verl.trainer.ppo.core_algos: advantages, losses and KL."""
+
+from collections.abc import Callable
+from enum import Enum
+
+from lockstep.algorithms import advantages
+from lockstep.algorithms.advantages import (
+    AdvantageEstimator,
+    AdvantageFn,
+    compute_gae_advantage_return,
+    compute_gdpo_outcome_advantage,
+    compute_gpg_outcome_advantage,
+    compute_grpo_outcome_advantage,
+    compute_grpo_passk_outcome_advantage,
+    compute_multi_turn_optimal_token_baseline_advantage,
+    compute_opo_outcome_advantage,
+    compute_optimal_token_baseline_advantage,
+    compute_reinforce_plus_plus_baseline_outcome_advantage,
+    compute_reinforce_plus_plus_outcome_advantage,
+    compute_remax_outcome_advantage,
+    compute_rloo_outcome_advantage,
+    compute_rloo_vectorized_outcome_advantage,
+)
+from lockstep.algorithms.kl import (
+    AdaptiveKLController,
+    FixedKLController,
+    compute_rewards,
+    get_kl_controller,
+    kl_penalty,
+)
+from lockstep.algorithms.losses import (
+    PolicyLossFn,
+    agg_loss,
+    compute_entropy_loss,
+    compute_policy_loss,
+    compute_policy_loss_bypass_mode,
+    compute_policy_loss_cispo,
+    compute_policy_loss_clip_cov,
+    compute_policy_loss_geo_mean,
+    compute_policy_loss_gpg,
+    compute_policy_loss_gspo,
+    compute_policy_loss_kl_cov,
+    compute_policy_loss_reinforce,
+    compute_policy_loss_sapo,
+    compute_policy_loss_vanilla,
+    compute_value_loss,
+    get_policy_loss_fn,
+    register_policy_loss,
+)
+from lockstep.algorithms.losses.policy import POLICY_LOSSES as POLICY_LOSS_REGISTRY
+from lockstep.algorithms.pf_ppo import compute_pf_ppo_reweight_data
+
+ADV_ESTIMATOR_REGISTRY = advantages.ADVANTAGE_ESTIMATORS
+
+__all__ = [
+    "ADV_ESTIMATOR_REGISTRY",
+    "POLICY_LOSS_REGISTRY",
+    "AdaptiveKLController",
+    "AdvantageEstimator",
+    "FixedKLController",
+    "PolicyLossFn",
+    "agg_loss",
+    "compute_entropy_loss",
+    "compute_gae_advantage_return",
+    "compute_gdpo_outcome_advantage",
+    "compute_gpg_outcome_advantage",
+    "compute_grpo_outcome_advantage",
+    "compute_grpo_passk_outcome_advantage",
+    "compute_multi_turn_optimal_token_baseline_advantage",
+    "compute_opo_outcome_advantage",
+    "compute_optimal_token_baseline_advantage",
+    "compute_pf_ppo_reweight_data",
+    "compute_policy_loss",
+    "compute_policy_loss_bypass_mode",
+    "compute_policy_loss_cispo",
+    "compute_policy_loss_clip_cov",
+    "compute_policy_loss_geo_mean",
+    "compute_policy_loss_gpg",
+    "compute_policy_loss_gspo",
+    "compute_policy_loss_kl_cov",
+    "compute_policy_loss_reinforce",
+    "compute_policy_loss_sapo",
+    "compute_policy_loss_vanilla",
+    "compute_reinforce_plus_plus_baseline_outcome_advantage",
+    "compute_reinforce_plus_plus_outcome_advantage",
+    "compute_remax_outcome_advantage",
+    "compute_rewards",
+    "compute_rloo_outcome_advantage",
+    "compute_rloo_vectorized_outcome_advantage",
+    "compute_value_loss",
+    "get_adv_estimator_fn",
+    "get_kl_controller",
+    "get_policy_loss_fn",
+    "kl_penalty",
+    "register_adv_est",
+    "register_policy_loss",
+]
+
+
+def register_adv_est(name_or_enum: str | Enum) -> Callable[[AdvantageFn], AdvantageFn]:
+    """Decorator: register an estimator by name, or by the value of an enum."""
+    return advantages.register_adv_est(_name(name_or_enum))
+
+
+def get_adv_estimator_fn(name_or_enum: str | Enum) -> AdvantageFn:
+    return advantages.get_adv_estimator_fn(_name(name_or_enum))
+
+
+def _name(name_or_enum: str | Enum) -> str:
+    return str(name_or_enum.value if isinstance(name_or_enum, Enum) else name_or_enum)

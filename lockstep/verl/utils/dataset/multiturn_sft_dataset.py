@@ -1,0 +1,5 @@
+"""verl.utils.dataset.multiturn_sft_dataset"""
+
+from lockstep.data.sft_dataset import MultiTurnSFTDataset
+
+__all__ = ["MultiTurnSFTDataset"]

@@ -1,0 +1,5 @@
+"""verl.utils.dataset.rm_dataset"""
+
+from lockstep.data.rm_dataset import RMDataset
+
+__all__ = ["RMDataset"]

@@ -1,0 +1,5 @@
+"""verl.utils.dataset.sft_dataset"""
+
+from lockstep.data.sft_dataset import SFTDataset
+
+__all__ = ["SFTDataset"]

@@ -1,0 +1,5 @@
+"""verl.utils.metric.utils"""
+
+from lockstep.verl.utils.metric import reduce_metrics
+
+__all__ = ["reduce_metrics"]

@@ -1,0 +1,5 @@
+"""verl.workers.reward_manager.batch"""
+
+from lockstep.rewards.managers import BatchRewardManager
+
+__all__ = ["BatchRewardManager"]

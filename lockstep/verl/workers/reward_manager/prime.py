@@ -1,0 +1,5 @@
+"""verl.workers.reward_manager.prime"""
+
+from lockstep.rewards.managers import PrimeRewardManager
+
+__all__ = ["PrimeRewardManager"]

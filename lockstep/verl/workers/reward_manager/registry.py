@@ -1,0 +1,9 @@
+"""verl.workers.reward_manager.registry"""
+
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.rewards.managers import REWARD_MANAGERS
+
+register: Callable[[str], Callable[[Any], Any]] = REWARD_MANAGERS.register
+get_reward_manager_cls: Callable[[str], Any] = REWARD_MANAGERS.get
