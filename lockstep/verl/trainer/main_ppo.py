@@ -3,11 +3,13 @@
 Programs call `run_ppo(config)` from their own `hydra.main`, often with a subclass of `TaskRunner`.
 """
 
+import gc
 import sys
 from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.config.data import DataConfig
 from lockstep.config.placement import controller_of, needed_models, pools_of
+from lockstep.config.ppo import PPOConfig
 from lockstep.trainer.main_ppo import main
 from lockstep.verl._config import typed_config
 from lockstep.verl._ray import unwrapped
@@ -27,8 +29,15 @@ def run_ppo(config: Any, task_runner_class: Any = None) -> Any:
     """
     typed = typed_config(config)
     runner = unwrapped(task_runner_class or TaskRunner)()
-    if controller_of(typed) == "local":
-        return runner.run(config)
+    try:
+        if controller_of(typed) == "local":
+            return runner.run(config)
+        return _run_on_ray(runner, config, typed)
+    finally:
+        gc.collect()  # the program's trainer, which refers to itself; the run's folder is then free for the next run
+
+
+def _run_on_ray(runner: Any, config: Any, typed: PPOConfig) -> Any:
     from lockstep.single_controller.ray_backend import disconnect
     from lockstep.trainer.ray_runner import _connect
 

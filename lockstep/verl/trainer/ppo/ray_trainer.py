@@ -8,6 +8,7 @@
 Batches are balanced over the ranks inside these calls, and `generate_sequences` returns one response per row.
 """
 
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
@@ -187,6 +188,7 @@ class RayPPOTrainer(PPOTrainer):
         self.tracking: Any = OpenTrackings()
         self._draws: dict[int, int] = {}
         self._locked = ExitStack()
+        weakref.finalize(self, self._locked.close)  # programs on verl do not call `close`
 
     @contextmanager
     def _typed_config(self) -> Iterator[PPOConfig]:

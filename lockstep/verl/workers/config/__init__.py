@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from lockstep.config import actor_rollout_ref, critic, model
 from lockstep.config.actor_rollout_ref import CheckpointEngineConfig, PolicyLossConfig, SamplingConfig
 from lockstep.config.model import CheckpointConfig, FSDPEngineConfig, HFModelConfig
-from lockstep.config.schema import coerce, keys
+from lockstep.config.schema import Mismatch, coerce, keys
 from lockstep.verl._config import resolve_by_hand
 
 __all__ = [
@@ -52,7 +52,11 @@ class FSDPOptimizerConfig(model.FSDPOptimizerConfig):
 
     def __post_init__(self) -> None:
         for key in keys(type(self)).values():
-            object.__setattr__(self, key.field, coerce(getattr(self, key.field), key.annotation))
+            value = getattr(self, key.field)
+            try:
+                object.__setattr__(self, key.field, coerce(value, key.annotation))
+            except Mismatch as error:
+                raise ValueError(f"optim.{key.field}={value}: must be {error}") from None
 
 
 OptimizerConfig = FSDPOptimizerConfig

@@ -1,0 +1,123 @@
+"""Programs written on verl run on Lockstep after the documented substitution of their imports."""
+
+import importlib.util
+import json
+import re
+import runpy
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+
+from lockstep.verl._config import default_tree
+from tests.tiny import save_tiny_model, small_run, write_rows
+
+ROOT = Path(__file__).parents[2]
+SUBSTITUTIONS = [(r"\bverl\.", "lockstep.verl."), (r"\b(from|import) verl\b", r"\1 lockstep.verl")]
+"""Those of the sed command in docs/migrate_from_verl.md."""
+
+
+def ported(name: str, folder: Path) -> Path:
+    """The program with its imports substituted."""
+    text = (ROOT / "examples" / "verl_programs" / name).read_text()
+    assert "lockstep" not in text
+    for before, after in SUBSTITUTIONS:
+        text = re.sub(before, after, text)
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"ported_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("verl_programs")
+    save_tiny_model(folder / "model")
+    write_rows(folder / "train.parquet", 8)
+    write_rows(folder / "val.parquet", 2)
+    (folder / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return len(set(solution_str)) / 10\n"
+    )
+    return folder
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_documented_command_is_the_substitution_of_these_tests() -> None:
+    page = (ROOT / "docs" / "migrate_from_verl.md").read_text()
+    (command,) = re.findall(r"sed -E -i '(.*?)'", page)
+    rules = [rule.split("/")[1:3] for rule in command.split("; ")]
+    assert [tuple(rule) for rule in rules] == SUBSTITUTIONS
+
+
+def test_reward_manager_and_task_runner(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = [
+        *small_run(files),
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.n=2",
+        "actor_rollout_ref.rollout.load_format=dummy_dtensor",  # a key of verl without effect here
+        "trainer.total_training_steps=1",
+        f"trainer.default_local_dir={tmp_path}/run",
+        "+format_penalty=0.25",  # a key of the program
+        f"hydra.run.dir={tmp_path}/hydra",
+        "hydra/job_logging=disabled",
+        "hydra/hydra_logging=disabled",
+    ]
+    monkeypatch.setattr(sys, "argv", ["main", *settings])
+    try:
+        runpy.run_path(str(ported("format_reward_main.py", tmp_path)), run_name="__main__")
+    finally:
+        GlobalHydra.instance().clear()
+    before, after = metrics_of(tmp_path / "run")
+    assert 0 <= before["val-aux/openai/gsm8k/well_formed/mean@1"] <= 1
+    assert after["actor/grad_norm"] > 0 and "reward/well_formed/mean" in after
+    assert after["critic/score/min"] >= -0.25  # the penalty of the command line
+
+
+def test_trainer_with_its_own_fit(files: Path, tmp_path: Path) -> None:
+    program = load(ported("length_trainer.py", tmp_path))
+    config = OmegaConf.create(default_tree())
+    changes = [
+        *small_run(files),
+        "algorithm.adv_estimator=short_grpo",
+        "actor_rollout_ref.rollout.n=3",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "trainer.total_training_steps=2",
+        "trainer.save_freq=1",
+        f"trainer.default_local_dir={tmp_path}/run",
+    ]
+    config = OmegaConf.merge(config, OmegaConf.from_dotlist(changes))
+    program.run_ppo(config, task_runner_class=program.LengthTaskRunner)
+    start, first, second = metrics_of(tmp_path / "run")
+    assert start["val/prompts"] == 2
+    for row in (first, second):
+        assert row["actor/grad_norm"] > 0 and row["actor/kl_loss"] >= 0 and row["timing_s/gen"] > 0
+        assert row["training/rollout_probs_diff_max"] < 1e-4
+    assert (tmp_path / "run" / "global_step_2" / "actor" / "huggingface").is_dir()
+
+    OmegaConf.update(config, "trainer.total_training_steps", 3)
+    program.run_ppo(config, task_runner_class=program.LengthTaskRunner)  # resumes after step 2
+    assert [row["step"] for row in metrics_of(tmp_path / "run")][-1] == 3
+
+
+def test_data_processing(files: Path, tmp_path: Path) -> None:
+    program = load(ported("filter_rollouts.py", tmp_path))
+    result = program.main(str(files / "model"), str(files / "train.parquet"))
+    # of three prompts with four responses, the first has four correct ones and is dropped
+    assert (result["rows"], result["kept"]) == (12, 8)
+    assert result["pad_size"] == 1 and result["parts"] == [3, 3, 3]
+    assert result["advantage"] > 0.5 and result["kl"] > 0 and result["balance"] <= 8 and result["width"] == 80
