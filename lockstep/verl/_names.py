@@ -57,6 +57,8 @@ NOT_SERVED: dict[str, str] = {
     "utils.checkpoint.fsdp_checkpoint_manager": _CHECKPOINT,
     "utils.checkpoint.checkpoint_manager.BaseCheckpointManager": _CHECKPOINT,
     "utils.fsdp_utils": _SHARDING,
+    "utils.metric.Metric": "metrics are plain numbers; {0}.utils.metric.reduce_metrics reduces lists of them",
+    "utils.tensordict_utils": "use DataProto, or tensordict's own functions",
     "utils.megatron_utils": _MEGATRON,
     "utils.profiler.DistProfiler": _PROFILER,
     "utils.profiler.DistProfilerExtension": _PROFILER,

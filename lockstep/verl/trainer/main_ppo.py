@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.config.data import DataConfig
-from lockstep.config.placement import controller_of, needed_models, pools_of
+from lockstep.config.placement import Pools, controller_of, needed_models, pools_of
 from lockstep.config.ppo import PPOConfig
 from lockstep.trainer.main_ppo import main
 from lockstep.verl._config import typed_config
@@ -54,6 +54,7 @@ class TaskRunner:
     def __init__(self) -> None:
         self.role_worker_mapping: dict[Role, Any] = {}
         self.mapping: dict[Role, str] = {}
+        self._placement: Pools | None = None
 
     def add_actor_rollout_worker(self, config: Any) -> tuple[Any, Any]:
         """Returns the worker class and the class of its group."""
@@ -94,9 +95,11 @@ class TaskRunner:
                 self.role_worker_mapping[role] = worker
                 self.mapping[role] = role_pools[role]
 
-    def _pools(self, config: Any) -> Any:
-        typed = typed_config(config, run_checks=False)
-        return pools_of(typed, needed_models(typed))
+    def _pools(self, config: Any) -> Pools:
+        if self._placement is None:
+            typed = typed_config(config, run_checks=False)
+            self._placement = pools_of(typed, needed_models(typed))
+        return self._placement
 
     def init_resource_pool_mgr(self, config: Any) -> "ResourcePoolManager":
         from lockstep.single_controller import ResourcePoolManager
