@@ -93,10 +93,12 @@ def _leaves(tree: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, A
 
 
 def _remove(tree: dict[str, Any], name: str) -> None:
-    *parents, last = name.split(".")
-    for part in parents:
-        tree = tree[part]
-    tree.pop(last, None)
+    """Remove a dotted key, and sections that are empty then."""
+    first, _, rest = name.partition(".")
+    if rest:
+        _remove(tree[first], rest)
+    if not rest or not tree[first]:
+        tree.pop(first, None)
 
 
 def resolve_by_hand(section: Any, path: str) -> None:

@@ -43,7 +43,7 @@ def _compute_reward_async(
 
 def __getattr__(name: str) -> Any:
     if name == "compute_reward_async":  # a remote function: `ray.get(compute_reward_async.remote(...))`
-        import ray
+        from lockstep.single_controller.ray_backend.cluster import ray
 
         return ray.remote(num_cpus=1)(_compute_reward_async)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
