@@ -91,4 +91,4 @@ def main(model, files, n=4):
 
 
 if __name__ == "__main__":
-    print(main(sys.argv[1], sys.argv[2]))
+    sys.stdout.write(f"{main(sys.argv[1], sys.argv[2])}\n")

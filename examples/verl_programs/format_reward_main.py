@@ -3,6 +3,7 @@
 Scores the default reward of each response, minus a penalty for responses that do not end with a digit.
 """
 
+import os
 from collections import defaultdict
 
 import hydra
@@ -65,7 +66,7 @@ class FormatTaskRunner(TaskRunner):
 
         self.add_actor_rollout_worker(config)
         self.role_worker_mapping = {Role.ActorRollout: ActorRolloutRefWorker, Role.Critic: CriticWorker}
-        mapping = {role: "global_pool" for role in self.role_worker_mapping}
+        mapping = dict.fromkeys(self.role_worker_mapping, "global_pool")
         pools = {"global_pool": [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
 
         reward_kwargs = config.reward_model.get("reward_kwargs", {})
@@ -98,7 +99,7 @@ def main(config):
     with open_dict(config):
         config.reward_model.reward_manager = "format_penalty"
         config.reward_model.reward_kwargs = {"penalty": config.get("format_penalty", 0.5)}
-    print("Ray would get", get_ppo_ray_runtime_env())
+    os.environ.update(get_ppo_ray_runtime_env()["env_vars"])
     run_ppo(config, task_runner_class=FormatTaskRunner)
 
 

@@ -89,7 +89,7 @@ class LengthTrainer(RayPPOTrainer):
                 metrics.update(compute_throughout_metrics(batch=batch, timing_raw=timing_raw, n_gpus=n_gpus))
                 logger.log(data=metrics, step=self.global_steps)
                 if is_last_step:
-                    print("last checkpoint:", find_latest_ckpt_path(self.config.trainer.default_local_dir))
+                    self.last_path = find_latest_ckpt_path(self.config.trainer.default_local_dir)
                     return
                 self.global_steps += 1
 

@@ -7,7 +7,7 @@ not served raise an ImportError that says what to use instead (`_names.NOT_SERVE
 """
 
 from lockstep import __version__ as __version__
-from lockstep.verl._names import exports, explain_missing_modules
+from lockstep.verl._names import explain_missing_modules, exports
 
 explain_missing_modules()
 

@@ -15,9 +15,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep.config.compat import ALIASES, NO_EFFECT, UNSUPPORTED_KEYS
 from lockstep.config.compose import config_from_tree, log_once
+from lockstep.config.errors import ConfigError
 from lockstep.config.normalize import canonical_name, normalize
 from lockstep.config.ppo import PPOConfig
-from lockstep.config.errors import ConfigError
 from lockstep.config.schema import build, defaults, get_in, keys, sections, set_in, to_plain
 
 MISSING = object()
@@ -50,7 +50,8 @@ def typed_config(config: DictConfig | Mapping[str, Any] | PPOConfig, run_checks:
         return config
     given = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
     resolved = _container(given, resolve=True)
-    default, tree = default_tree(), {}
+    default = default_tree()
+    tree: dict[str, Any] = {}
     for name, value in _leaves(_container(given, resolve=False)):
         if value != get_in(default, name, MISSING):  # what equals the default was not set by the user
             set_in(tree, name, get_in(resolved, name, None))

@@ -15,13 +15,9 @@ _ENGINE = (
     "the worker owns its training engine; choose the loss with actor_rollout_ref.actor.policy_loss.loss_mode "
     "({0}.trainer.ppo.core_algos.register_policy_loss), or subclass {0}.workers.fsdp_workers.ActorRolloutRefWorker"
 )
-_ROLLOUT = (
-    "the rollout engine is chosen by actor_rollout_ref.rollout.name; implement lockstep.engines.rollout.base for another"
-)
+_ROLLOUT = "the rollout engine is chosen by actor_rollout_ref.rollout.name; implement lockstep.engines.rollout.base for another"
 _SHARDING = "FSDP2 is applied by lockstep.engines.train.fsdp.FsdpEngine"
-_CHECKPOINT = (
-    "workers save and load with save_checkpoint(path) and load_checkpoint(path); lockstep.trainer.checkpoint has the rest"
-)
+_CHECKPOINT = "workers save and load with save_checkpoint(path) and load_checkpoint(path); lockstep.trainer.checkpoint has the rest"
 _PROFILER = "there are no profiler hooks; use {0}.utils.profiler.marked_timer, or torch.profiler in your program"
 _SFT = "training is by reinforcement learning only; examples/warm_up_sft.py is a short supervised loop"
 _OTHER_PROGRAM = "generation and evaluation run as validation: trainer.val_only=true with trainer.validation_data_dir"

@@ -55,7 +55,15 @@ def test_the_migration_page_lists_every_name_that_is_not_served() -> None:
 
 
 def test_light_modules_do_not_import_torch() -> None:
-    light = ("", ".utils", ".trainer", ".trainer.constants_ppo", ".trainer.main_ppo", ".utils.config", ".workers.config")
+    light = (
+        "",
+        ".utils",
+        ".trainer",
+        ".trainer.constants_ppo",
+        ".trainer.main_ppo",
+        ".utils.config",
+        ".workers.config",
+    )
     imports = "\n".join(f"import lockstep.verl{name}" for name in light)
     check = f"{imports}\nimport sys\nassert 'torch' not in sys.modules and 'ray' not in sys.modules"
     subprocess.run([sys.executable, "-c", check], check=True, cwd=ROOT)

@@ -666,10 +666,6 @@ class PPOTrainer:
         return metrics
 
 
-RayPPOTrainer = PPOTrainer
-"""verl's name of this class."""
-
-
 def _reduced(output: DataProto) -> dict[str, float]:
     """A worker group's metrics, reduced over ranks: the maximum for names with max, the mean for all others."""
     metrics = output.meta_info["metrics"]

@@ -32,9 +32,7 @@ class FlopsCounter:
         """Active per token, without the embedding, whose lookup is no product."""
         self.attention_width = config.num_hidden_layers * heads * head_dim
 
-    def estimate_flops(
-        self, batch_seqlens: Sequence[int], delta_time: float, **unused: Any
-    ) -> tuple[float, float]:
+    def estimate_flops(self, batch_seqlens: Sequence[int], delta_time: float, **unused: Any) -> tuple[float, float]:
         """(achieved, peak) TFLOP/s of a forward and backward pass over the sequences in `delta_time` seconds."""
         dense = 6 * self.num_parameters * sum(batch_seqlens)
         attention = 12 * self.attention_width * sum(length * length for length in batch_seqlens)

@@ -17,7 +17,9 @@ class PrecisionType:
         for dtype, names in NAMES.items():
             if precision is dtype or str(precision) in names:
                 return dtype
-        raise ValueError(f"precision {precision!r}: must be one of {', '.join(n for names in NAMES.values() for n in names)}")
+        raise ValueError(
+            f"precision {precision!r}: must be one of {', '.join(n for names in NAMES.values() for n in names)}"
+        )
 
     @staticmethod
     def to_str(precision: torch.dtype) -> str:

@@ -343,7 +343,9 @@ def _forward_inputs(data: DataProto) -> DataProto:
 def _worker(cls: Any) -> type[Worker]:
     worker = unwrapped(cls)
     if not (isinstance(worker, type) and issubclass(worker, Worker)):
-        raise TypeError(f"role_worker_mapping: {worker!r} is not a subclass of lockstep.verl.single_controller.base.Worker")
+        raise TypeError(
+            f"role_worker_mapping: {worker!r} is not a subclass of lockstep.verl.single_controller.base.Worker"
+        )
     return worker
 
 

@@ -10,7 +10,10 @@ from lockstep.verl._names import exports
 
 __getattr__ = exports(__name__)
 
-EXPIRATIONS = ("MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP", "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP")
+EXPIRATIONS = (
+    "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
+    "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
+)
 """Variables in which clouds announce the end of an instance, in seconds since the epoch or as an ISO date."""
 
 
@@ -28,9 +31,7 @@ def get_checkpoint_tracker_filename(root_path: str | Path) -> str:
     return str(Path(root_path) / TRACKER)
 
 
-def should_save_ckpt_esi(
-    max_steps_duration: float, save_ckpt_duration: float = 60, redundant_time: float = 0
-) -> bool:
+def should_save_ckpt_esi(max_steps_duration: float, save_ckpt_duration: float = 60, redundant_time: float = 0) -> bool:
     """Whether the instance expires before another step and a save would be done; all in seconds."""
     needed = max_steps_duration + save_ckpt_duration + redundant_time
     return any(

@@ -40,4 +40,3 @@ def without_prompt_tensors(batch: Any) -> Any:
         if not len(list(batch.batch.keys())):
             batch.batch = None
     return batch
-

@@ -51,7 +51,7 @@ class FSDPOptimizerConfig(model.FSDPOptimizerConfig):
     """Checks its values, the name of the schedule among them."""
 
     def __post_init__(self) -> None:
-        for key in keys(type(self)).values():
+        for key in keys(model.FSDPOptimizerConfig).values():
             value = getattr(self, key.field)
             try:
                 object.__setattr__(self, key.field, coerce(value, key.annotation))
