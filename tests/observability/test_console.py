@@ -1,7 +1,9 @@
 """The console tracker on a terminal and in a pipe."""
 
 import io
+import logging
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,9 @@ import pytest
 from rich.console import Console
 
 from lockstep.observability.base import RunInfo
-from lockstep.observability.console import ConsoleTracker, StepTimes
+from lockstep.observability.console import ConsoleTracker, LogHandler, StepTimes
 from lockstep.observability.step_line import format_number, format_seconds, one_line, sparkline, step_parts
+from lockstep.utils.progress import count, phase
 
 STEP = {
     "critic/score/mean": 0.41,
@@ -142,3 +145,26 @@ def test_format_seconds_and_text() -> None:
     assert [format_seconds(s) for s in (4.4, 185, 7800, 273600)] == ["4 s", "3 min 05 s", "2 h 10 min", "3 d 4 h"]
     assert one_line("a\n\tb" + "c" * 10, 6) == "a bcc…"
     assert sparkline([0.0, 0.5, 1.0, float("nan")]) == "▁▅█" and sparkline([2.0]) == "▁" and sparkline([]) == ""
+
+
+def test_the_live_display_shows_the_phase() -> None:
+    stream = io.StringIO()
+    tracker = tracker_into(stream, total_steps=100, terminal=True)
+    with phase("generate"):
+        count(312, 1024, "sequences")
+        tracker.log(STEP, step=1)
+    tracker.finish()
+    assert "generate 312/1024 sequences, 0 s" in stream.getvalue()
+    assert stream.getvalue().rsplit("training", 1)[1].count("generate") == 0
+
+
+def test_log_lines_go_to_the_stderr_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    handler, log = LogHandler(), logging.getLogger("test_log_lines")
+    log.addHandler(handler)
+    try:
+        for text in ("first", "second"):
+            monkeypatch.setattr("sys.stderr", io.StringIO())
+            log.warning(text)
+            assert sys.stderr.getvalue() == f"{text}\n"
+    finally:
+        log.removeHandler(handler)

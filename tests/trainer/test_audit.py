@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lockstep.protocol import DataProto
-from lockstep.trainer.audit import AuditError, IdleSteps, check_finite, check_policy_version, rollout_gap
+from lockstep.trainer.audit import AuditError, CutResponses, IdleSteps, check_finite, check_policy_version, rollout_gap
 from lockstep.utils.audit import GapBound
 from tests.tiny import random_batch
 
@@ -86,3 +86,19 @@ def test_steps_that_teach_nothing_are_told(batch: DataProto, caplog: pytest.LogC
     for _ in range(5):
         idle.note(batch)
     assert [m.split(":")[0] for m in caplog.messages] == [f"every advantage is zero for {n} step(s)" for n in (1, 2, 4)]
+
+
+def test_steps_whose_every_response_is_cut_are_told(batch: DataProto, caplog: pytest.LogCaptureFixture) -> None:
+    cut, width = CutResponses(end_ids=[2]), batch.tensors["responses"].shape[1]
+    cut.note(batch)
+    cut.note(batch)
+    assert cut.count == 0 and not caplog.records  # some responses end by themselves
+    batch.tensors["attention_mask"][:, -width:] = 1
+    batch.tensors["responses"][:, -1] = 5
+    cut.note(batch)
+    assert not caplog.records
+    cut.note(batch)
+    assert f"every response was cut at data.max_response_length={width} for 2 steps" in caplog.text
+    batch.tensors["responses"][0, -1] = 2  # ends exactly at the limit
+    cut.note(batch)
+    assert cut.count == 0
