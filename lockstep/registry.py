@@ -14,6 +14,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import logging
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 USER_MODULE = "lockstep_user_"
@@ -128,12 +130,12 @@ class UserCode:
     def apply(self) -> None:
         """Make it known in this process."""
         for file in self.files:
-            load_module(file)
+            if Path(file).is_file():
+                load_module(file)
+            else:
+                logger.warning("%s is not on this machine; what it registers is unknown here", file)
         _received.update(self.entries)
         _objects.update(self.objects)
-
-    def __bool__(self) -> bool:
-        return bool(self.files or self.entries or self.objects)
 
 
 class ObjectReferences:

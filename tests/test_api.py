@@ -1,6 +1,7 @@
 """lockstep.train: objects in place of files, the same run as the command, callbacks, errors, several runs in one process."""
 
 import asyncio
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -138,7 +139,7 @@ def test_same_run_as_the_command(files: Path, tmp_path: Path) -> None:
 
 
 def test_callback_stops_resumes_and_raises(files: Path, tmp_path: Path) -> None:
-    """One folder, three calls in one process; the last in a thread beside a running event loop, as in a notebook."""
+    """One folder, four calls in one process; the last in a thread beside a running event loop, as in a notebook."""
 
     def run(callback: Any, **changes: Any) -> lockstep.TrainResult:
         return lockstep.train(
@@ -152,14 +153,17 @@ def test_callback_stops_resumes_and_raises(files: Path, tmp_path: Path) -> None:
     def fail(step: int, metrics: dict[str, Any]) -> None:
         raise LookupError(f"at step {step}")
 
+    epochs = {"trainer.total_epochs": 5}
     with pytest.raises(LookupError, match="at step 2"):
-        run(fail, steps=3, **{"trainer.total_epochs": 5})
+        run(fail, steps=4, **epochs)
+    interrupted = run(lambda step, metrics: signal.raise_signal(signal.SIGINT), steps=4, **epochs)  # Ctrl-C
+    assert not interrupted.finished and interrupted.history[-1]["step"] == 3
 
     async def notebook() -> lockstep.TrainResult:
-        return await asyncio.to_thread(run, (), steps=3, **{"trainer.total_epochs": 5})
+        return await asyncio.to_thread(run, (), steps=4, **epochs)
 
     finished = asyncio.run(notebook())
-    assert finished.finished and [row["step"] for row in finished.history] == [1, 2, 3]
+    assert finished.finished and [row["step"] for row in finished.history] == [1, 2, 3, 4]
 
 
 def test_errors_are_exceptions_of_one_line(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,6 +183,11 @@ def test_errors_are_exceptions_of_one_line(files: Path, tmp_path: Path, monkeypa
             lambda: lockstep.train(model, ROWS, reward, config={"trainer.total_epoch": 3}),
             lockstep.ConfigError,
             "trainer.total_epoch=3: .*total_epochs",
+        ),
+        (
+            lambda: lockstep.train(model, ROWS, reward, **{"actor_rollout_ref.model.external_lib": "nowhere.py"}),
+            lockstep.ConfigError,
+            r"external_lib=nowhere\.py: no file",
         ),
         (lambda: lockstep.train(model, [], reward), ValueError, "data has no rows"),
         (

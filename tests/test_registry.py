@@ -1,5 +1,6 @@
 """User code by reference: one error each, and the way to other processes."""
 
+import re
 import subprocess
 import sys
 import threading
@@ -43,8 +44,8 @@ def test_errors_name_the_key_and_the_cause(file: str, tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text("import os\n\nvalue = os.nothing\n")
     (tmp_path / "broken.py").write_text("def f(:\n")
     cases = {
-        f"{tmp_path}/absent.py:f": r"some\.key=.*absent\.py:f: no file .*absent\.py",
-        "no_such_module_here:f": r"some\.key=no_such_module_here:f: No module named",
+        f"{tmp_path}/absent.py:f": r"no file .*absent\.py",
+        "no_such_module_here:f": r"No module named",
         f"{file}:estimat": r"has no attribute 'estimat'\. Did you mean 'estimate'",
         f"{file}:number": r"must be a function or a class, not 3",
         file: r"names no attribute; write it as .*mine_of_registry\.py:name",
@@ -53,9 +54,7 @@ def test_errors_name_the_key_and_the_cause(file: str, tmp_path: Path) -> None:
         "python://gone": r"belongs to the Python program that started the run; pass it to lockstep\.train",
     }
     for reference, message in cases.items():
-        with pytest.raises(
-            ValueError, match=rf"(?s)^some\.key={'' if 'key' in message else '.*'}.*{message.split('key=')[-1]}"
-        ):
+        with pytest.raises(ValueError, match=rf"^some\.key={re.escape(reference)}: .*{message}"):
             load_plugin("some.key", reference)
     with pytest.raises(ValueError, match=r"must be a subclass of builtins\.dict, not Own"):
         load_plugin("some.key", f"{file}:Own", base=dict)

@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 from lockstep.registry import UserCode
 from lockstep.single_controller.ray_backend.cluster import ray
@@ -21,19 +21,21 @@ class ProcessEnvironment:
     working_dir: base of relative paths.
     module_path: `sys.path`.
     variables:   environment variables to set; may be empty.
-    user_code:   pickled `UserCode`, which can be loaded once `sys.path` is set; empty if there is none.
+    user_code:   with each entry and object pickled, which can be loaded once `sys.path` is set.
     """
 
     working_dir: str
     module_path: list[str]
     variables: dict[str, str] = field(default_factory=dict)
-    user_code: bytes = b""
+    user_code: UserCode = field(default_factory=UserCode)
 
     @classmethod
     def capture(cls, with_variables: bool = False) -> Self:
         """The environment of this process."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(PROCESS_VARIABLES)}
-        return cls(os.getcwd(), list(sys.path), kept if with_variables else {}, _pickled(UserCode.capture()))
+        own = UserCode.capture()
+        code = UserCode(own.files, _pickled(own.entries), _pickled(own.objects))
+        return cls(os.getcwd(), list(sys.path), kept if with_variables else {}, code)
 
     def apply(self, change_dir: bool = True) -> None:
         """Apply it to this process. change_dir: also change to the working directory, if this machine has it."""
@@ -46,13 +48,27 @@ class ProcessEnvironment:
                 os.chdir(self.working_dir)
             except OSError as error:
                 logger.warning("relative paths are resolved from %s: %s", os.getcwd(), error)
-        if self.user_code:
-            ray.cloudpickle.loads(self.user_code).apply()
+        code = self.user_code
+        UserCode(code.files, _unpickled(code.entries), _unpickled(code.objects)).apply()
 
 
-def _pickled(code: UserCode) -> bytes:
-    try:
-        return ray.cloudpickle.dumps(code) if code else b""
-    except Exception as error:
-        names = [*code.objects, *(name for _, name in code.entries)]
-        raise ValueError(f"{', '.join(names)} cannot be sent to the processes of Ray: {error}") from error
+def _pickled(items: dict[Any, Any]) -> dict[Any, bytes]:
+    """Each value by itself, so that one that cannot be loaded elsewhere does not prevent the others."""
+    pickled = {}
+    for name, item in items.items():
+        try:
+            pickled[name] = ray.cloudpickle.dumps(item)
+        except Exception as error:
+            what = name if isinstance(name, str) else " ".join(name)
+            raise ValueError(f"{what} cannot be sent to the processes of Ray: {error}") from error
+    return pickled
+
+
+def _unpickled(items: dict[Any, bytes]) -> dict[Any, Any]:
+    found = {}
+    for name, item in items.items():
+        try:
+            found[name] = ray.cloudpickle.loads(item)
+        except ImportError as error:
+            logger.warning("%s is not available on this machine: %s", name, error)
+    return found
