@@ -65,8 +65,10 @@ _LOSSES = (
 )
 _CLIPPED = ("vanilla", "bypass_mode", "gspo", "clip_cov", "geo_mean", "cispo", "dppo_tv", "dppo_kl")
 _DUAL_CLIPPED = ("vanilla", "bypass_mode", "dppo_tv", "dppo_kl")
-_EMBEDDED = ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "kv_block_size")
-_EMBEDDED += ("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager")
+_EMBEDDED = (
+    *("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "kv_block_size"),
+    *("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager"),
+)
 _REWARD_POOL = ("enable_resource_pool", "n_gpus_per_node", "nnodes", "nccl_timeout", "ulysses_sequence_parallel_size")
 _REWARD_BATCHES = ("micro_batch_size_per_gpu", "use_dynamic_bsz", "forward_max_token_len_per_gpu")
 _BATCHES = {

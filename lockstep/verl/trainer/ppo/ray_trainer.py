@@ -72,11 +72,13 @@ class PendingBatch:
     """The result of a forward pass: used like a DataProto, it waits when it is first read."""
 
     def __init__(self, future: Any) -> None:
-        self._future, self._result = future, None
+        self._future = future
+        self._result: DataProto | None = None
 
     def get(self) -> DataProto:
         if self._result is None:
             self._result = self._future.get()
+        assert self._result is not None
         return self._result
 
     def __getattr__(self, name: str) -> Any:
@@ -301,7 +303,7 @@ class RayPPOTrainer(PPOTrainer):
         dump_path: str,
     ) -> None:
         """Write `{step}.jsonl` into the folder."""
-        dump_generations(inputs, outputs, gts, scores, reward_extra_infos_dict, dump_path, self.global_steps)
+        dump_generations(inputs, outputs, gts, scores, {}, reward_extra_infos_dict, dump_path, self.global_steps)
 
     def _save_checkpoint(self, metrics: dict[str, Any] | None = None) -> None:
         if metrics is None:  # called by the `fit` of a program
