@@ -19,6 +19,8 @@ GRADIENT_BYTES = 4
 MOMENT_BUCKETS = 3 * 2 * 2**28
 """Offloaded moments stream through three buckets of both."""
 CPU_HEAD_CHUNK = 1 << 26
+CACHE_OF_FREE = 0.9
+"""Most of the free memory that the KV cache takes."""
 RESERVED = 2.5e9
 """CUDA context, communication buffers and fragmentation."""
 
@@ -94,10 +96,11 @@ def _resident(model: Model, *, is_active: bool, updates: bool) -> tuple[float, f
 
 
 def _generation(job: Job, model: Model, others: float) -> dict[str, float]:
-    """others: bytes on the device besides what this adds. The KV cache takes what is left of its share."""
+    """others: bytes on the device besides what this adds. The KV cache takes what is left of its share and of the device."""
     shape, rollout = model.shape, job.rollout
     one_layer = (2 * shape.active_experts * shape.inner + 4 * shape.width) * model.compute + shape.width * STREAM_BYTES
-    room = rollout.utilization * job.device.memory - others
+    share = rollout.utilization * job.device.memory - model.compute * shape.parameters
+    room = min(share, CACHE_OF_FREE * (job.device.memory - others))
     one_sequence = job.lengths.total * shape.kv_bytes(model.compute)
     return {
         "KV cache": min(rollout.cache_tokens * shape.kv_bytes(model.compute), max(room, one_sequence)),
