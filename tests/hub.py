@@ -28,6 +28,7 @@ def use_hub(
     monkeypatch: pytest.MonkeyPatch, cache: Path, url: str = "http://127.0.0.1:9", offline: bool = False
 ) -> None:
     """Point huggingface_hub, which reads the environment when it is imported, to this cache and server."""
+    monkeypatch.setenv("NO_PROXY", "*")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)

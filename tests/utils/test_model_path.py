@@ -149,7 +149,12 @@ def test_processes_share_one_download(tmp_path: Path) -> None:
         "print(local_model_folder('org/model', 'critic.model.path'))\n"
     )
     with hub_server(REPOSITORIES) as (url, sent):
-        environment = os.environ | {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        environment = os.environ | {
+            "HF_ENDPOINT": url,
+            "HF_HUB_CACHE": str(tmp_path),
+            "HF_HUB_OFFLINE": "0",
+            "NO_PROXY": "*",
+        }
         command = {"args": [sys.executable, "-c", script], "env": environment, "text": True}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         running = [subprocess.Popen(**command, **pipes) for _ in range(3)]
