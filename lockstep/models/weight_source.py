@@ -118,22 +118,22 @@ class SentWeights(WeightSource):
 
     def __init__(self, whole: PreTrainedModel | None) -> None:
         super().__init__()
-        self._tensors = None if whole is None else dict(chain(whole.named_parameters(), whole.named_buffers()))
+        self._tensors: dict[str, Tensor] | None = None
+        if whole is not None:
+            self._tensors = dict(chain(whole.named_parameters(), whole.named_buffers(remove_duplicate=False)))
 
     def fill_buffers(self, model: PreTrainedModel, device: torch.device) -> None:
-        self._adapt(model)
+        """Also gives parameters the type that they have on rank 0, and unties those that it has not tied."""
+        told: list[Any] = [{name: tensor.dtype for name, tensor in (self._tensors or {}).items()}]
+        dist.broadcast_object_list(told, src=0)
+        dtypes: dict[str, torch.dtype] = told[0]
         for path, module in model.named_modules():
             for leaf, buffer in module.named_buffers(recurse=False):
-                module._buffers[leaf] = torch.empty_like(buffer, device=device)
-                self._read(f"{path}.{leaf}" if path else leaf, buffer.shape, module._buffers[leaf], 0)
-
-    def _adapt(self, model: PreTrainedModel) -> None:
-        """Give parameters the type that they have on rank 0, and untie those that it has not tied."""
-        tensors = self._tensors or {}
-        on_first: list[Any] = [[(name, t.dtype) for name, t in tensors.items() if isinstance(t, nn.Parameter)]]
-        dist.broadcast_object_list(on_first, src=0)
+                name = f"{path}.{leaf}" if path else leaf
+                module._buffers[leaf] = torch.empty_like(buffer, dtype=dtypes.pop(name), device=device)
+                self._read(name, buffer.shape, module._buffers[leaf], 0)
         own = dict(model.named_parameters())
-        for name, dtype in on_first[0]:
+        for name, dtype in dtypes.items():
             if name not in own or own[name].dtype != dtype:
                 untie(model, name, dtype)
 
