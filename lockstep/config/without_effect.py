@@ -66,8 +66,8 @@ _LOSSES = (
 _CLIPPED = ("vanilla", "bypass_mode", "gspo", "clip_cov", "geo_mean", "cispo", "dppo_tv", "dppo_kl")
 _DUAL_CLIPPED = ("vanilla", "bypass_mode", "dppo_tv", "dppo_kl")
 _EMBEDDED = (
-    *("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "kv_block_size"),
-    *("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager"),
+    *("max_num_batched_tokens", "gpu_memory_utilization", "enable_prefix_caching", "enable_chunked_prefill"),
+    *("enforce_eager",),
 )
 _REWARD_POOL = ("enable_resource_pool", "n_gpus_per_node", "nnodes", "nccl_timeout", "ulysses_sequence_parallel_size")
 _REWARD_BATCHES = ("micro_batch_size_per_gpu", "use_dynamic_bsz", "forward_max_token_len_per_gpu")
@@ -163,7 +163,8 @@ def _reasons(config: PPOConfig, values: Values, models: Collection[str]) -> Iter
 
     for switch, (with_it, without_it) in _BATCHES.items():
         yield bool(values[switch]), f"{switch} is true", (without_it,)
-        yield not values[switch], f"{switch} is false", (with_it,)
+        followers = [other for other, (key, _) in _BATCHES.items() if values[other] and values[key] == values[with_it]]
+        yield not values[switch] and not followers, f"{switch} is false", (with_it,)
     correction = "algorithm.rollout_correction"
     by_weights = (f"{correction}.rollout_is_threshold", f"{correction}.rollout_is_batch_normalize")
     yield values[f"{correction}.rollout_is"] is None, f"{correction}.rollout_is is null", by_weights

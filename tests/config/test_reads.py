@@ -122,7 +122,10 @@ ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollou
             "have no effect: reward_model.enable is",
         ),
         (["ray_init.num_cpus=4"], "ray_init.num_cpus=4 has no effect: the run does not use Ray"),
-        ([f"{ROLLOUT}.name=hf", f"{ROLLOUT}.max_num_seqs=4"], f"max_num_seqs=4 has no effect: {ROLLOUT}.name is hf"),
+        (
+            [f"{ROLLOUT}.name=hf", f"{ROLLOUT}.enforce_eager=true"],
+            f"enforce_eager=True has no effect: {ROLLOUT}.name is hf",
+        ),
         ([f"{ROLLOUT}.checkpoint_engine.backend=naive"], "has no effect: actor and rollout share their workers"),
         (["algorithm.egpo_alpha=3"], "algorithm.egpo_alpha=3.0 has no effect: algorithm.adv_estimator is gae"),
         (
@@ -163,4 +166,7 @@ def test_defaults_and_a_users_own_loss_give_no_notice(minimal: list[str], caplog
     with caplog.at_level(logging.WARNING):
         load_config(PPOConfig, minimal)
         load_config(PPOConfig, [*minimal, own, f"{ACTOR}.tau_pos=2", f"{ACTOR}.clip_ratio=0.1"])
+        load_config(PPOConfig, [*minimal, f"{ROLLOUT}.name=hf", f"{ROLLOUT}.max_num_seqs=4"])
+        budget = f"{ACTOR}.ppo_max_token_len_per_gpu=9999"  # the reference's budget follows it
+        load_config(PPOConfig, [*minimal, f"{ACTOR}.use_kl_loss=true", f"{REF}.log_prob_use_dynamic_bsz=true", budget])
     assert "no effect" not in caplog.text

@@ -53,8 +53,8 @@ def run(script: Path, environment: dict[str, str], *overrides: str) -> subproces
 
 
 def train(script: Path, places: dict[str, str], folder: Path) -> list[dict[str, Any]]:
-    reward = f"custom_reward_function.path={places['DATA']}/reward.py"
-    result = run(script, places | {"RUN": str(folder / "run"), "MAX_RESPONSE_LENGTH": "6"}, *SMALL, reward)
+    reward = [f"custom_reward_function.path={places['DATA']}/reward.py", "~custom_reward_function.reward_kwargs"]
+    result = run(script, places | {"RUN": str(folder / "run"), "MAX_RESPONSE_LENGTH": "6"}, *SMALL, *reward)
     assert result.returncode == 0, result.stderr
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
