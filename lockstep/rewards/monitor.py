@@ -24,7 +24,7 @@ NUM_CHARS = 60
 """Characters of a response in a message."""
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
-_CALLERS = tuple(os.path.join("lockstep", "rewards", name) for name in ("calls.py", "worker.py"))
+_CALLERS = tuple(os.path.join("lockstep", "rewards", name) for name in ("calls.py", "functions.py", "worker.py"))
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+),? in (?P<name>.*)$', re.MULTILINE)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from lockstep.rewards.functions import RewardFunctions, accepts, is_per_batch
+from lockstep.rewards.monitor import raised_at
 
 EXTRA = [{"prompt": "1+1=", "level": 1}, {"prompt": [{"role": "user", "content": "2+2="}], "level": 2}]
 
@@ -64,3 +65,12 @@ def test_wrong_functions_are_named() -> None:
         RewardFunctions([(lambda x: 0.0, 1.0)]).check(["level"])
     RewardFunctions([(right, 1.0)]).check([])
     assert accepts(right, ["solution_str", "ground_truth"]) and not accepts(right, ["solution_str"])
+
+
+def test_place_of_an_error_is_in_the_users_function() -> None:
+    def fails(solution_str: str) -> float:
+        raise KeyError("oops")
+
+    with pytest.raises(KeyError) as caught:
+        call(fails)
+    assert raised_at(caught.value).endswith(" in fails")
