@@ -2,7 +2,7 @@
 
     python examples/make_tiny_model.py --output runs/tiny
 
-Writes model/ (a Qwen2 of 0.15 million parameters, one token per byte), train.jsonl, val.jsonl and reward.py.
+Writes model/ (a Qwen2 of 0.16 million parameters, one token per byte), train.jsonl, val.jsonl and reward.py.
 docs/tiny_model.md trains it.
 """
 

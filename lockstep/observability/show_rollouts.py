@@ -72,14 +72,16 @@ def dump_file(run: Path, step: int | None, validation: bool) -> Path:
 
 def _dump_folder(run: Path, key: str) -> Path:
     """The dump folder in a run's config. A relative one is relative to where the run was started."""
-    trainer = (yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")) or {}).get("trainer") or {}
+    try:
+        config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+        trainer = dict(config["trainer"])
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        raise ValueError(f"{run}/config.yaml is not the config of a run ({type(error).__name__})") from None
     value = trainer.get(key.removeprefix("trainer."))
     if not value:
         raise ValueError(f"{run} has no dumps; set {key}=FOLDER when you start or resume a run to write them")
-    local_dir = Path(trainer.get("default_local_dir") or ".")
-    started_in = (
-        run.resolve().parents[len(local_dir.parts) - 1] if local_dir.parts and not local_dir.is_absolute() else run
-    )
+    local_dir, here = Path(trainer.get("default_local_dir") or "."), run.resolve()
+    started_in = Path(str(here).removesuffix(str(local_dir)))  # unless the run was moved
     places = [folder / Path(value).expanduser() for folder in (Path(), started_in, run)]
     found = next((place for place in places if place.is_dir()), None)
     if found is None:
@@ -143,7 +145,8 @@ def _group_lines(group: Group, num_groups: int, chars: int) -> Iterator[str]:
     index = f" | row {first['index']} of the data" if first.get("index") is not None else ""
     yield f"group {group.number} of {num_groups}{index} | score {format_number(group.mean('score'))}"
     yield from _indented(first["input"], chars, "  ")
-    yield f"  expected: {one_line(first.get('gts'), chars or 10**9)}"
+    if first.get("gts") not in (None, ""):
+        yield f"  expected: {one_line(first['gts'], chars or 10**9)}"
     for number, row in enumerate(group.rows, start=1):
         parts = [f"  [{number}] score {format_number(_number(row, 'score'))}"]
         if row.get("advantage") is not None:

@@ -74,11 +74,16 @@ def test_dumps_without_the_newer_columns(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_mistakes_are_one_line(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "bad.jsonl").write_text("[1]\n")
+    for name, text in (("moved", (run / "config.yaml").read_text().replace("dumps", "gone")), ("odd", "[1]\n")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(text)
     for arguments, message in (
         ([str(run), "--validation"], "set trainer.validation_data_dir=FOLDER"),
         ([str(run), "--step", "2"], "has no such step; it has 2, from 1 to 3"),
         ([str(run), "--group", "9"], "the step has groups 1 to 2"),
         ([str(tmp_path / "bad.jsonl")], "line 1: not a row of a dump"),
+        ([str(tmp_path / "moved")], "trainer.rollout_data_dir=gone, which does not exist here"),
+        ([str(tmp_path / "odd")], "config.yaml is not the config of a run"),
         ([str(tmp_path / "nowhere")], "neither a run's folder"),
     ):
         assert cli.main(["rollouts", *arguments]) == 2
