@@ -78,6 +78,18 @@ def view(config: DictConfig | Mapping[str, Any] | PPOConfig, typed: PPOConfig) -
     return merged
 
 
+def set_keys(cls: type, config: Any) -> Any:
+    """A section without the keys that only verl has and nobody set."""
+    if isinstance(config, cls):
+        return config
+    known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+    return {name: value for name, value in config.items() if name in known or not _is_unset(value)}
+
+
+def _is_unset(value: Any) -> bool:
+    return all(map(_is_unset, value.values())) if isinstance(value, Mapping | DictConfig) else value is None
+
+
 def _container(config: DictConfig, resolve: bool) -> dict[str, Any]:
     plain = OmegaConf.to_container(config, resolve=resolve)
     assert isinstance(plain, dict)

@@ -88,7 +88,7 @@ def test_reward_manager_and_task_runner(files: Path, tmp_path: Path, monkeypatch
     assert after["critic/score/min"] >= -0.25  # the penalty of the command line
 
 
-def test_trainer_with_its_own_fit(files: Path, tmp_path: Path) -> None:
+def test_trainer_with_its_own_fit(files: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     program = load(ported("length_trainer.py", tmp_path))
     config = OmegaConf.create(default_tree())
     changes = [
@@ -103,6 +103,7 @@ def test_trainer_with_its_own_fit(files: Path, tmp_path: Path) -> None:
     config = OmegaConf.merge(config, OmegaConf.from_dotlist(changes))
     program.run_ppo(config, task_runner_class=program.LengthTaskRunner)
     start, first, second = metrics_of(tmp_path / "run")
+    assert not [line for line in caplog.messages if "ignores these settings" in line]  # keys of verl that nobody set
     assert start["val/prompts"] == 2
     for row in (first, second):
         assert row["actor/grad_norm"] > 0 and row["actor/kl_loss"] >= 0 and row["timing_s/gen"] > 0

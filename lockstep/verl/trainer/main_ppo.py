@@ -11,7 +11,7 @@ from lockstep.config.data import DataConfig
 from lockstep.config.placement import Pools, controller_of, needed_models, pools_of
 from lockstep.config.ppo import PPOConfig
 from lockstep.trainer.main_ppo import main
-from lockstep.verl._config import typed_config
+from lockstep.verl._config import set_keys, typed_config
 from lockstep.verl._ray import unwrapped
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def create_rl_sampler(data_config: Any, dataset: Any) -> Any:
     from lockstep.data import sampler
     from lockstep.data.settings import from_mapping
 
-    return sampler.create_rl_sampler(from_mapping(DataConfig, data_config), dataset)
+    return sampler.create_rl_sampler(from_mapping(DataConfig, set_keys(DataConfig, data_config)), dataset)
 
 
 if __name__ == "__main__":

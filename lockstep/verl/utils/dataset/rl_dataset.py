@@ -2,9 +2,11 @@
 
 from typing import Any
 
+from lockstep.config.data import DataConfig
 from lockstep.data import rl_dataset
 from lockstep.data.rl_dataset import collate_fn
 from lockstep.data.tensors import compute_position_id_with_mask, pad_prompts
+from lockstep.verl._config import set_keys
 
 __all__ = ["RLHFDataset", "collate_fn"]
 
@@ -14,6 +16,11 @@ PROMPT_TENSORS = ("input_ids", "attention_mask", "position_ids")
 class RLHFDataset(rl_dataset.RLHFDataset):
     """Rows with the prompt also as left-padded tensors, which programs on verl take from the batch:
     `input_ids`, `attention_mask` and `position_ids`, each (data.max_prompt_length,)."""
+
+    def __init__(
+        self, data_files: Any, tokenizer: Any, config: Any, processor: Any = None, max_samples: int = -1
+    ) -> None:
+        super().__init__(data_files, tokenizer, set_keys(DataConfig, config), processor, max_samples)
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         row = super().__getitem__(item)
