@@ -82,7 +82,7 @@ def set_keys(cls: type, config: Any) -> Any:
     """A section without the keys that only verl has and nobody set."""
     if isinstance(config, cls):
         return config
-    known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+    known = {field.name for field in fields(cls)}
     return {name: value for name, value in config.items() if name in known or not _is_unset(value)}
 
 
