@@ -10,6 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from lockstep.utils.dataset_files import local_data_files
+
 FORMATS = (".parquet", ".jsonl", ".json")
 SPLITS = ("train", "test", "validation")
 BATCH_ROWS = 1024
@@ -22,7 +24,9 @@ def parse_arguments(description: str, argv: list[str] | None, **options: str) ->
     """Parse `--input`, `--output` and one option per keyword, with its default."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
-        "--input", required=True, help="the published dataset: a file (parquet, jsonl, json) or a folder"
+        "--input",
+        required=True,
+        help="the published dataset: a file (parquet, jsonl, json), a folder, or org/name[:config][:split] of the Hub",
     )
     parser.add_argument("--output", type=Path, required=True, help="parquet file to write")
     for name, default in options.items():
@@ -42,15 +46,15 @@ def read_examples(source: str, *fields: str, split: str = "train") -> Iterator[d
 
 
 def files_of(source: str, split: str) -> list[Path]:
-    """The file, or those of a downloaded dataset's folder that belong to `split`; a folder with one split has only that."""
+    """The file, or those of a folder, Hub dataset or URL that belong to `split`; a folder with one split has only that."""
     path = Path(source).expanduser()
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise SystemExit(
-            f"--input {source}: no such file or folder; download a dataset of the hub with "
-            f"`hf download --repo-type dataset --local-dir DIR {source}` and pass DIR"
-        )
+        try:
+            return local_data_files(source, "train" if split == "train" else "val", "--input")
+        except ValueError as error:
+            raise SystemExit(str(error)) from None
     names = sorted(
         p.relative_to(path) for p in path.rglob("*") if p.suffix in FORMATS and p.name != "dataset_infos.json"
     )

@@ -19,6 +19,7 @@ from lockstep.config.data import DataConfig
 from lockstep.data.rl_dataset import RLHFDataset
 from lockstep.data.rm_dataset import RMDataset
 from lockstep.rewards.default import default_compute_score
+from tests.hub import use_hub
 from tests.tiny import tiny_tokenizer
 
 SCRIPTS = Path(__file__).parents[2] / "examples/data_preprocess"
@@ -186,7 +187,7 @@ def test_apps_tests_become_the_ground_truth(tmp_path: Path) -> None:
     assert default_compute_score("apps", method, truths[1]) == 1.0
 
 
-def test_folder_of_a_downloaded_dataset(tmp_path: Path) -> None:
+def test_folder_of_a_downloaded_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows: Any = runpy.run_path(str(SCRIPTS / "rows.py"))
 
     def put(name: str, *values: int) -> None:
@@ -212,7 +213,10 @@ def test_folder_of_a_downloaded_dataset(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     with pytest.raises(SystemExit, match="no parquet, jsonl or json files"):
         numbers("c", "train")
-    with pytest.raises(SystemExit, match=r"org/name: no such file or folder; .* `hf download --repo-type dataset"):
+    use_hub(monkeypatch, tmp_path / "hub", offline=True)
+    with pytest.raises(
+        SystemExit, match=r"org/name: .*is not in the cache.* `hf download org/name --repo-type dataset`"
+    ):
         list(rows["read_examples"]("org/name"))
 
 

@@ -210,11 +210,21 @@ PREPROCESSING = [line for _, line in LINES if "data_preprocess" in line]
 
 
 @pytest.mark.parametrize("command", PREPROCESSING, ids=[Path(line.split()[1]).stem for line in PREPROCESSING])
-def test_data_scripts_write_rows(command: str, places: dict[str, str], tmp_path: Path) -> None:
+def test_data_scripts_write_rows(
+    command: str, places: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     raw = Path(places["$RAW"])
+    published = tmp_path / "published"
+    (published / "main").mkdir(parents=True)
+    splits = "".join(f"\n  - split: {name}\n    path: main/{name}-*" for name in ("train", "test"))
+    (published / "README.md").write_text(f"---\nconfigs:\n- config_name: main\n  data_files:{splits}\n---\n")
+    for split in ("train", "test"):
+        shutil.copy(raw / "train.jsonl", published / "main" / f"{split}-00000-of-00001.jsonl")
+    write_cache(tmp_path / "hub", "openai/gsm8k", published, "dataset")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for name, row in RAW_ROWS.items():
         (raw / name).write_text(2 * (json.dumps(row) + "\n"))
-    command = re.sub(r"--input (train|test)\.jsonl", f"--input {raw}/train.jsonl", command)
     words = filled(command, places | {"$OUT": str(tmp_path), "data/gsm8k": str(tmp_path)})
     subprocess.run([sys.executable, *words[1:]], check=True, cwd=ROOT)
     assert Path(words[words.index("--output") + 1]).exists()
@@ -227,7 +237,7 @@ def finished_runs(places: dict[str, str]) -> None:
     dumps = [f"trainer.{kind}_data_dir={folder}/first/{kind}" for kind in ("rollout", "validation")]
     command = [f"data.train_files={folder}/train.parquet", f"data.val_files={folder}/test.parquet", *dumps]
     command += [f"actor_rollout_ref.model.path={folder}/model", "algorithm=grpo", *SMALL, "trainer.save_freq=0"]
-    command += ["trainer.total_training_steps=2", "trainer.total_epochs=2", "trainer.test_freq=1"]
+    command += ["trainer.total_training_steps=2", "trainer.total_epochs=2", "trainer.test_freq=1", "trainer.resume_mode=disable"]
     assert main([*command, f"trainer.default_local_dir={folder}/first"]) == 0
     for copy in ("second", "tiny/run"):
         shutil.copytree(folder / "first", folder / copy)
