@@ -7,6 +7,7 @@ from typing import Any
 
 from lockstep.config.placement import controller_of, need_reward_model, needed_models
 from lockstep.config.ppo import PPOConfig
+from lockstep.trainer.preflight import check_positions
 from lockstep.utils.dataset_files import local_data_files
 from lockstep.utils.model_path import local_model_folder
 
@@ -14,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def fetch_inputs(config: PPOConfig) -> None:
-    """Bring everything to this machine that is elsewhere, and log where it is; ValueError if it cannot be found.
+    """Bring everything to this machine that is elsewhere, and log where it is; ValueError if it cannot be found or used.
 
     On Ray, only configs and tokenizers of models: the workers' machines fetch the weights.
     """
@@ -25,6 +26,8 @@ def fetch_inputs(config: PPOConfig) -> None:
         if folder != Path(path).expanduser() and fetched.get(path) != folder:
             logger.info("%s=%s is read from %s", key, path, folder)
         fetched[path] = folder
+    policy = config.actor_rollout_ref.model.path
+    check_positions(config, fetched[policy])
     for key, path in _tokenizers(config):
         if path not in fetched:
             local_model_folder(path, key, weights=False)

@@ -97,20 +97,25 @@ def _check_call(key: str, function: Any, arguments: tuple[str, ...]) -> None:
 
 
 def _model(config: PPOConfig) -> None:
-    """A local folder must have readable settings and weights, and positions for the longest sequence, as vLLM requires."""
+    """A local folder must have weights, and what `check_positions` asks for."""
     model = config.actor_rollout_ref.model
     folder = Path(model.path).expanduser()
-    file = folder / "config.json"
-    if not file.is_file():
+    if not (folder / "config.json").is_file():
         return
-    try:
-        settings = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"actor_rollout_ref.model.path={model.path}: config.json cannot be read ({error})") from error
+    check_positions(config, folder)
     if not any(list(folder.glob(pattern)) for pattern in WEIGHT_FILES):
         raise ValueError(
             f"actor_rollout_ref.model.path={model.path}: no weights ({' or '.join(WEIGHT_FILES)}) in the folder"
         )
+
+
+def check_positions(config: PPOConfig, folder: Path) -> None:
+    """ValueError if the model in `folder` lacks positions for the longest sequence, as vLLM requires, or readable settings."""
+    model, file = config.actor_rollout_ref.model, folder / "config.json"
+    try:
+        settings = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"actor_rollout_ref.model.path={model.path}: config.json cannot be read ({error})") from error
     limit = _max_positions({**settings, **(settings.get("text_config") or {}), **model.override_config})
     longest = config.data.max_prompt_length + config.data.max_response_length
     if limit is not None and longest > limit:

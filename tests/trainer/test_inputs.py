@@ -44,6 +44,15 @@ def test_inputs_are_fetched_and_named_once(
         ]  # and the critic's is the same
 
 
+def test_positions_of_a_fetched_model_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = FILES | {"config.json": b'{"max_position_embeddings": 64}'}
+    overrides = ["actor_rollout_ref.model.path=org/model", f"data.train_files={write_rows(tmp_path / 'a.parquet')}"]
+    with hub_server({"org/model": files}) as (url, _):
+        use_hub(monkeypatch, tmp_path / "cache", url)
+        with pytest.raises(ValueError, match="but the model has 64 positions"):
+            fetch_inputs(load_config(PPOConfig, [*overrides, "trainer.device=cpu"]))
+
+
 def test_missing_input_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
