@@ -275,8 +275,8 @@ def _import_problem(module: str, error: Exception) -> str:
     """Where the user's code raised `error` while it was imported, in one line."""
     if isinstance(error, SyntaxError):
         return f"{error.filename or module}, line {error.lineno}: SyntaxError: {error.msg}"
-    ours = ("<frozen", __file__)
+    ours = ("<frozen", __file__, importlib.__file__)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
     places = [f"{frame.filename}, line {frame.lineno}" for frame in frames if "site-packages" not in frame.filename]
-    where = f"{places[-1]}: " if places else f"importing {module}: "
-    return f"{where}{type(error).__name__}: {' '.join(str(error).split())}"
+    message = " ".join(str(error).split())
+    return f"{places[-1]}: {type(error).__name__}: {message}" if places else message

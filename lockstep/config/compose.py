@@ -9,6 +9,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -264,7 +266,7 @@ def _composed(name: str, folder: Path, presets: Sequence[str]) -> dict[str, Any]
     search = [f"hydra.searchpath=['file://{PRESETS}']"]
     chosen: list[str] = []
     try:
-        with initialize_config_dir(str(folder), job_name="lockstep", version_base=None):
+        with _own_configs_only(), initialize_config_dir(str(folder), job_name="lockstep", version_base=None):
             for preset in presets:
                 try:
                     compose(name, [*search, *chosen, preset])
@@ -276,6 +278,17 @@ def _composed(name: str, folder: Path, presets: Sequence[str]) -> dict[str, Any]
         raise ConfigError([Problem("--config-name", name, str(error))]) from error
     assert isinstance(tree, dict)
     return {str(key): value for key, value in tree.items()}
+
+
+@contextmanager
+def _own_configs_only() -> Iterator[None]:
+    """Hide configs that a program has stored under a name of ours (`lockstep.verl`): Hydra would merge them into the preset."""
+    stored = ConfigStore.instance().repo
+    hidden = {file.name: stored.pop(file.name) for file in PRESETS.glob("*.yaml") if file.name in stored}
+    try:
+        yield
+    finally:
+        stored.update(hidden)
 
 
 def _apply(override: Override, settings: _Settings, cls: type) -> None:

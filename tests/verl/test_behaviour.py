@@ -1,5 +1,6 @@
 """What programs on verl rely on, beyond the numbers of the golden vectors."""
 
+import importlib
 import json
 import logging
 import time
@@ -12,7 +13,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf, open_dict
 
+from lockstep.config.compose import load_config
 from lockstep.config.errors import ConfigError
+from lockstep.config.ppo import PPOConfig
 from lockstep.verl import DataProto
 from lockstep.verl._config import default_tree, typed_config, view
 from lockstep.verl._ray import unwrapped
@@ -348,3 +351,8 @@ def test_classes_wrapped_by_ray_remote() -> None:
 
     assert unwrapped(Mine) is Mine is unwrapped(ray.remote(Mine)) is unwrapped(ray.remote(num_cpus=1)(Mine))
     assert RayClassWithInitArgs(ray.remote(Mine)).cls is Mine
+
+
+def test_presets_of_the_command_are_not_changed_by_the_stored_config() -> None:
+    importlib.import_module("lockstep.verl.trainer.main_ppo")
+    assert load_config(PPOConfig, ["algorithm=grpo"], run_checks=False).algorithm.adv_estimator == "grpo"
