@@ -282,7 +282,7 @@ def _composed(name: str, folder: Path, presets: Sequence[str]) -> dict[str, Any]
 
 @contextmanager
 def _own_configs_only() -> Iterator[None]:
-    """Hide configs that a program has stored under a name of ours (`lockstep.verl`): Hydra would merge them into the preset."""
+    """Hide configs that a program has stored under a name of ours: Hydra would merge them into the preset."""
     stored = ConfigStore.instance().repo
     hidden = {file.name: stored.pop(file.name) for file in PRESETS.glob("*.yaml") if file.name in stored}
     try:
