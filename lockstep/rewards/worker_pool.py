@@ -30,6 +30,8 @@ START_TIMEOUT_S = 300.0
 """Time for the interpreter to start and to import the function's module."""
 GROW_S = 0.25
 """Twice as many workers are started each time rows have been waiting for this long."""
+LIVENESS_S = 5.0
+"""How often workers are checked for life, besides reading their pipes."""
 MAX_REPEATS = 3
 """Times that a row is called again because a stop signal came; a function may send itself one."""
 
@@ -152,13 +154,13 @@ class WorkerPool:
             except EOFError:
                 self._on_death(worker, batch)
 
-    def _time_to_wait(self, batch: "_Batch") -> float | None:
-        """Seconds to the next deadline; None without one."""
-        times = [self._deadline(worker) for worker in self._workers]
+    def _time_to_wait(self, batch: "_Batch") -> float:
+        """Seconds to the next deadline, at most those to the next look at the processes."""
+        now = time.monotonic()
+        times = [now + LIVENESS_S, *(self._deadline(worker) for worker in self._workers)]
         if self._may_grow(batch):
             times.append(self._grow_at)
-        first = min(times, default=0.0)
-        return None if first == float("inf") else max(0.0, first - time.monotonic())
+        return max(0.0, min(times) - now)
 
     def _deadline(self, worker: WorkerProcess) -> float:
         if not worker.is_ready:

@@ -221,7 +221,7 @@ def test_row_that_kills_its_process_twice_fails(folder: Path, make: Any, num_wor
 def test_death_is_seen_though_a_daemon_keeps_the_pipe_open(
     folder: Path, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(monitor, "REPORT_INTERVAL_S", 0.2)
+    monkeypatch.setattr(worker_pool, "LIVENESS_S", 0.2)
     try:
         outcomes = make(num_workers=1)(rows("leaves-a-daemon", "a"))
         assert isinstance(outcomes[0], WorkerDiedError) and outcomes[1] == 1.0
