@@ -22,6 +22,7 @@ class Model:
     master, compute: bytes per parameter of the master weights and of what computes.
     shards:          ranks that a copy of it is distributed over.
     update, forward: units of an optimizer step and of a pass without gradient; None if there is none.
+    updates:         optimizer steps in a training step.
     decodes:         whether it generates the rollouts.
     """
 
@@ -36,6 +37,7 @@ class Model:
     checkpointing: bool
     update: BatchUnits | None
     forward: BatchUnits | None
+    updates: int = 0
     decodes: bool = False
 
     @property
@@ -61,13 +63,12 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Job:
-    """updates: optimizer steps of the actor in a training step. old_log_probs: whether they take a pass of their own."""
+    """old_log_probs: whether they take a pass of their own."""
 
     device: Device
     lengths: Lengths
     prompts: int
     samples: int
-    updates: int
     models: list[Model]
     rollout: Rollout
     old_log_probs: bool
@@ -131,6 +132,7 @@ def job_of(config: PPOConfig, device: Device, lengths: Lengths, shape_of: Callab
             checkpointing=policy.model.enable_gradient_checkpointing,
             update=units(mini, role, actor, packed, **dynamic),
             forward=units(sequences, role, actor, packed, **passes) if old_log_probs else None,
+            updates=updates,
             decodes=not own_pool,
         )
     ]
@@ -161,7 +163,7 @@ def job_of(config: PPOConfig, device: Device, lengths: Lengths, shape_of: Callab
     cache = (concurrent if device.is_cpu else rollout.max_num_seqs) * (math.ceil(longest / block) + 1) * block
     prefill = min(rollout.max_num_batched_tokens, per_rank * lengths.prompt)
     sampled = Rollout(per_rank, concurrent, cache, prefill, rollout.gpu_memory_utilization)
-    return Job(device, lengths, prompts, samples, updates, models, sampled, old_log_probs)
+    return Job(device, lengths, prompts, samples, models, sampled, old_log_probs)
 
 
 def _critic(config: PPOConfig, shape_of: Any, model: Any, units: Any, sequences: int) -> Model:
@@ -179,6 +181,7 @@ def _critic(config: PPOConfig, shape_of: Any, model: Any, units: Any, sequences:
         checkpointing=critic.model.enable_gradient_checkpointing,
         update=units(mini, "critic", critic, packed, **update),
         forward=units(sequences, "critic", critic, packed, **forward),
+        updates=math.ceil(sequences / mini) * critic.ppo_epochs,
     )
     return found
 

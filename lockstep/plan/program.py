@@ -103,18 +103,16 @@ def _show_units(console: Console, job: Job) -> None:
     table.add_row("decoding", f"{rollout.sequences} sequences per rank, up to {rollout.concurrent} at a time")
     for model in job.models:
         if model.update is not None:
-            table.add_row(
-                f"update of {'critic' if model.role == 'critic' else 'actor'}", _units(job, model, model.update)
-            )
+            table.add_row(f"update of {'critic' if model.role == 'critic' else 'actor'}", _units(model, model.update))
     console.print(table)
     console.print()
 
 
-def _units(job: Job, model: Model, units: BatchUnits) -> str:
+def _units(model: Model, units: BatchUnits) -> str:
     groups = units.ranks // units.sequence_parallel
     shared = f" of {units.sequence_parallel} devices each" if units.sequence_parallel > 1 else ""
     return (
-        f"{job.updates} optimizer step{'s' * (job.updates > 1)} of {units.sequences} sequences, over {groups} "
+        f"{model.updates} optimizer step{'s' * (model.updates > 1)} of {units.sequences} sequences, over {groups} "
         f"data-parallel rank{'s' * (groups > 1)}{shared}: {units.num_micro} micro-batch{'es' * (units.num_micro > 1)} of at most "
         f"{units.micro.rows} sequences, {units.tokens_per_device:,} tokens per device"
     )

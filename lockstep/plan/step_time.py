@@ -27,7 +27,7 @@ def step_times(job: Job, memory: list[Phase]) -> dict[str, float]:
             times[phase.name] = _generation(job, phase)
         elif phase.name.startswith("update"):
             model = job.model("critic") if phase.name == "update critic" else job.models[0]
-            times[phase.name] = job.updates * _update(job, model, phase)
+            times[phase.name] = model.updates * _update(job, model, phase)
         else:
             role = {"reference log-probs": "ref", "values": "critic", "reward model": "rm"}.get(phase.name)
             model = job.model(role) if role else job.models[0]

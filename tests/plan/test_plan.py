@@ -156,6 +156,12 @@ def test_critic_and_reference_are_counted(command: Any) -> None:
     assert all(phase.parts["weights of other models"] > 0 for phase in memory)
 
 
+def test_critic_has_its_own_number_of_updates(command: Any) -> None:
+    more = ("algorithm.adv_estimator=gae", "critic.ppo_mini_batch_size=4", f"{ACTOR}.ppo_epochs=2")
+    job = plan(command("0.5b", 16, 256, 256, *more))
+    assert (job.model("actor_rollout").updates, job.model("critic").updates) == (2, 8)
+
+
 def test_program(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--device", "h200", *command("1.5b", 16, 512, 1024, *DYNAMIC)]) == 0
     shown = capsys.readouterr().out
