@@ -87,13 +87,16 @@ def compute_throughout_metrics(batch: DataProto, timing_raw: Mapping[str, float]
 
 
 def process_validation_metrics(
-    data_sources: Sequence[str], sample_uids: Sequence[Any], infos_dict: Mapping[str, Sequence[Any]]
+    data_sources: Sequence[str],
+    sample_uids: Sequence[Any],
+    infos_dict: Mapping[str, Sequence[Any]],
+    seed: int = BOOTSTRAP_SEED,
 ) -> ValidationMetrics:
     """Statistics of the responses to each prompt, averaged over the prompts of a data source.
 
     infos_dict has one value per response for each variable, or None; variables that are not numeric are skipped. With N
     responses per prompt: mean@N and std@N, and, for n = 2, 4, .. N, the best, the worst and (if `pred` is given) the majority
-    of n responses drawn with replacement, as mean and standard deviation over 1000 draws with a fixed seed. A single response
+    of n responses drawn with replacement, as mean and standard deviation over 1000 draws with `seed`. A single response
     has only mean@1.
     """
     rows_of: dict[str, dict[Any, list[int]]] = {}
@@ -111,7 +114,7 @@ def process_validation_metrics(
                 if present:
                     numbers = np.array([values[row] for row in present], dtype=np.float64)
                     preds = None if predictions is None else [predictions[row] for row in present]
-                    per_prompt.append(_prompt_metrics(numbers, preds))
+                    per_prompt.append(_prompt_metrics(numbers, preds, seed))
             names = dict.fromkeys(name for metrics in per_prompt for name in metrics)
             result.setdefault(source, {})[variable] = {
                 name: float(np.mean([metrics[name] for metrics in per_prompt if name in metrics])) for name in names
@@ -141,7 +144,7 @@ def _num_responses(name: str) -> int:
     return int(name.split("@")[1].split("/")[0])
 
 
-def _prompt_metrics(values: np.ndarray, predictions: Sequence[Any] | None) -> dict[str, float]:
+def _prompt_metrics(values: np.ndarray, predictions: Sequence[Any] | None, seed: int) -> dict[str, float]:
     """mean, std, best, worst and majority of the responses to one prompt."""
     num_responses = len(values)
     metrics = {f"mean@{num_responses}": float(values.mean())}
@@ -149,7 +152,7 @@ def _prompt_metrics(values: np.ndarray, predictions: Sequence[Any] | None) -> di
         return metrics
     metrics[f"std@{num_responses}"] = float(values.std())
     for n in _subset_sizes(num_responses):
-        draws = np.random.RandomState(BOOTSTRAP_SEED).choice(num_responses, size=(NUM_BOOTSTRAP, n), replace=True)
+        draws = np.random.RandomState(seed).choice(num_responses, size=(NUM_BOOTSTRAP, n), replace=True)
         outcomes = {"best": values[draws].max(axis=1), "worst": values[draws].min(axis=1)}
         if predictions is not None:
             outcomes["maj"] = np.array([_majority_value(values, predictions, draw) for draw in draws])
