@@ -20,7 +20,7 @@ from typing import Any, Self, overload
 
 import numpy as np
 import torch
-from tensordict import NonTensorStack, TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch.utils.data import DataLoader
 
 from lockstep.protocol.columns import (
@@ -120,23 +120,29 @@ class DataProto:
     def from_tensordict(
         cls, tensor_dict: TensorDict | None = None, meta_info: dict[str, Any] | None = None, num_batch_dims: int = 1
     ) -> Self:
-        """Build a batch from a TensorDict; its non-tensor entries become object arrays."""
-        if tensor_dict is None:
-            return cls(None, {}, dict(meta_info or {}))
+        """The inverse of `to_tensordict`; `meta_info` adds to the entries of the TensorDict."""
         tensors: dict[str, torch.Tensor] = {}
         non_tensors: dict[str, np.ndarray] = {}
-        for key, value in tensors_of(tensor_dict).items():
+        meta: dict[str, Any] = {}
+        entries: dict[str, Any] = {**tensors_of(tensor_dict)}
+        for key, value in entries.items():
             if isinstance(value, torch.Tensor):
                 tensors[key] = value
-            else:  # NonTensorStack, which the stubs do not have
+            elif isinstance(value, NonTensorData):
+                meta[key] = value.data
+            else:
                 non_tensors[key] = object_array(value.tolist())
-        return cls.from_dict(tensors, non_tensors, meta_info, num_batch_dims)
+        return cls.from_dict(tensors, non_tensors, meta | (meta_info or {}), num_batch_dims)
 
     def to_tensordict(self) -> TensorDict:
-        """All rows as one TensorDict, objects as NonTensorStack. `meta_info` is not included."""
+        """One TensorDict: the columns, objects as NonTensorStack, and the entries of `meta_info` as NonTensorData."""
         out = TensorDict({}, batch_size=[len(self)]) if self.batch is None else self.batch.copy()
-        for key, value in self.non_tensor_batch.items():
-            out[key] = NonTensorStack(*value.tolist())
+        for key, column in self.non_tensor_batch.items():
+            out[key] = NonTensorStack(*column.tolist())
+        for key, value in self.meta_info.items():
+            if key in self._columns():
+                raise ValueError(f"to_tensordict: {key!r} is both a column and a meta_info key; rename one of them first")
+            out.set_non_tensor(key, value)
         return out
 
     def __len__(self) -> int:

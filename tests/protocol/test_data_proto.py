@@ -69,8 +69,12 @@ def test_tensordict_round_trip() -> None:
     flat = data.to_tensordict()
     assert isinstance(flat, TensorDict) and flat.batch_size == torch.Size([4])
     assert data.batch is not None and "uid" not in data.batch.keys()  # noqa: SIM118
-    back = DataProto.from_tensordict(flat, meta_info=data.meta_info)
-    assert ids(back) == [0, 1, 2, 3] and back.meta_info == {"temperature": 0.7}
+    data.meta_info |= {"metrics": {"loss": [1.0]}, "eos": [1, 2], "none": None}
+    back = DataProto.from_tensordict(data.to_tensordict()[1:3], meta_info={"temperature": 0.5})
+    assert ids(back) == [1, 2]
+    assert back.meta_info == {"temperature": 0.5, "metrics": {"loss": [1.0]}, "eos": [1, 2], "none": None}
+    with pytest.raises(ValueError, match="'uid' is both a column and a meta_info key"):
+        DataProto.from_dict(non_tensors={"uid": ["a"]}, meta_info={"uid": 1}).to_tensordict()
     assert len(DataProto.from_tensordict()) == 0
     assert uids(DataProto.from_tensordict(objects_only().to_tensordict())) == ["u0", "u1", "u2", "u3"]
 
