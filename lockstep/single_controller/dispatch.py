@@ -41,7 +41,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Dispatch(StrEnum):
-    """The built-in modes; `register_dispatch_mode` adds others by name."""
+    """The built-in modes; `register_dispatch_mode` adds others as plain strings."""
 
     RANK_ZERO = "RANK_ZERO"
     ONE_TO_ALL = "ONE_TO_ALL"
@@ -232,8 +232,11 @@ DISPATCH_MODES: Registry[DispatchMode] = Registry("dispatch mode")
 def register_dispatch_mode(
     dispatch_mode_name: str, dispatch_fn: Callable[..., Shares], collect_fn: Callable[[Any, Sequence[Any]], Any]
 ) -> None:
-    """Add a custom mode; workers select it with `@register(dispatch_mode="name")`."""
-    DISPATCH_MODES.register(str(dispatch_mode_name))({"dispatch_fn": dispatch_fn, "collect_fn": collect_fn})
+    """Add a custom mode; workers select it with `@register(dispatch_mode="NAME")` or `Dispatch.NAME`."""
+    name = str(dispatch_mode_name)
+    DISPATCH_MODES.register(name)({"dispatch_fn": dispatch_fn, "collect_fn": collect_fn})
+    if not hasattr(Dispatch, name):
+        setattr(Dispatch, name, name)
 
 
 def get_predefined_dispatch_fn(dispatch_mode: str) -> DispatchMode:

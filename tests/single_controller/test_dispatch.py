@@ -30,6 +30,20 @@ def test_unknown_and_duplicate_modes() -> None:
         register_dispatch_mode("ONE_TO_ALL", lambda group: ((), {}), lambda group, outputs: outputs)
 
 
+def test_registered_mode_is_an_attribute_of_dispatch() -> None:
+    mode = get_predefined_dispatch_fn(Dispatch.ONE_TO_ALL)
+    register_dispatch_mode("TEST_ATTRIBUTE", mode["dispatch_fn"], lambda group, outputs: sum(outputs))
+
+    class Counting(Worker):
+        @register(dispatch_mode=Dispatch.TEST_ATTRIBUTE)  # type: ignore[attr-defined]
+        def count(self, number: int) -> int:
+            return number + self.rank
+
+    assert LocalWorkerGroup(ResourcePool([2]), ClassWithInitArgs(Counting)).count(10) == 21
+    with pytest.raises(AttributeError):
+        _ = Dispatch.TEST_OTHER  # type: ignore[attr-defined]
+
+
 def test_rank_zero_rejects_split_batches() -> None:
     with pytest.raises(
         ValueError, match="RANK_ZERO would drop the other ranks' shares of dispatch_mode DP_COMPUTE_PROTO"
