@@ -141,7 +141,9 @@ class DataProto:
             out[key] = NonTensorStack(*column.tolist())
         for key, value in self.meta_info.items():
             if key in self._columns():
-                raise ValueError(f"to_tensordict: {key!r} is both a column and a meta_info key; rename one of them first")
+                raise ValueError(
+                    f"to_tensordict: {key!r} is both a column and a meta_info key; rename one of them first"
+                )
             out.set_non_tensor(key, value)
         return out
 

@@ -19,6 +19,8 @@ A worker method declares its mode with `@register`. The modes:
 If the rows do not divide evenly, the batch is padded before dispatch: the added rows are marked under the batch key
 `is_padding`, which a worker may read (`lockstep.protocol.real_rows`), and are dropped from the joined result. A method
 whose outputs are joined must therefore return one row per input row, in the same order.
+
+A TensorDict is split like the DataProto of its entries (`DataProto.from_tensordict`), and TensorDict outputs are joined to one.
 """
 
 import functools
@@ -29,6 +31,7 @@ from enum import Enum, StrEnum
 from typing import Any, Protocol, TypedDict, TypeVar
 
 import numpy as np
+from tensordict import TensorDict
 
 from lockstep.protocol import PADDING_KEY, DataProto, DataProtoFuture, drop_marked, pad_and_mark
 from lockstep.registry import Registry
@@ -36,6 +39,9 @@ from lockstep.single_controller.futures import Future
 
 Shares = tuple[tuple[Sequence[Any], ...], dict[str, Sequence[Any]]]
 """Positional and keyword arguments, each a sequence with one item per called rank."""
+
+Rows = DataProto | DataProtoFuture | TensorDict
+"""What can be split by rows; a future is of a DataProto or a TensorDict."""
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -148,7 +154,7 @@ def dispatch_nd_compute_dataproto(mesh_name: str, worker_group: Group, *args: An
 
     def per_rank(shares: Sequence[Any]) -> list[Any]:
         # Ranks with the same rows get separate batch objects, so that one popping keys does not affect the others.
-        return [s.select() if isinstance(s, DataProto) else s for s in (shares[dp_rank] for dp_rank in mesh.dp_ranks)]
+        return [_shallow_copy(shares[dp_rank]) for dp_rank in mesh.dp_ranks]
 
     return tuple(per_rank(p) for p in parts), {name: per_rank(p) for name, p in named_parts.items()}
 
@@ -163,14 +169,12 @@ def collect_rank_zero(worker_group: Group, output: Sequence[Any]) -> Any:
     return output[0]
 
 
-def collect_dp_compute_data_proto(worker_group: Group, output: Sequence[Any]) -> DataProto | DataProtoFuture:
+def collect_dp_compute_data_proto(worker_group: Group, output: Sequence[Any]) -> Rows:
     """The rows of all ranks in order, without padding."""
     return join_rows(output)
 
 
-def collect_nd_compute_dataproto(
-    mesh_name: str, worker_group: Group, output: Sequence[Any]
-) -> DataProto | DataProtoFuture:
+def collect_nd_compute_dataproto(mesh_name: str, worker_group: Group, output: Sequence[Any]) -> Rows:
     """The rows of the mesh's collecting ranks in data-parallel order, without padding."""
     return join_rows([output[rank] for rank in worker_group.mesh(mesh_name).collect_ranks])
 
@@ -179,11 +183,14 @@ def split_rows(num_parts: int, args: Sequence[Any], kwargs: dict[str, Any]) -> S
     """Split every batch into `num_parts` equal parts, padded and marked if it does not divide evenly."""
     rows: dict[str, int] = {}
     for name, value in _named(args, kwargs):
-        if not isinstance(value, (DataProto, DataProtoFuture)):
+        if not isinstance(value, Rows):
             raise TypeError(
-                f"{name} is a {type(value).__name__}; only DataProto can be split by rows, put other values in meta_info"
+                f"{name} is a {type(value).__name__}; only DataProto and TensorDict can be split by rows, put other values "
+                f"in meta_info"
             )
-        if isinstance(value, DataProto) and (value.batch is not None or value.non_tensor_batch):
+        if isinstance(value, TensorDict) or (
+            isinstance(value, DataProto) and (value.batch is not None or value.non_tensor_batch)
+        ):
             rows[name] = len(value)
     if 0 in rows.values():
         raise ValueError(f"no rows to split in {', '.join(name for name, num in rows.items() if num == 0)}")
@@ -192,17 +199,25 @@ def split_rows(num_parts: int, args: Sequence[Any], kwargs: dict[str, Any]) -> S
     return tuple(_split(num_parts, arg) for arg in args), {k: _split(num_parts, v) for k, v in kwargs.items()}
 
 
-def _split(num_parts: int, data: DataProto | DataProtoFuture) -> Sequence[Any]:
+def _split(num_parts: int, data: Rows) -> Sequence[Any]:
     if isinstance(data, DataProtoFuture):
         return data.split_by([functools.partial(_padded_part, num_parts, i) for i in range(num_parts)])
+    if isinstance(data, TensorDict):
+        return [part.to_tensordict() for part in _split(num_parts, DataProto.from_tensordict(data))]
     return pad_and_mark(data, num_parts).chunk(num_parts)
 
 
-def _padded_part(num_parts: int, index: int, data: DataProto) -> DataProto:
-    return pad_and_mark(data, num_parts).chunk(num_parts)[index]
+def _padded_part(num_parts: int, index: int, data: Any) -> Any:
+    return _split(num_parts, data)[index]
 
 
-def join_rows(outputs: Sequence[Any]) -> DataProto | DataProtoFuture:
+def _shallow_copy(share: Any) -> Any:
+    if isinstance(share, TensorDict):
+        return share.copy()
+    return share.select() if isinstance(share, DataProto) else share
+
+
+def join_rows(outputs: Sequence[Any]) -> Rows:
     """One batch of the outputs' rows, without padding; a future of it if the outputs are futures."""
     first = outputs[0]
     if isinstance(first, Future):
@@ -210,11 +225,15 @@ def join_rows(outputs: Sequence[Any]) -> DataProto | DataProtoFuture:
     return join_real_rows(outputs)
 
 
-def join_real_rows(outputs: Sequence[Any]) -> DataProto:
+def join_real_rows(outputs: Sequence[Any]) -> Any:
     """The rows of all outputs in order, without those marked as padding."""
+    if all(isinstance(output, TensorDict) for output in outputs):
+        return join_real_rows([DataProto.from_tensordict(output) for output in outputs]).to_tensordict()
     for i, output in enumerate(outputs):
         if not isinstance(output, DataProto):
-            raise TypeError(f"part {i} of the output is a {type(output).__name__}; this dispatch mode joins DataProto")
+            raise TypeError(
+                f"part {i} of the output is a {type(output).__name__}; this dispatch mode joins DataProto or TensorDict"
+            )
     return drop_marked(DataProto.concat(outputs))
 
 
@@ -319,6 +338,8 @@ def _materialize(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[A
 def _padding_marks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> np.ndarray | None:
     """The padding marks of the input rows; None if nothing was padded."""
     for _, value in _named(args, kwargs):
+        if isinstance(value, TensorDict) and PADDING_KEY in value.keys():  # noqa: SIM118 - TensorDict has no `in`
+            return np.array(value.get(PADDING_KEY).tolist())
         if isinstance(value, DataProto) and PADDING_KEY in value.non_tensor_batch:
             return value.non_tensor_batch[PADDING_KEY]
     return None
@@ -326,6 +347,8 @@ def _padding_marks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> np.ndarray 
 
 def _mark_output(output: Any, marks: np.ndarray | None, method: str) -> Any:
     """Copy the padding marks of the input rows to the output, so that collect can drop the padding."""
+    if marks is not None and isinstance(output, TensorDict):
+        return _mark_output(DataProto.from_tensordict(output), marks, method).to_tensordict()
     if marks is None or not isinstance(output, DataProto) or PADDING_KEY in output.non_tensor_batch:
         return output
     if output.batch is None and not output.non_tensor_batch:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 
 from lockstep.protocol import DataProto, drop_marked, real_rows
 from lockstep.single_controller import (
@@ -81,6 +82,12 @@ class Scaler(Worker):
     def scale_real_rows(self, data: DataProto) -> DataProto:
         data = drop_marked(data)
         return DataProto.from_dict({"y": data.batch["x"] * self.factor})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def scale_tensordict(self, data: TensorDict) -> TensorDict:
+        out = TensorDict({"y": data["x"] * self.factor * data["times"]}, batch_size=data.batch_size)
+        out.set_non_tensor("metrics", {"rows": len(data)})
+        return out
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def same_batch(self, data: DataProto) -> DataProto:

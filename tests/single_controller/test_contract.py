@@ -5,6 +5,7 @@ import traceback
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from lockstep.protocol import PADDING_KEY, DataProto, DataProtoFuture
 from lockstep.single_controller import LOCAL, Backend, create_colocated_worker_cls
@@ -57,6 +58,15 @@ def test_rows_are_split_and_joined(backend: Backend) -> None:
     assert out.meta_info["metrics"] == {"sum": [0 + 1, 2 + 3]}
 
 
+@pytest.mark.parametrize("rows", [4, 5])
+def test_tensordict_is_split_and_joined(backend: Backend, rows: int) -> None:
+    out = make_group(backend, Scaler, [2], 3).scale_tensordict(batch(rows, times=2).to_tensordict())
+    assert isinstance(out, TensorDict) and out["y"].tolist() == [6 * i for i in range(rows)]
+    assert set(out.keys()) == {"y", "metrics"} and out["metrics"] == {"rows": [rows // 2 + rows % 2] * 2}
+    with pytest.raises(ValueError, match="no rows to split in argument 0"):
+        make_group(backend, Scaler, [2]).scale_tensordict(TensorDict({}, batch_size=[0]))
+
+
 @pytest.mark.parametrize(("rows", "seen"), [(1, 1), (3, 1), (5, 2), (7, 2)])
 def test_uneven_batches_are_padded_and_unpadded(backend: Backend, rows: int, seen: int) -> None:
     group = make_group(backend, Scaler, [4], 2)
@@ -94,7 +104,7 @@ def test_several_batches_in_one_call(backend: Backend) -> None:
 
 def test_values_that_cannot_be_split_or_joined(backend: Backend) -> None:
     group = make_group(backend, Scaler, [2])
-    with pytest.raises(TypeError, match="argument 0 is a list; only DataProto can be split by rows"):
+    with pytest.raises(TypeError, match="argument 0 is a list; only DataProto and TensorDict can be split by rows"):
         group.scale([1, 2])
     with pytest.raises(ValueError, match="no rows to split in argument 0"):
         group.scale(batch(0))

@@ -152,7 +152,8 @@ def test_debug_metrics() -> None:
 def test_validation_metrics_take_verls_seed() -> None:
     arguments = (["gsm8k"] * 4, ["a"] * 4, {"reward": [0.0, 1.0, 2.0, 4.0]})
     default, same, other = (
-        process_validation_metrics(*arguments, **options)["gsm8k"]["reward"] for options in ({}, {"seed": 42}, {"seed": 7})
+        process_validation_metrics(*arguments, **options)["gsm8k"]["reward"]
+        for options in ({}, {"seed": 42}, {"seed": 7})
     )
     assert default == same and default["mean@4"] == other["mean@4"] == 1.75
     assert 0 < abs(default["best@2/mean"] - other["best@2/mean"]) < 0.2  # other draws of the same distribution

@@ -34,7 +34,9 @@ class _Packed:
 
 
 def pack(value: Any) -> Any:
-    """A DataProto in its stored form, without copying CPU tensors; any other value unchanged."""
+    """A DataProto in its stored form, without copying CPU tensors; any other value is pickled."""
+    if isinstance(value, TensorDict):
+        return value.clone()  # pickling a view would store the whole batch
     if type(value) is not DataProto:
         return value
     if value.batch is None:
