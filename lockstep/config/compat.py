@@ -268,6 +268,7 @@ NO_EFFECT: dict[str, str] = {
     f"{_ARR}.ref.rollout_n": f"it follows {_ARR}.rollout.n",
     f"{_ARR}.model.use_fused_kernels": _FUSED,
     f"{_ARR}.model.fused_kernel_options": _FUSED,
+    f"{_ARR}.model.impl_backend": _FUSED,  # where verl's legacy_ppo_trainer.yaml has an option of fused_kernel_options
     f"{_ARR}.model.use_liger": "fused kernels are applied automatically to the layers that have them",
     f"{_ARR}.rollout.load_format": _OTHER_ENGINE,
     f"{_ARR}.rollout.disable_log_stats": _OTHER_ENGINE,
@@ -294,6 +295,7 @@ NO_EFFECT: dict[str, str] = {
     "data.use_shm": _NO_SHM,
     "trainer.controller_nsight_options": _PROFILING,
     "trainer.worker_nsight_options": _PROFILING,
+    "trainer.npu_profile": _PROFILING,
     "trainer.ray_wait_register_center_timeout": "the controller waits until workers respond or die",
     "trainer.use_legacy_worker_impl": "there is one worker implementation",
 }

@@ -111,10 +111,12 @@ def _settings(
 
 
 def _is_unset_alias(value: Any, target: str) -> bool:
-    """Whether an alias of `target` sets nothing: null, or an interpolation that follows the canonical key."""
+    """Whether an alias of `target` sets nothing: null, or an interpolation that follows the canonical key or another alias."""
     if value is None:
         return target not in DISABLED_BY_NULL
-    return isinstance(value, str) and value.startswith("${") and ("oc.select:" in value or target in value)
+    if not isinstance(value, str) or not value.startswith("${"):
+        return False
+    return "oc.select:" in value or target in value or value[2:-1] in ALIASES
 
 
 def _setting(cls: type, value: Any, written: str, name: str, layer: Layer) -> Iterator[tuple[str, str, Any]]:

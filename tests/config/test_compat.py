@@ -134,6 +134,27 @@ def test_alias_that_interpolates_the_canonical_key_is_ignored() -> None:
     assert config.actor_rollout_ref.model.use_remove_padding
 
 
+LEGACY = """\
+actor_rollout_ref:
+  model: {fused_kernel_options: null, impl_backend: torch}
+critic:
+  ppo_micro_batch_size: null
+  ppo_micro_batch_size_per_gpu: null
+  forward_micro_batch_size: ${critic.ppo_micro_batch_size}
+  forward_micro_batch_size_per_gpu: ${critic.ppo_micro_batch_size_per_gpu}
+trainer:
+  profile_steps: null
+  npu_profile: {options: {save_path: ./profiler_data, roles: [all], with_npu: true}}
+"""
+
+
+@pytest.mark.parametrize("setting", ["critic.ppo_micro_batch_size=4", "critic.ppo_micro_batch_size_per_gpu=4"])
+def test_keys_of_verls_legacy_file(tmp_path: Path, setting: str) -> None:
+    (tmp_path / "legacy_ppo_trainer.yaml").write_text(LEGACY)
+    config = load([setting], config_name="legacy_ppo_trainer", config_dir=tmp_path)
+    assert config.critic.ppo_micro_batch_size_per_gpu == config.critic.forward_micro_batch_size_per_gpu == 4
+
+
 def test_no_critic() -> None:
     assert load(["critic=null"]).critic.enable is False
 
