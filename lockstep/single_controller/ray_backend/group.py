@@ -10,7 +10,7 @@ shutdown   stops the processes; the last group of a pool releases its machines
 import functools
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from lockstep.single_controller.dispatch import (
     Execute,
@@ -31,8 +31,8 @@ from lockstep.single_controller.worker_group import Backend, ClassWithInitArgs, 
 JOINING = (collect_dp_compute_data_proto, collect_nd_compute_dataproto)
 """Collect functions that copy the outputs into one batch."""
 
-SMALL = (type(None), bool, int, float, str)
-"""Types of arguments that are cheaper to send than to store."""
+SMALL = (type(None), bool, int, float, str, ray.ObjectRef)
+"""Types of arguments that are cheaper to send than to store, or are stored already."""
 
 SHUTDOWN_TIMEOUT_S = 5.0
 """How long `shutdown` waits for processes to exit."""
@@ -100,6 +100,7 @@ class RayWorkerGroup(WorkerGroup):
     """
 
     _processes: Processes
+    _host_method: ClassVar[str] = "call"
 
     def __init__(
         self,
@@ -236,7 +237,8 @@ class RayWorkerGroup(WorkerGroup):
             raise RuntimeError(f"worker group {self.name!r} is shut down")
         note = self.failure_note(rank, method_name)
         packed = {name: pack(arg) for name, arg in kwargs.items()}
-        ref = self.workers[rank].call.remote(method_name, note, *[pack(arg) for arg in args], **packed)
+        call = getattr(self.workers[rank], self._host_method)
+        ref = call.remote(method_name, note, *[pack(arg) for arg in args], **packed)
         return RayFuture(ref, self._site(rank, method_name), writable)
 
     def failure_note(self, rank: int, method_name: str) -> str:

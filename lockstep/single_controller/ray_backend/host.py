@@ -75,7 +75,7 @@ class WorkerHost:
             raise picklable(error, note) from None
 
     def call(self, method: str, note: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the worker; its exception gets `note`."""
+        """Call a method of the worker on batches in the object store; its exception gets `note`."""
         from lockstep.single_controller.ray_backend.futures import picklable
         from lockstep.single_controller.ray_backend.serialize import check_unwritten, pack, tensors_in, unpack
 
@@ -83,10 +83,22 @@ class WorkerHost:
             args = tuple(unpack(arg, writable=False) for arg in args)
             kwargs = {name: unpack(arg, writable=False) for name, arg in kwargs.items()}
             stored = tensors_in([*args, *kwargs.values()])
-            output = getattr(self._worker, method)(*args, **kwargs)
-            if inspect.iscoroutine(output):
-                output = asyncio.run(output)
+            output = self._run(method, args, kwargs)
             check_unwritten(stored, f"{type(self._worker).__name__}.{method}")
             return pack(output)
         except Exception as error:  # noqa: BLE001 - the boundary between worker and controller
             raise picklable(error, note) from None
+
+    def call_on_copies(self, method: str, note: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Like `call`, but the method may write into its arguments, and `ray.get` returns its output."""
+        from lockstep.single_controller.ray_backend.futures import picklable
+        from lockstep.single_controller.ray_backend.serialize import unpack
+
+        try:
+            return self._run(method, tuple(map(unpack, args)), {name: unpack(arg) for name, arg in kwargs.items()})
+        except Exception as error:  # noqa: BLE001 - the boundary between worker and controller
+            raise picklable(error, note) from None
+
+    def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = getattr(self._worker, method)(*args, **kwargs)
+        return asyncio.run(output) if inspect.iscoroutine(output) else output

@@ -9,7 +9,7 @@ Batches are balanced over the ranks inside these calls, and `generate_sequences`
 """
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -28,7 +28,7 @@ from lockstep.data.loader import create_dataloader
 from lockstep.observability.rollout_log import dump_generations
 from lockstep.protocol import DataProto, object_array, pad_dataproto_to_divisor, unpad_dataproto
 from lockstep.rewards.managers import RewardFn, load_reward_manager
-from lockstep.single_controller import ResourcePoolManager, Role, Worker, WorkerGroup
+from lockstep.single_controller import Backend, ResourcePoolManager, Role, Worker, WorkerGroup
 from lockstep.trainer.checkpoint import RunLock
 from lockstep.trainer.ppo.ray_trainer import PPOTrainer
 from lockstep.trainer.ppo.sampling import Sampling
@@ -173,7 +173,7 @@ class RayPPOTrainer(PPOTrainer):
             tokenizer=tokenizer,
             role_worker_mapping={role: _worker(cls) for role, cls in workers.items()},
             resource_pool_manager=resource_pool_manager,
-            ray_worker_group_cls=backend.group_class,
+            ray_worker_group_cls=_group_class(backend),
             class_with_init=backend.class_with_init,
             reward_fn=reward_fn,
             val_reward_fn=val_reward_fn,
@@ -340,6 +340,15 @@ def _forward_inputs(data: DataProto) -> DataProto:
     if "response_mask" not in data.tensors:
         data.tensors["response_mask"] = compute_response_mask(data)
     return data.select(FORWARD_KEYS, [])
+
+
+def _group_class(backend: Backend) -> Callable[..., WorkerGroup]:
+    """On Ray, workers get copies of their arguments: those of programs on verl may write into them."""
+    if backend.name != "ray":
+        return backend.group_class
+    from lockstep.verl.single_controller.ray.base import CopyingWorkerGroup
+
+    return CopyingWorkerGroup
 
 
 def _worker(cls: Any) -> type[Worker]:
