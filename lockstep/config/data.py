@@ -97,9 +97,9 @@ class SFTDataConfig:
     response_key: str = "response"
     """Column of the response, for rows that are pairs."""
     prompt_dict_keys: list[str] | None = None
-    """If the prompt column is an object: the path of keys to its text."""
+    """If the prompt column is an object or a list: the path of keys (or item numbers) to its text; ["content"] for one message."""
     response_dict_keys: list[str] | None = None
-    """If the response column is an object: the path of keys to its text."""
+    """If the response column is an object or a list: the path of keys (or item numbers) to its text."""
     max_length: int = 1024
     """Maximum sequence length in tokens."""
     truncation: Truncation = "error"

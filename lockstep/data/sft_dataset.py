@@ -223,18 +223,27 @@ class SFTDataset(_SupervisedRows):
     def _text(self, row: FileRow, name: str, key: str, path: list[str]) -> str:
         value: Any = row.columns
         for step in (key, *path):
-            if not isinstance(value, Mapping) or value.get(step) is None:
+            value = _entry(value, step)
+            if value is None:
                 raise ValueError(
                     f"{row.location} has no {'.'.join((key, *path))!r}; set data.{name}_key (and data.{name}_dict_keys) to "
                     f"the column with the {name} (columns: {', '.join(row.columns)})"
                 )
-            value = value[step]
         if not isinstance(value, str):
             raise ValueError(
                 f"{row.location}: {'.'.join((key, *path))!r} must be text, not {type(value).__name__}; "
                 f"set data.{name}_dict_keys to the path of the text in the object"
             )
         return value
+
+
+def _entry(value: Any, step: str) -> Any:
+    """The entry `step` of an object; of a list its item of that number, or the entry of its only item. None if there is none."""
+    if isinstance(value, list) and step.isdigit():
+        return value[int(step)] if int(step) < len(value) else None
+    while isinstance(value, list) and len(value) == 1:
+        (value,) = value
+    return value.get(step) if isinstance(value, Mapping) else None
 
 
 def sft_settings(config: Mapping[str, Any]) -> SFTDataConfig:

@@ -154,6 +154,18 @@ def test_pairs(tmp_path: Path) -> None:
         SFTDataset(str(tmp_path / "rows.parquet"), TOKENIZER, config | {"prompt_dict_keys": None})
 
 
+@pytest.mark.parametrize(("path", "text"), [(["content"], None), (["0", "content"], "a"), (["1", "content"], "b")])
+def test_pairs_in_lists(tmp_path: Path, path: list[str], text: str | None) -> None:
+    one, two = ([{"role": "user", "content": content} for content in contents] for contents in ("a", "ab"))
+    config = {"prompt_dict_keys": path, "pad_mode": "no_padding"}
+    rows = write(tmp_path / "rows.parquet", [{"prompt": two, "response": "r"}])
+    if text is None:  # which of the two?
+        with pytest.raises(ValueError, match=r"row 0 has no 'prompt\.content'; set data\.prompt_key"):
+            SFTDataset(rows, TOKENIZER, config)
+        rows, text = write(tmp_path / "one.parquet", [{"prompt": one, "response": "r"}]), "a"
+    assert marked(SFTDataset(rows, TOKENIZER, config)[0]).startswith(f"<|im_start|>user\n{text}<|im_end|>")
+
+
 def test_multiturn_settings_are_used(tmp_path: Path) -> None:
     dataset = dataset_of(tmp_path, {"talk": TALK}, {"multiturn": {"enable": True, "messages_key": "talk"}})
     assert dataset.config.messages_key == "talk" and len(dataset) == 1
