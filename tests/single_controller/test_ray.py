@@ -24,6 +24,7 @@ from lockstep.single_controller.ray_backend import (
     WorkerError,
     futures,
 )
+from lockstep.single_controller.ray_backend import group as group_module
 from lockstep.single_controller.ray_backend.cluster import ray
 from lockstep.single_controller.ray_backend.serialize import pack, unpack
 
@@ -220,6 +221,20 @@ def test_death_is_reported_before_the_errors_it_causes(ray_cluster: None) -> Non
     with pytest.raises(WorkerDiedError, match="the worker's process died: rank 1") as caught:
         futures.RayFuture.get_all(calls)
     assert isinstance(caught.value.__cause__, ConnectionError)
+
+
+def test_processes_of_an_earlier_session_are_neither_watched_nor_stopped(
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (futures, group_module):
+        monkeypatch.setattr(module, "session", lambda: ("earlier node", "01"))
+    probe, processes = futures.LivenessProbe(None, str), group_module.Processes([object()], ["gone"], None)
+    futures.PROBES.add(probe)
+    monkeypatch.undo()
+    futures.raise_deaths()
+    assert probe not in futures.PROBES
+    processes.shutdown()
+    assert not processes.handles
 
 
 def test_missing_resources_are_reported_immediately(ray_cluster: None) -> None:

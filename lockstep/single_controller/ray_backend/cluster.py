@@ -94,6 +94,12 @@ def disconnect(timeline_json_file: str | None = None, leave: bool = True) -> Non
         ray.shutdown()
 
 
+def session() -> tuple[str, str]:
+    """Identifies this connection to a cluster; handles and references of another one are invalid."""
+    context = ray.get_runtime_context()
+    return context.get_node_id(), context.get_job_id()
+
+
 def head_answers() -> bool:
     """Whether the cluster's head process (GCS) accepts connections; without it most of Ray's calls block."""
     try:

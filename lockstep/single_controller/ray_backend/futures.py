@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.single_controller.futures import ON_WORKER, Future, WorkerDiedError, worker_report
-from lockstep.single_controller.ray_backend.cluster import ray
+from lockstep.single_controller.ray_backend.cluster import ray, session
 from lockstep.single_controller.ray_backend.serialize import unpack
 
 DEATH_NOTICE_S = 1.0
@@ -118,6 +118,7 @@ class LivenessProbe:
         self._handle = handle
         self._site = site
         self._ping: RayFuture | None = None
+        self.session = session()
 
     def check(self) -> bool:
         """Whether the actor has answered; raises WorkerDiedError if it is known to be dead."""
@@ -131,11 +132,12 @@ class LivenessProbe:
 
 
 PROBES: set[LivenessProbe] = set()
-"""One per worker process that this program has started and not stopped."""
+"""One per worker process that this program has started and not stopped; those of an earlier Ray session are dropped."""
 
 
 def raise_deaths() -> None:
     """Raise WorkerDiedError if any worker process has died, even if no call waits for it."""
+    PROBES.difference_update([probe for probe in PROBES if probe.session != session()])
     for probe in list(PROBES):
         probe.check()
 

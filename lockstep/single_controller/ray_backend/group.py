@@ -19,7 +19,7 @@ from lockstep.single_controller.dispatch import (
     registered_methods,
 )
 from lockstep.single_controller.futures import FutureList
-from lockstep.single_controller.ray_backend.cluster import ray
+from lockstep.single_controller.ray_backend.cluster import ray, session
 from lockstep.single_controller.ray_backend.futures import PROBES, LivenessProbe, RayFuture
 from lockstep.single_controller.ray_backend.host import ProcessInfo
 from lockstep.single_controller.ray_backend.pool import RayResourcePool
@@ -64,6 +64,7 @@ class Processes:
         self.pool = pool
         self.infos: list[ProcessInfo] = []
         self.master = ("", 0)
+        self._session = session()
         self._probes: list[LivenessProbe] = []
 
     def watch(self, site: Callable[[int], str]) -> None:
@@ -77,7 +78,7 @@ class Processes:
         """Stop the processes and wait until they have exited; a second call is a no-op."""
         PROBES.difference_update(self._probes)
         handles, self.handles[:] = list(self.handles), []
-        if not handles or not ray.is_initialized():
+        if not handles or not ray.is_initialized() or session() != self._session:
             return
         for handle in handles:
             ray.kill(handle, no_restart=True)
