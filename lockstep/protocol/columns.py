@@ -119,6 +119,10 @@ def concat_tensors(batches: Sequence[TensorDict]) -> TensorDict:
     columns = {}
     for key in tensors_of(batches[0]):
         parts = [batch[key] for batch in batches]
+        if parts[0].is_nested:
+            rows = [row for part in parts for row in part.unbind()]
+            columns[key] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+            continue
         for i, part in enumerate(parts):
             if part.shape[1:] != parts[0].shape[1:]:
                 shapes = f"{tuple(parts[0].shape)} in part 0 and {tuple(part.shape)} in part {i}"

@@ -79,6 +79,15 @@ def test_tensordict_round_trip() -> None:
     assert uids(DataProto.from_tensordict(objects_only().to_tensordict())) == ["u0", "u1", "u2", "u3"]
 
 
+def test_nested_tensors_are_split_and_joined() -> None:
+    rows = [torch.arange(n) for n in (2, 3, 1, 4)]
+    data = DataProto.from_dict({"ids": torch.nested.nested_tensor(rows, layout=torch.jagged)})
+    parts = data.chunk(2)
+    assert [row.tolist() for row in parts[1].tensors["ids"].unbind()] == [[0], [0, 1, 2, 3]]
+    joined = DataProto.concat(parts).tensors["ids"]
+    assert joined.layout is torch.jagged and [row.tolist() for row in joined.unbind()] == [row.tolist() for row in rows]
+
+
 def test_indexing() -> None:
     data = make()
     row = data[2]
