@@ -48,7 +48,7 @@ from lockstep.verl.utils.reward_score.math_reward import last_boxed_only_string,
 from lockstep.verl.utils.seqlen_balancing import prepare_dynamic_batch, restore_dynamic_batch
 from lockstep.verl.utils.torch_functional import logprobs_from_logits, masked_mean
 from lockstep.verl.utils.tracking import Tracking, ValidationGenerationsLogger
-from lockstep.verl.workers.config import ActorConfig, CriticConfig, FSDPOptimizerConfig
+from lockstep.verl.workers.config import ActorConfig, CriticConfig, FSDPOptimizerConfig, RolloutConfig
 from lockstep.verl.workers.reward_manager import get_reward_manager_cls
 from lockstep.verl.workers.reward_manager import register as register_manager
 from tests.tiny import save_tiny_model, tiny_config, tiny_tokenizer, write_rows
@@ -111,6 +111,19 @@ def test_sections_constructed_by_hand_are_complete_and_checked() -> None:
         FSDPOptimizerConfig(lr_scheduler_type="cosin")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"actor_rollout_ref\.actor\.clip_ratio"):
         ActorConfig(clip_ratio="wide")  # type: ignore[arg-type]
+
+
+def test_sections_constructed_by_hand_take_older_names() -> None:
+    actor = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size=2)
+    assert actor.ppo_micro_batch_size_per_gpu == 2
+    critic = CriticConfig(ppo_micro_batch_size=4)
+    assert critic.ppo_micro_batch_size_per_gpu == critic.forward_micro_batch_size_per_gpu == 4
+    assert RolloutConfig(log_prob_micro_batch_size=3).log_prob_micro_batch_size_per_gpu == 3
+    assert FSDPOptimizerConfig(warmup_style="cosine").lr_scheduler_type == "cosine"
+    with pytest.raises(ValueError, match="ppo_micro_batch_size=4 and ppo_micro_batch_size_per_gpu=2: set only one"):
+        ActorConfig(ppo_micro_batch_size=4, ppo_micro_batch_size_per_gpu=2)
+    section = OmegaConf.create({"_target_": "lockstep.verl.workers.config.ActorConfig", "ppo_micro_batch_size": None})
+    assert omega_conf_to_dataclass(section).ppo_micro_batch_size_per_gpu is None
 
 
 def test_the_presets_of_rollout_correction() -> None:

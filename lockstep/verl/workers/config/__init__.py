@@ -1,6 +1,7 @@
 """verl.workers.config: sections that a program may construct itself, with every default filled in."""
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
+from typing import Any
 
 from lockstep.config import actor_rollout_ref, critic, model
 from lockstep.config.actor_rollout_ref import CheckpointEngineConfig, PolicyLossConfig, SamplingConfig
@@ -25,21 +26,42 @@ __all__ = [
 ]
 
 
+def _take(section: Any, name: str, **older_names: Any) -> None:
+    """Set the field `name` from an older name of it, which must not contradict it."""
+    for older, value in older_names.items():
+        if value is None:
+            continue
+        if getattr(section, name) not in (value, type(section).__dataclass_fields__[name].default):
+            raise ValueError(f"{older}={value} and {name}={getattr(section, name)}: set only one of them")
+        object.__setattr__(section, name, value)
+
+
 @dataclass(frozen=True)
 class ActorConfig(actor_rollout_ref.ActorConfig):
-    def __post_init__(self) -> None:
+    ppo_micro_batch_size: InitVar[int | None] = None
+
+    def __post_init__(self, ppo_micro_batch_size: int | None) -> None:
+        _take(self, "ppo_micro_batch_size_per_gpu", ppo_micro_batch_size=ppo_micro_batch_size)
         resolve_by_hand(self, "actor_rollout_ref.actor")
 
 
 @dataclass(frozen=True)
 class RolloutConfig(actor_rollout_ref.RolloutConfig):
-    def __post_init__(self) -> None:
+    log_prob_micro_batch_size: InitVar[int | None] = None
+
+    def __post_init__(self, log_prob_micro_batch_size: int | None) -> None:
+        _take(self, "log_prob_micro_batch_size_per_gpu", log_prob_micro_batch_size=log_prob_micro_batch_size)
         resolve_by_hand(self, "actor_rollout_ref.rollout")
 
 
 @dataclass(frozen=True)
 class CriticConfig(critic.CriticConfig):
-    def __post_init__(self) -> None:
+    ppo_micro_batch_size: InitVar[int | None] = None
+    forward_micro_batch_size: InitVar[int | None] = None
+
+    def __post_init__(self, ppo_micro_batch_size: int | None, forward_micro_batch_size: int | None) -> None:
+        _take(self, "ppo_micro_batch_size_per_gpu", ppo_micro_batch_size=ppo_micro_batch_size)
+        _take(self, "forward_micro_batch_size_per_gpu", forward_micro_batch_size=forward_micro_batch_size)
         resolve_by_hand(self, "critic")
 
 
@@ -50,7 +72,10 @@ FSDPActorConfig, FSDPCriticConfig = ActorConfig, CriticConfig
 class FSDPOptimizerConfig(model.FSDPOptimizerConfig):
     """Checks its values, the name of the schedule among them."""
 
-    def __post_init__(self) -> None:
+    warmup_style: InitVar[str | None] = None
+
+    def __post_init__(self, warmup_style: str | None) -> None:
+        _take(self, "lr_scheduler_type", warmup_style=warmup_style)
         for key in keys(model.FSDPOptimizerConfig).values():
             value = getattr(self, key.field)
             try:
