@@ -178,6 +178,10 @@ def test_scorers_that_use_the_grader() -> None:
     assert prime_math.compute_score(r"Step 2: so \boxed{0.3333}", "1/3") == (True, True, "0.3333")
     assert prime_math.compute_score(r"so \boxed{9999}", "10000") == (True, False, "9999")
     assert prime_math.compute_score("seven", "7") == (False, False, "seven")
+    matrix = r"\begin{bmatrix} 1 & 2 \\ 3 & 4 \end{bmatrix}"
+    for gold in (matrix, matrix.replace("bmatrix", "pmatrix")):
+        assert prime_math.compute_score(rf"so \boxed{{{matrix}}}", gold)[0]
+        assert not prime_math.compute_score(rf"so \boxed{{{matrix}}}", gold.replace("4", "5"))[0]
     assert math_verify.compute_score("no box 3", "3") == 1.0
     assert math_verify.compute_score(r"\boxed{50\%}", "50") == 0.0
     assert geo3k.compute_score(r"<think>a</think> \boxed{1/2}", r"\frac{1}{2}") == pytest.approx(1.0)
