@@ -2,9 +2,11 @@
 
 import importlib.util
 import json
+import logging
 import re
 import runpy
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,6 +40,20 @@ def load(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """`hydra.main` configures logging for the whole process."""
+    root = logging.root
+    level, handlers = root.level, root.handlers[:]
+    loggers = [logging.getLogger(name) for name in root.manager.loggerDict]
+    disabled = [logger.disabled for logger in loggers]
+    yield
+    root.setLevel(level)
+    root.handlers[:] = handlers
+    for logger, was_disabled in zip(loggers, disabled):
+        logger.disabled = was_disabled
 
 
 @pytest.fixture(scope="module")
