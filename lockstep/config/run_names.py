@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from lockstep.config.schema import get_in
+from lockstep.utils.hub import parse_name
 
 GENERIC = re.compile(
     r"(train|test|val|valid|validation|dev|eval|data|dataset|rows|main|default|part|split)?([-_.]?\d+(-of-\d+)?)?"
@@ -85,6 +86,8 @@ def _is_same_experiment(config_file: Path, values: Mapping[str, Any]) -> bool:
 
 def _parts(path: str) -> list[str]:
     """The parts of a path or URL, without scheme, revision (`@main`), query and the parts that are no names."""
+    if name := parse_name(path.partition(":")[0]):
+        path = name.repo
     path = re.sub(r"^\w+://", "", path)
     path = re.sub(r"[@?#:][^/]*$", "", path) or path
     return [part for part in re.split(r"[/\\]+", path) if part not in ("", ".", "..", "~")]

@@ -15,6 +15,8 @@ from lockstep.config.run_names import data_name, experiment_name, model_name, pr
     [
         ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen2.5-0.5B-Instruct"),
         ("Qwen/Qwen2.5-0.5B-Instruct@main", "Qwen2.5-0.5B-Instruct"),
+        ("org/name@refs/pr/3", "name"),
+        ("./a@b/c", "c"),
         ("/models/SmolLM2-135M/", "SmolLM2-135M"),
         ("hdfs://host:9000/models/qwen", "qwen"),
         ("/cache/models--Qwen--Qwen2.5-0.5B/snapshots/060db6", "Qwen2.5-0.5B"),
@@ -33,6 +35,7 @@ def test_model_name(path: str, name: str) -> None:
         ("data/gsm8k/train.parquet", "gsm8k"),
         ("~/data/gsm8k/train-00000-of-00001.parquet", "gsm8k"),
         ("openai/gsm8k", "gsm8k"),
+        ("openai/gsm8k@refs/convert/parquet:main:train", "gsm8k"),
         ("Maxwell-Jia/AIME_2024", "AIME_2024"),
         ("s3://bucket/math/data/part-0003.jsonl.gz", "math"),
         ("dapo-math-17k.parquet", "dapo-math-17k"),
