@@ -181,7 +181,9 @@ def find_weights(
                 if converted is not None:
                     return None, f"transformers converts {key} to {name}"
                 if name not in expected:
-                    unexpected.append(key)
+                    shape = tensors.get_slice(key).get_shape()
+                    if not (kept and key == "score.weight" and shape[0] == 1):  # the head that `open_value_model` loads
+                        unexpected.append(key)
                 elif tuple(tensors.get_slice(key).get_shape()) != tuple(expected[name].shape):
                     return None, f"{key} has another shape than {name}"
                 else:

@@ -140,6 +140,20 @@ def test_tensors_that_the_model_does_not_use_are_named(tmp_path: Path, caplog: p
     assert "inv_freq" not in caplog.text
 
 
+def test_head_of_a_critic_is_not_named_as_unused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_tiny_model("qwen2", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    for num_labels, is_named in ((1, False), (2, True)):  # a head of two labels is not loaded
+        head = torch.ones(num_labels, weights["model.norm.weight"].shape[0])
+        save_file(weights | {"score.weight": head}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        caplog.clear()
+        load_cases.values(tmp_path, "value", torch.float32)
+        assert ("does not use: score.weight" in caplog.text) == is_named
+    caplog.clear()
+    load_cases.values(tmp_path, "policy", torch.float32)
+    assert "does not use: score.weight" in caplog.text
+
+
 class Planted:
     def __reduce__(self) -> Any:
         return logging.warning, ("this must not run",)
