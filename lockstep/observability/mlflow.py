@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from lockstep.observability.base import Metrics, RunIdFile, RunInfo, check_installed, import_service, plain
 
@@ -48,11 +49,14 @@ class MlflowTracker:
         check_installed("mlflow", "mlflow")
         uri = os.environ.get("MLFLOW_TRACKING_URI", "")
         server = urlsplit(uri)
+        host = server.hostname or ""
         if server.scheme not in ("http", "https"):
             return
+        if getproxies().keys() & {server.scheme, "all"} and not proxy_bypass(host):
+            return  # the proxy connects to the server; this machine may have no route to it
         port = server.port or (443 if server.scheme == "https" else 80)
         try:
-            socket.create_connection((server.hostname or "", port), timeout=CONNECT_TIMEOUT_S).close()
+            socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S).close()
         except OSError as error:
             raise ValueError(
                 f"trainer.logger includes mlflow, but no server answers at MLFLOW_TRACKING_URI={uri} ({error}): start it, or "

@@ -184,11 +184,16 @@ def test_mlflow_server(monkeypatch: pytest.MonkeyPatch) -> None:
     import socket
 
     monkeypatch.setattr("lockstep.observability.mlflow.check_installed", lambda *names: None)
+    monkeypatch.setenv("NO_PROXY", "*")
+    monkeypatch.delenv("no_proxy", raising=False)
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.getsockname()[1]}")
         MlflowTracker.check()
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     with pytest.raises(ValueError, match="no server answers at MLFLOW_TRACKING_URI=http://127"):
         MlflowTracker.check()
+    monkeypatch.setenv("NO_PROXY", "other.example")
+    MlflowTracker.check()  # the proxy's matter
 
 
 def test_missing_package(monkeypatch: pytest.MonkeyPatch, problems: Any) -> None:
