@@ -1,4 +1,4 @@
-"""How much memory a training step keeps for the backward pass. Read by the engine, which decides by it, and by `lockstep plan`."""
+"""Memory that the backward pass and the KV cache may take. Read by the engines, which decide by it, and by `lockstep plan`."""
 
 ACTIVATIONS_LEAVE_FREE = 0.35
 """Share of the device's memory that activations leave to the head's logits, buffers of collectives and fragmentation."""
@@ -11,6 +11,9 @@ HEAD_CHUNK = 1 << 28
 
 STREAM_BYTES = 4
 """Bytes per entry of the residual stream, which is in float32."""
+
+CACHE_SHARE_OF_FREE = 0.9
+"""Most of the free memory that the KV cache takes; the rollout's activations need the rest."""
 
 
 def layer_bytes(num_tokens: int, width: int, heads: int, inner: int, itemsize: int) -> int:

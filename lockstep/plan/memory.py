@@ -7,7 +7,13 @@ only in the phase that has them. The formulas follow the engines: docs/plan.md c
 from dataclasses import dataclass
 from typing import Literal
 
-from lockstep.kernels.activation_memory import ACTIVATIONS_LEAVE_FREE, HEAD_CHUNK, HEAD_KEEPS, STREAM_BYTES
+from lockstep.kernels.activation_memory import (
+    ACTIVATIONS_LEAVE_FREE,
+    CACHE_SHARE_OF_FREE,
+    HEAD_CHUNK,
+    HEAD_KEEPS,
+    STREAM_BYTES,
+)
 from lockstep.plan.batch_units import BatchUnits
 from lockstep.plan.hardware import Device
 from lockstep.plan.job import Job, Model
@@ -19,8 +25,6 @@ GRADIENT_BYTES = 4
 MOMENT_BUCKETS = 3 * 2 * 2**28
 """Offloaded moments stream through three buckets of both."""
 CPU_HEAD_CHUNK = 1 << 26
-CACHE_OF_FREE = 0.9
-"""Most of the free memory that the KV cache takes."""
 RESERVED = 2.5e9
 """CUDA context, communication buffers and fragmentation."""
 
@@ -100,7 +104,7 @@ def _generation(job: Job, model: Model, others: float) -> dict[str, float]:
     shape, rollout = model.shape, job.rollout
     one_layer = (2 * shape.active_experts * shape.inner + 4 * shape.width) * model.compute + shape.width * STREAM_BYTES
     share = rollout.utilization * job.device.memory - model.compute * shape.parameters
-    room = min(share, CACHE_OF_FREE * (job.device.memory - others))
+    room = min(share, CACHE_SHARE_OF_FREE * (job.device.memory - others))
     one_sequence = job.lengths.total * shape.kv_bytes(model.compute)
     return {
         "KV cache": min(rollout.cache_tokens * shape.kv_bytes(model.compute), max(room, one_sequence)),

@@ -5,6 +5,7 @@ import logging
 import pytest
 
 from lockstep.engines.rollout.embedded.model_runner import ModelRunner, kv_cache_bytes
+from lockstep.kernels.activation_memory import CACHE_SHARE_OF_FREE
 from tests.engines.rollout.rollout_cases import embedded, mixed_requests, tiny_model
 
 GIB = 2**30
@@ -15,12 +16,12 @@ GIB = 2**30
     [
         (0.5, 70, 10, 30),  # 80 * 0.5 - 10; the free memory does not matter
         (0.5, 40, 10, 30),  # nor do 30 GiB of optimizer state
-        (0.9, 20, 10, 18),  # at most 90 % of what is free
-        (1.0, 80, 0, 72),
+        (0.9, 20, 10, 20 * CACHE_SHARE_OF_FREE),
+        (1.0, 80, 0, 80 * CACHE_SHARE_OF_FREE),
     ],
 )
 def test_cache_gets_the_share_of_the_total_without_the_weights(
-    utilization: float, free: int, weights: int, cache: int
+    utilization: float, free: int, weights: int, cache: float
 ) -> None:
     assert kv_cache_bytes(utilization, 80 * GIB, free * GIB, weights * GIB) == cache * GIB
 

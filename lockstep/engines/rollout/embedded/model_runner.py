@@ -16,14 +16,12 @@ from transformers import PreTrainedModel
 
 from lockstep.engines.rollout.base import evaluation_mode
 from lockstep.engines.rollout.embedded.paged_attention import LayerProbe, LayerShape, PagedCache
+from lockstep.kernels.activation_memory import CACHE_SHARE_OF_FREE
 from lockstep.models.attention import ATTENTION_NAME, AttentionContext, no_mask
 from lockstep.models.known_models import why_own_forward
 from lockstep.models.loading import logits_fn
 from lockstep.utils.device import free_memory
 from lockstep.utils.host import use_threads_for
-
-MAX_SHARE_OF_FREE = 0.9
-"""Most of the free memory that the KV cache takes; activations need the rest."""
 
 
 class ModelRunner:
@@ -131,7 +129,7 @@ def kv_cache_bytes(utilization: float, total: int, free: int, weights: int) -> i
             f"{key}: no memory for the KV cache, because {_gb(allowed)} of the GPU's {_gb(total)} are less than the model's "
             f"weights ({_gb(weights)}); set more than {weights / total:.2f}"
         )
-    wanted, most = allowed - weights, int(free * MAX_SHARE_OF_FREE)
+    wanted, most = allowed - weights, int(free * CACHE_SHARE_OF_FREE)
     if most <= 0:
         raise ValueError(
             f"{key}: no memory for the KV cache, because none of the GPU's {_gb(total)} are free; set "
