@@ -6,11 +6,10 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from lockstep.utils.model_path import local_model_folder
+from lockstep.utils.hub import TOKENIZER_FILES, has_tokenizer, parse_name
+from lockstep.utils.model_path import local_model_folder, revision_of
 
 logger = logging.getLogger(__name__)
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
 
 def hf_tokenizer(
@@ -24,11 +23,13 @@ def hf_tokenizer(
     key: the config key of the path, for messages.
     """
     folder = local_model_folder(path, key, weights=False)
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    if not has_tokenizer(folder):
         elsewhere = key.removesuffix(".path").removesuffix(".tokenizer_path")
+        name = parse_name(str(path)) if revision_of(folder) else None
+        fetch = f", or run `{name.command}` with network access if the Hub's repository has one" if name else ""
         raise ValueError(
             f"{key}={path}: {folder} holds no tokenizer (looked for {', '.join(TOKENIZER_FILES)}); set "
-            f"{elsewhere}.tokenizer_path if it is elsewhere"
+            f"{elsewhere}.tokenizer_path if it is elsewhere{fetch}"
         )
     tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
     if custom_chat_template is not None:

@@ -15,6 +15,8 @@ _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:@([\w./-]+))?")
 
 MODEL_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py")
 """Config and tokenizer."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+"""A folder with one of them has a tokenizer."""
 SAFETENSORS, PICKLES = "*.safetensors", "pytorch_model*.bin"
 _NOT_THE_MODEL = ("*/*", "consolidated*")
 """Subfolders hold other formats (ONNX, GGUF), `consolidated` is a second copy of the weights."""
@@ -58,7 +60,7 @@ def check_offline(name: HubName) -> None:
 def model_snapshot(name: HubName, weights: bool) -> Path:
     """The folder of the model's files in the Hub cache; missing ones are downloaded, by one process per machine.
 
-    A model in the cache is used without asking the Hub. weights: false fetches only config and tokenizer.
+    A model that is complete in the cache is used without asking the Hub. weights: false fetches only config and tokenizer.
     """
     wanted = (*MODEL_FILES, SAFETENSORS) if weights else MODEL_FILES
     if (folder := _cached(name, wanted, weights)) is not None:
@@ -70,12 +72,21 @@ def model_snapshot(name: HubName, weights: bool) -> Path:
         folder = snapshot(name, wanted, _NOT_THE_MODEL)
         if weights and not any(folder.glob(SAFETENSORS)):
             folder = snapshot(name, (*MODEL_FILES, PICKLES), _NOT_THE_MODEL)
-    if weights and not has_weights(folder):
+    lacks = ""
+    if not (folder / "config.json").is_file() and (weights or not has_tokenizer(folder)):
+        lacks = "config.json" if weights else "config.json and no tokenizer"
+    elif weights and not has_weights(folder):
+        lacks = f"complete weights (looked for {SAFETENSORS} and {PICKLES})"
+    if lacks:
         raise ValueError(
-            f"{folder} has no complete weights (looked for {SAFETENSORS} and {PICKLES}); run `{name.command}` with network "
-            "access, or choose a repository in the format of transformers"
+            f"{folder} has no {lacks}; run `{name.command}` with network access, or choose a repository in the format of "
+            "transformers"
         )
     return folder
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / file).is_file() for file in TOKENIZER_FILES)
 
 
 def has_weights(folder: Path) -> bool:
@@ -84,8 +95,10 @@ def has_weights(folder: Path) -> bool:
         shards = set()
         for index in folder.glob(f"{pattern}.index.json"):
             shards |= set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        if shards or any(folder.glob(pattern)):
+        if shards:
             return all((folder / shard).is_file() for shard in shards)
+        if any("-of-" not in file.name for file in folder.glob(pattern)):  # a shard without its index is not enough
+            return True
     return False
 
 
@@ -144,8 +157,8 @@ def snapshot(name: HubName, wanted: Sequence[str], unwanted: Sequence[str] = ())
 
 def _cached(name: HubName, wanted: Sequence[str], weights: bool) -> Path | None:
     """The model's folder in the cache, if it has all that is wanted."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub import get_cached_repo_tree, snapshot_download
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError
 
     try:
         folder = Path(
@@ -159,7 +172,12 @@ def _cached(name: HubName, wanted: Sequence[str], weights: bool) -> Path | None:
         )
     except LocalEntryNotFoundError:
         return None
-    return folder if any(folder.iterdir()) and (not weights or has_weights(folder)) else None
+    try:  # with the repository's listing in the cache, `snapshot_download` has compared
+        get_cached_repo_tree(name.repo, revision=folder.name)
+        complete = True
+    except CachedRepoTreeNotFoundError:  # loaders of transformers store single files
+        complete = (folder / "config.json").is_file() and has_tokenizer(folder)
+    return folder if complete and (not weights or has_weights(folder)) else None
 
 
 @contextmanager

@@ -9,7 +9,8 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from lockstep.utils.hub import parse_name
+from lockstep.models.tokenizer import hf_tokenizer
+from lockstep.utils.hub import has_weights, parse_name
 from lockstep.utils.model_path import local_model_folder, locate_model
 from tests.hub import COMMIT, contents_of, hub_server, use_hub, write_cache
 
@@ -140,6 +141,40 @@ def test_cache_with_a_missing_shard_is_not_used(tmp_path: Path, monkeypatch: pyt
         local_model_folder("org/model", KEY)
     (folder / shards["b"]).write_bytes(b"w")
     assert local_model_folder("org/model", KEY) == folder
+
+
+def test_partly_filled_cache_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_cache(
+        tmp_path / "cache", "org/model", model_in(tmp_path / "model")
+    )  # as AutoConfig.from_pretrained leaves it
+    with hub_server(REPOSITORIES) as (url, sent):
+        use_hub(monkeypatch, tmp_path / "cache", url)
+        assert contents_of(local_model_folder("org/model", KEY, weights=False)) == CONFIG
+        assert sent == ["tokenizer.json"]
+        assert "model.safetensors" in contents_of(local_model_folder("org/model", KEY))
+
+
+def test_partly_filled_cache_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_hub(monkeypatch, tmp_path / "cache", offline=True)
+    config = write_cache(tmp_path / "cache", "org/config", model_in(tmp_path / "model"))
+    assert local_model_folder("org/config", KEY, weights=False) == config  # enough for `lockstep plan`
+    with pytest.raises(ValueError, match=r"holds no tokenizer .*, or run `hf download org/config` with network access"):
+        hf_tokenizer("org/config", key=KEY)
+    (tmp_path / "model" / "model.safetensors").touch()
+    bare = write_cache(tmp_path / "cache", "org/bare", tmp_path / "model")
+    assert local_model_folder("org/bare", KEY) == bare  # tokenizer_path may name another folder
+    (tmp_path / "model" / "config.json").rename(tmp_path / "model" / "README.md")
+    write_cache(tmp_path / "cache", "org/weights", tmp_path / "model")
+    for weights, lacks in ((True, "config.json"), (False, "config.json and no tokenizer")):
+        with pytest.raises(ValueError, match=rf"has no {lacks}; run `hf download org/weights` with network access"):
+            local_model_folder("org/weights", KEY, weights=weights)
+
+
+def test_shards_without_their_index_are_no_weights(tmp_path: Path) -> None:
+    (tmp_path / "model-00001-of-00002.safetensors").touch()
+    assert not has_weights(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    assert has_weights(tmp_path)
 
 
 def test_processes_share_one_download(tmp_path: Path) -> None:
