@@ -9,7 +9,7 @@ from lockstep.config.placement import controller_of, need_reward_model, needed_m
 from lockstep.config.ppo import PPOConfig
 from lockstep.trainer.preflight import check_positions
 from lockstep.utils.dataset_files import local_data_files
-from lockstep.utils.model_path import local_model_folder
+from lockstep.utils.model_path import local_model_folder, revision_of
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +36,9 @@ def fetch_inputs(config: PPOConfig) -> None:
         local_data_files(config.data.val_files, "val", "data.val_files")
 
 
-def fetch_on_workers(groups: Iterable[Any]) -> None:
-    """Let every machine fetch its models, and check that all have the same revisions."""
-    revisions: dict[str, set[str]] = {}
+def fetch_on_workers(config: PPOConfig, groups: Iterable[Any]) -> None:
+    """Let every machine fetch its models, and check that all, this one included, have the same revisions."""
+    revisions = {path: {revision_of(local_model_folder(path, key, weights=False))} for key, path in _models(config)}
     for group in groups:
         for path, revision in group.fetch_model() if hasattr(group, "fetch_model") else ():
             revisions.setdefault(path, set()).add(revision)

@@ -9,7 +9,7 @@ from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
 from lockstep.trainer.inputs import fetch_inputs, fetch_on_workers, tokenizer_of
 from lockstep.trainer.main_ppo import main
-from tests.hub import COMMIT, contents_of, hub_server, use_hub
+from tests.hub import COMMIT, contents_of, hub_server, use_hub, write_cache
 from tests.tiny import write_rows
 
 FILES = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": b"w"}
@@ -64,12 +64,19 @@ def test_missing_input_is_one_line(
     assert capsys.readouterr().err.splitlines()[-1].startswith(error)
 
 
-def test_machines_with_different_revisions_are_refused() -> None:
-    fetch_on_workers([Group(("org/model", "a"), ("org/model", "a")), Group(("folder", "")), object()])
-    with pytest.raises(
-        ValueError, match=r"different revisions of org/model in their Hub caches \(a, b\); write org/model@REV"
-    ):
-        fetch_on_workers([Group(("org/model", "a")), Group(("org/model", "b"))])
+def test_machines_with_different_revisions_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model").mkdir()
+    for name, content in FILES.items():
+        (tmp_path / "model" / name).write_bytes(content)
+    write_cache(tmp_path / "cache", "org/model", tmp_path / "model")
+    use_hub(monkeypatch, tmp_path / "cache", offline=True)
+    config = load_config(PPOConfig, ["actor_rollout_ref.model.path=org/model"], run_checks=False)
+    same, other = ("org/model", COMMIT), ("org/model", "b" * 40)
+    fetch_on_workers(config, [Group(same, same), Group(("folder", "")), object()])
+    refusal = rf"different revisions of org/model in their Hub caches \({COMMIT}, {'b' * 40}\); write org/model@REV"
+    for groups in ([Group(same), Group(other)], [Group(other, other)]):  # the controller has COMMIT
+        with pytest.raises(ValueError, match=refusal):
+            fetch_on_workers(config, groups)
 
 
 def test_key_of_the_tokenizer(tmp_path: Path) -> None:

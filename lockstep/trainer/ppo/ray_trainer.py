@@ -178,7 +178,7 @@ class PPOTrainer:
         for pool, class_dict in by_pool.items():
             colocated = create_colocated_worker_cls(class_dict)
             self._groups |= self.worker_group_cls(pool, colocated).spawn(prefix_set=class_dict.keys())
-        fetch_on_workers(self._groups.values())
+        fetch_on_workers(self.config, self._groups.values())
         for group in self._groups.values():
             group.init_model()
         groups: dict[str, Any] = self._groups
