@@ -13,6 +13,8 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -22,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "LOCKSTEP_CACHE"
 _LOCAL = ("file", "local")
+_LOCK = ".file.lock"
 _STAMPS = ("ETag", "etag", "md5Hash", "blob_id", "mtime", "LastModified", "last_modified", "updated", "created")
 """Names under which file systems list what changes with a file's content, best first."""
 _PACKAGES = {"http": "aiohttp", "https": "aiohttp"}
@@ -44,7 +47,7 @@ def default_cache() -> Path:
 def copy_to_local(
     src: str | Path,
     cache_dir: str | Path | None = None,
-    filelock: str = ".file.lock",
+    filelock: str = _LOCK,
     verbose: bool = False,
     always_recopy: bool = False,
     use_shm: bool = False,
@@ -67,10 +70,35 @@ def copy_to_local(
         return path
     if use_shm:
         cache_dir = Path("/dev/shm") / f"lockstep-{os.getuid()}"
+    return _copy(filesystem, path, src, None, cache_dir, filelock, verbose, always_recopy)
+
+
+def copy_matching(url: str, patterns: Sequence[str]) -> str:
+    """The local copy of a remote folder, with at least the files at its top that match one of the patterns."""
+    filesystem, path = _open(url)
+    return _copy(filesystem, path, url, patterns)
+
+
+def _copy(
+    filesystem: Any,
+    path: str,
+    src: str,
+    patterns: Sequence[str] | None,
+    cache_dir: str | Path | None = None,
+    filelock: str = _LOCK,
+    verbose: bool = False,
+    always_recopy: bool = False,
+) -> str:
+    """patterns: of the files that are needed; None is all of them."""
     files = _listing(filesystem, path, src)
-    source = hashlib.sha256(src.encode()).hexdigest()[:16]
-    folder = Path(cache_dir or default_cache()).expanduser() / source / _version(files)
-    target = folder / (PurePosixPath(path).name or "root")
+    copies = Path(cache_dir or default_cache()).expanduser() / hashlib.sha256(src.encode()).hexdigest()[:16]
+    name = PurePosixPath(path).name or "root"
+    if patterns is not None and not (copies / _version(files) / name).exists():  # else there is a copy of all files
+        files = {n: files[n] for n in files if n == "." or ("/" not in n and any(fnmatch(n, p) for p in patterns))}
+        if not files:
+            raise ValueError(f"{src}: has no files {', '.join(patterns)}")
+    folder = copies / _version(files)
+    target = folder / name
     if target.exists() and not always_recopy:
         return str(target)
     try:

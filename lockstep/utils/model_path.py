@@ -8,8 +8,8 @@
 import re
 from pathlib import Path
 
-from lockstep.utils.fs import check_protocol, copy_to_local, is_remote
-from lockstep.utils.hub import HubName, check_offline, model_snapshot, parse_name
+from lockstep.utils.fs import check_protocol, copy_matching, copy_to_local, is_remote
+from lockstep.utils.hub import MODEL_FILES, HubName, check_offline, model_snapshot, parse_name
 
 _STEP_FOLDER = re.compile(r"global_step_\d+")
 FORMS = "give a local folder, org/name[@revision] of the Hugging Face Hub, a run's global_step_N folder or a URL"
@@ -25,7 +25,9 @@ def local_model_folder(path: str | Path, key: str, *, weights: bool = True) -> P
         place = locate_model(path, key)
         if isinstance(place, HubName):
             return model_snapshot(place, weights)
-        return place if isinstance(place, Path) else Path(copy_to_local(place))
+        if isinstance(place, Path):
+            return place
+        return Path(copy_to_local(place) if weights else copy_matching(place, MODEL_FILES))
     except ValueError as error:
         raise ValueError(f"{key}={path}: {without_prefix(error, path)}") from error
 

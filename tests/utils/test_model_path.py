@@ -88,6 +88,16 @@ def test_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         assert contents_of(local_model_folder("memory://m", KEY)) == CONFIG
         assert contents_of(local_model_folder("memory://run/global_step_5", "critic.model.path")) == CONFIG
+        for name in ("model.safetensors", "onnx/config.json"):
+            remote.pipe(f"/m/{name}", b"w")
+        part = local_model_folder("memory://m", KEY, weights=False)
+        assert contents_of(part) == CONFIG
+        whole = local_model_folder("memory://m", KEY)
+        assert set(contents_of(whole)) == {*CONFIG, "model.safetensors", "onnx/config.json"}
+        assert local_model_folder("memory://m", KEY, weights=False) == whole  # no second copy
+        remote.pipe("/w/model.safetensors", b"w")
+        with pytest.raises(ValueError, match=rf"^{KEY}=memory://w: has no files \*\.json, \*\.model"):
+            local_model_folder("memory://w", KEY, weights=False)
         with pytest.raises(ValueError, match=rf"^{KEY}=memory://nowhere: no such file or folder$"):
             local_model_folder("memory://nowhere", KEY)
     finally:
