@@ -12,8 +12,6 @@ import pyarrow.parquet as pq
 
 from lockstep.utils.dataset_files import local_data_files
 
-FORMATS = (".parquet", ".jsonl", ".json")
-SPLITS = ("train", "test", "validation")
 BATCH_ROWS = 1024
 
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -46,30 +44,16 @@ def read_examples(source: str, *fields: str, split: str = "train") -> Iterator[d
 
 
 def files_of(source: str, split: str) -> list[Path]:
-    """The file, or those of a folder, Hub dataset or URL that belong to `split`; a folder with one split has only that."""
-    path = Path(source).expanduser()
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        try:
-            return local_data_files(source, "train" if split == "train" else "val", "--input")
-        except ValueError as error:
-            raise SystemExit(str(error)) from None
-    names = sorted(
-        p.relative_to(path) for p in path.rglob("*") if p.suffix in FORMATS and p.name != "dataset_infos.json"
-    )
-    names = [name for name in names if not any(part.startswith(".") for part in name.parts)]
-    if not names:
-        raise SystemExit(f"--input {source}: the folder has no parquet, jsonl or json files")
-    found = {part for part in SPLITS if any(part in str(name) for name in names)}
-    if split in found:
-        names = [name for name in names if split in str(name)]
-    elif len(found) > 1:
-        raise SystemExit(f"--input {source}: no file of the split {split!r}; the folder has {', '.join(sorted(found))}")
-    folders = sorted({str(name.parent) for name in names})
-    if len({name.name for name in names}) < len(names):
-        raise SystemExit(f"--input {source}: several configurations ({', '.join(folders)}); pass the folder of one")
-    return [path / name for name in names]
+    """The file, or those of a folder, Hub dataset or URL that belong to `split`."""
+    try:
+        files = local_data_files(source, split, "--input")
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    folder = Path(source).expanduser()
+    if folder.is_dir() and len({file.name for file in files}) < len(files):
+        configs = ", ".join(sorted({str(file.parent.relative_to(folder)) for file in files}))
+        raise SystemExit(f"--input={source}: several configurations ({configs}); pass the folder of one")
+    return files
 
 
 def _iter_parquet(path: Path) -> Iterator[dict[str, Any]]:

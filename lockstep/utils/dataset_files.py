@@ -4,6 +4,7 @@
 
 Folders and Hub datasets have splits: by the `configs` of a dataset's README, else by the words train, validation and test in the
 names of files and folders. Training takes the train split, validation the validation split, else the test split, else the only one.
+A caller that names a split (`examples/data_preprocess`) gets that one; if it is not train, else the only one.
 """
 
 import logging
@@ -23,6 +24,7 @@ from lockstep.utils.model_path import without_prefix
 logger = logging.getLogger(__name__)
 
 Use = Literal["train", "val"]
+"""What the files are for. Functions take the name of a split in its place."""
 SUFFIXES = (".parquet", ".jsonl", ".json")
 """In order of preference: a folder with parquet files is read from those alone."""
 _NOT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
@@ -53,7 +55,7 @@ class HubDataset:
     split: str | None = None
 
 
-def local_data_files(entries: str | Path | Sequence[str | Path], use: Use, key: str) -> list[Path]:
+def local_data_files(entries: str | Path | Sequence[str | Path], use: Use | str, key: str) -> list[Path]:
     """The local files of all entries, in order; remote ones are fetched. key: their config key, for messages."""
     found: list[Path] = []
     for entry in [entries] if isinstance(entries, str | Path) else entries:
@@ -70,7 +72,7 @@ def local_data_files(entries: str | Path | Sequence[str | Path], use: Use, key: 
     return found
 
 
-def locate_data(entry: str | Path, use: Use) -> list[Path] | HubDataset | str:
+def locate_data(entry: str | Path, use: Use | str) -> list[Path] | HubDataset | str:
     """Local files, a dataset of the Hub, or a URL; ValueError, without the key, if it is none. Contacts nobody."""
     text = str(entry)
     path = Path(text.removeprefix("file://")).expanduser()
@@ -90,7 +92,7 @@ def locate_data(entry: str | Path, use: Use) -> list[Path] | HubDataset | str:
     return HubDataset(name, config, split)
 
 
-def folder_files(folder: Path, use: Use) -> list[Path]:
+def folder_files(folder: Path, use: Use | str) -> list[Path]:
     """The folder's data files for this use, sorted; hidden files and folders are skipped."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     splits = splits_of(names)
@@ -128,13 +130,13 @@ def split_of(name: str) -> str | None:
     return None
 
 
-def choose_split(splits: Mapping[str, Any], wanted: str | None, use: Use, remedy: str) -> str:
+def choose_split(splits: Mapping[str, Any], wanted: str | None, use: Use | str, remedy: str) -> str:
     """The wanted split, or the one for this use. remedy: what to do if there is none."""
-    preferred = [wanted] if wanted else ["train"] if use == "train" else ["validation", "test"]
+    preferred = [wanted] if wanted else ["validation", "test"] if use == "val" else [use]
     for split in preferred:
         if split in splits:
             return split
-    if not wanted and use == "val" and len(splits) == 1:
+    if not wanted and use != "train" and len(splits) == 1:
         return next(iter(splits))
     raise ValueError(f"has no {' or '.join(preferred)} split, only {', '.join(splits)}; {remedy}")
 
@@ -145,7 +147,7 @@ def _data_file(path: Path) -> Path:
     return path
 
 
-def _hub_files(dataset: HubDataset, use: Use) -> list[Path]:
+def _hub_files(dataset: HubDataset, use: Use | str) -> list[Path]:
     """Download the files of one split."""
     name = dataset.name
     folder, names = dataset_listing(name)

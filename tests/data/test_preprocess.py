@@ -204,14 +204,23 @@ def test_folder_of_a_downloaded_dataset(tmp_path: Path, monkeypatch: pytest.Monk
     assert numbers("a", "train") == numbers("a", "test") == [1, 2, 3]  # the only split
     put("a/data/test-00000-of-00001.parquet", 4)
     assert numbers("a", "train") == [1, 2, 3] and numbers("a", "test") == [4]
-    with pytest.raises(SystemExit, match="no file of the split 'validation'; the folder has test, train"):
+    with pytest.raises(SystemExit, match=r"--input=.*a: has no validation split, only test, train; name its files"):
         numbers("a", "validation")
+    put("a/data/validation-00000-of-00001.parquet", 5)
+    assert numbers("a", "test") == [4] and numbers("a", "validation") == [5]
+    put("latest/data/train-00000-of-00001.parquet", 6)
+    put("latest/data/test_latest-00000-of-00001.parquet", 7)
+    with pytest.raises(SystemExit, match="has no test split, only test_latest, train"):
+        numbers("latest", "test")
+    put("d/test.parquet", 8)
+    with pytest.raises(SystemExit, match="has no train split, only test"):
+        numbers("d", "train")
     put("b/main/train.parquet", 1)
     put("b/socratic/train.parquet", 2)
     with pytest.raises(SystemExit, match=r"several configurations \(main, socratic\); pass the folder of one"):
         numbers("b", "train")
     (tmp_path / "c").mkdir()
-    with pytest.raises(SystemExit, match="no parquet, jsonl or json files"):
+    with pytest.raises(SystemExit, match=r"has no \.parquet, \.jsonl or \.json file \(found: nothing\)"):
         numbers("c", "train")
     use_hub(monkeypatch, tmp_path / "hub", offline=True)
     with pytest.raises(

@@ -46,6 +46,7 @@ DATASETS = {
         "data/test_sft-00000-of-00001.parquet": b"7",
     },
     "org/folders": {".gitattributes": b"", "en/train.jsonl": b"8", "de/train.jsonl": b"9", "de/dev.jsonl": b"10"},
+    "org/splits": {f"{split}.jsonl": split.encode() for split in ("train", "validation", "test")},
     "org/csv": {".gitattributes": b"", "train.csv": b""},
     "org/card": {
         "README.md": b"---\nconfigs:\n- config_name: a\n  data_files: [x.jsonl, sub]\n  default: true\n"
@@ -67,7 +68,7 @@ def touch(folder: Path, *names: str) -> None:
 
 
 def names_in(folder: Path, use: str = "train") -> list[str]:
-    return [path.relative_to(folder).as_posix() for path in local_data_files(str(folder), use, KEY)]  # type: ignore[arg-type]
+    return [path.relative_to(folder).as_posix() for path in local_data_files(str(folder), use, KEY)]
 
 
 def test_splits_by_name() -> None:
@@ -95,7 +96,8 @@ def test_folders(tmp_path: Path) -> None:
     touch(tmp_path / "parts", "b.jsonl", "a.jsonl", "sub/c.jsonl", "notes.txt", "dataset_info.json")
     assert names_in(tmp_path / "parts") == names_in(tmp_path / "parts", "val") == ["a.jsonl", "b.jsonl", "sub/c.jsonl"]
     touch(tmp_path / "all", "train.json", "validation.json", "test.json")
-    assert names_in(tmp_path / "all", "val") == ["validation.json"]
+    assert names_in(tmp_path / "all", "val") == names_in(tmp_path / "all", "validation") == ["validation.json"]
+    assert names_in(tmp_path / "all", "test") == ["test.json"]
     touch(tmp_path / "tests", "test.parquet")
     with pytest.raises(ValueError, match=r"=.*tests: has no train split, only test; name its files instead"):
         names_in(tmp_path / "tests")
@@ -160,7 +162,7 @@ def test_names_of_datasets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 def test_datasets_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def contents(*entries: str, use: str = "train") -> bytes:
-        return b" ".join(file.read_bytes() for file in local_data_files(entries, use, KEY))  # type: ignore[arg-type]
+        return b" ".join(file.read_bytes() for file in local_data_files(entries, use, KEY))
 
     with hub_server({f"datasets/{name}": files for name, files in DATASETS.items()}) as (url, sent):
         use_hub(monkeypatch, tmp_path, url)
@@ -171,6 +173,10 @@ def test_datasets_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert contents("org/pushed:train_sft") == b"6"
         assert contents("org/folders:de:train") == b"9"
         assert contents("org/folders:de:validation", use="val") == b"10"
+        for split in ("train", "validation", "test"):
+            assert contents("org/splits", use=split) == split.encode()
+        assert contents("org/splits", use="val") == b"validation"
+        assert contents("org/splits:test", use="validation") == b"test"  # what the entry names comes first
         assert contents("org/card") == b"12 11" and contents("org/card:b:validation") == b"13"
         for entry, message in {
             "openai/gsm8k": "has the configs main, socratic; write openai/gsm8k:CONFIG:SPLIT",
@@ -204,11 +210,12 @@ def test_cache_with_a_missing_shard_is_refused(tmp_path: Path, monkeypatch: pyte
 def test_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
     remote = fsspec.filesystem("memory")
-    for name in ("train.jsonl", "test.jsonl"):
+    for name in ("train.jsonl", "test.jsonl", "validation.jsonl"):
         remote.pipe(f"/data/{name}", write_rows(tmp_path / name, 3).read_bytes())
     remote.pipe("/data/notes.txt", b"")
     try:
-        assert [path.name for path in local_data_files("memory://data", "val", KEY)] == ["test.jsonl"]
+        for use, name in {"val": "validation.jsonl", "test": "test.jsonl", "train": "train.jsonl"}.items():
+            assert [path.name for path in local_data_files("memory://data", use, KEY)] == [name]
         assert len(read_rows(["memory://data", "memory://data/test.jsonl"])) == 6
         with pytest.raises(ValueError, match=r"=memory://data/notes.txt: is not a \.parquet"):
             local_data_files("memory://data/notes.txt", "train", KEY)
