@@ -49,6 +49,12 @@ def _ppo(argv: list[str]) -> int:
     return main_ppo.main(argv)
 
 
+def _sft(argv: list[str]) -> int:
+    from lockstep.trainer import fsdp_sft_trainer
+
+    return fsdp_sft_trainer.main(argv)
+
+
 def _plan(argv: list[str]) -> int:
     from lockstep.plan import program
 
@@ -158,6 +164,7 @@ class Program:
 PROGRAMS = {
     "ppo": Program(_ppo, "key=value ...", "train a language model by reinforcement learning"),
     "grpo": Program(_grpo, "key=value ...", "the same as `lockstep ppo algorithm=grpo`"),
+    "sft": Program(_sft, "key=value ...", "fine-tune a language model on supervised data"),
     "plan": Program(
         _plan, "key=value ...", "show the memory and time that a training command needs, without loading a model"
     ),

@@ -85,6 +85,9 @@ RANGES: dict[str, Range] = {
     "n_gpus_per_node": POSITIVE,
     "tensor_model_parallel_size": POSITIVE,
     "ulysses_sequence_parallel_size": POSITIVE,
+    "max_ckpt_to_keep": POSITIVE,
+    "max_length": POSITIVE,
+    "max_token_len_per_gpu": POSITIVE,
     "max_actor_ckpt_to_keep": POSITIVE,
     "max_critic_ckpt_to_keep": POSITIVE,
     "filter_overlong_prompts_workers": POSITIVE,
@@ -142,9 +145,9 @@ def check(config: PPOConfig) -> tuple[list[Problem], list[str]]:
         inputs, models, estimator_problems = frozenset(), [], error.problems
     found = chain(
         estimator_problems,
-        _ranges(values),
-        _names(values),
-        _fixed_values(values),
+        ranges(values),
+        tracker_names(values),
+        fixed_values(values),
         _files(values, models),
         () if config.trainer.val_only else chain(_algorithm(values, inputs), _batches(values, models)),
         _lengths(values),
@@ -163,10 +166,10 @@ def check(config: PPOConfig) -> tuple[list[Problem], list[str]]:
     return problems, warnings
 
 
-def flat_values(config: PPOConfig) -> dict[str, Any]:
+def flat_values(config: Any) -> dict[str, Any]:
     """Dotted key to value."""
     tree = to_plain(config)
-    return {name: get_in(tree, name, None) for name in keys(PPOConfig)}
+    return {name: get_in(tree, name, None) for name in keys(type(config))}
 
 
 def _inherited(values: Values) -> set[str]:
@@ -182,7 +185,7 @@ def _inherited(values: Values) -> set[str]:
     return found
 
 
-def _ranges(values: Values) -> Iterator[Problem]:
+def ranges(values: Values) -> Iterator[Problem]:
     for name, value in values.items():
         rule = RANGES.get(name) or RANGES.get(name.rsplit(".", 1)[-1])
         if rule is not None and value is not None and not rule[0](value):
@@ -200,42 +203,57 @@ _FIXED_VALUES: dict[str, tuple[Any, str]] = {
 """Field name, in any section, to its only supported value and what to set."""
 
 
-def _fixed_values(values: Values) -> Iterator[Problem]:
+def fixed_values(values: Values) -> Iterator[Problem]:
     for name, value in values.items():
         only, hint = _FIXED_VALUES.get(name.rsplit(".", 1)[-1], (value, ""))
-        out_of_range = only == 1 and not isinstance(value, bool) and value < 1  # reported by `_ranges`
+        out_of_range = only == 1 and not isinstance(value, bool) and value < 1  # reported by `ranges`
         if value != only and not out_of_range:
             yield Problem(name, value, f"{NOT_SUPPORTED}: {hint}")
 
 
 def _files(values: Values, models: Collection[str]) -> Iterator[Problem]:
-    trains = not values["trainer.val_only"]
-    if trains and not values["data.train_files"]:
-        yield Problem("data.train_files", NO_VALUE, f"must name the training data; {DATA_FORMS}")
-    if trains:
-        yield from _data_files(values, "data.train_files", "train")
-    yield from _data_files(values, "data.val_files", "val")
-    yield from _model(values, "actor_rollout_ref.model.path", "the model to train")
-    yield from _tokenizers(values, "actor_rollout_ref.model.tokenizer_path", "data.tokenizer")
+    yield from data_files(values, trains=not values["trainer.val_only"])
+    yield from model(values, "actor_rollout_ref.model.path", "the model to train")
+    yield from tokenizers(values, "actor_rollout_ref.model.tokenizer_path", "data.tokenizer")
     if "critic" in models:
-        yield from _model(values, "critic.model.path", "the critic's base model")
-        yield from _tokenizers(values, "critic.model.tokenizer_path")
+        yield from model(values, "critic.model.path", "the critic's base model")
+        yield from tokenizers(values, "critic.model.tokenizer_path")
     if values["reward_model.enable"]:
-        yield from _model(values, "reward_model.model.path", "the reward model")
-        yield from _tokenizers(values, "reward_model.model.tokenizer_path", "reward_model.model.input_tokenizer")
+        yield from model(values, "reward_model.model.path", "the reward model")
+        yield from tokenizers(values, "reward_model.model.tokenizer_path", "reward_model.model.input_tokenizer")
     for name in ("custom_reward_function.path", "data.custom_cls.path", _SAMPLER[0]):
-        path = values[name]
-        if path and path.endswith(".py") and not Path(path).is_file():
-            yield Problem(name, path, "no such file")
+        yield from python_file(values, name)
     for path, name in (("data.custom_cls.path", "data.custom_cls.name"), _SAMPLER):
-        if values[path] and not values[name] and ":" not in values[path].removeprefix("pkg://"):
-            yield Problem(name, NO_VALUE, f"must name the class in {path}")
+        yield from class_name(values, path, name)
     if values[_SAMPLER[0]] and values["data.dataloader_num_workers"] > 0:
         message = "a custom sampler runs in the controller; set 0"
         workers = values["data.dataloader_num_workers"]
         yield Problem("data.dataloader_num_workers", workers, message, also=_SAMPLER)
     if values["trainer.val_only"] and not values["data.val_files"]:
         yield Problem("trainer.val_only", True, "there is no validation data; set data.val_files")
+    yield from resume_path(values)
+
+
+def data_files(values: Values, trains: bool = True) -> Iterator[Problem]:
+    if trains and not values["data.train_files"]:
+        yield Problem("data.train_files", NO_VALUE, f"must name the training data; {DATA_FORMS}")
+    if trains:
+        yield from _data_files(values, "data.train_files", "train")
+    yield from _data_files(values, "data.val_files", "val")
+
+
+def python_file(values: Values, name: str) -> Iterator[Problem]:
+    path = values[name]
+    if path and path.endswith(".py") and not Path(path).is_file():
+        yield Problem(name, path, "no such file")
+
+
+def class_name(values: Values, path: str, name: str) -> Iterator[Problem]:
+    if values[path] and not values[name] and ":" not in values[path].removeprefix("pkg://"):
+        yield Problem(name, NO_VALUE, f"must name the class in {path}")
+
+
+def resume_path(values: Values) -> Iterator[Problem]:
     if values["trainer.resume_mode"] == "resume_path":
         path = values["trainer.resume_from_path"]
         if not path:
@@ -255,7 +273,7 @@ def _data_files(values: Values, name: str, use: Use) -> Iterator[Problem]:
             yield Problem(name, path, str(error))
 
 
-def _model(values: Values, name: str, what: str) -> Iterator[Problem]:
+def model(values: Values, name: str, what: str) -> Iterator[Problem]:
     path = values[name]
     if not path:
         yield Problem(name, NO_VALUE, f"must be {what}; {MODEL_FORMS}")
@@ -269,7 +287,7 @@ def _model(values: Values, name: str, what: str) -> Iterator[Problem]:
         yield Problem(name, path, "not a Hugging Face model: the folder has no config.json")
 
 
-def _tokenizers(values: Values, *names: str) -> Iterator[Problem]:
+def tokenizers(values: Values, *names: str) -> Iterator[Problem]:
     for name in names:
         try:
             if values[name]:
@@ -321,7 +339,7 @@ def _algorithm(values: Values, inputs: Collection[str]) -> Iterator[Problem]:
     yield from _bypass(values)
 
 
-def _names(values: Values) -> Iterator[Problem]:
+def tracker_names(values: Values) -> Iterator[Problem]:
     for name in values["trainer.logger"]:
         if name not in LOGGERS and ":" not in name and find_registered("tracker", name) is None:
             guess = nearest(name, LOGGERS)
@@ -499,16 +517,21 @@ def _warnings(values: Values) -> Iterator[str]:
     validation = f"{_ROLLOUT}.val_kwargs"
     if values[f"{validation}.n"] > 1 and not values[f"{validation}.do_sample"]:
         yield f"{validation}.do_sample=false: the {values[f'{validation}.n']} responses to a prompt will be identical"
-    if values["trainer.resume_from_path"] and values["trainer.resume_mode"] != "resume_path":
-        yield (
-            "trainer.resume_from_path is used only with trainer.resume_mode=resume_path, "
-            f"not {values['trainer.resume_mode']}"
-        )
+    yield from run_warnings(values)
     if values["trainer.max_restarts"] and values["trainer.save_freq"] < 1:
         yield "trainer.max_restarts without trainer.save_freq: there are no checkpoints, so a restart begins at step 0"
     if values["reward_model.enable"] and values["custom_reward_function.path"]:
         yield "reward_model.enable: scores come from the reward model; custom_reward_function.path is not called"
     if values["algorithm.use_kl_in_reward"] and values[f"{_ACTOR}.use_kl_loss"]:
         yield f"algorithm.use_kl_in_reward and {_ACTOR}.use_kl_loss are both on: KL is penalized in the reward and in the loss"
+
+
+def run_warnings(values: Values) -> Iterator[str]:
+    """Warnings about the keys of `trainer` that every training program has."""
+    if values["trainer.resume_from_path"] and values["trainer.resume_mode"] != "resume_path":
+        yield (
+            "trainer.resume_from_path is used only with trainer.resume_mode=resume_path, "
+            f"not {values['trainer.resume_mode']}"
+        )
     if values["trainer.test_freq"] > 0 and not values["data.val_files"]:
         yield f"trainer.test_freq={values['trainer.test_freq']} without data.val_files: there is no validation data"

@@ -17,7 +17,7 @@ Overrides follow Hydra's grammar:
   trainer.total_epochs=3               set a key
   data.train_files=[a.jsonl,b.jsonl]   a list
   ~trainer.total_epochs                reset a key to its default
-  algorithm=grpo                       a preset: ppo, grpo
+  algorithm=grpo                       a preset: ppo, grpo (lockstep ppo)
 
 docs/config.md lists every key with its type, default and meaning.
 """
@@ -27,13 +27,14 @@ def config_from_command_line(
     argv: Sequence[str] | None = None,
     cls: type[C] = PPOConfig,  # type: ignore[assignment]
     prog: str = "lockstep ppo",
+    description: str = "Train a language model by reinforcement learning.",
 ) -> C | None:
     """The configuration that `argv` describes (`sys.argv[1:]` for None).
 
     Returns None after printing the help or the resolved configuration. An invalid configuration exits with code 2 and lists
     every problem on stderr.
     """
-    parser = _parser(prog)
+    parser = _parser(prog, description)
     options = parser.parse_intermixed_args(sys.argv[1:] if argv is None else list(argv))
     if options.help:
         parser.print_help()
@@ -61,11 +62,11 @@ class _Parser(argparse.ArgumentParser):
         super().error(message + hint)
 
 
-def _parser(prog: str) -> argparse.ArgumentParser:
+def _parser(prog: str, description: str) -> argparse.ArgumentParser:
     parser = _Parser(
         prog=prog,
         usage="%(prog)s [options] key=value ...",
-        description="Train a language model by reinforcement learning.",
+        description=description,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,

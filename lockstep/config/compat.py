@@ -7,11 +7,12 @@ UNSUPPORTED_VALUES  values of existing keys that select an unsupported feature
 UNSUPPORTED_FILES   presets and configuration files of unsupported features
 NO_EFFECT           keys that tune something which works differently here: ignored, with a notice
 
-A key that gains support leaves its table; a test checks that.
+A key that gains support leaves its table; a test checks that. `TABLES` holds those of PPO; sft_compat.py has those of SFT.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from lockstep.config.algorithm import KL_ALIASES, KL_ESTIMATORS
@@ -316,3 +317,22 @@ NO_EFFECT |= _in_each(
 )
 NO_EFFECT |= _in_each(_MODELS, {"use_shm": _NO_SHM})
 NO_EFFECT |= _in_each(_MODELS[:2], dict.fromkeys(("lora_alpha", "target_modules", "exclude_modules"), _NO_ADAPTER))
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The tables of one program; see the top of this file."""
+
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    value_aliases: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    unsupported_keys: Mapping[str, Unsupported] = field(default_factory=dict)
+    unsupported_values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    no_effect: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def keys(self) -> set[str]:
+        """Keys that are not part of the schema."""
+        return {*self.aliases, *self.unsupported_keys, *self.no_effect}
+
+
+TABLES = Tables(ALIASES, VALUE_ALIASES, UNSUPPORTED_KEYS, UNSUPPORTED_VALUES, NO_EFFECT)

@@ -31,13 +31,16 @@ from lockstep.config.errors import NO_VALUE, ConfigError, Problem, show
 from lockstep.config.normalize import Layer, canonical_name, merge, normalize, unsupported_values
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import build, explain_unknown_key, is_mapping_key, keys, sections, set_in, to_plain
+from lockstep.config.sft import SFTConfig
+from lockstep.config.sft_checks import check_sft
 from lockstep.registry import load_module
 
 logger = logging.getLogger(__name__)
 C = TypeVar("C")
 
 PRESETS = Path(__file__).parent / "presets"
-DEFAULT_NAME = "ppo_trainer"
+DEFAULT_NAMES: dict[type, str] = {PPOConfig: "ppo_trainer", SFTConfig: "sft_trainer"}
+"""Root config class to its preset."""
 MAX_NO_EFFECT_NOTICES = 8
 """More settings without effect than this are listed in one line."""
 _HOME = re.compile(r"(?<=[=\[,])~/")
@@ -91,7 +94,7 @@ def load_config(
     run_checks:  false checks only names and types, not `checks.py`.
     layers:      values by key, nested or dotted, that override everything else and the layers before; for callers in Python.
     """
-    name, folder = _locate(config_name, config_dir)
+    name, folder = _locate(config_name or DEFAULT_NAMES.get(cls, DEFAULT_NAMES[PPOConfig]), config_dir)
     merged = _Settings()
     parsed, merged.problems = _parse(overrides)
     presets, values = _split(parsed, cls, folder, merged)
@@ -119,7 +122,7 @@ def _checked(merged: _Settings, cls: type[C], run_checks: bool) -> C:
     derived, notices = derived_defaults(merged.values)
     merged.values |= derived
     merged.notices += notices
-    unsupported = unsupported_values(merged.values)
+    unsupported = unsupported_values(cls, merged.values)
     for problem in unsupported:
         merged.values.pop(problem.key, None)
     tree: dict[str, Any] = {}
@@ -129,9 +132,9 @@ def _checked(merged: _Settings, cls: type[C], run_checks: bool) -> C:
     requested = [problem for problem in merged.unsupported.values() if problem is not None]
     problems = [*merged.problems, *requested, *unsupported, *mistyped]
     warnings: list[str] = []
-    if run_checks and isinstance(config, PPOConfig):
+    if run_checks and isinstance(config, PPOConfig | SFTConfig):
         reported = {canonical_name(cls, problem.key) for problem in problems}
-        failed, warnings = check(config)
+        failed, warnings = check(config) if isinstance(config, PPOConfig) else check_sft(config)
         problems += [problem for problem in failed if reported.isdisjoint({problem.key, *problem.also})]
     for notice in [*merged.notices, *_no_effect_notices(merged.no_effect), *warnings]:
         log_once(notice)
@@ -169,10 +172,9 @@ def to_yaml(config: Any) -> str:
     return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
 
 
-def _locate(config_name: str | None, config_dir: str | Path | None) -> tuple[str, Path | None]:
-    """The config's name and the user's folder; `config_name` may be a path."""
+def _locate(name: str, config_dir: str | Path | None) -> tuple[str, Path | None]:
+    """The config's name and the user's folder; `name` may be a path."""
     folder = Path(config_dir).expanduser() if config_dir is not None else None
-    name = config_name or DEFAULT_NAME
     if Path(name).parent != Path(".") or (folder is None and Path(name).suffix in (".yaml", ".yml")):
         path = (folder / name if folder else Path(name)).expanduser()
         name, folder = path.name, path.parent

@@ -37,6 +37,12 @@ def derived_defaults(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
         notices.append(
             f"actor_rollout_ref.rollout.n is not set; using {GROUP_SIZE}, because {estimator} compares the samples of a prompt"
         )
+    if values.get("data.micro_batch_size_per_gpu") is not None and "data.use_dynamic_bsz" not in values:
+        derived["data.use_dynamic_bsz"] = False
+        notices.append(
+            "data.micro_batch_size_per_gpu is set, so micro-batches are filled by sequences; set data.use_dynamic_bsz=true to "
+            "fill them by tokens"
+        )
     low, high = values.get(_CLIP_LOW), values.get(_CLIP_HIGH)
     is_around_1 = values.get("actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla") in _CLIP_AROUND_1
     if is_around_1 and isinstance(low, float) and isinstance(high, float) and 0.5 <= low < 1 < high < 2:

@@ -1,25 +1,22 @@
-"""Bring settings as users write them to canonical spelling, by the tables of `compat`."""
+"""Bring settings as users write them to canonical spelling, by the tables of `compat` and `sft_compat`."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.config.compat import (
-    ALIASES,
-    NO_EFFECT,
-    NOT_SUPPORTED,
-    UNSUPPORTED_KEYS,
-    UNSUPPORTED_VALUES,
-    VALUE_ALIASES,
-    Unsupported,
-)
+from lockstep.config import compat, sft_compat
+from lockstep.config.compat import NOT_SUPPORTED, Tables, Unsupported
 from lockstep.config.errors import NO_VALUE, Problem, show
 from lockstep.config.schema import explain_unknown_key, keys, sections
+from lockstep.config.sft import SFTConfig
 
 DISABLED_BY_NULL = {"critic": "critic.enable", "actor_rollout_ref.ref": "actor_rollout_ref.ref.enable"}
 """Sections that `section=null` turns off, and the key that does it."""
 
-_KEYS_IN_TABLES = {*ALIASES, *UNSUPPORTED_KEYS, *NO_EFFECT}
+
+def tables_of(cls: type) -> Tables:
+    """The compatibility tables of a root config class."""
+    return {SFTConfig: sft_compat.TABLES}.get(cls, compat.TABLES)
 
 
 @dataclass
@@ -45,7 +42,7 @@ def normalize(cls: type, tree: Mapping[str, Any]) -> Layer:
     layer = Layer()
     written_as: dict[str, str] = {}
     for written, name, value in _settings(cls, tree, "", "", layer):
-        value = _normalize_value(name, value, layer)
+        value = _normalize_value(cls, name, value, layer)
         if name in written_as and isinstance(value, Mapping) and isinstance(layer.values[name], Mapping):
             value = merge(layer.values[name], value)
         elif name in written_as and layer.values[name] != value:
@@ -72,10 +69,10 @@ def canonical_name(cls: type, written: str) -> str:
     return name
 
 
-def unsupported_values(values: Mapping[str, Any]) -> list[Problem]:
+def unsupported_values(cls: type, values: Mapping[str, Any]) -> list[Problem]:
     """Problems with values, or items of lists, that select an unsupported feature."""
     problems = []
-    for name, reasons in UNSUPPORTED_VALUES.items():
+    for name, reasons in tables_of(cls).unsupported_values.items():
         value = values.get(name)
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, str) and item in reasons:
@@ -85,7 +82,7 @@ def unsupported_values(values: Mapping[str, Any]) -> list[Problem]:
 
 
 def _alias(cls: type, name: str) -> str | None:
-    return None if name in keys(cls) or name in sections(cls) else ALIASES.get(name)
+    return None if name in keys(cls) or name in sections(cls) else tables_of(cls).aliases.get(name)
 
 
 def _settings(
@@ -120,26 +117,27 @@ def _is_unset_alias(value: Any, target: str) -> bool:
 
 
 def _setting(cls: type, value: Any, written: str, name: str, layer: Layer) -> Iterator[tuple[str, str, Any]]:
+    tables = tables_of(cls)
     if name in keys(cls):
         yield written, name, value
-    elif name in DISABLED_BY_NULL and value is None:
+    elif DISABLED_BY_NULL.get(name) in keys(cls) and value is None:
         yield written, DISABLED_BY_NULL[name], False
     elif name in sections(cls) and value is None:
         return
-    elif isinstance(value, Mapping) and (name in sections(cls) or _is_section_of_tables(name)):
+    elif isinstance(value, Mapping) and (name in sections(cls) or _is_section_of_tables(tables, name)):
         yield from _settings(cls, value, written, name, layer)
-    elif name in UNSUPPORTED_KEYS:
-        layer.unsupported.update(_unsupported(UNSUPPORTED_KEYS[name], value, written, name))
-    elif name in NO_EFFECT:
+    elif name in tables.unsupported_keys:
+        layer.unsupported.update(_unsupported(tables.unsupported_keys[name], value, written, name))
+    elif name in tables.no_effect:
         if not _is_off(value):
-            layer.no_effect[written] = NO_EFFECT[name]
+            layer.no_effect[written] = tables.no_effect[name]
     else:
         layer.problems.append(_unknown(cls, value, written, name))
 
 
-def _is_section_of_tables(name: str) -> bool:
-    in_tables = any(key.startswith(f"{name}.") for key in _KEYS_IN_TABLES)
-    return in_tables and name not in UNSUPPORTED_KEYS and name not in NO_EFFECT
+def _is_section_of_tables(tables: Tables, name: str) -> bool:
+    in_tables = any(key.startswith(f"{name}.") for key in tables.keys)
+    return in_tables and name not in tables.unsupported_keys and name not in tables.no_effect
 
 
 def _is_off(value: Any) -> bool:
@@ -164,8 +162,9 @@ def _unsupported(entry: Unsupported, value: Any, written: str, name: str) -> Ite
         yield name, Problem(written, value, entry.message) if entry.is_requested_by(value) else None
 
 
-def _normalize_value(name: str, value: Any, layer: Layer) -> Any:
-    if isinstance(value, str) and value in VALUE_ALIASES.get(name, {}):
-        layer.notices.append(f"{name}={value} is read as {VALUE_ALIASES[name][value]}")
-        return VALUE_ALIASES[name][value]
+def _normalize_value(cls: type, name: str, value: Any, layer: Layer) -> Any:
+    others = tables_of(cls).value_aliases.get(name, {})
+    if isinstance(value, str) and value in others:
+        layer.notices.append(f"{name}={value} is read as {others[value]}")
+        return others[value]
     return value

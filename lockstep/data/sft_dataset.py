@@ -2,31 +2,38 @@
 
     row --pieces--> [(text, is it the assistant's?), ...] --tokenize--> ids, loss_mask --truncate, pad--> sample
 
-`loss_mask` is 1 at the assistant's tokens, including the end of its turn. `MultiTurnSFTDataset` reads conversations,
+All rows are tokenized when the dataset is created, so that a bad row is an error before training and a step does not wait for
+the tokenizer. `loss_mask` is 1 at the assistant's tokens, including the end of its turn. `MultiTurnSFTDataset` reads conversations,
 `SFTDataset` pairs of a prompt and a response. A sample has `input_ids`, `position_ids`, `loss_mask` and, if padded,
 `attention_mask`, each (max_length,) int64.
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from jinja2 import TemplateError
 from torch.utils.data import Dataset
 
 from lockstep.config.data import SFTDataConfig
-from lockstep.data.files import FileRow, drop_none, read_rows
+from lockstep.config.sft import SFTRunDataConfig
+from lockstep.data.files import FileRow, are_files, drop_none, file_digests, read_rows
 from lockstep.data.settings import from_mapping
 from lockstep.data.tensors import kept_ends
+from lockstep.registry import load_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Piece = tuple[str, bool]
 """Part of a sequence's text, and whether the loss is computed on it."""
+
+ROWS_PER_CALL = 1000
+"""Rows that one call of the tokenizer encodes, on all cores."""
 
 
 class _SupervisedRows(Dataset[dict[str, torch.Tensor]]):
@@ -51,9 +58,11 @@ class _SupervisedRows(Dataset[dict[str, torch.Tensor]]):
         self.rows = read_rows(parquet_files, max_samples, self.config.seed if self.config.shuffle else None)
         for row in self.rows:
             self.check(row)
-        if self.config.truncation == "error":
-            for row in self.rows:
-                self._kept(row, sum(len(ids) for ids, _ in self._tokens(row)))
+        self.fingerprint = file_digests(parquet_files)
+        self._tokens: list[tuple[np.ndarray, np.ndarray]] = []
+        for start in range(0, len(self.rows), ROWS_PER_CALL):
+            self._tokens += self._encoded(self.rows[start : start + ROWS_PER_CALL])
+        self._positions = [self._kept(row, len(ids)) for row, (ids, _) in zip(self.rows, self._tokens)]
 
     def check(self, row: FileRow) -> None:
         """Reject a malformed row."""
@@ -67,35 +76,30 @@ class _SupervisedRows(Dataset[dict[str, torch.Tensor]]):
         return len(self.rows)
 
     def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
-        row = self.rows[item]
-        ids: list[int] = []
-        loss_mask: list[int] = []
-        for piece, is_target in self._tokens(row):
-            ids += piece
-            loss_mask += [int(is_target)] * len(piece)
+        ids, loss_mask = self._tokens[item]
         # Tokens of a truncated sequence keep their original positions.
-        positions = self._kept(row, len(ids))
-        sample = {
-            "input_ids": [ids[i] for i in positions],
-            "position_ids": positions,
-            "loss_mask": [loss_mask[i] for i in positions],
-        }
-        if self.config.pad_mode == "no_padding":
-            return {name: torch.tensor(values, dtype=torch.int64) for name, values in sample.items()}
-        padding = self.config.max_length - len(positions)
-        sample["attention_mask"] = [1] * len(positions)
-        fill = {"input_ids": self.tokenizer.pad_token_id}
-        return {
-            name: torch.tensor(values + [fill.get(name, 0)] * padding, dtype=torch.int64)
-            for name, values in sample.items()
-        }
+        positions = self._positions[item]
+        sample = {"input_ids": ids[positions], "position_ids": positions, "loss_mask": loss_mask[positions]}
+        if self.config.pad_mode == "right":
+            padding = (0, self.config.max_length - len(positions))
+            sample["attention_mask"] = np.ones_like(positions)
+            fill = {"input_ids": self.tokenizer.pad_token_id}
+            sample = {name: np.pad(values, padding, constant_values=fill.get(name, 0)) for name, values in sample.items()}
+        return {name: torch.from_numpy(values.astype(np.int64)) for name, values in sample.items()}
 
-    def _tokens(self, row: FileRow) -> Iterator[tuple[list[int], bool]]:
-        pieces = self.pieces(row)
-        encoded = self.tokenizer([text for text, _ in pieces], add_special_tokens=False)["input_ids"]
-        yield from zip(encoded, (is_target for _, is_target in pieces))
+    def _encoded(self, rows: Sequence[FileRow]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Token ids and loss mask of each row."""
+        pieces = [self.pieces(row) for row in rows]
+        texts = [text for text, _ in chain.from_iterable(pieces)]
+        encoded = iter(self.tokenizer(texts, add_special_tokens=False)["input_ids"])
+        tokens = []
+        for row in pieces:
+            ids = [next(encoded) for _ in row]
+            mask = np.repeat([is_target for _, is_target in row], [len(piece) for piece in ids])
+            tokens.append((np.fromiter(chain.from_iterable(ids), np.int32), mask))
+        return tokens
 
-    def _kept(self, row: FileRow, length: int) -> list[int]:
+    def _kept(self, row: FileRow, length: int) -> np.ndarray:
         """The positions that remain after truncating a sequence of `length` tokens."""
         try:
             head, tail = kept_ends(length, self.config.max_length, self.config.truncation)
@@ -103,7 +107,8 @@ class _SupervisedRows(Dataset[dict[str, torch.Tensor]]):
             raise ValueError(
                 f"{row.location}: the sequence has {error} by data.max_length; raise it or set data.truncation=right or left"
             ) from error
-        return [*range(head), *range(length - tail, length)]
+        kept: np.ndarray = np.r_[:head, length - tail : length].astype(np.int32)
+        return kept
 
     def render(self, row: FileRow, messages: list[dict[str, Any]], generate: bool = False, **options: Any) -> str:
         """Render messages with the chat template, with the generation prompt if `generate`."""
@@ -244,6 +249,33 @@ def _entry(value: Any, step: str) -> Any:
     while isinstance(value, list) and len(value) == 1:
         (value,) = value
     return value.get(step) if isinstance(value, Mapping) else None
+
+
+def create_sft_dataset(
+    data_files: list[str], tokenizer: "PreTrainedTokenizerBase", config: SFTRunDataConfig, max_samples: int = -1
+) -> Dataset[dict[str, torch.Tensor]]:
+    """Conversations, pairs, or the class named by `data.custom_cls`, with the same arguments."""
+    custom = config.custom_cls
+    cls: Any = MultiTurnSFTDataset if _are_conversations(data_files, config) else SFTDataset
+    if custom.path is not None:
+        try:
+            cls = load_object(custom.path, custom.name)
+        except (ValueError, ImportError, SyntaxError) as error:
+            raise ValueError(f"data.custom_cls.path={custom.path}: {error}") from error
+        if not (isinstance(cls, type) and issubclass(cls, Dataset)):
+            raise ValueError(f"data.custom_cls.name={custom.name} must be a subclass of torch.utils.data.Dataset")
+    dataset: Dataset[dict[str, torch.Tensor]] = cls(
+        parquet_files=data_files, tokenizer=tokenizer, config=config, max_samples=max_samples
+    )
+    if not hasattr(dataset, "fingerprint") and are_files(data_files):
+        dataset.fingerprint = file_digests(data_files)
+    return dataset
+
+
+def _are_conversations(data_files: list[str], config: SFTRunDataConfig) -> bool:
+    if config.multiturn.enable is not None:
+        return config.multiturn.enable
+    return config.messages_key in read_rows(data_files, max_samples=1)[0].columns
 
 
 def sft_settings(config: Mapping[str, Any]) -> SFTDataConfig:

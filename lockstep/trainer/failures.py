@@ -3,14 +3,16 @@
 import errno
 import os
 import re
+import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from traceback import extract_tb
 
 import pyarrow as pa
 import torch
 
 from lockstep.config.ppo import PPOConfig
+from lockstep.config.sft import SFTConfig
 from lockstep.registry import USER_FILES
 from lockstep.rewards.errors import RewardError
 from lockstep.rewards.monitor import printed_frames
@@ -24,6 +26,7 @@ LOWER = {
     "compute_values": "critic.forward_micro_batch_size_per_gpu",
     "update_actor": "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
     "update_critic": "critic.ppo_micro_batch_size_per_gpu",
+    "train_batch": "data.max_token_len_per_gpu (data.micro_batch_size_per_gpu without data.use_dynamic_bsz)",
 }
 """Worker method -> the setting that lowers its memory."""
 
@@ -38,7 +41,32 @@ _OS_ERROR = re.compile(r"\(os error (?P<code>\d+)\)")
 _METHOD = re.compile(r"raised in .* by \w+\.(?P<name>\w+)")
 
 
-def explain(error: BaseException, config: PPOConfig) -> str | None:
+def cause_of(error: Exception, config: PPOConfig | SFTConfig) -> str:
+    """What to tell the user about the end of a run, with its traceback in a file; an unexpected error is raised again."""
+    cause = None if os.environ.get("LOCKSTEP_DEBUG") else explain(error, config)
+    if cause is None:
+        if (report := worker_report(error)) is None:
+            raise error
+        sys.stderr.write(f"{report}\n")
+        return f"{type(error).__name__} on a worker"
+    log = Path(config.trainer.default_local_dir).expanduser() / "error.txt"
+    try:
+        log.write_text("".join(traceback.format_exception(error)))
+    except OSError:  # the folder may be the cause
+        return cause
+    return f"{cause} (traceback: {log})"
+
+
+def how_to_resume(config: PPOConfig | SFTConfig, saved: Path | None) -> str:
+    """The end of a failed run's message. saved: its last checkpoint."""
+    if saved is None:
+        return ", before its first checkpoint (trainer.save_freq)"
+    if config.trainer.resume_mode == "auto":
+        return f"; run the same command to resume from its last checkpoint, {saved}"
+    return f"; set trainer.resume_mode=resume_path trainer.resume_from_path={saved} to resume from its last checkpoint"
+
+
+def explain(error: BaseException, config: PPOConfig | SFTConfig) -> str | None:
     """The line for `error`; None if it is unexpected and needs its traceback."""
     if isinstance(error, RewardError | AuditError | FloatingPointError):
         return str(error)
@@ -63,7 +91,7 @@ def explain(error: BaseException, config: PPOConfig) -> str | None:
 def _in_user_code(error: BaseException) -> str | None:
     """An exception that passed through the user's code, with the innermost line of it."""
     printed = printed_frames(worker_report(error) or "")
-    frames = [frame for frame in [*printed, *extract_tb(error.__traceback__)] if frame.filename in USER_FILES]
+    frames = [frame for frame in [*printed, *traceback.extract_tb(error.__traceback__)] if frame.filename in USER_FILES]
     if not frames or isinstance(error, ValueError):  # our messages about user code are ValueErrors
         return None
     at = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}"
@@ -98,7 +126,7 @@ def _notes(error: BaseException) -> list[str]:
     return getattr(error, "__notes__", [])
 
 
-def _os_error(error: OSError, config: PPOConfig) -> str:
+def _os_error(error: OSError, config: PPOConfig | SFTConfig) -> str:
     """The error with the key of the folder it concerns; `strerror` may already be a whole message with a key."""
     reason = error.strerror or str(error)
     if "trainer." in reason or "data." in reason:
@@ -120,8 +148,8 @@ def _os_error(error: OSError, config: PPOConfig) -> str:
     return f"{reason}{where}; {fix}"
 
 
-def _folders(config: PPOConfig) -> Iterator[tuple[str, Path]]:
+def _folders(config: PPOConfig | SFTConfig) -> Iterator[tuple[str, Path]]:
     trainer = config.trainer
     for key in ("rollout_data_dir", "validation_data_dir", "default_local_dir"):
-        if (folder := getattr(trainer, key)) is not None:
+        if (folder := getattr(trainer, key, None)) is not None:
             yield f"trainer.{key}", Path(folder).expanduser().absolute()

@@ -12,19 +12,24 @@ from typing import Any
 
 import yaml
 
+from lockstep.config.model import CheckpointPart
 from lockstep.config.placement import need_critic
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import get_in, to_plain
+from lockstep.config.sft import SFTConfig
 from lockstep.utils.files import atomic_write_text
 
 logger = logging.getLogger(__name__)
 
 FILE = "config.yaml"
 HISTORY = "configs"
-IDENTITY = ("algorithm.adv_estimator", "actor_rollout_ref.model.path", "critic.enable", "data.train_files")
-"""Keys that identify an experiment."""
+IDENTITY: dict[type, tuple[str, ...]] = {
+    PPOConfig: ("algorithm.adv_estimator", "actor_rollout_ref.model.path", "critic.enable", "data.train_files"),
+    SFTConfig: ("model.path", "data.train_files"),
+}
+"""Keys that identify an experiment, by program."""
 IDENTITY_OF_POLICY = ("actor_rollout_ref.model.path",)
-"""The part of it that matters with `trainer.val_only`."""
+"""The part of PPO's that matters with `trainer.val_only`."""
 START_KEYS = ("trainer.default_local_dir", "trainer.resume_mode", "trainer.resume_from_path")
 """Keys that are about the start of a run, not about its training."""
 NO_EFFECT = {
@@ -35,7 +40,7 @@ NO_EFFECT = {
 """Keys that do nothing once the run has begun, and why; kl_coef only with an adaptive controller."""
 
 
-def write_run_config(run_dir: Path, config: PPOConfig, step: int) -> None:
+def write_run_config(run_dir: Path, config: PPOConfig | SFTConfig, step: int) -> None:
     """Write the config of a start at `step`, and add it to the history unless it is the last one there."""
     text = as_yaml(config)
     history = run_dir / HISTORY
@@ -46,7 +51,7 @@ def write_run_config(run_dir: Path, config: PPOConfig, step: int) -> None:
     atomic_write_text(run_dir / FILE, text)
 
 
-def as_yaml(config: PPOConfig) -> str:
+def as_yaml(config: PPOConfig | SFTConfig) -> str:
     return yaml.safe_dump(to_plain(config), sort_keys=False)
 
 
@@ -69,7 +74,9 @@ def read_config(path: Path) -> dict[str, Any]:
     return saved
 
 
-def check_same_experiment(run_dir: Path, config: PPOConfig, saved: dict[str, Any] | None = None) -> None:
+def check_same_experiment(
+    run_dir: Path, config: PPOConfig | SFTConfig, saved: dict[str, Any] | None = None
+) -> None:
     """ValueError if the folder's checkpoints belong to another experiment than `config`.
 
     saved: the config of the checkpoint to resume from; None reads the run's.
@@ -79,30 +86,29 @@ def check_same_experiment(run_dir: Path, config: PPOConfig, saved: dict[str, Any
     now = to_plain(config)
     changed = [
         f"{key} was {get_in(saved, key, None)} and is {get_in(now, key, None)}"
-        for key in (IDENTITY if not config.trainer.val_only else IDENTITY_OF_POLICY)
+        for key in _identity(config)
         if saved and get_in(saved, key, None) != get_in(now, key, None)
     ]
     if changed:
+        model, weights = "actor_rollout_ref.model.path", "actor/huggingface"
+        if isinstance(config, SFTConfig):
+            model, weights = "model.path", "huggingface"
         raise ValueError(
             f"trainer.default_local_dir={run_dir} has checkpoints of another experiment: {'; '.join(changed)}. "
             "Set another trainer.default_local_dir; or trainer.resume_mode=disable to start from scratch; or, to start from "
-            "its weights, another trainer.default_local_dir and actor_rollout_ref.model.path set to a checkpoint's "
-            "actor/huggingface"
+            f"its weights, another trainer.default_local_dir and {model} set to a checkpoint's {weights}"
         )
 
 
-def report_changes(saved: dict[str, Any], config: PPOConfig, checkpoint: Path) -> None:
+def report_changes(saved: dict[str, Any], config: PPOConfig | SFTConfig, checkpoint: Path) -> None:
     """Log each setting that differs from the checkpoint's, old and new, and each part of the state that was not saved."""
     for key, old, new in _differences(saved, to_plain(config)) if saved else ():
         note = NO_EFFECT.get(key, "")
-        if key == "algorithm.kl_ctrl.kl_coef" and config.algorithm.kl_ctrl.type == "fixed":
+        if isinstance(config, PPOConfig) and key == "algorithm.kl_ctrl.kl_coef" and config.algorithm.kl_ctrl.type == "fixed":
             note = ""
         if not key.startswith(START_KEYS):
             logger.warning("changed since the checkpoint: %s was %s, is now %s%s", key, old, new, note and f" ({note})")
-    sections = {"actor_rollout_ref.actor": config.actor_rollout_ref.actor.checkpoint.load_contents}
-    if need_critic(config):
-        sections["critic"] = config.critic.checkpoint.load_contents
-    for section, wanted in sections.items():
+    for section, wanted in _loaded_parts(config).items():
         held = get_in(saved, f"{section}.checkpoint.save_contents", wanted)
         for part, effect in EFFECTS.items():
             if part in wanted and part not in held:
@@ -115,6 +121,22 @@ def report_changes(saved: dict[str, Any], config: PPOConfig, checkpoint: Path) -
                     ",".join(held),
                     effect,
                 )
+
+
+def _identity(config: PPOConfig | SFTConfig) -> tuple[str, ...]:
+    if isinstance(config, PPOConfig) and config.trainer.val_only:
+        return IDENTITY_OF_POLICY
+    return IDENTITY[type(config)]
+
+
+def _loaded_parts(config: PPOConfig | SFTConfig) -> dict[str, list[CheckpointPart]]:
+    """Section with a `checkpoint` -> parts of the state that a resumed run loads."""
+    if isinstance(config, SFTConfig):
+        return {"trainer": config.trainer.checkpoint.load_contents}
+    sections = {"actor_rollout_ref.actor": config.actor_rollout_ref.actor.checkpoint.load_contents}
+    if need_critic(config):
+        sections["critic"] = config.critic.checkpoint.load_contents
+    return sections
 
 
 EFFECTS = {

@@ -5,12 +5,16 @@ so that host tensors are exchanged without synchronising with the device.
 """
 
 import atexit
+from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+T = TypeVar("T")
 
 
 def join_process_group(rank: int, world_size: int, device: torch.device, timeout_s: float) -> None:
@@ -63,6 +67,26 @@ def least_of_ranks(number: int) -> int:
     least = torch.tensor(number)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
     return int(least)
+
+
+def wait_for_all_ranks() -> None:
+    least_of_ranks(0)
+
+
+def on_first_rank(call: Callable[[], T]) -> T:
+    """The result of `call()` on rank 0, on every rank; its error is raised on every rank too. Collective."""
+    if current_world_size() == 1:
+        return call()
+    outcome: list[object] = [None, None]
+    if current_rank() == 0:
+        try:
+            outcome[0] = call()
+        except Exception as error:  # noqa: BLE001 - raised again below, on all ranks
+            outcome[1] = error
+    dist.broadcast_object_list(outcome)
+    if isinstance(outcome[1], Exception):
+        raise outcome[1]
+    return outcome[0]  # type: ignore[return-value]
 
 
 def get_mesh(device: torch.device, size: int) -> DeviceMesh:

@@ -11,6 +11,7 @@ from lockstep.config.errors import ConfigError
 from lockstep.config.placement import need_critic
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import keys
+from lockstep.config.sft import SFTConfig
 from tests.hub import use_hub
 
 
@@ -19,7 +20,7 @@ def test_minimal_configuration_passes(minimal: list[str]) -> None:
 
 
 def test_ranges_name_real_fields() -> None:
-    known = keys(PPOConfig)
+    known = {**keys(PPOConfig), **keys(SFTConfig)}
     assert set(RANGES) <= {*known, *(key.field for key in known.values())}
 
 

@@ -5,7 +5,6 @@ import logging
 import os
 import random
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Sized
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,9 +30,8 @@ from lockstep.observability.jsonl import METRICS_FILE, last_step
 from lockstep.rewards.default import check_data_sources
 from lockstep.rewards.managers import load_reward_manager
 from lockstep.single_controller import LOCAL, Backend, ResourcePoolManager, Role, Worker, WorkerDiedError
-from lockstep.single_controller.futures import worker_report
 from lockstep.trainer.errors import RunError
-from lockstep.trainer.failures import explain
+from lockstep.trainer.failures import cause_of, how_to_resume
 from lockstep.trainer.inputs import tokenizer_of
 from lockstep.trainer.interrupt import Interrupt
 from lockstep.trainer.ppo.ray_trainer import OnStep, PPOTrainer
@@ -171,34 +169,10 @@ class TaskRunner:
                     self.wait_s = REPLACEMENT_S
                     continue
             except Exception as error:  # noqa: BLE001 - the end of the run; unexpected ones are raised again
-                failure, cause = error, self._cause(error, config)
+                failure, cause = error, cause_of(error, config)
             break
-        raise RunError(f"{cause.rstrip('.')}; the run ended early{self._how_to_resume(config)}") from failure
-
-    def _cause(self, error: Exception, config: PPOConfig) -> str:
-        """What to tell the user about an exception; an unexpected one of this process is raised again."""
-        cause = None if os.environ.get("LOCKSTEP_DEBUG") else explain(error, config)
-        if cause is None:
-            if (report := worker_report(error)) is None:
-                raise error
-            sys.stderr.write(f"{report}\n")
-            return f"{type(error).__name__} on a worker"
-        log = Path(config.trainer.default_local_dir).expanduser() / "error.txt"
-        try:
-            log.write_text("".join(traceback.format_exception(error)))
-        except OSError:  # the folder may be the cause
-            return cause
-        return f"{cause} (traceback: {log})"
-
-    def _how_to_resume(self, config: PPOConfig) -> str:
-        saved = self.last_checkpoint
-        if saved is None:
-            return ", before its first checkpoint (trainer.save_freq)"
-        if config.trainer.resume_mode == "auto":
-            return f"; run the same command to resume from its last checkpoint, {saved}"
-        return (
-            f"; set trainer.resume_mode=resume_path trainer.resume_from_path={saved} to resume from its last checkpoint"
-        )
+        resume = how_to_resume(config, self.last_checkpoint)
+        raise RunError(f"{cause.rstrip('.')}; the run ended early{resume}") from failure
 
     def _run_once(self, config: PPOConfig, interrupt: Interrupt | None) -> int:
         _seed_everything(config.trainer.seed)

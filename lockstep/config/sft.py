@@ -1,0 +1,106 @@
+"""The configuration of supervised fine-tuning (`lockstep sft`)."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lockstep.config.data import CustomClassConfig, SFTDataConfig
+from lockstep.config.model import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from lockstep.config.trainer import ResumeMode
+
+
+@dataclass(frozen=True)
+class MultiturnConfig:
+    enable: bool | None = None
+    """Whether rows are conversations rather than pairs; null looks for the column `data.messages_key` in the first row."""
+
+
+@dataclass(frozen=True)
+class SFTRunDataConfig(SFTDataConfig):
+    """Rows are conversations (`messages_key`), or pairs of a prompt and a response (`prompt_key`, `response_key`)."""
+
+    train_files: list[str] = field(default_factory=list)
+    """Training rows: one parquet or jsonl file, or a list of them."""
+    val_files: list[str] = field(default_factory=list)
+    """Validation rows; an empty list trains without validation."""
+    train_max_samples: int = -1
+    """Use this many training rows, -1 for all: the first ones, or a random subset if `seed` is set and `shuffle` is on."""
+    val_max_samples: int = -1
+    """Use this many validation rows; -1 for all."""
+    prompt_key: str = "question"
+    """Column of the prompt, for rows that are pairs."""
+    response_key: str = "answer"
+    """Column of the response, for rows that are pairs."""
+    train_batch_size: int = 256
+    """Sequences per optimizer step, over all ranks."""
+    use_dynamic_bsz: bool = True
+    """Fill micro-batches by tokens (`max_token_len_per_gpu`); false if `micro_batch_size_per_gpu` is set."""
+    max_token_len_per_gpu: int = 8192
+    """Tokens per micro-batch with `use_dynamic_bsz`."""
+    micro_batch_size_per_gpu: int | None = None
+    """Sequences per forward/backward without `use_dynamic_bsz`; null is all of a rank's sequences."""
+    balance_dp_token: bool = True
+    """Balance the number of tokens across ranks."""
+    shuffle: bool = True
+    """Shuffle the training rows every epoch."""
+    seed: int | None = None
+    """Seed of `shuffle`; null is `trainer.seed`."""
+    multiturn: MultiturnConfig = field(default_factory=MultiturnConfig)
+    custom_cls: CustomClassConfig = field(default_factory=CustomClassConfig)
+    pad_mode: Literal["right", "no_padding"] = field(default="no_padding", metadata={"internal": True})
+
+
+@dataclass(frozen=True)
+class SFTModelConfig(HFModelConfig):
+    fsdp_config: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
+
+
+@dataclass(frozen=True)
+class SFTOptimizerConfig(FSDPOptimizerConfig):
+    lr: float = 1e-5
+    """Peak learning rate."""
+    lr_scheduler_type: Literal["constant", "cosine", "linear"] = "cosine"
+    """Schedule after the warm-up."""
+    lr_warmup_steps_ratio: float = 0.1
+    """Warm-up as a fraction of all training steps."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's averaging coefficients."""
+
+
+@dataclass(frozen=True)
+class SFTTrainerConfig:
+    total_epochs: int = 4
+    """Passes over the training rows."""
+    total_training_steps: int | None = None
+    """Stop after this many steps; null trains for all epochs."""
+    project_name: str = "lockstep_sft"
+    """Project name in the trackers."""
+    experiment_name: str = "sft"
+    """Name of the run."""
+    logger: list[str] = field(default_factory=lambda: ["console"])
+    """Trackers: console, file, tensorboard, wandb, mlflow, swanlab, or `module:Class`. `metrics.jsonl` in `default_local_dir`
+    is always written."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Training device; auto uses GPUs if there are any."""
+    seed: int = 1
+    """Seed of shuffling."""
+    test_freq: int = -1
+    """Validate every this many steps and after the last one; -1 never validates."""
+    save_freq: int = -1
+    """Save every this many steps and after the last one; -1 saves only after the last one, 0 never."""
+    resume_mode: ResumeMode = "auto"
+    """auto resumes from the newest checkpoint in `default_local_dir`, resume_path from `resume_from_path`."""
+    resume_from_path: str | None = None
+    """The `global_step_N` folder for resume_mode=resume_path."""
+    default_local_dir: str = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
+    """Output folder of the run: checkpoints, metrics.jsonl, config.yaml."""
+    max_ckpt_to_keep: int | None = None
+    """Keep this many of the newest checkpoints; null keeps all."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+
+@dataclass(frozen=True)
+class SFTConfig:
+    data: SFTRunDataConfig = field(default_factory=SFTRunDataConfig)
+    model: SFTModelConfig = field(default_factory=SFTModelConfig)
+    optim: SFTOptimizerConfig = field(default_factory=SFTOptimizerConfig)
+    trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)

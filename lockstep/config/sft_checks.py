@@ -1,0 +1,66 @@
+"""Checks of a whole SFT configuration, composed of those that PPO shares and its own."""
+
+import os
+from collections.abc import Iterator
+from itertools import chain
+
+from lockstep.config import checks
+from lockstep.config.checks import Values, flat_values
+from lockstep.config.errors import Problem
+from lockstep.config.sft import SFTConfig
+
+_ENGINE = "model.fsdp_config"
+_RANKS = f"{_ENGINE}.ulysses_sequence_parallel_size"
+
+NEVER_READ = {
+    f"{_ENGINE}.wrap_policy.min_num_params": "models are sharded layer by layer",
+    f"{_ENGINE}.param_offload": f"training is the only phase; set {_ENGINE}.offload_policy=true to keep parameters on the host",
+}
+"""Keys that no run reads, and why."""
+
+
+def check_sft(config: SFTConfig) -> tuple[list[Problem], list[str]]:
+    """Everything that prevents the configuration from running, and warnings about likely mistakes."""
+    values = flat_values(config)
+    problems = chain(
+        checks.ranges(values),
+        checks.tracker_names(values),
+        checks.fixed_values(values),
+        checks.data_files(values),
+        checks.model(values, "model.path", "the model to train"),
+        checks.tokenizers(values, "model.tokenizer_path"),
+        checks.python_file(values, "data.custom_cls.path"),
+        checks.class_name(values, "data.custom_cls.path", "data.custom_cls.name"),
+        checks.resume_path(values),
+        _ranks(values),
+    )
+    return list(problems), [*checks.run_warnings(values), *_without_effect(values)]
+
+
+def _ranks(values: Values) -> Iterator[Problem]:
+    """How the processes of torchrun shard the model and split sequences."""
+    processes, ranks, shard = int(os.environ.get("WORLD_SIZE", "1")), values[_RANKS], values[f"{_ENGINE}.fsdp_size"]
+    if ranks < 1 or shard < -1 or shard == 0:
+        return  # reported by `ranges`
+    if processes % ranks:
+        message = f"does not divide the number of processes ({processes}; torchrun --nproc_per_node); set a divisor"
+        yield Problem(_RANKS, ranks, message)
+    elif ranks > 1 and not values["model.use_remove_padding"]:
+        message = f"splitting sequences across ranks ({_RANKS}={ranks}) needs packed sequences; set true"
+        yield Problem("model.use_remove_padding", False, message, also=(_RANKS,))
+    if shard != -1 and processes % shard:
+        message = f"does not divide the number of processes ({processes}); set a divisor, or -1 for all"
+        yield Problem(f"{_ENGINE}.fsdp_size", shard, message)
+    longest, budget = values["data.max_length"], values["data.max_token_len_per_gpu"]
+    if values["data.use_dynamic_bsz"] and 0 < budget * ranks < longest:
+        message = f"a sequence can have {longest} tokens (data.max_length); set {-(-longest // ranks)} or more"
+        yield Problem("data.max_token_len_per_gpu", budget, message, also=("data.max_length",))
+
+
+def _without_effect(values: Values) -> Iterator[str]:
+    reasons = dict(NEVER_READ)
+    if values["data.use_dynamic_bsz"]:
+        reasons["data.micro_batch_size_per_gpu"] = "data.use_dynamic_bsz fills micro-batches by tokens"
+    for name, reason in reasons.items():
+        if values[name]:
+            yield f"{name}={values[name]} has no effect: {reason}"

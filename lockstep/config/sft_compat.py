@@ -1,0 +1,73 @@
+"""How verl's SFT configurations (`sft_trainer.yaml`, `sft_trainer_engine.yaml`) differ from ours; see `compat`."""
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from lockstep.config import compat
+from lockstep.config.compat import Tables, Unsupported
+
+T = TypeVar("T")
+
+_SECTIONS = {
+    "actor_rollout_ref.model.": "model.",
+    "actor_rollout_ref.actor.fsdp_config.": "model.fsdp_config.",
+    "actor_rollout_ref.actor.optim.": "optim.",
+    "trainer.default_hdfs_dir": "trainer.default_hdfs_dir",
+    "trainer.device": "trainer.device",
+    "trainer.logger": "trainer.logger",
+    "data.use_shm": "data.use_shm",
+}
+"""Where PPO has a section or key that means the same here."""
+
+
+def _moved(table: Mapping[str, T]) -> dict[str, T]:
+    """The entries of a table of PPO that apply to SFT, under their names here."""
+    return {
+        here + name.removeprefix(there): entry
+        for name, entry in table.items()
+        for there, here in _SECTIONS.items()
+        if name.startswith(there)
+    }
+
+
+ALIASES = {
+    "model.partial_pretrain": "model.path",
+    "model.fsdp_config.cpu_offload": "model.fsdp_config.offload_policy",
+    "engine": "model.fsdp_config",
+    "checkpoint": "trainer.checkpoint",
+    "use_remove_padding": "model.use_remove_padding",
+    "ulysses_sequence_parallel_size": "model.fsdp_config.ulysses_sequence_parallel_size",
+    "data.micro_batch_size": "data.micro_batch_size_per_gpu",
+    "data.chat_template": "model.custom_chat_template",
+    "data.multiturn.messages_key": "data.messages_key",
+    "data.multiturn.tools_key": "data.tools_key",
+    "data.multiturn.enable_thinking_key": "data.enable_thinking_key",
+    "optim.warmup_steps": "optim.lr_warmup_steps",
+    "optim.warmup_steps_ratio": "optim.lr_warmup_steps_ratio",
+    "optim.warmup_style": "optim.lr_scheduler_type",
+    "optim.lr_scheduler": "optim.lr_scheduler_type",
+}
+
+UNSUPPORTED_KEYS = {
+    **_moved(compat.UNSUPPORTED_KEYS),
+    "model.strategy": Unsupported("models are trained with FSDP2; set fsdp2", (None, "fsdp", "fsdp2")),
+    "trainer.profile_interval": Unsupported("there are no profiler hooks; set [-1,-1]", (None, [-1, -1])),
+    "profiler": Unsupported("there are no profiler hooks; turn it off", switches=("enable",)),
+}
+
+_TORCHRUN = "torchrun starts the processes (--nnodes, --nproc_per_node)"
+
+NO_EFFECT = {
+    **_moved(compat.NO_EFFECT),
+    "model.fsdp_config.offload_params": "model.fsdp_config.offload_policy keeps the parameters in host memory",
+    "data.pad_mode": "sequences are packed; set model.use_remove_padding=false for padded rows",
+    "trainer.nnodes": _TORCHRUN,
+    "trainer.n_gpus_per_node": _TORCHRUN,
+}
+
+TABLES = Tables(
+    ALIASES,
+    unsupported_keys=UNSUPPORTED_KEYS,
+    unsupported_values=_moved(compat.UNSUPPORTED_VALUES),
+    no_effect=NO_EFFECT,
+)

@@ -1,0 +1,77 @@
+"""Samples of an SFT dataset as rows for the engine, and a rank's share of a global batch.
+
+sample:  s1 u1 u2 a1 a2 u3 a3        loss_mask 0 0 0 1 1 0 1
+row:     pad s1 u1 u2 | a1 a2 u3 a3 pad      prompt: all before the first trained token; response: the rest, masked
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from lockstep.engines.train.base import LossFn
+from lockstep.protocol import DataProto
+from lockstep.trainer.ppo.mini_batches import MiniBatches, lay_out
+
+Sample = dict[str, Tensor]
+"""input_ids, loss_mask; optionally position_ids, and attention_mask if it is padded; each (L,)."""
+
+
+def collate(samples: Sequence[Sample]) -> TensorDict:
+    """One batch of left-padded prompts and right-padded responses.
+
+    A sequence's first token has nothing before it that predicts it, so it is never trained.
+    """
+    rows = [_arrays(sample) for sample in samples]
+    prompts = [_prompt_length(row["response_mask"]) for row in rows]
+    before = max(prompts)
+    width = max(len(row["input_ids"]) - prompt for row, prompt in zip(rows, prompts))
+    batch = {name: np.zeros((len(rows), before + width), np.int64) for name in rows[0]}
+    for i, (row, prompt) in enumerate(zip(rows, prompts)):
+        start = before - prompt
+        for name, values in row.items():
+            batch[name][i, start : start + len(values)] = values
+    tensors = {name: torch.from_numpy(values) for name, values in batch.items()}
+    tensors["response_mask"] = tensors["response_mask"][:, before:]
+    return TensorDict(tensors | {"responses": tensors["input_ids"][:, before:]}, batch_size=[len(rows)])
+
+
+def _arrays(sample: Sample) -> dict[str, np.ndarray]:
+    ids, mask = sample["input_ids"].numpy(), sample["loss_mask"].numpy().copy()
+    positions = sample["position_ids"].numpy() if "position_ids" in sample else np.arange(len(ids))
+    if "attention_mask" in sample:
+        kept = sample["attention_mask"].numpy().astype(bool)
+        ids, mask, positions = ids[kept], mask[kept], positions[kept]
+    mask[:1] = 0
+    return {
+        "input_ids": ids,
+        "attention_mask": np.ones_like(ids),
+        "position_ids": positions,
+        "response_mask": mask,
+    }
+
+
+def _prompt_length(mask: np.ndarray) -> int:
+    """Tokens before the first trained one; all but the last if none is trained."""
+    return int(mask.argmax()) if mask.any() else max(len(mask) - 1, 0)
+
+
+def share_of(batch: TensorDict, dp_rank: int, dp_size: int, *, balance: bool) -> tuple[TensorDict, int]:
+    """A data-parallel rank's rows, as many on every rank, and the number of trained tokens in the whole batch."""
+    laid_out = lay_out(DataProto(batch=batch), MiniBatches(len(batch)), dp_size, balance=balance)
+    (counts,) = laid_out.meta_info["mini_batches"]
+    rows = laid_out.tensors.exclude("mini_batch")
+    per_rank = len(rows) // dp_size
+    return rows[dp_rank * per_rank : (dp_rank + 1) * per_rank], counts["batch_num_tokens"]
+
+
+def cross_entropy(num_tokens: int) -> LossFn:
+    """Mean cross-entropy over the trained tokens of the whole batch. num_tokens: their number, over all ranks."""
+
+    def loss_fn(outputs: dict[str, Tensor], rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = -(outputs["log_probs"] * rows["response_mask"]).sum() / num_tokens
+        return loss, {"train/loss": loss}
+
+    return loss_fn

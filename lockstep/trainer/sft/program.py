@@ -1,0 +1,101 @@
+"""Run SFT from its config: process group, tokenizer, data, trainer; exit codes."""
+
+import logging
+import os
+import random
+import sys
+import time
+from contextlib import ExitStack
+
+import numpy as np
+import torch
+
+from lockstep.config.sft import SFTConfig
+from lockstep.data.sft_dataset import create_sft_dataset
+from lockstep.models.tokenizer import hf_tokenizer
+from lockstep.observability.jsonl import last_step
+from lockstep.observability.trackers import METRICS_FILE
+from lockstep.trainer.failures import cause_of, how_to_resume
+from lockstep.trainer.run_config import check_same_experiment
+from lockstep.trainer.sft import OTHERS_WAIT_S
+from lockstep.trainer.sft.trainer import SFTTrainer
+from lockstep.utils.device import resolve_device
+from lockstep.utils.distributed import join_process_group, on_first_rank
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_S = 1800.0
+"""How long a rank waits for the others in a collective; rank 0 writes the HF folder meanwhile."""
+
+
+def run(config: SFTConfig) -> int:
+    """Train; returns the exit code: 0 done, 130 stopped by the user, 2 wrong config or input, 1 failed."""
+    rank, world_size = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    trainer: SFTTrainer | None = None
+    with ExitStack() as closing:
+        try:
+            trainer = build(config, rank, world_size)
+            closing.callback(trainer.close)
+            if on_first_rank(lambda: _is_finished(trainer)):
+                steps = trainer.total_training_steps
+                logger.info("nothing to do: the run is already at step %d of %d", steps, steps)
+                return 0
+            logger.info("loading the model")
+            trainer.load_model()
+            trainer.start()
+        except ValueError as error:
+            if os.environ.get("LOCKSTEP_DEBUG"):
+                raise
+            _report(f"error: {error} (LOCKSTEP_DEBUG=1 shows the traceback)", rank)
+            return 2
+        except Exception as error:  # noqa: BLE001 - the end of the run; unexpected ones are raised again
+            _report(f"error: {cause_of(error, config)}", rank)
+            return 1
+        try:
+            return trainer.fit()
+        except Exception as error:  # noqa: BLE001 - the end of the run; unexpected ones are raised again
+            cause = cause_of(error, config).rstrip(".")
+            _report(f"error: {cause}; the run ended early{how_to_resume(config, trainer.last_checkpoint)}", rank)
+            return 1
+
+
+def build(config: SFTConfig, rank: int, world_size: int) -> SFTTrainer:
+    """The trainer of a run, before its model is loaded."""
+    device = resolve_device(config.trainer.device)
+    if device == "cuda" and world_size > 1:
+        device = f"cuda:{os.environ.get('LOCAL_RANK', rank)}"
+    join_process_group(rank, world_size, torch.device(device), TIMEOUT_S)
+    random.seed(config.trainer.seed)
+    np.random.seed(config.trainer.seed % 2**32)
+    torch.manual_seed(config.trainer.seed)
+    model, data = config.model, config.data
+    tokenizer = hf_tokenizer(
+        model.tokenizer_path or model.path,
+        trust_remote_code=model.trust_remote_code,
+        custom_chat_template=model.custom_chat_template,
+        key="model",
+    )
+    logger.info("tokenizing %s", ", ".join([*data.train_files, *data.val_files]))
+    train = create_sft_dataset(data.train_files, tokenizer, data, data.train_max_samples)
+    validation = None
+    if data.val_files and config.trainer.test_freq > 0:
+        validation = create_sft_dataset(data.val_files, tokenizer, data, data.val_max_samples)
+    return SFTTrainer(config, tokenizer, train, validation, device)
+
+
+def _is_finished(trainer: SFTTrainer) -> bool:
+    """Whether the run's last step is saved and tracked, so that no model needs to be loaded."""
+    config, total = trainer.config.trainer, trainer.total_training_steps
+    if config.resume_mode != "auto" or not (trainer.run_dir / f"global_step_{total}").is_dir():
+        return False
+    check_same_experiment(trainer.run_dir, trainer.config)
+    found = trainer.checkpoints.find("auto")
+    tracked = last_step(trainer.run_dir / METRICS_FILE)
+    return found is not None and found[0] >= total and tracked is not None and tracked >= total
+
+
+def _report(message: str, rank: int) -> None:
+    if rank:
+        time.sleep(OTHERS_WAIT_S)
+        message = f"rank {rank}: {message}"
+    sys.stderr.write(f"{message}\n")

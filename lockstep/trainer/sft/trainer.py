@@ -1,0 +1,311 @@
+"""The SFT loop: each rank runs it, and meets the others in the engine's collectives.
+
+    batch of all ranks ─► this rank's rows ─► forward, loss on the assistant's tokens, backward ─► optimizer step ─► schedule step
+
+The loss is a mean over the trained tokens of the whole batch, so neither packing nor micro-batches nor the number of ranks
+changes it. Every rank reads the same rows in the same order and takes its share of each batch. Rank 0 owns the run's folder.
+"""
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from lockstep.config.schema import to_plain
+from lockstep.config.sft import SFTConfig
+from lockstep.data.loader import create_dataloader
+from lockstep.engines.train.base import MicroBatching
+from lockstep.engines.train.fsdp import FsdpEngine
+from lockstep.models.export import save_policy
+from lockstep.models.loading import load_causal_lm, resolve_dtype
+from lockstep.models.token_models import PolicyModel
+from lockstep.observability.trackers import Tracking
+from lockstep.trainer.checkpoint import CheckpointStore, RunLock
+from lockstep.trainer.interrupt import Interrupt
+from lockstep.trainer.run_config import FILE as CONFIG_FILE
+from lockstep.trainer.run_config import as_yaml, check_same_experiment, report_changes, saved_config, write_run_config
+from lockstep.trainer.sft.batches import collate, cross_entropy, share_of
+from lockstep.utils.audit import AuditError
+from lockstep.utils.device import memory_peaks
+from lockstep.utils.distributed import (
+    current_rank,
+    current_world_size,
+    least_of_ranks,
+    on_first_rank,
+    wait_for_all_ranks,
+)
+from lockstep.utils.state_file import load_state, save_state
+from lockstep.utils.timing import marked_timer
+from lockstep.workers.shared_folder import checkpoint_folder
+
+logger = logging.getLogger(__name__)
+
+
+class SFTTrainer:
+    """Trains a causal language model on the assistant's tokens of conversations or pairs."""
+
+    def __init__(
+        self,
+        config: SFTConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        train_dataset: Dataset[Any],
+        val_dataset: Any = None,
+        device: str = "cpu",
+    ) -> None:
+        data, trainer = config.data, config.trainer
+        self.config, self.tokenizer, self.device = config, tokenizer, torch.device(device)
+        self.val_dataset = val_dataset
+        self.loader = create_dataloader(
+            train_dataset,
+            batch_size=data.train_batch_size,
+            shuffle=data.shuffle,
+            seed=trainer.seed if data.seed is None else data.seed,
+            collate_fn=collate,
+        )
+        steps_of_epochs = len(self.loader) * trainer.total_epochs
+        max_steps = trainer.total_training_steps
+        self.total_training_steps = steps_of_epochs if max_steps is None else min(max_steps, steps_of_epochs)
+        self.micro = MicroBatching(max_tokens=data.max_token_len_per_gpu)
+        if not data.use_dynamic_bsz:
+            self.micro = MicroBatching(num_rows=data.micro_batch_size_per_gpu)
+        self.run_dir = Path(trainer.default_local_dir).expanduser()
+        self.checkpoints = CheckpointStore(self.run_dir, keep=trainer.max_ckpt_to_keep)
+        self.last_checkpoint: Path | None = None
+        self.global_steps = 0
+        self.epoch = 0
+        self.num_tokens = 0
+        """Tokens of all steps so far."""
+        self.loader_state: dict[str, Any] = {}
+        """State of the data loader after the last complete step."""
+        self.tracking: Tracking | None = None
+        self._closing = ExitStack()
+
+    @property
+    def is_first_rank(self) -> bool:
+        return current_rank() == 0
+
+    def load_model(self) -> None:
+        model, engine, optim = self.config.model, self.config.model.fsdp_config, self.config.optim
+        if optim.total_training_steps < 1:
+            optim = replace(optim, total_training_steps=self.total_training_steps)
+        dtype = resolve_dtype(engine.model_dtype, self.device)
+        self.policy = PolicyModel(load_causal_lm(model, "model", dtype, self.device, self.config.data.max_length))
+        self.engine = FsdpEngine(
+            self.policy,
+            engine,
+            optim,
+            device=self.device,
+            compute_dtype=resolve_dtype(engine.dtype, self.device),
+            packed=model.use_remove_padding,
+            clip_grad=optim.clip_grad,
+            gradient_checkpointing=model.enable_gradient_checkpointing,
+            sequence_parallel_size=engine.ulysses_sequence_parallel_size,
+        )
+        self.engine.onload(optimizer=True)
+
+    def start(self) -> None:
+        """Lock the run's folder, resume from its checkpoint and open the trackers."""
+        found = on_first_rank(self._claim_folder)
+        metrics = self._load_checkpoint(*found) if found else {}
+        self.loader_state = deepcopy(self.loader.state_dict())
+        on_first_rank(lambda: self._open_trackers(metrics))
+        self._log_summary()
+
+    def close(self) -> None:
+        """Finish the trackers and release the run's folder."""
+        self._closing.close()
+
+    def fit(self) -> int:
+        """Train to the last step. Returns 0, or 130 if the user stopped the run."""
+        with self._closing, Interrupt() as interrupt:
+            return self._run(interrupt)
+
+    def _run(self, interrupt: Interrupt) -> int:
+        trainer = self.config.trainer
+        batches = self._batches()
+        while self.global_steps < self.total_training_steps:
+            self.global_steps += 1
+            is_last = self.global_steps == self.total_training_steps
+            timing: dict[str, float] = {}
+            with marked_timer("step", timing):
+                metrics = self.train_batch(next(batches))
+                self.loader_state = deepcopy(self.loader.state_dict())
+            metrics |= self._step_metrics(metrics["train/global_tokens"], timing["step"])
+            if self.val_dataset is not None and self._is_due(trainer.test_freq, is_last):
+                with marked_timer("testing", timing):
+                    metrics["val/loss"] = self.validate()
+                metrics["timing_s/testing"] = timing["testing"]
+            stopping = not least_of_ranks(int(not interrupt.requested)) and not is_last
+            if stopping or (is_last and trainer.save_freq != 0) or self._is_due(trainer.save_freq, is_last):
+                with marked_timer("save_checkpoint", timing):
+                    self._save_checkpoint(metrics)
+                metrics["timing_s/save_checkpoint"] = timing["save_checkpoint"]
+            if self.tracking is not None:
+                self.tracking.log(data=metrics, step=self.global_steps)
+            if stopping:
+                logger.warning("stopped by the user after step %d; run the same command to resume", self.global_steps)
+                return 130
+        logger.info("done: %d steps; output folder: %s", self.global_steps, self.run_dir)
+        return 0
+
+    def _batches(self) -> Iterator[TensorDict]:
+        """Batches, epoch after epoch."""
+        while True:
+            self.epoch = self.loader.epoch
+            yield from self.loader
+
+    def train_batch(self, batch: TensorDict) -> dict[str, Any]:
+        """One optimizer step on a batch of all ranks."""
+        rows, num_trained = self._share(batch)
+        if not num_trained:
+            raise AuditError(
+                f"step {self.global_steps}: no token of the batch is trained; does data.truncation or data.max_length="
+                f"{self.config.data.max_length} cut the assistant's turns off?"
+            )
+        try:
+            metrics: dict[str, Any] = dict(
+                self.engine.forward_backward(rows, cross_entropy(num_trained), self.micro)
+            )
+        except torch.OutOfMemoryError as error:
+            error.add_note(f"raised in rank {current_rank()} by SFTTrainer.train_batch")
+            raise
+        if not math.isfinite(metrics["train/loss"]):
+            raise AuditError(f"train/loss is {metrics['train/loss']} at step {self.global_steps}: not a finite number")
+        metrics["train/grad_norm"] = self.engine.optimizer_step()
+        metrics["train/lr"] = self.engine.learning_rate
+        self.engine.schedule_step()
+        num_tokens = int(batch["attention_mask"].sum())
+        self.num_tokens += num_tokens
+        return metrics | {"train/global_tokens": num_tokens, "train/loss_tokens": num_trained}
+
+    def validate(self) -> float:
+        """Mean cross-entropy over the trained tokens of all validation rows."""
+        data, size = self.val_dataset, self.config.data.train_batch_size
+        total = count = 0.0
+        for start in range(0, len(data), size):
+            batch = collate([data[i] for i in range(start, min(start + size, len(data)))])
+            rows, _ = self._share(batch)
+            log_probs = self.engine.forward(rows, self.micro)["log_probs"]
+            total -= float((log_probs.double() * rows["response_mask"]).sum())
+            count += float(rows["response_mask"].sum())
+        total, count = self.engine.global_sum(total, count)
+        return total / max(count, 1.0)
+
+    def _share(self, batch: TensorDict) -> tuple[TensorDict, int]:
+        balance = self.config.data.balance_dp_token
+        return share_of(batch, self.engine.dp_rank, self.engine.dp_size, balance=balance)
+
+    def _is_due(self, frequency: int, is_last: bool) -> bool:
+        return frequency > 0 and (is_last or self.global_steps % frequency == 0)
+
+    def _step_metrics(self, num_tokens: int, seconds: float) -> dict[str, Any]:
+        return {
+            "training/global_step": self.global_steps,
+            "training/epoch": self.epoch,
+            "train/total_tokens(B)": self.num_tokens / 1e9,
+            "perf/throughput": num_tokens / (seconds * current_world_size()),
+            "timing_s/step": seconds,
+            **memory_peaks(self.device).metrics(),
+        }
+
+    def _claim_folder(self) -> tuple[int, Path] | None:
+        """Lock the folder and find the checkpoint to resume from, on rank 0."""
+        trainer = self.config.trainer
+        self._closing.enter_context(RunLock(self.run_dir))
+        self.checkpoints.clean_stale()
+        found = self.checkpoints.find(trainer.resume_mode, trainer.resume_from_path)
+        if found is not None:
+            saved = saved_config(found[1])
+            if trainer.resume_mode == "auto":
+                check_same_experiment(self.run_dir, self.config, saved)
+            report_changes(saved, self.config, found[1])
+        elif trainer.resume_mode == "disable" and list(self.run_dir.glob("global_step_*")):
+            logger.warning("%s has checkpoints of an earlier run, which are kept", self.run_dir)
+        if trainer.resume_mode == "auto":
+            self.checkpoints.mend_tracker(None if found is None else found[0])
+        return found
+
+    def _load_checkpoint(self, step: int, folder: Path) -> dict[str, Any]:
+        """Returns the metrics of the checkpoint's step."""
+        logger.info("resuming from %s", folder)
+        self.engine.load(checkpoint_folder(str(folder)), self.config.trainer.checkpoint.load_contents)
+        self.loader.load_state_dict(load_state(folder / "data"))
+        state = load_state(folder / "trainer_state")
+        self.global_steps, self.num_tokens = step, state["num_tokens"]
+        self.last_checkpoint = folder
+        metrics: dict[str, Any] = state["metrics"]
+        return metrics
+
+    def _open_trackers(self, saved_metrics: dict[str, Any]) -> None:
+        trainer = self.config.trainer
+        write_run_config(self.run_dir, self.config, self.global_steps)
+        self.tracking = Tracking(
+            project_name=trainer.project_name,
+            experiment_name=trainer.experiment_name,
+            default_backend=trainer.logger,
+            config=to_plain(self.config),
+            run_dir=self.run_dir,
+            total_steps=self.total_training_steps,
+            start_step=self.global_steps,
+        )
+        self._closing.callback(self.tracking.finish)
+        if (self.tracking.last_step or 0) < self.global_steps:
+            self.tracking.log(data=saved_metrics, step=self.global_steps)
+
+    def _log_summary(self) -> None:
+        config = self.config
+        logger.info(
+            "SFT: %d sequences per step, %d steps (%d per epoch) on %d x %s; %s",
+            config.data.train_batch_size,
+            self.total_training_steps,
+            len(self.loader),
+            current_world_size(),
+            self.device.type,
+            config.model.path,
+        )
+        logger.info("output folder: %s", self.run_dir)
+        max_steps = config.trainer.total_training_steps
+        if max_steps is not None and max_steps > self.total_training_steps:
+            logger.warning(
+                "trainer.total_training_steps=%d, but trainer.total_epochs=%d gives only %d steps; raise trainer.total_epochs",
+                max_steps,
+                config.trainer.total_epochs,
+                self.total_training_steps,
+            )
+
+    def _save_checkpoint(self, metrics: dict[str, Any]) -> None:
+        """metrics: those of the step, saved in case the process dies before they are tracked."""
+
+        def write(staging: Path | None) -> None:
+            folder = checkpoint_folder(on_first_rank(lambda: str(staging)))
+            contents = self.config.trainer.checkpoint.save_contents
+            self.engine.save(folder, contents)
+            weights = self.engine.full_state_dict() if "hf_model" in contents else {}
+            if self.is_first_rank:
+                if weights:
+                    save_policy(self.policy.model, weights, self.tokenizer, folder / "huggingface")
+                save_state(folder / "data", self.loader_state, owner="the data loader")
+                state = {"global_steps": self.global_steps, "num_tokens": self.num_tokens, "metrics": metrics}
+                save_state(folder / "trainer_state", state, owner="the trainer")
+                (folder / CONFIG_FILE).write_text(as_yaml(self.config))
+            wait_for_all_ranks()
+
+        if self.tracking is None:  # not rank 0, which creates the folder and commits it
+            write(None)
+            return
+        self.tracking.sync()
+        self.last_checkpoint = self.checkpoints.save(self.global_steps, write)
+        logger.info("saved %s", self.last_checkpoint)
+
+
+FSDPSFTTrainer = SFTTrainer
+"""verl's name of this class."""
