@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# GRPO of SmolLM2-135M on GSM8K, after the supervised warm-up of examples/warm_up_sft.py (docs/learning_runs.md).
+# GRPO of SmolLM2-135M on GSM8K, after the supervised warm-up of examples/sft_smollm2_gsm8k.sh (docs/learning_runs.md).
 #
 #   MODEL=~/models/SmolLM2-135M-warm DATA=~/data/gsm8k examples/grpo_smollm2_gsm8k.sh [key=value ...]
 #
-# MODEL: folder written by the warm-up. DATA: folder with train.parquet and test.parquet (examples/data_preprocess/gsm8k.py).
+# MODEL: global_step_N/huggingface of the warm-up's run. DATA: folder with train.parquet and test.parquet (examples/data_preprocess/gsm8k.py).
 # RUN: folder for checkpoints and metrics. Further arguments override the settings below.
 set -euo pipefail
-: "${MODEL:?the folder written by examples/warm_up_sft.py}"
+: "${MODEL:?global_step_N/huggingface of the run of examples/sft_smollm2_gsm8k.sh}"
 : "${DATA:?the folder with train.parquet and test.parquet}"
 RUN=${RUN:-runs/grpo_smollm2_gsm8k}
 

@@ -8,14 +8,16 @@ import inspect
 import sys
 import textwrap
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin
 
+from lockstep.config import sft_compat
 from lockstep.config.compat import ALIASES, NO_EFFECT, UNSUPPORTED_KEYS, UNSUPPORTED_VALUES, VALUE_ALIASES
 from lockstep.config.errors import show
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import Key, defaults, get_in, keys, sections
+from lockstep.config.sft import SFTConfig
 
 INTRODUCTION = """\
 # Configuration
@@ -41,26 +43,39 @@ value of `x` unless the key itself is set. Batch sizes count prompts, `*_micro_b
 """
 
 
+SFT = """\
+# Supervised fine-tuning
+
+The keys of `lockstep sft` ([sft.md](sft.md)). Batch sizes count sequences. `model.*`, `optim.*` and the engine have the keys of the
+actor above, some with other defaults.
+"""
+
+
 def reference() -> str:
     """The whole page."""
     parts = [INTRODUCTION]
-    parts += ["\n".join(_section(name, cls)) for name, cls in sections(PPOConfig).items() if _own_keys(name)]
+    parts += _sections(PPOConfig)
     parts.append("\n".join(_compatibility()))
+    parts += [SFT, *_sections(SFTConfig), "\n".join(_other_spellings(sft_compat.ALIASES)) + "\n"]
     return "\n".join(parts)
 
 
-def _own_keys(section: str) -> list[Key]:
-    return [key for key in keys(PPOConfig).values() if key.section == section]
+def _sections(root: type) -> list[str]:
+    return ["\n".join(_section(name, cls, root)) for name, cls in sections(root).items() if _own_keys(name, root)]
 
 
-def _section(name: str, cls: type) -> Iterator[str]:
+def _own_keys(section: str, root: type) -> list[Key]:
+    return [key for key in keys(root).values() if key.section == section]
+
+
+def _section(name: str, cls: type, root: type) -> Iterator[str]:
     yield f"## `{name}`\n"
     if not (cls.__doc__ or "").startswith(f"{cls.__name__}("):  # skip the signature that dataclasses generate
         yield f"{inspect.cleandoc(cls.__doc__ or '')}\n"
     yield "| key | type | default | meaning |"
     yield "|---|---|---|---|"
-    tree = defaults(PPOConfig)
-    for key in _own_keys(name):
+    tree = defaults(root)
+    for key in _own_keys(name, root):
         meaning = field_docs(key.owner).get(key.field, "")
         default = _default(get_in(tree, key.name, None))
         yield f"| `{key.field}` | {_cell(_type_name(key.annotation))} | {_cell(default)} | {_cell(meaning)} |"
@@ -104,12 +119,16 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def _compatibility() -> Iterator[str]:
+def _other_spellings(aliases: Mapping[str, str]) -> Iterator[str]:
     yield "## Other spellings\n"
     yield "verl's configurations spell these keys differently; each use is logged.\n"
     yield "| written | read as |"
     yield "|---|---|"
-    yield from (f"| `{name}` | `{target}` |" for name, target in ALIASES.items())
+    yield from (f"| `{name}` | `{target}` |" for name, target in aliases.items())
+
+
+def _compatibility() -> Iterator[str]:
+    yield from _other_spellings(ALIASES)
     for name, values in VALUE_ALIASES.items():
         yield from (f"| `{name}={value}` | `{name}={target}` |" for value, target in values.items())
     yield ""

@@ -139,7 +139,7 @@ class StatefulLoader:
             raise ValueError(
                 f"cannot resume the data order: {'; '.join(problems)}. Resume with the same data files and settings; or start "
                 "over with trainer.resume_mode=disable; or start a new run from the trained weights, with "
-                "actor_rollout_ref.model.path set to the checkpoint's actor/huggingface and another trainer.default_local_dir"
+                "the model's path set to the checkpoint's huggingface folder and another trainer.default_local_dir"
             )
         for name, part in self._resumable_parts().items():
             if name not in state:

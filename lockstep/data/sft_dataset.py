@@ -84,7 +84,9 @@ class _SupervisedRows(Dataset[dict[str, torch.Tensor]]):
             padding = (0, self.config.max_length - len(positions))
             sample["attention_mask"] = np.ones_like(positions)
             fill = {"input_ids": self.tokenizer.pad_token_id}
-            sample = {name: np.pad(values, padding, constant_values=fill.get(name, 0)) for name, values in sample.items()}
+            sample = {
+                name: np.pad(values, padding, constant_values=fill.get(name, 0)) for name, values in sample.items()
+            }
         return {name: torch.from_numpy(values.astype(np.int64)) for name, values in sample.items()}
 
     def _encoded(self, rows: Sequence[FileRow]) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -1,6 +1,6 @@
 """`lockstep demo`: create a small model, warm it up, train it with RL, report the result.
 
-create (model.py) ─► supervised warm-up (warmup.py) ─► the regular training command (program.py) ─► report (report.py)
+create (model.py) ─► `lockstep sft` (warmup.py) ─► `lockstep ppo` (program.py) ─► report (report.py)
                                       the task: sums of two two-digit numbers (task.py, reward.py)
 """
 

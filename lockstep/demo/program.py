@@ -1,4 +1,4 @@
-"""The demo program: files, warm-up, the regular training command, report.
+"""The demo program: files, the regular commands of SFT (warm-up) and RL, report.
 
 Started again with the same options after it was stopped or killed, it continues in the same folder.
 """
@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lockstep.demo import reward
 from lockstep.demo.model import make_model_folder
 from lockstep.demo.report import SUMMARY, show_report, write_summary
 from lockstep.demo.task import split_problems, write_rows
-from lockstep.demo.warmup import WarmUp, warm_up
-from lockstep.trainer import main_ppo
+from lockstep.demo.warmup import WarmUp, warm_up_settings, write_examples
+from lockstep.trainer import fsdp_sft_trainer, main_ppo
 from lockstep.trainer.interrupt import stop_on_sigterm
 from lockstep.utils.device import resolve_device
 from lockstep.utils.files import atomic_write_json
@@ -29,7 +28,6 @@ from lockstep.utils.files import atomic_write_json
 Algorithm = Literal["grpo", "ppo"]
 
 TRAINING_STEPS: dict[Algorithm, int] = {"grpo": 60, "ppo": 40}
-WARMUP_LINE_EVERY = 150
 OPTIONS = "demo.json"
 """File with the demo's options; locked while the demo runs."""
 
@@ -61,8 +59,9 @@ def run_demo(
         return 2
     try:
         with lock, stop_on_sigterm():
-            _prepare(console, folder, recipe, seed, device)
-            return _train(console, folder, algorithm, steps, seed, device, started)
+            exit_code = _prepare(console, folder, recipe, seed, device)
+            model = warm_model(folder, recipe)
+            return exit_code or _train(console, folder, model, algorithm, steps, seed, device, started)
     except KeyboardInterrupt:
         console.print(f"\nStopped. Files so far: {folder}; the same command continues.", soft_wrap=True)
         return 130
@@ -112,18 +111,23 @@ def _lock_unfinished(folder: Path, options: dict[str, Any]) -> TextIO | None:
     return None
 
 
-def _prepare(console: Console, folder: Path, recipe: WarmUp, seed: int, device: str) -> None:
-    """Write the problems, the reward function and the warmed-up model, unless an earlier process did."""
-    if (folder / "model").exists():  # renamed into place at the end
+def warm_model(folder: Path, recipe: WarmUp) -> Path:
+    """The model that the warm-up saves at its end."""
+    return folder / "warmup" / f"global_step_{recipe.steps}" / "huggingface"
+
+
+def _prepare(console: Console, folder: Path, recipe: WarmUp, seed: int, device: str) -> int:
+    """Write the problems and the reward function and warm up a model, unless an earlier process did; returns the exit code."""
+    if warm_model(folder, recipe).exists():  # the checkpoint is renamed into place at the end
         console.print(f"Continuing the unfinished demo in {folder}", soft_wrap=True)
-        return
-    model = folder / ".model"
-    shutil.rmtree(model, ignore_errors=True)
+        return 0
+    data = folder / "data"
     train, validation = split_problems(seed)
-    write_rows(folder / "data" / "train.parquet", train, "train")
-    write_rows(folder / "data" / "val.parquet", validation, "validation")
+    write_rows(data / "train.parquet", train, "train")
+    write_rows(data / "val.parquet", validation, "validation")
+    num_rows = write_examples(data / "warmup.parquet", train, recipe, seed)
     shutil.copyfile(reward.__file__, folder / "reward.py")
-    num_parameters = make_model_folder(model, seed)
+    num_parameters = make_model_folder(folder / "model", seed)
 
     console.rule("1  Problems and model", align="left")
     console.print(
@@ -132,35 +136,32 @@ def _prepare(console: Console, folder: Path, recipe: WarmUp, seed: int, device: 
     )
     console.rule(f"2  Warm-up: {recipe.steps} supervised steps on {device}", align="left")
     console.print(WARMUP_NOTE)
-    with Progress(
-        TextColumn("warm-up"),
-        BarColumn(bar_width=30),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[loss]}"),
-        console=console,
-        disable=not console.is_terminal,
-    ) as progress:
-        task = progress.add_task("", total=recipe.steps, loss="")
-
-        def on_step(step: int, loss: float) -> None:
-            progress.update(task, completed=step, loss=f"loss {loss:.3f}")
-            if not console.is_terminal and (step % WARMUP_LINE_EVERY == 0 or step == recipe.steps):
-                console.print(f"warm-up {step}/{recipe.steps} | loss {loss:.3f}")
-
-        warm_up(model, train, recipe, seed, device, on_step)
-    model.rename(folder / "model")
+    settings = warm_up_settings(
+        folder / "model", data / "warmup.parquet", num_rows, folder / "warmup", recipe, seed, device
+    )
+    exit_code = fsdp_sft_trainer.main(as_overrides(settings))
+    if exit_code == 130:
+        raise KeyboardInterrupt
+    return exit_code
 
 
 def _train(
-    console: Console, folder: Path, algorithm: Algorithm, steps: int, seed: int, device: str, started: float
+    console: Console,
+    folder: Path,
+    model: Path,
+    algorithm: Algorithm,
+    steps: int,
+    seed: int,
+    device: str,
+    started: float,
 ) -> int:
     """Run the training command, then report."""
     console.rule(f"3  {algorithm.upper()}: {steps} steps of reinforcement learning on {device}", align="left")
-    overrides = training_overrides(folder, folder, algorithm, steps, seed, device)
+    overrides = training_overrides(folder, model, folder, algorithm, steps, seed, device)
     console.print("Equivalent command:", style="dim")
     console.print(command_line(overrides), style="dim", soft_wrap=True, markup=False)
-    again = training_overrides(folder, folder.with_name(f"{folder.name}-again"), algorithm, steps, seed, device)
+    elsewhere = folder.with_name(f"{folder.name}-again")
+    again = training_overrides(folder, model, elsewhere, algorithm, steps, seed, device)
     (folder / "train_again.sh").write_text(command_line(again) + "\n")
     exit_code = main_ppo.main(overrides)
     if exit_code != 0:
@@ -172,9 +173,9 @@ def _train(
 
 
 def training_overrides(
-    files: Path, run_dir: Path, algorithm: Algorithm, steps: int, seed: int, device: str
+    files: Path, model: Path, run_dir: Path, algorithm: Algorithm, steps: int, seed: int, device: str
 ) -> list[str]:
-    """The overrides of the training command. files: folder with problems, reward function and model."""
+    """The overrides of the training command. files: folder with problems and reward function."""
     settings: dict[str, object] = {
         "algorithm.adv_estimator": "gae" if algorithm == "ppo" else "grpo",
         "data.train_files": files / "data" / "train.parquet",
@@ -183,7 +184,7 @@ def training_overrides(
         "data.max_prompt_length": 8,
         "data.max_response_length": 6,
         "custom_reward_function.path": files / "reward.py",
-        "actor_rollout_ref.model.path": files / "model",
+        "actor_rollout_ref.model.path": model,
         "actor_rollout_ref.model.enable_gradient_checkpointing": "false",
         "actor_rollout_ref.model.use_remove_padding": "false",
         "actor_rollout_ref.actor.optim.lr": 1e-3,
@@ -215,6 +216,10 @@ def training_overrides(
             "critic.model.use_remove_padding": "false",
             "critic.model.fsdp_config.dtype": "fp32",
         }
+    return as_overrides(settings)
+
+
+def as_overrides(settings: dict[str, object]) -> list[str]:
     return [f"{key}={_hydra_value(value)}" for key, value in settings.items()]
 
 

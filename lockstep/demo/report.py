@@ -126,7 +126,8 @@ def _files(folder: Path, steps: int) -> Table:
     table = Table(box=None, title=f"Files in {folder}", title_justify="left", show_header=False)
     for name, meaning in (
         (f"global_step_{steps}/actor/huggingface", "the trained model, for `from_pretrained`"),
-        ("model", "the model after the warm-up"),
+        ("warmup", "the run of the supervised warm-up, with the model that RL starts from"),
+        ("model", "the model with random weights"),
         ("data", "the problems"),
         ("reward.py", "the reward function"),
         ("metrics.jsonl", "every metric of every step"),

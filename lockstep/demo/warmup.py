@@ -1,123 +1,103 @@
-"""Supervised warm-up on partly wrong examples, with the regular training engine.
+"""The demo's supervised warm-up on partly wrong examples: its rows, its command for the SFT trainer, its progress bar.
 
-problems ─► questions with correct or careless answers ─► batch of tokens ─► cross-entropy of the answer's tokens
+problems ─► rows with correct or careless answers ─► `lockstep sft` ─► the model that RL starts from
 """
 
 import random
-from collections.abc import Callable
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import torch
-from tensordict import TensorDict
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from lockstep.demo.task import Problem, answer_text
-from lockstep.engines.train.base import LossFn, MicroBatching
-from lockstep.engines.train.fsdp import FsdpEngine
-from lockstep.models.export import save_policy
-from lockstep.models.loading import load_causal_lm
-from lockstep.models.token_models import PolicyModel
-from lockstep.models.tokenizer import hf_tokenizer
+from lockstep.observability.base import Metrics, RunInfo
 
-ANSWER_TOKENS = 5
-"""An answer: equals sign, three digits, end token."""
+LINE_EVERY = 150
+"""Steps per line if the output is not a terminal."""
+COPIES = 3
+"""Rows of each problem: all but one of them forget the carries."""
 
 
 @dataclass(frozen=True)
 class WarmUp:
-    """Warm-up settings.
-
-    careless: fraction of the examples that forget every carry.
-    """
+    """Warm-up settings."""
 
     steps: int = 900
     batch_size: int = 128
     lr: float = 3e-3
-    careless: float = 2 / 3
 
 
-def warm_up(
-    folder: Path, problems: list[Problem], recipe: WarmUp, seed: int, device: str, on_step: Callable[[int, float], None]
-) -> None:
-    """Train the model in `folder` on examples of `problems` and save it; calls `on_step(step, loss)` after each step."""
-    tokenizer = hf_tokenizer(folder)
-    model = load_causal_lm(HFModelConfig(path=str(folder)), "demo", torch.float32, torch.device(device))
-    engine = FsdpEngine(
-        PolicyModel(model),
-        FSDPEngineConfig(dtype="fp32"),
-        FSDPOptimizerConfig(
-            lr=recipe.lr,
-            lr_scheduler_type="cosine",
-            lr_warmup_steps=min(20, recipe.steps // 2),
-            total_training_steps=recipe.steps,
-            min_lr_ratio=0.05,
-        ),
-        device=torch.device(device),
-        compute_dtype=torch.float32,
-        packed=False,
-    )
-    examples = WarmUpExamples(tokenizer, problems, recipe.careless, seed)
-    for step in range(1, recipe.steps + 1):
-        batch = examples.draw(recipe.batch_size)
-        metrics = engine.forward_backward(batch, _cross_entropy(batch), MicroBatching())
-        engine.optimizer_step()
-        engine.schedule_step()
-        on_step(step, metrics["loss"])
-    save_policy(model, engine.saved_weights(), tokenizer, folder)
+def write_examples(path: Path, problems: list[Problem], recipe: WarmUp, seed: int) -> int:
+    """Write the rows, at most as many as the steps need, and return their number."""
+    answers = [(p, p.right_answer if copy == 0 else p.careless_answer) for p in problems for copy in range(COPIES)]
+    random.Random(seed).shuffle(answers)
+    rows = [{"prompt": p.question, "response": answer_text(n)} for p, n in answers[: recipe.steps * recipe.batch_size]]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return len(rows)
 
 
-class WarmUpExamples:
-    """Questions with answers as token rows; an answer forgets the carries with probability `careless`."""
+def warm_up_settings(
+    model: Path, rows: Path, num_rows: int, run_dir: Path, recipe: WarmUp, seed: int, device: str
+) -> dict[str, object]:
+    """The settings of the SFT command."""
+    return {
+        "data.train_files": rows,
+        "data.prompt_key": "prompt",
+        "data.response_key": "response",
+        "data.train_batch_size": recipe.batch_size,
+        "data.max_length": 16,
+        "data.use_dynamic_bsz": "false",
+        "model.path": model,
+        "model.enable_gradient_checkpointing": "false",
+        "model.use_remove_padding": "false",
+        "model.fsdp_config.dtype": "fp32",
+        "optim.lr": recipe.lr,
+        "optim.lr_warmup_steps": min(20, recipe.steps // 2),
+        "optim.min_lr_ratio": 0.05,
+        "optim.betas": "[0.9,0.999]",
+        "trainer.total_training_steps": recipe.steps,
+        "trainer.total_epochs": -(-recipe.steps // (num_rows // recipe.batch_size)),
+        "trainer.project_name": "demo",
+        "trainer.experiment_name": "warmup",
+        "trainer.logger": "lockstep.demo.warmup:WarmUpProgress",
+        "trainer.seed": seed,
+        "trainer.device": device,
+        "trainer.default_local_dir": run_dir,
+    }
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, problems: list[Problem], careless: float, seed: int) -> None:
-        self.careless = careless
-        self._random = random.Random(seed)
-        self._prompts = [_prompt_ids(tokenizer, problem) for problem in problems]
-        self._right = [_answer_ids(tokenizer, problem.right_answer) for problem in problems]
-        self._careless = [_answer_ids(tokenizer, problem.careless_answer) for problem in problems]
-        self._pad = tokenizer.pad_token_id
 
-    def draw(self, num_rows: int) -> TensorDict:
-        prompts, answers = [], []
-        for _ in range(num_rows):
-            i = self._random.randrange(len(self._prompts))
-            answer = self._careless[i] if self._random.random() < self.careless else self._right[i]
-            prompts.append(self._prompts[i])
-            answers.append(answer)
-        responses = torch.tensor(answers)
-        input_ids = torch.cat([torch.tensor(prompts), responses], 1)
-        attention_mask = (input_ids != self._pad).long()
-        return TensorDict(
-            {
-                "input_ids": input_ids,
-                "attention_mask": attention_mask,
-                "position_ids": attention_mask.cumsum(1) - 1,
-                "responses": responses,
-                "response_mask": attention_mask[:, -ANSWER_TOKENS:],
-            },
-            batch_size=[num_rows],
+class WarmUpProgress:
+    """Tracker: a progress bar, or a line now and then if the output is not a terminal."""
+
+    def __init__(self, run: RunInfo) -> None:
+        self._console = Console(force_terminal=sys.stdout.isatty(), highlight=False)
+        self._total = run.total_steps or 0
+        self._progress = Progress(
+            TextColumn("warm-up"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[loss]}"),
+            console=self._console,
+            disable=not self._console.is_terminal,
         )
+        self._task = self._progress.add_task("", total=self._total, completed=run.start_step or 0, loss="")
+        self._progress.start()
 
+    def log(self, data: Metrics, step: int) -> None:
+        loss = f"loss {data['train/loss']:.3f}"
+        self._progress.update(self._task, completed=step, loss=loss)
+        if not self._console.is_terminal and (step % LINE_EVERY == 0 or step == self._total):
+            self._console.print(f"warm-up {step}/{self._total} | {loss}")
 
-def _prompt_ids(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> list[int]:
-    messages = [{"role": "user", "content": problem.question}]
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-    return ids
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        """No-op: the warm-up logs no tables."""
 
-
-def _answer_ids(tokenizer: PreTrainedTokenizerBase, number: int) -> list[int]:
-    return [*tokenizer.encode(answer_text(number), add_special_tokens=False), tokenizer.eos_token_id]
-
-
-def _cross_entropy(batch: TensorDict) -> LossFn:
-    num_tokens = int(batch["response_mask"].sum())
-
-    def loss_fn(outputs: dict[str, Tensor], rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
-        loss = -(outputs["log_probs"] * rows["response_mask"]).sum() / num_tokens
-        return loss, {"loss": loss}
-
-    return loss_fn
+    def finish(self) -> None:
+        self._progress.stop()

@@ -74,9 +74,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return saved
 
 
-def check_same_experiment(
-    run_dir: Path, config: PPOConfig | SFTConfig, saved: dict[str, Any] | None = None
-) -> None:
+def check_same_experiment(run_dir: Path, config: PPOConfig | SFTConfig, saved: dict[str, Any] | None = None) -> None:
     """ValueError if the folder's checkpoints belong to another experiment than `config`.
 
     saved: the config of the checkpoint to resume from; None reads the run's.
@@ -104,7 +102,11 @@ def report_changes(saved: dict[str, Any], config: PPOConfig | SFTConfig, checkpo
     """Log each setting that differs from the checkpoint's, old and new, and each part of the state that was not saved."""
     for key, old, new in _differences(saved, to_plain(config)) if saved else ():
         note = NO_EFFECT.get(key, "")
-        if isinstance(config, PPOConfig) and key == "algorithm.kl_ctrl.kl_coef" and config.algorithm.kl_ctrl.type == "fixed":
+        if (
+            isinstance(config, PPOConfig)
+            and key == "algorithm.kl_ctrl.kl_coef"
+            and config.algorithm.kl_ctrl.type == "fixed"
+        ):
             note = ""
         if not key.startswith(START_KEYS):
             logger.warning("changed since the checkpoint: %s was %s, is now %s%s", key, old, new, note and f" ({note})")

@@ -14,11 +14,12 @@ from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
 from lockstep.demo import program
 from lockstep.demo.model import make_model_folder, make_tokenizer
-from lockstep.demo.program import Algorithm, command_line, demo_folder, training_overrides
+from lockstep.demo.program import Algorithm, as_overrides, command_line, demo_folder, training_overrides
 from lockstep.demo.report import forgot_carry, plot
 from lockstep.demo.reward import compute_score
 from lockstep.demo.task import Problem, answer_text, parse_question, split_problems, write_rows
-from lockstep.demo.warmup import WarmUp, WarmUpExamples, warm_up
+from lockstep.demo.warmup import WarmUp, warm_up_settings, write_examples
+from lockstep.trainer import fsdp_sft_trainer
 
 
 @pytest.mark.parametrize(
@@ -88,38 +89,33 @@ def test_one_token_per_character_and_two_for_the_template() -> None:
     assert tokenizer.encode("4x") == [tokenizer.convert_tokens_to_ids("4"), tokenizer.unk_token_id]
 
 
-def test_warm_up_examples_mix_careless_and_correct_answers() -> None:
-    tokenizer = make_tokenizer()
-    problem = Problem(47, 85)
-    for careless, expected in ((0.0, "=132"), (1.0, "=022")):
-        batch = WarmUpExamples(tokenizer, [problem], careless, seed=0).draw(4)
-        assert tokenizer.batch_decode(batch["input_ids"]) == [f"<|user|>47+85<|assistant|>{expected}<|end|>"] * 4
-        assert batch["response_mask"].all() and batch["responses"].shape == (4, 5)
-    mixed = WarmUpExamples(tokenizer, [problem], 0.75, seed=0).draw(1000)
-    right = sum(text.startswith("=132") for text in tokenizer.batch_decode(mixed["responses"]))
-    assert right / 1000 == pytest.approx(0.25, abs=0.05)
+def test_warm_up_rows_mix_careless_and_correct_answers(tmp_path: Path) -> None:
+    problems = [Problem(47, 85), Problem(58, 67)]
+    assert write_examples(tmp_path / "rows.parquet", problems, WarmUp(steps=9, batch_size=2), seed=0) == 6
+    rows = pq.read_table(tmp_path / "rows.parquet").to_pylist()
+    assert sorted(row["response"] for row in rows if row["prompt"] == "47+85") == ["=022", "=022", "=132"]
+    assert write_examples(tmp_path / "rows.parquet", problems, WarmUp(steps=2, batch_size=2), seed=0) == 4
+    assert pq.read_table(tmp_path / "rows.parquet").to_pylist() == rows[:4]
 
 
-def test_warm_up_minimises_transformers_loss_and_saves_the_model(tmp_path: Path) -> None:
-    num_parameters = make_model_folder(tmp_path / "model", seed=3)
-    assert num_parameters < 200_000
-    train, _ = split_problems(seed=3)
+def test_warm_up_trains_the_model(tmp_path: Path) -> None:
+    assert make_model_folder(tmp_path / "model", seed=3) < 200_000
     recipe = WarmUp(steps=12, batch_size=32)
-    batch = WarmUpExamples(make_tokenizer(), train, recipe.careless, seed=3).draw(32)
-    labels = torch.cat([torch.full((32, 7), -100), batch["responses"]], 1)
-    fresh = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    with torch.no_grad():
-        expected = fresh(input_ids=batch["input_ids"], labels=labels).loss.item()
+    num_rows = write_examples(tmp_path / "rows.parquet", split_problems(seed=3)[0], recipe, seed=3)
+    run = tmp_path / "run"
+    settings = warm_up_settings(tmp_path / "model", tmp_path / "rows.parquet", num_rows, run, recipe, 3, "cpu")
+    assert fsdp_sft_trainer.main(as_overrides(settings)) == 0
+    losses = [json.loads(line)["train/loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert len(losses) == 12 and losses[-1] < losses[0] - 0.3
 
-    losses: list[float] = []
-    warm_up(tmp_path / "model", train, recipe, seed=3, device="cpu", on_step=lambda step, loss: losses.append(loss))
-    assert len(losses) == 12
-    assert losses[0] == pytest.approx(expected, abs=1e-5)
-    assert losses[-1] < losses[0] - 0.3
-    warm = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    tokenizer = make_tokenizer()
+    ids = torch.tensor([tokenizer.encode("<|user|>47+85<|assistant|>=022<|end|>")])
+    labels = torch.where(torch.arange(ids.shape[1]) < 7, -100, ids)
+    folders = (tmp_path / "model", run / "global_step_12" / "huggingface")
     with torch.no_grad():
-        assert warm(input_ids=batch["input_ids"], labels=labels).loss.item() < expected - 0.3
-    assert AutoTokenizer.from_pretrained(tmp_path / "model").chat_template
+        fresh, warm = (AutoModelForCausalLM.from_pretrained(f)(input_ids=ids, labels=labels).loss for f in folders)
+    assert warm < fresh - 0.3
+    assert AutoTokenizer.from_pretrained(folders[1]).chat_template
 
 
 def test_plot_draws_means_between_zero_and_one() -> None:
@@ -139,7 +135,7 @@ def test_only_a_wrong_answer_counts_as_a_forgotten_carry() -> None:
 def test_overrides_quote_any_folder_name() -> None:
     folder = Path("it's a {run}, with=signs")
     for algorithm in ("grpo", "ppo"):
-        overrides = training_overrides(folder, folder, algorithm, steps=1, seed=2, device="cpu")
+        overrides = training_overrides(folder, folder / "model", folder, algorithm, steps=1, seed=2, device="cpu")
         config = load_config(PPOConfig, overrides, run_checks=False)
         assert config.trainer.default_local_dir == str(folder)
         assert config.data.train_files == [str(folder / "data" / "train.parquet")]
@@ -225,17 +221,18 @@ def test_demo_continues_after_a_kill(
         raise KeyboardInterrupt
 
     command = ["demo", "--out", str(tmp_path / "run"), "--device", "cpu", "--steps", "1", "--warmup-steps", "2"]
-    for module, name in ((program, "warm_up"), (program.main_ppo, "main")):
+    for module in (program.fsdp_sft_trainer, program.main_ppo):
         with monkeypatch.context() as patch:
-            patch.setattr(module, name, end)
+            patch.setattr(module, "main", end)
             assert cli.main(command) == 130
         assert "the same command continues" in capsys.readouterr().out
-    model = (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
+    warm = tmp_path / "run" / "warmup" / "global_step_2" / "huggingface" / "model.safetensors"
+    model = warm.read_bytes()
     assert cli.main(command) == 0
     shown = capsys.readouterr().out
     assert "Continuing the unfinished demo" in shown and "Warm-up" not in shown
-    assert (tmp_path / "run" / "model" / "model.safetensors").read_bytes() == model
-    assert (tmp_path / "run" / "summary.json").is_file() and not (tmp_path / "run" / ".model").exists()
+    assert warm.read_bytes() == model
+    assert (tmp_path / "run" / "summary.json").is_file()
     assert cli.main(command) == 2  # it is finished
     assert "choose another folder" in capsys.readouterr().err
 

@@ -23,6 +23,8 @@ from lockstep.config.commandline import config_from_command_line
 from lockstep.config.compose import load_config
 from lockstep.config.placement import controller_of
 from lockstep.config.ppo import PPOConfig
+from lockstep.config.sft import SFTConfig
+from lockstep.trainer import fsdp_sft_trainer
 from lockstep.trainer.main_ppo import main
 from tests.hub import use_hub, write_cache
 from tests.tiny import save_tiny_model, write_rows
@@ -52,7 +54,7 @@ COMMANDS = [(p, line) for p, line in LINES if re.search(r"lockstep (ppo|grpo) |m
 VIEWS = [(p, line) for p, line in LINES if re.match(r"lockstep (plot|rollouts) ", line)]
 QUICK_START = "checkpoints/gsm8k/qwen2.5-0.5b-instruct-gsm8k-grpo"
 MANY_WORKERS = re.compile(r"trainer\.(nnodes|n_gpus_per_node)=([2-9]|\d\d)")
-TRAINING = [(page, line) for page, line in COMMANDS if not MANY_WORKERS.search(line)]
+TRAINING = [(page, line) for page, line in COMMANDS if not MANY_WORKERS.search(line) and page != "sft.md"]
 ON_RAY = [(page, line) for page, line in COMMANDS if MANY_WORKERS.search(line)]
 ONE_A_PAGE = {page: line for page, line in ON_RAY if "ray_init" not in line and page != "README.md"}
 
@@ -65,6 +67,8 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         write_rows(folder / name, 4)
     ((reward,),) = [re.findall(r"# reward.py\n.*", b, flags=re.S) for _, b in blocks("python") if "# reward.py" in b]
     (folder / "reward.py").write_text(reward)
+    conversation = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    (folder / "sft.jsonl").write_text(4 * (json.dumps({"messages": conversation}) + "\n"))
     (folder / "train.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "It is 2.\n#### 2"}) + "\n")
     (config,) = [b for _, b in blocks("yaml") if b.startswith("# run.yaml")]
     (folder / "run.yaml").write_text(config)
@@ -127,7 +131,8 @@ def filled(command: str, places: dict[str, str]) -> list[str]:
 def arguments(command: str, places: dict[str, str]) -> list[str]:
     """The arguments after the program's name."""
     words = filled(command, places)
-    start = next(i for i, word in enumerate(words) if word in ("ppo", "grpo", "lockstep.trainer.main_ppo"))
+    programs = ("ppo", "grpo", "lockstep.trainer.main_ppo", "sft", "lockstep.trainer.fsdp_sft_trainer")
+    start = next(i for i, word in enumerate(words) if word in programs)
     return ["algorithm=grpo"] * (words[start] == "grpo") + words[start + 1 :]
 
 
@@ -146,6 +151,17 @@ def test_training_commands_train(
     use_hub(monkeypatch, Path(places["$DATA"]) / "hub", offline=True)
     assert main([*arguments(command, places), *SMALL, f"trainer.default_local_dir={tmp_path}/run"]) == 0
     assert (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def test_sft_trains_the_model_that_grpo_starts_from(places: dict[str, str], tmp_path: Path) -> None:
+    lines = [line for page, b in blocks("bash") if page == "sft.md" for line in b.splitlines()]
+    sft, torchrun, grpo = (arguments(line, places | {"$OUT": str(tmp_path / "sft")}) for line in lines)
+    small = ["data.train_batch_size=4", "trainer.total_training_steps=1", "trainer.device=cpu"]
+    assert load_config(SFTConfig, torchrun).data.train_batch_size == 64
+    assert fsdp_sft_trainer.main([*sft, *small]) == 0
+    assert "val/loss" in json.loads((tmp_path / "sft" / "metrics.jsonl").read_text())
+    assert main([*grpo, *SMALL, f"trainer.default_local_dir={tmp_path}/grpo"]) == 0
+    assert (tmp_path / "grpo" / "metrics.jsonl").read_text()
 
 
 @pytest.mark.parametrize(("page", "command"), ON_RAY, ids=[f"{p}-{i}" for i, (p, _) in enumerate(ON_RAY)])

@@ -172,9 +172,7 @@ class SFTTrainer:
                 f"{self.config.data.max_length} cut the assistant's turns off?"
             )
         try:
-            metrics: dict[str, Any] = dict(
-                self.engine.forward_backward(rows, cross_entropy(num_trained), self.micro)
-            )
+            metrics: dict[str, Any] = dict(self.engine.forward_backward(rows, cross_entropy(num_trained), self.micro))
         except torch.OutOfMemoryError as error:
             error.add_note(f"raised in rank {current_rank()} by SFTTrainer.train_batch")
             raise
