@@ -168,8 +168,9 @@ def check(config: PPOConfig) -> tuple[list[Problem], list[str]]:
 
 def flat_values(config: Any) -> dict[str, Any]:
     """Dotted key to value."""
+    root: type = type(config)
     tree = to_plain(config)
-    return {name: get_in(tree, name, None) for name in keys(type(config))}
+    return {name: get_in(tree, name, None) for name in keys(root)}
 
 
 def _inherited(values: Values) -> set[str]:

@@ -16,7 +16,7 @@ DISABLED_BY_NULL = {"critic": "critic.enable", "actor_rollout_ref.ref": "actor_r
 
 def tables_of(cls: type) -> Tables:
     """The compatibility tables of a root config class."""
-    return {SFTConfig: sft_compat.TABLES}.get(cls, compat.TABLES)
+    return sft_compat.TABLES if cls is SFTConfig else compat.TABLES
 
 
 @dataclass

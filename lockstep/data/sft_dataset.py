@@ -266,11 +266,10 @@ def create_sft_dataset(
             raise ValueError(f"data.custom_cls.path={custom.path}: {error}") from error
         if not (isinstance(cls, type) and issubclass(cls, Dataset)):
             raise ValueError(f"data.custom_cls.name={custom.name} must be a subclass of torch.utils.data.Dataset")
-    dataset: Dataset[dict[str, torch.Tensor]] = cls(
-        parquet_files=data_files, tokenizer=tokenizer, config=config, max_samples=max_samples
-    )
-    if not hasattr(dataset, "fingerprint") and are_files(data_files):
-        dataset.fingerprint = file_digests(data_files)
+    built: Any = cls(parquet_files=data_files, tokenizer=tokenizer, config=config, max_samples=max_samples)
+    if not hasattr(built, "fingerprint") and are_files(data_files):
+        built.fingerprint = file_digests(data_files)
+    dataset: Dataset[dict[str, torch.Tensor]] = built
     return dataset
 
 

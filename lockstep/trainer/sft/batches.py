@@ -25,32 +25,29 @@ def collate(samples: Sequence[Sample]) -> TensorDict:
     A sequence's first token has nothing before it that predicts it, so it is never trained.
     """
     rows = [_arrays(sample) for sample in samples]
-    prompts = [_prompt_length(row["response_mask"]) for row in rows]
+    prompts = [_prompt_length(mask) for _, _, mask in rows]
     before = max(prompts)
-    width = max(len(row["input_ids"]) - prompt for row, prompt in zip(rows, prompts))
-    batch = {name: np.zeros((len(rows), before + width), np.int64) for name in rows[0]}
+    width = max(len(ids) - prompt for (ids, _, _), prompt in zip(rows, prompts))
+    names = ("input_ids", "position_ids", "response_mask", "attention_mask")
+    batch = {name: np.zeros((len(rows), before + width), np.int64) for name in names}
     for i, (row, prompt) in enumerate(zip(rows, prompts)):
-        start = before - prompt
-        for name, values in row.items():
-            batch[name][i, start : start + len(values)] = values
+        place = slice(before - prompt, before - prompt + len(row[0]))
+        for name, values in zip(names, (*row, 1)):
+            batch[name][i, place] = values
     tensors = {name: torch.from_numpy(values) for name, values in batch.items()}
     tensors["response_mask"] = tensors["response_mask"][:, before:]
     return TensorDict(tensors | {"responses": tensors["input_ids"][:, before:]}, batch_size=[len(rows)])
 
 
-def _arrays(sample: Sample) -> dict[str, np.ndarray]:
+def _arrays(sample: Sample) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Token ids, positions and loss mask, without padding."""
     ids, mask = sample["input_ids"].numpy(), sample["loss_mask"].numpy().copy()
     positions = sample["position_ids"].numpy() if "position_ids" in sample else np.arange(len(ids))
     if "attention_mask" in sample:
         kept = sample["attention_mask"].numpy().astype(bool)
         ids, mask, positions = ids[kept], mask[kept], positions[kept]
     mask[:1] = 0
-    return {
-        "input_ids": ids,
-        "attention_mask": np.ones_like(ids),
-        "position_ids": positions,
-        "response_mask": mask,
-    }
+    return ids, positions, mask
 
 
 def _prompt_length(mask: np.ndarray) -> int:

@@ -31,7 +31,6 @@ TIMEOUT_S = 1800.0
 def run(config: SFTConfig) -> int:
     """Train; returns the exit code: 0 done, 130 stopped by the user, 2 wrong config or input, 1 failed."""
     rank, world_size = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
-    trainer: SFTTrainer | None = None
     with ExitStack() as closing:
         try:
             trainer = build(config, rank, world_size)
