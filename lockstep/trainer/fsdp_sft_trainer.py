@@ -13,6 +13,7 @@ from contextlib import redirect_stderr
 
 from lockstep.config.commandline import config_from_command_line
 from lockstep.config.sft import SFTConfig
+from lockstep.kernels.gpu_warmup import start_gpu_warmup
 from lockstep.trainer.interrupt import stop_on_sigterm
 from lockstep.trainer.sft import OTHERS_WAIT_S
 
@@ -27,6 +28,10 @@ def main(argv: list[str] | None = None) -> int:
             if config is None:
                 return 0
             logging.getLogger(__name__).info("loading torch and transformers")
+            if (
+                os.environ.get("WORLD_SIZE", "1") == "1"
+            ):  # on several GPUs it would open a context on the first for each rank
+                start_gpu_warmup(config.trainer.device)
             from lockstep.trainer.sft.program import run
 
             return run(config)

@@ -284,6 +284,19 @@ def test_bad_input_is_one_clear_message(
     assert ended == code and message in shown and "Traceback" not in shown
 
 
+def test_other_ranks_report_a_config_error_after_the_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr("time.sleep", waits.append)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as stopped:
+            main(["data.nope=1"])
+        assert stopped.value.code == 2 and "data.nope=1: no such key" in capsys.readouterr().err
+    assert waits == [3.0]
+
+
 def test_another_experiment_in_the_folder_is_refused(
     overrides: list[str], files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

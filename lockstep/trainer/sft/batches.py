@@ -28,11 +28,12 @@ def collate(samples: Sequence[Sample]) -> TensorDict:
     prompts = [_prompt_length(mask) for _, _, mask in rows]
     before = max(prompts)
     width = max(len(ids) - prompt for (ids, _, _), prompt in zip(rows, prompts))
-    names = ("input_ids", "position_ids", "response_mask", "attention_mask")
-    batch = {name: np.zeros((len(rows), before + width), np.int64) for name in names}
+    names = ("input_ids", "position_ids", "response_mask")
+    batch = {name: np.zeros((len(rows), before + width), np.int64) for name in (*names, "attention_mask")}
     for i, (row, prompt) in enumerate(zip(rows, prompts)):
         place = slice(before - prompt, before - prompt + len(row[0]))
-        for name, values in zip(names, (*row, 1)):
+        batch["attention_mask"][i, place] = 1
+        for name, values in zip(names, row):
             batch[name][i, place] = values
     tensors = {name: torch.from_numpy(values) for name, values in batch.items()}
     tensors["response_mask"] = tensors["response_mask"][:, before:]
