@@ -6,7 +6,7 @@ from itertools import chain
 
 from lockstep.config import checks
 from lockstep.config.checks import Values, flat_values
-from lockstep.config.errors import Problem
+from lockstep.config.errors import Problem, show
 from lockstep.config.sft import SFTConfig
 
 _ENGINE = "model.fsdp_config"
@@ -61,6 +61,8 @@ def _without_effect(values: Values) -> Iterator[str]:
     reasons = dict(NEVER_READ)
     if values["data.use_dynamic_bsz"]:
         reasons["data.micro_batch_size_per_gpu"] = "data.use_dynamic_bsz fills micro-batches by tokens"
+    if values["trainer.test_freq"] < 1:
+        reasons["data.val_files"] = "set trainer.test_freq to validate"
     for name, reason in reasons.items():
         if values[name]:
-            yield f"{name}={values[name]} has no effect: {reason}"
+            yield f"{name}={show(values[name])} has no effect: {reason}"

@@ -125,9 +125,10 @@ def test_problems_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_settings_without_effect_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     changes = ["model.fsdp_config.param_offload=true", "data.use_dynamic_bsz=true", "data.micro_batch_size_per_gpu=3"]
+    changes += ["data.val_files=x.jsonl"]
     with caplog.at_level(logging.WARNING), pytest.raises(ConfigError):
         load_config(SFTConfig, changes)
-    for name in (changes[0].partition("=")[0], "data.micro_batch_size_per_gpu=3"):
+    for name in (changes[0], "data.micro_batch_size_per_gpu=3", "data.val_files=[x.jsonl]"):
         assert any(m.startswith(name) and "has no effect" in m for m in caplog.messages), name
 
 
