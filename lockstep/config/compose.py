@@ -118,8 +118,8 @@ def config_from_tree(cls: type[C], tree: Mapping[str, Any], run_checks: bool = T
 
 def _checked(merged: _Settings, cls: type[C], run_checks: bool) -> C:
     """The settings with derived defaults, types and checks; logs the notices."""
-    _load_external_lib(merged)
-    derived, notices = derived_defaults(merged.values)
+    _load_external_lib(merged, cls)
+    derived, notices = derived_defaults(cls, merged.values)
     merged.values |= derived
     merged.notices += notices
     unsupported = unsupported_values(cls, merged.values)
@@ -143,9 +143,9 @@ def _checked(merged: _Settings, cls: type[C], run_checks: bool) -> C:
     return config
 
 
-def _load_external_lib(settings: _Settings) -> None:
+def _load_external_lib(settings: _Settings, cls: type) -> None:
     """Import the user's module now: what it registers may be named by other keys."""
-    key = "actor_rollout_ref.model.external_lib"
+    key = "model.external_lib" if cls is SFTConfig else "actor_rollout_ref.model.external_lib"
     name = settings.values.get(key)
     if isinstance(name, str) and not name.startswith("${"):
         try:

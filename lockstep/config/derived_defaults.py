@@ -10,6 +10,7 @@ from lockstep.config.errors import ConfigError
 from lockstep.config.estimators import needs_groups
 from lockstep.config.run_names import experiment_name, project_name
 from lockstep.config.schema import set_in
+from lockstep.config.sft import SFTConfig
 
 _CLIP_LOW, _CLIP_HIGH = "actor_rollout_ref.actor.clip_ratio_low", "actor_rollout_ref.actor.clip_ratio_high"
 
@@ -20,8 +21,8 @@ GROUP_SIZE = 5
 """Samples per prompt for estimators that compare them, unless the user sets `rollout.n`."""
 
 
-def derived_defaults(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Values derived from the keys that are set (canonical names), with one notice each."""
+def derived_defaults(cls: type, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Values derived from the keys that are set (canonical names), with one notice each. cls: the root config class."""
     derived: dict[str, Any] = {}
     notices: list[str] = []
     kl_keys = sorted(name for name in values if name.startswith("algorithm.kl_ctrl."))
@@ -52,17 +53,19 @@ def derived_defaults(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
             f"{derived[_CLIP_LOW]:g} and {derived[_CLIP_HIGH]:g}; as distances they would clip at {1 - low:.4g} and "
             f"{1 + high:.4g}, which is hardly any clipping"
         )
-    return derived | _names(values), notices
+    return derived | _names(cls, values), notices
 
 
-def _names(values: Mapping[str, Any]) -> dict[str, Any]:
+def _names(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Project and experiment, if they are not set."""
-    model = _resolved("actor_rollout_ref.model.path", values)
+    model_key, algorithm = "actor_rollout_ref.model.path", values.get("algorithm.adv_estimator", "gae")
+    if cls is SFTConfig:
+        model_key, algorithm = "model.path", "sft"
+    model = _resolved(model_key, values)
     files = _resolved("data.train_files", values) or _resolved("data.val_files", values)
-    estimator = values.get("algorithm.adv_estimator", "gae")
     names = {
         "trainer.project_name": project_name(files),
-        "trainer.experiment_name": experiment_name(model, files, estimator),
+        "trainer.experiment_name": experiment_name(model, files, algorithm),
     }
     return {name: value for name, value in names.items() if name not in values}
 

@@ -19,9 +19,10 @@ class SFTRunDataConfig(SFTDataConfig):
     """Rows are conversations (`messages_key`), or pairs of a prompt and a response (`prompt_key`, `response_key`)."""
 
     train_files: list[str] = field(default_factory=list)
-    """Training rows: one parquet or jsonl file, or a list of them."""
+    """Training rows: a parquet, jsonl or json file, a folder of them, a dataset of the Hub
+    (`org/name[@revision][:config][:split]`), a URL, or a list of these (docs/models_and_data_by_name.md)."""
     val_files: list[str] = field(default_factory=list)
-    """Validation rows; an empty list trains without validation."""
+    """Validation rows, in the same forms; an empty list trains without validation."""
     train_max_samples: int = -1
     """Use this many training rows, -1 for all: the first ones, or a random subset if `seed` is set and `shuffle` is on."""
     val_max_samples: int = -1
@@ -72,10 +73,10 @@ class SFTTrainerConfig:
     """Passes over the training rows."""
     total_training_steps: int | None = None
     """Stop after this many steps; null trains for all epochs."""
-    project_name: str = "lockstep_sft"
-    """Project name in the trackers."""
+    project_name: str = "lockstep"
+    """Project name in the trackers. If not set, the name of the data, such as `gsm8k`."""
     experiment_name: str = "sft"
-    """Name of the run."""
+    """Name of the run. If not set, made of model and data, such as `qwen2.5-0.5b-instruct-gsm8k-sft`."""
     logger: list[str] = field(default_factory=lambda: ["console"])
     """Trackers: console, file, tensorboard, wandb, mlflow, swanlab, or `module:Class`. `metrics.jsonl` in `default_local_dir`
     is always written."""

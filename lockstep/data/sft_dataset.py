@@ -21,10 +21,11 @@ from torch.utils.data import Dataset
 
 from lockstep.config.data import SFTDataConfig
 from lockstep.config.sft import SFTRunDataConfig
-from lockstep.data.files import FileRow, are_files, drop_none, file_digests, read_rows
+from lockstep.data.files import FileRow, drop_none, file_digests, read_rows
 from lockstep.data.settings import from_mapping
 from lockstep.data.tensors import kept_ends
-from lockstep.registry import load_object
+from lockstep.registry import load_plugin
+from lockstep.utils.dataset_files import Use, local_data_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,10 +56,11 @@ class _SupervisedRows(Dataset[dict[str, torch.Tensor]]):
         self.config = config if isinstance(config, SFTDataConfig) else sft_settings(config)
         if self.config.pad_mode == "right" and tokenizer.pad_token_id is None:
             raise ValueError("data.pad_mode=right, but the tokenizer has no pad token; set one in its config")
-        self.rows = read_rows(parquet_files, max_samples, self.config.seed if self.config.shuffle else None)
+        self.data_files = local_data_files(parquet_files, "train", "data.train_files")
+        self.rows = read_rows(self.data_files, max_samples, self.config.seed if self.config.shuffle else None)
         for row in self.rows:
             self.check(row)
-        self.fingerprint = file_digests(parquet_files)
+        self.fingerprint = file_digests(self.data_files)
         self._tokens: list[tuple[np.ndarray, np.ndarray]] = []
         for start in range(0, len(self.rows), ROWS_PER_CALL):
             self._tokens += self._encoded(self.rows[start : start + ROWS_PER_CALL])
@@ -254,21 +256,30 @@ def _entry(value: Any, step: str) -> Any:
 
 
 def create_sft_dataset(
-    data_files: list[str], tokenizer: "PreTrainedTokenizerBase", config: SFTRunDataConfig, max_samples: int = -1
+    data_files: list[str],
+    tokenizer: "PreTrainedTokenizerBase",
+    config: SFTRunDataConfig,
+    max_samples: int = -1,
+    use: Use = "train",
 ) -> Dataset[dict[str, torch.Tensor]]:
-    """Conversations, pairs, or the class named by `data.custom_cls`, with the same arguments."""
+    """Conversations, pairs, or the class named by `data.custom_cls`, with the same arguments.
+
+    A custom class that derives from neither dataset gets `data_files` as they are. use: selects the split of folders and of
+    datasets on the Hub.
+    """
     custom = config.custom_cls
-    cls: Any = MultiTurnSFTDataset if _are_conversations(data_files, config) else SFTDataset
+    cls: Any = None
     if custom.path is not None:
-        try:
-            cls = load_object(custom.path, custom.name)
-        except (ValueError, ImportError, SyntaxError) as error:
-            raise ValueError(f"data.custom_cls.path={custom.path}: {error}") from error
-        if not (isinstance(cls, type) and issubclass(cls, Dataset)):
-            raise ValueError(f"data.custom_cls.name={custom.name} must be a subclass of torch.utils.data.Dataset")
+        cls = load_plugin("data.custom_cls.path", custom.path, custom.name, base=Dataset)
+    if cls is None or issubclass(cls, _SupervisedRows):
+        data_files = [str(file) for file in local_data_files(data_files, use, f"data.{use}_files")]
+    if cls is None:
+        cls = MultiTurnSFTDataset if _are_conversations(data_files, config) else SFTDataset
     built: Any = cls(parquet_files=data_files, tokenizer=tokenizer, config=config, max_samples=max_samples)
-    if not hasattr(built, "fingerprint") and are_files(data_files):
-        built.fingerprint = file_digests(data_files)
+    if not hasattr(built, "fingerprint"):
+        paths = [Path(file).expanduser() for file in data_files]
+        if all(path.is_file() for path in paths):
+            built.fingerprint = file_digests(paths)
     dataset: Dataset[dict[str, torch.Tensor]] = built
     return dataset
 

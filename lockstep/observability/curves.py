@@ -19,11 +19,12 @@ Points = list[tuple[int, float]]
 
 DEFAULT_METRICS = {
     "reward": ("critic/score/mean", "critic/rewards/mean"),
-    "validation": ("val-core/*/mean@*",),
+    "loss": ("train/loss",),
+    "validation": ("val-core/*/mean@*", "val/loss"),
     "length": ("response_length/mean",),
     "entropy": ("actor/entropy",),
     "kl": ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl"),
-    "grad": ("actor/grad_norm",),
+    "grad": ("actor/grad_norm", "train/grad_norm"),
     "time": ("timing_s/step",),
 }
 """Short name -> patterns; the first one that a run has is drawn."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from lockstep.config.placement import controller_of, need_reward_model, needed_models
 from lockstep.config.ppo import PPOConfig
+from lockstep.config.sft import SFTConfig
 from lockstep.trainer.preflight import check_positions
 from lockstep.utils.dataset_files import local_data_files
 from lockstep.utils.model_path import local_model_folder, revision_of
@@ -14,20 +15,20 @@ from lockstep.utils.model_path import local_model_folder, revision_of
 logger = logging.getLogger(__name__)
 
 
-def fetch_inputs(config: PPOConfig) -> None:
+def fetch_inputs(config: PPOConfig | SFTConfig) -> None:
     """Bring everything to this machine that is elsewhere, and log where it is; ValueError if it cannot be found or used.
 
     On Ray, only configs and tokenizers of models: the workers' machines fetch the weights.
     """
-    weights = controller_of(config) == "local"
+    weights = isinstance(config, SFTConfig) or controller_of(config) == "local"
     fetched: dict[str, Path] = {}
     for key, path in _models(config):
         folder = local_model_folder(path, key, weights=weights)
         if folder != Path(path).expanduser() and fetched.get(path) != folder:
             logger.info("%s=%s is read from %s", key, path, folder)
         fetched[path] = folder
-    policy = config.actor_rollout_ref.model.path
-    check_positions(config, fetched[policy])
+    if isinstance(config, PPOConfig):
+        check_positions(config, fetched[config.actor_rollout_ref.model.path])
     for key, path in _tokenizers(config):
         if path not in fetched:
             local_model_folder(path, key, weights=False)
@@ -60,7 +61,10 @@ def tokenizer_of(config: PPOConfig) -> tuple[str, str]:
     return "actor_rollout_ref.model.path", model.path
 
 
-def _models(config: PPOConfig) -> Iterator[tuple[str, str]]:
+def _models(config: PPOConfig | SFTConfig) -> Iterator[tuple[str, str]]:
+    if isinstance(config, SFTConfig):
+        yield "model.path", config.model.path
+        return
     yield "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path
     if "critic" in needed_models(config):
         yield "critic.model.path", config.critic.model.path
@@ -68,7 +72,11 @@ def _models(config: PPOConfig) -> Iterator[tuple[str, str]]:
         yield "reward_model.model.path", config.reward_model.model.path
 
 
-def _tokenizers(config: PPOConfig) -> Iterator[tuple[str, str]]:
+def _tokenizers(config: PPOConfig | SFTConfig) -> Iterator[tuple[str, str]]:
+    if isinstance(config, SFTConfig):
+        if config.model.tokenizer_path:
+            yield "model.tokenizer_path", config.model.tokenizer_path
+        return
     model = config.reward_model.model
     paths = {
         "data.tokenizer": config.data.tokenizer,

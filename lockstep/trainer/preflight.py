@@ -3,13 +3,14 @@
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lockstep.config.placement import controller_of, num_workers
 from lockstep.config.ppo import PPOConfig
+from lockstep.config.sft import SFTConfig
 from lockstep.observability.trackers import TRACKERS
 from lockstep.registry import check_signature, load_object
 from lockstep.rewards.custom import ARGUMENTS, BATCH_ARGUMENTS, get_custom_reward_fn
@@ -27,24 +28,26 @@ LOSS_ARGUMENTS = (
 )
 MANAGER_ARGUMENTS = ("tokenizer", "num_examine", "compute_score", "reward_fn_key")
 DATASET_ARGUMENTS = ("data_files", "tokenizer", "config", "max_samples")
+SFT_DATASET_ARGUMENTS = ("parquet_files", "tokenizer", "config", "max_samples")
 SAMPLER_ARGUMENTS = ("data_source", "data_config")
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 
-def preflight(config: PPOConfig) -> list[str]:
+def preflight(config: PPOConfig | SFTConfig) -> list[str]:
     """What would stop this run later, one line each; logs warnings about the machine."""
     found = []
-    for check in CHECKS:
+    checks: Sequence[Callable[[Any], None]] = CHECKS if isinstance(config, PPOConfig) else SFT_CHECKS
+    for check in checks:
         try:
             check(config)
         except ValueError as error:
             found.append(str(error))
-    for warning in _machine(config):
+    for warning in _machine(config) if isinstance(config, PPOConfig) else ():
         logger.warning(warning)
     return found
 
 
-def _trackers(config: PPOConfig) -> None:
+def _trackers(config: PPOConfig | SFTConfig) -> None:
     for name in config.trainer.logger:
         if (check := getattr(TRACKERS.get(name), "check", None)) is not None:
             check()
@@ -68,10 +71,11 @@ def _policy_loss(config: PPOConfig) -> None:
         _check_call(LOSS_KEY, _load(LOSS_KEY, name), LOSS_ARGUMENTS)
 
 
-def _dataset(config: PPOConfig) -> None:
+def _dataset(config: PPOConfig | SFTConfig) -> None:
     custom, key = config.data.custom_cls, "data.custom_cls.path"
     if custom.path is not None:
-        _check_call(key, _load(key, custom.path, custom.name), DATASET_ARGUMENTS)
+        arguments = DATASET_ARGUMENTS if isinstance(config, PPOConfig) else SFT_DATASET_ARGUMENTS
+        _check_call(key, _load(key, custom.path, custom.name), arguments)
 
 
 def _sampler(config: PPOConfig) -> None:
@@ -103,10 +107,18 @@ def _model(config: PPOConfig) -> None:
     if not (folder / "config.json").is_file():
         return
     check_positions(config, folder)
+    _check_weights("actor_rollout_ref.model.path", model.path)
+
+
+def _sft_model(config: SFTConfig) -> None:
+    if (Path(config.model.path).expanduser() / "config.json").is_file():
+        _check_weights("model.path", config.model.path)
+
+
+def _check_weights(key: str, path: str) -> None:
+    folder = Path(path).expanduser()
     if not any(list(folder.glob(pattern)) for pattern in WEIGHT_FILES):
-        raise ValueError(
-            f"actor_rollout_ref.model.path={model.path}: no weights ({' or '.join(WEIGHT_FILES)}) in the folder"
-        )
+        raise ValueError(f"{key}={path}: no weights ({' or '.join(WEIGHT_FILES)}) in the folder")
 
 
 def check_positions(config: PPOConfig, folder: Path) -> None:
@@ -137,10 +149,10 @@ def _max_positions(settings: dict[str, Any]) -> int | None:
     return max(limit, int(scaled))
 
 
-def _folders(config: PPOConfig) -> None:
+def _folders(config: PPOConfig | SFTConfig) -> None:
     trainer = config.trainer
     for key in ("default_local_dir", "rollout_data_dir", "validation_data_dir"):
-        if (folder := getattr(trainer, key)) is not None:
+        if (folder := getattr(trainer, key, None)) is not None:
             _check_writable(Path(folder).expanduser(), f"trainer.{key}")
     root = Path(trainer.default_local_dir).expanduser()
     if not root.is_dir():
@@ -152,7 +164,7 @@ def _folders(config: PPOConfig) -> None:
         check_same_experiment(root, config, saved_config(newest))
 
 
-def _checkpoint(config: PPOConfig) -> None:
+def _checkpoint(config: PPOConfig | SFTConfig) -> None:
     path = config.trainer.resume_from_path
     if config.trainer.resume_mode != "resume_path" or not path:
         return
@@ -190,4 +202,5 @@ CHECKS: tuple[Callable[[PPOConfig], None], ...] = (
     *(_reward_function, _policy_loss, _dataset, _sampler),
     *(_model, _checkpoint, _trackers, _folders),
 )
+SFT_CHECKS: tuple[Callable[[SFTConfig], None], ...] = (_dataset, _sft_model, _checkpoint, _trackers, _folders)
 """Folders come last: the rest leaves no trace."""

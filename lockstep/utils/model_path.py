@@ -12,6 +12,8 @@ from lockstep.utils.fs import check_protocol, copy_matching, copy_to_local, is_r
 from lockstep.utils.hub import MODEL_FILES, HubName, check_offline, model_snapshot, parse_name
 
 _STEP_FOLDER = re.compile(r"global_step_\d+")
+_SECTIONS = {"actor": "actor_rollout_ref.actor", "critic": "critic", "": "trainer"}
+"""Part of a checkpoint -> the section of its `checkpoint` settings; SFT's has no parts."""
 FORMS = "give a local folder, org/name[@revision] of the Hugging Face Hub, a run's global_step_N folder or a URL"
 
 
@@ -66,12 +68,13 @@ def locate_model(path: str | Path, key: str) -> Path | HubName | str:
 
 
 def _model_in(folder: Path, role: str) -> Path:
-    """The folder itself, or the Hugging Face folder of a checkpoint: `global_step_N/<role>/huggingface`."""
+    """The folder itself, or the Hugging Face folder of a checkpoint: `global_step_N/<role>/huggingface`, without the role if SFT
+    wrote it."""
     if (folder / "config.json").is_file():
         return folder
     if _STEP_FOLDER.fullmatch(folder.resolve().name):
-        has_role = (folder / role).is_dir()
-        return _exported(folder / (role if has_role else "actor"))
+        part = next((part for part in (role, "actor") if (folder / part).is_dir()), "")
+        return _exported(folder / part)
     if folder.name in ("actor", "critic") and _STEP_FOLDER.fullmatch(folder.resolve().parent.name):
         return _exported(folder)
     steps = sorted(folder.glob("global_step_*"), key=lambda step: int(step.name.rpartition("_")[2] or 0))
@@ -83,8 +86,8 @@ def _model_in(folder: Path, role: str) -> Path:
 def _exported(part: Path) -> Path:
     if (part / "huggingface" / "config.json").is_file():
         return part / "huggingface"
-    section = "critic" if part.name == "critic" else "actor_rollout_ref.actor"
+    name = part.name if part.name in _SECTIONS else ""
     raise ValueError(
-        f"the checkpoint has no {part.name}/huggingface folder, because it was saved without hf_model; add hf_model to "
-        f"{section}.checkpoint.save_contents in the run that writes it"
+        f"the checkpoint has no {f'{name}/huggingface'.lstrip('/')} folder, because it was saved without hf_model; add hf_model "
+        f"to {_SECTIONS[name]}.checkpoint.save_contents in the run that writes it"
     )

@@ -19,7 +19,7 @@ _ROLLOUT = "the rollout engine is chosen by actor_rollout_ref.rollout.name; impl
 _SHARDING = "FSDP2 is applied by lockstep.engines.train.fsdp.FsdpEngine"
 _CHECKPOINT = "workers save and load with save_checkpoint(path) and load_checkpoint(path); lockstep.trainer.checkpoint has the rest"
 _PROFILER = "there are no profiler hooks; use {0}.utils.profiler.marked_timer, or torch.profiler in your program"
-_SFT = "training is by reinforcement learning only; examples/warm_up_sft.py is a short supervised loop"
+_SFT = "use {0}.trainer.fsdp_sft_trainer (`lockstep sft`), which accepts the keys of sft_trainer_engine.yaml too"
 _OTHER_PROGRAM = "generation and evaluation run as validation: trainer.val_only=true with trainer.validation_data_dir"
 
 NOT_SERVED: dict[str, str] = {
@@ -45,7 +45,6 @@ NOT_SERVED: dict[str, str] = {
     "single_controller.ray.split_resource_pool": "set resource_pool_spec and resource_pool_mapping",
     "tools.base_tool": _AGENTS,
     "tools.utils": _AGENTS,
-    "trainer.fsdp_sft_trainer": _SFT,
     "trainer.sft_trainer": _SFT,
     "trainer.main_eval": _OTHER_PROGRAM,
     "trainer.main_generation": _OTHER_PROGRAM,

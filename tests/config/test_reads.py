@@ -12,6 +12,8 @@ from lockstep.config.compose import load_config
 from lockstep.config.data import SFTDataConfig
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import Key, defaults, get_in, keys
+from lockstep.config.sft import SFTConfig
+from lockstep.config.sft_checks import NEVER_READ as NEVER_READ_IN_SFT
 from lockstep.config.without_effect import _LOSSES, NEVER_READ
 from tests.config.config_reads import fields_read
 
@@ -41,13 +43,15 @@ def is_read(key: Key, reads: set[tuple[str, str]]) -> bool:
 
 def is_explained(key: Key, followed: set[str]) -> bool:
     has_one_value = key.field in _FIXED_VALUES or len(get_args(key.annotation)) == 1
-    return has_one_value or key.name in followed or not {key.name, key.field}.isdisjoint((*READ_ELSEWHERE, *NEVER_READ))
+    explained = (*READ_ELSEWHERE, *NEVER_READ, *NEVER_READ_IN_SFT)
+    return has_one_value or key.name in followed or not {key.name, key.field}.isdisjoint(explained)
 
 
-def test_every_key_is_read_or_has_a_notice(reads: set[tuple[str, str]]) -> None:
-    tree = defaults(PPOConfig)
-    followed = {str(get_in(tree, name, None)).removeprefix("${").removesuffix("}") for name in keys(PPOConfig)}
-    unread = [key for key in keys(PPOConfig).values() if not is_read(key, reads)]
+@pytest.mark.parametrize("cls", [PPOConfig, SFTConfig])
+def test_every_key_is_read_or_has_a_notice(cls: type, reads: set[tuple[str, str]]) -> None:
+    tree = defaults(cls)
+    followed = {str(get_in(tree, name, None)).removeprefix("${").removesuffix("}") for name in keys(cls)}
+    unread = [key for key in keys(cls).values() if not is_read(key, reads)]
     silent = [key.name for key in unread if not is_explained(key, followed)]
     assert not silent, f"nothing reads {silent}: read them, delete them, or say why in without_effect.NEVER_READ"
     assert [key.name for key in keys(SFTDataConfig).values() if not is_read(key, reads)] == []

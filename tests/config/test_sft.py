@@ -93,16 +93,25 @@ def test_aliases_and_what_follows_from_them() -> None:
     assert load("data.multiturn.messages_key=talk").data.messages_key == "talk"
 
 
+def test_runs_are_named_after_model_and_data() -> None:
+    files = ["model.path=Qwen/Qwen2.5-0.5B-Instruct", "data.train_files=data/gsm8k/train.parquet"]
+    assert load(*files).trainer.default_local_dir == "checkpoints/gsm8k/qwen2.5-0.5b-instruct-gsm8k-sft"
+    assert load(*files, "trainer.experiment_name=mine").trainer.default_local_dir == "checkpoints/gsm8k/mine"
+
+
 def test_problems_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    good = [f"data.train_files={__file__}", f"model.path={tmp_path}/model"]
+    (tmp_path / "rows.jsonl").write_text("{}")
+    good = [f"data.train_files={tmp_path}/rows.jsonl", f"model.path={tmp_path}/model"]
     load_config(SFTConfig, good)
     for override, message in {
-        "data.train_files=[]": "data.train_files: must name at least one parquet or jsonl file",
+        "data.train_files=[]": "data.train_files: must name the training data; give a .parquet, .jsonl or .json file",
         "data.val_files=nowhere.parquet": "data.val_files=nowhere.parquet: no such file",
-        "model.path=": "model.path: must be the folder of the model to train",
+        "model.path=": "model.path: must be the model to train; give a local folder, org/name",
+        "model.tokenizer_path=nowhere": "model.tokenizer_path=nowhere: no such folder",
+        "model.external_lib=no_such_module": "model.external_lib=no_such_module: ",
         "data.train_batch_size=0": "data.train_batch_size=0: must be greater than 0",
         "data.max_token_len_per_gpu=1000": "max_token_len_per_gpu=1000: a sequence can have 1024 tokens (data.max_length)",
         "model.fsdp_config.ulysses_sequence_parallel_size=3": "=3: does not divide the number of processes (2",

@@ -79,6 +79,18 @@ def test_checkpoints(tmp_path: Path) -> None:
     assert local_model_folder(bare, "critic.model.path") == bare / "actor" / "huggingface"  # a run without a critic
 
 
+def test_checkpoints_of_sft(tmp_path: Path) -> None:
+    step = tmp_path / "run" / "global_step_5"
+    exported = model_in(step / "huggingface")
+    assert local_model_folder(step, KEY) == local_model_folder(exported, "model.path") == exported
+    assert local_model_folder(step, "critic.model.path") == exported
+    bare = tmp_path / "run" / "global_step_6"
+    bare.mkdir()
+    fix = r"has no huggingface folder, because .*add hf_model to trainer\.checkpoint\.save_contents"
+    with pytest.raises(ValueError, match=fix):
+        local_model_folder(bare, "model.path")
+
+
 def test_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
     remote = fsspec.filesystem("memory")

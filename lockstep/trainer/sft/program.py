@@ -1,10 +1,8 @@
-"""Run SFT from its config: process group, tokenizer, data, trainer; exit codes."""
+"""Run SFT from its config: process group, tokenizer, data, trainer."""
 
 import logging
 import os
 import random
-import sys
-import time
 from contextlib import ExitStack
 
 import numpy as np
@@ -13,14 +11,14 @@ import torch
 from lockstep.config.sft import SFTConfig
 from lockstep.data.sft_dataset import create_sft_dataset
 from lockstep.models.tokenizer import hf_tokenizer
-from lockstep.observability.jsonl import last_step
-from lockstep.observability.trackers import METRICS_FILE
+from lockstep.observability.jsonl import METRICS_FILE, last_step
+from lockstep.trainer.errors import RunError
 from lockstep.trainer.failures import cause_of, how_to_resume
 from lockstep.trainer.run_config import check_same_experiment
-from lockstep.trainer.sft import OTHERS_WAIT_S
 from lockstep.trainer.sft.trainer import SFTTrainer
 from lockstep.utils.device import resolve_device
 from lockstep.utils.distributed import join_process_group, on_first_rank
+from lockstep.utils.progress import phase
 
 logger = logging.getLogger(__name__)
 
@@ -29,33 +27,33 @@ TIMEOUT_S = 1800.0
 
 
 def run(config: SFTConfig) -> int:
-    """Train; returns the exit code: 0 done, 130 stopped by the user, 2 wrong config or input, 1 failed."""
+    """Train; returns 0, or 130 if the user stopped the run. A failure with a known cause is a RunError."""
     rank, world_size = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
     with ExitStack() as closing:
         try:
-            trainer = build(config, rank, world_size)
+            with phase("read the data"):
+                trainer = build(config, rank, world_size)
             closing.callback(trainer.close)
             if on_first_rank(lambda: _is_finished(trainer)):
                 steps = trainer.total_training_steps
                 logger.info("nothing to do: the run is already at step %d of %d", steps, steps)
                 return 0
             logger.info("loading the model")
-            trainer.load_model()
-            trainer.start()
+            with phase("load the model"):
+                trainer.load_model()
+            with phase("start the run"):
+                trainer.start()
         except ValueError as error:
             if os.environ.get("LOCKSTEP_DEBUG"):
                 raise
-            _report(f"error: {error} (LOCKSTEP_DEBUG=1 shows the traceback)", rank)
-            return 2
-        except Exception as error:  # noqa: BLE001 - the end of the run; unexpected ones are raised again
-            _report(f"error: {cause_of(error, config)}", rank)
-            return 1
+            raise RunError(f"{error} (LOCKSTEP_DEBUG=1 shows the traceback)", exit_code=2) from error
+        except Exception as error:  # unexpected ones are raised again by `cause_of`
+            raise RunError(cause_of(error, config)) from error
         try:
             return trainer.fit()
-        except Exception as error:  # noqa: BLE001 - the end of the run; unexpected ones are raised again
-            cause = cause_of(error, config).rstrip(".")
-            _report(f"error: {cause}; the run ended early{how_to_resume(config, trainer.last_checkpoint)}", rank)
-            return 1
+        except Exception as error:  # unexpected ones are raised again by `cause_of`
+            cause, resume = cause_of(error, config), how_to_resume(config, trainer.last_checkpoint)
+            raise RunError(f"{cause.rstrip('.')}; the run ended early{resume}") from error
 
 
 def build(config: SFTConfig, rank: int, world_size: int) -> SFTTrainer:
@@ -72,13 +70,13 @@ def build(config: SFTConfig, rank: int, world_size: int) -> SFTTrainer:
         model.tokenizer_path or model.path,
         trust_remote_code=model.trust_remote_code,
         custom_chat_template=model.custom_chat_template,
-        key="model",
+        key="model.tokenizer_path" if model.tokenizer_path else "model.path",
     )
     logger.info("tokenizing %s", ", ".join([*data.train_files, *data.val_files]))
     train = create_sft_dataset(data.train_files, tokenizer, data, data.train_max_samples)
     validation = None
     if data.val_files and config.trainer.test_freq > 0:
-        validation = create_sft_dataset(data.val_files, tokenizer, data, data.val_max_samples)
+        validation = create_sft_dataset(data.val_files, tokenizer, data, data.val_max_samples, use="val")
     return SFTTrainer(config, tokenizer, train, validation, device)
 
 
@@ -91,10 +89,3 @@ def _is_finished(trainer: SFTTrainer) -> bool:
     found = trainer.checkpoints.find("auto")
     tracked = last_step(trainer.run_dir / METRICS_FILE)
     return found is not None and found[0] >= total and tracked is not None and tracked >= total
-
-
-def _report(message: str, rank: int) -> None:
-    if rank:
-        time.sleep(OTHERS_WAIT_S)
-        message = f"rank {rank}: {message}"
-    sys.stderr.write(f"{message}\n")

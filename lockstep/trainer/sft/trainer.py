@@ -26,7 +26,7 @@ from lockstep.data.loader import create_dataloader
 from lockstep.engines.train.base import MicroBatching
 from lockstep.engines.train.fsdp import FsdpEngine
 from lockstep.models.export import save_policy
-from lockstep.models.loading import load_causal_lm, resolve_dtype
+from lockstep.models.loading import open_causal_lm, resolve_dtype
 from lockstep.models.token_models import PolicyModel
 from lockstep.observability.trackers import Tracking
 from lockstep.trainer.checkpoint import CheckpointStore, RunLock
@@ -43,6 +43,7 @@ from lockstep.utils.distributed import (
     on_first_rank,
     wait_for_all_ranks,
 )
+from lockstep.utils.progress import phase
 from lockstep.utils.state_file import load_state, save_state
 from lockstep.utils.timing import marked_timer
 from lockstep.workers.shared_folder import checkpoint_folder
@@ -98,11 +99,13 @@ class SFTTrainer:
         if optim.total_training_steps < 1:
             optim = replace(optim, total_training_steps=self.total_training_steps)
         dtype = resolve_dtype(engine.model_dtype, self.device)
-        self.policy = PolicyModel(load_causal_lm(model, "model", dtype, self.device, self.config.data.max_length))
+        policy, weights = open_causal_lm(model, "model", dtype, self.device, self.config.data.max_length)
+        self.policy = PolicyModel(policy)
         self.engine = FsdpEngine(
             self.policy,
             engine,
             optim,
+            weights=weights,
             device=self.device,
             compute_dtype=resolve_dtype(engine.dtype, self.device),
             packed=model.use_remove_padding,
@@ -141,7 +144,7 @@ class SFTTrainer:
                 self.loader_state = deepcopy(self.loader.state_dict())
             metrics |= self._step_metrics(metrics["train/global_tokens"], timing["step"])
             if self.val_dataset is not None and self._is_due(trainer.test_freq, is_last):
-                with marked_timer("testing", timing):
+                with marked_timer("testing", timing), phase("validation"):
                     metrics["val/loss"] = self.validate()
                 metrics["timing_s/testing"] = timing["testing"]
             stopping = not least_of_ranks(int(not interrupt.requested)) and not is_last
@@ -287,10 +290,11 @@ class SFTTrainer:
             folder = checkpoint_folder(on_first_rank(lambda: str(staging)))
             contents = self.config.trainer.checkpoint.save_contents
             self.engine.save(folder, contents)
-            weights = self.engine.full_state_dict() if "hf_model" in contents else {}
+            if "hf_model" in contents:
+                save_policy(
+                    self.policy.transformer, self.engine.saved_weights(), self.tokenizer, folder / "huggingface"
+                )
             if self.is_first_rank:
-                if weights:
-                    save_policy(self.policy.model, weights, self.tokenizer, folder / "huggingface")
                 save_state(folder / "data", self.loader_state, owner="the data loader")
                 state = {"global_steps": self.global_steps, "num_tokens": self.num_tokens, "metrics": metrics}
                 save_state(folder / "trainer_state", state, owner="the trainer")
