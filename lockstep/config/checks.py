@@ -147,6 +147,7 @@ def check(config: PPOConfig) -> tuple[list[Problem], list[str]]:
         estimator_problems,
         ranges(values),
         tracker_names(values),
+        _names(values),
         fixed_values(values),
         _files(values, models),
         () if config.trainer.val_only else chain(_algorithm(values, inputs), _batches(values, models)),
@@ -346,6 +347,9 @@ def tracker_names(values: Values) -> Iterator[Problem]:
             guess = nearest(name, LOGGERS)
             hint = f"did you mean {guess}?" if guess else f"known: {', '.join(LOGGERS)}"
             yield Problem("trainer.logger", name, f"no such tracker; {hint}")
+
+
+def _names(values: Values) -> Iterator[Problem]:
     selected = {
         f"{_ACTOR}.policy_loss.loss_mode": names.POLICY_LOSSES,
         "reward_model.reward_manager": names.REWARD_MANAGERS,

@@ -253,7 +253,12 @@ def finished_runs(places: dict[str, str]) -> None:
     dumps = [f"trainer.{kind}_data_dir={folder}/first/{kind}" for kind in ("rollout", "validation")]
     command = [f"data.train_files={folder}/train.parquet", f"data.val_files={folder}/test.parquet", *dumps]
     command += [f"actor_rollout_ref.model.path={folder}/model", "algorithm=grpo", *SMALL, "trainer.save_freq=0"]
-    command += ["trainer.total_training_steps=2", "trainer.total_epochs=2", "trainer.test_freq=1", "trainer.resume_mode=disable"]
+    command += [
+        "trainer.total_training_steps=2",
+        "trainer.total_epochs=2",
+        "trainer.test_freq=1",
+        "trainer.resume_mode=disable",
+    ]
     assert main([*command, f"trainer.default_local_dir={folder}/first"]) == 0
     for copy in ("second", "tiny/run"):
         shutil.copytree(folder / "first", folder / copy)

@@ -1,4 +1,4 @@
-"""verl.trainer.fsdp_sft_trainer: `torchrun -m lockstep.verl.trainer.fsdp_sft_trainer key=value ...` is `lockstep sft` on each rank."""
+"""verl.trainer.fsdp_sft_trainer: as a program (`-m`, also under torchrun) the same as `lockstep sft`."""
 
 import sys
 
