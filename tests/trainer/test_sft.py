@@ -17,10 +17,13 @@ from lockstep import cli
 from lockstep.config.compose import load_config
 from lockstep.config.sft import SFTConfig
 from lockstep.data.sft_dataset import MultiTurnSFTDataset, SFTDataset
-from lockstep.trainer.fsdp_sft_trainer import main
+from lockstep.observability.glossary import explain
+from lockstep.trainer.errors import RunError
+from lockstep.trainer.fsdp_sft_trainer import main, run_sft
 from lockstep.trainer.sft.batches import collate, share_of
 from lockstep.trainer.sft.program import build
 from lockstep.trainer.sft.trainer import SFTTrainer
+from tests.hub import use_hub, write_cache
 from tests.tiny import save_tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -104,6 +107,8 @@ def test_learning_curve_is_that_of_a_plain_transformers_loop(overrides: list[str
     assert [step["step"] for step in steps if "val/loss" in step] == [4, 8]
     assert [step["train/lr"] for step in steps[:3]] == pytest.approx([0.0, 1e-3, 1e-3 * 0.950484], rel=1e-4)
     assert {"train/grad_norm", "train/global_tokens", "train/total_tokens(B)", "perf/throughput"} <= set(steps[0])
+    names = {name for step in steps for name in step} - {"step", "time"}
+    assert [name for name in names if explain(name) is None] == [], "add them to lockstep/observability/glossary.py"
 
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "global_step_8" / "huggingface")
     val_rows = SFTDataset(str(files / "val.jsonl"), trainer.tokenizer, trainer.config.data)
@@ -306,6 +311,46 @@ def test_another_experiment_in_the_folder_is_refused(
     shown = capsys.readouterr().err
     assert "has checkpoints of another experiment: data.train_files was" in shown
     assert "model.path set to a checkpoint's huggingface" in shown
+
+
+def test_model_and_data_by_name(
+    overrides: list[str], files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Hub model with a folder of splits; the next run starts from the checkpoint's folder."""
+    use_hub(monkeypatch, tmp_path / "cache", offline=True)
+    write_cache(tmp_path / "cache", "org/model", files / "model")
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    for name in ("train", "val"):
+        (folder / f"{name}.jsonl").write_bytes((files / f"{name}.jsonl").read_bytes())
+    data = [f"data.train_files={folder}", f"data.val_files={folder}", "trainer.total_training_steps=1"]
+    assert main([*overrides, *data, "model.path=org/model"]) == 0
+    (step,) = metrics_of(tmp_path / "run")
+    local = [*overrides, "trainer.total_training_steps=1", f"trainer.default_local_dir={tmp_path}/local"]
+    assert main(local) == 0
+    (expected,) = metrics_of(tmp_path / "local")
+    assert (step["train/loss"], step["val/loss"]) == (expected["train/loss"], expected["val/loss"])
+    again = [*overrides, *data, f"model.path={tmp_path}/run/global_step_1"]
+    assert main([*again, f"trainer.default_local_dir={tmp_path}/again"]) == 0
+
+
+def test_what_is_outside_the_config_is_checked_first(
+    overrides: list[str], files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_bytes((files / "model" / "config.json").read_bytes())
+    (tmp_path / "mine.py").write_text("def rows(path): ...\n")
+    (tmp_path / "file").write_text("")
+    wrong = [f"model.path={tmp_path}/bare", f"data.custom_cls.path={tmp_path}/mine.py", "data.custom_cls.name=rows"]
+    wrong += [f"trainer.default_local_dir={tmp_path}/file/run"]
+    assert main([*overrides, *wrong]) == 2
+    shown = capsys.readouterr().err
+    assert f"error: model.path={tmp_path}/bare: no weights" in shown and "Traceback" not in shown
+    assert "error: data.custom_cls.path: " in shown and "parquet_files" in shown
+    assert "error: " in shown and "trainer.default_local_dir" in shown
+    with pytest.raises(RunError, match="no weights") as caught:
+        run_sft(load_config(SFTConfig, [*overrides, *wrong]))
+    assert caught.value.exit_code == 2
 
 
 def test_custom_dataset_class(overrides: list[str], tmp_path: Path) -> None:

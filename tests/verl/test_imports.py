@@ -61,12 +61,21 @@ def test_light_modules_do_not_import_torch() -> None:
         ".trainer",
         ".trainer.constants_ppo",
         ".trainer.main_ppo",
+        ".trainer.fsdp_sft_trainer",
         ".utils.config",
         ".workers.config",
     )
     imports = "\n".join(f"import lockstep.verl{name}" for name in light)
     check = f"{imports}\nimport sys\nassert 'torch' not in sys.modules and 'ray' not in sys.modules"
     subprocess.run([sys.executable, "-c", check], check=True, cwd=ROOT)
+
+
+def test_sft_is_the_program_of_lockstep() -> None:
+    from lockstep.trainer import fsdp_sft_trainer
+    from lockstep.trainer.sft.trainer import SFTTrainer
+    from lockstep.verl.trainer.fsdp_sft_trainer import FSDPSFTTrainer, main
+
+    assert FSDPSFTTrainer is SFTTrainer and main is fsdp_sft_trainer.main
 
 
 def test_no_module_outside_refers_to_the_package() -> None:
