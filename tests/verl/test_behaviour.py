@@ -24,6 +24,7 @@ from lockstep.verl.protocol import pad_dataproto_to_divisor, unpad_dataproto
 from lockstep.verl.single_controller.base import ClassWithInitArgs, ResourcePool, Worker
 from lockstep.verl.single_controller.base.decorator import Dispatch, register
 from lockstep.verl.trainer.config import RolloutCorrectionConfig
+from lockstep.verl.trainer.main_ppo import create_rl_dataset
 from lockstep.verl.trainer.ppo.core_algos import get_adv_estimator_fn, kl_penalty, register_adv_est
 from lockstep.verl.trainer.ppo.metric_utils import process_validation_metrics
 from lockstep.verl.trainer.ppo.ray_trainer import Role
@@ -275,6 +276,18 @@ def test_rows_have_prompt_tensors(tmp_path: Path) -> None:
     ids, mask = batch.batch["input_ids"], batch.batch["attention_mask"]
     assert ids.shape == (2, 48) and ids[0][mask[0].bool()].tolist() == batch.non_tensor_batch["raw_prompt_ids"][0]
     assert batch.batch["position_ids"][0, -1] == mask[0].sum() - 1
+
+
+def test_folders_are_validated_on_their_test_split(tmp_path: Path) -> None:
+    write_rows(tmp_path / "train.jsonl", 4)
+    write_rows(tmp_path / "test.jsonl", 2)
+    config = OmegaConf.create({"max_prompt_length": 48, "truncation": "left"})
+    sizes = [
+        len(create_rl_dataset(str(tmp_path), config, tiny_tokenizer(), is_train=is_train)) for is_train in (True, False)
+    ]
+    assert sizes == [4, 2]
+    custom = {"path": "lockstep.verl.utils.dataset.rl_dataset", "name": "RLHFDataset"}
+    assert len(create_rl_dataset([tmp_path], {**config, "custom_cls": custom}, tiny_tokenizer(), is_train=False)) == 2
 
 
 def test_a_programs_reward_manager(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from lockstep.single_controller import ResourcePoolManager, Role
+    from lockstep.utils.dataset_files import Use
 
 __all__ = ["TaskRunner", "create_rl_dataset", "create_rl_sampler", "main", "run_ppo"]
 
@@ -148,9 +149,13 @@ def create_rl_dataset(
 ) -> "Dataset[Any]":
     """The dataset of the files, of the class that `data.custom_cls` names or `RLHFDataset`.
 
+    is_train: selects the split of folders and of datasets on the Hub. A custom class that does not derive from `RLHFDataset`
+    gets `data_paths` as they are.
     max_samples: None is `data.train_max_samples` or, without `is_train`, `data.val_max_samples`.
     """
+    from lockstep.data import rl_dataset
     from lockstep.registry import load_object
+    from lockstep.utils.dataset_files import local_data_files
     from lockstep.verl.utils.dataset.rl_dataset import RLHFDataset
 
     custom = data_config.get("custom_cls") or {}
@@ -158,6 +163,9 @@ def create_rl_dataset(
     if max_samples is None:
         max_samples = data_config.get("train_max_samples" if is_train else "val_max_samples", -1)
     files = data_paths if isinstance(data_paths, str) else list(data_paths)
+    if isinstance(cls, type) and issubclass(cls, rl_dataset.RLHFDataset):
+        use: Use = "train" if is_train else "val"
+        files = [str(file) for file in local_data_files(files, use, f"data.{use}_files")]
     options = {"data_files": files, "tokenizer": tokenizer, "config": data_config, "processor": processor}
     return cast("Dataset[Any]", cls(**options, max_samples=max_samples))
 
