@@ -77,18 +77,22 @@ def has_netrc_login(path: Path, *hosts: str) -> bool:
 
 
 class RunIdFile:
-    """The service's id of the run, saved as `<service>_run_id.txt` in the run's folder so that a resumed run can use it."""
+    """The service's id of the run, saved as `<service>_run_id.txt` in the run's folder so that a resumed run can use it.
+
+    Without a start step, as in an evaluation, the service gets a separate run, whose id is not saved.
+    """
 
     def __init__(self, run: RunInfo, service: str) -> None:
         self._path = ensure_writable(run.run_dir, "trainer.default_local_dir") / f"{service}_run_id.txt"
-        self._resumed = bool(run.start_step)
+        self._start_step = run.start_step
 
     def previous(self) -> str | None:
         """The id of the run being resumed."""
-        return self._path.read_text().strip() if self._resumed and self._path.exists() else None
+        return self._path.read_text().strip() if self._start_step and self._path.exists() else None
 
     def save(self, run_id: str) -> None:
-        atomic_write_text(self._path, run_id)
+        if self._start_step is not None:
+            atomic_write_text(self._path, run_id)
 
 
 def plain(value: Any) -> Any:

@@ -92,8 +92,8 @@ def _restored(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def last_step(path: Path) -> int | None:
-    """The step of the last complete line, or None."""
-    return next(reversed(steps_in(path)), None)
+    """The largest step that has a complete line, or None. It need not be the last line: an older checkpoint may be evaluated."""
+    return max(steps_in(path), default=None)
 
 
 def missing_steps(path: Path, before: int) -> list[int]:

@@ -43,7 +43,7 @@ class Tracking:
     default_backend: names in `TRACKERS`, or `pkg.module:attr` of a factory that takes a RunInfo.
     start_step:      the step the run resumes from, 0 for a new run; later records of an earlier process are dropped.
                      None drops nothing.
-    last_step:       the last step up to `start_step` that an earlier process of a resumed run had logged.
+    last_step:       the last step that an earlier process had logged, of those that are kept.
 
     Use it as a context manager, or call `finish` at the end.
     """
@@ -64,7 +64,7 @@ class Tracking:
         with ExitStack() as closing:
             self._metrics = JsonlFile(folder / METRICS_FILE, "trainer.default_local_dir", start_step)
             closing.callback(self._metrics.close)
-            self.last_step = last_step(folder / METRICS_FILE) if start_step else None
+            self.last_step = last_step(folder / METRICS_FILE)
             if start_step and (missing := missing_steps(folder / METRICS_FILE, before=start_step)):
                 logger.warning("%s has no line for %s", folder / METRICS_FILE, _in_words(missing))
             self._trackers: dict[str, Tracker] = {}

@@ -41,7 +41,12 @@ NO_EFFECT = {
 
 
 def write_run_config(run_dir: Path, config: PPOConfig | SFTConfig, step: int) -> None:
-    """Write the config of a start at `step`, and add it to the history unless it is the last one there."""
+    """Write the config of a start at `step`, and add it to the history unless it is the last one there.
+
+    With `trainer.val_only`, a folder that has a config keeps it: the one of its training.
+    """
+    if isinstance(config, PPOConfig) and config.trainer.val_only and (run_dir / FILE).exists():
+        return
     text = as_yaml(config)
     history = run_dir / HISTORY
     history.mkdir(exist_ok=True)

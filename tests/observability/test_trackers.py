@@ -252,10 +252,11 @@ class FakeWandb(types.ModuleType):
     def __init__(self) -> None:
         super().__init__("wandb")
         self.calls: list[Any] = []
+        self.new_id = "fresh-id"
 
     def init(self, **options: Any) -> Any:
         self.calls.append(("init", options))
-        run_id = options["id"] or "fresh-id"
+        run_id = options["id"] or self.new_id
         return types.SimpleNamespace(
             id=run_id,
             log=lambda data, step: self.calls.append(("log", data, step)),
@@ -272,6 +273,8 @@ def test_wandb_resumes_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with Tracking("p", "e", ["wandb"], {"lr": 1}, tmp_path, start_step=0) as tracking:
         tracking.log({"x": torch.tensor(2.0)}, step=1)
         tracking.log_table("val/generations", ["input"], [["q"]], step=1)
+    monkeypatch.setattr(fake, "new_id", "evaluation")
+    Tracking("p", "e", ["wandb"], {}, tmp_path, start_step=None).finish()  # a separate run
     Tracking("p", "e", ["wandb"], {}, tmp_path, start_step=1).finish()
     options = fake.calls[0][1]
     assert "mode" not in options  # so WANDB_MODE applies
@@ -288,7 +291,8 @@ def test_wandb_resumes_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("log", {"val/generations": ("table", ["input"], [["q"]])}, 1),
         "finish",
     ]
-    assert fake.calls[4][1]["id"] == "fresh-id" and fake.calls[4][1]["resume"] == "allow"
+    assert fake.calls[4][1]["id"] is None
+    assert fake.calls[6][1]["id"] == "fresh-id" and fake.calls[6][1]["resume"] == "allow"
 
 
 def test_config_lists_every_tracker() -> None:

@@ -225,10 +225,16 @@ def test_val_only(overrides: list[str], tmp_path: Path) -> None:
 def test_val_only_needs_nothing_that_only_training_needs(
     overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No training files, critic or reference; the run's own config and metrics stay as they are."""
-    command = [*overrides, "trainer.total_training_steps=2", "trainer.val_before_train=false"]
+    """No training files, critic or reference; all files of the run stay as they are, its metrics get one line."""
+    run = tmp_path / "run"
+    command = [*overrides, "trainer.total_training_steps=2", "trainer.val_before_train=false", "trainer.save_freq=1"]
     assert main([*command, *GRPO]) == 0
-    config = (tmp_path / "run/config.yaml").read_bytes()
+
+    def contents() -> dict[str, bytes]:
+        return {str(path.relative_to(run)): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+    trained = contents()
+    metrics = trained.pop("metrics.jsonl")
     only = [word for word in overrides if not word.startswith("data.train_files")]
     only += ["trainer.val_only=true", "algorithm.use_kl_in_reward=true", "critic.model.path=/no/such/folder"]
     loaded: list[str] = []
@@ -239,11 +245,17 @@ def test_val_only_needs_nothing_that_only_training_needs(
         init_workers(trainer)
 
     monkeypatch.setattr(PPOTrainer, "init_workers", recorded)
-    assert main(only) == 0
-    assert loaded == ["actor_rollout"] and (tmp_path / "run/config.yaml").read_bytes() == config
-    rows = metrics_of(tmp_path / "run")
-    assert [row["step"] for row in rows] == [1, 2, 2] and "val-core/openai/gsm8k/reward/mean@1" in rows[2]
-    assert main([*command, *GRPO, "trainer.total_training_steps=3"]) == 0  # the run still resumes
+    older = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={run}/global_step_1"]
+    for resume in ([], older, ["trainer.resume_mode=disable"]):
+        assert main([*only, *resume]) == 0
+        now = contents()
+        assert now.pop("metrics.jsonl").startswith(metrics) and now == trained, resume
+    assert loaded == ["actor_rollout"] * 3
+    rows = metrics_of(run)
+    assert [row["step"] for row in rows] == [1, 2, 2, 1, 0]
+    assert all("val-core/openai/gsm8k/reward/mean@1" in row for row in rows[2:])
+    assert main([*command, *GRPO, "trainer.total_training_steps=3"]) == 0  # resumes; step 2 is not logged again
+    assert [row["step"] for row in metrics_of(run)] == [1, 2, 2, 1, 0, 3]
     with pytest.raises(SystemExit, match="2"):
         main([word for word in only if not word.startswith("data.val_files")])
 

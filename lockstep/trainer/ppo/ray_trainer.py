@@ -244,8 +244,7 @@ class PPOTrainer:
                 self.loader_state = deepcopy(self.train_dataloader.state_dict())
             if self.weight_sync is not None:
                 self.weight_sync.run(self.num_updates)
-            if not (config.val_only and self.last_checkpoint):  # the folder keeps the config of its training
-                write_run_config(self.run_dir, self.config, self.global_steps)
+            write_run_config(self.run_dir, self.config, self.global_steps)
             self.tracking = Tracking(
                 project_name=config.project_name,
                 experiment_name=config.experiment_name,
@@ -253,7 +252,7 @@ class PPOTrainer:
                 config=to_plain(self.config),
                 run_dir=self.run_dir,
                 total_steps=None if config.val_only else self.total_training_steps,
-                start_step=self.global_steps,
+                start_step=None if config.val_only else self.global_steps,
             )
             closing.callback(self.tracking.finish)
             if (self.tracking.last_step or 0) < self.global_steps:
