@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -217,8 +218,11 @@ def test_stop_during_any_stage_resumes_bit_for_bit(
         assert all(path.read_bytes() == before for path, before in saved.items()), stage
 
 
-def test_val_only(overrides: list[str], tmp_path: Path) -> None:
-    assert main([*overrides, "trainer.val_only=true"]) == 0
+def test_val_only(overrides: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert main([*overrides, "trainer.val_only=true", "data.train_files=[/no/such.parquet]"]) == 0
+    (files,) = [line for line in caplog.messages if line.startswith("reading data")]
+    assert "/no/such" not in files and "val" in files
     assert [r["step"] for r in metrics_of(tmp_path / "run")] == [0]
 
 

@@ -110,13 +110,14 @@ class TaskRunner:
             custom_chat_template=model.custom_chat_template,
             key=key,
         )
-        logger.info("reading data: %s", ", ".join(map(str, [*data.train_files, *data.val_files])))
+        train_files = [] if config.trainer.val_only else data.train_files
+        logger.info("reading data: %s", ", ".join(map(str, [*train_files, *data.val_files])))
         val_dataset = None
         if data.val_files:
             val_dataset = create_rl_dataset(data.val_files, tokenizer, data, data.val_max_samples, use="val")
         train_dataset = train_sampler = None
         if not config.trainer.val_only:
-            train_dataset = create_rl_dataset(data.train_files, tokenizer, data, data.train_max_samples)
+            train_dataset = create_rl_dataset(train_files, tokenizer, data, data.train_max_samples)
             train_sampler = create_rl_sampler(data, cast(Sized, train_dataset))
         for dataset in (train_dataset, val_dataset):
             if isinstance(dataset, RLHFDataset):
