@@ -101,10 +101,10 @@ def find_scorer(data_source: str) -> Scorer:
     )
 
 
-def check_data_sources(config: PPOConfig, first_rows: "Mapping[str, FileRow]") -> None:
-    """Raise UnknownDataSourceError if a data source has no scorer; say how gsm8k is scored.
+def check_data_sources(config: PPOConfig, first_rows: "Mapping[str, FileRow]", in_training: bool = False) -> None:
+    """Raise UnknownDataSourceError if a data source has no scorer.
 
-    first_rows: the first row of each data source.
+    first_rows: the first row of each data source. in_training: partial credit is given, which is logged.
     """
     if config.custom_reward_function.path is not None:
         return
@@ -118,7 +118,7 @@ def check_data_sources(config: PPOConfig, first_rows: "Mapping[str, FileRow]") -
                 "; or set reward_model.enable=true, since the row's reward_model.style is 'model'" if by_model else ""
             )
             raise UnknownDataSourceError(f"{row.location}: {error}{hint}") from error
-        if scorer is gsm8k.compute_score and "format_score" not in options:
+        if in_training and scorer is gsm8k.compute_score and "format_score" not in options:
             _announce_format_score()
 
 

@@ -25,6 +25,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+def prepare(config: PPOConfig) -> None:
+    """Check what is outside the config, and fetch models and data; RunError with every problem."""
+    if problems := preflight(config):
+        raise RunError("\nerror: ".join(problems), exit_code=2)
+    try:
+        fetch_inputs(config)
+    except ValueError as error:
+        raise RunError(str(error), exit_code=2) from error
+
+
 def run_ppo(
     config: PPOConfig, task_runner_class: "type[TaskRunner] | None" = None, on_step: "OnStep | None" = None
 ) -> int:
@@ -32,12 +42,7 @@ def run_ppo(
 
     on_step: called in this process with the metrics of each step; see `OnStep`.
     """
-    if problems := preflight(config):
-        raise RunError("\nerror: ".join(problems), exit_code=2)
-    try:
-        fetch_inputs(config)
-    except ValueError as error:
-        raise RunError(str(error), exit_code=2) from error
+    prepare(config)
     if controller_of(config) == "ray":
         from lockstep.trainer.ray_runner import run_on_ray
 

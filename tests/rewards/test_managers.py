@@ -20,6 +20,7 @@ from lockstep.rewards.managers import (
     NaiveRewardManager,
     PrimeRewardManager,
     load_reward_manager,
+    uses_default_function,
 )
 from tests.tiny import tiny_tokenizer
 
@@ -421,3 +422,12 @@ def test_rollout_columns_reach_the_function() -> None:
     columns = {"__num_turns__": [3], "reward_scores": [{"tool": 0.5}]}
     run(lambda extra_info, **_: seen.append(extra_info) or 0.0, make_batch(["a"], **columns))
     assert seen == [{"index": 0, "num_turns": 3, "rollout_reward_scores": {"tool": 0.5}}]
+
+
+def test_which_managers_score_by_data_source() -> None:
+    batch = PPOConfig(reward_model=RewardModelConfig(reward_manager="batch"))
+    for config in (PPOConfig(), batch):
+        for in_training in (True, False):
+            assert uses_default_function(load_reward_manager(config, TOKENIZER, 0, in_training))
+    assert not uses_default_function(NaiveRewardManager(TOKENIZER, 0, lambda **row: 1.0))
+    assert not uses_default_function(lambda data, return_dict=False: data)

@@ -5,6 +5,7 @@ import json
 import logging
 import re
 import runpy
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,9 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
+from lockstep.trainer.errors import RunError
 from lockstep.verl._config import default_tree
+from lockstep.verl.trainer.main_ppo import TaskRunner, run_ppo
 from tests.tiny import save_tiny_model, small_run, write_rows
 
 ROOT = Path(__file__).parents[2]
@@ -129,6 +132,43 @@ def test_trainer_with_its_own_fit(files: Path, tmp_path: Path, caplog: pytest.Lo
     OmegaConf.update(config, "trainer.total_training_steps", 3)
     program.run_ppo(config, task_runner_class=program.LengthTaskRunner)  # resumes after step 2
     assert [row["step"] for row in metrics_of(tmp_path / "run")][-1] == 3
+
+
+def config_of(files: Path, *changes: str) -> Any:
+    given = [*small_run(files), "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", *changes]
+    return OmegaConf.merge(OmegaConf.create(default_tree()), OmegaConf.from_dotlist(given))
+
+
+def test_inputs_are_checked_before_the_task_runner_starts(files: Path, tmp_path: Path) -> None:
+    class Unreached(TaskRunner):
+        def run(self, config: Any) -> Any:
+            raise AssertionError("started")
+
+    (tmp_path / "bad.py").write_text("def compute_score(a, b):\n    return 0\n")
+    folder = f"trainer.default_local_dir={tmp_path}/run"
+    with pytest.raises(RunError, match="custom_reward_function"):
+        run_ppo(config_of(files, folder, f"custom_reward_function.path={tmp_path}/bad.py"), Unreached)
+    shutil.copytree(files / "model", tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    with pytest.raises(RunError, match="no weights"):
+        run_ppo(config_of(files, folder, f"actor_rollout_ref.model.path={tmp_path}/model"), Unreached)
+
+
+def test_rows_are_checked(files: Path, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", 4, data_source="mine")
+    changes = [f"data.train_files={rows}", f"trainer.default_local_dir={tmp_path}/run"]
+    with pytest.raises(ValueError, match=r"rows.jsonl.*no scorer for data_source 'mine'"):
+        run_ppo(config_of(files, *changes, "custom_reward_function.path=null"))
+    rows.write_text(rows.read_text().replace('"ability"', '"agent_name": "tool_agent", "ability"'))
+    with pytest.raises(ValueError, match=r"rows.jsonl.*agent_name='tool_agent'"):
+        run_ppo(config_of(files, *changes))
+
+
+def test_validation_needs_no_training_data(files: Path, tmp_path: Path) -> None:
+    folder = f"trainer.default_local_dir={tmp_path}/run"
+    run_ppo(config_of(files, folder, "data.train_files=/no/such.parquet", "trainer.val_only=true"))
+    (row,) = metrics_of(tmp_path / "run")
+    assert row["step"] == 0 and "val-core/openai/gsm8k/reward/mean@1" in row
 
 
 def test_data_processing(files: Path, tmp_path: Path) -> None:

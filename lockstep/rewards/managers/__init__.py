@@ -25,6 +25,7 @@ __all__ = [
     "RewardFn",
     "RewardResult",
     "load_reward_manager",
+    "uses_default_function",
 ]
 
 
@@ -66,3 +67,14 @@ def load_reward_manager(config: PPOConfig, tokenizer: Any, num_examine: int, in_
             f"reward_model.reward_manager={name} does not accept reward_model.reward_kwargs={reward_kwargs}: {error}"
         ) from error
     return manager(**arguments)
+
+
+def uses_default_function(reward_fn: RewardFn) -> bool:
+    """Whether it is a built-in manager that scores by `data_source`."""
+    if not isinstance(reward_fn, NaiveRewardManager):
+        return False
+    function = reward_fn.compute_score
+    return (function.func if isinstance(function, partial) else function) in (
+        default_compute_score,
+        default_compute_scores,
+    )

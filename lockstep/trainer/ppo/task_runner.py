@@ -28,7 +28,7 @@ from lockstep.data.sampler import create_rl_sampler
 from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.observability.jsonl import METRICS_FILE, last_step
 from lockstep.rewards.default import check_data_sources
-from lockstep.rewards.managers import load_reward_manager
+from lockstep.rewards.managers import RewardFn, load_reward_manager, uses_default_function
 from lockstep.single_controller import LOCAL, Backend, ResourcePoolManager, Role, Worker, WorkerDiedError
 from lockstep.trainer.errors import RunError
 from lockstep.trainer.failures import cause_of, how_to_resume
@@ -119,11 +119,8 @@ class TaskRunner:
         if not config.trainer.val_only:
             train_dataset = create_rl_dataset(train_files, tokenizer, data, data.train_max_samples)
             train_sampler = create_rl_sampler(data, cast(Sized, train_dataset))
-        for dataset in (train_dataset, val_dataset):
-            if isinstance(dataset, RLHFDataset):
-                check_single_turn(dataset)
-                if not need_reward_model(config):
-                    check_data_sources(config, dataset.data_sources)
+        reward_fn = load_reward_manager(config, tokenizer, num_examine=0, in_training=True)
+        check_rows(config, reward_fn, train_dataset, val_dataset, in_training=True)
         return PPOTrainer(
             config=config,
             tokenizer=tokenizer,
@@ -131,7 +128,7 @@ class TaskRunner:
             resource_pool_manager=self.init_resource_pool_mgr(pools, backend),
             ray_worker_group_cls=backend.group_class,
             class_with_init=backend.class_with_init,
-            reward_fn=load_reward_manager(config, tokenizer, num_examine=0, in_training=True),
+            reward_fn=reward_fn,
             val_reward_fn=load_reward_manager(
                 config, tokenizer, num_examine=0 if config.trainer.log_val_generations else 1
             ),
@@ -235,6 +232,18 @@ def _size(folder: Path) -> str:
     num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
     unit, name = (1e9, "GB") if num_bytes >= 1e9 else (1e6, "MB")
     return f" ({num_bytes / unit:.3g} {name})" if num_bytes else ""
+
+
+def check_rows(config: PPOConfig, reward_fn: RewardFn, *datasets: Any, in_training: bool = False) -> None:
+    """ValueError if a row asks for several turns or has no scorer; datasets of other classes are not checked.
+
+    in_training: the default reward function gives partial credit.
+    """
+    for dataset in datasets:
+        if isinstance(dataset, RLHFDataset):
+            check_single_turn(dataset)
+            if uses_default_function(reward_fn) and not need_reward_model(config):
+                check_data_sources(config, dataset.data_sources, in_training)
 
 
 def _is_finished(trainer: PPOTrainer) -> bool:

@@ -32,7 +32,7 @@ from lockstep.single_controller import Backend, ResourcePoolManager, Role, Worke
 from lockstep.trainer.checkpoint import RunLock
 from lockstep.trainer.ppo.ray_trainer import PPOTrainer
 from lockstep.trainer.ppo.sampling import Sampling
-from lockstep.trainer.ppo.task_runner import TaskRunner
+from lockstep.trainer.ppo.task_runner import TaskRunner, check_rows
 from lockstep.trainer.run_config import write_run_config
 from lockstep.verl._config import typed_config, view
 from lockstep.verl._ray import unwrapped
@@ -133,7 +133,7 @@ class RayPPOTrainer(PPOTrainer):
                           are not started.
     ray_worker_group_cls: not used: `trainer.controller` says whether workers run in this process or on Ray.
     reward_fn:            None is the manager of the config, then for validation too.
-    train_dataset:        None reads `data.train_files`.
+    train_dataset:        None reads `data.train_files`, unless `trainer.val_only`.
     """
 
     def __init__(
@@ -158,12 +158,13 @@ class RayPPOTrainer(PPOTrainer):
             reward_fn = load_reward_manager(typed, tokenizer, num_examine=0)
             val_reward_fn = val_reward_fn or load_reward_manager(typed, tokenizer, num_examine=1)
         data = full.data
-        if train_dataset is None:
+        if train_dataset is None and not typed.trainer.val_only:
             train_dataset = create_rl_dataset(data.train_files, data, tokenizer, processor, is_train=True)
         if val_dataset is None and data.val_files:
             val_dataset = create_rl_dataset(data.val_files, data, tokenizer, processor, is_train=False)
-        if train_sampler is None:
+        if train_sampler is None and train_dataset is not None:
             train_sampler = create_rl_sampler(data, train_dataset)
+        check_rows(typed, reward_fn, train_dataset, val_dataset)
         device, backend = TaskRunner()._device_and_backend(typed)
         workers = _needed_roles(typed, role_worker_mapping)
         resource_pool_manager.mapping = _needed_roles(typed, resource_pool_manager.mapping)
@@ -317,7 +318,8 @@ class RayPPOTrainer(PPOTrainer):
                 self._locked.enter_context(RunLock(self.run_dir))
                 self.checkpoints.clean_stale()
                 metrics = super()._load_checkpoint(resume_from)
-                self.train_dataloader.check_state()
+                if self.train_dataloader is not None:
+                    self.train_dataloader.check_state()
                 write_run_config(self.run_dir, typed, self.global_steps)
                 if self.weight_sync is not None:
                     self.weight_sync.run(self.num_updates)
