@@ -312,6 +312,23 @@ def test_a_programs_reward_manager(tmp_path: Path) -> None:
     assert rewards.tolist() == [[0.5] * 3] * 2 and extra == {"acc": [1.0, 1.0]}
 
 
+@pytest.mark.parametrize(("changes", "score"), [({}, 0.0), ({"format_score": 0.1}, 0.1)])
+def test_gsm8k_gives_no_partial_credit_unless_set(changes: dict[str, float], score: float) -> None:
+    tokenizer = tiny_tokenizer()
+    config = OmegaConf.create(default_tree())
+    config.custom_reward_function.reward_kwargs = changes
+    response = torch.tensor([tokenizer.encode("#### 7")])
+    prompt = torch.tensor([[5]])
+    wrong = DataProto.from_dict(
+        tensors={"prompts": prompt, "responses": response, "attention_mask": torch.ones(1, response.shape[1] + 1)},
+        non_tensors={
+            "data_source": np.array(["openai/gsm8k"], dtype=object),
+            "reward_model": np.array([{"style": "rule", "ground_truth": "8"}], dtype=object),
+        },
+    )
+    assert load_reward_manager(config, tokenizer, num_examine=0)(wrong).sum() == pytest.approx(score)
+
+
 def test_tokenizer_and_processor(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "model")
     assert hf_tokenizer(str(folder), trust_remote_code=False).pad_token_id == 0

@@ -21,7 +21,10 @@ def get_custom_reward_fn(config: Any) -> Callable[..., Any] | None:
 
 
 def load_reward_manager(config: Any, tokenizer: Any, num_examine: int, **reward_kwargs: Any) -> RewardFn:
-    """The manager of `reward_model.reward_manager`; `reward_kwargs` are added to those of the config."""
+    """The manager of `reward_model.reward_manager`; `reward_kwargs` are added to those of the config.
+
+    As in verl, gsm8k gives no partial credit in training, which `lockstep ppo` does; see docs/migrate_from_verl.md.
+    """
     typed = typed_config(config, run_checks=False)
     reward = replace(typed.reward_model, reward_kwargs={**typed.reward_model.reward_kwargs, **reward_kwargs})
     return managers.load_reward_manager(replace(typed, reward_model=reward), tokenizer, num_examine)
