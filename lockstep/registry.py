@@ -164,6 +164,9 @@ class ObjectReferences:
 
 
 def _module_of(entry: Any) -> str:
+    if isinstance(entry, dict):  # the functions of a dispatch mode: the user's module if one of them has it
+        modules = sorted(map(_module_of, entry.values()), key=lambda name: name.startswith("lockstep."))
+        return modules[0] if modules else ""
     return getattr(getattr(entry, "func", entry), "__module__", None) or ""
 
 

@@ -1,10 +1,14 @@
 """Settings for all tests."""
 
+import sys
 from collections.abc import Iterator
 
 import hypothesis
 import pytest
 import torch
+
+from lockstep.config.estimators import ESTIMATOR_INPUTS
+from lockstep.registry import USER_MODULE, Registry
 
 # deterministic examples and no deadline, so that a busy machine does not fail tests
 hypothesis.settings.register_profile("lockstep", derandomize=True, deadline=None)
@@ -17,3 +21,20 @@ def _keep_mkldnn() -> Iterator[None]:
     enabled = torch.backends.mkldnn.enabled
     yield
     torch._C._set_mkldnn_enabled(enabled)
+
+
+@pytest.fixture
+def no_registrations(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Undo what user code registers, and forget the files that were loaded."""
+    import lockstep.trainer.ppo.task_runner  # noqa: F401 (loads every registry)
+
+    inputs, names = dict(ESTIMATOR_INPUTS), [(registry._names, set(registry._names)) for registry in Registry.instances]
+    for registry in Registry.instances:
+        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+    yield
+    for module in [name for name in sys.modules if name.startswith(USER_MODULE)]:
+        del sys.modules[module]
+    ESTIMATOR_INPUTS.clear()
+    ESTIMATOR_INPUTS.update(inputs)
+    for known, before in names:
+        known &= before

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from lockstep.config.estimators import ESTIMATOR_INPUTS
 from lockstep.registry import ObjectReferences, Registry, find_registered, load_module, load_object, load_plugin
 
 CODE = """
@@ -104,12 +103,11 @@ assert "torch" not in sys.modules
 """
 
 
-def test_user_code_of_a_program_reaches_the_processes_of_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("no_registrations")
+def test_user_code_of_a_program_reaches_the_processes_of_ray(tmp_path: Path) -> None:
     ray = pytest.importorskip("ray", reason='needs Ray: pip install "lockstep-rl[ray]"')
     from lockstep.single_controller.ray_backend.environment import ProcessEnvironment
 
-    for registry in Registry.instances:
-        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
     (tmp_path / "scorers.py").write_text(
         "from lockstep.rewards.default import SCORERS\n\n\n"
         "@SCORERS.register('filed/*')\ndef half(solution_str, ground_truth):\n    return 0.5\n"
@@ -117,14 +115,11 @@ def test_user_code_of_a_program_reaches_the_processes_of_ray(tmp_path: Path, mon
     load_module(str(tmp_path / "scorers.py"))
     program: dict[str, Any] = {"__name__": "__main__"}
     exec(OF_MAIN, program)
-    try:
-        with ObjectReferences() as objects:
-            assert objects.add(program["reward"]) == "python://reward"
-            environment = ray.cloudpickle.dumps(ProcessEnvironment.capture())
-            assert objects.add(threading.Lock()) == "python://lock"
-            with pytest.raises(ValueError, match=r"python://lock.* cannot be sent to the processes of Ray"):
-                ProcessEnvironment.capture()
-    finally:
-        del ESTIMATOR_INPUTS["of_main"]
+    with ObjectReferences() as objects:
+        assert objects.add(program["reward"]) == "python://reward"
+        environment = ray.cloudpickle.dumps(ProcessEnvironment.capture())
+        assert objects.add(threading.Lock()) == "python://lock"
+        with pytest.raises(ValueError, match=r"python://lock.* cannot be sent to the processes of Ray"):
+            ProcessEnvironment.capture()
     done = subprocess.run([sys.executable, "-c", RECEIVER], input=environment, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()

@@ -12,7 +12,7 @@ from lockstep.config.placement import controller_of, num_workers
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.sft import SFTConfig
 from lockstep.observability.trackers import TRACKERS
-from lockstep.registry import check_signature, load_object
+from lockstep.registry import check_signature, find_registered, load_object
 from lockstep.rewards.custom import ARGUMENTS, BATCH_ARGUMENTS, get_custom_reward_fn
 from lockstep.rewards.default import check_scorer_options
 from lockstep.trainer.checkpoint import CheckpointStore, RunLock, read_manifest
@@ -54,13 +54,13 @@ def _trackers(config: PPOConfig | SFTConfig) -> None:
 
 
 def _reward_function(config: PPOConfig) -> None:
-    name, arguments = config.reward_model.reward_manager, ARGUMENTS
+    name = config.reward_model.reward_manager
+    manager = find_registered("reward manager", name)  # by the user, or a built-in one if torch is loaded
     if ":" in name:
         manager = _load("reward_model.reward_manager", name)
         _check_call("reward_model.reward_manager", manager, (*MANAGER_ARGUMENTS, *config.reward_model.reward_kwargs))
-        arguments = getattr(manager, "score_arguments", ARGUMENTS)
-    elif name == "batch":
-        arguments = BATCH_ARGUMENTS
+    of_name = BATCH_ARGUMENTS if name in ("batch", "functions") else ARGUMENTS
+    arguments = getattr(manager, "score_arguments", of_name)
     if get_custom_reward_fn(config.custom_reward_function, arguments) is None:
         check_scorer_options(config.custom_reward_function.reward_kwargs)
 

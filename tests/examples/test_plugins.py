@@ -9,8 +9,7 @@ import torch
 
 import lockstep
 from lockstep import api
-from lockstep.config.estimators import ESTIMATOR_INPUTS
-from lockstep.registry import Registry, load_module, load_object
+from lockstep.registry import load_module, load_object
 from lockstep.trainer.main_ppo import main
 from tests.tiny import save_tiny_model, write_rows
 
@@ -30,16 +29,6 @@ BY_PATH = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model") / "model")
-
-
-@pytest.fixture
-def no_registrations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undo what the example files register."""
-    for registry in Registry.instances:
-        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
-    inputs = dict(ESTIMATOR_INPUTS)
-    monkeypatch.setattr("lockstep.config.estimators.ESTIMATOR_INPUTS", inputs)
-    monkeypatch.setattr("lockstep.algorithms.advantages.registry.ESTIMATOR_INPUTS", inputs)
 
 
 def check(run: Path) -> None:
@@ -93,6 +82,7 @@ def test_plugins_by_registered_name(model: Path, tmp_path: Path) -> None:
     check(tmp_path / "run")
 
 
+@pytest.mark.usefixtures("no_registrations")
 def test_estimator_subtracts_the_median() -> None:
     median_baseline = load_object(f"{PLUGINS / 'estimator.py'}:median_baseline")
     rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 5.0], [2.0, 0.0]]), torch.tensor([[1, 1], [1, 1], [1, 0]])
