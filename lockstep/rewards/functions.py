@@ -6,6 +6,7 @@
 The score is the weighted sum; each function's result is logged under its name if there are several.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -30,16 +31,17 @@ def is_per_batch(function: RewardFunction) -> bool:
 
 
 def accepts(function: RewardFunction, arguments: Collection[str]) -> bool:
-    """Whether the function can be called with exactly these arguments by name."""
+    """Whether the function can be called with these arguments by name, and names no other."""
     try:
         inspect.signature(function).bind(**dict.fromkeys(arguments))
     except TypeError:
         return False
-    return True
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return all(p.name in arguments or p.kind in variable for p in parameters_of(function).values())
 
 
 class RewardFunctions:
-    """Functions with weights, called as `compute_score(data_sources, solution_strs, ground_truths, extra_infos)`.
+    """Functions with weights, for the manager `functions`.
 
     Each row's `extra_info` has its columns, and the prompt under `prompt`. None, as a result, is a function that does not apply
     to the row: it adds nothing.
@@ -56,6 +58,7 @@ class RewardFunctions:
                     f"reward: {defined_at(function)} is a coroutine function; write it as compute_score({', '.join(ARGUMENTS)}) "
                     "and pass it alone, or without async"
                 )
+        self.by_name = dict(zip(self.names, self.functions))
         self.__name__ = self.__qualname__ = " + ".join(self.names)
         self.__module__ = getattr(self.functions[0][0], "__module__", __name__)
 
@@ -73,55 +76,39 @@ class RewardFunctions:
                 )
 
     def __call__(
-        self,
-        data_sources: list[str],
-        solution_strs: list[str],
-        ground_truths: list[Any],
-        extra_infos: list[dict[str, Any]],
-    ) -> list[dict[str, Any]]:
-        columns = zip(data_sources, solution_strs, ground_truths, extra_infos)
-        rows = [dict(zip(ARGUMENTS, values)) for values in columns]
-        results = [
-            _call_batch(f, rows) if is_per_batch(f) else [_call_row(f, row) for row in rows] for f, _ in self.functions
-        ]
-        return [self._combined(of_row) for of_row in zip(*results)]
+        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The results of the per-sample functions for one response, by name."""
+        row = dict(zip(ARGUMENTS, (data_source, solution_str, ground_truth, extra_info)))
+        values = {**extra_info, "completion": solution_str, **row}
+        return {
+            name: function(**_wanted(function, values))
+            for name, (function, _) in self.by_name.items()
+            if not is_per_batch(function)
+        }
 
-    def _combined(self, results: Sequence[Any]) -> dict[str, Any]:
-        combined: dict[str, Any] = {"score": 0.0}
-        for name, (_, weight), result in zip(self.names, self.functions, results):
-            own = dict(result) if isinstance(result, Mapping) else {"score": result}
-            score = own.pop("score", None)
-            combined |= own
-            if score is not None:
-                combined["score"] += weight * float(score)
-            if len(self.names) > 1:
-                combined[name] = score
-        return combined
+    def per_batch(self) -> dict[str, Callable[..., Any]]:
+        """The functions with TRL's signature by name, each as a function of `rows`: the arguments of `__call__` per response."""
+        return {name: _of_rows(function) for name, (function, _) in self.by_name.items() if is_per_batch(function)}
 
 
-def _call_row(function: RewardFunction, row: Mapping[str, Any]) -> Any:
-    extra = row["extra_info"]
-    return function(**_wanted(function, {**extra, "completion": row["solution_str"], **row}))
+def _of_rows(function: RewardFunction) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(rows: Sequence[Mapping[str, Any]]) -> Any:
+        return function(**_wanted(function, _columns(rows)))
+
+    return call
 
 
-def _call_batch(function: RewardFunction, rows: Sequence[Mapping[str, Any]]) -> list[Any]:
+def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     extras = [row["extra_info"] for row in rows]
     names = dict.fromkeys(name for extra in extras for name in extra)
     columns = {name: [extra.get(name) for extra in extras] for name in names if name != "prompt"}
     prompts = [extra.get("prompt") for extra in extras]
     completions = [_completion(row["solution_str"], prompt) for row, prompt in zip(rows, prompts)]
-    columns |= {
-        "ground_truth": [row["ground_truth"] for row in rows],
-        "data_source": [row["data_source"] for row in rows],
-    }
-    result = function(**_wanted(function, {**columns, "prompts": prompts, "completions": completions}))
-    scores = result.tolist() if hasattr(result, "tolist") else result
-    if not isinstance(scores, list | tuple) or len(scores) != len(rows):
-        got = f"{len(scores)} values" if isinstance(scores, list | tuple) else type(scores).__name__
-        raise ValueError(
-            f"{defined_at(function)} returned {got} for {len(rows)} completions; it must return one number each"
-        )
-    return list(scores)
+    for name in ("ground_truth", "data_source"):
+        columns[name] = [row[name] for row in rows]
+    return columns | {"prompts": prompts, "completions": completions}
 
 
 def _completion(text: str, prompt: Any) -> Any:

@@ -59,7 +59,7 @@ def _reward_function(config: PPOConfig) -> None:
     if ":" in name:
         manager = _load("reward_model.reward_manager", name)
         _check_call("reward_model.reward_manager", manager, (*MANAGER_ARGUMENTS, *config.reward_model.reward_kwargs))
-    of_name = BATCH_ARGUMENTS if name in ("batch", "functions") else ARGUMENTS
+    of_name = BATCH_ARGUMENTS if name == "batch" else ARGUMENTS
     arguments = getattr(manager, "score_arguments", of_name)
     if get_custom_reward_fn(config.custom_reward_function, arguments) is None:
         check_scorer_options(config.custom_reward_function.reward_kwargs)

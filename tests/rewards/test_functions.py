@@ -1,19 +1,23 @@
 """Reward functions of several signatures as one: arguments by name, TRL's lists, weights."""
 
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 
 from lockstep.rewards.functions import RewardFunctions, accepts, is_per_batch
+from lockstep.rewards.managers.functions import FunctionsRewardManager
+from lockstep.rewards.managers.naive import ScoringRow
 from lockstep.rewards.monitor import raised_at
 
 EXTRA = [{"prompt": "1+1=", "level": 1}, {"prompt": [{"role": "user", "content": "2+2="}], "level": 2}]
 
 
-def call(*functions: Any) -> list[dict[str, Any]]:
+def call(*functions: Any, timeout_s: float | None = None) -> list[Any]:
     weighted = [f if isinstance(f, tuple) else (f, 1.0) for f in functions]
-    return RewardFunctions(weighted)(["s", "s"], ["2", "5"], ["2", "4"], [dict(extra) for extra in EXTRA])
+    rows = [ScoringRow("s", text, truth, dict(extra), 1) for text, truth, extra in zip("25", "24", EXTRA)]
+    return FunctionsRewardManager(None, 0, RewardFunctions(weighted), timeout_s=timeout_s)._score_all(rows)
 
 
 def right(solution_str: str, ground_truth: str) -> float:
@@ -57,7 +61,7 @@ def test_wrong_functions_are_named() -> None:
     def short(completions: list[Any]) -> list[float]:
         return [1.0]
 
-    with pytest.raises(ValueError, match=r"short .*test_functions\.py:\d+\) returned 1 values for 2 completions"):
+    with pytest.raises(ValueError, match=r"short returned 1 scores for 2 rows; it must return a list"):
         call(short)
     with pytest.raises(ValueError, match="different names, not right, right"):
         call(right, right)
@@ -65,12 +69,42 @@ def test_wrong_functions_are_named() -> None:
         RewardFunctions([(lambda x: 0.0, 1.0)]).check(["level"])
     RewardFunctions([(right, 1.0)]).check([])
     assert accepts(right, ["solution_str", "ground_truth"]) and not accepts(right, ["solution_str"])
+    assert not accepts(lambda a, b=1: 0, ["a"]) and accepts(lambda a, **rest: 0, ["a"])
 
 
 def test_place_of_an_error_is_in_the_users_function() -> None:
     def fails(solution_str: str) -> float:
         raise KeyError("oops")
 
-    with pytest.raises(KeyError) as caught:
-        call(fails)
-    assert raised_at(caught.value).endswith(" in fails")
+    assert raised_at(call(fails)[0]).endswith(" in fails")
+
+
+def test_dict_without_score_is_an_error() -> None:
+    def wrong(solution_str: str) -> dict[str, float]:
+        return {"reward": 1.0}
+
+    for functions in ([wrong], [right, wrong], [lambda completions: [{"reward": 1.0}] * 2]):
+        with pytest.raises(ValueError, match=r"returned for data_source 's' a dict without 'score': \['reward'\]"):
+            call(*functions)
+
+
+def test_each_sample_is_called_once_with_its_own_time_limit() -> None:
+    calls: list[str] = []
+
+    def fails_on_5(solution_str: str) -> float:
+        calls.append(solution_str)
+        time.sleep(0.15)  # both samples together exceed the limit
+        return 1.0 / (5 - int(solution_str))
+
+    def batch(completions: list[Any]) -> list[float]:
+        calls.append("batch")
+        return [1.0] * len(completions)
+
+    first, second = call(fails_on_5, batch, timeout_s=0.25)
+    assert first["score"] == pytest.approx(1 / 3 + 1) and isinstance(second, ZeroDivisionError)
+    assert calls == ["2", "5", "batch"]
+
+
+def test_manager_is_only_for_reward_functions() -> None:
+    with pytest.raises(ValueError, match=r"passed to lockstep\.train; set naive or batch"):
+        FunctionsRewardManager(None, 0, right)  # type: ignore[arg-type]

@@ -354,7 +354,8 @@ def test_batch_manager_from_the_config(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot be called with \(data_sources, solution_strs, .*missing"):
         with_file(tmp_path / "other", "def compute_score(data_source):\n    return 0\n", "batch")
     with pytest.raises(
-        ValueError, match=r"<lambda> returned 1 scores for 2 rows; .*reward_manager=batch expects a list"
+        ValueError,
+        match=r"<lambda> \(reward_model\.reward_manager=batch\) returned 1 scores for 2 rows; it must return a list",
     ):
         BatchRewardManager(TOKENIZER, 0, lambda **_: [1.0])(data)
     with pytest.raises(ValueError, match=r"returned a float for 2 rows"):

@@ -1,8 +1,9 @@
 """The batch reward manager: one call scores all rows, for functions that are faster on many texts at once."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
-from lockstep.rewards.calls import Outcome, function_name
+from lockstep.rewards.calls import Arguments, Caller, Outcome, function_name
 from lockstep.rewards.custom import BATCH_ARGUMENTS, ComputeScore
 from lockstep.rewards.default import default_compute_scores
 from lockstep.rewards.managers.naive import REWARD_MANAGERS, NaiveRewardManager, ScoringRow
@@ -30,28 +31,35 @@ class BatchRewardManager(NaiveRewardManager):
         super().__init__(tokenizer, num_examine, score, reward_fn_key, timeout_s, num_workers=1)
 
     def _score_all(self, rows: list[ScoringRow]) -> list[Outcome]:
-        (outcomes,) = self._score_batches([rows])
-        if not isinstance(outcomes, Exception):
-            return outcomes
-        if len(rows) == 1:
-            return [outcomes]
-        alone = self._score_batches([[row] for row in rows])
-        return [outcome if isinstance(outcome, Exception) else outcome[0] for outcome in alone]
+        name = f"{function_name(self.compute_score)} (reward_model.reward_manager=batch)"
+        return score_batch(self.call_all, name, rows, _columns)
 
-    def _score_batches(self, batches: list[list[ScoringRow]]) -> list[list[Outcome] | Exception]:
-        """One call per batch; its scores, or why the call failed."""
-        columns = [zip(*(row.arguments().values() for row in rows)) for rows in batches]
-        results = self.call_all([dict(zip(BATCH_ARGUMENTS, map(list, values))) for values in columns])
-        return [self._scores(rows, result) for rows, result in zip(batches, results)]
 
-    def _scores(self, rows: list[ScoringRow], result: Outcome) -> list[Outcome] | Exception:
-        if isinstance(result, Exception):
-            return result
-        scores = result.tolist() if hasattr(result, "tolist") else result
-        if not isinstance(scores, (list, tuple)) or len(scores) != len(rows):
-            got = f"{len(scores)} scores" if isinstance(scores, (list, tuple)) else f"a {type(scores).__name__}"
-            raise ValueError(
-                f"the reward function {function_name(self.compute_score)} returned {got} for {len(rows)} rows; "
-                "reward_model.reward_manager=batch expects a list with one score per row"
-            )
-        return list(scores)
+def score_batch(
+    caller: Caller, name: str, rows: list[ScoringRow], arguments: Callable[[list[ScoringRow]], Arguments]
+) -> list[Outcome]:
+    """One outcome per row, by one call. If it fails, by a call per row, so that only the failing rows fail.
+
+    name: of the function, for messages. arguments: those of a call for these rows.
+    """
+    (outcome,) = caller([arguments(rows)])
+    if not isinstance(outcome, Exception):
+        return _scores(name, outcome, len(rows))
+    if len(rows) == 1:
+        return [outcome]
+    alone = caller([arguments([row]) for row in rows])
+    return [outcome if isinstance(outcome, Exception) else _scores(name, outcome, 1)[0] for outcome in alone]
+
+
+def _columns(rows: list[ScoringRow]) -> Arguments:
+    return dict(zip(BATCH_ARGUMENTS, map(list, zip(*(row.arguments().values() for row in rows)))))
+
+
+def _scores(name: str, result: Any, num_rows: int) -> list[Outcome]:
+    scores = result.tolist() if hasattr(result, "tolist") else result
+    if not isinstance(scores, (list, tuple)) or len(scores) != num_rows:
+        got = f"{len(scores)} scores" if isinstance(scores, (list, tuple)) else f"a {type(scores).__name__}"
+        raise ValueError(
+            f"the reward function {name} returned {got} for {num_rows} rows; it must return a list with one score per row"
+        )
+    return list(scores)

@@ -1,10 +1,17 @@
-"""The reward manager of `RewardFunctions`: like batch, and each row's `extra_info` also has its prompt and its columns."""
+"""The reward manager of `RewardFunctions`: per-sample functions row by row, those with TRL's signature once per batch.
 
+Each row's `extra_info` also has its prompt and its columns.
+"""
+
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from lockstep.protocol import DataProto
-from lockstep.rewards.managers.batch import BatchRewardManager
-from lockstep.rewards.managers.naive import REWARD_MANAGERS, ScoringRow
+from lockstep.rewards.calls import Outcome, function_name, make_caller
+from lockstep.rewards.functions import RewardFunctions
+from lockstep.rewards.managers.batch import score_batch
+from lockstep.rewards.managers.naive import REWARD_MANAGERS, NaiveRewardManager, ScoringRow, score_of
 
 NOT_COLUMNS = {
     "raw_prompt",
@@ -18,7 +25,28 @@ NOT_COLUMNS = {
 
 
 @REWARD_MANAGERS.register("functions")
-class FunctionsRewardManager(BatchRewardManager):
+class FunctionsRewardManager(NaiveRewardManager):
+    """`timeout_s` limits the per-sample functions of one row, and each call for a batch."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        num_examine: int,
+        compute_score: RewardFunctions,
+        reward_fn_key: str = "data_source",
+        timeout_s: float | None = None,
+    ) -> None:
+        if not isinstance(compute_score, RewardFunctions):
+            raise ValueError(
+                "reward_model.reward_manager=functions is for the functions passed to lockstep.train; set naive or batch"
+            )
+        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key, timeout_s)
+        self.functions = compute_score
+        self.batch_callers = {
+            name: (function_name(call), make_caller(call, timeout_s))
+            for name, call in compute_score.per_batch().items()
+        }
+
     def _rows(self, data: DataProto) -> list[ScoringRow]:
         columns = {name: values for name, values in data.non_tensor_batch.items() if name not in NOT_COLUMNS}
         if "raw_prompt" in data.non_tensor_batch:
@@ -27,3 +55,30 @@ class FunctionsRewardManager(BatchRewardManager):
             replace(row, extra_info={name: values[i] for name, values in columns.items()} | row.extra_info)
             for i, row in enumerate(super()._rows(data))
         ]
+
+    def _score_all(self, rows: list[ScoringRow]) -> list[Outcome]:
+        of_rows = super()._score_all(rows)
+        of_batch = {
+            name: score_batch(caller, function, rows, lambda some: {"rows": [row.arguments() for row in some]})
+            for name, (function, caller) in self.batch_callers.items()
+        }
+        return [
+            own if isinstance(own, Exception) else self._combined(row, own | {n: of_batch[n][i] for n in of_batch})
+            for i, (row, own) in enumerate(zip(rows, of_rows))
+        ]
+
+    def _combined(self, row: ScoringRow, results: Mapping[str, Outcome]) -> Outcome:
+        """The weighted sum of the results by name, with what else they hold; the first exception if there is one."""
+        combined: dict[str, Any] = {"score": 0.0}
+        for name, (function, weight) in self.functions.by_name.items():
+            result = results[name]
+            if isinstance(result, Exception):
+                return result
+            own = dict(result) if isinstance(result, Mapping) else {"score": result}
+            does_apply = "score" not in own or own["score"] is not None
+            score = score_of(own, row, function) if does_apply else None
+            combined |= {key: value for key, value in own.items() if key != "score"}
+            combined["score"] += weight * (score or 0.0)
+            if len(self.functions.by_name) > 1:
+                combined[name] = score
+        return combined

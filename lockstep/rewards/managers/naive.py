@@ -6,7 +6,7 @@ DataProto --rows--> compute_score per row --check--> score at the last response 
 import logging
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any, ClassVar, TypedDict
@@ -185,7 +185,7 @@ class NaiveRewardManager:
                 extra_info["reward_failed"][number] = 1.0
                 continue
             result = outcome if isinstance(outcome, dict) else {"score": outcome}
-            scores.append(self._number(row, result))
+            scores.append(score_of(result, row, self.compute_score))
             for name, value in result.items():
                 if name != "score":
                     extra_info.setdefault(name, [None] * len(rows))[number] = value
@@ -193,18 +193,6 @@ class NaiveRewardManager:
 
     def _shape(self, rows: list[ScoringRow], scores: list[float], extra_info: dict[str, list[Any]]) -> None:
         """Hook for reward shaping; modifies `scores` and `extra_info` in place."""
-
-    def _number(self, row: ScoringRow, result: dict[str, Any]) -> float:
-        score = result.get("score")
-        if isinstance(score, np.generic) or (isinstance(score, torch.Tensor) and score.numel() == 1):
-            score = score.item()
-        if isinstance(score, numbers.Real) and math.isfinite(score):
-            return float(score)
-        wrong = f"the score {score!r}; it must be a finite number"
-        if "score" not in result:
-            wrong = f"a dict without 'score': {sorted(result)}"
-        name = function_name(self.compute_score)
-        raise ValueError(f"the reward function {name} returned for data_source {row.data_source!r} {wrong}")
 
     def _log_examples(self, data: DataProto, rows: list[ScoringRow], scores: list[float]) -> None:
         """Log the first `num_examine` samples of each data source."""
@@ -225,6 +213,20 @@ class NaiveRewardManager:
                     row.ground_truth,
                     score,
                 )
+
+
+def score_of(result: Mapping[str, Any], row: ScoringRow, function: ComputeScore) -> float:
+    """The score in a function's result for `row`; ValueError if it has none or it is not a finite number."""
+    score = result.get("score")
+    if isinstance(score, np.generic) or (isinstance(score, torch.Tensor) and score.numel() == 1):
+        score = score.item()
+    if isinstance(score, numbers.Real) and math.isfinite(score):
+        return float(score)
+    wrong = f"the score {score!r}; it must be a finite number"
+    if "score" not in result:
+        wrong = f"a dict without 'score': {sorted(result)}"
+    name = function_name(function)
+    raise ValueError(f"the reward function {name} returned for data_source {row.data_source!r} {wrong}")
 
 
 def last_token_positions(data: DataProto) -> list[int]:
