@@ -18,8 +18,8 @@ from lockstep.data.rows import is_file_reference, write_rows
 from lockstep.observability.jsonl import METRICS_FILE, read_metrics
 from lockstep.policy import Policy
 from lockstep.registry import ObjectReferences
-from lockstep.rewards.custom import ARGUMENTS, BATCH_ARGUMENTS
-from lockstep.rewards.functions import RewardFunctions, accepts, is_per_batch
+from lockstep.rewards.custom import ARGUMENTS
+from lockstep.rewards.functions import RewardFunctions, accepts, parameters_of
 from lockstep.trainer.main_ppo import run_ppo
 
 if TYPE_CHECKING:
@@ -222,9 +222,9 @@ def _reward_settings(reward: Any) -> tuple[Settings, RewardFunctions | None]:
         raise ValueError(
             f"reward must be a function, a list of functions or of (function, weight), or a name, not {reward!r}"
         )
-    if callable(reward) and accepts(reward, ARGUMENTS) and not is_per_batch(reward):
+    if callable(reward) and accepts(reward, ARGUMENTS):
         return {"custom_reward_function.path": reward}, None
-    if callable(reward) and accepts(reward, BATCH_ARGUMENTS) and not is_per_batch(reward):
+    if callable(reward) and "solution_strs" in parameters_of(reward):
         return {"custom_reward_function.path": reward, "reward_model.reward_manager": "batch"}, None
     functions = RewardFunctions(weighted)
     return {"custom_reward_function.path": functions, "reward_model.reward_manager": "functions"}, functions

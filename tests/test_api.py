@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lockstep
+from lockstep import api
 from lockstep.observability.jsonl import read_metrics
 from lockstep.trainer.main_ppo import main
 from tests.tiny import save_tiny_model, small_run, write_rows
@@ -216,6 +217,25 @@ def test_errors_are_exceptions_of_one_line(files: Path, tmp_path: Path, monkeypa
         with pytest.raises(kind, match=f"(?s){message}"):
             call()
     assert lockstep.RunError("x", 2).exit_code == 2
+
+
+def test_route_of_a_reward_function() -> None:
+    """A function that names a column gets it, also if it has a default and **kwargs."""
+
+    def of_column(solution_str: str, answer: str = "", **kwargs: Any) -> float:
+        return 0.0
+
+    def of_verl(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+        return 0.0
+
+    def of_batch(data_sources: Any, solution_strs: Any, ground_truths: Any, extra_infos: Any, scale: int = 1) -> Any:
+        return []
+
+    routes = {of_column: "functions", of_verl: None, of_batch: "batch"}
+    for function, manager in routes.items():
+        settings, functions = api._reward_settings(function)
+        assert settings.get("reward_model.reward_manager") == manager
+        assert (functions is not None) == (manager == "functions")
 
 
 def test_policy_of_a_run_without_checkpoint(tmp_path: Path) -> None:
