@@ -30,6 +30,7 @@ LOWER = {
 }
 """Worker method -> the setting that lowers its memory."""
 
+PACKAGE = str(Path(__file__).parents[1]) + os.sep
 FULL_CODES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 _NO_MEMORY = re.compile(
@@ -90,9 +91,11 @@ def explain(error: BaseException, config: PPOConfig | SFTConfig) -> str | None:
 
 def _in_user_code(error: BaseException) -> str | None:
     """An exception that passed through the user's code, with the innermost line of it."""
-    printed = printed_frames(worker_report(error) or "")
-    frames = [frame for frame in [*printed, *traceback.extract_tb(error.__traceback__)] if frame.filename in USER_FILES]
-    if not frames or isinstance(error, ValueError):  # our messages about user code are ValueErrors
+    frames = printed_frames(worker_report(error) or "") or list(traceback.extract_tb(error.__traceback__))
+    if isinstance(error, ValueError):  # our messages about user code are ValueErrors too
+        frames = [frame for frame in frames if frame.filename in USER_FILES or frame.filename.startswith(PACKAGE)][-1:]
+    frames = [frame for frame in frames if frame.filename in USER_FILES]
+    if not frames:
         return None
     at = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}"
     return f"{type(error).__name__}: {' '.join(str(error).split())}, raised by your code at {at}"

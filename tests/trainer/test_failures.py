@@ -101,5 +101,23 @@ def test_errors_of_user_code(config: PPOConfig, tmp_path: Path) -> None:
     assert explain(far, config) == expected
 
 
+def test_value_error_of_user_code_has_its_place(config: PPOConfig, tmp_path: Path) -> None:
+    (tmp_path / "loss.py").write_text(
+        "from lockstep.registry import load_module\n\n\ndef loss(x):\n"
+        "    if x:\n        load_module('nowhere.py')\n    raise ValueError('shapes differ')\n"
+    )
+    loss = load_object(f"{tmp_path}/loss.py:loss")
+    with pytest.raises(ValueError, match="shapes differ") as caught:
+        loss(0)
+    expected = f"ValueError: shapes differ, raised by your code at {tmp_path}/loss.py:7 in loss"
+    assert explain(caught.value, config) == expected
+    far = ValueError("shapes differ")
+    far.add_note(f'{ON_WORKER}Traceback (most recent call last):\n  File "{tmp_path}/loss.py", line 7, in loss\n')
+    assert explain(far, config) == expected
+    with pytest.raises(ValueError, match="no file") as ours:
+        loss(1)
+    assert explain(ours.value, config) == str(ours.value)
+
+
 def test_an_os_error_of_a_library_is_not_about_our_folder(config: PPOConfig) -> None:
     assert explain(OSError("config.json is not\nvalid JSON"), config) == "config.json is not valid JSON"
