@@ -5,10 +5,12 @@ functions and classes  ──► python://name        ├──► load_config �
 keywords, overrides    ──► settings             ─┘
 """
 
+import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.compose import PRESETS, load_config
@@ -20,7 +22,9 @@ from lockstep.policy import Policy
 from lockstep.registry import ObjectReferences
 from lockstep.rewards.custom import ARGUMENTS
 from lockstep.rewards.functions import RewardFunctions, accepts, parameters_of
+from lockstep.trainer.checkpoint import CheckpointStore, RunLock
 from lockstep.trainer.main_ppo import run_ppo
+from lockstep.utils.files import sha256_all
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -131,7 +135,7 @@ def train(
         unchecked = load_config(PPOConfig, presets, config_name=file, layers=layers, run_checks=False)
         run_dir = Path(unchecked.trainer.default_local_dir).expanduser().absolute()
         layers += [_plain({RUN_DIR: run_dir} | inputs.settings(run_dir / "inputs"), objects)]
-        columns = inputs.write(run_dir / "inputs", unchecked.data)
+        columns = inputs.write(run_dir, unchecked)
         if functions is not None and columns is not None:
             functions.check(columns)
         ppo_config = load_config(PPOConfig, presets, config_name=file, layers=layers)
@@ -168,8 +172,36 @@ class _Inputs:
             paths[f"data.{name}_files"] = rows if is_file_reference(rows) else [folder / f"{name}.jsonl"]
         return paths
 
-    def write(self, folder: Path, config: DataConfig) -> list[str] | None:
-        """Write the files; the columns of all rows, or None if some are in the user's files."""
+    def write(self, run_dir: Path, config: PPOConfig) -> list[str] | None:
+        """Write the files; the columns of all rows, or None if some are in the user's files.
+
+        ValueError if a live run uses the folder, or if a run that would be resumed was started with others.
+        """
+        is_object = [hasattr(item, "save_pretrained") for item in self.saved.values()]
+        is_object += [not is_file_reference(rows) for rows in self.data.values()]
+        if not any(is_object):
+            return None
+        with RunLock(run_dir), TemporaryDirectory(prefix=".inputs_", dir=run_dir) as temporary:
+            columns = self._write_files(Path(temporary), config.data)
+            changed = [
+                item for item in Path(temporary).iterdir() if _digests(item) != _digests(run_dir / "inputs" / item.name)
+            ]
+            is_resumed = config.trainer.resume_mode == "auto" and CheckpointStore(run_dir).newest() is not None
+            before = [item.name for item in changed if item.stem != "val" and (run_dir / "inputs" / item.name).exists()]
+            if is_resumed and before:
+                raise ValueError(
+                    f"run_dir={run_dir} has checkpoints of a run with other inputs ({', '.join(sorted(before))}); pass the same "
+                    "objects to resume it, or set another run_dir, or trainer.resume_mode=disable to start from scratch"
+                )
+            (run_dir / "inputs").mkdir(exist_ok=True)
+            for item in changed:
+                target = run_dir / "inputs" / item.name
+                if target.is_dir():
+                    shutil.rmtree(target)
+                item.replace(target)
+        return None if any(map(is_file_reference, self.data.values())) else columns
+
+    def _write_files(self, folder: Path, config: DataConfig) -> list[str]:
         columns: dict[str, None] = {}
         for name, rows in self.data.items():
             if not is_file_reference(rows):
@@ -178,7 +210,14 @@ class _Inputs:
         for name, item in self.saved.items():
             if hasattr(item, "save_pretrained"):
                 item.save_pretrained(folder / name)
-        return None if any(map(is_file_reference, self.data.values())) else list(columns)
+        return list(columns)
+
+
+def _digests(item: Path) -> dict[str, str]:
+    """Relative path -> digest of a file, or of the files of a folder without *config.json, which has library versions."""
+    files = [item] if item.is_file() else [path for path in item.rglob("*") if path.is_file()]
+    kept = [path for path in files if not path.name.endswith("config.json")]
+    return {str(path.relative_to(item)): digest for path, digest in sha256_all(kept).items()}
 
 
 class _Callbacks:

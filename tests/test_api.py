@@ -1,6 +1,7 @@
 """lockstep.train: objects in place of files, the same run as the command, callbacks, errors, several runs in one process."""
 
 import asyncio
+import dataclasses
 import signal
 import subprocess
 import sys
@@ -14,7 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lockstep
 from lockstep import api
+from lockstep.config.ppo import PPOConfig
 from lockstep.observability.jsonl import read_metrics
+from lockstep.trainer.checkpoint import CheckpointStore, RunLock
 from lockstep.trainer.main_ppo import main
 from tests.tiny import save_tiny_model, small_run, write_rows
 
@@ -217,6 +220,33 @@ def test_errors_are_exceptions_of_one_line(files: Path, tmp_path: Path, monkeypa
         with pytest.raises(kind, match=f"(?s){message}"):
             call()
     assert lockstep.RunError("x", 2).exit_code == 2
+
+
+def test_inputs_of_a_live_or_another_run_are_kept(files: Path, tmp_path: Path) -> None:
+    """Objects are written under the run's lock, and not over those that checkpoints were trained from."""
+    model, tokenizer = (kind.from_pretrained(files / "model") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    run_dir, config = tmp_path / "run", PPOConfig()
+    api._Inputs(model, tokenizer, {"train": ROWS}).write(run_dir, config)
+    weights, rows = run_dir / "inputs" / "model" / "model.safetensors", run_dir / "inputs" / "train.jsonl"
+    before = weights.read_bytes(), rows.read_bytes()
+    other = api._Inputs(model, tokenizer, {"train": ROWS[:3]})
+    with RunLock(run_dir), pytest.raises(ValueError, match="is in use by a live run"):
+        other.write(run_dir, config)
+    CheckpointStore(run_dir).save(1, lambda folder: (folder / "state").touch())
+    api._Inputs(model, tokenizer, {"train": ROWS}).write(run_dir, config)
+    with torch.no_grad():
+        model.lm_head.weight += 1
+    with pytest.raises(
+        ValueError, match=rf"run_dir={run_dir} has checkpoints of a run with other inputs \(model, train\.jsonl\)"
+    ):
+        other.write(run_dir, config)
+    assert (weights.read_bytes(), rows.read_bytes()) == before
+    assert sorted(path.name for path in run_dir.glob(".inputs_*")) == []
+    config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, resume_mode="disable"))
+    other.write(run_dir, config)
+    assert weights.read_bytes() != before[0] and len(rows.read_text().splitlines()) == 3
+    assert api._Inputs("model", None, {"train": "rows.jsonl"}).write(tmp_path / "none", config) is None
+    assert not (tmp_path / "none").exists()
 
 
 def test_route_of_a_reward_function() -> None:
