@@ -99,7 +99,7 @@ def _settings(
         written_here = f"{written}.{part}" if written else str(part)
         name_here = f"{name}.{part}" if name else str(part)
         target = _alias(cls, name_here)
-        if target and _is_unset_alias(value, target):
+        if target and _is_unset_alias(cls, value, target):
             continue
         if target:
             all_below = ".*" if isinstance(value, Mapping) else ""
@@ -107,13 +107,13 @@ def _settings(
         yield from _setting(cls, value, written_here, target or name_here, layer)
 
 
-def _is_unset_alias(value: Any, target: str) -> bool:
+def _is_unset_alias(cls: type, value: Any, target: str) -> bool:
     """Whether an alias of `target` sets nothing: null, or an interpolation that follows the canonical key or another alias."""
     if value is None:
         return target not in DISABLED_BY_NULL
     if not isinstance(value, str) or not value.startswith("${"):
         return False
-    return "oc.select:" in value or target in value or value[2:-1] in ALIASES
+    return "oc.select:" in value or target in value or value[2:-1] in tables_of(cls).aliases
 
 
 def _setting(cls: type, value: Any, written: str, name: str, layer: Layer) -> Iterator[tuple[str, str, Any]]:

@@ -33,7 +33,7 @@ def fetch_inputs(config: PPOConfig | SFTConfig) -> None:
         if path not in fetched:
             local_model_folder(path, key, weights=False)
     if not config.data.custom_cls.path:
-        if not config.trainer.val_only:
+        if isinstance(config, SFTConfig) or not config.trainer.val_only:
             local_data_files(config.data.train_files, "train", "data.train_files")
         local_data_files(config.data.val_files, "val", "data.val_files")
 
