@@ -49,9 +49,9 @@ class WandbTracker:
         hosts = {urlsplit(os.environ.get("WANDB_BASE_URL", "")).netloc, *HOSTS}
         if has_netrc_login(Path(os.environ.get("NETRC", "~/.netrc")).expanduser(), *hosts):
             return
-        settings = (
-            import_service("wandb", "wandb").setup().settings
-        )  # reads the files of `wandb login` and `wandb offline`
+        wandb = import_service("wandb", "wandb")
+        settings = wandb.setup().settings  # reads the files of `wandb login` and `wandb offline`
+        wandb.teardown()
         if settings.api_key is None and settings.mode not in WITHOUT_LOGIN:
             raise ValueError(
                 "trainer.logger includes wandb, but this user is not logged in: run `wandb login`, set WANDB_API_KEY, or "

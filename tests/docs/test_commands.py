@@ -140,6 +140,7 @@ def variables(places: dict[str, str]) -> dict[str, str]:
     return {name.removeprefix("$"): place for name, place in places.items() if name.startswith("$")}
 
 
+@pytest.mark.usefixtures("no_registrations")
 @pytest.mark.parametrize(("page", "command"), TRAINING, ids=[f"{p}-{i}" for i, (p, _) in enumerate(TRAINING)])
 def test_training_commands_train(
     page: str, command: str, places: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

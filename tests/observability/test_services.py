@@ -52,6 +52,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_DISABLE_GIT", "true")
     track("wandb", tmp_path)
+    importlib.import_module("wandb").teardown()  # it keeps the settings of this test otherwise
     run_id = (tmp_path / "wandb_run_id.txt").read_text()
     files = sorted((tmp_path / "wandb").glob(f"offline-run-*-{run_id}/run-{run_id}.wandb"))
     assert len(files) == 2  # one per process, both of the same run, for `wandb sync`

@@ -208,6 +208,7 @@ def test_coroutine_that_blocks_the_loop_stops_the_run(monkeypatch: pytest.Monkey
     assert time.monotonic() - begun < 2
 
 
+@pytest.mark.usefixtures("no_registrations")
 def test_built_in_scorers_run_inline_and_registered_ones_do_not(tmp_path: Path) -> None:
     assert not isinstance(make_caller(default_compute_score, timeout_s=1.0), WorkerPool)
     assert not isinstance(make_caller(partial(default_compute_score, scorer="math"), timeout_s=1.0), WorkerPool)
@@ -232,6 +233,7 @@ def test_limits_must_be_positive() -> None:
         make_caller(load_object, timeout_s=1.0, num_workers=0)
 
 
+@pytest.mark.usefixtures("no_registrations")
 def test_slow_built_in_scorers_run_concurrently() -> None:
     def judge(text: str) -> int:
         if text != "fast":

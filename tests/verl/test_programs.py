@@ -45,6 +45,9 @@ def load(path: Path) -> ModuleType:
     return module
 
 
+pytestmark = pytest.mark.usefixtures("no_registrations")
+
+
 @pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
     """`hydra.main` configures logging for the whole process."""
