@@ -54,6 +54,8 @@ from lockstep.verl.workers.reward_manager import get_reward_manager_cls
 from lockstep.verl.workers.reward_manager import register as register_manager
 from tests.tiny import save_tiny_model, tiny_config, tiny_tokenizer, write_rows
 
+pytestmark = pytest.mark.usefixtures("no_registrations")
+
 
 def batch_of(num_rows: int = 5) -> DataProto:
     return DataProto.from_dict(
