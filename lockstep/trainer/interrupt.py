@@ -3,8 +3,9 @@
 import atexit
 import logging
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -18,12 +19,37 @@ def stop_on_sigterm() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    _early_stop.clear()
+    previous = {signal.SIGTERM: signal.signal(signal.SIGTERM, _stop)}
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        previous[signal.SIGINT] = signal.signal(signal.SIGINT, _stop)
+    hook, sys.unraisablehook = sys.unraisablehook, _without_interrupts(sys.unraisablehook)
     atexit.register(_ignore_signals)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        sys.unraisablehook = hook
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+_early_stop = threading.Event()
+"""A stop was requested before training. Python drops a KeyboardInterrupt that is raised in a destructor."""
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    _early_stop.set()
+    raise KeyboardInterrupt
+
+
+def _without_interrupts(hook: Callable[[Any], Any]) -> Callable[[Any], None]:
+    """Do not print a dropped KeyboardInterrupt: `Interrupt` raises it again."""
+
+    def filtered(unraisable: Any) -> None:
+        if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+            hook(unraisable)
+
+    return filtered
 
 
 def _ignore_signals() -> None:
@@ -36,7 +62,10 @@ class StopRequested(Exception):
 
 
 class Interrupt:
-    """Context manager that records stop requests instead of raising. No-op outside the main thread, which alone gets signals."""
+    """Context manager that records stop requests instead of raising; raises one that start-up has dropped.
+
+    No-op outside the main thread, which alone gets signals.
+    """
 
     def __init__(self) -> None:
         self.requested = False
@@ -44,6 +73,8 @@ class Interrupt:
 
     def __enter__(self) -> "Interrupt":
         if threading.current_thread() is threading.main_thread():
+            if _early_stop.is_set():
+                raise KeyboardInterrupt
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(number, self._on_signal)
         return self
