@@ -1,4 +1,4 @@
-"""Time of a supervised step, measured from the user's command: Lockstep beside TRL's SFTTrainer with packing.
+"""Time of a supervised step, measured from the user's command: Lockstep and TRL's SFTTrainer with packing.
 
     python benchmarks/sft_step.py [--shape 0.5b --rows 4096 --batch 64 --min-tokens 64 --max-tokens 2048 --budget 16384]
                                   [--peer trl --peer-python .trl/bin/python] [--json out.json] [key=value ...]

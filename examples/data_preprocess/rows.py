@@ -1,7 +1,6 @@
 """Shared by the scripts in this folder: read published examples, write training rows."""
 
 import argparse
-import json
 import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -10,9 +9,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from lockstep.data.files import iter_file
 from lockstep.utils.dataset_files import local_data_files
-
-BATCH_ROWS = 1024
 
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 """Instruction of the math datasets."""
@@ -36,7 +34,7 @@ def read_examples(source: str, *fields: str, split: str = "train") -> Iterator[d
     """The examples of `source`, one at a time; a missing field is an error that names it."""
     for path in files_of(source, split):
         logging.info("reading %s", path)
-        for number, example in enumerate(_iter_parquet(path) if path.suffix == ".parquet" else _iter_json(path)):
+        for number, example in enumerate(_iter_file(path)):
             for field in fields:
                 if field not in example:
                     raise SystemExit(f"{path}, example {number} has no {field!r} (fields: {', '.join(example)})")
@@ -56,23 +54,11 @@ def files_of(source: str, split: str) -> list[Path]:
     return files
 
 
-def _iter_parquet(path: Path) -> Iterator[dict[str, Any]]:
+def _iter_file(path: Path) -> Iterator[dict[str, Any]]:
     try:
-        for batch in pq.ParquetFile(path).iter_batches(batch_size=BATCH_ROWS):
-            yield from batch.to_pylist()
-    except pa.ArrowInvalid as error:
-        raise SystemExit(f"{path} is not a readable parquet file: {error}") from None
-
-
-def _iter_json(path: Path) -> Iterator[dict[str, Any]]:
-    """One JSON object per line, or one list of objects."""
-    with path.open(encoding="utf-8") as lines:
-        is_list = lines.read(1) == "["
-        lines.seek(0)
-        try:
-            yield from json.load(lines) if is_list else (json.loads(line) for line in lines if line.strip())
-        except json.JSONDecodeError as error:
-            raise SystemExit(f"{path} is not JSON: {error}") from None
+        yield from iter_file(path)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
 
 
 def make_row(

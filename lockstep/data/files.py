@@ -57,7 +57,7 @@ def _read_first(data_files: str | Path | Sequence[str | Path], max_samples: int)
     rows: list[FileRow] = []
     for file in files:
         before = len(rows)
-        for number, columns in enumerate(_iter_file(file)):
+        for number, columns in enumerate(iter_file(file)):
             if 0 <= max_samples <= len(rows):
                 return rows
             rows.append(FileRow(str(file), number, columns))
@@ -78,7 +78,8 @@ def drop_none(struct: dict[str, Any] | None, keep: str | None = None) -> dict[st
     return {name: value for name, value in (struct or {}).items() if value is not None or name == keep}
 
 
-def _iter_file(path: Path) -> Iterator[dict[str, Any]]:
+def iter_file(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a parquet, jsonl or json file; ValueError if it cannot be read."""
     if path.suffix == ".parquet":
         yield from _iter_parquet(path)
     else:

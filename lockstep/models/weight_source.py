@@ -162,7 +162,7 @@ def find_weights(
     if getattr(model.config, "quantization_config", None) is not None:
         return None, "it is quantised"
     if model._get_dtype_plan(dtype):
-        return None, f"some of its weights stay in float32 beside {dtype}"
+        return None, f"some of its weights stay in float32 while the others are {dtype}"
     files = _safetensors_files(folder)
     if not files:
         return None, "its weights are not in safetensors files"

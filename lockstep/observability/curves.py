@@ -133,7 +133,7 @@ def moving_mean(points: Points, window: int) -> Points:
 
 
 def axis_number(value: float, span: float) -> str:
-    """A number beside an axis that covers `span`, with enough digits to tell its neighbours apart."""
+    """A number next to an axis that covers `span`, with enough digits to tell its neighbours apart."""
     if value == 0 or span == 0 or abs(value) < 10 * span:
         return format_number(value)
     return f"{value:.{3 + math.floor(math.log10(abs(value) / span))}g}"

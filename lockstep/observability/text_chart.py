@@ -20,7 +20,7 @@ MARKS = "*+ox#@%&"
 COLOURS = ("blue", "red", "green", "magenta", "yellow", "cyan")
 HEIGHT = 10
 LABEL = 10
-"""Characters of the numbers beside the axis."""
+"""Characters of the numbers next to the axis."""
 
 
 def legend(panels: Sequence[Panel]) -> Iterator[Text]:

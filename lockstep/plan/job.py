@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.model import FSDPEngineConfig, sequence_parallel_size
 from lockstep.config.placement import needed_models, pools_of
 from lockstep.config.ppo import PPOConfig
@@ -63,7 +64,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Job:
-    """old_log_probs: whether they take a pass of their own."""
+    """old_log_probs: whether they take a separate pass."""
 
     device: Device
     lengths: Lengths
@@ -92,10 +93,7 @@ def job_of(config: PPOConfig, device: Device, lengths: Lengths, shape_of: Callab
     mini = min(actor.ppo_mini_batch_size * samples, sequences)
     updates = math.ceil(sequences / mini) * actor.ppo_epochs
     shape = shape_of(policy.model.path, "actor_rollout_ref.model")
-    read_before = config.algorithm.use_kl_in_reward or config.algorithm.rollout_correction.rollout_is is not None
-    old_log_probs = not config.algorithm.rollout_correction.bypass_mode and (
-        updates > 1 or read_before or actor.old_log_prob_pass == "always"
-    )
+    old_log_probs = _needs_old_log_probs(config, updates)
 
     def units(num_rows: int, role: str, section: Any, packed: bool, **limits: Any) -> BatchUnits:
         return batch_units(
@@ -157,13 +155,25 @@ def job_of(config: PPOConfig, device: Device, lengths: Lengths, shape_of: Callab
         shape = shape_of(reward.model.path, "reward_model.model")
         models.append(model("rm", shape, reward, reward.model.fsdp_config, forward=forward, **frozen))
     per_rank = math.ceil(sequences / pools.world_size("rollout" if own_pool else role))
-    concurrent = min(rollout.max_num_seqs, per_rank)
-    longest = rollout.max_model_len or rollout.prompt_length + rollout.response_length
-    block = rollout.kv_block_size
-    cache = (concurrent if device.is_cpu else rollout.max_num_seqs) * (math.ceil(longest / block) + 1) * block
-    prefill = min(rollout.max_num_batched_tokens, per_rank * lengths.prompt)
-    sampled = Rollout(per_rank, concurrent, cache, prefill, rollout.gpu_memory_utilization)
-    return Job(device, lengths, prompts, samples, models, sampled, old_log_probs)
+    return Job(device, lengths, prompts, samples, models, _rollout(rollout, per_rank, lengths, device), old_log_probs)
+
+
+def _needs_old_log_probs(config: PPOConfig, updates: int) -> bool:
+    """Whether a pass computes them: not if the rollout's are used, nor if the only update can."""
+    correction = config.algorithm.rollout_correction
+    read_before = config.algorithm.use_kl_in_reward or correction.rollout_is is not None
+    always = config.actor_rollout_ref.actor.old_log_prob_pass == "always"
+    return not correction.bypass_mode and (updates > 1 or read_before or always)
+
+
+def _rollout(config: RolloutConfig, sequences: int, lengths: Lengths, device: Device) -> Rollout:
+    """sequences: of one rank."""
+    concurrent = min(config.max_num_seqs, sequences)
+    longest = config.max_model_len or config.prompt_length + config.response_length
+    block = config.kv_block_size
+    cache = (concurrent if device.is_cpu else config.max_num_seqs) * (math.ceil(longest / block) + 1) * block
+    prefill = min(config.max_num_batched_tokens, sequences * lengths.prompt)
+    return Rollout(sequences, concurrent, cache, prefill, config.gpu_memory_utilization)
 
 
 def _critic(config: PPOConfig, shape_of: Any, model: Any, units: Any, sequences: int) -> Model:

@@ -56,7 +56,7 @@ def _generation(job: Job, phase: Phase) -> float:
 
 
 def _touched_layer(model: Model, num_tokens: float) -> float:
-    """Parameters of a layer that a decode step of so many tokens reads: with experts, those that any token chose."""
+    """Parameters of a layer that a decode step of `num_tokens` tokens reads: with experts, those that any token chose."""
     shape = model.shape
     chosen = shape.experts * (1 - (1 - shape.active_experts / shape.experts) ** num_tokens)
     return shape.attention_parameters + chosen * shape.mlp_parameters

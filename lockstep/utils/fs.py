@@ -57,7 +57,7 @@ def copy_to_local(
     Several processes may call this at once: one copies, the others wait. ValueError if `src` cannot be read.
 
     cache_dir:     where copies are kept; None is `default_cache()`.
-    filelock:      name of the lock file beside the copies of one URL.
+    filelock:      name of the lock file next to the copies of one URL.
     verbose:       show a progress bar.
     always_recopy: copy again even if there is a copy of the same content.
     use_shm:       copy to memory (`/dev/shm`), a local `src` too.

@@ -307,7 +307,3 @@ class SFTTrainer:
         self.tracking.sync()
         self.last_checkpoint = self.checkpoints.save(self.global_steps, write)
         logger.info("saved %s", self.last_checkpoint)
-
-
-FSDPSFTTrainer = SFTTrainer
-"""verl's name of this class."""
