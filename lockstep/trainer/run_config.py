@@ -161,3 +161,15 @@ def _differences(saved: Any, now: Any, name: str = "") -> Iterator[tuple[str, An
             yield from _differences(saved.get(key, "unset"), now.get(key, "unset"), dotted)
     elif saved != now:
         yield name, saved, now
+
+
+def warn_if_epochs_end_first(config: PPOConfig | SFTConfig, num_steps: int) -> None:
+    """num_steps: of the run."""
+    asked = config.trainer.total_training_steps
+    if asked is not None and asked > num_steps:
+        logger.warning(
+            "trainer.total_training_steps=%d, but trainer.total_epochs=%d gives only %d steps; raise trainer.total_epochs",
+            asked,
+            config.trainer.total_epochs,
+            num_steps,
+        )

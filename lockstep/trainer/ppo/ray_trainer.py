@@ -63,6 +63,7 @@ from lockstep.trainer.run_config import (
     check_same_experiment,
     report_changes,
     saved_config,
+    warn_if_epochs_end_first,
     write_run_config,
 )
 from lockstep.utils.audit import GapBound
@@ -283,14 +284,7 @@ class PPOTrainer:
         if self.resource_pool_manager.get_n_gpus() > 1:
             logger.info("workers: %s", self._layout())
         logger.info("output folder: %s", self.run_dir)
-        max_steps = config.trainer.total_training_steps
-        if max_steps is not None and max_steps > self.total_training_steps:
-            logger.warning(
-                "trainer.total_training_steps=%d, but trainer.total_epochs=%d gives only %d steps; raise trainer.total_epochs",
-                max_steps,
-                config.trainer.total_epochs,
-                self.total_training_steps,
-            )
+        warn_if_epochs_end_first(config, self.total_training_steps)
 
     def _layout(self) -> str:
         """Each pool with its processes per machine and its roles, and the actor's sequence parallel size."""

@@ -32,7 +32,14 @@ from lockstep.observability.trackers import Tracking
 from lockstep.trainer.checkpoint import CheckpointStore, RunLock
 from lockstep.trainer.interrupt import Interrupt
 from lockstep.trainer.run_config import FILE as CONFIG_FILE
-from lockstep.trainer.run_config import as_yaml, check_same_experiment, report_changes, saved_config, write_run_config
+from lockstep.trainer.run_config import (
+    as_yaml,
+    check_same_experiment,
+    report_changes,
+    saved_config,
+    warn_if_epochs_end_first,
+    write_run_config,
+)
 from lockstep.trainer.sft.batches import collate, cross_entropy, share_of
 from lockstep.utils.audit import AuditError
 from lockstep.utils.device import memory_peaks
@@ -274,14 +281,7 @@ class SFTTrainer:
             config.model.path,
         )
         logger.info("output folder: %s", self.run_dir)
-        max_steps = config.trainer.total_training_steps
-        if max_steps is not None and max_steps > self.total_training_steps:
-            logger.warning(
-                "trainer.total_training_steps=%d, but trainer.total_epochs=%d gives only %d steps; raise trainer.total_epochs",
-                max_steps,
-                config.trainer.total_epochs,
-                self.total_training_steps,
-            )
+        warn_if_epochs_end_first(config, self.total_training_steps)
 
     def _save_checkpoint(self, metrics: dict[str, Any]) -> None:
         """metrics: those of the step, saved in case the process dies before they are tracked."""
