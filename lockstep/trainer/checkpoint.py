@@ -307,9 +307,15 @@ class RunLock:
         self._descriptor: int | None = None
 
     def acquire(self) -> None:
-        """Lock the folder; ValueError with the owning process if it is locked."""
+        """Lock the folder; ValueError with the owning process if it is locked, or if there can be no lock file."""
         ensure_writable(self.root, ROOT_KEY)
-        descriptor = os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            descriptor = os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise ValueError(
+                f"{ROOT_KEY}={self.root}: cannot open the lock file {LOCK} ({error.strerror}); remove what is in its place, "
+                f"or set {ROOT_KEY} to another folder"
+            ) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

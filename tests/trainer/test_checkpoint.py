@@ -433,6 +433,12 @@ def start_holder(root: Path, mode: str) -> tuple[subprocess.Popen[str], int]:
     return holder, int(holder.stdout.readline())
 
 
+def test_a_folder_in_place_of_the_lock_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / LOCK).mkdir()
+    with pytest.raises(ValueError, match=r"trainer\.default_local_dir=.*cannot open the lock file"):
+        RunLock(tmp_path).acquire()
+
+
 def test_lock_refuses_a_second_live_run_but_not_after_a_kill(tmp_path: Path) -> None:
     holder, _ = start_holder(tmp_path, "alone")
     try:
