@@ -15,7 +15,8 @@ Prompt = str | Sequence[Mapping[str, Any]]
 
 
 class Policy:
-    """The model in `path`, a folder for `from_pretrained`. It is loaded by the first `generate`, and freed by `unload`."""
+    """The model that `path` means, as in `actor_rollout_ref.model.path`. It is loaded by the first `generate`, and freed by
+    `unload`."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -52,12 +53,17 @@ class Policy:
 
     def save(self, folder: Path | str) -> Path:
         """Copy the model and its tokenizer to `folder`; returns it."""
-        return Path(shutil.copytree(self.path, Path(folder).expanduser(), dirs_exist_ok=True))
+        return Path(shutil.copytree(self._folder(), Path(folder).expanduser(), dirs_exist_ok=True))
 
     def unload(self) -> None:
         """Free the memory; the next `generate` loads the model again."""
         self._loaded = self._engine = None
         self._lengths = (0, 0)
+
+    def _folder(self) -> Path:
+        from lockstep.utils.model_path import local_model_folder
+
+        return local_model_folder(self.path, "Policy path")
 
     def _load(self) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase, list[int]]":
         if self._loaded is None:
@@ -69,10 +75,10 @@ class Policy:
             from lockstep.utils.device import resolve_device
 
             device = torch.device(resolve_device("auto"))
-            tokenizer = hf_tokenizer(self.path)
+            tokenizer = hf_tokenizer(self.path, key="Policy path")
             config = HFModelConfig(path=str(self.path))
             model = load_causal_lm(config, "policy", resolve_dtype("auto", device), device)
-            self._loaded = model, tokenizer, eos_token_ids(tokenizer, self.path)
+            self._loaded = model, tokenizer, eos_token_ids(tokenizer, self._folder())
         return self._loaded
 
     def _engine_for(self, prompt_length: int, response_length: int) -> "RolloutEngine":

@@ -23,7 +23,7 @@ from lockstep.registry import did_you_mean, find_registered
 from lockstep.utils.dataset_files import FORMS as DATA_FORMS
 from lockstep.utils.dataset_files import Use, locate_data
 from lockstep.utils.model_path import FORMS as MODEL_FORMS
-from lockstep.utils.model_path import locate_model
+from lockstep.utils.model_path import is_model_folder, locate_model
 
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -285,7 +285,7 @@ def model(values: Values, name: str, what: str) -> Iterator[Problem]:
     except ValueError as error:
         yield Problem(name, path, str(error))
         return
-    if isinstance(place, Path) and not (place / "config.json").is_file():
+    if isinstance(place, Path) and not is_model_folder(place):
         yield Problem(name, path, "not a Hugging Face model: the folder has no config.json")
 
 

@@ -34,6 +34,7 @@ from lockstep.config.schema import build, explain_unknown_key, is_mapping_key, k
 from lockstep.config.sft import SFTConfig
 from lockstep.config.sft_checks import check_sft
 from lockstep.registry import load_module
+from lockstep.utils.model_path import newest_of_run
 
 logger = logging.getLogger(__name__)
 C = TypeVar("C")
@@ -43,6 +44,8 @@ DEFAULT_NAMES: dict[type, str] = {PPOConfig: "ppo_trainer", SFTConfig: "sft_trai
 """Root config class to its preset."""
 MAX_NO_EFFECT_NOTICES = 8
 """More settings without effect than this are listed in one line."""
+MODEL_KEYS = ("model.path", "tokenizer_path", "input_tokenizer", "data.tokenizer")
+"""Endings of the keys that name a model or tokenizer."""
 _HOME = re.compile(r"(?<=[=\[,])~/")
 """`~/` at the start of a value, which Hydra's grammar does not accept."""
 
@@ -119,6 +122,7 @@ def config_from_tree(cls: type[C], tree: Mapping[str, Any], run_checks: bool = T
 def _checked(merged: _Settings, cls: type[C], run_checks: bool) -> C:
     """The settings with derived defaults, types and checks; logs the notices."""
     _load_external_lib(merged, cls)
+    _fix_checkpoints(merged)
     derived, notices = derived_defaults(cls, merged.values)
     merged.values |= derived
     merged.notices += notices
@@ -152,6 +156,21 @@ def _load_external_lib(settings: _Settings, cls: type) -> None:
             load_module(name)
         except ValueError as error:
             settings.problems.append(Problem(key, name, str(error)))
+
+
+def _fix_checkpoints(settings: _Settings) -> None:
+    """Replace a run's folder in a model path by its newest checkpoint now: all workers read the same one, and the saved config
+    names it."""
+    for key, path in settings.values.items():
+        if not isinstance(path, str) or not path or not key.endswith(MODEL_KEYS):
+            continue
+        try:
+            newest = newest_of_run(path)
+        except ValueError:
+            continue  # reported by the checks
+        if newest is not None:
+            settings.values[key] = str(newest)
+            settings.notices.append(f"{key}={path} is read as {newest}, its newest checkpoint")
 
 
 @cache

@@ -12,8 +12,8 @@ CheckpointPart = Literal["model", "optimizer", "extra", "hf_model"]
 @dataclass(frozen=True)
 class HFModelConfig:
     path: str = ""
-    """Hugging Face causal language model: a local folder, `org/name[@revision]` of the Hub, a run's `global_step_N` folder, or a
-    URL (docs/models_and_data_by_name.md)."""
+    """Hugging Face causal language model: a local folder, `org/name[@revision]` of the Hub, a run or its `global_step_N` folder, or
+    a URL (docs/models_and_data_by_name.md)."""
     tokenizer_path: str | None = None
     """Tokenizer, in the same forms; null is `path`."""
     trust_remote_code: bool = False

@@ -43,7 +43,7 @@ def model_name(path: str) -> str:
     if cached := re.search(r"models--(.+?)/snapshots/", path):
         path = cached[1].replace("--", "/")
     parts = _parts(path)
-    while len(parts) > 1 and parts[-1] in ("huggingface", "actor", "critic"):
+    while len(parts) > 1 and parts[-1] in ("huggingface", "lora_adapter", "actor", "critic"):
         parts.pop()
     if len(parts) > 1 and (step := re.fullmatch(r"(?:global_step_|checkpoint-)(\d+)", parts[-1])):
         parts[-2:] = [f"{parts[-2]}-step{step[1]}"]

@@ -8,7 +8,6 @@ A folder named `global_step_N` is therefore complete; its manifest has the check
 
 import errno
 import fcntl
-import json
 import logging
 import os
 import re
@@ -17,12 +16,21 @@ import socket
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import get_args
 
 from lockstep.config.trainer import ResumeMode
+from lockstep.utils.checkpoint_folder import (
+    MANIFEST,
+    STEP_FOLDER,
+    FileEntry,
+    Manifest,
+    check_sizes,
+    checkpoints_by_age,
+    read_manifest,
+)
 from lockstep.utils.files import (
     atomic_write_json,
     atomic_write_text,
@@ -36,65 +44,17 @@ from lockstep.utils.files import (
 logger = logging.getLogger(__name__)
 
 ROOT_KEY = "trainer.default_local_dir"
-MANIFEST = "manifest.json"
 TRACKER = "latest_checkpointed_iteration.txt"
 LOCK = ".run.lock"
 
-_STEP_FOLDER = re.compile(r"global_step_(\d+)")
 _LEFTOVER = re.compile(r"\.(staging|replaced|pruned)-(global_step_\d+)-(\d+)")
 _FULL_BELOW_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class FileEntry:
-    """One file of a checkpoint."""
-
-    size: int
-    sha256: str
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """The manifest, written last.
-
-    step:     the training step, equal to the N of the folder.
-    sequence: number of the save in this root. The newest save is resumed, even if the run was resumed from an earlier step
-              and older folders have larger step numbers.
-    saved_at: unix time, informational.
-    files:    path relative to the folder -> size and checksum; every file except the manifest.
-    """
-
-    step: int
-    sequence: int
-    saved_at: float
-    files: dict[str, FileEntry]
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """The folder's manifest; ValueError if it is missing or invalid."""
-    path = folder / MANIFEST
-    try:
-        raw = json.loads(path.read_text())
-        files = {name: FileEntry(int(entry["size"]), str(entry["sha256"])) for name, entry in raw["files"].items()}
-        manifest = Manifest(int(raw["step"]), int(raw["sequence"]), float(raw["saved_at"]), files)
-    except FileNotFoundError as error:
-        raise ValueError(f"{path} is missing") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not a checkpoint manifest ({error!r})") from error
-    if folder.name != f"global_step_{manifest.step}":
-        raise ValueError(f"{path} is for step {manifest.step}, but the folder is {folder.name}")
-    return manifest
 
 
 def verify(folder: Path) -> Manifest:
     """Check every file of a checkpoint against its manifest; ValueError for the first damaged file."""
     manifest = read_manifest(folder)
-    for name, entry in manifest.files.items():
-        path = folder / name
-        if not path.is_file():
-            raise ValueError(f"{path} is missing")
-        if (size := path.stat().st_size) != entry.size:
-            raise ValueError(f"{path} has {size} bytes, but its manifest says {entry.size}")
+    check_sizes(folder, manifest)
     checksums = sha256_all([folder / name for name in manifest.files])
     for name, entry in manifest.files.items():
         if checksums[folder / name] != entry.sha256:
@@ -154,7 +114,7 @@ class CheckpointStore:
 
     def newest(self) -> Path | None:
         """The newest complete checkpoint by its manifest; its files are not verified."""
-        complete = [folder for sequence, _, folder in self._by_age() if sequence >= 0]
+        complete = [folder for sequence, _, folder in checkpoints_by_age(self.root) if sequence >= 0]
         return complete[-1] if complete else None
 
     def clean_stale(self) -> None:
@@ -165,7 +125,7 @@ class CheckpointStore:
         """
         if not self.root.is_dir():
             return
-        folders = [path for path in self.root.iterdir() if path.is_dir() and not _STEP_FOLDER.fullmatch(path.name)]
+        folders = [path for path in self.root.iterdir() if path.is_dir() and not STEP_FOLDER.fullmatch(path.name)]
         for folder in (self.root, *folders):
             remove_temporary_files(folder)
         for path in sorted(self.root.iterdir()):
@@ -194,7 +154,7 @@ class CheckpointStore:
         paths = sorted(path for path in staging.rglob("*") if path.is_file())
         checksums = sha256_all(paths)
         files = {str(path.relative_to(staging)): FileEntry(path.stat().st_size, checksums[path]) for path in paths}
-        sequence = 1 + max((sequence for sequence, _, _ in self._by_age()), default=0)
+        sequence = 1 + max((sequence for sequence, _, _ in checkpoints_by_age(self.root)), default=0)
         atomic_write_json(staging / MANIFEST, asdict(Manifest(step, sequence, time.time(), files)))
 
     def _rename_into_place(self, staging: Path, final: Path) -> None:
@@ -211,25 +171,13 @@ class CheckpointStore:
         fsync_path(self.root)
         _remove(replaced)
 
-    def _by_age(self) -> list[tuple[int, int, Path]]:
-        """(sequence, step, folder) of every `global_step_N`, oldest save first; sequence is -1 without a manifest."""
-        found = []
-        for folder in self.root.iterdir() if self.root.is_dir() else ():
-            match = _STEP_FOLDER.fullmatch(folder.name)
-            if match is None or not folder.is_dir():
-                continue
-            try:
-                sequence = read_manifest(folder).sequence
-            except (ValueError, OSError):
-                sequence = -1
-            found.append((sequence, int(match[1]), folder))
-        return sorted(found)
-
     def _prune(self, written: Path) -> None:
         """Remove the oldest saves beyond `keep`; folders without a readable manifest are never removed."""
         if self.keep is None:
             return
-        others = [folder for sequence, _, folder in self._by_age() if sequence >= 0 and folder != written]
+        others = [
+            folder for sequence, _, folder in checkpoints_by_age(self.root) if sequence >= 0 and folder != written
+        ]
         for folder in others[: max(0, len(others) - (self.keep - 1))]:
             pruned = self._hidden("pruned", folder)
             try:
@@ -242,7 +190,7 @@ class CheckpointStore:
     def _find_newest(self) -> tuple[int, Path] | None:
         tracked = self._tracked_step()
         damaged = []
-        newest_first = self._by_age()[::-1]
+        newest_first = checkpoints_by_age(self.root)[::-1]
         without_manifest_first = sorted(
             newest_first, key=lambda entry: entry[0] >= 0
         )  # so that all of them are reported
@@ -367,7 +315,7 @@ def _verified_path(resume_from_path: str | None) -> tuple[int, Path]:
     if not resume_from_path:
         raise ValueError(f"trainer.resume_mode=resume_path needs {key}, the global_step_N folder to resume from")
     folder = Path(resume_from_path).expanduser().absolute()
-    match = _STEP_FOLDER.fullmatch(folder.name)
+    match = STEP_FOLDER.fullmatch(folder.name)
     if match is None:
         raise ValueError(f"{key}={resume_from_path} is not a checkpoint; the folder name must be global_step_N")
     if not folder.is_dir():

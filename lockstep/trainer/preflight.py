@@ -15,8 +15,9 @@ from lockstep.observability.trackers import TRACKERS
 from lockstep.registry import check_signature, find_registered, load_object
 from lockstep.rewards.custom import ARGUMENTS, BATCH_ARGUMENTS, get_custom_reward_fn
 from lockstep.rewards.default import check_scorer_options
-from lockstep.trainer.checkpoint import CheckpointStore, RunLock, read_manifest
+from lockstep.trainer.checkpoint import CheckpointStore, RunLock
 from lockstep.trainer.run_config import check_same_experiment, saved_config
+from lockstep.utils.checkpoint_folder import read_manifest
 from lockstep.utils.files import ensure_writable
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,7 @@
 """The local folder of a model or tokenizer, whatever its path is.
 
-    local folder | run's global_step_N | org/name[@revision] of the Hub | URL  ──►  folder with config.json, tokenizer, weights
+    local folder | run | run's global_step_N[/actor|/critic] | org/name[@revision] of the Hub | URL
+        ──►  folder with config.json, tokenizer, weights; or with adapter_config.json, for a checkpoint of LoRA
 
 `locate_model` tells what a path is without network or heavy imports, for checks; `local_model_folder` fetches it.
 """
@@ -8,13 +9,18 @@
 import re
 from pathlib import Path
 
+from lockstep.utils.checkpoint_folder import MANIFEST, STEP_FOLDER, check_sizes, checkpoints_by_age, read_manifest
 from lockstep.utils.fs import check_protocol, copy_matching, copy_to_local, is_remote
-from lockstep.utils.hub import MODEL_FILES, HubName, check_offline, model_snapshot, parse_name
+from lockstep.utils.hub import MODEL_FILES, HubName, check_offline, has_weights, model_snapshot, parse_name
 
-_STEP_FOLDER = re.compile(r"global_step_\d+")
-_SECTIONS = {"actor": "actor_rollout_ref.actor", "critic": "critic", "": "trainer"}
-"""Part of a checkpoint -> the section of its `checkpoint` settings; SFT's has no parts."""
-FORMS = "give a local folder, org/name[@revision] of the Hugging Face Hub, a run's global_step_N folder or a URL"
+HF_FOLDER, ADAPTER_FOLDER, SHARDS_FOLDER = "huggingface", "lora_adapter", "shards"
+ADAPTER_CONFIG = "adapter_config.json"
+PARTS = ("actor", "critic")
+"""Parts of a checkpoint of RL; those of other programs have none."""
+VERL_SHARDS = "model_world_size_*_rank_*.pt"
+_OF_A_RUN = ("metrics.jsonl", "config.yaml", ".run.lock")
+_REMOTE_CHECKPOINT = re.compile(rf"(.*/{STEP_FOLDER.pattern})(?:/({'|'.join(PARTS)}))?")
+FORMS = "give a local folder, org/name[@revision] of the Hugging Face Hub, a run or its global_step_N folder, or a URL"
 
 
 def local_model_folder(path: str | Path, key: str, *, weights: bool = True) -> Path:
@@ -44,17 +50,23 @@ def without_prefix(error: ValueError, path: str | Path) -> str:
     return str(error).removeprefix(str(path)).lstrip(": ")
 
 
+def is_model_folder(folder: Path) -> bool:
+    """Whether it is a model of transformers or an adapter of peft."""
+    return any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
+
+
 def locate_model(path: str | Path, key: str) -> Path | HubName | str:
     """The local folder, the name on the Hub or the URL that `path` means; ValueError, without the key, if there is none."""
-    text = str(path)
-    folder = Path(text.removeprefix("file://")).expanduser()
+    text, folder = str(path), _folder(path)
     role = "critic" if key.startswith("critic.") else "actor"
     if text and folder.is_dir():
-        return _model_in(folder, role)
+        part = None if is_model_folder(folder) else checkpoint_part(folder, role)
+        return folder if part is None else _model_in(part)
     if is_remote(text):
         check_protocol(text)
-        is_checkpoint = _STEP_FOLDER.fullmatch(text.rstrip("/").rpartition("/")[2])
-        return f"{text.rstrip('/')}/{role}/huggingface" if is_checkpoint else text
+        remote = _REMOTE_CHECKPOINT.fullmatch(text.rstrip("/"))
+        return f"{remote[1]}/{remote[3] or role}/{HF_FOLDER}" if remote else text
+    refuse_missing_step(folder)
     name = parse_name(text)
     if name is None:
         wrong = (
@@ -67,27 +79,82 @@ def locate_model(path: str | Path, key: str) -> Path | HubName | str:
     return name
 
 
-def _model_in(folder: Path, role: str) -> Path:
-    """The folder itself, or the Hugging Face folder of a checkpoint: `global_step_N/<role>/huggingface`, without the role if SFT
-    wrote it."""
-    if (folder / "config.json").is_file():
-        return folder
-    if _STEP_FOLDER.fullmatch(folder.resolve().name):
-        part = next((part for part in (role, "actor") if (folder / part).is_dir()), "")
-        return _exported(folder / part)
-    if folder.name in ("actor", "critic") and _STEP_FOLDER.fullmatch(folder.resolve().parent.name):
-        return _exported(folder)
-    steps = sorted(folder.glob("global_step_*"), key=lambda step: int(step.name.rpartition("_")[2] or 0))
-    if steps:
-        raise ValueError(f"is a run's folder; give one of its checkpoints, such as {steps[-1]}")
-    return folder
+def newest_of_run(path: str | Path) -> Path | None:
+    """The newest complete checkpoint if `path` is a run's folder, None if it is not; ValueError if the run has none."""
+    folder = _folder(path)
+    if not folder.is_dir() or is_model_folder(folder) or STEP_FOLDER.fullmatch(folder.resolve().name):
+        return None
+    checkpoints = checkpoints_by_age(folder)
+    if checkpoints and checkpoints[-1][0] >= 0:
+        return checkpoints[-1][2]
+    if checkpoints:
+        names = _names([step for _, step, _ in checkpoints])
+        raise ValueError(
+            f"is a run's folder without a complete checkpoint ({names}: no valid {MANIFEST}); give one of its checkpoints"
+        )
+    if any((folder / name).is_file() for name in _OF_A_RUN):
+        raise ValueError("is a run's folder, but has no checkpoint yet (trainer.save_freq)")
+    return None
 
 
-def _exported(part: Path) -> Path:
-    if (part / "huggingface" / "config.json").is_file():
-        return part / "huggingface"
-    name = part.name if part.name in _SECTIONS else ""
+def checkpoint_part(folder: Path, role: str) -> Path | None:
+    """`global_step_N/<role>` of a run, a checkpoint or one of its parts, without the role if the checkpoint has no parts; None
+    for any other folder.
+
+    A checkpoint without a critic gives its actor, from which a critic may start.
+    """
+    folder = newest_of_run(folder) or folder
+    actual = folder.resolve()
+    if STEP_FOLDER.fullmatch(actual.name):
+        return next((folder / part for part in (role, "actor") if (folder / part).is_dir()), folder)
+    return folder if actual.name in PARTS and STEP_FOLDER.fullmatch(actual.parent.name) else None
+
+
+def refuse_missing_step(folder: Path) -> None:
+    """ValueError if `folder` would be a checkpoint, or a part of one, that does not exist in a folder that does."""
+    step = folder.parent if folder.name in PARTS else folder
+    if not STEP_FOLDER.fullmatch(step.name) or not step.parent.is_dir():
+        return
+    if step.is_dir():
+        held = [part for part in PARTS if (step / part).is_dir()]
+        raise ValueError(f"no such folder; {step.name} has {', '.join(held) or 'no parts: leave out ' + folder.name}")
+    steps = [number for _, number, _ in checkpoints_by_age(step.parent)]
+    raise ValueError(f"no such checkpoint; {step.parent} has {_names(steps) if steps else 'none'}")
+
+
+def _folder(path: str | Path) -> Path:
+    return Path(str(path).removeprefix("file://")).expanduser()
+
+
+def _names(steps: list[int]) -> str:
+    return ", ".join(f"global_step_{step}" for step in sorted(steps))
+
+
+def _model_in(part: Path) -> Path:
+    """The Hugging Face folder of a checkpoint's part, or its adapter."""
+    for name in (HF_FOLDER, ADAPTER_FOLDER):
+        if is_model_folder(part / name) and has_weights(part / name):
+            _refuse_damage(part, name)
+            return part / name
+    if any(part.glob(VERL_SHARDS)):
+        raise ValueError(
+            f"is a checkpoint of verl without Hugging Face weights; run `lockstep convert {part} -o FOLDER`"
+        )
+    if (part / SHARDS_FOLDER).is_dir():
+        raise ValueError(
+            "the checkpoint was saved without hf_model (checkpoint.save_contents), so it has no Hugging Face weights; run "
+            f"`lockstep export {part} -o FOLDER`, and give FOLDER"
+        )
     raise ValueError(
-        f"the checkpoint has no {f'{name}/huggingface'.lstrip('/')} folder, because it was saved without hf_model; add hf_model "
-        f"to {_SECTIONS[name]}.checkpoint.save_contents in the run that writes it"
+        f"the checkpoint is damaged: {part} has neither {HF_FOLDER} nor {ADAPTER_FOLDER} nor {SHARDS_FOLDER}"
     )
+
+
+def _refuse_damage(part: Path, name: str) -> None:
+    """By the sizes in the manifest; a folder that was copied without it is not checked."""
+    step, below = (part.parent, f"{part.name}/{name}/") if part.name in PARTS else (part, f"{name}/")
+    if (step / MANIFEST).is_file():
+        try:
+            check_sizes(step, read_manifest(step.resolve()), below)
+        except ValueError as damage:
+            raise ValueError(f"the checkpoint is damaged: {damage}") from damage

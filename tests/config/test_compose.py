@@ -1,5 +1,6 @@
 """Files, presets and overrides become one configuration."""
 
+import json
 import logging
 from pathlib import Path
 
@@ -223,3 +224,16 @@ def test_preset_that_replaces_a_setting_of_the_file_is_noticed(
         "algorithm=grpo sets actor_rollout_ref.rollout.n=5, not 8 as my.yaml; add actor_rollout_ref.rollout.n=8 to keep"
     )
     assert message in caplog.text and "trainer.seed" not in caplog.text
+
+
+def test_run_as_a_model_is_its_newest_checkpoint_of_that_moment(tmp_path: Path) -> None:
+    run = tmp_path / "first"
+    for step, sequence in ((5, 2), (9, 1)):
+        (run / f"global_step_{step}").mkdir(parents=True)
+        manifest = {"step": step, "sequence": sequence, "saved_at": 0, "files": {}}
+        (run / f"global_step_{step}" / "manifest.json").write_text(json.dumps(manifest))
+    config = load([f"actor_rollout_ref.model.path={run}", f"data.tokenizer={run}", "data.train_files=gsm8k.parquet"])
+    newest = str(run / "global_step_5")
+    assert config.actor_rollout_ref.model.path == config.critic.model.path == config.data.tokenizer == newest
+    assert config.trainer.experiment_name.startswith("first-step5")
+    assert load([f"actor_rollout_ref.model.path={run}/global_step_9"]).actor_rollout_ref.model.path.endswith("_9")

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.trainer.checkpoint import LOCK, MANIFEST, TRACKER, CheckpointStore, RunLock, verify
+from lockstep.trainer.checkpoint import LOCK, TRACKER, CheckpointStore, RunLock, verify
+from lockstep.utils.checkpoint_folder import MANIFEST
 from lockstep.utils.files import sha256
 
 REPOSITORY = Path(__file__).parents[2]

@@ -4,14 +4,17 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import fsspec
 import pytest
 
 from lockstep.models.tokenizer import hf_tokenizer
+from lockstep.utils.checkpoint_folder import MANIFEST, FileEntry, Manifest
+from lockstep.utils.files import sha256
 from lockstep.utils.hub import has_weights, parse_name
-from lockstep.utils.model_path import local_model_folder, locate_model
+from lockstep.utils.model_path import local_model_folder, locate_model, newest_of_run
 from tests.hub import COMMIT, contents_of, hub_server, use_hub, write_cache
 
 KEY = "actor_rollout_ref.model.path"
@@ -61,34 +64,114 @@ def test_local_folders_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         local_model_folder(folder / "config.json", KEY)
 
 
+def weights_in(folder: Path, config: str = "config.json") -> Path:
+    folder.mkdir(parents=True)
+    (folder / config).write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"w" * 50)
+    return folder
+
+
+def sealed(step: Path, sequence: int) -> Path:
+    """The checkpoint with a manifest, as a run writes it."""
+    files = {
+        str(path.relative_to(step)): FileEntry(path.stat().st_size, sha256(path))
+        for path in step.rglob("*")
+        if path.is_file()
+    }
+    manifest = Manifest(int(step.name.rpartition("_")[2]), sequence, 0.0, files)
+    (step / MANIFEST).write_text(json.dumps(asdict(manifest)))
+    return step
+
+
 def test_checkpoints(tmp_path: Path) -> None:
     step = tmp_path / "run" / "global_step_5"
-    actor, critic = model_in(step / "actor" / "huggingface"), model_in(step / "critic" / "huggingface")
-    assert local_model_folder(step, KEY) == local_model_folder(step / "actor", KEY) == actor
-    assert local_model_folder(step, "critic.model.path") == critic
-    with pytest.raises(ValueError, match=r"is a run's folder; give one of its checkpoints, such as .*global_step_5$"):
-        local_model_folder(tmp_path / "run", KEY)
-    bare = tmp_path / "run" / "global_step_6"
-    (bare / "actor").mkdir(parents=True)
-    fix = r"has no actor/huggingface folder, .*add hf_model to actor_rollout_ref\.actor\.checkpoint\.save_contents"
-    for path in (bare, bare / "actor"):
-        with pytest.raises(ValueError, match=fix):
-            local_model_folder(path, KEY)
-    assert local_model_folder(step, "critic.model.path") == critic
-    model_in(bare / "actor" / "huggingface")
-    assert local_model_folder(bare, "critic.model.path") == bare / "actor" / "huggingface"  # a run without a critic
+    actor, critic = weights_in(step / "actor" / "huggingface"), weights_in(step / "critic" / "huggingface")
+    for path in (step, f"{step}/", f"file://{step}", step / "actor", actor):
+        assert local_model_folder(path, KEY) == actor
+    assert local_model_folder(step, "critic.model.path") == local_model_folder(step / "critic", KEY) == critic
+    (tmp_path / "latest").symlink_to(step)
+    assert local_model_folder(tmp_path / "latest", KEY).resolve() == actor
+    alone = weights_in(tmp_path / "run" / "global_step_6" / "actor" / "huggingface")
+    assert (
+        local_model_folder(tmp_path / "run" / "global_step_6", "critic.model.path") == alone
+    )  # a run without a critic
 
 
 def test_checkpoints_of_sft(tmp_path: Path) -> None:
     step = tmp_path / "run" / "global_step_5"
-    exported = model_in(step / "huggingface")
+    exported = weights_in(step / "huggingface")
     assert local_model_folder(step, KEY) == local_model_folder(exported, "model.path") == exported
     assert local_model_folder(step, "critic.model.path") == exported
-    bare = tmp_path / "run" / "global_step_6"
-    bare.mkdir()
-    fix = r"has no huggingface folder, because .*add hf_model to trainer\.checkpoint\.save_contents"
-    with pytest.raises(ValueError, match=fix):
-        local_model_folder(bare, "model.path")
+    with pytest.raises(ValueError, match=r"no such folder; global_step_5 has no parts: leave out actor$"):
+        local_model_folder(step / "actor", KEY)
+
+
+def test_adapters(tmp_path: Path) -> None:
+    step = tmp_path / "run" / "global_step_5"
+    adapter = weights_in(step / "actor" / "lora_adapter", "adapter_config.json")
+    sealed(step, 1)
+    assert local_model_folder(step, KEY) == local_model_folder(step.parent, KEY) == adapter
+    assert local_model_folder(adapter, KEY) == adapter
+
+
+def test_run_is_its_newest_complete_checkpoint(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    later, newest = (
+        sealed(weights_in(run / f"global_step_{n}" / "huggingface").parent, s) for n, s in ((10, 1), (5, 2))
+    )
+    weights_in(run / "global_step_20" / "huggingface")  # no manifest: copied in part, or damaged
+    assert newest_of_run(run) == newest != later
+    assert local_model_folder(run, KEY) == newest / "huggingface"
+    for folder in (later, newest):
+        (folder / MANIFEST).unlink()
+    names = "global_step_5, global_step_10, global_step_20"
+    with pytest.raises(
+        ValueError, match=rf"without a complete checkpoint \({names}: no valid manifest.json\); give one"
+    ):
+        local_model_folder(run, KEY)
+
+
+def test_runs_and_steps_that_do_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    assert newest_of_run(run) is newest_of_run(tmp_path / "nowhere") is None
+    (run / "metrics.jsonl").touch()
+    with pytest.raises(ValueError, match=r"run: is a run's folder, but has no checkpoint yet \(trainer.save_freq\)$"):
+        local_model_folder(run, KEY)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"no such checkpoint; run has none$"):  # and not a name on the Hub
+        local_model_folder("run/global_step_7", KEY)
+    for step in (5, 10):
+        weights_in(run / f"global_step_{step}" / "actor" / "huggingface")
+    for path in ("run/global_step_7", "run/global_step_7/actor"):
+        with pytest.raises(ValueError, match=f"{path}: no such checkpoint; run has global_step_5, global_step_10$"):
+            local_model_folder(path, KEY)
+    with pytest.raises(ValueError, match=r"no such folder; global_step_5 has actor$"):
+        local_model_folder("run/global_step_5/critic", "critic.model.path")
+
+
+def test_checkpoints_without_a_model(tmp_path: Path) -> None:
+    step = tmp_path / "run" / "global_step_5"
+    (step / "actor").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"the checkpoint is damaged: .* has neither huggingface nor lora_adapter nor"):
+        local_model_folder(step, KEY)
+    (step / "actor" / "shards").mkdir()
+    fix = rf"saved without hf_model .*; run `lockstep export {step}/actor -o FOLDER`, and give FOLDER$"
+    for path in (step, step / "actor"):
+        with pytest.raises(ValueError, match=fix):
+            local_model_folder(path, KEY)
+    model_in(step / "actor" / "huggingface")  # as verl saves it without hf_model
+    (step / "actor" / "model_world_size_1_rank_0.pt").touch()
+    with pytest.raises(ValueError, match=rf"of verl .*; run `lockstep convert {step}/actor -o FOLDER`$"):
+        local_model_folder(step, KEY)
+
+
+def test_damaged_checkpoint(tmp_path: Path) -> None:
+    step = sealed(weights_in(tmp_path / "run" / "global_step_5" / "actor" / "huggingface").parents[1], 1)
+    (step / "actor" / "huggingface" / "model.safetensors").write_bytes(b"w")
+    for path in (step.parent, step, step / "actor"):
+        with pytest.raises(ValueError, match=r"is damaged: .*model.safetensors has 1 bytes, but its manifest says 50$"):
+            local_model_folder(path, KEY)
 
 
 def test_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +182,8 @@ def test_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         remote.pipe(f"/run/global_step_5/critic/huggingface/{name}", content)
     try:
         assert contents_of(local_model_folder("memory://m", KEY)) == CONFIG
-        assert contents_of(local_model_folder("memory://run/global_step_5", "critic.model.path")) == CONFIG
+        for key, path in (("critic.model.path", ""), (KEY, "/critic")):
+            assert contents_of(local_model_folder(f"memory://run/global_step_5{path}", key)) == CONFIG
         for name in ("model.safetensors", "onnx/config.json"):
             remote.pipe(f"/m/{name}", b"w")
         part = local_model_folder("memory://m", KEY, weights=False)
