@@ -71,6 +71,18 @@ def _grpo(argv: list[str]) -> int:
     return main_ppo.main([preset, *argv], prog="lockstep grpo")
 
 
+def _export(argv: list[str]) -> int:
+    from lockstep.export import program
+
+    return program.main(argv)
+
+
+def _convert(argv: list[str]) -> int:
+    from lockstep.convert import program
+
+    return program.main(argv)
+
+
 def _plot(argv: list[str]) -> int:
     from lockstep.observability import plot
 
@@ -168,6 +180,8 @@ PROGRAMS = {
     "plan": Program(
         _plan, "key=value ...", "show the memory and time that a training command needs, without loading a model"
     ),
+    "export": Program(_export, "CHECKPOINT", "write a checkpoint as a Hugging Face folder, and check it"),
+    "convert": Program(_convert, "PATH", "turn a checkpoint, a config or a command of verl into Lockstep's"),
     "plot": Program(_plot, "RUN ...", "draw and compare the curves of runs"),
     "rollouts": Program(_rollouts, "RUN", "show the prompts, responses and scores of a step"),
     "demo": Program(_demo, "", "train a small model from scratch on this machine"),

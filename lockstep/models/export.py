@@ -1,14 +1,15 @@
 """Write a folder that `from_pretrained` opens: a policy as a causal LM, a critic as a one-label sequence classifier.
 
-    whole tensors, one at a time ─► a file of about `FILE_BYTES` ─► written, freed ─► … ─► named, with an index if there are several
+    whole tensors, one at a time ─► a file of `FILE_BYTES` ─► written, freed ─► … ─► named, with an index if there are several
 
-All ranks gather the tensors together; rank 0 writes them, and holds no more than one file.
+All ranks gather the tensors together; rank 0 writes them, and holds no more than one file and a layer.
 """
 
 import copy
 import json
 import re
 from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 
 from safetensors import safe_open
@@ -20,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from lockstep.utils.distributed import current_rank
 
 FILE_BYTES = 2 * 10**9
-"""A file is complete when it has as many bytes and the next tensor is of another layer."""
+"""A file has no more bytes, unless a layer has."""
 
 WEIGHTS = "model.safetensors"
 
@@ -28,18 +29,28 @@ Weights = Iterable[tuple[str, Tensor]]
 """Whole tensors by their names in a Hugging Face folder, each valid until the next is asked for."""
 
 
-def save_policy(model: PreTrainedModel, weights: Weights, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Collective: every rank iterates over `weights`."""
-    _save_weights(weights, folder, lambda part, target: model.save_pretrained(target, state_dict=part))
+def save_policy(
+    model: PreTrainedModel,
+    weights: Weights,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    file_bytes: int | None = None,
+) -> None:
+    """Collective: every rank iterates over `weights`. file_bytes: None is `FILE_BYTES`."""
+    _save_weights(weights, folder, lambda part, target: model.save_pretrained(target, state_dict=part), file_bytes)
     if current_rank() == 0:
         tokenizer.save_pretrained(folder)
 
 
 def save_scalar_model(
-    body: PreTrainedModel, weights: Weights, tokenizer: PreTrainedTokenizerBase, folder: Path
+    body: PreTrainedModel,
+    weights: Weights,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    file_bytes: int | None = None,
 ) -> None:
     """Collective, like `save_policy`. weights: of the body with its prefix, and `score.weight`."""
-    _save_weights(weights, folder, lambda part, target: save_file(part, target / WEIGHTS, metadata={"format": "pt"}))
+    save_tensors(weights, folder, file_bytes)
     if current_rank() > 0:
         return
     config = copy.deepcopy(body.config)
@@ -52,10 +63,22 @@ def save_scalar_model(
     tokenizer.save_pretrained(folder)
 
 
-def _save_weights(weights: Weights, folder: Path, write: Callable[[dict[str, Tensor], Path], object]) -> None:
+def save_tensors(weights: Weights, folder: Path, file_bytes: int | None = None) -> None:
+    """The safetensors files alone, with the names as they are. Collective, like `save_policy`."""
+
+    def write(part: dict[str, Tensor], target: Path) -> None:
+        save_file(part, target / WEIGHTS, metadata={"format": "pt"})
+
+    _save_weights(weights, folder, write, file_bytes)
+
+
+def _save_weights(
+    weights: Weights, folder: Path, write: Callable[[dict[str, Tensor], Path], object], file_bytes: int | None
+) -> None:
     """write: puts the tensors into `model.safetensors` of a folder; other files that it writes there are kept too."""
     writes = current_rank() == 0
     part: dict[str, Tensor] = {}
+    layer: dict[str, Tensor] = {}
     files: list[Path] = []
 
     def flush() -> None:
@@ -68,13 +91,20 @@ def _save_weights(weights: Weights, folder: Path, write: Callable[[dict[str, Ten
             other.replace(folder / other.name)
         target.rmdir()
 
+    def close_layer() -> None:
+        if part and sum(t.nbytes for t in chain(part.values(), layer.values())) > (file_bytes or FILE_BYTES):
+            flush()
+        part.update(layer)
+        layer.clear()
+
     for name, tensor in weights:
         if not writes:
             continue
-        if sum(t.nbytes for t in part.values()) >= FILE_BYTES and _layer(name) not in map(_layer, part):
-            flush()
-        part[name] = tensor.detach().cpu().contiguous()
+        if _layer(name) not in map(_layer, layer):
+            close_layer()
+        layer[name] = tensor.detach().cpu().contiguous()
     if writes:
+        close_layer()
         flush()
         _name_files(files, folder)
 

@@ -163,7 +163,7 @@ def find_weights(
         return None, "it is quantised"
     if model._get_dtype_plan(dtype):
         return None, f"some of its weights stay in float32 while the others are {dtype}"
-    files = _safetensors_files(folder)
+    files = safetensors_files(folder)
     if not files:
         return None, "its weights are not in safetensors files"
     transforms = get_model_conversion_mapping(model)
@@ -238,7 +238,8 @@ def _warn_unexpected(model: PreTrainedModel, keys: list[str], folder: Path) -> N
         logger.warning("%s: tensors that %s does not use: %s", folder, type(model).__name__, names)
 
 
-def _safetensors_files(folder: Path) -> list[Path]:
+def safetensors_files(folder: Path) -> list[Path]:
+    """The files of the model's weights; empty if they are in another format."""
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
     index = folder / "model.safetensors.index.json"

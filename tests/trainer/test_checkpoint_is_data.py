@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from lockstep.engines.train.shard_reader import METADATA, ShardReader
 from lockstep.models.loading import load_causal_lm
 from lockstep.protocol import DataProto, object_array
-from lockstep.utils.checkpoint_folder import MANIFEST
 from lockstep.trainer.main_ppo import main
+from lockstep.utils.checkpoint_folder import MANIFEST
 from lockstep.utils.files import sha256
 from lockstep.utils.state_file import load_state
 

@@ -5,6 +5,9 @@ Shards are tensors, which torch loads with `weights_only=True`; entries that are
 """
 
 import pickle
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -13,9 +16,13 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 from torch.serialization import _get_layout
+
+# a single process without a process group is a supported case
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 METADATA = ".metadata"
 
@@ -70,9 +77,15 @@ class ShardReader(dcp.FileSystemReader):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.folder = folder
+        self._found: metadata.Metadata | None = None
 
     def read_metadata(self) -> metadata.Metadata:  # takes no rank: ranks have no own metadata
-        file = self.folder / METADATA
+        if self._found is None:
+            self._found = self._read_metadata(self.folder / METADATA)
+        self._found.storage_meta = metadata.StorageMeta(load_id=self.load_id)
+        return self._found
+
+    def _read_metadata(self, file: Path) -> metadata.Metadata:
         try:
             with open(file, "rb") as stream:
                 found = _MetadataUnpickler(stream).load()
@@ -85,7 +98,6 @@ class ShardReader(dcp.FileSystemReader):
             raise
         except Exception as error:  # a damaged pickle raises anything
             raise ValueError(f"{file} is not the metadata of a checkpoint: {error}") from error
-        found.storage_meta = metadata.StorageMeta(load_id=self.load_id)
         return found
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -111,3 +123,38 @@ class TensorPlanner(dcp.DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
         raise ValueError(f"{read_item.dest_index.fqn} is not a tensor")
+
+
+class ShardTensors:
+    """The tensors of a checkpoint, read whole and one at a time by a single process, whatever number of ranks wrote them.
+
+    part: the section of the state whose tensors these are.
+    """
+
+    def __init__(self, folder: Path, part: str = "model") -> None:
+        self._reader = ShardReader(folder)
+        self._part = part
+        entries = self._reader.read_metadata().state_dict_metadata
+        self.entries: dict[str, metadata.TensorStorageMetadata] = {}
+        for name, entry in entries.items():
+            section, _, rest = name.partition(".")
+            if section == part and isinstance(entry, metadata.TensorStorageMetadata):
+                self.entries[rest] = entry
+
+    def read(self, name: str) -> torch.Tensor:
+        entry = self.entries[name]
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        with plain_errors():
+            state = {f"{self._part}.{name}": tensor}
+            dcp.load(state, storage_reader=self._reader, planner=TensorPlanner(), no_dist=True)
+        return tensor
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Raise the first rank's own error instead of the CheckpointException around it, which is a BaseException."""
+    try:
+        yield
+    except CheckpointException as error:
+        cause, _ = next(iter(error.failures.values()))
+        raise cause from error

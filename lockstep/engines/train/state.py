@@ -8,9 +8,7 @@ Learning rate, betas and weight decay are not part of it: they follow the config
 """
 
 import random
-import warnings
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +18,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -32,12 +29,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lockstep.engines.train.loss_scale import LossScale
 from lockstep.engines.train.schedule import go_to_step
-from lockstep.engines.train.shard_reader import METADATA, ShardReader, TensorPlanner
+from lockstep.engines.train.shard_reader import METADATA, ShardReader, TensorPlanner, plain_errors
 from lockstep.utils.distributed import current_rank
 from lockstep.utils.state_file import has_state, load_state, save_state
-
-# a single process without a process group is a supported case
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 def save_shards(folder: Path, contents: Collection[str], model: nn.Module, optimizer: Optimizer | None) -> None:
@@ -45,7 +39,7 @@ def save_shards(folder: Path, contents: Collection[str], model: nn.Module, optim
     stepped = optimizer if optimizer is not None and optimizer.state else None
     state = _state(contents, model, stepped)
     if state:
-        with _plain_errors():
+        with plain_errors():
             dcp.save(state, checkpoint_id=str(folder / "shards"), no_dist=not dist.is_initialized())
 
 
@@ -56,7 +50,7 @@ def load_shards(folder: Path, contents: Collection[str], model: nn.Module, optim
         raise ValueError(f"{folder} has no model weights: it was saved without `model` in checkpoint.save_contents")
     state = _state([part for part in contents if part in held], model, optimizer)
     if state:  # tensors are read in place, so this also loads the optimizer
-        with _plain_errors():
+        with plain_errors():
             dcp.load(
                 state, storage_reader=ShardReader(shards), planner=TensorPlanner(), no_dist=not dist.is_initialized()
             )
@@ -110,16 +104,6 @@ def _held_parts(shards: Path) -> set[str]:
     if not (shards / METADATA).is_file():
         return set()
     return {name.partition(".")[0] for name in ShardReader(shards).read_metadata().state_dict_metadata}
-
-
-@contextmanager
-def _plain_errors() -> Iterator[None]:
-    """Raise the first rank's own error instead of the CheckpointException around it, which is a BaseException."""
-    try:
-        yield
-    except CheckpointException as error:
-        cause, _ = next(iter(error.failures.values()))
-        raise cause from error
 
 
 def _extra_stem(folder: Path, rank: int) -> Path:

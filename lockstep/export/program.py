@@ -1,0 +1,260 @@
+"""`lockstep export CHECKPOINT`: a checkpoint or a run as a Hugging Face folder that is checked before it gets its name.
+
+    huggingface/ | shards/ | lora_adapter/ ─► .NAME.partial ─► tensors and log-probs compared ─► NAME, or NAME.rejected
+
+Runs in one process on the CPU, whatever number of GPUs wrote the checkpoint.
+"""
+
+import argparse
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from lockstep.config.model import HFModelConfig
+from lockstep.config.run_names import model_name
+from lockstep.export.errors import CheckFailed
+from lockstep.utils.files import fsync_path, fsync_tree
+from lockstep.utils.hub import HubName
+from lockstep.utils.model_path import (
+    ADAPTER_CONFIG,
+    ADAPTER_FOLDER,
+    HF_FOLDER,
+    PARTS,
+    SHARDS_FOLDER,
+    VERL_SHARDS,
+    checkpoint_part,
+    is_model_folder,
+    local_model_folder,
+    locate_model,
+    refuse_missing_step,
+)
+
+if TYPE_CHECKING:
+    from lockstep.export.sources import Source
+
+DTYPES = ("bfloat16", "float16", "float32", "keep")
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where the weights are. folder: with config.json, adapter_config.json or shards; part: of the checkpoint, if it is one."""
+
+    folder: Path
+    part: Path | None
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(list(argv))
+    try:
+        found = find(options.checkpoint, options.role)
+        is_adapter = (found.folder / ADAPTER_CONFIG).is_file()
+        if options.adapter and not is_adapter:
+            raise ValueError(f"--adapter: {found.folder} is not a LoRA adapter")
+        if options.adapter and options.dtype != "keep":
+            raise ValueError(f"--dtype {options.dtype} does not apply to --adapter, which copies the adapter as it is")
+        target = check_target(options.output or default_name(found, options), options.overwrite)
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    console = Console(soft_wrap=True, highlight=False)
+    staging = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(staging, ignore_errors=True)
+    try:
+        if options.adapter:
+            shutil.copytree(found.folder, staging)
+            done = "the adapter as it is"
+        else:
+            done = _export(found, staging, options, console)
+        commit(staging, target)
+    except (ValueError, OSError) as error:
+        shutil.rmtree(staging, ignore_errors=True)
+        sys.stderr.write(f"error: {error}\n")
+        return 2 if isinstance(error, ValueError) else 1
+    except CheckFailed as error:
+        rejected = target.with_name(f"{target.name}.rejected")
+        shutil.rmtree(rejected, ignore_errors=True)
+        staging.rename(rejected)
+        sys.stderr.write(
+            f"error: the export is wrong and was not written to {target}: {error}. It is kept in {rejected}\n"
+        )
+        return 1
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    console.print(f"{target}: {done}", markup=False)
+    return 0
+
+
+def find(path: str, role: str | None) -> Found:
+    """The weights of a run, a checkpoint, a part of one or a model's folder; ValueError if there are none. Imports no torch."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        refuse_missing_step(folder)
+        place = locate_model(path, "CHECKPOINT")
+        if isinstance(place, HubName) or not isinstance(place, Path):
+            return Found(local_model_folder(path, "CHECKPOINT"), None)
+    if is_model_folder(folder):
+        return Found(folder, None)
+    part = checkpoint_part(folder, role or "actor")
+    if part is None:
+        raise ValueError(f"{folder} is neither a run nor a checkpoint (global_step_N) nor a Hugging Face folder")
+    if role is not None and part.name != role:
+        raise ValueError(f"--role {role}: {part} is not the checkpoint's {role}, which it lacks")
+    if any(part.glob(VERL_SHARDS)):
+        raise ValueError(f"{part} is a checkpoint of verl; use `lockstep convert {part}`")
+    for name in (HF_FOLDER, ADAPTER_FOLDER):
+        if is_model_folder(part / name):
+            located = locate_model(part, "CHECKPOINT")  # checks that it is complete
+            assert isinstance(located, Path)
+            return Found(located, part)
+    if (part / SHARDS_FOLDER / ".metadata").is_file():
+        return Found(part / SHARDS_FOLDER, part)
+    raise ValueError(f"{part} is damaged: it has neither {HF_FOLDER} nor {ADAPTER_FOLDER} nor complete {SHARDS_FOLDER}")
+
+
+def check_target(target: str, overwrite: bool) -> Path:
+    """The folder to write, which does not exist or may be replaced."""
+    folder = Path(target).expanduser().absolute()
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        return folder
+    if not folder.is_dir() or not is_model_folder(folder):
+        raise ValueError(f"-o {target} exists and is not a model's folder; choose another name")
+    if not overwrite:
+        raise ValueError(f"-o {target} exists; add --overwrite to replace it, or choose another name")
+    return folder
+
+
+def commit(staging: Path, target: Path) -> None:
+    """Give a complete folder its name, and its weights, which safetensors writes for the owner only, the usual permissions."""
+    for file in staging.glob("*.safetensors"):
+        file.chmod((staging.stat().st_mode & 0o777) & ~0o111)
+    fsync_tree(staging)
+    old = target.with_name(f".{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    staging.rename(target)
+    fsync_path(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def default_name(found: Found, options: argparse.Namespace) -> str:
+    """In the current folder, `RUN-stepN`, with the critic, the adapter and the dtype in its name."""
+    part = (found.part or found.folder).resolve()
+    ends = ["critic"] * (part.name == "critic") + ["adapter"] * options.adapter
+    ends += [options.dtype] * (options.dtype != "keep")
+    return "-".join([model_name(str(part)), *(ends or ["hf"] * (found.part is None))])
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `5GB`, `500MB`, `2GiB`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
+    if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write it as 5GB or 500MB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _export(found: Found, staging: Path, options: argparse.Namespace, console: Console) -> str:
+    import torch
+    from transformers.utils import logging as hf_logging
+
+    from lockstep.export.check import check_outputs, check_tensors
+    from lockstep.export.outputs import text_rows
+
+    hf_logging.set_verbosity_error()
+    dtype = None if options.dtype == "keep" else getattr(torch, options.dtype)
+    console.print(f"reading {found.folder}", markup=False)
+    source = _source(found, options)
+    rows = text_rows(source.tokenizer)
+    expected = source.outputs(rows) if options.check == "log_probs" else []
+    staging.mkdir()
+    source.write(staging, dtype, options.max_shard_size)
+    size = sum(file.stat().st_size for file in staging.glob("*.safetensors"))
+    files = len(list(staging.glob("*.safetensors")))
+    number = check_tensors(source, staging, dtype, options.trust_remote_code)
+    console.print(f"{number} tensors are those of the checkpoint" + (f" in {options.dtype}" if dtype else ""))
+    if options.check == "log_probs":
+        difference = check_outputs(source, expected, rows, staging, options.trust_remote_code)
+        what = "scores" if source.is_scalar else "log-probs"
+        console.print(
+            f"largest difference of {difference.number} {what} between the checkpoint and transformers on the exported "
+            f"folder, in float32: {difference.largest:.2g}"
+        )
+    return f"{size / 1e9:.3g} GB in {files} file{'s' * (files > 1)}"
+
+
+def _source(found: Found, options: argparse.Namespace) -> "Source":
+    from lockstep.export.sources import Adapter, HuggingFaceFolder, Shards
+
+    if (found.folder / ADAPTER_CONFIG).is_file():
+        return Adapter(found.folder, options.model, options.trust_remote_code)
+    if (found.folder / "config.json").is_file():
+        return HuggingFaceFolder(found.folder, options.trust_remote_code)
+    assert found.part is not None
+    return Shards(found.folder, base_model(found.part, options.model, options.trust_remote_code))
+
+
+def base_model(part: Path, given: str | None, trust_remote_code: bool) -> HFModelConfig:
+    """The model that the run started from, by the checkpoint's config.yaml.
+
+    given: its path, if it is elsewhere now. The file is data: what could run code is not read from it.
+    """
+    from lockstep.trainer.run_config import saved_config
+
+    saved: Any = saved_config(part.parent if part.name in PARTS else part)
+    if part.name in PARTS:
+        saved = saved.get("actor_rollout_ref" if part.name == "actor" else "critic") or {}
+    section = saved.get("model") or {}
+    path = given or section.get("path")
+    if not path:
+        raise ValueError(f"{part} does not say which model the run started from; give it by --model")
+    return HFModelConfig(
+        path=str(path),
+        tokenizer_path=section.get("tokenizer_path") if given is None else None,
+        override_config=section.get("override_config") or {},
+        custom_chat_template=section.get("custom_chat_template"),
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lockstep export",
+        description="Write a checkpoint as a Hugging Face folder for transformers, vLLM and others, and check that it computes "
+        "the same.",
+    )
+    parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="a run (its newest checkpoint), global_step_N, or a model folder"
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="FOLDER", help="folder to write (default: RUN-stepN in the current one)"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="keep", help="dtype of the weights (default: keep)")
+    parser.add_argument(
+        "--max-shard-size", metavar="SIZE", type=parse_size, default="5GB", help="most bytes per file (default: 5GB)"
+    )
+    parser.add_argument("--role", choices=PARTS, help="part of an RL checkpoint (default: actor)")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--merged", action="store_true", help="LoRA: merge the adapter into its base model (the default)")
+    form.add_argument("--adapter", action="store_true", help="LoRA: copy the adapter")
+    parser.add_argument(
+        "--model", metavar="PATH", help="the run's base model, if it is no longer where the run read it"
+    )
+    parser.add_argument(
+        "--check",
+        choices=("log_probs", "tensors"),
+        default="log_probs",
+        help="tensors: compare the weights only, without loading the model (default: log_probs, which needs memory for the "
+        "model in float32)",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace FOLDER")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code from the model's folder")
+    return parser
