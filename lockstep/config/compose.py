@@ -334,3 +334,17 @@ def _expand_home(value: Any) -> Any:
     if isinstance(value, list):
         return [_expand_home(item) for item in value]
     return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
+
+
+def translate(cls: type, tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> _Settings:
+    """Settings as verl writes them, in the spelling of `cls`; nothing is checked but names and unsupported values."""
+    settings = _Settings()
+    settings.add(normalize(cls, tree), cls)
+    parsed, settings.problems[len(settings.problems) :] = _parse(overrides)
+    for override in parsed:
+        _apply(override, settings, cls)
+    settings.problems += [problem for problem in settings.unsupported.values() if problem is not None]
+    settings.problems += (refused := unsupported_values(cls, settings.values))
+    for problem in refused:
+        del settings.values[problem.key]
+    return settings

@@ -1,7 +1,7 @@
 """Compare an exported folder with the weights that it was made of: every tensor, then what plain transformers computes with it."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from lockstep.export.errors import CheckFailed
 from lockstep.export.outputs import plain_outputs
-from lockstep.export.sources import Source, cast
+from lockstep.export.sources import cast
 from lockstep.models.model_check import BOUNDS
 from lockstep.models.weight_source import safetensors_files
 
@@ -31,11 +31,18 @@ class Difference:
     number: int
 
 
-def check_tensors(source: Source, folder: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> int:
-    """The number of tensors of the source, each of which is in the folder, rounded to `dtype`; CheckFailed otherwise."""
+def check_tensors(
+    weights: Iterable[tuple[str, Tensor]],
+    folder: Path,
+    dtype: torch.dtype | None,
+    *,
+    is_scalar: bool,
+    trust_remote_code: bool = False,
+) -> int:
+    """The number of `weights`, each of which is in the folder, rounded to `dtype`; CheckFailed otherwise."""
     written = {key: file for file in safetensors_files(folder) for key in _keys(file)}
     number, converted = 0, dict[str, Tensor]()
-    for name, tensor in source.tensors():
+    for name, tensor in weights:
         number += 1
         expected = cast(name, tensor, dtype)
         if name not in written:
@@ -47,25 +54,30 @@ def check_tensors(source: Source, folder: Path, dtype: torch.dtype | None, trust
         only = next(iter(written or converted))
         raise CheckFailed(f"only {'the exported folder' if written else 'the checkpoint'} has {only}")
     if converted:  # transformers stores these under other names or split, such as the experts of a layer
-        loaded = load_plain(folder, source.is_scalar, None, trust_remote_code).state_dict()
+        loaded = load_plain(folder, is_scalar, None, trust_remote_code).state_dict()
         for name, expected in converted.items():
             _compare(name, loaded[name], expected)
     return number
 
 
 def check_outputs(
-    source: Source, expected: Sequence[Tensor], rows: Sequence[Sequence[int]], folder: Path, trust_remote_code: bool
+    expected: Sequence[Tensor],
+    rows: Sequence[Sequence[int]],
+    folder: Path,
+    *,
+    is_scalar: bool,
+    trust_remote_code: bool = False,
 ) -> Difference:
-    """expected: `source.outputs(rows)`. CheckFailed if transformers computes something else from the folder."""
+    """expected: `outputs(rows)` of the source. CheckFailed if transformers computes something else from the folder."""
     dtype = _stored_dtype(folder)
-    model = load_plain(folder, source.is_scalar, torch.float32, trust_remote_code)
-    got = plain_outputs(model, rows, is_scalar=source.is_scalar)
+    model = load_plain(folder, is_scalar, torch.float32, trust_remote_code)
+    got = plain_outputs(model, rows, is_scalar=is_scalar)
     ours, theirs = (torch.cat([t.float().flatten() for t in found]) for found in (expected, got))
-    scale = float(ours.square().mean().sqrt()) if source.is_scalar else max(1.0, float(ours.std()))
+    scale = float(ours.square().mean().sqrt()) if is_scalar else max(1.0, float(ours.std()))
     errors = (ours - theirs).abs().nan_to_num(float("inf"))
     found = Difference(float(errors.max()), float(errors.mean()), BOUNDS[dtype] * scale, len(errors))
     if not found.mean <= found.limit:
-        what = "scores" if source.is_scalar else "log-probs"
+        what = "scores" if is_scalar else "log-probs"
         raise CheckFailed(
             f"transformers computes other {what} from it than the checkpoint: {found.mean:.2g} per token on average, "
             f"{found.largest:.2g} at most, more than rounding ({found.limit:.2g})"

@@ -19,7 +19,7 @@ from rich.console import Console
 from lockstep.config.model import HFModelConfig
 from lockstep.config.run_names import model_name
 from lockstep.export.errors import CheckFailed
-from lockstep.utils.files import fsync_path, fsync_tree
+from lockstep.export.staging import check_target, size_of, staged
 from lockstep.utils.hub import HubName
 from lockstep.utils.model_path import (
     ADAPTER_CONFIG,
@@ -52,43 +52,27 @@ class Found:
 
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(list(argv))
+    console = Console(soft_wrap=True, highlight=False, markup=False)
     try:
         found = find(options.checkpoint, options.role)
-        is_adapter = (found.folder / ADAPTER_CONFIG).is_file()
-        if options.adapter and not is_adapter:
+        if options.adapter and not (found.folder / ADAPTER_CONFIG).is_file():
             raise ValueError(f"--adapter: {found.folder} is not a LoRA adapter")
         if options.adapter and options.dtype != "keep":
             raise ValueError(f"--dtype {options.dtype} does not apply to --adapter, which copies the adapter as it is")
         target = check_target(options.output or default_name(found, options), options.overwrite)
-    except (ValueError, OSError) as error:
+        console.print(f"reading {found.folder}")
+        with staged(target) as folder:
+            if options.adapter:
+                shutil.copytree(found.folder, folder, dirs_exist_ok=True)
+            else:
+                _export(found, folder, options, console)
+    except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    console = Console(soft_wrap=True, highlight=False)
-    staging = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(staging, ignore_errors=True)
-    try:
-        if options.adapter:
-            shutil.copytree(found.folder, staging)
-            done = "the adapter as it is"
-        else:
-            done = _export(found, staging, options, console)
-        commit(staging, target)
-    except (ValueError, OSError) as error:
-        shutil.rmtree(staging, ignore_errors=True)
+    except (CheckFailed, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
-        return 2 if isinstance(error, ValueError) else 1
-    except CheckFailed as error:
-        rejected = target.with_name(f"{target.name}.rejected")
-        shutil.rmtree(rejected, ignore_errors=True)
-        staging.rename(rejected)
-        sys.stderr.write(
-            f"error: the export is wrong and was not written to {target}: {error}. It is kept in {rejected}\n"
-        )
         return 1
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
-    console.print(f"{target}: {done}", markup=False)
+    console.print(f"wrote {target}: {size_of(target)}")
     return 0
 
 
@@ -119,33 +103,6 @@ def find(path: str, role: str | None) -> Found:
     raise ValueError(f"{part} is damaged: it has neither {HF_FOLDER} nor {ADAPTER_FOLDER} nor complete {SHARDS_FOLDER}")
 
 
-def check_target(target: str, overwrite: bool) -> Path:
-    """The folder to write, which does not exist or may be replaced."""
-    folder = Path(target).expanduser().absolute()
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        return folder
-    if not folder.is_dir() or not is_model_folder(folder):
-        raise ValueError(f"-o {target} exists and is not a model's folder; choose another name")
-    if not overwrite:
-        raise ValueError(f"-o {target} exists; add --overwrite to replace it, or choose another name")
-    return folder
-
-
-def commit(staging: Path, target: Path) -> None:
-    """Give a complete folder its name, and its weights, which safetensors writes for the owner only, the usual permissions."""
-    for file in staging.glob("*.safetensors"):
-        file.chmod((staging.stat().st_mode & 0o777) & ~0o111)
-    fsync_tree(staging)
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        target.rename(old)
-    staging.rename(target)
-    fsync_path(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
 def default_name(found: Found, options: argparse.Namespace) -> str:
     """In the current folder, `RUN-stepN`, with the critic, the adapter and the dtype in its name."""
     part = (found.part or found.folder).resolve()
@@ -162,7 +119,7 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def _export(found: Found, staging: Path, options: argparse.Namespace, console: Console) -> str:
+def _export(found: Found, folder: Path, options: argparse.Namespace, console: Console) -> None:
     import torch
     from transformers.utils import logging as hf_logging
 
@@ -171,24 +128,20 @@ def _export(found: Found, staging: Path, options: argparse.Namespace, console: C
 
     hf_logging.set_verbosity_error()
     dtype = None if options.dtype == "keep" else getattr(torch, options.dtype)
-    console.print(f"reading {found.folder}", markup=False)
     source = _source(found, options)
     rows = text_rows(source.tokenizer)
     expected = source.outputs(rows) if options.check == "log_probs" else []
-    staging.mkdir()
-    source.write(staging, dtype, options.max_shard_size)
-    size = sum(file.stat().st_size for file in staging.glob("*.safetensors"))
-    files = len(list(staging.glob("*.safetensors")))
-    number = check_tensors(source, staging, dtype, options.trust_remote_code)
+    source.write(folder, dtype, options.max_shard_size)
+    kind = {"is_scalar": source.is_scalar, "trust_remote_code": options.trust_remote_code}
+    number = check_tensors(source.tensors(), folder, dtype, **kind)
     console.print(f"{number} tensors are those of the checkpoint" + (f" in {options.dtype}" if dtype else ""))
     if options.check == "log_probs":
-        difference = check_outputs(source, expected, rows, staging, options.trust_remote_code)
+        difference = check_outputs(expected, rows, folder, **kind)
         what = "scores" if source.is_scalar else "log-probs"
         console.print(
             f"largest difference of {difference.number} {what} between the checkpoint and transformers on the exported "
             f"folder, in float32: {difference.largest:.2g}"
         )
-    return f"{size / 1e9:.3g} GB in {files} file{'s' * (files > 1)}"
 
 
 def _source(found: Found, options: argparse.Namespace) -> "Source":
