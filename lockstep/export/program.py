@@ -60,6 +60,8 @@ def main(argv: Sequence[str]) -> int:
         if options.adapter and options.dtype != "keep":
             raise ValueError(f"--dtype {options.dtype} does not apply to --adapter, which copies the adapter as it is")
         target = check_target(options.output or default_name(found, options), options.overwrite)
+        if target.resolve() == found.folder.resolve():
+            raise ValueError(f"-o {options.output} is the folder that is read; choose another name")
         console.print(f"reading {found.folder}")
         with staged(target) as folder:
             if options.adapter:

@@ -4,6 +4,7 @@ Each source writes its weights and yields them again for the comparison, one ten
 whole model in memory, in float32, by peft.
 """
 
+import copy
 import json
 import shutil
 from abc import ABC, abstractmethod
@@ -111,6 +112,7 @@ class Shards(Source):
         self.tokenizer = hf_tokenizer(
             base.tokenizer_path or base.path, base.trust_remote_code, base.custom_chat_template, key="model.path"
         )
+        self._config = load_hf_config(base, "model")
         self._token_model = self._meta(self._dtype())
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -140,7 +142,7 @@ class Shards(Source):
 
     def _meta(self, dtype: torch.dtype) -> TokenModel:
         """The model without memory, with the shapes and ties of the shards."""
-        config = load_hf_config(self._base, "model")
+        config = copy.deepcopy(self._config)
         config.dtype = dtype
         whole = meta_model(AutoModelForCausalLM, config, dtype, trust_remote_code=self._base.trust_remote_code)
         if self.is_scalar:

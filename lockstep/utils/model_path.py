@@ -113,7 +113,7 @@ def checkpoint_part(folder: Path, role: str) -> Path | None:
 def refuse_missing_step(folder: Path) -> None:
     """ValueError if `folder` would be a checkpoint, or a part of one, that does not exist in a folder that does."""
     step = folder.parent if folder.name in PARTS else folder
-    if not STEP_FOLDER.fullmatch(step.name) or not step.parent.is_dir():
+    if folder.is_dir() or not STEP_FOLDER.fullmatch(step.name) or not step.parent.is_dir():
         return
     if step.is_dir():
         held = [part for part in PARTS if (step / part).is_dir()]

@@ -15,12 +15,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from lockstep import cli
 from lockstep.models import export
 from lockstep.models.known_models import install_decoder_layers
 from tests.engines.train.ranks import Ranks
+from tests.export.save_cases import save_as_verl, save_parts, verl_part, write_run
 from tests.models import load_cases
 from tests.models.architectures import save_tiny_model
 from tests.models.load_cases import LAYER_BYTES, NUM_LAYERS
+from tests.tiny import save_tiny_model as save_model
 from tests.tiny import tiny_tokenizer
 
 WORLDS = (1, 2, 4)
@@ -225,3 +228,24 @@ def test_experts_are_exported_in_the_format_of_their_folder(
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     install_decoder_layers(again)
     assert (len(list((tmp_path / "out").glob("*.safetensors"))) > 1) == (file_bytes == 1)
+
+
+def test_shards_of_two_ranks_are_exported(ranks: Ranks, tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    write_run(tmp_path / "run", str(model), model, lambda *args: ranks.run(2, save_parts, *args))
+    assert len(list((tmp_path / "run").rglob("*.distcp"))) == 4
+    assert cli.main(["export", str(tmp_path / "run"), "-o", str(tmp_path / "out"), "--check", "tensors"]) == 0
+    assert_same_files(tmp_path / "out", model)
+
+
+def test_shards_of_verl_are_converted(ranks: Ranks, tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    part = verl_part(tmp_path / "global_step_3" / "actor", model)
+    ranks.run(2, save_as_verl, part, model)
+    assert cli.main(["convert", str(part.parent), "-o", str(tmp_path / "out")]) == 0
+    assert_same_files(tmp_path / "out", model)
+
+
+def assert_same_files(got: Path, expected: Path) -> None:
+    found, weights = (load_file(folder / "model.safetensors") for folder in (got, expected))
+    assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
