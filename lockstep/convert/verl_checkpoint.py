@@ -32,7 +32,7 @@ class _DTensor(Tensor):
     _spec: Any
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise TypeError(f"{func} of a sharded tensor")
 
 
@@ -111,27 +111,26 @@ class VerlCheckpoint:
             yield plain, tensor
 
     def _whole(self, name: str) -> Tensor:
-        held = [state[name] for state in self._ranks]
-        if not isinstance(held[0], _DTensor):
-            return cast(Tensor, held[0])
-        whole = held[0]
-        dims = [
-            number for number, placement in enumerate(whole._spec.placements) if type(placement) is _RECORDS["Shard"]
-        ]
-        kinds = {type(placement).__name__ for placement in whole._spec.placements}
+        whole = self._ranks[0][name]
+        if not isinstance(whole, _DTensor):
+            return whole
+        placements = whole._spec.placements
+        dims = [number for number, placement in enumerate(placements) if type(placement) is _RECORDS["Shard"]]
+        kinds = {type(placement).__name__ for placement in placements}
         if len(dims) > 1 or not kinds <= {"Shard", "Replicate"}:
             raise ValueError(
-                f"{name} is sharded as {', '.join(sorted(kinds))} over {len(dims)} dimensions, which is not supported"
+                f"{name}: placements {', '.join(sorted(kinds))} over {len(dims)} dimensions are not supported"
             )
         if not dims:
             return whole._local_tensor
         (mesh_dim,) = dims
         shards: dict[int, Tensor] = {}
-        for rank, part in enumerate(held):
+        for rank, state in enumerate(self._ranks):
+            part = cast(_DTensor, state[name])
             coordinates = _coordinates(part, rank)
             if all(place == 0 for number, place in enumerate(coordinates) if number != mesh_dim):
                 shards[coordinates[mesh_dim]] = part._local_tensor
-        joined = torch.cat([shards[place] for place in sorted(shards)], dim=whole._spec.placements[mesh_dim].dim)
+        joined = torch.cat([shards[place] for place in sorted(shards)], dim=placements[mesh_dim].dim)
         if joined.shape != whole.shape:
             raise ValueError(f"{name}: the shards have {tuple(joined.shape)} together instead of {tuple(whole.shape)}")
         return joined

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.models.known_models import computes_packed
-from lockstep.models.packing import forward_rows
+from lockstep.models.packing import Layout, forward_rows
 from lockstep.models.token_models import PolicyModel, TokenModel
 
 TEXTS = (
@@ -29,7 +29,7 @@ def text_rows(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
 def own_outputs(model: TokenModel, rows: Sequence[Sequence[int]]) -> list[Tensor]:
     """Log-probs (L - 1) of every token after the first of each row, or the score () of each row."""
     batch = _batch(rows)
-    layout = "packed" if computes_packed(model.transformer) else "rows"
+    layout: Layout = "packed" if computes_packed(model.transformer) else "rows"
     on_device = forward_rows(batch, torch.device("cpu"), layout)
     if not isinstance(model, PolicyModel):
         return list(model(on_device, at_end=True)["score"])

@@ -34,7 +34,7 @@ NOT_SERVED: dict[str, str] = {
     "experimental.agent_loop.tool_agent_loop": _AGENTS,
     "experimental.reward_loop": "write a reward manager ({0}.workers.reward_manager.register); async functions run concurrently",
     "interactions": _AGENTS,
-    "model_merger": "checkpoints hold the model in Hugging Face format, in global_step_N/actor/huggingface",
+    "model_merger": "use `lockstep export` for checkpoints of Lockstep, `lockstep convert` for those of verl",
     "models": "models are transformers' own; lockstep.models.known_models lists the layers with fused kernels",
     "protocol.DataProtoConfig": "worker groups pad and unpad batches; pass auto_padding=True to DataProto.from_dict for chunk",
     "protocol.all_gather_data_proto": "worker groups join the outputs of their ranks",
