@@ -55,6 +55,18 @@ def _sft(argv: list[str]) -> int:
     return fsdp_sft_trainer.main(argv)
 
 
+def _generate(argv: list[str]) -> int:
+    from lockstep.trainer import main_generation
+
+    return main_generation.main(argv)
+
+
+def _eval(argv: list[str]) -> int:
+    from lockstep.trainer import main_eval
+
+    return main_eval.main(argv)
+
+
 def _plan(argv: list[str]) -> int:
     from lockstep.plan import program
 
@@ -177,6 +189,8 @@ PROGRAMS = {
     "ppo": Program(_ppo, "key=value ...", "train a language model by reinforcement learning"),
     "grpo": Program(_grpo, "key=value ...", "the same as `lockstep ppo algorithm=grpo`"),
     "sft": Program(_sft, "key=value ...", "fine-tune a language model on supervised data"),
+    "generate": Program(_generate, "key=value ...", "answer the prompts of a file with a model"),
+    "eval": Program(_eval, "key=value ...", "score the answers in a file"),
     "plan": Program(
         _plan, "key=value ...", "show the memory and time that a training command needs, without loading a model"
     ),

@@ -16,7 +16,7 @@ from lockstep.config.estimators import BATCH_INPUTS, PARAMETERS, required_inputs
 from lockstep.config.placement import ROLES, Pools, TooFewWorkers, controller_of, needed_models, num_workers, pools_of
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.run_names import earlier_default
-from lockstep.config.schema import defaults, get_in, keys, to_plain
+from lockstep.config.schema import defaults, flat_values, get_in, keys
 from lockstep.config.trainer import LOGGERS
 from lockstep.config.without_effect import without_effect
 from lockstep.registry import did_you_mean, find_registered
@@ -127,6 +127,9 @@ RANGES: dict[str, Range] = {
     "min_p": UNIT,
     "gpu_memory_utilization": SHARE,
     "top_k": COUNT_OR_ALL,
+    "max_samples": COUNT_OR_ALL,
+    "n_samples": POSITIVE,
+    "batch_size": POSITIVE,
     "train_max_samples": COUNT_OR_ALL,
     "val_max_samples": COUNT_OR_ALL,
     "save_freq": (lambda x: x >= -1, "must be 1 or more, -1 for only the last step, or 0 for never"),
@@ -152,7 +155,7 @@ def check(config: PPOConfig) -> tuple[list[Problem], list[str]]:
         _files(values, models),
         () if config.trainer.val_only else chain(_algorithm(values, inputs), _batches(values, models)),
         _lengths(values),
-        _sampling(values),
+        sampling(values, _ROLLOUT, f"{_ROLLOUT}.val_kwargs"),
         _pool_keys(values),
     )
     inherited = _inherited(values)
@@ -165,13 +168,6 @@ def check(config: PPOConfig) -> tuple[list[Problem], list[str]]:
     if not problems and not config.trainer.val_only:
         warnings += without_effect(config, values, models)
     return problems, warnings
-
-
-def flat_values(config: Any) -> dict[str, Any]:
-    """Dotted key to value."""
-    root: type = type(config)
-    tree = to_plain(config)
-    return {name: get_in(tree, name, None) for name in keys(root)}
 
 
 def _inherited(values: Values) -> set[str]:
@@ -192,7 +188,7 @@ def ranges(values: Values) -> Iterator[Problem]:
         rule = RANGES.get(name) or RANGES.get(name.rsplit(".", 1)[-1])
         if rule is not None and value is not None and not rule[0](value):
             yield Problem(name, value, rule[1])
-    steps = values["trainer.total_training_steps"]
+    steps = values.get("trainer.total_training_steps")
     if steps is not None and steps < 1:
         yield Problem("trainer.total_training_steps", steps, "must be 1 or more, or null for all epochs")
 
@@ -352,12 +348,20 @@ def tracker_names(values: Values) -> Iterator[Problem]:
 def _names(values: Values) -> Iterator[Problem]:
     selected = {
         f"{_ACTOR}.policy_loss.loss_mode": names.POLICY_LOSSES,
-        "reward_model.reward_manager": names.REWARD_MANAGERS,
     }
     for key, known in selected.items():
-        name = values[key]
-        if name not in known and ":" not in name:
-            yield Problem(key, name, f"no such name. {did_you_mean(name, known)}")
+        yield from _name(values, key, known)
+    yield from reward_manager(values)
+
+
+def reward_manager(values: Values) -> Iterator[Problem]:
+    yield from _name(values, "reward_model.reward_manager", names.REWARD_MANAGERS)
+
+
+def _name(values: Values, key: str, known: Collection[str]) -> Iterator[Problem]:
+    name = values[key]
+    if name not in known and ":" not in name:
+        yield Problem(key, name, f"no such name. {did_you_mean(name, known)}")
 
 
 def _bypass(values: Values) -> Iterator[Problem]:
@@ -422,8 +426,8 @@ def _lengths(values: Values) -> Iterator[Problem]:
         yield Problem(f"{_ROLLOUT}.prompt_length", values[f"{_ROLLOUT}.prompt_length"], message, also=lengths)
 
 
-def _sampling(values: Values) -> Iterator[Problem]:
-    for section in (_ROLLOUT, f"{_ROLLOUT}.val_kwargs"):
+def sampling(values: Values, *sections: str) -> Iterator[Problem]:
+    for section in sections:
         if values[f"{section}.do_sample"] and values[f"{section}.temperature"] == 0:
             message = "sampling needs a temperature above 0; set one, or do_sample=false"
             yield Problem(f"{section}.temperature", 0, message, also=(f"{section}.do_sample",))
@@ -453,7 +457,7 @@ def _pool_keys(values: Values) -> Iterator[Problem]:
             yield Problem("reward_model.nnodes", 0, "must be 1 or more with reward_model.enable_resource_pool")
 
 
-def _workers(config: PPOConfig, values: Values, models: Collection[str]) -> Iterator[Problem]:
+def controller(config: PPOConfig, values: Values) -> Iterator[Problem]:
     count = num_workers(config)
     if count > 1 and values["trainer.controller"] == "local":
         message = f"can run only 1 worker, not {count}; set auto or ray"
@@ -461,6 +465,10 @@ def _workers(config: PPOConfig, values: Values, models: Collection[str]) -> Iter
     if controller_of(config) == "ray" and find_spec("ray") is None:
         message = 'several worker processes need Ray: pip install "lockstep-rl[ray]"'
         yield Problem("trainer.controller", values["trainer.controller"], message)
+
+
+def _workers(config: PPOConfig, values: Values, models: Collection[str]) -> Iterator[Problem]:
+    yield from controller(config, values)
     try:
         yield from _ranks(pools_of(config, models), values)
     except TooFewWorkers as error:

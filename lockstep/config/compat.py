@@ -7,19 +7,22 @@ UNSUPPORTED_VALUES  values of existing keys that select an unsupported feature
 UNSUPPORTED_FILES   presets and configuration files of unsupported features
 NO_EFFECT           keys that tune something which works differently here: ignored, with a notice
 
-A key that gains support leaves its table; a test checks that. `TABLES` holds those of PPO; sft_compat.py has those of SFT.
+A key that gains support leaves its table; a test checks that. `TABLES` holds those of PPO; sft_compat.py and
+generation_compat.py have those of the other programs.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from lockstep.config.algorithm import KL_ALIASES, KL_ESTIMATORS
 from lockstep.config.trainer import LOGGERS
 
 NOT_SUPPORTED = "not supported"
 """How the message about a missing feature begins."""
+
+T = TypeVar("T")
 
 _ARR = "actor_rollout_ref"
 _ROLES = (f"{_ARR}.actor", f"{_ARR}.ref", "critic", "reward_model")
@@ -317,6 +320,19 @@ NO_EFFECT |= _in_each(
 )
 NO_EFFECT |= _in_each(_MODELS, {"use_shm": _NO_SHM})
 NO_EFFECT |= _in_each(_MODELS[:2], dict.fromkeys(("lora_alpha", "target_modules", "exclude_modules"), _NO_ADAPTER))
+
+
+def moved(table: Mapping[str, T], sections: Mapping[str, str]) -> dict[str, T]:
+    """The entries of a table of PPO that apply to another program, under their names there.
+
+    sections: section or key of PPO -> of the program.
+    """
+    return {
+        here + name.removeprefix(there): entry
+        for name, entry in table.items()
+        for there, here in sections.items()
+        if name.startswith(there)
+    }
 
 
 @dataclass(frozen=True)

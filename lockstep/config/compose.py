@@ -8,7 +8,7 @@ Each layer is normalized to canonical spelling first, so that a later layer wins
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -28,6 +28,9 @@ from lockstep.config.checks import check
 from lockstep.config.compat import UNSUPPORTED_FILES
 from lockstep.config.derived_defaults import derived_defaults
 from lockstep.config.errors import NO_VALUE, ConfigError, Problem, show
+from lockstep.config.evaluation import EvaluationConfig
+from lockstep.config.generation import GenerationConfig
+from lockstep.config.generation_checks import check_evaluation, check_generation
 from lockstep.config.normalize import Layer, canonical_name, merge, normalize, unsupported_values
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import build, explain_unknown_key, is_mapping_key, keys, sections, set_in, to_plain
@@ -40,8 +43,20 @@ logger = logging.getLogger(__name__)
 C = TypeVar("C")
 
 PRESETS = Path(__file__).parent / "presets"
-DEFAULT_NAMES: dict[type, str] = {PPOConfig: "ppo_trainer", SFTConfig: "sft_trainer"}
+DEFAULT_NAMES: dict[type, str] = {
+    PPOConfig: "ppo_trainer",
+    SFTConfig: "sft_trainer",
+    GenerationConfig: "generation",
+    EvaluationConfig: "evaluation",
+}
 """Root config class to its preset."""
+CHECKS: dict[type, Callable[[Any], tuple[list[Problem], list[str]]]] = {
+    PPOConfig: check,
+    SFTConfig: check_sft,
+    GenerationConfig: check_generation,
+    EvaluationConfig: check_evaluation,
+}
+"""Root config class to the checks of a whole configuration: problems and warnings."""
 MAX_NO_EFFECT_NOTICES = 8
 """More settings without effect than this are listed in one line."""
 MODEL_KEYS = ("model.path", "tokenizer_path", "input_tokenizer", "data.tokenizer")
@@ -136,9 +151,9 @@ def _checked(merged: _Settings, cls: type[C], run_checks: bool) -> C:
     requested = [problem for problem in merged.unsupported.values() if problem is not None]
     problems = [*merged.problems, *requested, *unsupported, *mistyped]
     warnings: list[str] = []
-    if run_checks and isinstance(config, PPOConfig | SFTConfig):
+    if run_checks and cls in CHECKS:
         reported = {canonical_name(cls, problem.key) for problem in problems}
-        failed, warnings = check(config) if isinstance(config, PPOConfig) else check_sft(config)
+        failed, warnings = CHECKS[cls](config)
         problems += [problem for problem in failed if reported.isdisjoint({problem.key, *problem.also})]
     for notice in [*merged.notices, *_no_effect_notices(merged.no_effect), *warnings]:
         log_once(notice)
@@ -149,7 +164,7 @@ def _checked(merged: _Settings, cls: type[C], run_checks: bool) -> C:
 
 def _load_external_lib(settings: _Settings, cls: type) -> None:
     """Import the user's module now: what it registers may be named by other keys."""
-    key = "model.external_lib" if cls is SFTConfig else "actor_rollout_ref.model.external_lib"
+    key = "model.external_lib" if "model.external_lib" in keys(cls) else "actor_rollout_ref.model.external_lib"
     name = settings.values.get(key)
     if isinstance(name, str) and not name.startswith("${"):
         try:

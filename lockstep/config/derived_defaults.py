@@ -9,7 +9,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lockstep.config.errors import ConfigError
 from lockstep.config.estimators import needs_groups
 from lockstep.config.run_names import experiment_name, project_name
-from lockstep.config.schema import set_in
+from lockstep.config.schema import keys, set_in
 from lockstep.config.sft import SFTConfig
 
 _CLIP_LOW, _CLIP_HIGH = "actor_rollout_ref.actor.clip_ratio_low", "actor_rollout_ref.actor.clip_ratio_high"
@@ -67,7 +67,7 @@ def _names(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
         "trainer.project_name": project_name(files),
         "trainer.experiment_name": experiment_name(model, files, algorithm),
     }
-    return {name: value for name, value in names.items() if name not in values}
+    return {name: value for name, value in names.items() if name not in values and name in keys(cls)}
 
 
 def _resolved(name: str, values: Mapping[str, Any]) -> Any:

@@ -1,12 +1,14 @@
-"""Bring settings as users write them to canonical spelling, by the tables of `compat` and `sft_compat`."""
+"""Bring settings as users write them to canonical spelling, by the compatibility tables of each program."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.config import compat, sft_compat
+from lockstep.config import compat, generation_compat, sft_compat
 from lockstep.config.compat import NOT_SUPPORTED, Tables, Unsupported
 from lockstep.config.errors import NO_VALUE, Problem, show
+from lockstep.config.evaluation import EvaluationConfig
+from lockstep.config.generation import GenerationConfig
 from lockstep.config.schema import explain_unknown_key, keys, sections
 from lockstep.config.sft import SFTConfig
 
@@ -14,9 +16,17 @@ DISABLED_BY_NULL = {"critic": "critic.enable", "actor_rollout_ref.ref": "actor_r
 """Sections that `section=null` turns off, and the key that does it."""
 
 
+TABLES: dict[type, Tables] = {
+    SFTConfig: sft_compat.TABLES,
+    GenerationConfig: generation_compat.GENERATION,
+    EvaluationConfig: generation_compat.EVALUATION,
+}
+"""Root config class to its tables; those of PPO for every other."""
+
+
 def tables_of(cls: type) -> Tables:
     """The compatibility tables of a root config class."""
-    return sft_compat.TABLES if cls is SFTConfig else compat.TABLES
+    return TABLES.get(cls, compat.TABLES)
 
 
 @dataclass

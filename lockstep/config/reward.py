@@ -19,7 +19,22 @@ class RewardModelModelConfig(HFModelConfig):
 
 
 @dataclass(frozen=True)
-class RewardModelConfig:
+class RewardFunctionConfig:
+    reward_manager: str = "naive"
+    """Reward manager: `naive`, `batch`, `dapo`, `prime`, or your own as `module:Class` or `file.py:Class`."""
+    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Extra arguments of the reward manager, such as `overlong_buffer_cfg` or `num_workers`, the most worker processes (number of
+    cores, at most 16; set 1 for a function that loads a model)."""
+    sandbox: Literal["auto", "bubblewrap", "namespaces", "landlock", "none"] = "auto"
+    """Isolation of programs and graders. `auto` is the strongest form that works and an error if none does; `none` accepts that
+    a judged program can read your files and use the network."""
+    timeout_s: float | None = 300.0
+    """Timeout in seconds of one reward function call; on timeout the sample fails (score 0, counted), and three in a row stop the
+    run. null has no timeout and calls the function in the trainer's process."""
+
+
+@dataclass(frozen=True)
+class RewardModelConfig(RewardFunctionConfig):
     enable: bool = False
     """Score responses with a model (batch key `rm_scores`)."""
     enable_resource_pool: bool = False
@@ -41,17 +56,6 @@ class RewardModelConfig:
     """Fill micro-batches by tokens."""
     forward_max_token_len_per_gpu: int = II("critic.forward_max_token_len_per_gpu")
     """Tokens per micro-batch."""
-    reward_manager: str = "naive"
-    """Reward manager: `naive`, `batch`, `dapo`, `prime`, or your own as `module:Class` or `file.py:Class`."""
-    reward_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Extra arguments of the reward manager, such as `overlong_buffer_cfg` or `num_workers`, the most worker processes (number of
-    cores, at most 16; set 1 for a function that loads a model)."""
-    sandbox: Literal["auto", "bubblewrap", "namespaces", "landlock", "none"] = "auto"
-    """Isolation of programs and graders. `auto` is the strongest form that works and an error if none does; `none` accepts that
-    a judged program can read your files and use the network."""
-    timeout_s: float | None = 300.0
-    """Timeout in seconds of one reward function call; on timeout the sample fails (score 0, counted), and three in a row stop the
-    run. null has no timeout and calls the function in the trainer's process."""
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,13 @@ def to_plain(config: Any) -> dict[str, Any]:
     return plain
 
 
+def flat_values(config: Any) -> dict[str, Any]:
+    """Dotted key to value."""
+    root: type = type(config)
+    tree = to_plain(config)
+    return {name: get_in(tree, name, None) for name in keys(root)}
+
+
 def _plain_value(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain_value(item) for key, item in value.items()}

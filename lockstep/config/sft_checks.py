@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from itertools import chain
 
 from lockstep.config import checks
-from lockstep.config.checks import Values, flat_values
+from lockstep.config.checks import Values
 from lockstep.config.errors import Problem, show
+from lockstep.config.schema import flat_values
 from lockstep.config.sft import SFTConfig
 
 _ENGINE = "model.fsdp_config"

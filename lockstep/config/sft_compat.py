@@ -1,12 +1,7 @@
 """How verl's SFT configurations (`sft_trainer.yaml`, `sft_trainer_engine.yaml`) differ from ours; see `compat`."""
 
-from collections.abc import Mapping
-from typing import TypeVar
-
 from lockstep.config import compat
-from lockstep.config.compat import Tables, Unsupported
-
-T = TypeVar("T")
+from lockstep.config.compat import Tables, Unsupported, moved
 
 _SECTIONS = {
     "actor_rollout_ref.model.": "model.",
@@ -18,16 +13,6 @@ _SECTIONS = {
     "data.use_shm": "data.use_shm",
 }
 """Where PPO has a section or key that means the same here."""
-
-
-def _moved(table: Mapping[str, T]) -> dict[str, T]:
-    """The entries of a table of PPO that apply to SFT, under their names here."""
-    return {
-        here + name.removeprefix(there): entry
-        for name, entry in table.items()
-        for there, here in _SECTIONS.items()
-        if name.startswith(there)
-    }
 
 
 ALIASES = {
@@ -49,7 +34,7 @@ ALIASES = {
 }
 
 UNSUPPORTED_KEYS = {
-    **_moved(compat.UNSUPPORTED_KEYS),
+    **moved(compat.UNSUPPORTED_KEYS, _SECTIONS),
     "model.strategy": Unsupported("models are trained with FSDP2; set fsdp2", (None, "fsdp", "fsdp2")),
     "trainer.profile_interval": Unsupported("there are no profiler hooks; set [-1,-1]", (None, [-1, -1])),
     "profiler": Unsupported("there are no profiler hooks; turn it off", switches=("enable",)),
@@ -58,7 +43,7 @@ UNSUPPORTED_KEYS = {
 _TORCHRUN = "torchrun starts the processes (--nnodes, --nproc_per_node)"
 
 NO_EFFECT = {
-    **_moved(compat.NO_EFFECT),
+    **moved(compat.NO_EFFECT, _SECTIONS),
     "model.fsdp_config.offload_params": "model.fsdp_config.offload_policy keeps the parameters in host memory",
     "data.pad_mode": "sequences are packed; set model.use_remove_padding=false for padded rows",
     "trainer.nnodes": _TORCHRUN,
@@ -68,6 +53,6 @@ NO_EFFECT = {
 TABLES = Tables(
     ALIASES,
     unsupported_keys=UNSUPPORTED_KEYS,
-    unsupported_values=_moved(compat.UNSUPPORTED_VALUES),
+    unsupported_values=moved(compat.UNSUPPORTED_VALUES, _SECTIONS),
     no_effect=NO_EFFECT,
 )

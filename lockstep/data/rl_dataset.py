@@ -69,14 +69,18 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         self.data_files = local_data_files(data_files, "train", "data.train_files")
         # The position before filtering is the row's index if its extra_info has none.
         self.rows = list(enumerate(read_rows(self.data_files, max_samples, config.seed if config.shuffle else None)))
-        for _, row in self.rows:
-            check_row(row, config)
-        check_ground_truths([row for _, row in self.rows], config)
+        self._check([row for _, row in self.rows])
         self._encoded: dict[int, np.ndarray] = {}  # token ids by position, of prompts that were measured
         if config.filter_overlong_prompts:
             self.rows = self._without_overlong(self.rows)
         elif config.truncation == "error" and self.limits_length:
             self._refuse_overlong(self.rows)
+
+    def _check(self, rows: Sequence[FileRow]) -> None:
+        """Reject rows that cannot be used."""
+        for row in rows:
+            check_row(row, self.config)
+        check_ground_truths(rows, self.config)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -168,23 +172,23 @@ class RLHFDataset(Dataset[dict[str, Any]]):
             )
 
 
+class PromptDataset(RLHFDataset):
+    """Rows that need no answer: only the prompt is checked."""
+
+    def _check(self, rows: Sequence[FileRow]) -> None:
+        for row in rows:
+            check_prompt(row, self.config)
+
+
 def _length_range(lengths: list[int]) -> str:
     return f"shortest {min(lengths)}, median {median_high(lengths)}, longest {max(lengths)} tokens"
 
 
 def check_row(row: FileRow, config: DataConfig) -> None:
     """Reject a row that lacks a column or whose prompt is not chat messages."""
-    needed = {
-        config.prompt_key: "set data.prompt_key to the column with the chat messages",
-        config.reward_fn_key: "set data.reward_fn_key to the column that selects the scorer",
-        "reward_model": 'add it with values such as {"style": "rule", "ground_truth": "72"}',
-    }
-    for name, remedy in needed.items():
-        if row.columns.get(name) is None:
-            raise ValueError(
-                f"{row.location} has no {name!r}; {remedy} (columns: {', '.join(row.columns)}). A dataset as its authors "
-                "publish it has to be converted to rows first: see examples/data_preprocess and docs/data.md"
-            )
+    _require(row, config.prompt_key, _PROMPT_REMEDY)
+    _require(row, config.reward_fn_key, "set data.reward_fn_key to the column that selects the scorer")
+    _require(row, "reward_model", 'add it with values such as {"style": "rule", "ground_truth": "72"}')
     if not isinstance(row.columns["reward_model"], dict):
         raise ValueError(
             f"{row.location}: 'reward_model' must be an object with `style` and `ground_truth`, "
@@ -196,6 +200,12 @@ def check_row(row: FileRow, config: DataConfig) -> None:
             f"{row.location}: 'reward_model' has style 'rule' but no 'ground_truth'; add it, or set style 'model' if a "
             "reward model scores the answers"
         )
+    check_prompt(row, config)
+
+
+def check_prompt(row: FileRow, config: DataConfig) -> None:
+    """Reject a row whose prompt is missing or not chat messages."""
+    _require(row, config.prompt_key, _PROMPT_REMEDY)
     for name in MEDIA_COLUMNS:
         if row.columns.get(name):
             raise ValueError(f"{row.location} has {name!r}: only text prompts are supported; remove the column")
@@ -204,6 +214,17 @@ def check_row(row: FileRow, config: DataConfig) -> None:
         raise ValueError(
             f"{row.location}: {config.prompt_key!r} must be a list of messages "
             f'[{{"role": "user", "content": "..."}}, ...], but {problem}; data.prompt_key names the column'
+        )
+
+
+_PROMPT_REMEDY = "set data.prompt_key to the column with the chat messages"
+
+
+def _require(row: FileRow, name: str, remedy: str) -> None:
+    if row.columns.get(name) is None:
+        raise ValueError(
+            f"{row.location} has no {name!r}; {remedy} (columns: {', '.join(row.columns)}). A dataset as its authors "
+            "publish it has to be converted to rows first: see examples/data_preprocess and docs/data.md"
         )
 
 

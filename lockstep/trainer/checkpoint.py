@@ -248,30 +248,35 @@ class CheckpointStore:
 
 
 class RunLock:
-    """At most one live run per folder, by a file lock that the OS releases when the process ends."""
+    """At most one live run per folder, by a file lock that the OS releases when the process ends.
 
-    def __init__(self, root: Path) -> None:
+    key: the config key of the folder, for messages.
+    """
+
+    def __init__(self, root: Path, key: str = ROOT_KEY) -> None:
         self.root = Path(root).expanduser().absolute()
+        self.key = key
         self._descriptor: int | None = None
 
     def acquire(self) -> None:
         """Lock the folder; ValueError with the owning process if it is locked, or if there can be no lock file."""
-        ensure_writable(self.root, ROOT_KEY)
+        ensure_writable(self.root, self.key)
         try:
             descriptor = os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise ValueError(
-                f"{ROOT_KEY}={self.root}: cannot open the lock file {LOCK} ({error.strerror}); remove what is in its place, "
-                f"or set {ROOT_KEY} to another folder"
+                f"{self.key}={self.root}: cannot open the lock file {LOCK} ({error.strerror}); remove what is in its place, "
+                f"or set {self.key} to another folder"
             ) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             owner = os.pread(descriptor, 1000, 0).decode(errors="replace").strip() or "another process"
             os.close(descriptor)
+            more = " or trainer.experiment_name" if self.key == ROOT_KEY else ""
             raise ValueError(
-                f"{ROOT_KEY}={self.root} is in use by a live run ({owner}); wait for it, stop it, or set {ROOT_KEY} "
-                "or trainer.experiment_name to another value"
+                f"{self.key}={self.root} is in use by a live run ({owner}); wait for it, stop it, or set {self.key}{more} "
+                "to another value"
             ) from None
         except OSError as error:
             logger.warning(

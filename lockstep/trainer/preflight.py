@@ -108,15 +108,15 @@ def _model(config: PPOConfig) -> None:
     if not (folder / "config.json").is_file():
         return
     check_positions(config, folder)
-    _check_weights("actor_rollout_ref.model.path", model.path)
+    check_weights("actor_rollout_ref.model.path", model.path)
 
 
 def _sft_model(config: SFTConfig) -> None:
     if (Path(config.model.path).expanduser() / "config.json").is_file():
-        _check_weights("model.path", config.model.path)
+        check_weights("model.path", config.model.path)
 
 
-def _check_weights(key: str, path: str) -> None:
+def check_weights(key: str, path: str) -> None:
     folder = Path(path).expanduser()
     if not any(list(folder.glob(pattern)) for pattern in WEIGHT_FILES):
         raise ValueError(f"{key}={path}: no weights ({' or '.join(WEIGHT_FILES)}) in the folder")

@@ -101,14 +101,19 @@ class NaiveRewardManager:
             result = RewardResult(reward_tensor=data.batch["rm_scores"], reward_extra_info={})
             return result if return_dict else result["reward_tensor"]
         rows = self._rows(data)
-        outcomes = self._score_all(rows)
-        self._report_failures(rows, outcomes)
-        scores, extra_info = self._read_outcomes(rows, outcomes)
-        self._shape(rows, scores, extra_info)
+        scores, extra_info = self.score_rows(rows)
         self._log_examples(data, rows, scores)
         reward_tensor = place_scores(scores, last_token_positions(data), data.batch["responses"].shape[1])
         result = RewardResult(reward_tensor=reward_tensor, reward_extra_info=extra_info)
         return result if return_dict else reward_tensor
+
+    def score_rows(self, rows: list[ScoringRow]) -> tuple[list[float], dict[str, list[Any]]]:
+        """The score of each row, and the function's other results by name, with None for rows that have none."""
+        outcomes = self._score_all(rows)
+        self._report_failures(rows, outcomes)
+        scores, extra_info = self._read_outcomes(rows, outcomes)
+        self._shape(rows, scores, extra_info)
+        return scores, extra_info
 
     def _rows(self, data: DataProto) -> list[ScoringRow]:
         for name in (self.reward_fn_key, "reward_model"):

@@ -22,6 +22,9 @@ BOOTSTRAP_SEED = 42
 SEQUENCE_STAGES = ("ref", "values", "adv", "update_critic", "update_actor")
 
 ValidationMetrics = dict[str, dict[str, dict[str, float]]]
+"""Data source -> variable -> metric -> mean over its prompts."""
+PromptMetrics = dict[str, dict[str, dict[str, list[float]]]]
+"""Data source -> variable -> metric -> one value per prompt."""
 
 
 def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
@@ -99,26 +102,41 @@ def process_validation_metrics(
     of n responses drawn with replacement, as mean and standard deviation over 1000 draws with `seed`. A single response
     has only mean@1.
     """
+    per_prompt = prompt_metrics(data_sources, sample_uids, infos_dict, seed)
+    return {
+        source: {
+            variable: {name: float(np.mean(values)) for name, values in by_metric.items()}
+            for variable, by_metric in variables.items()
+        }
+        for source, variables in per_prompt.items()
+    }
+
+
+def prompt_metrics(
+    data_sources: Sequence[str],
+    sample_uids: Sequence[Any],
+    infos_dict: Mapping[str, Sequence[Any]],
+    seed: int = BOOTSTRAP_SEED,
+) -> PromptMetrics:
+    """The same before the average: one value per prompt that has the metric."""
     rows_of: dict[str, dict[Any, list[int]]] = {}
     for row, (source, uid) in enumerate(zip(data_sources, sample_uids)):
         rows_of.setdefault(source, {}).setdefault(uid, []).append(row)
     numeric = {name: vals for name, vals in infos_dict.items() if is_numeric(vals)}
     predictions = infos_dict.get("pred")
 
-    result: ValidationMetrics = {}
+    result: PromptMetrics = {}
     for source, prompts in rows_of.items():
         for variable, values in numeric.items():
-            per_prompt = []
+            by_metric = result.setdefault(source, {}).setdefault(variable, {})
             for rows in prompts.values():
                 present = [row for row in rows if values[row] is not None]
-                if present:
-                    numbers = np.array([values[row] for row in present], dtype=np.float64)
-                    preds = None if predictions is None else [predictions[row] for row in present]
-                    per_prompt.append(_prompt_metrics(numbers, preds, seed))
-            names = dict.fromkeys(name for metrics in per_prompt for name in metrics)
-            result.setdefault(source, {})[variable] = {
-                name: float(np.mean([metrics[name] for metrics in per_prompt if name in metrics])) for name in names
-            }
+                if not present:
+                    continue
+                numbers = np.array([values[row] for row in present], dtype=np.float64)
+                preds = None if predictions is None else [predictions[row] for row in present]
+                for name, value in _prompt_metrics(numbers, preds, seed).items():
+                    by_metric.setdefault(name, []).append(value)
     return result
 
 

@@ -34,7 +34,7 @@ from lockstep.config.model import sequence_parallel_size
 from lockstep.config.placement import need_critic, need_reference_policy, need_reward_model
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import to_plain
-from lockstep.data.loader import StatefulLoader, create_dataloader
+from lockstep.data.loader import StatefulLoader, create_dataloader, shuffled_order
 from lockstep.models.loading import resolve_dtype
 from lockstep.observability.rollout_log import dump_generations
 from lockstep.observability.trackers import Tracking
@@ -54,8 +54,8 @@ from lockstep.trainer.inputs import fetch_on_workers
 from lockstep.trainer.interrupt import Interrupt, StopRequested
 from lockstep.trainer.ppo.metrics import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
 from lockstep.trainer.ppo.mini_batches import MiniBatches, Prepare, call_balanced, lay_out, spread
-from lockstep.trainer.ppo.sampling import RewardFn, Sampling, extra_metrics
-from lockstep.trainer.ppo.validation import Responses
+from lockstep.trainer.ppo.sampling import RewardFn, Sampling, extra_metrics, generate_for_rows
+from lockstep.trainer.ppo.validation import Responses, prompt_batches
 from lockstep.trainer.ppo.weight_sync import WeightSync
 from lockstep.trainer.run_config import FILE as CONFIG_FILE
 from lockstep.trainer.run_config import (
@@ -553,22 +553,17 @@ class PPOTrainer:
 
     def _validation_metrics(self) -> dict[str, float]:
         assert self.val_reward_fn is not None and self.val_dataset is not None
-        data, val_reward_fn = self.config.data, self.val_reward_fn
-        loader = create_dataloader(
-            self.val_dataset,
-            batch_size=data.val_batch_size or len(self.val_dataset),
-            shuffle=data.validation_shuffle,
-            seed=self.config.trainer.seed,
-            num_workers=0,
-            drop_last=False,
-            collate_fn=self.collate_fn,
+        data, rollout, val_reward_fn = self.config.data, self.config.actor_rollout_ref.rollout, self.val_reward_fn
+        num_rows = len(self.val_dataset)
+        shuffled = shuffled_order(num_rows, self.config.trainer.seed, epoch=0) if data.validation_shuffle else None
+        batches = prompt_batches(
+            self.val_dataset, shuffled or range(num_rows), data.val_batch_size or num_rows, self.collate_fn
         )
-        n = self.config.actor_rollout_ref.rollout.val_kwargs.n
+        sampling = {"n": rollout.val_kwargs.n, "seed": rollout.seed, "step": self.global_steps}
 
         def scored() -> Iterator[DataProto]:
-            for draw, batch_dict in enumerate(loader):
-                prompts = DataProto.from_single_dict(batch_dict)
-                batch = self.sampling.generate(prompts, n=n, step=self.global_steps, draw=draw, validate=True)
+            for rows, prompts in batches:
+                batch = generate_for_rows(self.sampling.rollout_wg, prompts, rows, **sampling)
                 yield self.sampling.score(batch, val_reward_fn)
 
         responses, config = self._responses(scored()), self.config.trainer

@@ -5,7 +5,7 @@ prompts ─► n rows each, with uid and seed ─► generate ─► reward mode
 
 import logging
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -88,25 +88,16 @@ class Sampling:
                 batch.tensors["reward_baselines"] = self.greedy_baselines(prompts, step=step, draw=draw)
         return batch
 
-    def generate(
-        self, prompts: DataProto, *, n: int, step: int, draw: int = 0, validate: bool = False, greedy: bool = False
-    ) -> DataProto:
+    def generate(self, prompts: DataProto, *, n: int, step: int, draw: int = 0, greedy: bool = False) -> DataProto:
         """`n` responses per prompt; samples of one prompt share a uid.
 
         draw: index of the prompt batch within the step. A sample's random stream depends only on (rollout.seed, step, draw,
         row), not on how rows are distributed or on what ran before.
         """
-        prompts.non_tensor_batch["uid"] = object_array([_uid(draw, number) for number in range(len(prompts))])
-        batch = prompts.repeat(repeat_times=n, interleave=True)
-        entropy = [self.config.actor_rollout_ref.rollout.seed, step, draw, int(validate)]
-        words = np.random.SeedSequence(entropy).generate_state(len(batch), np.uint64)
-        batch = batch.union(
-            DataProto.from_dict(tensors={"sampling_seed": torch.from_numpy((words >> 1).astype(np.int64))})
-        )
-        batch.meta_info |= {"validate": validate, "greedy": greedy, "global_steps": step}
-        inputs = batch.select(["sampling_seed"], ["raw_prompt_ids"])
-        with phase("generate"):
-            return batch.union(self.rollout_wg.generate_sequences(inputs))
+        words = np.random.SeedSequence([self.config.actor_rollout_ref.rollout.seed, step, draw, 0])
+        seeds = words.generate_state(len(prompts) * n, np.uint64)
+        uids = [_uid(draw, number) for number in range(len(prompts))]
+        return generate_samples(self.rollout_wg, prompts, uids, seeds, step=step, greedy=greedy)
 
     def score(self, batch: DataProto, reward_fn: RewardFn) -> DataProto:
         """Write `token_level_scores` and the extra columns of the reward function."""
@@ -115,7 +106,7 @@ class Sampling:
                 batch = batch.union(self.rm_wg.compute_rm_score(batch).get())
         with phase("rewards"):
             result = reward_fn(batch, return_dict=True)
-        extra = {name: _fill_failed(values, result) for name, values in result["reward_extra_info"].items()}
+        extra = fill_failed(result["reward_extra_info"])
         batch.tensors["token_level_scores"] = result["reward_tensor"]
         batch.non_tensor_batch |= {name: object_array(values) for name, values in extra.items()}
         batch.meta_info[EXTRA_KEYS] = sorted(extra)
@@ -126,6 +117,38 @@ class Sampling:
         greedy = self.generate(prompts, n=1, step=step, draw=draw, greedy=True)
         scores: torch.Tensor = self.score(greedy, self.reward_fn).tensors["token_level_scores"].sum(-1)
         return scores.repeat_interleave(self.n)
+
+
+def generate_for_rows(
+    rollout_wg: Any, prompts: DataProto, rows: Sequence[int], *, n: int, seed: int, step: int = 0
+) -> DataProto:
+    """`n` responses per prompt with the sampling of `rollout.val_kwargs`, as in validation and `lockstep generate`.
+
+    rows: number of each prompt in its data. A sample's random stream depends only on (seed, row, number of the sample): not on
+    the step, the batch size, or what was generated before.
+    """
+    words = [np.random.SeedSequence([seed, row]).generate_state(n, np.uint64) for row in rows]
+    return generate_samples(rollout_wg, prompts, [str(row) for row in rows], np.concatenate(words), step=step, validate=True)
+
+
+def generate_samples(
+    rollout_wg: Any,
+    prompts: DataProto,
+    uids: Sequence[str],
+    seeds: np.ndarray,
+    *,
+    step: int,
+    validate: bool = False,
+    greedy: bool = False,
+) -> DataProto:
+    """One response per seed, as many for each prompt; `seeds` are uint64, in the order of the prompts."""
+    prompts.non_tensor_batch["uid"] = object_array(list(uids))
+    batch = prompts.repeat(repeat_times=len(seeds) // len(prompts), interleave=True)
+    batch = batch.union(DataProto.from_dict(tensors={"sampling_seed": torch.from_numpy((seeds >> 1).astype(np.int64))}))
+    batch.meta_info |= {"validate": validate, "greedy": greedy, "global_steps": step}
+    inputs = batch.select(["sampling_seed"], ["raw_prompt_ids"])
+    with phase("generate"):
+        return batch.union(rollout_wg.generate_sequences(inputs))
 
 
 def _uid(draw: int, number: int) -> str:
@@ -139,12 +162,14 @@ def extra_metrics(batch: DataProto) -> dict[str, float]:
     return {f"reward/{name}/mean": float(np.mean([v for v in vs if v is not None])) for name, vs in columns.items()}
 
 
-def _fill_failed(values: list[Any], result: dict[str, Any]) -> list[Any]:
-    """A numeric column with 0 for the rows whose scoring failed."""
-    failed = result["reward_extra_info"].get("reward_failed", [0.0] * len(values))
-    if not is_numeric(values):
-        return values
-    return [0.0 if value is None and fail else value for value, fail in zip(values, failed)]
+def fill_failed(extra_info: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """The reward function's columns; numeric ones are 0 for the rows whose scoring failed."""
+    filled = {}
+    for name, values in extra_info.items():
+        failed = extra_info.get("reward_failed", [0.0] * len(values))
+        rows = zip(values, failed)
+        filled[name] = [0.0 if v is None and fail else v for v, fail in rows] if is_numeric(values) else values
+    return filled
 
 
 def _concat(parts: list[DataProto]) -> DataProto:

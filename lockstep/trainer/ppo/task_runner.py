@@ -97,7 +97,8 @@ class TaskRunner:
     def build(self, config: PPOConfig) -> PPOTrainer:
         """The trainer of a run, before its models are loaded."""
         pools = self.pools(config)
-        device, backend = self._device_and_backend(config)
+        device, backend = device_and_backend(config, self.device, self.wait_s, self.started)
+        self.device = device
         self.add_actor_rollout_worker(config, pools)
         self.add_critic_worker(config, pools)
         self.add_reward_model_worker(config, pools)
@@ -207,16 +208,19 @@ class TaskRunner:
         self.last_checkpoint = trainer.last_checkpoint or self.last_checkpoint
         trainer.close()
 
-    def _device_and_backend(self, config: PPOConfig) -> tuple[str, Backend]:
-        if controller_of(config) == "local":
-            return resolve_device(config.trainer.device), LOCAL
-        from lockstep.single_controller.ray_backend import has_gpus, make_ray_backend
 
-        device = self.device or config.trainer.device
-        if device == "auto":  # the controller's machine may have no GPU
-            device = "cuda" if has_gpus() else "cpu"
-        self.device = device
-        return device, make_ray_backend(use_gpu=device == "cuda", wait_s=self.wait_s, started=self.started)
+def device_and_backend(
+    config: PPOConfig, device: str | None = None, wait_s: float | None = None, started: dict[str, Any] | None = None
+) -> tuple[str, Backend]:
+    """The device and the backend of a run. device: overrides the config; wait_s, started: see `TaskRunner`."""
+    if controller_of(config) == "local":
+        return resolve_device(config.trainer.device), LOCAL
+    from lockstep.single_controller.ray_backend import has_gpus, make_ray_backend
+
+    device = device or config.trainer.device
+    if device == "auto":  # the controller's machine may have no GPU
+        device = "cuda" if has_gpus() else "cpu"
+    return device, make_ray_backend(use_gpu=device == "cuda", wait_s=wait_s, started=started or {})
 
 
 def _models(config: PPOConfig, roles: Iterable[Role]) -> str:

@@ -3,15 +3,19 @@
 val loader ─► generate (rollout.val_kwargs) ─► val_reward_fn ─► val-core/… and val-aux/…
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
+from lockstep.data.loader import Collate
+from lockstep.data.rl_dataset import collate_fn as collate_samples
 from lockstep.protocol import DataProto
 from lockstep.trainer.ppo.metrics import name_validation_metrics, process_validation_metrics
 from lockstep.trainer.ppo.sampling import extra_columns
+from lockstep.utils.decoding import decode_all
 
 
 @dataclass
@@ -52,6 +56,26 @@ class Responses:
         """`val-core/{source}/{acc or reward}/…` for the main metrics, `val-aux/…` for the rest."""
         infos: dict[str, list[Any]] = {"reward": self.scores, **self.extra}
         return name_validation_metrics(process_validation_metrics(self.data_sources, self.uids, infos))
+
+
+def prompt_batches(
+    dataset: Any, rows: Sequence[int], batch_size: int, collate_fn: Collate | None = None
+) -> Iterator[tuple[Sequence[int], DataProto]]:
+    """The rows of a dataset in batches, with their numbers.
+
+    collate_fn: None uses the dataset's own `collate_fn` if it has one, else the built-in one.
+    """
+    collate = collate_fn or getattr(dataset, "collate_fn", None) or collate_samples
+    for start in range(0, len(rows), batch_size):
+        part = rows[start : start + batch_size]
+        yield part, DataProto.from_single_dict(collate([dataset[row] for row in part]))
+
+
+def response_texts(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], list[int]]:
+    """The text of each response, as the reward function gets it, and its length in tokens."""
+    ids = batch.tensors["responses"]
+    rows = [row.tolist() for row in valid_tokens(ids, batch.tensors["attention_mask"][:, -ids.shape[1] :])]
+    return decode_all(tokenizer, rows), [len(row) for row in rows]
 
 
 def _details(batch: DataProto) -> dict[str, list[Any]]:

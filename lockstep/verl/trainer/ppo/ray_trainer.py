@@ -32,7 +32,7 @@ from lockstep.single_controller import Backend, ResourcePoolManager, Role, Worke
 from lockstep.trainer.checkpoint import RunLock
 from lockstep.trainer.ppo.ray_trainer import PPOTrainer
 from lockstep.trainer.ppo.sampling import Sampling
-from lockstep.trainer.ppo.task_runner import TaskRunner, check_rows
+from lockstep.trainer.ppo.task_runner import check_rows, device_and_backend
 from lockstep.trainer.run_config import write_run_config
 from lockstep.verl._config import typed_config, view
 from lockstep.verl._ray import unwrapped
@@ -165,7 +165,7 @@ class RayPPOTrainer(PPOTrainer):
         if train_sampler is None and train_dataset is not None:
             train_sampler = create_rl_sampler(data, train_dataset)
         check_rows(typed, reward_fn, train_dataset, val_dataset)
-        device, backend = TaskRunner()._device_and_backend(typed)
+        device, backend = device_and_backend(typed)
         workers = _needed_roles(typed, role_worker_mapping)
         resource_pool_manager.mapping = _needed_roles(typed, resource_pool_manager.mapping)
         resource_pool_manager.pool_class = backend.pool_class

@@ -1,0 +1,94 @@
+"""Checks of whole configurations of generation and evaluation, composed of those that training shares and their own."""
+
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+from lockstep.config import checks
+from lockstep.config.checks import Values
+from lockstep.config.errors import NO_VALUE, Problem, show
+from lockstep.config.evaluation import EvaluationConfig
+from lockstep.config.generation import GenerationConfig, as_validation
+from lockstep.config.schema import flat_values
+from lockstep.utils.dataset_files import FORMS as DATA_FORMS
+from lockstep.utils.dataset_files import locate_data
+
+NEVER_READ = {
+    "model.enable_gradient_checkpointing": "the model is not trained",
+    "model.use_remove_padding": "the model is not trained",
+}
+"""Keys of `model` that generation does not read, and why."""
+_EMBEDDED = (
+    *("max_num_batched_tokens", "gpu_memory_utilization", "enable_prefix_caching", "enable_chunked_prefill"),
+    "enforce_eager",
+)
+
+
+def check_generation(config: GenerationConfig) -> tuple[list[Problem], list[str]]:
+    """Everything that prevents the configuration from running, and warnings about likely mistakes."""
+    values = flat_values(config)
+    problems = chain(
+        checks.ranges(values),
+        checks.fixed_values(values),
+        _data_path(values, "the prompts"),
+        checks.model(values, "model.path", "the model that answers"),
+        checks.tokenizers(values, "model.tokenizer_path"),
+        checks.sampling(values, "rollout"),
+        _output(values, "data.output_path", ".parquet", required=True),
+        _max_model_len(values),
+        checks.controller(as_validation(config), values),
+    )
+    return list(problems), list(_generation_warnings(values))
+
+
+def check_evaluation(config: EvaluationConfig) -> tuple[list[Problem], list[str]]:
+    values = flat_values(config)
+    problems = chain(
+        checks.ranges(values),
+        checks.reward_manager(values),
+        _data_path(values, "the rows with responses"),
+        checks.python_file(values, "custom_reward_function.path"),
+        _output(values, "data.output_path", ".json"),
+        _output(values, "data.scores_path", ".jsonl"),
+    )
+    return list(problems), []
+
+
+def _data_path(values: Values, what: str) -> Iterator[Problem]:
+    if not values["data.path"]:
+        yield Problem("data.path", NO_VALUE, f"must name {what}; {DATA_FORMS}")
+    for path in values["data.path"]:
+        try:
+            locate_data(path, "val")
+        except ValueError as error:
+            yield Problem("data.path", path, str(error))
+
+
+def _output(values: Values, key: str, suffix: str, required: bool = False) -> Iterator[Problem]:
+    path = values[key]
+    if not path and required:
+        yield Problem(key, NO_VALUE, f"must be the {suffix} file to write")
+    elif path and Path(path).suffix != suffix:
+        yield Problem(key, path, f"must end in {suffix}")
+    elif path and Path(path).is_dir():
+        yield Problem(key, path, "is a folder; set a file")
+
+
+def _max_model_len(values: Values) -> Iterator[Problem]:
+    lengths = ("data.max_prompt_length", "data.max_response_length")
+    longest, limit = sum(values[name] for name in lengths), values["rollout.max_model_len"]
+    if limit is not None and 0 < limit < longest:
+        message = f"{' + '.join(lengths)} is {longest}; set that or more, or null"
+        yield Problem("rollout.max_model_len", limit, message, also=lengths)
+
+
+def _generation_warnings(values: Values) -> Iterator[str]:
+    if values["data.n_samples"] > 1 and not values["rollout.do_sample"]:
+        yield f"rollout.do_sample=false: the {values['data.n_samples']} responses to a prompt will be identical"
+    unread = {key: why for key, why in NEVER_READ.items() if values[key] is not True}
+    if values["rollout.name"] == "hf":
+        defaults = flat_values(GenerationConfig())
+        keys = (f"rollout.{name}" for name in _EMBEDDED)
+        unread |= {key: "rollout.name is hf" for key in keys if values[key] != defaults[key]}
+    for key, why in unread.items():
+        yield f"{key}={show(values[key])} has no effect: {why}"

@@ -1,0 +1,147 @@
+"""The output of `lockstep generate`: finished batches while it runs, one file in the end. A kill loses at most one batch.
+
+    batch ─► OUTPUT.parts/00000128-00000255.parquet ─► … ─► OUTPUT (the rows of the data with the responses) ─► parts removed
+             OUTPUT.parts/job.json: what determines the responses; another command over the same parts is refused
+
+Files are written under a temporary name and renamed when they are complete.
+"""
+
+import json
+import logging
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from lockstep.config.errors import show
+from lockstep.config.generation import GenerationConfig, parts_folder
+from lockstep.config.schema import flat_values
+from lockstep.data.files import file_digests, iter_file
+from lockstep.utils.files import atomic_write_json, atomic_writer, remove_temporary_files, sha256_all
+
+logger = logging.getLogger(__name__)
+
+JOB_FILE = "job.json"
+JOB_METADATA = b"lockstep.generation"
+"""Key of the job in the output's metadata."""
+COLUMNS = {
+    "responses": pa.list_(pa.string()),
+    "response_lengths": pa.list_(pa.int64()),
+    "finish_reasons": pa.list_(pa.string()),
+}
+"""Added to the rows: one entry per sample; lengths are in tokens, reasons `stop` or `length`."""
+ROW = "row"
+"""Column of the parts: number of the row in the data."""
+
+Job = dict[str, Any]
+"""What determines the responses: settings by key, `model` (file -> size and time of change, or digest), `data` (file -> digest)."""
+
+_NOT_OF_THE_JOB = (
+    *("trainer.", "ray_init.", "data.path", "data.output_path", "data.batch_size", "model.enable_", "model.use_"),
+    *("rollout.max_num", "rollout.gpu_memory", "rollout.free_cache", "rollout.enforce_eager", "rollout.enable_"),
+    *("rollout.kv_block_size", "rollout.max_model_len", "rollout.tensor_model"),
+)
+"""Keys, or their beginnings, that change speed and memory only."""
+
+
+def job_of(config: GenerationConfig, model: Path, data_files: Sequence[Path]) -> Job:
+    """The job of a command. model: its local folder."""
+    settings = {k: v for k, v in flat_values(config).items() if not k.startswith(_NOT_OF_THE_JOB)}
+    files = sorted(path for path in model.iterdir() if path.is_file())
+    digests = sha256_all([path for path in files if path.suffix in (".json", ".jinja", ".txt", ".model")])
+    identity = {
+        path.name: digests.get(path) or f"{path.stat().st_size} bytes, {path.stat().st_mtime_ns}" for path in files
+    }
+    data = {Path(name).name: digest for name, digest in file_digests(data_files).items()}
+    return {**settings, "model": identity, "data": data}
+
+
+def differences(saved: Mapping[str, Any], job: Job) -> list[str]:
+    """What two jobs differ in, for messages."""
+    changed = [key for key in dict.fromkeys([*job, *saved]) if saved.get(key) != job.get(key)]
+    files = {"model": "the files of the model", "data": "the content of the data"}
+    return [
+        f"{files[key]} changed" if key in files else f"{key} was {show(saved.get(key))} and is {show(job.get(key))}"
+        for key in changed
+    ]
+
+
+class GeneratedRows:
+    """The finished rows of one job. output: the final file."""
+
+    def __init__(self, config: GenerationConfig, job: Job) -> None:
+        self.output = Path(config.data.output_path).expanduser().absolute()
+        self.folder = Path(parts_folder(config)).expanduser().absolute()
+        self.job: Job = json.loads(json.dumps(job))
+
+    def is_complete(self) -> bool:
+        """Whether the output has the job's responses. ValueError if it is of another job."""
+        if not self.output.exists():
+            return False
+        try:
+            metadata = pq.read_schema(self.output).metadata or {}
+        except (OSError, pa.ArrowInvalid):
+            metadata = {}
+        if JOB_METADATA not in metadata:
+            raise ValueError(f"data.output_path={self.output} exists; delete it, or set another")
+        if changed := differences(json.loads(metadata[JOB_METADATA]), self.job):
+            raise ValueError(
+                f"data.output_path={self.output} has the responses of another command: {'; '.join(changed)}. Delete it, or set "
+                "another data.output_path"
+            )
+        self._remove_parts()
+        return True
+
+    def open(self) -> dict[int, dict[str, Any]]:
+        """The finished rows, by number: the columns of `COLUMNS`. ValueError if the parts are of another job."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        remove_temporary_files(self.folder)
+        job_file = self.folder / JOB_FILE
+        if not job_file.exists():
+            atomic_write_json(job_file, self.job)
+            return {}
+        try:
+            saved = json.loads(job_file.read_text())
+            rows = [row for part in sorted(self.folder.glob("*.parquet")) for row in pq.read_table(part).to_pylist()]
+        except (OSError, ValueError, AttributeError) as error:
+            raise ValueError(f"{self.folder} cannot be read ({error}); delete it to start over") from error
+        if changed := differences(saved, self.job):
+            raise ValueError(
+                f"{self.folder} has finished batches of another command: {'; '.join(changed)}. Run that command to go on with it, "
+                "delete the folder to start over, or set another data.output_path"
+            )
+        return {row.pop(ROW): row for row in rows}
+
+    def add(self, rows: Sequence[int], columns: Mapping[str, Sequence[list[Any]]]) -> None:
+        """Keep the responses of a finished batch."""
+        arrays = {name: pa.array(values, COLUMNS[name]) for name, values in columns.items()}
+        table = pa.table({ROW: pa.array(rows, pa.int64()), **arrays})
+        with atomic_writer(self.folder / f"{min(rows):08d}-{max(rows):08d}.parquet") as file:
+            pq.write_table(table, file)
+
+    def finish(self, table: pa.Table, finished: Mapping[int, Mapping[str, Any]]) -> None:
+        """Write the output. table: the rows of the data, in the order of their numbers."""
+        for name, kind in COLUMNS.items():
+            table = table.append_column(name, pa.array([finished[row][name] for row in range(len(table))], kind))
+        metadata = {**(table.schema.metadata or {}), JOB_METADATA: json.dumps(self.job).encode()}
+        with atomic_writer(self.output) as file:
+            pq.write_table(table.replace_schema_metadata(metadata), file)
+        self._remove_parts()
+
+    def _remove_parts(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def read_table(data_files: Sequence[Path], rows: Sequence[int]) -> pa.Table:
+    """The given rows of the files, with all their columns. ValueError if they have a column that would be added."""
+    tables = [
+        pq.read_table(file) if file.suffix == ".parquet" else pa.Table.from_pylist(list(iter_file(file)))
+        for file in data_files
+    ]
+    table = tables[0] if len(tables) == 1 else pa.concat_tables(tables, promote_options="permissive")
+    if taken := [name for name in COLUMNS if name in table.column_names]:
+        raise ValueError(f"data.path has a column {taken[0]!r} already; remove or rename it")
+    return table.take(pa.array(rows, pa.int64()))

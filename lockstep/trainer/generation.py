@@ -1,0 +1,144 @@
+"""Generation: the first half of a validation, over the rows of a file, batch by batch.
+
+data ─► prompts ─► [ workers: generate (rollout.*) ─► texts ─► part file ]* ─► output with the responses
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lockstep.config.generation import GenerationConfig
+from lockstep.config.ppo import PPOConfig
+from lockstep.data.rl_dataset import PromptDataset
+from lockstep.models.tokenizer import hf_tokenizer
+from lockstep.observability.batch_progress import BatchProgress
+from lockstep.protocol import DataProto
+from lockstep.single_controller import ResourcePoolManager, Role, WorkerGroup, create_colocated_worker_cls
+from lockstep.trainer.checkpoint import RunLock
+from lockstep.trainer.errors import RunError
+from lockstep.trainer.failures import cause_of
+from lockstep.trainer.generated_rows import GeneratedRows, job_of, read_table
+from lockstep.trainer.inputs import fetch_on_workers, tokenizer_of
+from lockstep.trainer.interrupt import Interrupt
+from lockstep.trainer.ppo.sampling import generate_for_rows
+from lockstep.trainer.ppo.task_runner import device_and_backend
+from lockstep.trainer.ppo.validation import prompt_batches, response_texts
+from lockstep.utils.dataset_files import local_data_files
+from lockstep.utils.model_path import local_model_folder
+from lockstep.utils.progress import ProgressLog, phase
+from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
+
+logger = logging.getLogger(__name__)
+
+POOL = "global_pool"
+
+
+class GenerationRunner:
+    """Runs a generation, in this process or in the controller process of a Ray job (see `ray_runner.Runner`)."""
+
+    def __init__(self, config: GenerationConfig) -> None:
+        self.config = config
+        self.started: dict[str, Any] = {}
+        """Worker processes that were started early, by pool."""
+        self.on_end: Callable[[int], None] = lambda exit_code: None
+        self.on_step: Any = None
+
+    def run(self, config: PPOConfig, interrupt: Interrupt | None = None) -> int:
+        """Generate and write the output; returns 0. A failure with a known cause is a RunError.
+
+        config: generation's own as that of a validation. interrupt: not used; Ctrl-C stops at once and keeps finished batches.
+        """
+        with ProgressLog(), ExitStack() as closing:
+            try:
+                return self._run(config, closing)
+            except ValueError as error:
+                if os.environ.get("LOCKSTEP_DEBUG"):
+                    raise
+                raise RunError(f"{error} (LOCKSTEP_DEBUG=1 shows the traceback)", exit_code=2) from error
+            except Exception as error:  # unexpected ones are raised again by `cause_of`
+                cause = cause_of(error, config).rstrip(".")
+                raise RunError(f"{cause}; run the same command to go on after the last finished batch") from error
+
+    def _run(self, config: PPOConfig, closing: ExitStack) -> int:
+        with phase("read the data"):
+            files = local_data_files(config.data.val_files, "val", "data.path")
+            job = job_of(self.config, local_model_folder(self.config.model.path, "model.path", weights=False), files)
+            output = GeneratedRows(self.config, job)
+            if output.is_complete():
+                logger.info("nothing to do: %s has the responses of this command", output.output)
+                return 0
+            closing.enter_context(RunLock(output.folder, "data.output_path"))
+            finished = output.open()
+            tokenizer = self._tokenizer(config)
+            dataset = PromptDataset(files, tokenizer, config.data, max_samples=config.data.val_max_samples)
+            table = read_table(files, [position for position, _ in dataset.rows])
+        missing = [row for row in range(len(dataset)) if row not in finished]
+        if missing:
+            if finished:
+                logger.info("%d of %d prompts are finished already", len(finished), len(dataset))
+            self._generate(config, dataset, missing, tokenizer, output, closing)
+        output.finish(table, output.open())
+        logger.info("wrote %s: %d prompts, %d responses each", output.output, len(dataset), self.config.data.n_samples)
+        self.on_end(0)
+        return 0
+
+    def _generate(
+        self,
+        config: PPOConfig,
+        dataset: PromptDataset,
+        missing: list[int],
+        tokenizer: PreTrainedTokenizerBase,
+        output: GeneratedRows,
+        closing: ExitStack,
+    ) -> None:
+        logger.info("loading %s", self.config.model.path)
+        with phase("load the model"):
+            workers = self._workers(config, closing)
+        n, seed = self.config.data.n_samples, self.config.rollout.seed
+        progress = closing.enter_context(BatchProgress(len(dataset), done=len(dataset) - len(missing)))
+        for rows, prompts in prompt_batches(dataset, missing, self.config.data.batch_size):
+            batch = generate_for_rows(workers, prompts, rows, n=n, seed=seed)
+            columns = _columns(batch, tokenizer)
+            output.add(rows, {name: [values[i : i + n] for i in range(0, len(values), n)] for name, values in columns.items()})
+            progress.advance(len(rows), sum(columns["response_lengths"]))
+
+    def _workers(self, config: PPOConfig, closing: ExitStack) -> Any:
+        """The worker group that generates."""
+        device, backend = device_and_backend(config, started=self.started)
+        spec = {POOL: [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
+        pools = ResourcePoolManager(spec, {Role.Rollout: POOL}, backend.pool_class)
+        pools.create_resource_pool()
+        closing.callback(pools.shutdown)
+        name = str(Role.Rollout)
+        init = backend.class_with_init(ActorRolloutRefWorker, config=config.actor_rollout_ref, role=name, device=device)
+        colocated = create_colocated_worker_cls({name: init})
+        group: WorkerGroup = backend.group_class(pools.get_resource_pool(Role.Rollout), colocated).spawn({name})[name]
+        closing.callback(group.shutdown)
+        fetch_on_workers(config, [group])
+        workers: Any = group
+        workers.init_model()
+        return workers
+
+    def _tokenizer(self, config: PPOConfig) -> PreTrainedTokenizerBase:
+        model = config.actor_rollout_ref.model
+        key, path = tokenizer_of(config)
+        return hf_tokenizer(
+            path,
+            trust_remote_code=model.trust_remote_code,
+            custom_chat_template=model.custom_chat_template,
+            key=key.removeprefix("actor_rollout_ref."),
+        )
+
+
+def _columns(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Any]]:
+    texts, lengths = response_texts(batch, tokenizer)
+    return {
+        "responses": texts,
+        "response_lengths": lengths,
+        "finish_reasons": list(batch.non_tensor_batch["finish_reason"]),
+    }

@@ -1,0 +1,85 @@
+"""Generate responses to the prompts of a file: `python -m lockstep.trainer.main_generation key=value …`, or
+`lockstep generate key=value …`.
+
+The config and the output are checked before torch is imported, so that errors are reported immediately.
+"""
+
+import logging
+import sys
+from functools import partial
+from pathlib import Path
+
+from lockstep.config.commandline import config_from_command_line
+from lockstep.config.generation import GenerationConfig, as_validation
+from lockstep.config.placement import controller_of
+from lockstep.kernels.gpu_warmup import start_gpu_warmup
+from lockstep.observability.console import LogHandler
+from lockstep.trainer.errors import RunError
+from lockstep.trainer.interrupt import stop_on_sigterm
+from lockstep.trainer.preflight import check_positions, check_weights
+from lockstep.utils.dataset_files import local_data_files
+from lockstep.utils.files import ensure_writable
+from lockstep.utils.model_path import local_model_folder
+from lockstep.utils.progress import ProgressLog, phase
+
+logger = logging.getLogger(__name__)
+
+
+def run_generation(config: GenerationConfig) -> int:
+    """Generate, in this process or on Ray; returns 0. RunError if it fails."""
+    try:
+        _prepare(config)
+    except ValueError as error:
+        raise RunError(str(error), exit_code=2) from error
+    if controller_of(as_validation(config)) == "ray":
+        from lockstep.trainer.ray_runner import run_on_ray
+
+        logger.info("connecting to Ray, or starting it on this machine")
+        return run_on_ray(as_validation(config), partial(_runner, config))
+    logger.info("loading torch and transformers")
+    start_gpu_warmup(config.trainer.device)
+    with ProgressLog(), phase("load torch and transformers"):
+        runner = _runner(config)
+    return runner.run(as_validation(config))
+
+
+def _runner(config: GenerationConfig):  # type: ignore[no-untyped-def]  # its module imports torch
+    from lockstep.trainer.generation import GenerationRunner
+
+    return GenerationRunner(config)
+
+
+def _prepare(config: GenerationConfig) -> None:
+    """Check what is outside the config, and fetch model and data; ValueError with the first problem."""
+    is_local = controller_of(as_validation(config)) == "local"
+    ensure_writable(Path(config.data.output_path).expanduser().absolute().parent, "data.output_path")
+    folder = local_model_folder(config.model.path, "model.path", weights=is_local)
+    check_positions(as_validation(config), folder)
+    if is_local:
+        check_weights("model.path", str(folder))
+    if config.model.tokenizer_path:
+        local_model_folder(config.model.tokenizer_path, "model.tokenizer_path", weights=False)
+    local_data_files(config.data.path, "val", "data.path")
+
+
+def main(argv: list[str] | None = None) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", handlers=[LogHandler()])
+    try:
+        with stop_on_sigterm():
+            config = config_from_command_line(
+                argv,
+                GenerationConfig,
+                prog="lockstep generate",
+                description="Generate responses to the prompts of a file, and write them to a parquet file.",
+            )
+            return 0 if config is None else run_generation(config)
+    except RunError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped by the user; run the same command to go on after the last finished batch\n")
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
