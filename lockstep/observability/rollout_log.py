@@ -21,7 +21,25 @@ def dump_generations(
     dump_path: Path | str,
     step: int,
 ) -> Path:
-    """Write input, output, gts, score, step, details (uid, index, length, ...) and the reward's extras; return the file.
+    """Write the generations of a step; return the file."""
+    folder = Path(dump_path).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{step}.jsonl"
+    write_generations(inputs, outputs, gts, scores, details, reward_extra_infos_dict, path, step)
+    return path
+
+
+def write_generations(
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    gts: Sequence[Any],
+    scores: Sequence[float],
+    details: Mapping[str, Sequence[Any]],
+    reward_extra_infos_dict: Mapping[str, Sequence[Any]],
+    path: Path,
+    step: int = 0,
+) -> None:
+    """Write input, output, gts, score, step, details (uid, index, length, ...) and the reward's extras.
 
     Extras that do not have one value per answer are skipped with a warning; one with the name of a detail is written as
     `reward_{name}`.
@@ -36,10 +54,6 @@ def dump_generations(
             logger.warning("rollout log: skipping %s: %d values for %d answers", name, len(values), len(inputs))
         else:
             columns.setdefault(f"reward_{name}" if name in details else name, values)
-    folder = Path(dump_path).expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{step}.jsonl"
     with atomic_writer(path) as file:
         for row in zip(*columns.values()):
             file.write(json_line(dict(zip(columns, row))))
-    return path

@@ -54,7 +54,8 @@ def _trackers(config: PPOConfig | SFTConfig) -> None:
             check()
 
 
-def _reward_function(config: PPOConfig) -> None:
+def check_reward_function(config: PPOConfig) -> None:
+    """ValueError if the reward manager or function cannot be loaded, or has another signature."""
     name = config.reward_model.reward_manager
     manager = find_registered("reward manager", name)  # by the user, or a built-in one if torch is loaded
     if ":" in name:
@@ -200,7 +201,7 @@ def _machine(config: PPOConfig) -> Iterator[str]:
 
 
 CHECKS: tuple[Callable[[PPOConfig], None], ...] = (
-    *(_reward_function, _policy_loss, _dataset, _sampler),
+    *(check_reward_function, _policy_loss, _dataset, _sampler),
     *(_model, _checkpoint, _trackers, _folders),
 )
 SFT_CHECKS: tuple[Callable[[SFTConfig], None], ...] = (_dataset, _sft_model, _checkpoint, _trackers, _folders)

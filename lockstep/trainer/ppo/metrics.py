@@ -147,14 +147,19 @@ def name_validation_metrics(metrics: ValidationMetrics) -> dict[str, float]:
     """
     named = {}
     for source, variables in metrics.items():
-        core_variable = "acc" if "acc" in variables else "reward"
+        main = core_variable(variables)
         for variable, values in variables.items():
             largest = max((_num_responses(name) for name in values), default=0)
             for name, value in values.items():
                 core_metric = name.startswith(("mean@", "maj@", "best@")) and not name.endswith("/std")
-                core = variable == core_variable and core_metric and _num_responses(name) == largest
+                core = variable == main and core_metric and _num_responses(name) == largest
                 named[f"{'val-core' if core else 'val-aux'}/{source}/{variable}/{name}"] = value
     return named
+
+
+def core_variable(variables: Mapping[str, Any]) -> str:
+    """The variable of a data source's main metrics."""
+    return "acc" if variables.get("acc") else "reward"
 
 
 def _num_responses(name: str) -> int:
@@ -169,7 +174,7 @@ def _prompt_metrics(values: np.ndarray, predictions: Sequence[Any] | None, seed:
     if num_responses == 1:
         return metrics
     metrics[f"std@{num_responses}"] = float(values.std())
-    for n in _subset_sizes(num_responses):
+    for n in subset_sizes(num_responses):
         draws = np.random.RandomState(seed).choice(num_responses, size=(NUM_BOOTSTRAP, n), replace=True)
         outcomes = {"best": values[draws].max(axis=1), "worst": values[draws].min(axis=1)}
         if predictions is not None:
@@ -180,7 +185,7 @@ def _prompt_metrics(values: np.ndarray, predictions: Sequence[Any] | None, seed:
     return metrics
 
 
-def _subset_sizes(num_responses: int) -> list[int]:
+def subset_sizes(num_responses: int) -> list[int]:
     """2, 4, 8, .. and `num_responses`."""
     powers = [2**k for k in range(1, num_responses.bit_length()) if 2**k < num_responses]
     return [*powers, num_responses]

@@ -54,8 +54,12 @@ class Responses:
 
     def metrics(self) -> dict[str, float]:
         """`val-core/{source}/{acc or reward}/…` for the main metrics, `val-aux/…` for the rest."""
-        infos: dict[str, list[Any]] = {"reward": self.scores, **self.extra}
-        return name_validation_metrics(process_validation_metrics(self.data_sources, self.uids, infos))
+        return name_validation_metrics(process_validation_metrics(self.data_sources, self.uids, self.variables))
+
+    @property
+    def variables(self) -> dict[str, list[Any]]:
+        """What metrics are computed of: one value per response, or None."""
+        return {"reward": self.scores, **self.extra}
 
 
 def prompt_batches(

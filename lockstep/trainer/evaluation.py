@@ -1,0 +1,144 @@
+"""Evaluation: the second half of a validation, on the responses in a file.
+
+rows with responses ─► reward function, as in training ─► scores ─► val-core/…, val-aux/…, pass@k ─► table, JSON
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from lockstep.config.evaluation import EvaluationConfig, as_validation
+from lockstep.data.files import FileRow, read_rows
+from lockstep.observability.rollout_log import write_generations
+from lockstep.observability.step_line import format_number
+from lockstep.rewards.default import check_data_sources
+from lockstep.rewards.managers import NaiveRewardManager, load_reward_manager, uses_default_function
+from lockstep.rewards.managers.naive import ScoringRow
+from lockstep.trainer.accuracy import Intervals, accuracy, prompts_of
+from lockstep.trainer.ppo.sampling import fill_failed
+from lockstep.trainer.ppo.validation import Responses
+from lockstep.utils.dataset_files import local_data_files
+from lockstep.utils.files import atomic_write_json
+from lockstep.utils.progress import phase
+
+logger = logging.getLogger(__name__)
+
+
+def evaluate(config: EvaluationConfig) -> dict[str, float]:
+    """Score the responses of the file, show and write the metrics, and return them."""
+    with phase("read the data"):
+        rows = read_rows(local_data_files(config.data.path, "val", "data.path"))
+        responses, scoring = responses_of(rows, config)
+    manager = load_manager(config, rows)
+    logger.info("scoring %d responses to %d prompts", len(scoring), len(rows))
+    with phase("rewards"):
+        scores, extra = manager.score_rows(scoring)
+    responses.scores = np.asarray(scores, dtype=np.float32).tolist()  # as in a validation's batch
+    responses.extra = fill_failed(extra)
+    metrics, intervals = accuracy(responses, config.data.correct_score)
+    Console(highlight=False).print(table_of(responses, metrics, intervals))
+    if config.data.output_path:
+        write_metrics(Path(config.data.output_path).expanduser(), responses, metrics, intervals)
+    if config.data.scores_path:
+        write_scores(Path(config.data.scores_path).expanduser(), responses)
+    return metrics
+
+
+def load_manager(config: EvaluationConfig, rows: Sequence[FileRow]) -> NaiveRewardManager:
+    """The reward manager of a validation; ValueError if it cannot score texts or a data source has no scorer."""
+    manager: Any = load_reward_manager(as_validation(config), tokenizer=None, num_examine=0)
+    if not isinstance(manager, NaiveRewardManager):
+        raise ValueError(
+            f"reward_model.reward_manager={config.reward_model.reward_manager}: evaluation has texts, not a batch; set a "
+            "built-in manager (naive, batch, dapo, prime) and custom_reward_function.path"
+        )
+    if uses_default_function(manager):
+        first: dict[str, FileRow] = {}
+        for row in rows:
+            first.setdefault(str(row.columns[config.data.data_source_key]), row)
+        check_data_sources(as_validation(config), first)
+    return manager
+
+
+def responses_of(rows: Sequence[FileRow], config: EvaluationConfig) -> tuple[Responses, list[ScoringRow]]:
+    """The responses of the file, and the same as the reward function gets them. ValueError for a row that has none."""
+    responses = Responses(details={"index": [], "length": [], "finish_reason": []})
+    scoring: list[ScoringRow] = []
+    for number, row in enumerate(rows):
+        texts = _texts(row, config.data.response_key)
+        source = str(_column(row, config.data.data_source_key, "data.data_source_key"))
+        truth = _ground_truth(row, config.data.reward_model_key)
+        extra_info = row.columns.get("extra_info") or {}
+        lengths = row.columns.get("response_lengths") or [0] * len(texts)
+        index = extra_info.get("index")
+        responses.inputs += [_prompt_text(row.columns.get(config.data.prompt_key))] * len(texts)
+        responses.outputs += texts
+        responses.ground_truths += [truth] * len(texts)
+        responses.uids += [str(number)] * len(texts)
+        responses.data_sources += [source] * len(texts)
+        responses.details["index"] += [number if index is None else index] * len(texts)
+        responses.details["length"] += lengths
+        responses.details["finish_reason"] += row.columns.get("finish_reasons") or [None] * len(texts)
+        scoring += [ScoringRow(source, t, truth, dict(extra_info), length) for t, length in zip(texts, lengths)]
+    return responses, scoring
+
+
+def _texts(row: FileRow, name: str) -> list[str]:
+    texts = _column(row, name, "data.response_key")
+    texts = [texts] if isinstance(texts, str) else texts
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{row.location}: {name!r} must be a list of texts; set data.response_key to the column of responses")
+    return texts
+
+
+def _ground_truth(row: FileRow, name: str) -> Any:
+    answer = _column(row, name, "data.reward_model_key")
+    if not isinstance(answer, Mapping) or "ground_truth" not in answer:
+        raise ValueError(f"{row.location}: {name!r} has no `ground_truth`; set data.reward_model_key to a column that has")
+    return answer["ground_truth"]
+
+
+def _column(row: FileRow, name: str, key: str) -> Any:
+    if row.columns.get(name) is None:
+        raise ValueError(f"{row.location} has no {name!r}; set {key} to one of its columns: {', '.join(row.columns)}")
+    return row.columns[name]
+
+
+def _prompt_text(prompt: Any) -> str:
+    if isinstance(prompt, list):
+        return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in prompt)
+    return "" if prompt is None else str(prompt)
+
+
+def table_of(responses: Responses, metrics: Mapping[str, float], intervals: Intervals) -> Table:
+    """The metrics that have an interval, per data source."""
+    table = Table("data source", "prompts", "metric", "value", "95 % interval", box=None)
+    for source, prompts in prompts_of(responses).items():
+        first = [source, str(len(prompts))]
+        for name, bounds in intervals.items():
+            _, is_own, metric = name.partition(f"/{source}/")
+            if is_own:
+                low, high = map(format_number, bounds)
+                table.add_row(*first, metric, format_number(metrics[name]), f"{low} to {high}")
+                first = ["", ""]
+    return table
+
+
+def write_metrics(path: Path, responses: Responses, metrics: Mapping[str, float], intervals: Intervals) -> None:
+    counts = {source: len(prompts) for source, prompts in prompts_of(responses).items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write_json(path, {"metrics": metrics, "intervals_95": intervals, "num_prompts": counts})
+    logger.info("wrote %s", path)
+
+
+def write_scores(path: Path, responses: Responses) -> None:
+    details = {"uid": responses.uids, **responses.details}
+    texts = (responses.inputs, responses.outputs, responses.ground_truths, responses.scores)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_generations(*texts, details, responses.extra, path)
+    logger.info("wrote %s; `lockstep rollouts %s` shows it", path, path)
