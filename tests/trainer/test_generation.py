@@ -2,14 +2,9 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -82,3 +77,64 @@ def test_generate_and_eval_give_the_numbers_of_the_last_validation(
     assert main_eval.main([*scores, *scored_by]) == 0
     evaluated = json.loads((tmp_path / "metrics.json").read_text())["metrics"]
     assert {name: evaluated[name] for name in trained} == trained
+
+
+def test_an_interrupted_command_goes_on_and_gives_the_same_samples(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["generate", *command]) == 0
+    whole = rows_of(tmp_path / "out.parquet")
+    assert [len(row["responses"]) for row in whole] == [2] * 4
+    assert len({text for row in whole for text in row["responses"]}) > 4, "samples differ"
+    assert all(length <= 8 for row in whole for length in row["response_lengths"])
+
+    def killed(self: GeneratedRows, *args: Any) -> None:
+        add(self, *args)
+        (self.folder / ".00000001.parquet.1-0000abcd.tmp").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    add = GeneratedRows.add
+    other = [*command, f"data.output_path={tmp_path}/other.parquet"]
+    with monkeypatch.context() as patch:
+        patch.setattr(GeneratedRows, "add", killed)
+        assert main_generation.main(other) == 130
+    parts = tmp_path / "other.parquet.parts"
+    assert [part.name for part in parts.glob("*.parquet")] == ["00000000-00000002.parquet"]
+    assert "run the same command" in capsys.readouterr().err
+
+    generated: list[int] = []
+    monkeypatch.setattr(GeneratedRows, "add", lambda self, rows, *more: (generated.extend(rows), add(self, rows, *more)))
+    assert main_generation.main([*other, "data.batch_size=1"]) == 0
+    assert generated == [3]
+    assert rows_of(tmp_path / "other.parquet") == whole
+    assert not parts.exists()
+
+    assert main_generation.main(other) == 0, "the same command again has nothing to do"
+    assert generated == [3]
+    assert main_generation.main([*other, "rollout.temperature=0.5"]) == 2
+    assert "another command: rollout.temperature was 1.0 and is 0.5. Delete it" in capsys.readouterr().err
+
+
+def test_another_command_over_the_same_parts_is_refused(
+    command: list[str], tiny_run_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(generated_rows.pa, "table", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert main_generation.main(command) == 130
+    write_rows(tmp_path / "other.parquet", 3)
+    changes = {
+        "rollout.seed=7": "rollout.seed was 1 and is 7",
+        "data.n_samples=3": "data.n_samples was 2 and is 3",
+        f"data.path={tmp_path}/other.parquet": "the content of the data changed",
+    }
+    for change, message in changes.items():
+        assert main_generation.main([*command, change]) == 2
+        assert message in (error := capsys.readouterr().err) and "Run that command to go on" in error
+    weights = tiny_run_files / "model" / "model.safetensors"
+    before = weights.stat()
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    try:
+        assert main_generation.main(command) == 2
+        assert "the files of the model changed" in capsys.readouterr().err
+    finally:
+        os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
