@@ -95,6 +95,18 @@ def _convert(argv: list[str]) -> int:
     return program.main(argv)
 
 
+def _chat(argv: list[str]) -> int:
+    from lockstep import chat
+
+    return chat.main(argv)
+
+
+def _compare(argv: list[str]) -> int:
+    from lockstep.observability import compare
+
+    return _to_pipe(compare.main, argv)
+
+
 def _plot(argv: list[str]) -> int:
     from lockstep.observability import plot
 
@@ -196,6 +208,8 @@ PROGRAMS = {
     ),
     "export": Program(_export, "CHECKPOINT", "write a checkpoint as a Hugging Face folder, and check it"),
     "convert": Program(_convert, "PATH", "turn a checkpoint, a config or a command of verl into Lockstep's"),
+    "chat": Program(_chat, "RUN", "talk to a checkpoint or any other model"),
+    "compare": Program(_compare, "RUN RUN ...", "show settings and results of runs side by side"),
     "plot": Program(_plot, "RUN ...", "draw and compare the curves of runs"),
     "rollouts": Program(_rollouts, "RUN", "show the prompts, responses and scores of a step"),
     "demo": Program(_demo, "", "train a small model from scratch on this machine"),

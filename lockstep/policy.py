@@ -1,7 +1,7 @@
 """A policy in a Hugging Face folder: generate answers with the rollout engine, save a copy."""
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[Mapping[str, Any]]
 """Text, which is the message of a user, or messages `{"role": ..., "content": ...}`."""
+
+STREAM_TOKENS = 16
+"""Tokens generated at a time by `Policy.stream`."""
 
 
 class Policy:
@@ -51,6 +54,38 @@ class Policy:
         answers: list[Any] = [texts[i : i + n] if n > 1 else texts[i] for i in range(0, len(texts), n)]
         return answers[0] if is_one else answers
 
+    def stream(self, prompt: Prompt, *, max_tokens: int = 256, seed: int = 0, **sampling: Any) -> Iterator[str]:
+        """The answer to one prompt piece by piece, with any engine; together they are what `generate` gives.
+
+        A token depends only on the seed and its position, so an answer can be continued from its first tokens.
+        """
+        from lockstep.engines.rollout.base import GenerationRequest, SamplingParams
+        from lockstep.utils.decoding import decode_all
+
+        _, tokenizer, eos_ids = self._load()
+        prompt_ids, done, shown = _encode(tokenizer, prompt), [], ""
+        engine = self._engine_for(len(prompt_ids) + max_tokens, STREAM_TOKENS)
+        while len(done) < max_tokens:
+            params = SamplingParams(max_tokens=min(STREAM_TOKENS, max_tokens - len(done)), **sampling)
+            (completion,) = engine.generate([GenerationRequest(prompt_ids + done, params, seed=seed)])
+            done += completion.token_ids
+            is_end = completion.stop_reason == "stop" or len(done) >= max_tokens
+            (text,) = decode_all(tokenizer, [_without_end(done, eos_ids)])
+            if is_end or not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else the last character is incomplete
+                yield text[len(shown) :]
+                shown = text
+            if is_end:
+                return
+
+    def num_tokens(self, prompt: Prompt) -> int:
+        """Length of a prompt in tokens, with the chat template."""
+        return len(_encode(self._load()[1], prompt))
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest sequence of the model, if its config says so."""
+        return getattr(self._load()[0].config.get_text_config(), "max_position_embeddings", None)
+
     def save(self, folder: Path | str) -> Path:
         """Copy the model and its tokenizer to `folder`; returns it."""
         return Path(shutil.copytree(self._folder(), Path(folder).expanduser(), dirs_exist_ok=True))
@@ -87,7 +122,9 @@ class Policy:
             from lockstep.engines.rollout import create_rollout_engine
 
             model, tokenizer, eos_ids = self._load()
-            self._lengths = max(prompt_length, self._lengths[0]), max(response_length, self._lengths[1])
+            # room for longer prompts, so that a conversation that grows needs few engines
+            room = 1 << (max(prompt_length, self._lengths[0]) - 1).bit_length()
+            self._lengths = room, max(response_length, self._lengths[1])
             config = RolloutConfig(prompt_length=self._lengths[0], response_length=self._lengths[1])
             self._engine = create_rollout_engine(config, eos_ids, tokenizer.pad_token_id)
             self._engine.bind(model)

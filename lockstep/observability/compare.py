@@ -1,0 +1,151 @@
+"""`lockstep compare RUN RUN ...`: the settings that differ between runs, and their results, side by side.
+
+config.yaml ─► keys with different values ─┐
+metrics.jsonl ─► final, best, mean values ─┴─► tables
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lockstep.config.ppo import PPOConfig
+from lockstep.config.schema import defaults
+from lockstep.observability.curves import Points, Run, read_runs
+from lockstep.observability.step_line import format_number, one_line
+
+CONFIG = "config.yaml"
+NAMES = ("trainer.default_local_dir", "trainer.experiment_name", "trainer.rollout_data_dir", "trainer.validation_data_dir")
+"""Settings that name a run; they always differ."""
+VALUE_CHARS = 60
+PIPE_WIDTH = 200
+"""Columns of the output if it is not a terminal."""
+
+
+def _last(points: Points) -> str:
+    return format_number(points[-1][1])
+
+
+def _best(points: Points, choose: Callable[..., tuple[int, float]] = max) -> str:
+    step, value = choose(points, key=lambda point: point[1])
+    return f"{format_number(value)} (step {step})"
+
+
+def _lowest(points: Points) -> str:
+    return _best(points, min)
+
+
+def _median(points: Points) -> str:
+    return format_number(median(value for _, value in points))
+
+
+def _largest(points: Points) -> str:
+    return format_number(max(value for _, value in points))
+
+
+RESULTS: tuple[tuple[str, tuple[str, ...], Callable[[Points], str]], ...] = (
+    ("{}, last", ("val-core/*",), _last),
+    ("{}, best", ("val-core/*",), _best),
+    ("{}, last", ("val/loss", "train/loss"), _last),
+    ("{}, best", ("val/loss", "train/loss"), _lowest),
+    ("reward, last", ("critic/score/mean", "critic/rewards/mean"), _last),
+    ("reward, best", ("critic/score/mean", "critic/rewards/mean"), _best),
+    ("response length, last", ("response_length/mean",), _last),
+    ("seconds per step", ("timing_s/step", "perf/time_per_step", "train/time(s)"), _median),
+    ("tokens per second and GPU", ("perf/throughput",), _median),
+    ("GPU memory, GiB", ("perf/max_memory_allocated_gb",), _largest),
+)
+"""Label ({} is the metric), patterns of metrics, and how its points are shown. The median ignores the slow first steps. A pattern
+with * gives a row per metric; of other patterns the first that a run has is used."""
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(argv)
+    try:
+        if len(options.runs) < 2:
+            raise ValueError("give two or more runs")
+        runs = read_runs(options.runs)
+        configs = [read_settings(path) for path in dict.fromkeys(options.runs)]
+    except ValueError as error:
+        sys.stderr.write(f"lockstep compare: {error}\n")
+        return 2
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    console.print(_table("setting", runs, list(different_settings(configs))))
+    console.print()
+    console.print(_table("result", runs, list(results(runs))))
+    return 0
+
+
+def read_settings(run: Path) -> dict[str, Any]:
+    """The settings of a run by dotted key; ValueError if it has no config."""
+    path = (run if run.is_dir() else run.parent) / CONFIG
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if not isinstance(tree, dict):
+            raise TypeError("it has no settings")
+    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    return dict(_flat(tree))
+
+
+def _flat(tree: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{section}{name}.")
+        else:
+            yield f"{section}{name}", value
+
+
+def different_settings(configs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
+    """(key, value in each run) of the settings that are not the same in all; those that follow another key are left out."""
+    followed = {name: str(value)[2:-1] for name, value in _flat(defaults(PPOConfig)) if str(value).startswith("${")}
+    for key in dict.fromkeys(key for config in configs for key in config):
+        values = [config.get(key, "-") for config in configs]
+        follows = all(config.get(followed.get(key, ""), "-") == value for config, value in zip(configs, values))
+        if any(value != values[0] for value in values) and key not in NAMES and not follows:
+            yield key, ["null" if value is None else one_line(value, VALUE_CHARS) for value in values]
+
+
+def results(runs: Sequence[Run]) -> Iterator[tuple[str, list[str]]]:
+    """(what, value in each run); a run that does not have it shows `-`."""
+    yield "steps", [str(max(run.values)) for run in runs]
+    known = sorted(set().union(*(run.metrics for run in runs)))
+    for label, patterns, show in RESULTS:
+        if "*" in patterns[0]:
+            groups = [(name,) for name in known if fnmatchcase(name, patterns[0])]
+        else:
+            groups = [patterns] if any(name in known for name in patterns) else []
+        for names in groups:
+            found = [next((points for name in names if (points := run.points(name))), []) for run in runs]
+            title = label.format(next(name for name in names if name in known).removeprefix("val-core/"))
+            yield title, [show(points) if points else "-" for points in found]
+
+
+def _table(what: str, runs: Sequence[Run], rows: Sequence[tuple[str, list[str]]]) -> Table | Text:
+    if not rows:
+        return Text(f"no {what} differs")
+    table = Table(box=None)
+    table.add_column(what, no_wrap=True)
+    for run in runs:
+        table.add_column(Text(run.name), overflow="fold")
+    for name, values in rows:
+        table.add_row(Text(name), *map(Text, values))
+    return table
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lockstep compare",
+        description="Show the settings that differ between runs, and their results, side by side.",
+        epilog="`lockstep plot RUN RUN` draws their curves.",
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
+    return parser
