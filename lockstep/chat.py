@@ -1,6 +1,6 @@
 """`lockstep chat RUN`: talk to a checkpoint or any other model, in the terminal or over a pipe.
 
-    > question ─► messages so far ─► chat template ─► rollout engine ─► answer, as it is generated
+> question ─► messages so far ─► chat template ─► rollout engine ─► answer, as it is generated
 """
 
 import argparse
@@ -75,7 +75,9 @@ class Conversation:
         if (positions := self.policy.max_positions) is not None:
             max_tokens = min(max_tokens, positions - self.policy.num_tokens(messages))
         if max_tokens < 1:
-            sys.stderr.write(f"the conversation is longer than the model's {positions} positions; /reset begins a new one\n")
+            sys.stderr.write(
+                f"the conversation is longer than the model's {positions} positions; /reset begins a new one\n"
+            )
             return
         parts: list[str] = []
         with suppress(KeyboardInterrupt):
@@ -122,10 +124,14 @@ def _loop(conversation: Conversation, is_terminal: bool) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="lockstep chat", description="Talk to a checkpoint or any other model.", epilog=HELP)
+    parser = argparse.ArgumentParser(
+        prog="lockstep chat", description="Talk to a checkpoint or any other model.", epilog=HELP
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
-        "model", metavar="RUN", help="a run's folder (its newest checkpoint), a global_step_N folder, or what model.path takes"
+        "model",
+        metavar="RUN",
+        help="a run's folder (its newest checkpoint), a global_step_N folder, or what model.path takes",
     )
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
     parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy; default: %(default)s")

@@ -63,7 +63,8 @@ class Policy:
         from lockstep.utils.decoding import decode_all
 
         _, tokenizer, eos_ids = self._load()
-        prompt_ids, done, shown = _encode(tokenizer, prompt), [], ""
+        prompt_ids, shown = _encode(tokenizer, prompt), ""
+        done: list[int] = []
         engine = self._engine_for(len(prompt_ids) + max_tokens, STREAM_TOKENS)
         while len(done) < max_tokens:
             params = SamplingParams(max_tokens=min(STREAM_TOKENS, max_tokens - len(done)), **sampling)

@@ -86,7 +86,9 @@ class GenerationRolloutConfig(RolloutConfig):
     log_prob_use_dynamic_bsz: bool = _fixed(False)
     log_prob_max_token_len_per_gpu: int = _fixed(16384)
     val_kwargs: SamplingConfig = field(default_factory=SamplingConfig, metadata={"internal": True})
-    checkpoint_engine: CheckpointEngineConfig = field(default_factory=CheckpointEngineConfig, metadata={"internal": True})
+    checkpoint_engine: CheckpointEngineConfig = field(
+        default_factory=CheckpointEngineConfig, metadata={"internal": True}
+    )
 
 
 @dataclass(frozen=True)
@@ -109,11 +111,15 @@ def as_validation(config: GenerationConfig) -> PPOConfig:
         min_p=rollout.min_p,
         n=data.n_samples,
     )
-    lengths = {"prompt_length": data.max_prompt_length, "response_length": data.max_response_length}
     policy = ActorRolloutRefConfig(
         model=config.model,
         actor=ActorConfig(fsdp_config=FSDPEngineConfig(dtype=rollout.dtype)),
-        rollout=replace(rollout, val_kwargs=sampling, **lengths),
+        rollout=replace(
+            rollout,
+            val_kwargs=sampling,
+            prompt_length=data.max_prompt_length,
+            response_length=data.max_response_length,
+        ),
     )
     return PPOConfig(
         data=DataConfig(

@@ -54,6 +54,7 @@ EVALUATION = Tables(
         "data.reward_fn_key": "data.data_source_key",
     },
     no_effect=dict.fromkeys(
-        ("ray_init", "ray_kwargs"), "responses are scored in processes of this machine: reward_model.reward_kwargs.num_workers"
+        ("ray_init", "ray_kwargs"),
+        "responses are scored in processes of this machine: reward_model.reward_kwargs.num_workers",
     ),
 )

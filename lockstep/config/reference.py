@@ -12,9 +12,11 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin
 
-from lockstep.config import sft_compat
+from lockstep.config import generation_compat, sft_compat
 from lockstep.config.compat import ALIASES, NO_EFFECT, UNSUPPORTED_KEYS, UNSUPPORTED_VALUES, VALUE_ALIASES
 from lockstep.config.errors import show
+from lockstep.config.evaluation import EvaluationConfig
+from lockstep.config.generation import GenerationConfig
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import Key, defaults, get_in, keys, sections
 from lockstep.config.sft import SFTConfig
@@ -51,12 +53,31 @@ actor above, some with other defaults.
 """
 
 
+GENERATION = """\
+# Generation
+
+The keys of `lockstep generate` ([generation.md](generation.md)). `model.*` has the keys of the actor above.
+"""
+
+EVALUATION = """\
+# Evaluation
+
+The keys of `lockstep eval` ([evaluation.md](evaluation.md)).
+"""
+
+
 def reference() -> str:
     """The whole page."""
     parts = [INTRODUCTION]
     parts += _sections(PPOConfig)
     parts.append("\n".join(_compatibility()))
-    parts += [SFT, *_sections(SFTConfig), "\n".join(_other_spellings(sft_compat.ALIASES)) + "\n"]
+    others = (
+        (SFT, SFTConfig, sft_compat.TABLES),
+        (GENERATION, GenerationConfig, generation_compat.GENERATION),
+        (EVALUATION, EvaluationConfig, generation_compat.EVALUATION),
+    )
+    for introduction, cls, tables in others:
+        parts += [introduction, *_sections(cls), "\n".join(_other_spellings(tables.aliases)) + "\n"]
     return "\n".join(parts)
 
 

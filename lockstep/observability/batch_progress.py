@@ -1,7 +1,7 @@
 """Progress of a program that works through prompts in batches: a bar on a terminal, else a line in the log now and then.
 
-    generate ━━━━╺━━━━━ 384/1,319 prompts  12,300 tok/s  3 min 05 s left
-    generate 312/640 sequences, 12 s
+generate ━━━━╺━━━━━ 384/1,319 prompts  12,300 tok/s  3 min 05 s left
+generate 312/640 sequences, 12 s
 """
 
 import logging

@@ -17,13 +17,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lockstep.config.errors import show
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import defaults
 from lockstep.observability.curves import Points, Run, read_runs
 from lockstep.observability.step_line import format_number, one_line
 
 CONFIG = "config.yaml"
-NAMES = ("trainer.default_local_dir", "trainer.experiment_name", "trainer.rollout_data_dir", "trainer.validation_data_dir")
+NAMES = (
+    "trainer.default_local_dir",
+    "trainer.experiment_name",
+    "trainer.rollout_data_dir",
+    "trainer.validation_data_dir",
+)
 """Settings that name a run; they always differ."""
 VALUE_CHARS = 60
 PIPE_WIDTH = 200
@@ -111,14 +117,15 @@ def different_settings(configs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[s
         values = [config.get(key, "-") for config in configs]
         follows = all(config.get(followed.get(key, ""), "-") == value for config, value in zip(configs, values))
         if any(value != values[0] for value in values) and key not in NAMES and not follows:
-            yield key, ["null" if value is None else one_line(value, VALUE_CHARS) for value in values]
+            yield key, [one_line(show(value), VALUE_CHARS) for value in values]
 
 
 def results(runs: Sequence[Run]) -> Iterator[tuple[str, list[str]]]:
     """(what, value in each run); a run that does not have it shows `-`."""
     yield "steps", [str(max(run.values)) for run in runs]
     known = sorted(set().union(*(run.metrics for run in runs)))
-    for label, patterns, show in RESULTS:
+    for label, patterns, summary in RESULTS:
+        groups: list[tuple[str, ...]]
         if "*" in patterns[0]:
             groups = [(name,) for name in known if fnmatchcase(name, patterns[0])]
         else:
@@ -126,7 +133,7 @@ def results(runs: Sequence[Run]) -> Iterator[tuple[str, list[str]]]:
         for names in groups:
             found = [next((points for name in names if (points := run.points(name))), []) for run in runs]
             title = label.format(next(name for name in names if name in known).removeprefix("val-core/"))
-            yield title, [show(points) if points else "-" for points in found]
+            yield title, [summary(points) if points else "-" for points in found]
 
 
 def _table(what: str, runs: Sequence[Run], rows: Sequence[tuple[str, list[str]]]) -> Table | Text:

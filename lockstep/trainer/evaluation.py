@@ -92,14 +92,18 @@ def _texts(row: FileRow, name: str) -> list[str]:
     texts = _column(row, name, "data.response_key")
     texts = [texts] if isinstance(texts, str) else texts
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"{row.location}: {name!r} must be a list of texts; set data.response_key to the column of responses")
+        raise ValueError(
+            f"{row.location}: {name!r} must be a list of texts; set data.response_key to the column of responses"
+        )
     return texts
 
 
 def _ground_truth(row: FileRow, name: str) -> Any:
     answer = _column(row, name, "data.reward_model_key")
     if not isinstance(answer, Mapping) or "ground_truth" not in answer:
-        raise ValueError(f"{row.location}: {name!r} has no `ground_truth`; set data.reward_model_key to a column that has")
+        raise ValueError(
+            f"{row.location}: {name!r} has no `ground_truth`; set data.reward_model_key to a column that has"
+        )
     return answer["ground_truth"]
 
 

@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -25,6 +24,7 @@ from lockstep.trainer.failures import cause_of
 from lockstep.trainer.generated_rows import GeneratedRows, job_of, read_table
 from lockstep.trainer.inputs import fetch_on_workers, tokenizer_of
 from lockstep.trainer.interrupt import Interrupt
+from lockstep.trainer.ppo.ray_trainer import OnStep
 from lockstep.trainer.ppo.sampling import generate_for_rows
 from lockstep.trainer.ppo.task_runner import device_and_backend
 from lockstep.trainer.ppo.validation import prompt_batches, response_texts
@@ -46,7 +46,7 @@ class GenerationRunner:
         self.started: dict[str, Any] = {}
         """Worker processes that were started early, by pool."""
         self.on_end: Callable[[int], None] = lambda exit_code: None
-        self.on_step: Any = None
+        self.on_step: OnStep | None = None
 
     def run(self, config: PPOConfig, interrupt: Interrupt | None = None) -> int:
         """Generate and write the output; returns 0. A failure with a known cause is a RunError.
@@ -104,7 +104,9 @@ class GenerationRunner:
         for rows, prompts in prompt_batches(dataset, missing, self.config.data.batch_size):
             batch = generate_for_rows(workers, prompts, rows, n=n, seed=seed)
             columns = _columns(batch, tokenizer)
-            output.add(rows, {name: [values[i : i + n] for i in range(0, len(values), n)] for name, values in columns.items()})
+            output.add(
+                rows, {name: [values[i : i + n] for i in range(0, len(values), n)] for name, values in columns.items()}
+            )
             progress.advance(len(rows), sum(columns["response_lengths"]))
 
     def _workers(self, config: PPOConfig, closing: ExitStack) -> Any:
@@ -138,7 +140,7 @@ class GenerationRunner:
 def _columns(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Any]]:
     texts, lengths = response_texts(batch, tokenizer)
     return {
-        "responses": texts,
+        "responses": [text.encode("utf-8", "replace").decode() for text in texts],  # parquet has no lone surrogates
         "response_lengths": lengths,
         "finish_reasons": list(batch.non_tensor_batch["finish_reason"]),
     }

@@ -8,6 +8,7 @@ import logging
 import sys
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lockstep.config.commandline import config_from_command_line
 from lockstep.config.generation import GenerationConfig, as_validation
@@ -21,6 +22,9 @@ from lockstep.utils.dataset_files import local_data_files
 from lockstep.utils.files import ensure_writable
 from lockstep.utils.model_path import local_model_folder
 from lockstep.utils.progress import ProgressLog, phase
+
+if TYPE_CHECKING:
+    from lockstep.trainer.generation import GenerationRunner
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +47,7 @@ def run_generation(config: GenerationConfig) -> int:
     return runner.run(as_validation(config))
 
 
-def _runner(config: GenerationConfig):  # type: ignore[no-untyped-def]  # its module imports torch
+def _runner(config: GenerationConfig) -> "GenerationRunner":
     from lockstep.trainer.generation import GenerationRunner
 
     return GenerationRunner(config)

@@ -15,9 +15,10 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.config.placement import machines_of, needed_models, num_workers, pools_of
 from lockstep.config.ppo import PPOConfig
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from lockstep.single_controller.ray_backend.environment import ProcessEnvironment
     from lockstep.single_controller.ray_backend.reservation import StartedProcesses
     from lockstep.trainer.ppo.ray_trainer import OnStep
-    from lockstep.trainer.ppo.task_runner import TaskRunner
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +62,18 @@ LOST_HEAD_S, LOST_HEAD_AFTER_END_S = 45.0, 5.0
 """How long Ray's head process (GCS) may not answer, during the run and after it; after 60 s Ray ends the program."""
 
 
+class JobRunner(Protocol):
+    """What runs in the controller process; see `TaskRunner` for the attributes."""
+
+    started: dict[str, Any]
+    on_end: Callable[[int], None]
+    on_step: "OnStep | None"
+
+    def run(self, config: PPOConfig, interrupt: Interrupt | None = None) -> int: ...
+
+
 def run_on_ray(
-    config: PPOConfig, task_runner_class: "type[TaskRunner] | None" = None, on_step: "OnStep | None" = None
+    config: PPOConfig, task_runner_class: "Callable[[], JobRunner] | None" = None, on_step: "OnStep | None" = None
 ) -> int:
     """Join or start a cluster and run the job there; see `run_ppo`. `on_step` runs while the next step does."""
     from lockstep.single_controller.ray_backend.cluster import disconnect
@@ -157,7 +167,7 @@ def _on_gpus(config: PPOConfig) -> bool:
     return config.trainer.device == "cuda" or (config.trainer.device == "auto" and has_gpus())
 
 
-def _run(config: PPOConfig, task_runner_class: "type[TaskRunner] | None", on_step: "OnStep | None") -> int:
+def _run(config: PPOConfig, task_runner_class: "Callable[[], JobRunner] | None", on_step: "OnStep | None") -> int:
     from lockstep.single_controller.ray_backend.cluster import head_answers, ray, this_machine
     from lockstep.single_controller.ray_backend.console import DriverConsole
     from lockstep.single_controller.ray_backend.environment import ProcessEnvironment
@@ -295,7 +305,7 @@ class Runner:
     def run(
         self,
         config: PPOConfig,
-        task_runner_class: "type[TaskRunner] | None",
+        task_runner_class: "Callable[[], JobRunner] | None",
         log_format: tuple[int, logging.Formatter | None],
     ) -> int | RunError:
         """The exit code, or the error; the traceback of an unexpected one has been printed to the console."""
@@ -306,7 +316,7 @@ class Runner:
             with ProgressLog(), phase("load torch and transformers"):
                 from lockstep.trainer.ppo.task_runner import TaskRunner
 
-            runner = (task_runner_class or TaskRunner)()
+            runner: JobRunner = (task_runner_class or TaskRunner)()
             runner.started = started
             runner.on_end = self._on_end
             runner.on_step = self._on_step

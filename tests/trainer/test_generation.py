@@ -103,7 +103,9 @@ def test_an_interrupted_command_goes_on_and_gives_the_same_samples(
     assert "run the same command" in capsys.readouterr().err
 
     generated: list[int] = []
-    monkeypatch.setattr(GeneratedRows, "add", lambda self, rows, *more: (generated.extend(rows), add(self, rows, *more)))
+    monkeypatch.setattr(
+        GeneratedRows, "add", lambda self, rows, *more: (generated.extend(rows), add(self, rows, *more))
+    )
     assert main_generation.main([*other, "data.batch_size=1"]) == 0
     assert generated == [3]
     assert rows_of(tmp_path / "other.parquet") == whole
@@ -116,7 +118,11 @@ def test_an_interrupted_command_goes_on_and_gives_the_same_samples(
 
 
 def test_another_command_over_the_same_parts_is_refused(
-    command: list[str], tiny_run_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: list[str],
+    tiny_run_files: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(generated_rows.pa, "table", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))

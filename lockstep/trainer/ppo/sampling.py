@@ -128,7 +128,9 @@ def generate_for_rows(
     the step, the batch size, or what was generated before.
     """
     words = [np.random.SeedSequence([seed, row]).generate_state(n, np.uint64) for row in rows]
-    return generate_samples(rollout_wg, prompts, [str(row) for row in rows], np.concatenate(words), step=step, validate=True)
+    return generate_samples(
+        rollout_wg, prompts, [str(row) for row in rows], np.concatenate(words), step=step, validate=True
+    )
 
 
 def generate_samples(
