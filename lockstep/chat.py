@@ -26,6 +26,8 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     try:
+        if options.max_tokens < 1:
+            raise ValueError(f"--max-tokens {options.max_tokens}: must be 1 or more")
         folder = model_folder(options.model)
         sampling = {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k}
         conversation = Conversation(Policy(folder), options.system, options.max_tokens, options.seed, sampling)

@@ -114,7 +114,7 @@ _MTP = Unsupported(
 _ONE_WORKER = Unsupported("each worker holds the whole rollout model; set 1", harmless=(None, 1))
 _ROUTING = Unsupported("expert routing is not recorded; leave it disabled", (None, False, "disabled"), ("mode",))
 _MEGATRON = Unsupported("models are trained with FSDP2; set strategy=fsdp and remove the Megatron keys")
-_OTHER_PROGRAM = Unsupported("it is a key of verl's generation and evaluation programs; remove it to train")
+_OTHER_PROGRAM = Unsupported("it is a key of `lockstep generate` and `lockstep eval`; remove it to train")
 _OWN_MANAGER = Unsupported(
     "select your own reward manager with reward_model.reward_manager=path/to/file.py:Class",
     harmless=(None, "register"),

@@ -20,7 +20,7 @@ _SHARDING = "FSDP2 is applied by lockstep.engines.train.fsdp.FsdpEngine"
 _CHECKPOINT = "workers save and load with save_checkpoint(path) and load_checkpoint(path); lockstep.trainer.checkpoint has the rest"
 _PROFILER = "there are no profiler hooks; use {0}.utils.profiler.marked_timer, or torch.profiler in your program"
 _SFT = "use {0}.trainer.fsdp_sft_trainer (`lockstep sft`), which accepts the keys of sft_trainer_engine.yaml too"
-_OTHER_PROGRAM = "generation and evaluation run as validation: trainer.val_only=true with trainer.validation_data_dir"
+_GENERATION = "use {0}.trainer.main_generation (`lockstep generate`), which generates in the program's own workers"
 
 NOT_SERVED: dict[str, str] = {
     "experimental.agent_loop.AgentLoopManager": _AGENTS,
@@ -46,9 +46,7 @@ NOT_SERVED: dict[str, str] = {
     "tools.base_tool": _AGENTS,
     "tools.utils": _AGENTS,
     "trainer.sft_trainer": _SFT,
-    "trainer.main_eval": _OTHER_PROGRAM,
-    "trainer.main_generation": _OTHER_PROGRAM,
-    "trainer.main_generation_server": _OTHER_PROGRAM,
+    "trainer.main_generation_server": _GENERATION,
     "utils.checkpoint.fsdp_checkpoint_manager": _CHECKPOINT,
     "utils.checkpoint.checkpoint_manager.BaseCheckpointManager": _CHECKPOINT,
     "utils.fsdp_utils": _SHARDING,

@@ -9,6 +9,7 @@ from lockstep.config.checks import RANGES
 from lockstep.config.compose import load_config
 from lockstep.config.errors import ConfigError
 from lockstep.config.placement import need_critic
+from lockstep.config.generation import GenerationConfig
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import keys
 from lockstep.config.sft import SFTConfig
@@ -20,7 +21,7 @@ def test_minimal_configuration_passes(minimal: list[str]) -> None:
 
 
 def test_ranges_name_real_fields() -> None:
-    known = {**keys(PPOConfig), **keys(SFTConfig)}
+    known = {**keys(PPOConfig), **keys(SFTConfig), **keys(GenerationConfig)}
     assert set(RANGES) <= {*known, *(key.field for key in known.values())}
 
 

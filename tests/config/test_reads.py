@@ -10,6 +10,9 @@ import lockstep
 from lockstep.config.checks import _FIXED_VALUES
 from lockstep.config.compose import load_config
 from lockstep.config.data import SFTDataConfig
+from lockstep.config.evaluation import EvaluationConfig
+from lockstep.config.generation import GenerationConfig
+from lockstep.config.generation_checks import NEVER_READ as NEVER_READ_IN_GENERATION
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import Key, defaults, get_in, keys
 from lockstep.config.sft import SFTConfig
@@ -43,11 +46,11 @@ def is_read(key: Key, reads: set[tuple[str, str]]) -> bool:
 
 def is_explained(key: Key, followed: set[str]) -> bool:
     has_one_value = key.field in _FIXED_VALUES or len(get_args(key.annotation)) == 1
-    explained = (*READ_ELSEWHERE, *NEVER_READ, *NEVER_READ_IN_SFT)
+    explained = (*READ_ELSEWHERE, *NEVER_READ, *NEVER_READ_IN_SFT, *NEVER_READ_IN_GENERATION)
     return has_one_value or key.name in followed or not {key.name, key.field}.isdisjoint(explained)
 
 
-@pytest.mark.parametrize("cls", [PPOConfig, SFTConfig])
+@pytest.mark.parametrize("cls", [PPOConfig, SFTConfig, GenerationConfig, EvaluationConfig])
 def test_every_key_is_read_or_has_a_notice(cls: type, reads: set[tuple[str, str]]) -> None:
     tree = defaults(cls)
     followed = {str(get_in(tree, name, None)).removeprefix("${").removesuffix("}") for name in keys(cls)}

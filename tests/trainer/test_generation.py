@@ -144,3 +144,42 @@ def test_another_command_over_the_same_parts_is_refused(
         assert "the files of the model changed" in capsys.readouterr().err
     finally:
         os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.path=nowhere/x/y"], "model.path=nowhere/x/y"),
+        (["data.max_prompt_length=4"], "more than data.max_prompt_length=4"),
+        (["data.prompt_key=question"], "has no 'question'; set data.prompt_key"),
+        (["data.max_response_length=4000"], "the model has 256 positions"),
+    ],
+)
+def test_bad_input_is_one_message(
+    command: list[str], overrides: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        assert main_generation.main([*command, *overrides]) == 2
+    except SystemExit as ended:  # of the configuration
+        assert ended.code == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
+    assert not (tmp_path / "out.parquet").exists()
+
+
+def test_rows_keep_their_columns_and_overlong_ones_can_be_dropped(command: list[str], tmp_path: Path) -> None:
+    contents = ["1+1=", "x" * 60, "2+2="]
+    rows = [{"prompt": [{"role": "user", "content": c}], "note": {"n": i}} for i, c in enumerate(contents)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = [f"data.path={data}", "data.filter_overlong_prompts=true", "rollout.name=hf"]
+    assert main_generation.main([*command, *own]) == 0
+    written = rows_of(tmp_path / "out.parquet")
+    added = ("responses", "response_lengths", "finish_reasons")
+    assert [{n: v for n, v in row.items() if n not in added} for row in written] == [rows[0], rows[2]]
+    assert all(set(row["finish_reasons"]) <= {"stop", "length"} for row in written)
+
+    assert (
+        main_generation.main([*command, f"data.path={tmp_path}/out.parquet", f"data.output_path={tmp_path}/2.parquet"])
+        == 2
+    )
