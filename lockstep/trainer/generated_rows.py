@@ -21,6 +21,7 @@ from lockstep.config.generation import GenerationConfig, parts_folder
 from lockstep.config.schema import flat_values
 from lockstep.data.files import file_digests, iter_file
 from lockstep.utils.files import atomic_write_json, atomic_writer, remove_temporary_files, sha256_all
+from lockstep.utils.model_path import revision_of
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ ROW = "row"
 """Column of the parts: number of the row in the data."""
 
 Job = dict[str, Any]
-"""What determines the responses: settings by key, `model` (file -> size and time of change, or digest), `data` (file -> digest)."""
+"""What determines the responses: settings by key, `model` (Hub revision, or its files), `data` (digests of its files)."""
 
 _NOT_OF_THE_JOB = (
     *("trainer.", "ray_init.", "data.path", "data.output_path", "data.batch_size", "model.enable_", "model.use_"),
@@ -50,13 +51,15 @@ _NOT_OF_THE_JOB = (
 def job_of(config: GenerationConfig, model: Path, data_files: Sequence[Path]) -> Job:
     """The job of a command. model: its local folder."""
     settings = {k: v for k, v in flat_values(config).items() if not k.startswith(_NOT_OF_THE_JOB)}
+    data = [digest for _, digest in sorted(file_digests(data_files).items())]
+    return {**settings, "model": revision_of(model) or _file_identities(model), "data": data}
+
+
+def _file_identities(model: Path) -> dict[str, str]:
+    """File -> digest; of weights, which take long to read, size and time of change."""
     files = sorted(path for path in model.iterdir() if path.is_file())
     digests = sha256_all([path for path in files if path.suffix in (".json", ".jinja", ".txt", ".model")])
-    identity = {
-        path.name: digests.get(path) or f"{path.stat().st_size} bytes, {path.stat().st_mtime_ns}" for path in files
-    }
-    data = {Path(name).name: digest for name, digest in file_digests(data_files).items()}
-    return {**settings, "model": identity, "data": data}
+    return {path.name: digests.get(path) or f"{path.stat().st_size} bytes, {path.stat().st_mtime_ns}" for path in files}
 
 
 def differences(saved: Mapping[str, Any], job: Job) -> list[str]:
@@ -95,25 +98,35 @@ class GeneratedRows:
         self._remove_parts()
         return True
 
-    def open(self) -> dict[int, dict[str, Any]]:
-        """The finished rows, by number: the columns of `COLUMNS`. ValueError if the parts are of another job."""
+    def open(self) -> None:
+        """Begin or go on with the parts; hold the lock."""
         self.folder.mkdir(parents=True, exist_ok=True)
         remove_temporary_files(self.folder)
+        self.check_parts()
+        atomic_write_json(self.folder / JOB_FILE, self.job)
+
+    def finished(self) -> dict[int, dict[str, Any]]:
+        """The rows of the parts, by number: the columns of `COLUMNS`."""
+        parts = sorted(self.folder.glob("*.parquet"))
+        try:
+            return {row.pop(ROW): row for part in parts for row in pq.read_table(part).to_pylist()}
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(f"{self.folder} cannot be read ({error}); delete it to start over") from error
+
+    def check_parts(self) -> None:
+        """ValueError if the parts are of another job."""
         job_file = self.folder / JOB_FILE
-        if not job_file.exists():
-            atomic_write_json(job_file, self.job)
-            return {}
+        if not any(self.folder.glob("*.parquet")):
+            return
         try:
             saved = json.loads(job_file.read_text())
-            rows = [row for part in sorted(self.folder.glob("*.parquet")) for row in pq.read_table(part).to_pylist()]
-        except (OSError, ValueError, AttributeError) as error:
-            raise ValueError(f"{self.folder} cannot be read ({error}); delete it to start over") from error
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{job_file} cannot be read ({error}); delete the folder to start over") from error
         if changed := differences(saved, self.job):
             raise ValueError(
                 f"{self.folder} has finished batches of another command: {'; '.join(changed)}. Run that command to go on with it, "
                 "delete the folder to start over, or set another data.output_path"
             )
-        return {row.pop(ROW): row for row in rows}
 
     def add(self, rows: Sequence[int], columns: Mapping[str, Sequence[list[Any]]]) -> None:
         """Keep the responses of a finished batch."""
@@ -122,8 +135,9 @@ class GeneratedRows:
         with atomic_writer(self.folder / f"{min(rows):08d}-{max(rows):08d}.parquet") as file:
             pq.write_table(table, file)
 
-    def finish(self, table: pa.Table, finished: Mapping[int, Mapping[str, Any]]) -> None:
+    def finish(self, table: pa.Table) -> None:
         """Write the output. table: the rows of the data, in the order of their numbers."""
+        finished = self.finished()
         for name, kind in COLUMNS.items():
             table = table.append_column(name, pa.array([finished[row][name] for row in range(len(table))], kind))
         metadata = {**(table.schema.metadata or {}), JOB_METADATA: json.dumps(self.job).encode()}

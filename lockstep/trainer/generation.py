@@ -21,7 +21,7 @@ from lockstep.single_controller import ResourcePoolManager, Role, WorkerGroup, c
 from lockstep.trainer.checkpoint import RunLock
 from lockstep.trainer.errors import RunError
 from lockstep.trainer.failures import cause_of
-from lockstep.trainer.generated_rows import GeneratedRows, job_of, read_table
+from lockstep.trainer.generated_rows import GeneratedRows, read_table
 from lockstep.trainer.inputs import fetch_on_workers, tokenizer_of
 from lockstep.trainer.interrupt import Interrupt
 from lockstep.trainer.ppo.ray_trainer import OnStep
@@ -29,7 +29,6 @@ from lockstep.trainer.ppo.sampling import generate_for_rows
 from lockstep.trainer.ppo.task_runner import device_and_backend
 from lockstep.trainer.ppo.validation import prompt_batches, response_texts
 from lockstep.utils.dataset_files import local_data_files
-from lockstep.utils.model_path import local_model_folder
 from lockstep.utils.progress import ProgressLog, phase
 from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
 
@@ -41,8 +40,9 @@ POOL = "global_pool"
 class GenerationRunner:
     """Runs a generation, in this process or in the controller process of a Ray job (see `ray_runner.Runner`)."""
 
-    def __init__(self, config: GenerationConfig) -> None:
+    def __init__(self, config: GenerationConfig, output: GeneratedRows) -> None:
         self.config = config
+        self.output = output
         self.started: dict[str, Any] = {}
         """Worker processes that were started early, by pool."""
         self.on_end: Callable[[int], None] = lambda exit_code: None
@@ -65,24 +65,21 @@ class GenerationRunner:
                 raise RunError(f"{cause}; run the same command to go on after the last finished batch") from error
 
     def _run(self, config: PPOConfig, closing: ExitStack) -> int:
+        output = self.output
         with phase("read the data"):
             files = local_data_files(config.data.val_files, "val", "data.path")
-            job = job_of(self.config, local_model_folder(self.config.model.path, "model.path", weights=False), files)
-            output = GeneratedRows(self.config, job)
-            if output.is_complete():
-                logger.info("nothing to do: %s has the responses of this command", output.output)
-                return 0
-            closing.enter_context(RunLock(output.folder, "data.output_path"))
-            finished = output.open()
             tokenizer = self._tokenizer(config)
             dataset = PromptDataset(files, tokenizer, config.data, max_samples=config.data.val_max_samples)
             table = read_table(files, [position for position, _ in dataset.rows])
+            closing.enter_context(RunLock(output.folder, "data.output_path"))
+            output.open()
+            finished = output.finished()
         missing = [row for row in range(len(dataset)) if row not in finished]
         if missing:
             if finished:
                 logger.info("%d of %d prompts are finished already", len(finished), len(dataset))
-            self._generate(config, dataset, missing, tokenizer, output, closing)
-        output.finish(table, output.open())
+            self._generate(config, dataset, missing, tokenizer, closing)
+        output.finish(table)
         logger.info("wrote %s: %d prompts, %d responses each", output.output, len(dataset), self.config.data.n_samples)
         self.on_end(0)
         return 0
@@ -93,7 +90,6 @@ class GenerationRunner:
         dataset: PromptDataset,
         missing: list[int],
         tokenizer: PreTrainedTokenizerBase,
-        output: GeneratedRows,
         closing: ExitStack,
     ) -> None:
         logger.info("loading %s", self.config.model.path)
@@ -104,7 +100,7 @@ class GenerationRunner:
         for rows, prompts in prompt_batches(dataset, missing, self.config.data.batch_size):
             batch = generate_for_rows(workers, prompts, rows, n=n, seed=seed)
             columns = _columns(batch, tokenizer)
-            output.add(
+            self.output.add(
                 rows, {name: [values[i : i + n] for i in range(0, len(values), n)] for name, values in columns.items()}
             )
             progress.advance(len(rows), sum(columns["response_lengths"]))

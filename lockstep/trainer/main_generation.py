@@ -16,6 +16,7 @@ from lockstep.config.placement import controller_of
 from lockstep.kernels.gpu_warmup import start_gpu_warmup
 from lockstep.observability.console import LogHandler
 from lockstep.trainer.errors import RunError
+from lockstep.trainer.generated_rows import GeneratedRows, job_of
 from lockstep.trainer.interrupt import stop_on_sigterm
 from lockstep.trainer.preflight import check_positions, check_weights
 from lockstep.utils.dataset_files import local_data_files
@@ -32,28 +33,32 @@ logger = logging.getLogger(__name__)
 def run_generation(config: GenerationConfig) -> int:
     """Generate, in this process or on Ray; returns 0. RunError if it fails."""
     try:
-        _prepare(config)
+        output = _prepare(config)
+        if output.is_complete():
+            logger.info("nothing to do: %s has the responses of this command", output.output)
+            return 0
+        output.check_parts()
     except ValueError as error:
         raise RunError(str(error), exit_code=2) from error
     if controller_of(as_validation(config)) == "ray":
         from lockstep.trainer.ray_runner import run_on_ray
 
         logger.info("connecting to Ray, or starting it on this machine")
-        return run_on_ray(as_validation(config), partial(_runner, config))
+        return run_on_ray(as_validation(config), partial(_runner, config, output))
     logger.info("loading torch and transformers")
     start_gpu_warmup(config.trainer.device)
     with ProgressLog(), phase("load torch and transformers"):
-        runner = _runner(config)
+        runner = _runner(config, output)
     return runner.run(as_validation(config))
 
 
-def _runner(config: GenerationConfig) -> "GenerationRunner":
+def _runner(config: GenerationConfig, output: GeneratedRows) -> "GenerationRunner":
     from lockstep.trainer.generation import GenerationRunner
 
-    return GenerationRunner(config)
+    return GenerationRunner(config, output)
 
 
-def _prepare(config: GenerationConfig) -> None:
+def _prepare(config: GenerationConfig) -> GeneratedRows:
     """Check what is outside the config, and fetch model and data; ValueError with the first problem."""
     is_local = controller_of(as_validation(config)) == "local"
     ensure_writable(Path(config.data.output_path).expanduser().absolute().parent, "data.output_path")
@@ -63,7 +68,7 @@ def _prepare(config: GenerationConfig) -> None:
         check_weights("model.path", str(folder))
     if config.model.tokenizer_path:
         local_model_folder(config.model.tokenizer_path, "model.tokenizer_path", weights=False)
-    local_data_files(config.data.path, "val", "data.path")
+    return GeneratedRows(config, job_of(config, folder, local_data_files(config.data.path, "val", "data.path")))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -8,8 +8,8 @@ import pytest
 from lockstep.config.checks import RANGES
 from lockstep.config.compose import load_config
 from lockstep.config.errors import ConfigError
-from lockstep.config.placement import need_critic
 from lockstep.config.generation import GenerationConfig
+from lockstep.config.placement import need_critic
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import keys
 from lockstep.config.sft import SFTConfig

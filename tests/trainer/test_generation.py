@@ -1,15 +1,20 @@
 """`lockstep generate` and `lockstep eval`: the numbers of a training run's validation, resumable, with clear errors."""
 
+import io
 import json
+import logging
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 
 from lockstep import cli
-from lockstep.trainer import generated_rows, main_eval, main_generation, main_ppo
+from lockstep.observability.batch_progress import BatchProgress
+from lockstep.trainer import main_eval, main_generation, main_ppo
 from lockstep.trainer.generated_rows import GeneratedRows
 from tests.tiny import write_rows
 
@@ -125,7 +130,7 @@ def test_another_command_over_the_same_parts_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(generated_rows.pa, "table", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(BatchProgress, "advance", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
         assert main_generation.main(command) == 130
     write_rows(tmp_path / "other.parquet", 3)
     changes = {
@@ -183,3 +188,14 @@ def test_rows_keep_their_columns_and_overlong_ones_can_be_dropped(command: list[
         main_generation.main([*command, f"data.path={tmp_path}/out.parquet", f"data.output_path={tmp_path}/2.parquet"])
         == 2
     )
+
+
+def test_progress_on_a_terminal_and_in_a_log(caplog: pytest.LogCaptureFixture) -> None:
+    screen = io.StringIO()
+    with BatchProgress(8, done=2, console=Console(file=screen, force_terminal=True, width=100)) as progress:
+        progress.advance(3, 3000)
+    assert re.search(r"5/8 prompts, [\d,.e+]+ tok/s, \d+ s left", screen.getvalue())
+    with caplog.at_level(logging.INFO), BatchProgress(2, console=Console(file=io.StringIO())) as progress:
+        progress.advance(1, 10)  # too early for a line
+        progress.advance(1, 10)
+    assert [message.partition(",")[0] for message in caplog.messages] == ["2/2 prompts"]
