@@ -8,10 +8,8 @@ import logging
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from lockstep.policy import Policy
-from lockstep.trainer.checkpoint import CheckpointStore
 from lockstep.utils.model_path import local_model_folder
 
 HELP = """\
@@ -28,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         if options.max_tokens < 1:
             raise ValueError(f"--max-tokens {options.max_tokens}: must be 1 or more")
-        folder = model_folder(options.model)
+        folder = local_model_folder(options.model, "RUN")
         sampling = {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k}
         conversation = Conversation(Policy(folder), options.system, options.max_tokens, options.seed, sampling)
         is_terminal = sys.stdin.isatty()
@@ -41,14 +39,6 @@ def main(argv: Sequence[str]) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-
-
-def model_folder(model: str) -> Path:
-    """The folder of a model; of a run, that of its newest checkpoint."""
-    folder = Path(model).expanduser()
-    if folder.is_dir() and not (folder / "config.json").is_file() and (newest := CheckpointStore(folder).newest()):
-        model = str(newest)
-    return local_model_folder(model, "RUN")
 
 
 class Conversation:
