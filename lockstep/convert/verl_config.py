@@ -15,8 +15,10 @@ from typing import Any
 
 import yaml
 
-from lockstep.config.compose import config_from_tree, translate
+from lockstep.config.compose import DEFAULT_NAMES, config_from_tree, translate
 from lockstep.config.errors import ConfigError, Problem, show
+from lockstep.config.evaluation import EvaluationConfig
+from lockstep.config.generation import GenerationConfig
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import defaults, get_in, set_in
 from lockstep.config.sft import SFTConfig
@@ -29,11 +31,16 @@ PROGRAMS: dict[str, tuple[str, str, type]] = {
     "recipe.dapo.src.main_dapo": _PPO,
     "verl.trainer.fsdp_sft_trainer": _SFT,
     "verl.trainer.sft_trainer": _SFT,
+    "verl.trainer.main_generation": ("generate", "lockstep.trainer.main_generation", GenerationConfig),
+    "verl.trainer.main_eval": ("eval", "lockstep.trainer.main_eval", EvaluationConfig),
 }
 """verl's module -> our program, its module, and its config class."""
 
 PROGRAM_OF = {cls: program for program, _, cls in PROGRAMS.values()}
-VERL_DEFAULTS = {PPOConfig: {"trainer.n_gpus_per_node": 8}, SFTConfig: {}}
+VERL_DEFAULTS: dict[type, dict[str, int]] = {
+    PPOConfig: {"trainer.n_gpus_per_node": 8},
+    GenerationConfig: {"trainer.n_gpus_per_node": 8},
+}
 """Settings that a command of verl does not write because they are its default, which decides where the run fits."""
 
 _PATHS = ("path", "_files", "tokenizer", "_dir")
@@ -87,19 +94,28 @@ def convert_config(path: Path) -> tuple[str, Report]:
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(tree, Mapping):
         raise ValueError(f"{path} is not a config: it holds a {type(tree).__name__}, not keys with values")
-    cls = PPOConfig if "actor_rollout_ref" in tree or "algorithm" in tree else SFTConfig
+    cls = _config_class(tree)
     settings, report = _translated(
         cls, {name: value for name, value in tree.items() if name not in ("defaults", "hydra")}, []
     )
     default = defaults(cls)
     kept: dict[str, Any] = {}
     if "defaults" in tree:
-        kept["defaults"] = ["ppo_trainer" if cls is PPOConfig else "sft_trainer", "_self_"]
+        kept["defaults"] = [DEFAULT_NAMES[cls], "_self_"]
     for name, value in settings.items():
         if value != get_in(default, name, None) and "oc.select:" not in str(value):
             set_in(kept, name, value)
     text = yaml.safe_dump(kept, sort_keys=False, allow_unicode=True) if kept else ""
     return "\n".join([f"# lockstep {PROGRAM_OF[cls]} --config-name FILE", *report.comments(), text]), report
+
+
+def _config_class(tree: Mapping[str, Any]) -> type:
+    """The program that a config is for, by its sections."""
+    if "actor_rollout_ref" in tree or "algorithm" in tree:
+        return PPOConfig
+    if "rollout" in tree:
+        return GenerationConfig
+    return SFTConfig if "optim" in tree or "model" in tree else EvaluationConfig
 
 
 def convert_script(path: Path) -> tuple[str, Report]:
@@ -126,7 +142,7 @@ def convert_command(command: Command) -> tuple[str, Report]:
     program, module, cls = PROGRAMS[command.module]
     options, overrides = _split(command.words)
     settings, report = _translated(cls, {}, overrides)
-    for name, value in VERL_DEFAULTS[cls].items():
+    for name, value in VERL_DEFAULTS.get(cls, {}).items():
         if name not in settings and "--config-name" not in " ".join(options):
             settings[name] = value
             report.added.append(f"{name}={show(value)}")

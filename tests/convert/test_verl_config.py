@@ -120,7 +120,7 @@ def test_commands_of_a_script() -> None:
     ("name", "text", "message"),
     [
         ("a.sh", "ls\n", "has no `python -m MODULE`; these commands are converted: recipe.dapo.main_dapo"),
-        ("a.sh", "python -m verl.trainer.main_eval x=1\n", "has only verl.trainer.main_eval; these"),
+        ("a.sh", "python -m verl.model_merger x=1\n", "has only verl.model_merger; these"),
         ("a.yaml", "a: [", "is not YAML: "),
         ("a.yaml", "- a\n", "it holds a list, not keys with values"),
         ("a.sh", b"\xff\xfe", "is not a text file"),
@@ -133,3 +133,24 @@ def test_bad_input_is_one_message(
     assert convert(tmp_path / name) == 2
     printed = capsys.readouterr().err
     assert printed.startswith(f"error: {tmp_path / name} ") and message in printed and printed.count("\n") == 1
+
+
+def test_generation_and_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = "python3 -m verl.trainer.main_generation model.path=m data.path=p.parquet data.n_samples=2 trainer.n_gpus_per_node=1\n"
+    (tmp_path / "run.sh").write_text(script + "python3 -m verl.trainer.main_eval data.path=out.parquet\n")
+    assert convert(tmp_path / "run.sh") == 0
+    commands = re.sub(r"\\\n", " ", capsys.readouterr().out).splitlines()
+    generate, evaluate = (shlex.split(line) for line in commands if line and not line.startswith("#"))
+    assert generate[:2] == ["lockstep", "generate"] and "data.n_samples=2" in generate
+    assert evaluate == ["lockstep", "eval", "data.path=out.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("section", "program"), [("rollout: {temperature: 0.5}", "generate"), ("data: {response_key: answers}", "eval")]
+)
+def test_a_config_names_its_program(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], section: str, program: str
+) -> None:
+    (tmp_path / "c.yaml").write_text(f"{section}\n")
+    convert(tmp_path / "c.yaml")
+    assert capsys.readouterr().out.startswith(f"# lockstep {program} --config-name FILE")
