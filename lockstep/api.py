@@ -25,6 +25,7 @@ from lockstep.rewards.functions import RewardFunctions, accepts, parameters_of
 from lockstep.trainer.checkpoint import CheckpointStore, RunLock
 from lockstep.trainer.main_ppo import run_ppo
 from lockstep.utils.files import sha256_all
+from lockstep.utils.model_path import local_model_folder
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -73,13 +74,12 @@ class TrainResult:
     def policy(self) -> Policy:
         """The policy of the last step."""
         step = self.history[-1]["step"] if self.history else 0
-        folder = self.run_dir / f"global_step_{step}" / "actor" / "huggingface"
+        folder = self.run_dir / f"global_step_{step}"
         if not folder.is_dir():
             raise ValueError(
-                f"{folder} does not exist: the run has not saved its last step as a model; set trainer.save_freq other than 0 "
-                "and hf_model in actor_rollout_ref.actor.checkpoint.save_contents"
+                f"{folder} does not exist: the run has not saved its last step; set trainer.save_freq other than 0"
             )
-        return Policy(folder)
+        return Policy(local_model_folder(folder, "policy"))
 
 
 def train(

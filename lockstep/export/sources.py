@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -28,8 +29,9 @@ from lockstep.models.token_models import PolicyModel, ScalarModel, TokenModel
 from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.models.weight_source import FolderWeights, Place, safetensors_files, untie
 from lockstep.utils.hub import has_tokenizer
-from lockstep.utils.model_path import local_model_folder
+from lockstep.utils.model_path import base_folder, local_model_folder
 
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 HOST = torch.device("cpu")
 _NOT_COPIED = (".safetensors", ".index.json", ".bin", ".pt")
 
@@ -206,19 +208,17 @@ class Adapter(Source):
 
     def __init__(self, folder: Path, base: str | None, trust_remote_code: bool) -> None:
         try:
-            from peft import PeftModel
+            from peft import PeftModel, get_peft_model_state_dict
         except ModuleNotFoundError as error:
             raise ValueError(
                 "merging a LoRA adapter needs peft; pip install peft, or copy the adapter by --adapter"
             ) from error
-        named = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
-        base_folder = local_model_folder(base or named, "--model")
-        config = HFModelConfig(path=str(base_folder), trust_remote_code=trust_remote_code)
-        self.tokenizer = hf_tokenizer(
-            folder if has_tokenizer(folder) else base_folder, trust_remote_code, key="--model"
-        )
+        whole_folder = local_model_folder(base, "--model") if base else base_folder(folder, "CHECKPOINT")
+        config = HFModelConfig(path=str(whole_folder), trust_remote_code=trust_remote_code)
+        with_tokenizer = folder if has_tokenizer(folder) else whole_folder
+        self.tokenizer = hf_tokenizer(with_tokenizer, trust_remote_code, key="--model")
         whole = AutoModelForCausalLM.from_pretrained(
-            base_folder,
+            whole_folder,
             dtype=torch.float32,
             trust_remote_code=trust_remote_code,
             config=load_hf_config(config, "--model"),
@@ -226,6 +226,9 @@ class Adapter(Source):
             weights_only=True,
         )
         self._peft = PeftModel.from_pretrained(whole, str(folder), local_files_only=True).eval()
+        loaded, stored = get_peft_model_state_dict(self._peft).keys(), load_file(folder / ADAPTER_WEIGHTS).keys()
+        if odd := sorted(loaded ^ stored):  # peft only warns
+            raise ValueError(f"{folder} does not fit its base model {whole_folder}: {odd[0]} is in one of them only")
         self._merged: PreTrainedModel | None = None
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lockstep.utils.hub import TOKENIZER_FILES, has_tokenizer, parse_name
-from lockstep.utils.model_path import local_model_folder, revision_of
+from lockstep.utils.model_path import base_folder, local_model_folder, revision_of
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +23,8 @@ def hf_tokenizer(
     key: the config key of the path, for messages.
     """
     folder = local_model_folder(path, key, weights=False)
+    if not has_tokenizer(folder):
+        folder = base_folder(folder, key, weights=False)
     if not has_tokenizer(folder):
         elsewhere = key.removesuffix(".path").removesuffix(".tokenizer_path")
         name = parse_name(str(path)) if revision_of(folder) else None

@@ -17,7 +17,7 @@ from lockstep.plan.job import Job, Model, job_of
 from lockstep.plan.memory import RESERVED, Phase, phases
 from lockstep.plan.model_shape import ModelShape
 from lockstep.plan.step_time import step_times
-from lockstep.utils.model_path import local_model_folder
+from lockstep.utils.model_path import base_folder, local_model_folder
 
 GB = 1e9
 
@@ -139,7 +139,8 @@ def _seconds(value: float) -> str:
 
 def _shape(path: str, key: str) -> ModelShape:
     """Of a model on the Hub, only its configuration and tokenizer are fetched."""
-    return ModelShape.from_folder(local_model_folder(path, f"{key}.path", weights=False))
+    folder = local_model_folder(path, f"{key}.path", weights=False)
+    return ModelShape.from_folder(base_folder(folder, f"{key}.path", weights=False))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,7 +10,7 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.config.sft import SFTConfig
 from lockstep.trainer.preflight import check_positions
 from lockstep.utils.dataset_files import local_data_files
-from lockstep.utils.model_path import local_model_folder, revision_of
+from lockstep.utils.model_path import base_folder, local_model_folder, revision_of
 
 logger = logging.getLogger(__name__)
 
@@ -24,11 +24,12 @@ def fetch_inputs(config: PPOConfig | SFTConfig) -> None:
     fetched: dict[str, Path] = {}
     for key, path in _models(config):
         folder = local_model_folder(path, key, weights=weights)
+        base = base_folder(folder, key, weights=weights)
         if folder != Path(path).expanduser() and fetched.get(path) != folder:
             logger.info("%s=%s is read from %s", key, path, folder)
         fetched[path] = folder
-    if isinstance(config, PPOConfig):
-        check_positions(config, fetched[config.actor_rollout_ref.model.path])
+        if isinstance(config, PPOConfig) and key == "actor_rollout_ref.model.path":
+            check_positions(config, base)
     for key, path in _tokenizers(config):
         if path not in fetched:
             local_model_folder(path, key, weights=False)

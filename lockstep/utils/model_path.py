@@ -6,6 +6,7 @@
 `locate_model` tells what a path is without network or heavy imports, for checks; `local_model_folder` fetches it.
 """
 
+import json
 import re
 from pathlib import Path
 
@@ -38,6 +39,19 @@ def local_model_folder(path: str | Path, key: str, *, weights: bool = True) -> P
         return Path(copy_to_local(place) if weights else copy_matching(place, MODEL_FILES))
     except ValueError as error:
         raise ValueError(f"{key}={path}: {without_prefix(error, path)}") from error
+
+
+def base_folder(folder: Path, key: str, *, weights: bool = True) -> Path:
+    """The folder of the base model that an adapter names; any other folder is its own base."""
+    if (folder / "config.json").is_file() or not (folder / ADAPTER_CONFIG).is_file():
+        return folder
+    try:
+        named = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f"{key}={folder}: {ADAPTER_CONFIG} cannot be read ({error})") from error
+    if not named:
+        raise ValueError(f"{key}={folder}: {ADAPTER_CONFIG} does not name its base model (base_model_name_or_path)")
+    return local_model_folder(named, f"base model of {key}", weights=weights)
 
 
 def revision_of(folder: Path) -> str:

@@ -245,6 +245,11 @@ def test_adapter_is_merged_or_copied(
     assert_same(weights_of(tmp_path / "copy"), weights, torch.float32)
     assert (tmp_path / "copy" / "adapter_config.json").is_file()
     assert export(step, "-o", tmp_path / "third", "--adapter", "--dtype", "bfloat16") == 2
+    save_file(
+        weights | {"base_model.model.lm_head.lora_A.weight": torch.ones(4, 32)}, adapter / "adapter_model.safetensors"
+    )
+    assert export(step, "-o", tmp_path / "third") == 2
+    assert "does not fit its base model" in capsys.readouterr().err
 
 
 def test_checks_before_torch_is_imported(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.utils.checkpoint_folder import MANIFEST, FileEntry, Manifest
 from lockstep.utils.files import sha256
 from lockstep.utils.hub import has_weights, parse_name
-from lockstep.utils.model_path import local_model_folder, locate_model, newest_of_run
+from lockstep.utils.model_path import base_folder, local_model_folder, locate_model, newest_of_run
 from tests.hub import COMMIT, contents_of, hub_server, use_hub, write_cache
 
 KEY = "actor_rollout_ref.model.path"
@@ -304,3 +304,19 @@ def test_processes_share_one_download(tmp_path: Path) -> None:
     assert len({printed for printed, _ in outputs}) == 1
     assert sent.count("model.safetensors") == 1
     assert sum("fetching org/model from the Hub" in logged for _, logged in outputs) == 1
+
+
+def test_base_of_an_adapter(tmp_path: Path) -> None:
+    base = weights_in(tmp_path / "base")
+    adapter = weights_in(tmp_path / "adapter", "adapter_config.json")
+    assert base_folder(base, KEY) == base
+    with pytest.raises(ValueError, match="does not name its base model"):
+        base_folder(adapter, KEY)
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    assert base_folder(adapter, KEY) == base
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "gone")}))
+    with pytest.raises(ValueError, match=rf"^base model of {KEY}=.*gone: no such folder"):
+        base_folder(adapter, KEY)
+    (adapter / "adapter_config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"adapter_config\.json cannot be read"):
+        base_folder(adapter, KEY)
