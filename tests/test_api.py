@@ -100,7 +100,7 @@ def test_objects_train_and_the_policy_generates(files: Path, tmp_path: Path) -> 
     saved = result.policy.save(tmp_path / "saved")
     trained = AutoModelForCausalLM.from_pretrained(saved)
     assert not torch.equal(trained.lm_head.weight, before["lm_head.weight"])
-    check_greedy(result.policy, trained, AutoTokenizer.from_pretrained(saved))
+    check_greedy(lockstep.Policy(result.run_dir), trained, AutoTokenizer.from_pretrained(saved))
 
 
 def check_greedy(policy: Any, model: Any, tokenizer: Any) -> None:

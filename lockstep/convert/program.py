@@ -21,7 +21,6 @@ from lockstep.utils.model_path import (
     PARTS,
     VERL_SHARDS,
     local_model_folder,
-    refuse_missing_step,
 )
 
 _TRACKER = "latest_checkpointed_iteration.txt"
@@ -34,7 +33,6 @@ def main(argv: Sequence[str]) -> int:
         if path.is_dir():
             return _convert_checkpoint(find(path, options.role), options)
         if not path.is_file():
-            refuse_missing_step(path)
             raise ValueError(
                 f"{path}: no such file or folder; give a checkpoint, a YAML file or a shell script of verl"
             )
@@ -61,9 +59,9 @@ def main(argv: Sequence[str]) -> int:
 def find(folder: Path, role: str) -> Path:
     """The folder with the shards: of a run (the checkpoint that verl's tracker names), a checkpoint or one of its parts."""
     if (folder / _TRACKER).is_file():
-        step = (folder / _TRACKER).read_text().strip()
-        refuse_missing_step(folder / f"global_step_{step}")
-        folder /= f"global_step_{step}"
+        folder /= f"global_step_{(folder / _TRACKER).read_text().strip()}"
+        if not folder.is_dir():
+            raise ValueError(f"{folder}, which {_TRACKER} names, does not exist")
     if (folder / role).is_dir():
         folder /= role
     if any(folder.glob(VERL_SHARDS)):

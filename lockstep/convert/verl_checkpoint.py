@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_globals, safe_globals
 
+from lockstep.engines.train.shard_reader import DAMAGE
 from lockstep.utils.model_path import ADAPTER_CONFIG, ADAPTER_FOLDER
 
 _SHARD_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
@@ -182,8 +183,8 @@ def _load(file: Path) -> dict[str, Tensor]:
         name = re.search(r"GLOBAL ([\w.]+)", str(error))
         what = f"it holds {name[1]}" if name else str(error).splitlines()[0]
         raise ValueError(f"{file} is not a model shard of verl with DTensors: {what}") from error
-    except (RuntimeError, EOFError, OSError, ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} cannot be read: {str(error).splitlines()[0]}") from error
+    except (*DAMAGE, OSError) as error:
+        raise ValueError(f"{file} cannot be read: {(str(error) or repr(error)).splitlines()[0]}") from error
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise ValueError(f"{file} is not a model shard of verl: it does not hold tensors by name")
     return {str(name): value for name, value in state.items()}

@@ -6,6 +6,7 @@ Runs in one process on the CPU, whatever number of GPUs wrote the checkpoint.
 """
 
 import argparse
+import os
 import re
 import shutil
 import sys
@@ -20,7 +21,6 @@ from lockstep.config.model import HFModelConfig
 from lockstep.config.run_names import model_name
 from lockstep.export.errors import CheckFailed
 from lockstep.export.staging import check_target, size_of, staged
-from lockstep.utils.hub import HubName
 from lockstep.utils.model_path import (
     ADAPTER_CONFIG,
     ADAPTER_FOLDER,
@@ -31,8 +31,7 @@ from lockstep.utils.model_path import (
     checkpoint_part,
     is_model_folder,
     local_model_folder,
-    locate_model,
-    refuse_missing_step,
+    refuse_damage,
 )
 
 if TYPE_CHECKING:
@@ -81,28 +80,24 @@ def main(argv: Sequence[str]) -> int:
 def find(path: str, role: str | None) -> Found:
     """The weights of a run, a checkpoint, a part of one or a model's folder; ValueError if there are none. Imports no torch."""
     folder = Path(path).expanduser()
-    if not folder.is_dir():
-        refuse_missing_step(folder)
-        place = locate_model(path, "CHECKPOINT")
-        if isinstance(place, HubName) or not isinstance(place, Path):
-            return Found(local_model_folder(path, "CHECKPOINT"), None)
-    if is_model_folder(folder):
-        return Found(folder, None)
-    part = checkpoint_part(folder, role or "actor")
-    if part is None:
-        raise ValueError(f"{folder} is neither a run nor a checkpoint (global_step_N) nor a Hugging Face folder")
-    if role is not None and part.name != role:
-        raise ValueError(f"--role {role}: {part} is not the checkpoint's {role}, which it lacks")
-    if any(part.glob(VERL_SHARDS)):
-        raise ValueError(f"{part} is a checkpoint of verl; use `lockstep convert {part}`")
-    for name in (HF_FOLDER, ADAPTER_FOLDER):
-        if is_model_folder(part / name):
-            located = locate_model(part, "CHECKPOINT")  # checks that it is complete
-            assert isinstance(located, Path)
-            return Found(located, part)
-    if (part / SHARDS_FOLDER / ".metadata").is_file():
-        return Found(part / SHARDS_FOLDER, part)
-    raise ValueError(f"{part} is damaged: it has neither {HF_FOLDER} nor {ADAPTER_FOLDER} nor complete {SHARDS_FOLDER}")
+    if not folder.is_dir() or is_model_folder(folder):
+        return Found(local_model_folder(path, "CHECKPOINT"), None)
+    try:
+        part = checkpoint_part(folder, role or "actor")
+        if part is None:
+            raise ValueError("neither a run nor a checkpoint (global_step_N) nor a Hugging Face folder")
+        if role is not None and part.name != role:
+            raise ValueError(f"--role {role}: the checkpoint has no {role}, only {part}")
+        if any(part.glob(VERL_SHARDS)):
+            raise ValueError(f"is a checkpoint of verl; use `lockstep convert {part}`")
+        if (part / SHARDS_FOLDER).is_dir() and not any(
+            is_model_folder(part / name) for name in (HF_FOLDER, ADAPTER_FOLDER)
+        ):
+            refuse_damage(part, SHARDS_FOLDER)
+            return Found(part / SHARDS_FOLDER, part)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return Found(local_model_folder(part, "CHECKPOINT"), part)
 
 
 def default_name(found: Found, options: argparse.Namespace) -> str:
@@ -131,6 +126,11 @@ def _export(found: Found, folder: Path, options: argparse.Namespace, console: Co
     hf_logging.set_verbosity_error()
     dtype = None if options.dtype == "keep" else getattr(torch, options.dtype)
     source = _source(found, options)
+    if options.check == "log_probs" and 4 * source.num_parameters > (memory := _host_memory()):
+        raise ValueError(
+            f"the model has {4 * source.num_parameters / 1e9:.0f} GB in float32, but the host has {memory / 1e9:.0f} GB of memory; "
+            "use --check tensors"
+        )
     rows = text_rows(source.tokenizer)
     expected = source.outputs(rows) if options.check == "log_probs" else []
     source.write(folder, dtype, options.max_shard_size)
@@ -144,6 +144,10 @@ def _export(found: Found, folder: Path, options: argparse.Namespace, console: Co
             f"largest difference of {difference.number} {what} between the checkpoint and transformers on the exported "
             f"folder, in float32: {difference.largest:.2g}"
         )
+
+
+def _host_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _source(found: Found, options: argparse.Namespace) -> "Source":

@@ -6,6 +6,7 @@ whole model in memory, in float32, by peft.
 
 import copy
 import json
+import math
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +45,7 @@ class Source(ABC):
     """
 
     is_scalar: bool
+    num_parameters: int
     tokenizer: PreTrainedTokenizerBase
 
     @abstractmethod
@@ -68,7 +70,9 @@ class HuggingFaceFolder(Source):
         self._files = safetensors_files(folder)
         if not self._files:
             raise ValueError(f"{folder} has no safetensors files")
-        self.is_scalar = "score.weight" in self._names()
+        shapes = self._shapes()
+        self.is_scalar = "score.weight" in shapes
+        self.num_parameters = sum(map(math.prod, shapes.values()))
         self.tokenizer = hf_tokenizer(folder, trust_remote_code, key="CHECKPOINT")
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -95,8 +99,12 @@ class HuggingFaceFolder(Source):
             config["dtype"] = dtype_name(dtype)
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
-    def _names(self) -> set[str]:
-        return {name for file in self._files for name in safe_open(file, framework="pt").keys()}  # noqa: SIM118
+    def _shapes(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for file in self._files:
+            with safe_open(file, framework="pt") as tensors:
+                found |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+        return found
 
 
 class Shards(Source):
@@ -111,6 +119,7 @@ class Shards(Source):
         if not self._shards.entries:
             raise ValueError(f"{folder} has no model weights: it was saved without `model` in checkpoint.save_contents")
         self.is_scalar = "score.weight" in self._shards.entries
+        self.num_parameters = sum(entry.size.numel() for entry in self._shards.entries.values())
         self.tokenizer = hf_tokenizer(
             base.tokenizer_path or base.path, base.trust_remote_code, base.custom_chat_template, key="model.path"
         )
@@ -229,6 +238,7 @@ class Adapter(Source):
         loaded, stored = get_peft_model_state_dict(self._peft).keys(), load_file(folder / ADAPTER_WEIGHTS).keys()
         if odd := sorted(loaded ^ stored):  # peft only warns
             raise ValueError(f"{folder} does not fit its base model {whole_folder}: {odd[0]} is in one of them only")
+        self.num_parameters = sum(parameter.numel() for parameter in whole.parameters())
         self._merged: PreTrainedModel | None = None
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -148,7 +148,7 @@ def _model_in(part: Path) -> Path:
     """The Hugging Face folder of a checkpoint's part, or its adapter."""
     for name in (HF_FOLDER, ADAPTER_FOLDER):
         if is_model_folder(part / name) and has_weights(part / name):
-            _refuse_damage(part, name)
+            refuse_damage(part, name)
             return part / name
     if any(part.glob(VERL_SHARDS)):
         raise ValueError(
@@ -164,7 +164,7 @@ def _model_in(part: Path) -> Path:
     )
 
 
-def _refuse_damage(part: Path, name: str) -> None:
+def refuse_damage(part: Path, name: str) -> None:
     """By the sizes in the manifest; a folder that was copied without it is not checked."""
     step, below = (part.parent, f"{part.name}/{name}/") if part.name in PARTS else (part, f"{name}/")
     if (step / MANIFEST).is_file():

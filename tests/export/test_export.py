@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from lockstep import cli
-from lockstep.export import sources
+from lockstep.export import program, sources
 from lockstep.export.program import parse_size
 from lockstep.models.export import save_policy
 from tests.export.save_cases import save_parts, write_run
@@ -163,15 +163,15 @@ def test_bad_input_is_one_message(models: Path, run: Path, tmp_path: Path, capsy
     save_file(large, tmp_path / "large" / "model.safetensors")
     for words, message in {
         (tmp_path / "nowhere",): "no such folder",
-        (tmp_path / "empty",): "is neither a run nor a checkpoint",
+        (tmp_path / "empty",): "neither a run nor a checkpoint",
         (run / "global_step_4",): f"no such checkpoint; {run} has global_step_3",
-        (step / "actor", "--role", "critic"): "--role critic: .* is not the checkpoint's critic",
+        (step / "actor", "--role", "critic"): "--role critic: the checkpoint has no critic, only .*/actor$",
         (run, "--adapter"): "--adapter: .* is not a LoRA adapter",
         (run, "-o", models / "base"): "base exists; add --overwrite",
         (run, "-o", tmp_path, "--overwrite"): "exists and is not a model's folder",
         (run, "-o", tmp_path / "file"): "exists and is not a model's folder",
         (broken.parent,): "without a complete checkpoint",
-        (broken,): "is damaged: it has neither huggingface nor",
+        (broken,): "is damaged: .* has neither huggingface nor",
         (run, "--model", tmp_path / "nowhere"): "nowhere: no such folder",
         (tmp_path / "large", "--dtype", "float16", "--check", "tensors"): "w has values that float16 cannot hold",
     }.items():
@@ -184,6 +184,25 @@ def test_bad_input_is_one_message(models: Path, run: Path, tmp_path: Path, capsy
         with pytest.raises(SystemExit) as stopped:
             export(*words)
         assert stopped.value.code == 2
+
+
+def test_models_beyond_the_host_memory(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(program, "_host_memory", lambda: 100_000)
+    assert export(run, "-o", tmp_path / "out") == 2
+    assert "but the host has 0 GB of memory; use --check tensors" in capsys.readouterr().err
+    assert export(run, "-o", tmp_path / "out", "--check", "tensors") == 0
+
+
+def test_damaged_shards(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step = Path(shutil.copytree(run, tmp_path / "run")) / "global_step_3"
+    (step / "actor" / "shards" / "__0_0.distcp").write_bytes(b"short")
+    assert export(step, "-o", tmp_path / "out") == 2
+    assert re.search(r"damaged: .*__0_0.distcp has 5 bytes, but its manifest says", capsys.readouterr().err)
+    (step / "manifest.json").unlink()
+    assert export(step, "-o", tmp_path / "out") == 2
+    assert "__0_0.distcp is not a shard of the checkpoint" in capsys.readouterr().err
 
 
 def test_sizes() -> None:
@@ -256,4 +275,4 @@ def test_checks_before_torch_is_imported(tmp_path: Path) -> None:
     script = "import sys; from lockstep import cli; print(cli.main(sys.argv[1:]), 'torch' in sys.modules)"
     command = [sys.executable, "-c", script, "export", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=60)
-    assert done.stdout == "2 False\n" and "is neither a run nor" in done.stderr
+    assert done.stdout == "2 False\n" and "neither a run nor" in done.stderr

@@ -25,6 +25,8 @@ from torch.serialization import _get_layout
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 METADATA = ".metadata"
+DAMAGE = (RuntimeError, EOFError, AttributeError, ValueError, LookupError, TypeError, AssertionError)
+"""What torch raises for a damaged file, apart from UnpicklingError."""
 
 _RECORDS = (
     metadata.Metadata,
@@ -109,7 +111,7 @@ class ShardReader(dcp.FileSystemReader):
         for name, items in by_file.items():
             try:
                 super().read_data(replace(plan, items=items), planner)
-            except (pickle.UnpicklingError, RuntimeError, EOFError, AttributeError, ValueError) as error:
+            except (*DAMAGE, pickle.UnpicklingError) as error:
                 is_pickle = isinstance(error, pickle.UnpicklingError)
                 reason = "it holds a pickle of something else than a tensor" if is_pickle else str(error).split("\n")[0]
                 raise ValueError(f"{self.folder / name} is not a shard of the checkpoint: {reason}") from error
