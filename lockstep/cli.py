@@ -119,6 +119,12 @@ def _rollouts(argv: list[str]) -> int:
     return _to_pipe(show_rollouts.main, argv)
 
 
+def _timeline(argv: list[str]) -> int:
+    from lockstep.observability import timeline
+
+    return _to_pipe(timeline.main, argv)
+
+
 def _to_pipe(program: Callable[[list[str]], int], argv: list[str]) -> int:
     """Run a program that only prints; the reader of its output may end early, as in `| head`."""
     try:
@@ -212,6 +218,7 @@ PROGRAMS = {
     "compare": Program(_compare, "RUN RUN ...", "show settings and results of runs side by side"),
     "plot": Program(_plot, "RUN ...", "draw and compare the curves of runs"),
     "rollouts": Program(_rollouts, "RUN", "show the prompts, responses and scores of a step"),
+    "timeline": Program(_timeline, "RUN", "show when each phase and worker ran, as a page for a browser"),
     "demo": Program(_demo, "", "train a small model from scratch on this machine"),
     "doctor": Program(_doctor, "", "show installed packages and hardware"),
 }

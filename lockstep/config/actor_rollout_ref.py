@@ -7,6 +7,7 @@ from omegaconf import II
 
 from lockstep.config.algorithm import KLEstimator, RolloutCorrectionConfig
 from lockstep.config.model import CheckpointConfig, Dtype, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from lockstep.config.profiler import ProfilerConfig
 
 _ACTOR = "actor_rollout_ref.actor"
 _CORRECTION = "algorithm.rollout_correction"
@@ -99,6 +100,7 @@ class ActorConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     rollout_n: int = II("actor_rollout_ref.rollout.n")
     """Samples per prompt; follows `rollout.n`."""
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     global_batch_info: dict[str, Any] = field(default_factory=dict, metadata={"internal": True})
     """Set by the worker, not by users: dp_size, batch_num_tokens, global_batch_size and loss_scale_factor of the mini-batch."""
 
@@ -209,6 +211,7 @@ class RefConfig:
     fsdp_config: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
     ulysses_sequence_parallel_size: int = II(f"{_ACTOR}.ulysses_sequence_parallel_size")
     """Ranks that split each sequence (Ulysses)."""
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
 
 
 @dataclass(frozen=True)

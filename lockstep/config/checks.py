@@ -78,6 +78,8 @@ RANGES: dict[str, Range] = {
     "nnodes": POSITIVE,
     "reward_model.nnodes": NOT_NEGATIVE,
     "max_restarts": NOT_NEGATIVE,
+    "profile_steps": (lambda steps: all(step >= 1 for step in steps), "must be steps, the first of which is 1"),
+    "trace_alloc_max_entries": POSITIVE,
     "nccl_timeout": POSITIVE,
     "num_cpus": POSITIVE,
     "update_weights_bucket_megabytes": POSITIVE,

@@ -41,6 +41,14 @@ def _in_each(sections: tuple[str, ...], entries: Mapping[str, Any]) -> dict[str,
     return {f"{section}.{name}": entry for section in sections for name, entry in entries.items()}
 
 
+PROFILER_ALIASES = {
+    "profiler.tool": "global_profiler.tool",
+    "profiler.save_path": "global_profiler.save_path",
+    "profiler.tool_config": "global_profiler.global_tool_config",
+    "profiler.discrete": "global_profiler.global_tool_config.nsys.discrete",
+}
+"""Keys that verl has in the `profiler` section of each role; here one tool profiles all roles."""
+
 ALIASES: dict[str, str] = {
     "actor": f"{_ARR}.actor",
     "rollout": f"{_ARR}.rollout",
@@ -48,8 +56,9 @@ ALIASES: dict[str, str] = {
     "model": f"{_ARR}.model",
     "multi_turn": f"{_ARR}.rollout.multi_turn",
     "profile_steps": "trainer.profile_steps",
-    "controller_nsight_options": "trainer.controller_nsight_options",
-    "worker_nsight_options": "trainer.worker_nsight_options",
+    "global_profiler.steps": "trainer.profile_steps",
+    f"{_ARR}.profiler": f"{_ARR}.actor.profiler",
+    f"{_ARR}.rollout.profiler": f"{_ARR}.actor.profiler",
     "ray_kwargs.ray_init": "ray_init",
     "ray_kwargs.timeline_json_file": "ray_init.timeline_json_file",
     "reward.custom_reward_function": "custom_reward_function",
@@ -71,6 +80,11 @@ ALIASES: dict[str, str] = {
     f"{section}.{written}": f"{section}.{name}"
     for section in _OPTIMIZERS
     for written, name in {"warmup_steps": "lr_warmup_steps", "warmup_style": "lr_scheduler_type"}.items()
+}
+ALIASES |= _in_each(_ROLES, PROFILER_ALIASES) | {
+    f"{section}{name}_nsight_options": f"global_profiler.global_tool_config.nsys.{name}_nsight_options"
+    for section in ("", "trainer.")
+    for name in ("controller", "worker")
 }
 
 VALUE_ALIASES: dict[str, dict[str, str]] = {
@@ -107,7 +121,6 @@ class Unsupported:
 
 
 _LORA = Unsupported("all parameters are trained; set lora_rank=0", harmless=(None, False, 0))
-_PROFILER = Unsupported("there are no profiler hooks; turn it off", switches=("enable",))
 _MTP = Unsupported(
     "models predict one token at a time; set enable=false", switches=("enable", "enable_train", "enable_rollout")
 )
@@ -153,10 +166,9 @@ UNSUPPORTED_KEYS: dict[str, Unsupported] = {
         "metrics go to trainer.logger; set prometheus.enable=false", switches=("enable",)
     ),
     f"{_ARR}.actor.freeze_vision_tower": Unsupported("only text models are supported; remove it"),
-    f"{_ARR}.rollout.profiler": _PROFILER,
-    f"{_ARR}.profiler": _PROFILER,
-    "global_profiler": Unsupported("there are no profiler hooks; turn it off", switches=("tool", "steps")),
-    "trainer.profile_steps": Unsupported("there are no profiler hooks; set null"),
+    "global_profiler.global_tool_config.torch_memory.kw_args": Unsupported(
+        "set context, stacks or trace_alloc_max_entries next to it", (None, {})
+    ),
     "trainer.default_hdfs_dir": Unsupported(
         "checkpoints are written to local or mounted folders; set trainer.default_local_dir"
     ),
@@ -188,7 +200,7 @@ UNSUPPORTED_KEYS: dict[str, Unsupported] = {
 }
 UNSUPPORTED_KEYS |= _in_each(
     _ROLES,
-    {"profiler": _PROFILER, "megatron": _MEGATRON, "load_weight": Unsupported(_MEGATRON.reason, (None, False, True))},
+    {"megatron": _MEGATRON, "load_weight": Unsupported(_MEGATRON.reason, (None, False, True))},
 )
 UNSUPPORTED_KEYS |= _in_each(_ROLES[:2], {"router_replay": _ROUTING})
 UNSUPPORTED_KEYS |= _in_each(
@@ -243,6 +255,7 @@ UNSUPPORTED_VALUES: dict[str, dict[str, str]] = {
         "responses are generated with the trainer's weights; set embedded or hf",
     ),
     "trainer.device": {"npu": "training runs on cuda and cpu"},
+    "global_profiler.tool": dict.fromkeys(("npu", "precision_debugger"), "set torch, nsys or torch_memory"),
     "trainer.logger": dict.fromkeys(
         ("vemlp_wandb", "clearml", "trackio", "rl_insight"), f"use any of {', '.join(LOGGERS)}"
     ),
@@ -263,7 +276,7 @@ _IN_WORKER = "responses are generated in the worker process"
 _NO_SHM = "files are not copied to shared memory"
 _TEXT = "prompts are text only"
 _NO_ADAPTER = "there is no adapter, because lora_rank is not supported"
-_PROFILING = "it is used only with trainer.profile_steps"
+_NPU = "training runs on cuda and cpu"
 
 NO_EFFECT: dict[str, str] = {
     f"{_ARR}.actor.use_prefix_grouper": "a prompt shared by several samples is always computed once (packed sequences)",
@@ -297,9 +310,9 @@ NO_EFFECT: dict[str, str] = {
     "data.image_patch_size": _TEXT,
     "data.video_key": _TEXT,
     "data.use_shm": _NO_SHM,
-    "trainer.controller_nsight_options": _PROFILING,
-    "trainer.worker_nsight_options": _PROFILING,
-    "trainer.npu_profile": _PROFILING,
+    "trainer.npu_profile": _NPU,
+    "global_profiler.global_tool_config.npu": _NPU,
+    "global_profiler.global_tool_config.torch_memory.stack_depth": "stack traces are complete",
     "trainer.ray_wait_register_center_timeout": "the controller waits until workers respond or die",
     "trainer.use_legacy_worker_impl": "there is one worker implementation",
 }

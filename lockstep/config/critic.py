@@ -7,6 +7,7 @@ from omegaconf import II
 
 from lockstep.config.actor_rollout_ref import LossAggMode
 from lockstep.config.model import CheckpointConfig, CriticModelConfig, FSDPOptimizerConfig
+from lockstep.config.profiler import ProfilerConfig
 
 _ACTOR = "actor_rollout_ref.actor"
 
@@ -56,3 +57,4 @@ class CriticConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     rollout_n: int = II("actor_rollout_ref.rollout.n")
     """Samples per prompt; follows `rollout.n`."""
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)

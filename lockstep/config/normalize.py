@@ -129,7 +129,8 @@ def _is_unset_alias(cls: type, value: Any, target: str) -> bool:
 def _setting(cls: type, value: Any, written: str, name: str, layer: Layer) -> Iterator[tuple[str, str, Any]]:
     tables = tables_of(cls)
     if name in keys(cls):
-        yield written, name, value
+        if not _follows(value, name):
+            yield written, name, value
     elif DISABLED_BY_NULL.get(name) in keys(cls) and value is None:
         yield written, DISABLED_BY_NULL[name], False
     elif name in sections(cls) and value is None:
@@ -143,6 +144,11 @@ def _setting(cls: type, value: Any, written: str, name: str, layer: Layer) -> It
             layer.no_effect[written] = tables.no_effect[name]
     else:
         layer.problems.append(_unknown(cls, value, written, name))
+
+
+def _follows(value: Any, name: str) -> bool:
+    """Whether the value is `${oc.select:name}`, as in a role's section of verl that is read as the one it follows."""
+    return isinstance(value, str) and value.startswith((f"${{oc.select:{name},", f"${{oc.select:{name}}}"))
 
 
 def _is_section_of_tables(tables: Tables, name: str) -> bool:

@@ -6,6 +6,7 @@ from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig
 from lockstep.config.algorithm import AlgoConfig
 from lockstep.config.critic import CriticConfig
 from lockstep.config.data import DataConfig
+from lockstep.config.profiler import GlobalProfilerConfig
 from lockstep.config.reward import CustomRewardFunctionConfig, RewardModelConfig
 from lockstep.config.trainer import RayInitConfig, TrainerConfig
 
@@ -20,6 +21,7 @@ class PPOConfig:
     custom_reward_function: CustomRewardFunctionConfig = field(default_factory=CustomRewardFunctionConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     ray_init: RayInitConfig = field(default_factory=RayInitConfig)
+    global_profiler: GlobalProfilerConfig = field(default_factory=GlobalProfilerConfig)
     resource_pool_spec: dict[str, list[int]] = field(default_factory=dict)
     """Worker pools with their processes per machine, such as `{global_pool: [8, 8], reward_pool: [4]}`; empty uses
     `trainer.placement`."""

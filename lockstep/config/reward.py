@@ -6,6 +6,7 @@ from typing import Any, Literal
 from omegaconf import II
 
 from lockstep.config.model import FSDPEngineConfig, HFModelConfig
+from lockstep.config.profiler import ProfilerConfig
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class RewardModelConfig(RewardFunctionConfig):
     """Fill micro-batches by tokens."""
     forward_max_token_len_per_gpu: int = II("critic.forward_max_token_len_per_gpu")
     """Tokens per micro-batch."""
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
 
 
 @dataclass(frozen=True)

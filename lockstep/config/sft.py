@@ -5,6 +5,7 @@ from typing import Literal
 
 from lockstep.config.data import CustomClassConfig, SFTDataConfig
 from lockstep.config.model import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from lockstep.config.profiler import GlobalProfilerConfig, ProfilerConfig
 from lockstep.config.trainer import ResumeMode
 
 
@@ -84,6 +85,8 @@ class SFTTrainerConfig:
     """Training device; auto uses GPUs if there are any."""
     seed: int = 1
     """Seed of shuffling."""
+    profile_steps: list[int] = field(default_factory=list)
+    """Steps to profile (docs/profiling.md); `global_profiler.tool` says how."""
     test_freq: int = -1
     """Validate every this many steps and after the last one; -1 never validates."""
     save_freq: int = -1
@@ -105,3 +108,5 @@ class SFTConfig:
     model: SFTModelConfig = field(default_factory=SFTModelConfig)
     optim: SFTOptimizerConfig = field(default_factory=SFTOptimizerConfig)
     trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+    global_profiler: GlobalProfilerConfig = field(default_factory=GlobalProfilerConfig)

@@ -11,6 +11,7 @@ _SECTIONS = {
     "trainer.device": "trainer.device",
     "trainer.logger": "trainer.logger",
     "data.use_shm": "data.use_shm",
+    "global_profiler.": "global_profiler.",
 }
 """Where PPO has a section or key that means the same here."""
 
@@ -31,13 +32,14 @@ ALIASES = {
     "optim.warmup_steps_ratio": "optim.lr_warmup_steps_ratio",
     "optim.warmup_style": "optim.lr_scheduler_type",
     "optim.lr_scheduler": "optim.lr_scheduler_type",
+    "global_profiler.steps": "trainer.profile_steps",
+    **compat.PROFILER_ALIASES,
 }
 
 UNSUPPORTED_KEYS = {
     **moved(compat.UNSUPPORTED_KEYS, _SECTIONS),
     "model.strategy": Unsupported("models are trained with FSDP2; set fsdp2", (None, "fsdp", "fsdp2")),
-    "trainer.profile_interval": Unsupported("there are no profiler hooks; set [-1,-1]", (None, [-1, -1])),
-    "profiler": Unsupported("there are no profiler hooks; turn it off", switches=("enable",)),
+    "trainer.profile_interval": Unsupported("set trainer.profile_steps to the steps to profile", (None, [-1, -1])),
 }
 
 _TORCHRUN = "torchrun starts the processes (--nnodes, --nproc_per_node)"

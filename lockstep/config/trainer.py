@@ -37,6 +37,8 @@ class TrainerConfig:
     placement: Literal["colocate", "hybrid", "split", "standalone"] = "colocate"
     """How roles share workers. colocate: all together; hybrid: critic and reward model separate; split: the rollout separate too;
     standalone: each role separate. `resource_pool_spec` overrides it."""
+    profile_steps: list[int] = field(default_factory=list)
+    """Steps to profile (docs/profiling.md); `global_profiler.tool` says how."""
     max_restarts: int = 0
     """How often to restart dead workers from the last checkpoint."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

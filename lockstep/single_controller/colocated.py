@@ -8,9 +8,13 @@ import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from lockstep.single_controller.dispatch import registered_methods
+from lockstep.observability import profiler
+from lockstep.observability.profiler import ProfileRequest
+from lockstep.single_controller.dispatch import Dispatch, register, registered_methods
 from lockstep.single_controller.worker import Worker
 from lockstep.single_controller.worker_group import ClassWithInitArgs
+from lockstep.utils import spans
+from lockstep.utils.spans import Span, span
 
 
 class ColocatedWorker(Worker):
@@ -27,6 +31,22 @@ class ColocatedWorker(Worker):
             except Exception as error:
                 error.add_note(f"raised while constructing the worker of role {role!r}")
                 raise
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def start_profile(self, request: ProfileRequest) -> None:
+        """Profile this process, if the request has one of its roles and ranks."""
+        if any(request.selects(role, self.rank) for role in self.roles):
+            profiler.start_profile(request, f"{'+'.join(self.roles)}_rank{self.rank}")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def stop_profile(self) -> list[str]:
+        """The files of the profile, if there is one."""
+        return profiler.stop_profile()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def take_spans(self) -> list[Span]:
+        """What this process recorded since the last call."""
+        return spans.take_spans()
 
 
 def create_colocated_worker_cls(class_dict: dict[str, ClassWithInitArgs]) -> ClassWithInitArgs:
@@ -46,10 +66,11 @@ def create_colocated_worker_cls(class_dict: dict[str, ClassWithInitArgs]) -> Cla
 
 
 def _forward(role: str, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that calls the role's worker; `wraps` copies the registration."""
+    """A method that calls the role's worker and records the call; `wraps` copies the registration."""
 
     @functools.wraps(method)
     def call(self: ColocatedWorker, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.worker_dict[role], name)(*args, **kwargs)
+        with span(name, (role, self.rank)):
+            return getattr(self.worker_dict[role], name)(*args, **kwargs)
 
     return call

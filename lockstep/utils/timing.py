@@ -1,10 +1,11 @@
-"""Wall-clock time of the phases of a step, collected in a dict; the long ones are also shown as progress."""
+"""Wall-clock time of the phases of a step, collected in a dict and recorded as spans; the long ones are also shown as progress."""
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 from lockstep.utils.progress import phase
+from lockstep.utils.spans import span
 
 PHASES = {
     "gen_max": "greedy baselines",
@@ -25,7 +26,7 @@ def marked_timer(name: str, timing_raw: dict[str, float]) -> Iterator[None]:
     """Add the block's duration in seconds to `timing_raw[name]`, even if it raises."""
     start = time.perf_counter()
     try:
-        with phase(PHASES[name]) if name in PHASES else nullcontext():
+        with span(name), phase(PHASES[name]) if name in PHASES else nullcontext():
             yield
     finally:
         timing_raw[name] = timing_raw.get(name, 0.0) + time.perf_counter() - start

@@ -91,20 +91,18 @@ def test_unsupported_features_are_refused() -> None:
                 "actor.strategy=megatron",
                 "critic.strategy=deepspeed",
                 "rollout.name=sglang",
-                "trainer.profile_steps=[1]",
-                "global_profiler.tool=nsys",
+                "global_profiler.tool=npu",
                 "trainer.logger=[console,clearml]",
             ]
         )
     assert [str(problem) for problem in caught.value.problems] == [
         "multi_turn.enable=true: not supported: responses are single-turn; set multi_turn.enable=false",
         "model.lora_rank=8: not supported: all parameters are trained; set lora_rank=0",
-        "trainer.profile_steps=[1]: not supported: there are no profiler hooks; set null",
-        "global_profiler.tool=nsys: not supported: there are no profiler hooks; turn it off",
         "actor_rollout_ref.actor.strategy=megatron: not supported: models are trained with FSDP2; set fsdp",
         "critic.strategy=deepspeed: not supported: models are trained with FSDP2; set fsdp",
         "actor_rollout_ref.rollout.name=sglang: not supported: responses are generated with the trainer's weights; "
         "set embedded or hf",
+        "global_profiler.tool=npu: not supported: set torch, nsys or torch_memory",
         "trainer.logger=[console,clearml]: clearml is not supported: use any of console, file, tensorboard, wandb, "
         "mlflow, swanlab",
     ]

@@ -93,6 +93,7 @@ VERL_KEYS = dict(leaves(VERL))
 
 AUTO_DTYPE = "auto takes bfloat16 on CUDA and float32 on CPU"
 LOADABLE = "a checkpoint holds a folder that from_pretrained opens, which resuming does not read"
+PROFILED = "trainer.profile_steps alone profiles every role"
 NO_MODEL = "there is no model or data to fall back on"
 
 DIFFERS = {
@@ -123,6 +124,11 @@ DIFFERS = {
     "trainer.logger": "no account is assumed",
     "trainer.n_gpus_per_node": "a run without settings is one process",
     "trainer.device": "auto takes a GPU if there is one",
+    "actor_rollout_ref.actor.profiler.enable": PROFILED,
+    "actor_rollout_ref.ref.profiler.enable": PROFILED,
+    "critic.profiler.enable": PROFILED,
+    "reward_model.profiler.enable": PROFILED,
+    "global_profiler.save_path": "a run writes into its own folder",
 }
 """Defaults that differ from verl's, with the reason."""
 
@@ -166,6 +172,8 @@ def test_whole_verl_configuration_reports_what_must_change(files: dict[str, str]
 def test_unsupported_key_of_verl_is_reported_if_used() -> None:
     num_reported = 0
     for name, value in VERL_KEYS.items():
+        if str(value).endswith("profiler.tool_config,null}"):
+            continue  # a section here, which verl's follows
         layer = normalize(PPOConfig, {name: "something else"})
         assert layer.problems == []
         if name not in layer.values and not layer.notices and not layer.no_effect and not name.endswith("_target_"):

@@ -42,6 +42,7 @@ from lockstep.utils.distributed import current_rank, current_world_size, get_mes
 from lockstep.utils.host import use_threads_for
 from lockstep.utils.progress import count, phase
 from lockstep.utils.seqlen import agreed_runs
+from lockstep.utils.spans import spanned
 
 
 class FsdpEngine(TrainEngine):
@@ -129,6 +130,7 @@ class FsdpEngine(TrainEngine):
         back = torch.tensor(order).argsort()
         return {name: torch.cat([p[name] for p in pieces]).cpu()[back] for name in pieces[0]}
 
+    @spanned
     def forward_backward(
         self, batch: TensorDict, loss_fn: LossFn, micro: MicroBatching, **options: object
     ) -> dict[str, float]:
@@ -165,6 +167,7 @@ class FsdpEngine(TrainEngine):
         dist.all_gather_object(everyones, own)
         return sorted(set().union(*everyones))
 
+    @spanned
     def optimizer_step(self) -> float:
         assert self.optimizer is not None
         self._copies.wait()

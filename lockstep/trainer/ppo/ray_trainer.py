@@ -66,11 +66,13 @@ from lockstep.trainer.run_config import (
     warn_if_epochs_end_first,
     write_run_config,
 )
+from lockstep.trainer.step_profiler import StepProfiler, profiled_roles
 from lockstep.utils.audit import GapBound
 from lockstep.utils.decoding import decode_all
 from lockstep.utils.device import resolve_device
 from lockstep.utils.progress import phase
 from lockstep.utils.seqlen import log_seqlen_unbalance
+from lockstep.utils.spans import span
 from lockstep.utils.state_file import load_state, save_state
 from lockstep.utils.timing import marked_timer
 
@@ -141,7 +143,11 @@ class PPOTrainer:
         self.idle_steps, self.cut_responses = IdleSteps(), CutResponses(tokenizer.all_special_ids)
         compute_dtype = resolve_dtype(config.actor_rollout_ref.actor.fsdp_config.dtype, torch.device(self.device_name))
         self.gap_bound = GapBound(compute_dtype)
+        roles = profiled_roles(config, map(str, role_worker_mapping))
+        self.profiler = StepProfiler(config, roles, self.total_training_steps, self.device_name)
         self._groups: dict[str, WorkerGroup] = {}
+        self._processes: list[WorkerGroup] = []
+        """The groups of all roles of a pool: each worker process is in one."""
         self._closing: ExitStack | None = None
         self.on_step: OnStep | None = None
 
@@ -177,8 +183,9 @@ class PPOTrainer:
             pool = self.resource_pool_manager.get_resource_pool(role)
             by_pool.setdefault(pool, {})[str(role)] = init
         for pool, class_dict in by_pool.items():
-            colocated = create_colocated_worker_cls(class_dict)
-            self._groups |= self.worker_group_cls(pool, colocated).spawn(prefix_set=class_dict.keys())
+            colocated = self.worker_group_cls(pool, create_colocated_worker_cls(class_dict))
+            self._processes.append(colocated)
+            self._groups |= colocated.spawn(prefix_set=class_dict.keys())
         fetch_on_workers(self.config, self._groups.values())
         for group in self._groups.values():
             group.init_model()
@@ -203,7 +210,7 @@ class PPOTrainer:
         """Shut down the workers."""
         for group in self._groups.values():
             group.shutdown()
-        self._groups = {}
+        self._groups, self._processes = {}, []
         self.resource_pool_manager.shutdown()
 
     def _role_classes(self) -> dict[Role, ClassWithInitArgs]:
@@ -256,6 +263,8 @@ class PPOTrainer:
                 start_step=None if config.val_only else self.global_steps,
             )
             closing.callback(self.tracking.finish)
+            timeline_dir = None if config.val_only else self.run_dir
+            closing.push(self.profiler.start(timeline_dir, self.global_steps, self._processes))
             if (self.tracking.last_step or 0) < self.global_steps:
                 self.tracking.log(data=saved_metrics, step=self.global_steps)
             self._closing = closing.pop_all()
@@ -311,7 +320,8 @@ class PPOTrainer:
     def _run(self, interrupt: Interrupt) -> int:
         config = self.config.trainer
         if self._can_validate and (config.val_only or (config.val_before_train and self.global_steps == 0)):
-            self._log(self._validate(), interrupt)
+            with span("testing"):
+                self._log(self._validate(), interrupt)
         if config.val_only:
             return 0
         if self.global_steps >= self.total_training_steps:
@@ -325,7 +335,7 @@ class PPOTrainer:
             self.global_steps += 1
             is_last = self.global_steps == self.total_training_steps
             timing: dict[str, float] = {}
-            with marked_timer("step", timing):
+            with self.profiler.step(self.global_steps), marked_timer("step", timing):
                 try:
                     batch, metrics = self._train_step(prompts, timing)
                 except StopRequested:

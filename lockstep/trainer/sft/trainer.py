@@ -41,6 +41,7 @@ from lockstep.trainer.run_config import (
     write_run_config,
 )
 from lockstep.trainer.sft.batches import collate, cross_entropy, share_of
+from lockstep.trainer.step_profiler import StepProfiler
 from lockstep.utils.audit import AuditError
 from lockstep.utils.device import memory_peaks
 from lockstep.utils.distributed import (
@@ -94,6 +95,9 @@ class SFTTrainer:
         """Tokens of all steps so far."""
         self.loader_state: dict[str, Any] = {}
         """State of the data loader after the last complete step."""
+        self.profiler = StepProfiler(
+            config, {"sft": config.profiler}, self.total_training_steps, device, role="sft", rank=current_rank()
+        )
         self.tracking: Tracking | None = None
         self._closing = ExitStack()
 
@@ -128,6 +132,7 @@ class SFTTrainer:
         metrics = self._load_checkpoint(*found) if found else {}
         self.loader_state = deepcopy(self.loader.state_dict())
         on_first_rank(lambda: self._open_trackers(metrics))
+        self._closing.push(self.profiler.start(self.run_dir if self.is_first_rank else None, self.global_steps))
         self._log_summary()
 
     def close(self) -> None:
@@ -146,7 +151,7 @@ class SFTTrainer:
             self.global_steps += 1
             is_last = self.global_steps == self.total_training_steps
             timing: dict[str, float] = {}
-            with marked_timer("step", timing):
+            with self.profiler.step(self.global_steps), marked_timer("step", timing):
                 metrics = self.train_batch(next(batches))
                 self.loader_state = deepcopy(self.loader.state_dict())
             metrics |= self._step_metrics(metrics["train/global_tokens"], timing["step"])

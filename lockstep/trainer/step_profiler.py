@@ -1,0 +1,175 @@
+"""The timeline of every step, and the profiles of those in `trainer.profile_steps`, on the controller and its workers.
+
+with profiler.step(3):      if step 3 is to be profiled, all processes record, and write to profile/step_3/
+    ...                     its spans are appended to timeline.jsonl
+save_checkpoint             what follows is appended as part of step 3 when step 4 begins or the run ends
+"""
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.ppo import PPOConfig
+from lockstep.config.profiler import GlobalProfilerConfig, ProfilerConfig, Tool
+from lockstep.config.sft import SFTConfig
+from lockstep.observability.profiler import ProfileRequest, start_profile, stop_profile
+from lockstep.observability.timeline import Steps, TimelineFile, write_chrome_trace
+from lockstep.utils.spans import Span, set_track, take_spans
+
+logger = logging.getLogger(__name__)
+
+CONTROLLER = "controller"
+"""Role of a process that drives worker groups."""
+
+HOW_TO_OPEN: dict[Tool, str] = {
+    "torch": "open the .json.gz files at https://ui.perfetto.dev or chrome://tracing",
+    "torch_memory": "open the .pickle files at https://pytorch.org/memory_viz",
+    "nsys": "nsys writes its reports when the processes end; open them with nsys-ui",
+}
+
+
+class StepProfiler:
+    """Of a process that runs a training loop: a controller with `groups` of workers, or one of several ranks.
+
+    roles:      which ranks of each role are profiled.
+    num_steps:  of the run.
+    role, rank: of this process.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig | SFTConfig,
+        roles: Mapping[str, ProfilerConfig],
+        num_steps: int,
+        device: str,
+        role: str = CONTROLLER,
+        rank: int = 0,
+    ) -> None:
+        self._config = config.global_profiler
+        self._steps = frozenset(config.trainer.profile_steps)
+        self._tool: Tool = self._config.tool or "torch"
+        self._roles, self._role, self._rank = roles, role, rank
+        self._groups: Sequence[Any] = ()
+        self._timeline: TimelineFile | None = None
+        self._step = 0
+        self._profiled: Steps = {}
+        """Steps of the running profile, with their spans."""
+        self._folder: Path | None = None
+        """Where the running profile is written."""
+        self._check(num_steps, device)
+
+    def _check(self, num_steps: int, device: str) -> None:
+        """ValueError if a step does not exist or the tool cannot record on this device."""
+        beyond = sorted(step for step in self._steps if step > num_steps)
+        if beyond and num_steps:  # 0 with trainer.val_only
+            raise ValueError(f"trainer.profile_steps={beyond}: the run has {num_steps} steps; set some of those")
+        if self._steps and self._tool != "torch" and not device.startswith("cuda"):
+            raise ValueError(
+                f"global_profiler.tool={self._tool}: needs a CUDA device, but the run is on {device}; set "
+                "global_profiler.tool=torch (with global_profiler.global_tool_config.torch.contents=[cpu,memory] for memory)"
+            )
+
+    def start(self, run_dir: Path | None, step: int, groups: Sequence[Any] = ()) -> "StepProfiler":
+        """Begin after `step`. run_dir: where the timeline is written; None writes none. groups: each worker process in one."""
+        self._groups, self._step = groups, step
+        set_track(self._role, self._rank)
+        self._take_spans()  # of loading
+        self._timeline = None if run_dir is None else TimelineFile(run_dir, step)
+        return self
+
+    def __enter__(self) -> "StepProfiler":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Write what followed the last step; after an error without the workers, which may be dead."""
+        if kind is not None:
+            self._groups = ()
+        self._append_rest()
+        if self._timeline is not None:
+            self._timeline.close()
+            self._timeline = None
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """The block is a step."""
+        self._append_rest()
+        self._step = step
+        if step in self._steps and self._folder is None:
+            self._folder = self._start_profile(step)
+        try:
+            yield
+        except BaseException:
+            stop_profile()
+            self._folder, self._profiled = None, {}
+            raise
+        spans = self._take_spans()
+        self._append(spans)
+        if self._folder is not None:
+            self._profiled[step] = spans
+            if not (self._config.profile_continuous_steps and step + 1 in self._steps):
+                self._stop_profile(self._folder)
+                self._folder, self._profiled = None, {}
+
+    def _append_rest(self) -> None:
+        """What followed the last step, such as saving; workers are not asked if nothing did."""
+        if own := take_spans():
+            self._append([*own, *self._take_spans()])
+
+    def _append(self, spans: list[Span]) -> None:
+        if self._timeline is not None:
+            self._timeline.append(self._step, spans)
+
+    def _take_spans(self) -> list[Span]:
+        of_workers = (span for group in self._groups for spans in group.take_spans() for span in spans)
+        return [*take_spans(), *of_workers]
+
+    def _start_profile(self, step: int) -> Path:
+        last = step
+        while self._config.profile_continuous_steps and last + 1 in self._steps:
+            last += 1
+        folder = profile_folder(self._config) / (f"step_{step}" if last == step else f"steps_{step}-{last}")
+        tools = self._config.global_tool_config
+        is_discrete = {"torch": tools.torch.discrete, "nsys": tools.nsys.discrete}
+        request = ProfileRequest(
+            self._tool,
+            tools,
+            str(folder),
+            {name: _ranks(config) for name, config in self._roles.items() if config.enable},
+            discrete=self._role == CONTROLLER and is_discrete.get(self._tool, False),
+        )
+        for group in self._groups:
+            group.start_profile(request)
+        if self._role == CONTROLLER or request.selects(self._role, self._rank):
+            process = self._role if self._role == CONTROLLER else f"{self._role}_rank{self._rank}"
+            start_profile(request, process)  # no-op if its worker runs here
+        return folder
+
+    def _stop_profile(self, folder: Path) -> None:
+        files = [file for group in self._groups for of_rank in group.stop_profile() for file in of_rank]
+        files += stop_profile()
+        if self._timeline is None:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        write_chrome_trace(self._profiled, folder / "timeline.json")
+        name = folder.name.replace("_", " ")
+        logger.info(
+            "profiled %s: %d files and timeline.json in %s; %s", name, len(files), folder, HOW_TO_OPEN[self._tool]
+        )
+
+
+def _ranks(config: ProfilerConfig) -> list[int] | None:
+    """None is all."""
+    return None if config.all_ranks else config.ranks or [0]
+
+
+def profile_folder(config: GlobalProfilerConfig) -> Path:
+    return Path(config.save_path).expanduser().absolute()
+
+
+def profiled_roles(config: PPOConfig, roles: Iterable[str]) -> dict[str, ProfilerConfig]:
+    """The `profiler` section of each role; actor and rollout have one."""
+    own = {"ref": config.actor_rollout_ref.ref.profiler, "critic": config.critic.profiler}
+    own["rm"] = config.reward_model.profiler
+    return {role: own.get(role, config.actor_rollout_ref.actor.profiler) for role in roles}
