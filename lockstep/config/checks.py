@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep.config import names
 from lockstep.config.compat import NOT_SUPPORTED
-from lockstep.config.errors import NO_VALUE, ConfigError, Problem, nearest
+from lockstep.config.errors import NO_VALUE, ConfigError, Problem, nearest, show
 from lockstep.config.estimators import BATCH_INPUTS, PARAMETERS, required_inputs
 from lockstep.config.placement import ROLES, Pools, TooFewWorkers, controller_of, needed_models, num_workers, pools_of
 from lockstep.config.ppo import PPOConfig
@@ -473,8 +473,23 @@ def _workers(config: PPOConfig, values: Values, models: Collection[str]) -> Iter
     yield from controller(config, values)
     try:
         yield from _ranks(pools_of(config, models), values)
+        yield from _profiled(pools_of(config, models), values)
     except TooFewWorkers as error:
         yield Problem("trainer.placement", values["trainer.placement"], error.reason, also=_SIZES[:2])
+
+
+def _profiled(pools: Pools, values: Values) -> Iterator[Problem]:
+    """Which roles and ranks `trainer.profile_steps` profiles."""
+    steps = values["trainer.profile_steps"]
+    sections = {_SHARDED.get(role, (_ACTOR,))[0]: role for role in pools.role_pools}
+    enabled = {section: role for section, role in sections.items() if values[f"{section}.profiler.enable"]}
+    if steps and not enabled:
+        keys = tuple(f"{section}.profiler.enable" for section in sections)
+        yield Problem("trainer.profile_steps", steps, f"no role is profiled; set {keys[0]}=true", also=keys)
+    for section, role in enabled.items() if steps else ():
+        key, size = f"{section}.profiler.ranks", pools.world_size(role)
+        if beyond := [rank for rank in values[key] if not 0 <= rank < size]:
+            yield Problem(key, values[key], f"{show(beyond)} are not among the {size} ranks of {role}", also=_SIZES)
 
 
 def _unused_pools(config: PPOConfig, models: Collection[str]) -> Iterator[str]:

@@ -49,7 +49,7 @@ class NsysToolConfig:
 class TorchMemoryToolConfig:
     trace_alloc_max_entries: int = 100000
     """Allocations and frees that a snapshot holds, the last ones."""
-    context: Literal["all", "alloc", "state"] | None = "all"
+    context: Literal["state", "alloc", "all"] | None = "all"
     """Which of them have a stack trace: all, allocations only, or only those still alive; null is none."""
     stacks: Literal["all", "python"] = "all"
     """Stack frames: Python and C++, or Python only."""

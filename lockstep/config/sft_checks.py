@@ -7,8 +7,9 @@ from itertools import chain
 from lockstep.config import checks
 from lockstep.config.checks import Values
 from lockstep.config.errors import Problem, show
-from lockstep.config.schema import flat_values
+from lockstep.config.schema import defaults, flat_values
 from lockstep.config.sft import SFTConfig
+from lockstep.config.without_effect import Reason, notices, profiler_reasons
 
 _ENGINE = "model.fsdp_config"
 _RANKS = f"{_ENGINE}.ulysses_sequence_parallel_size"
@@ -59,6 +60,10 @@ def _ranks(values: Values) -> Iterator[Problem]:
 
 
 def _without_effect(values: Values) -> Iterator[str]:
+    discrete = tuple(f"global_profiler.global_tool_config.{tool}.discrete" for tool in ("torch", "nsys"))
+    of_profiler = profiler_reasons(values, ("profiler",), is_on_ray=False)
+    profiled_whole: Reason = (True, "a step is profiled as a whole", discrete)
+    yield from notices((*of_profiler, profiled_whole), values, defaults(SFTConfig))
     reasons = dict(NEVER_READ)
     if values["data.use_dynamic_bsz"]:
         reasons["data.micro_batch_size_per_gpu"] = "data.use_dynamic_bsz fills micro-batches by tokens"

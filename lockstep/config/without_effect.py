@@ -1,6 +1,6 @@
 """Settings that a run accepts but does not read: `without_effect` gives one notice per reason."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from lockstep.config.estimators import AdvantageEstimator
@@ -90,12 +90,14 @@ _BATCHES = {
 
 def without_effect(config: PPOConfig, values: Values, models: Collection[str]) -> Iterator[str]:
     """Settings that differ from their default but that nothing reads in this run. models: see `needed_models`."""
-    tree = defaults(PPOConfig)
+    never_read = ((True, why, (key,)) for key, why in NEVER_READ.items())
+    yield from notices((*_reasons(config, values, models), *never_read), values, defaults(PPOConfig))
+
+
+def notices(reasons: Iterable[Reason], values: Values, tree: Mapping[str, Any]) -> Iterator[str]:
+    """One notice per reason that holds and has keys whose value is not the default in `tree`."""
     told: set[str] = set()
-    for holds, reason, names in (
-        *_reasons(config, values, models),
-        *((True, why, (key,)) for key, why in NEVER_READ.items()),
-    ):
+    for holds, reason, names in reasons:
         matching = [
             key for name in names for key in values if key == name or (name[-1] == "." and key.startswith(name))
         ]
@@ -126,6 +128,8 @@ def _reasons(config: PPOConfig, values: Values, models: Collection[str]) -> Iter
         ("reward_model.n_gpus_per_node", "reward_model.nnodes"),
     )
     yield controller_of(config) == "local", "the run does not use Ray", ("ray_init.",)
+    sections = tuple(f"{section}.profiler" for section in (_ACTOR, _REF, "critic", "reward_model"))
+    yield from profiler_reasons(values, sections, is_on_ray=controller_of(config) == "ray")
     separate = "rollout" in pools_of(config, models).role_pools
     yield not separate, "actor and rollout share their workers", (f"{_ROLLOUT}.checkpoint_engine.",)
     is_hf = values[f"{_ROLLOUT}.name"] == "hf"
@@ -180,6 +184,19 @@ def _reasons(config: PPOConfig, values: Values, models: Collection[str]) -> Iter
     normalized = values[f"{_ACTOR}.loss_agg_mode"] == "seq-mean-token-sum-norm"
     other_mode = f"{_ACTOR}.loss_agg_mode is not seq-mean-token-sum-norm"
     yield known_loss and not normalized, other_mode, (f"{_ACTOR}.loss_scale_factor",)
+
+
+def profiler_reasons(values: Values, sections: Collection[str], is_on_ray: bool) -> Iterator[Reason]:
+    """sections: those of the roles' profilers."""
+    ranks = tuple(f"{section}.{name}" for section in sections for name in ("all_ranks", "ranks"))
+    yield not values["trainer.profile_steps"], "trainer.profile_steps is empty", ("global_profiler.", *ranks)
+    tool, tools = values["global_profiler.tool"] or "torch", "global_profiler.global_tool_config"
+    for name in ("torch", "nsys", "torch_memory"):
+        yield name != tool, f"global_profiler.tool is {tool}", (f"{tools}.{name}.",)
+    options = tuple(f"{tools}.nsys.{name}_nsight_options" for name in ("controller", "worker"))
+    yield not is_on_ray, "nsys is started with the command, not by Ray", options
+    for section in sections:
+        yield bool(values[f"{section}.all_ranks"]), f"{section}.all_ranks is true", (f"{section}.ranks",)
 
 
 def _is_set(values: Values, key: str, default: Any) -> bool:

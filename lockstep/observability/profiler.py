@@ -8,6 +8,7 @@ torch_memory  {process}.pickle       allocations and frees with their stack trac
 nsys          none: the process runs under `nsys`, which captures between cudaProfilerStart and cudaProfilerStop
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -60,6 +61,7 @@ class TorchTrace:
         import torch
         from torch.profiler import ProfilerActivity, profile
 
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else Kineto prints a line at each begin and end
         asked = self._contents & {"cpu", "cuda"} or {"cpu", "cuda"}
         available = {"cpu": ProfilerActivity.CPU}
         if torch.cuda.is_available():

@@ -6,6 +6,7 @@ group.spawn(["actor", "critic"])                       ─► {"actor": group wi
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 from lockstep.observability import profiler
@@ -70,7 +71,7 @@ def _forward(role: str, name: str, method: Callable[..., Any]) -> Callable[..., 
 
     @functools.wraps(method)
     def call(self: ColocatedWorker, *args: Any, **kwargs: Any) -> Any:
-        with span(name, (role, self.rank)):
+        with nullcontext() if name.startswith("_") else span(name, (role, self.rank)):
             return getattr(self.worker_dict[role], name)(*args, **kwargs)
 
     return call

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -166,6 +167,24 @@ def _folders(config: PPOConfig | SFTConfig) -> None:
         check_same_experiment(root, config, saved_config(newest))
 
 
+def _nsys(config: PPOConfig | SFTConfig) -> None:
+    """nsys must be there, and a process that Ray does not start must run under it."""
+    if not config.trainer.profile_steps or config.global_profiler.tool != "nsys":
+        return
+    if shutil.which("nsys") is None:
+        raise ValueError(
+            "global_profiler.tool=nsys: there is no nsys on PATH; install Nsight Systems on every machine, or set "
+            "global_profiler.tool=torch"
+        )
+    on_ray = isinstance(config, PPOConfig) and controller_of(config) == "ray"
+    if not on_ray and "NSYS_PROFILING_SESSION_ID" not in os.environ:
+        raise ValueError(
+            "global_profiler.tool=nsys: this process runs the model, so it must run under nsys; put `nsys profile "
+            "--trace=cuda,nvtx,cublas --capture-range=cudaProfilerApi --capture-range-end=repeat -o report` before the command, "
+            "or set trainer.controller=ray"
+        )
+
+
 def _checkpoint(config: PPOConfig | SFTConfig) -> None:
     path = config.trainer.resume_from_path
     if config.trainer.resume_mode != "resume_path" or not path:
@@ -202,7 +221,7 @@ def _machine(config: PPOConfig) -> Iterator[str]:
 
 CHECKS: tuple[Callable[[PPOConfig], None], ...] = (
     *(check_reward_function, _policy_loss, _dataset, _sampler),
-    *(_model, _checkpoint, _trackers, _folders),
+    *(_model, _checkpoint, _trackers, _nsys, _folders),
 )
-SFT_CHECKS: tuple[Callable[[SFTConfig], None], ...] = (_dataset, _sft_model, _checkpoint, _trackers, _folders)
+SFT_CHECKS: tuple[Callable[[SFTConfig], None], ...] = (_dataset, _sft_model, _checkpoint, _trackers, _nsys, _folders)
 """Folders come last: the rest leaves no trace."""

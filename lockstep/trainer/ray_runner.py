@@ -26,6 +26,7 @@ from lockstep.observability.console import LogHandler
 from lockstep.observability.jsonl import METRICS_FILE, read_metrics
 from lockstep.trainer.errors import RunError
 from lockstep.trainer.interrupt import Interrupt, stop_on_sigterm
+from lockstep.trainer.step_profiler import nsys_environment, profile_folder
 from lockstep.utils.progress import ProgressLog, phase
 
 if TYPE_CHECKING:
@@ -96,7 +97,14 @@ def run_on_ray(
     except OSError as error:  # of Ray's start
         raise RunError(str(error)) from error
     finally:
-        disconnect(setup.timeline_json_file, leave=joined)  # stay connected if the program had joined before
+        disconnect(_timeline_file(config), leave=joined)  # stay connected if the program had joined before
+
+
+def _timeline_file(config: PPOConfig) -> str | None:
+    """Where Ray's timeline is written; a profiled run has one with its profiles."""
+    if config.ray_init.timeline_json_file or not config.trainer.profile_steps:
+        return config.ray_init.timeline_json_file
+    return str(profile_folder(config.global_profiler) / "ray_timeline.json")
 
 
 def _connect(config: PPOConfig) -> bool:
@@ -175,6 +183,7 @@ def _run(config: PPOConfig, task_runner_class: "Callable[[], JobRunner] | None",
     console = DriverConsole()
     # reserve no CPU: the cluster needs only as many as there are workers
     options = {"num_cpus": 0, "scheduling_strategy": this_machine(), "max_restarts": 0}
+    options |= nsys_environment(config, "controller")
     runner: Any = (
         ray.remote(Runner).options(**options).remote(console.address, ProcessEnvironment.capture(with_variables=True))
     )
@@ -279,7 +288,10 @@ def _start_workers(config: PPOConfig) -> "dict[str, StartedProcesses]":
     from lockstep.single_controller.ray_backend.reservation import start_early
 
     spec = pools_of(config, needed_models(config)).spec
-    return {pool: start_early(pool, machines, _on_gpus(config), WORKERS) for pool, machines in spec.items()}
+    return {
+        pool: start_early(pool, machines, _on_gpus(config), WORKERS, **nsys_environment(config, "worker"))
+        for pool, machines in spec.items()
+    }
 
 
 class Runner:

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.profiler import GlobalProfilerConfig, ProfilerConfig, Tool
@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 
 CONTROLLER = "controller"
 """Role of a process that drives worker groups."""
+
+MAX_NAMES = 3
+"""Files that are named when a profile has been written; of more, the number."""
 
 HOW_TO_OPEN: dict[Tool, str] = {
     "torch": "open the .json.gz files at https://ui.perfetto.dev or chrome://tracing",
@@ -87,6 +90,7 @@ class StepProfiler:
         if kind is not None:
             self._groups = ()
         self._append_rest()
+        self._stop_profile()
         if self._timeline is not None:
             self._timeline.close()
             self._timeline = None
@@ -97,20 +101,14 @@ class StepProfiler:
         self._append_rest()
         self._step = step
         if step in self._steps and self._folder is None:
-            self._folder = self._start_profile(step)
-        try:
-            yield
-        except BaseException:
-            stop_profile()
-            self._folder, self._profiled = None, {}
-            raise
+            self._start_profile(step)
+        yield
         spans = self._take_spans()
         self._append(spans)
         if self._folder is not None:
             self._profiled[step] = spans
-            if not (self._config.profile_continuous_steps and step + 1 in self._steps):
-                self._stop_profile(self._folder)
-                self._folder, self._profiled = None, {}
+        if not (self._config.profile_continuous_steps and step + 1 in self._steps):
+            self._stop_profile()
 
     def _append_rest(self) -> None:
         """What followed the last step, such as saving; workers are not asked if nothing did."""
@@ -125,7 +123,7 @@ class StepProfiler:
         of_workers = (span for group in self._groups for spans in group.take_spans() for span in spans)
         return [*take_spans(), *of_workers]
 
-    def _start_profile(self, step: int) -> Path:
+    def _start_profile(self, step: int) -> None:
         last = step
         while self._config.profile_continuous_steps and last + 1 in self._steps:
             last += 1
@@ -136,7 +134,7 @@ class StepProfiler:
             self._tool,
             tools,
             str(folder),
-            {name: _ranks(config) for name, config in self._roles.items() if config.enable},
+            {role: _ranks(section) for role, section in self._roles.items()},
             discrete=self._role == CONTROLLER and is_discrete.get(self._tool, False),
         )
         for group in self._groups:
@@ -144,23 +142,34 @@ class StepProfiler:
         if self._role == CONTROLLER or request.selects(self._role, self._rank):
             process = self._role if self._role == CONTROLLER else f"{self._role}_rank{self._rank}"
             start_profile(request, process)  # no-op if its worker runs here
-        return folder
+        self._folder = folder
 
-    def _stop_profile(self, folder: Path) -> None:
+    def _stop_profile(self) -> None:
+        folder, self._folder = self._folder, None
+        profiled, self._profiled = self._profiled, {}
+        if folder is None:
+            return
         files = [file for group in self._groups for of_rank in group.stop_profile() for file in of_rank]
         files += stop_profile()
         if self._timeline is None:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        write_chrome_trace(self._profiled, folder / "timeline.json")
-        name = folder.name.replace("_", " ")
+        write_chrome_trace(profiled, folder / "timeline.json")
+        names = [Path(file).name for file in files]
+        shown = ", ".join(names) if len(names) <= MAX_NAMES else f"{len(names)} files"
         logger.info(
-            "profiled %s: %d files and timeline.json in %s; %s", name, len(files), folder, HOW_TO_OPEN[self._tool]
+            "profiled %s: %s in %s; %s",
+            folder.name.replace("_", " "),
+            shown or "timeline.json",
+            folder,
+            HOW_TO_OPEN[self._tool],
         )
 
 
 def _ranks(config: ProfilerConfig) -> list[int] | None:
     """None is all."""
+    if not config.enable:
+        return []
     return None if config.all_ranks else config.ranks or [0]
 
 
@@ -173,3 +182,21 @@ def profiled_roles(config: PPOConfig, roles: Iterable[str]) -> dict[str, Profile
     own = {"ref": config.actor_rollout_ref.ref.profiler, "critic": config.critic.profiler}
     own["rm"] = config.reward_model.profiler
     return {role: own.get(role, config.actor_rollout_ref.actor.profiler) for role in roles}
+
+
+def nsys_environment(config: PPOConfig, of: Literal["controller", "worker"]) -> dict[str, Any]:
+    """Options of Ray actors that run under `nsys profile`, with the folder of their reports; empty if nsys is not asked for."""
+    if not config.trainer.profile_steps or config.global_profiler.tool != "nsys":
+        return {}
+    nsys = config.global_profiler.global_tool_config.nsys
+    folder = profile_folder(config.global_profiler) / "nsys"
+    folder.mkdir(parents=True, exist_ok=True)
+    options = nsys.controller_nsight_options if of == "controller" else nsys.worker_nsight_options
+    if of == "worker" and options.get("capture-range-end") is None:
+        options = options | {"capture-range-end": "repeat"}
+    given = {name: nsys_value(value) for name, value in options.items() if value is not None}
+    return {"runtime_env": {"nsight": given | {"o": f"{folder}/controller" if of == "controller" else str(folder)}}}
+
+
+def nsys_value(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -6,6 +6,7 @@ import socket
 import time
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 try:
@@ -89,6 +90,7 @@ def disconnect(timeline_json_file: str | None = None, leave: bool = True) -> Non
     if not ray.is_initialized():
         return
     if timeline_json_file:
+        Path(timeline_json_file).expanduser().absolute().parent.mkdir(parents=True, exist_ok=True)
         ray.timeline(timeline_json_file)
     if leave:
         ray.shutdown()

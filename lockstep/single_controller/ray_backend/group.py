@@ -193,12 +193,12 @@ class RayWorkerGroup(WorkerGroup):
             processes.handles.extend(early.handles)
             processes.names.extend(early.names)
             return
-        options = {"lifetime": "detached" if self._detached else None} | options
+        options = {"lifetime": "detached" if self._detached else None} | pool.actor_options | options
         unique = f"{self._name_prefix}{'_' if self._name_prefix else ''}{self.name}-{uuid.uuid4().hex[:6]}"
         for group, count in zip(groups, pool.store):
             for index in range(count):
                 name = f"{unique}:{len(processes.names)}"
-                processes.handles.append(start_host(group, index, pool.share, pool.use_gpu, name=name, **options))
+                processes.handles.append(start_host(group, index, pool.share, pool.use_gpu, name, **options))
                 processes.names.append(name)
 
     def _construct(self, rank: int, construct: Any) -> RayFuture:
@@ -312,12 +312,18 @@ def _stored(arg: Any) -> Any:
 
 
 def make_ray_backend(
-    use_gpu: bool, wait_s: float | None = None, started: dict[str, StartedProcesses] | None = None
+    use_gpu: bool,
+    wait_s: float | None = None,
+    started: dict[str, StartedProcesses] | None = None,
+    actor_options: dict[str, Any] | None = None,
 ) -> Backend:
     """Workers as Ray processes, each with one GPU or one logical CPU.
 
-    wait_s:  how long to wait for machines that have not joined yet. started: processes started early, by pool.
+    wait_s:        how long to wait for machines that have not joined yet.
+    started:       processes started early, by pool.
+    actor_options: Ray options of the others.
     """
     options: dict[str, Any] = {} if wait_s is None else {"wait_s": wait_s, "wait_for_machines": True}
-    pool_class = functools.partial(RayResourcePool, use_gpu=use_gpu, started=started, **options)
+    options |= {"started": started, "actor_options": actor_options}
+    pool_class = functools.partial(RayResourcePool, use_gpu=use_gpu, **options)
     return Backend("ray", pool_class, RayClassWithInitArgs, RayWorkerGroup)

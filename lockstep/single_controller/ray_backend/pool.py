@@ -26,6 +26,7 @@ class RayResourcePool(ResourcePool):
     detached:           the reservation outlives this program, for detached workers.
     wait_s:             how long to wait for resources that other programs use.
     started:            processes started early, by pool; used if name and shape match.
+    actor_options:      Ray options of processes that were not started early.
     wait_for_machines:  also wait for machines that have not joined the cluster yet.
     """
 
@@ -40,12 +41,14 @@ class RayResourcePool(ResourcePool):
         wait_s: float = 8.0,
         wait_for_machines: bool = False,
         started: dict[str, StartedProcesses] | None = None,
+        actor_options: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(process_on_nodes, max_colocate_count, n_gpus_per_node, name_prefix)
         self.use_gpu = use_gpu
         self.detached = detached
         self.wait_s = wait_s
         self.wait_for_machines = wait_for_machines
+        self.actor_options = actor_options or {}
         self._placement_groups: list[Any] = []
         self._is_ready = False
         self._num_groups = 0

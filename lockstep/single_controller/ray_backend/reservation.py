@@ -31,12 +31,19 @@ def reserve(name: str, process_on_nodes: Sequence[int], bundle: Bundle, detached
     ]
 
 
-def start_host(group: Any, index: int, share: float, use_gpu: bool, preload: Sequence[str] = (), **options: Any) -> Any:
+def start_host(
+    group: Any, index: int, share: float, use_gpu: bool, name: str, preload: Sequence[str] = (), **options: Any
+) -> Any:
     """Start a worker process in a bundle of a placement group.
 
-    share: the fraction of the bundle that it takes. preload: modules to import. options: Ray actor options.
+    share: the fraction of the bundle that it takes. preload: modules to import. options: Ray actor options; with those of `nsight`
+    the process runs under nsys, and `o` is the folder of its report.
     """
+    if nsight := options.get("runtime_env", {}).get("nsight"):
+        report = f"{nsight['o']}/{name.replace(':', '_rank')}"
+        options["runtime_env"] = options["runtime_env"] | {"nsight": nsight | {"o": report}}
     options = {
+        "name": name,
         "num_cpus": share,
         "num_gpus": share if use_gpu else 0,
         "scheduling_strategy": ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
@@ -60,11 +67,13 @@ class StartedProcesses:
     names: list[str]
 
 
-def start_early(pool: str, process_on_nodes: Sequence[int], use_gpu: bool, preload: Sequence[str]) -> StartedProcesses:
-    """Reserve the machines of a pool and start its processes, which import `preload`."""
+def start_early(
+    pool: str, process_on_nodes: Sequence[int], use_gpu: bool, preload: Sequence[str], **options: Any
+) -> StartedProcesses:
+    """Reserve the machines of a pool and start its processes, which import `preload`. options: Ray actor options."""
     unique = f"{pool}-{uuid.uuid4().hex[:6]}"
     groups = reserve(unique, process_on_nodes, bundle_of(use_gpu))
     places = [(group, i) for group, count in zip(groups, process_on_nodes) for i in range(count)]
     names = [f"{unique}:{rank}" for rank in range(len(places))]
-    handles = [start_host(*place, 1, use_gpu, preload, name=name) for place, name in zip(places, names)]
+    handles = [start_host(*place, 1, use_gpu, name, preload, **options) for place, name in zip(places, names)]
     return StartedProcesses(list(process_on_nodes), use_gpu, groups, handles, names)

@@ -36,6 +36,7 @@ from lockstep.trainer.inputs import tokenizer_of
 from lockstep.trainer.interrupt import Interrupt
 from lockstep.trainer.ppo.ray_trainer import OnStep, PPOTrainer
 from lockstep.trainer.run_config import check_same_experiment
+from lockstep.trainer.step_profiler import nsys_environment
 from lockstep.utils.device import resolve_device
 from lockstep.utils.progress import ProgressLog, phase
 from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
@@ -220,7 +221,8 @@ def device_and_backend(
     device = device or config.trainer.device
     if device == "auto":  # the controller's machine may have no GPU
         device = "cuda" if has_gpus() else "cpu"
-    return device, make_ray_backend(use_gpu=device == "cuda", wait_s=wait_s, started=started or {})
+    options = nsys_environment(config, "worker")
+    return device, make_ray_backend(device == "cuda", wait_s, started or {}, actor_options=options)
 
 
 def _models(config: PPOConfig, roles: Iterable[Role]) -> str:
