@@ -4,8 +4,8 @@
         with span("update_actor", ("actor_rollout", rank)):        role actor_rollout: update_actor, a call of a worker
             with span("optimizer_step"): ...                       role actor_rollout: optimizer_step
 
-Times are nanoseconds since 1970 by this machine's clock, read once and continued by the monotonic clock, so that spans nest even
-if the clock is set. Recording a span takes about a microsecond.
+Times are microseconds since 1970 by this machine's clock, read once and continued by the monotonic clock, so that spans nest even
+if the clock is set. Recording a span takes a few microseconds.
 """
 
 import time
@@ -67,9 +67,9 @@ class span:
 
     def __exit__(self, *exception: object) -> None:
         global _track
-        end_ns = time.perf_counter_ns()
-        times = ((_EPOCH_NS + at_ns) // 1000 for at_ns in (self._begin_ns, end_ns))
-        _spans.append(Span(self._name, *_track, *times))
+        end_us = (_EPOCH_NS + time.perf_counter_ns()) // 1000
+        role, rank = _track
+        _spans.append(Span(self._name, role, rank, (_EPOCH_NS + self._begin_ns) // 1000, end_us))
         _track = self._outer
         if self._mark is not None:
             self._mark.__exit__(None, None, None)
