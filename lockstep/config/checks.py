@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep.config import names
 from lockstep.config.compat import NOT_SUPPORTED
-from lockstep.config.errors import NO_VALUE, ConfigError, Problem, nearest, show
+from lockstep.config.errors import NO_VALUE, ConfigError, Problem, nearest
 from lockstep.config.estimators import BATCH_INPUTS, PARAMETERS, required_inputs
 from lockstep.config.placement import ROLES, Pools, TooFewWorkers, controller_of, needed_models, num_workers, pools_of
 from lockstep.config.ppo import PPOConfig
@@ -489,7 +489,7 @@ def _profiled(pools: Pools, values: Values) -> Iterator[Problem]:
     for section, role in enabled.items() if steps else ():
         key, size = f"{section}.profiler.ranks", pools.world_size(role)
         if beyond := [rank for rank in values[key] if not 0 <= rank < size]:
-            yield Problem(key, values[key], f"{show(beyond)} are not among the {size} ranks of {role}", also=_SIZES)
+            yield Problem(key, values[key], f"{role} has no rank {beyond[0]}, but 0 to {size - 1}", also=_SIZES)
 
 
 def _unused_pools(config: PPOConfig, models: Collection[str]) -> Iterator[str]:

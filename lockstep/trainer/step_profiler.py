@@ -91,6 +91,7 @@ class StepProfiler:
             self._groups = ()
         self._append_rest()
         self._stop_profile()
+        set_track(CONTROLLER, 0)
         if self._timeline is not None:
             self._timeline.close()
             self._timeline = None

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
+from lockstep.observability.timeline import read_steps
 from lockstep.trainer.checkpoint import verify
 from lockstep.trainer.main_ppo import main
 from lockstep.trainer.ray_runner import _check_one_machine, _check_this_machine
@@ -126,6 +127,7 @@ def test_job_behaves_like_a_local_run(small_run: list[str], tmp_path: Path) -> N
     )
     ours = ["custom_reward_function.path=mine.py", "custom_reward_function.name=score", "trainer.n_gpus_per_node=2"]
     ours += ["trainer.default_local_dir=run", "ray_init.timeline_json_file=timeline.json", "trainer.max_restarts=1"]
+    ours += ["trainer.profile_steps=[1]", "actor_rollout_ref.actor.profiler.ranks=[1]"]
     run = Run(tmp_path, [*small_run, *ENDLESS, *ours, "trainer.save_freq=1000"], mark)
     run.after_step(1)
     assert "INFO lockstep.trainer.ppo.ray_trainer: grpo: 4 prompts x 4 samples per step" in run.stderr
@@ -145,6 +147,15 @@ def test_job_behaves_like_a_local_run(small_run: list[str], tmp_path: Path) -> N
     assert steps == list(range(1, len(steps) + 1))
     assert verify(tmp_path / "run" / f"global_step_{steps[-1]}").step == steps[-1]
     assert any(event["name"].endswith("call") for event in json.loads((tmp_path / "timeline.json").read_text()))
+    profiled = sorted(path.name for path in (tmp_path / "run" / "profile" / "step_1").iterdir())
+    assert profiled == ["actor_rollout_rank1.json.gz", "controller.json.gz", "timeline.json"]
+    timeline = read_steps(tmp_path / "run")
+    assert list(timeline) == steps
+    for spans in timeline.values():
+        (whole,) = [span for span in spans if span.name == "step"]
+        calls = [span for span in spans if span.name in ("generate_sequences", "update_actor")]
+        assert sorted(span.rank for span in calls) == [0, 0, 1, 1]
+        assert all(whole.begin_us <= span.begin_us <= span.end_us <= whole.end_us for span in calls)
 
 
 @pytest.fixture(scope="module")
