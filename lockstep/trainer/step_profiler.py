@@ -29,7 +29,7 @@ MAX_NAMES = 3
 HOW_TO_OPEN: dict[Tool, str] = {
     "torch": "open the .json.gz files at https://ui.perfetto.dev or chrome://tracing",
     "torch_memory": "open the .pickle files at https://pytorch.org/memory_viz",
-    "nsys": "nsys writes its reports when the processes end; open them with nsys-ui",
+    "nsys": "nsys writes its reports when the processes end, with Ray to the folder nsys next to it; open them with nsys-ui",
 }
 
 

@@ -89,7 +89,7 @@ def disconnect(timeline_json_file: str | None = None, leave: bool = True) -> Non
     """Write the run's timeline if a file is given, and `leave` the cluster; a cluster started by `connect` is shut down."""
     if not ray.is_initialized():
         return
-    if timeline_json_file:
+    if timeline_json_file and head_answers():
         Path(timeline_json_file).expanduser().absolute().parent.mkdir(parents=True, exist_ok=True)
         ray.timeline(timeline_json_file)
     if leave:
