@@ -144,10 +144,14 @@ class JsonlFile:
 
     def append(self, data: Metrics, step: int) -> None:
         head = {"step": step, "time": round(time.time(), 3)}
-        line = memoryview(json_line(head | dict(data) | head))
+        self.write(json_line(head | dict(data) | head))
+
+    def write(self, line: bytes) -> None:
+        """Append a line that is JSON with a `step`."""
+        rest = memoryview(line)
         try:
-            while line:
-                line = line[self._file.write(line) :]
+            while rest:
+                rest = rest[self._file.write(rest) :]
         except OSError as error:
             raise OSError(error.errno, f"cannot write {self.path} (set by {self.key}): {error.strerror}") from error
 

@@ -1,7 +1,7 @@
 """`lockstep timeline RUN`: what the controller and every worker did during the steps of a run, and when.
 
 `timeline.jsonl` in the run's folder has the spans of each step, in one line or, with what followed the step, in two:
-{"step": 3, "time": 1735689600.0, "begin_us": 1735689590000000, "spans": [[name, role, rank, offset_us, duration_us], ...]}.
+{"step": 3, "begin_us": 1735689590000000, "spans": [[name, role, rank, offset_us, duration_us], ...]}.
 The command writes them as one HTML page without references to the network, or as a Chrome trace.
 """
 
@@ -39,7 +39,8 @@ class TimelineFile:
         if spans:
             begin = min(span.begin_us for span in spans)
             rows = [[s.name, s.role, s.rank, s.begin_us - begin, s.end_us - s.begin_us] for s in spans]
-            self._file.append({"begin_us": begin, "spans": rows}, step)
+            line = json.dumps({"step": step, "begin_us": begin, "spans": rows}, separators=(",", ":"))
+            self._file.write(line.encode() + b"\n")
 
     def close(self) -> None:
         self._file.close()
@@ -140,6 +141,7 @@ def main(argv: Sequence[str]) -> int:
             raise ValueError(f"--out {out}: the file must end in .html or .json (a Chrome trace)")
         steps = _chosen(read_steps(options.run), options.steps)
         try:
+            out.parent.mkdir(parents=True, exist_ok=True)
             if out.suffix == ".json":
                 write_chrome_trace(steps, out)
             else:
