@@ -4,6 +4,7 @@ import gzip
 import json
 import logging
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from lockstep import cli
 from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
-from lockstep.config.profiler import ToolsConfig, TorchToolConfig
+from lockstep.config.profiler import ToolsConfig, TorchMemoryToolConfig, TorchToolConfig
 from lockstep.observability.profiler import ProfileRequest
 from lockstep.observability.timeline import read_steps
 from lockstep.single_controller import (
@@ -135,6 +136,78 @@ def test_discrete_profile_has_one_trace_per_call_of_the_chosen_ranks(tmp_path: P
     assert sum(len(spans) for spans in processes.take_spans()) == 9
     groups["actor"].add()
     assert sorted(path.name for path in (tmp_path / "p").iterdir()) == files
+
+
+class Calls:
+    """Stands in for functions of torch.cuda."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.made: list[tuple[Any, ...]] = []
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        patch.setattr(torch.cuda, "synchronize", lambda: None)
+        for module, name in (
+            (torch.cuda.profiler, "start"),
+            (torch.cuda.profiler, "stop"),
+            (torch.cuda.nvtx, "range_push"),
+            (torch.cuda.nvtx, "range_pop"),
+            (torch.cuda.memory, "_record_memory_history"),
+            (torch.cuda.memory, "_dump_snapshot"),
+        ):
+            patch.setattr(module, name, self._function(name))
+
+    def _function(self, name: str) -> Any:
+        return lambda *args, **options: self.made.append((name, *args, *([options] if options else [])))
+
+
+def record_one_call(request: ProfileRequest) -> list[str]:
+    processes = LocalWorkerGroup(ResourcePool([1]), create_colocated_worker_cls({"actor": ClassWithInitArgs(Adder)}))
+    group: Any = processes.spawn(["actor"])["actor"]
+    processes.start_profile(request)
+    group.add()
+    (files,) = processes.stop_profile()
+    return [str(file) for file in files]
+
+
+@pytest.mark.parametrize("discrete", [False, True])
+def test_nsys_captures_between_start_and_stop(discrete: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(monkeypatch)
+    files = record_one_call(ProfileRequest("nsys", ToolsConfig(), str(tmp_path), {"actor": None}, discrete))
+    name = "add" if discrete else "actor.add"
+    assert files == []
+    assert calls.made == [("start",), ("range_push", name), ("range_pop",), ("stop",)]
+
+
+def test_memory_snapshot_has_the_options_of_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(monkeypatch)
+    tools = ToolsConfig(torch_memory=TorchMemoryToolConfig(trace_alloc_max_entries=7, context="alloc", stacks="python"))
+    files = record_one_call(ProfileRequest("torch_memory", tools, str(tmp_path), {"actor": [0]}))
+    assert files == [f"{tmp_path}/actor_rank0.pickle"]
+    options = {"context": "alloc", "stacks": "python", "max_entries": 7, "clear_history": True}
+    assert calls.made == [
+        ("_record_memory_history", options),
+        ("_dump_snapshot", files[0]),
+        ("_record_memory_history", {"enabled": None}),
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_memory_snapshot_of_a_gpu(tmp_path: Path) -> None:
+    class Allocator(Worker):
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def allocate(self) -> int:
+            return torch.ones(1 << 20, device="cuda").numel()
+
+    torch.ones(1, device="cuda")
+    parts = {"actor": ClassWithInitArgs(Allocator)}
+    processes = LocalWorkerGroup(ResourcePool([1]), create_colocated_worker_cls(parts))
+    group: Any = processes.spawn(["actor"])["actor"]
+    processes.start_profile(ProfileRequest("torch_memory", ToolsConfig(), str(tmp_path), {"actor": [0]}))
+    group.allocate()
+    ((file,),) = processes.stop_profile()
+    with open(file, "rb") as snapshot:
+        entries = [entry for device in pickle.load(snapshot)["device_traces"] for entry in device]
+    assert any(entry["action"] == "alloc" and entry["size"] == 4 << 20 for entry in entries)
 
 
 def exit_code(command: list[str]) -> int | str | None:
