@@ -120,7 +120,11 @@ class Unsupported:
         return not any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in self.harmless)
 
 
-_LORA = Unsupported("all parameters are trained; set lora_rank=0", harmless=(None, False, 0))
+_MEGATRON_LORA = Unsupported(
+    "it is a section of verl's Megatron engine; set lora_rank, lora_alpha, target_modules and lora_adapter_path of the model",
+    harmless=(None, False, 0),
+    switches=("rank", "adapter_path"),
+)
 _MTP = Unsupported(
     "models predict one token at a time; set enable=false", switches=("enable", "enable_train", "enable_rollout")
 )
@@ -144,7 +148,6 @@ UNSUPPORTED_KEYS: dict[str, Unsupported] = {
     f"{_ARR}.rollout.agent.custom_async_server": Unsupported(
         "responses are generated in the worker process; set path to null", switches=("path",)
     ),
-    f"{_ARR}.model.lora_adapter_path": _LORA,
     f"{_ARR}.model.hf_config_path": Unsupported("the model's config.json is read from model.path; set null"),
     f"{_ARR}.model.mtp": _MTP,
     f"{_ARR}.rollout.mtp": _MTP,
@@ -206,8 +209,7 @@ UNSUPPORTED_KEYS |= _in_each(_ROLES[:2], {"router_replay": _ROUTING})
 UNSUPPORTED_KEYS |= _in_each(
     _MODELS[:2],
     {
-        "lora_rank": _LORA,
-        "lora": Unsupported(_LORA.reason, _LORA.harmless, switches=("rank", "adapter_path")),
+        "lora": _MEGATRON_LORA,
         "enable_activation_offload": Unsupported(
             "set enable_gradient_checkpointing=true to recompute activations instead"
         ),
@@ -275,7 +277,6 @@ _OTHER_ENGINE = "it tunes an engine with its own copy of the weights"
 _IN_WORKER = "responses are generated in the worker process"
 _NO_SHM = "files are not copied to shared memory"
 _TEXT = "prompts are text only"
-_NO_ADAPTER = "there is no adapter, because lora_rank is not supported"
 _NPU = "training runs on cuda and cpu"
 
 NO_EFFECT: dict[str, str] = {
@@ -332,7 +333,6 @@ NO_EFFECT |= _in_each(
     },
 )
 NO_EFFECT |= _in_each(_MODELS, {"use_shm": _NO_SHM})
-NO_EFFECT |= _in_each(_MODELS[:2], dict.fromkeys(("lora_alpha", "target_modules", "exclude_modules"), _NO_ADAPTER))
 
 
 def moved(table: Mapping[str, T], sections: Mapping[str, str]) -> dict[str, T]:

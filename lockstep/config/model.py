@@ -28,6 +28,17 @@ class HFModelConfig:
     """Recompute activations in the backward pass, of the layers whose activations do not fit: less memory, more time."""
     use_remove_padding: bool = True
     """Pack sequences without padding; false computes on padded rows."""
+    lora_rank: int = 0
+    """Rank of LoRA adapters on a frozen model (docs/lora.md); 0 trains all parameters."""
+    lora_alpha: int = 16
+    """LoRA's scale is lora_alpha / lora_rank."""
+    target_modules: str | list[str] = "all-linear"
+    """Linear layers with an adapter: a list of names such as [q_proj,v_proj], a regular expression of whole paths, or all-linear
+    for all but the vocabulary head."""
+    exclude_modules: str | list[str] | None = None
+    """Layers without an adapter though `target_modules` selects them: a list of names or a regular expression."""
+    lora_adapter_path: str | None = None
+    """Folder of a peft adapter to continue from; its rank must be `lora_rank`, its alpha and layers are taken over."""
 
 
 @dataclass(frozen=True)

@@ -61,13 +61,18 @@ def need_reference_policy(config: PPOConfig) -> bool:
     return uses_kl and not config.trainer.val_only
 
 
+def need_reference_model(config: PPOConfig) -> bool:
+    """Whether the reference policy has a model of its own: with LoRA it is the actor with its adapters off."""
+    return need_reference_policy(config) and not config.actor_rollout_ref.model.lora_rank
+
+
 def need_reward_model(config: PPOConfig) -> bool:
     return config.reward_model.enable
 
 
 def needed_models(config: PPOConfig) -> list[str]:
     """The roles besides the policy: any of ref, critic and rm."""
-    needed = {"ref": need_reference_policy(config), "critic": need_critic(config), "rm": need_reward_model(config)}
+    needed = {"ref": need_reference_model(config), "critic": need_critic(config), "rm": need_reward_model(config)}
     return [role for role, is_needed in needed.items() if is_needed]
 
 

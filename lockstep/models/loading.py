@@ -2,13 +2,15 @@
 
 folder ──► causal LM  |  (body, value head)  |  (body, reward head)      with our decoder layers if the architecture is known
 
+The folder of a peft adapter loads its base model with the adapter merged.
+
 `open_…` gives the model without memory for its parameters, and where their values come from: the engine that shards the model
 fills this rank's shards. All ranks call it together. `load_…` gives the whole model to this process.
 """
 
 import logging
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -27,15 +29,17 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
-from lockstep.config.model import HFModelConfig
+from lockstep.config.model import FSDPEngineConfig, HFModelConfig
+from lockstep.kernels.ops import Adapter
 from lockstep.models.known_models import attention_implementation, install_decoder_layers, why_own_forward
 from lockstep.models.log_probs import VocabularyHead
+from lockstep.models.lora import merged, read_adapter
 from lockstep.models.packed_weights import pack_weights
 from lockstep.models.rope import fix_rope
-from lockstep.models.weight_source import FolderWeights, SentWeights, WeightSource, find_weights
+from lockstep.models.weight_source import FolderWeights, MergedWeights, SentWeights, WeightSource, find_weights
 from lockstep.registry import load_module
 from lockstep.utils.distributed import current_rank, current_world_size
-from lockstep.utils.model_path import local_model_folder
+from lockstep.utils.model_path import base_folder, is_adapter, local_model_folder
 
 logger = logging.getLogger(__name__)
 hf_logging.disable_progress_bar()
@@ -51,9 +55,15 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return _DTYPES[name]
 
 
+def trained_dtype(config: HFModelConfig, engine: FSDPEngineConfig, device: torch.device) -> torch.dtype:
+    """What to open a model in that is trained: the master dtype, or the compute dtype if LoRA freezes it."""
+    return resolve_dtype(engine.dtype if config.lora_rank else engine.model_dtype, device)
+
+
 def model_folder(config: HFModelConfig, key: str) -> Path:
-    """The model's folder on this machine, fetched if it is elsewhere. key: its config section, for messages."""
-    folder = local_model_folder(config.path, f"{key}.path")
+    """The model's folder on this machine, fetched if it is elsewhere; of an adapter, its base. key: its config section, for
+    messages."""
+    folder = base_folder(local_model_folder(config.path, f"{key}.path"), f"{key}.path")
     if not (folder / "config.json").is_file():
         raise ValueError(f"{key}.path={config.path!r} holds no config.json, so it is not a Hugging Face model")
     return folder
@@ -186,14 +196,15 @@ def _open(
     body_only: bool = False,
 ) -> tuple[PreTrainedModel, WeightSource]:
     """body_only: the folder may lack the head."""
-    folder = model_folder(config, key)
+    folder, adapters = model_folder(config, key), _adapters_to_merge(config, key)
     model = meta_model(cls, hf_config, dtype, trust_remote_code=config.trust_remote_code)
     kept = _path_of(model.get_decoder(), model) if body_only else ""
     with _named(config, key):
         places, reason = find_weights(model, kept, folder, dtype)
     weights: WeightSource
+    _check_adapters(model, adapters, f"{key}.path={config.path!r}")
     if places is not None:
-        weights = FolderWeights(places)
+        weights = MergedWeights(FolderWeights(places), adapters) if adapters else FolderWeights(places)
         weights.fill_buffers(model, device)
         if model.can_generate() and (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -252,7 +263,31 @@ def _from_pretrained(
             local_files_only=True,
             weights_only=True,  # for a folder without safetensors
         )
+    for path, adapter in _adapters_to_merge(config, key).items():
+        weight = model.get_submodule(path).weight
+        weight.data = merged(cast(Tensor, weight.data), adapter)
     return model
+
+
+def _adapters_to_merge(config: HFModelConfig, key: str) -> dict[str, Adapter]:
+    """The adapters of a `path` that is an adapter's folder."""
+    folder = local_model_folder(config.path, f"{key}.path")
+    if not is_adapter(folder):
+        return {}
+    if config.lora_rank:
+        raise ValueError(
+            f"{key}.path={config.path!r} is an adapter: to go on training it, set {key}.path to its base model and "
+            f"{key}.lora_adapter_path to it; {key}.lora_rank=0 trains the merged weights"
+        )
+    return read_adapter(folder, f"{key}.path={config.path!r}")[0]
+
+
+def _check_adapters(model: nn.Module, adapters: Mapping[str, Adapter], what: str) -> None:
+    modules = dict(model.named_modules())
+    for path, adapter in adapters.items():
+        shape = tuple(getattr(getattr(modules.get(path), "weight", None), "shape", ()))
+        if shape != (adapter.b.shape[0], adapter.a.shape[1]):
+            raise ValueError(f"{what}: its adapter of {path} does not fit {type(model).__name__} of its base model")
 
 
 @contextmanager

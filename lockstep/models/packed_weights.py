@@ -3,9 +3,12 @@
 `kernels/packed.py` sees adjacent weights as one tensor; weights that are apart are concatenated on every call.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
+from lockstep.kernels.ops import linear_and_adapter
 from lockstep.kernels.packed import packed_view
 
 PACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -17,13 +20,19 @@ def pack_weights(model: nn.Module) -> None:
     """Make the parameters that `PACKED` names adjacent in memory, module by module; the parameter objects stay."""
     for module in model.modules():
         for names in PACKED:
-            linears = [getattr(module, name, None) for name in names]
-            if not all(type(linear) is nn.Linear for linear in linears):
-                continue
-            for kind in ("weight", "bias"):
-                parameters = [getattr(linear, kind) for linear in linears]
-                if any(p is None or p.is_meta for p in parameters) or packed_view(parameters) is not None:
-                    continue
-                joint = torch.cat([p.data for p in parameters])
-                for parameter, part in zip(parameters, joint.split([len(p) for p in parameters])):
-                    parameter.data = part
+            children = [getattr(module, name, None) for name in names]
+            found = [linear_and_adapter(child) for child in children if child is not None]
+            pairs = [pair for pair in found if pair is not None]
+            if len(pairs) == len(names):
+                _pack([linear.weight for linear, _ in pairs])
+                _pack([linear.bias for linear, _ in pairs])
+                _pack([adapter.a for _, adapter in pairs if adapter is not None])
+
+
+def _pack(parameters: Sequence[torch.Tensor | None]) -> None:
+    own = [parameter for parameter in parameters if parameter is not None and not parameter.is_meta]
+    if not own or len(own) < len(parameters) or packed_view(own) is not None:
+        return
+    joint = torch.cat([parameter.data for parameter in own])
+    for parameter, part in zip(own, joint.split([len(parameter) for parameter in own])):
+        parameter.data = part

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lockstep.models.known_models import install_decoder_layers
+from lockstep.models.lora import copy_adapters
 from lockstep.models.packed_weights import pack_weights
 from lockstep.models.rope import copy_rope
 
@@ -28,6 +29,7 @@ def rollout_module(model: PreTrainedModel) -> PreTrainedModel:
         )
     install_decoder_layers(module)
     copy_rope(model, module)
+    copy_adapters(model, module)
     return module.eval().requires_grad_(False)
 
 

@@ -25,6 +25,8 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from lockstep.kernels.ops import Adapter
+from lockstep.models.lora import base_name, merged
 from lockstep.utils.distributed import current_rank
 
 logger = logging.getLogger(__name__)
@@ -60,13 +62,17 @@ class WeightSource(ABC):
             if parameter.is_meta:
                 like, start = _own_rows(parameter)
                 own = torch.empty(like.shape, dtype=like.dtype, device=device)
-                self._read(self._prefix + name, parameter.shape, own, start)
+                self._read(self._prefix + base_name(name), parameter.shape, own, start)
                 if isinstance(parameter, DTensor):  # DTensor.from_local would move it to the device of the mesh
                     own = DTensor(own, parameter._spec, requires_grad=False)
                 filled[parameter] = nn.Parameter(own, parameter.requires_grad)
         names = module.named_parameters(remove_duplicate=False)
         state = {name: filled[parameter] for name, parameter in names if parameter in filled}
         module.load_state_dict(state, strict=False, assign=True)
+        self.close()
+
+    def close(self) -> None:  # noqa: B027
+        """Close the files that are open."""
 
     @abstractmethod
     def fill_buffers(self, model: PreTrainedModel, device: torch.device) -> None:
@@ -85,8 +91,7 @@ class FolderWeights(WeightSource):
         self._places = places
         self._files: dict[Path, Any] = {}
 
-    def fill(self, module: nn.Module, device: torch.device) -> None:
-        super().fill(module, device)
+    def close(self) -> None:
         self._files.clear()
 
     def fill_buffers(self, model: PreTrainedModel, device: torch.device) -> None:
@@ -97,7 +102,7 @@ class FolderWeights(WeightSource):
         for name, buffer in model.named_buffers():
             if name in self._places:
                 self._read(name, buffer.shape, buffer, 0)
-        self._files.clear()
+        self.close()
 
     def _read(self, name: str, shape: torch.Size, own: Tensor, start: int) -> None:
         tensor = self._slice(self._places[name])
@@ -148,6 +153,27 @@ class SentWeights(WeightSource):
             low, high = max(first, start), min(end, start + len(own))
             if low < high:
                 own[low - start : high - start].copy_(piece[low - first : high - first])
+
+
+class MergedWeights(WeightSource):
+    """Weights with adapters added to them. adapters: by the name of their linear layer."""
+
+    def __init__(self, base: WeightSource, adapters: Mapping[str, Adapter]) -> None:
+        super().__init__()
+        self._base = base
+        self._adapters = adapters
+
+    def close(self) -> None:
+        self._base.close()
+
+    def fill_buffers(self, model: PreTrainedModel, device: torch.device) -> None:
+        self._base.fill_buffers(model, device)
+
+    def _read(self, name: str, shape: torch.Size, own: Tensor, start: int) -> None:
+        self._base._read(name, shape, own, start)
+        adapter = self._adapters.get(name.removesuffix(".weight"))
+        if adapter is not None and name.endswith(".weight"):
+            own.copy_(merged(own, adapter, start))
 
 
 def find_weights(

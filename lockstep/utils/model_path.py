@@ -41,9 +41,14 @@ def local_model_folder(path: str | Path, key: str, *, weights: bool = True) -> P
         raise ValueError(f"{key}={path}: {without_prefix(error, path)}") from error
 
 
+def is_adapter(folder: Path) -> bool:
+    """Whether the folder is an adapter of peft, rather than a whole model."""
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
 def base_folder(folder: Path, key: str, *, weights: bool = True) -> Path:
     """The folder of the base model that an adapter names; any other folder is its own base."""
-    if (folder / "config.json").is_file() or not (folder / ADAPTER_CONFIG).is_file():
+    if not is_adapter(folder):
         return folder
     try:
         named = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
@@ -51,7 +56,8 @@ def base_folder(folder: Path, key: str, *, weights: bool = True) -> Path:
         raise ValueError(f"{key}={folder}: {ADAPTER_CONFIG} cannot be read ({error})") from error
     if not named:
         raise ValueError(f"{key}={folder}: {ADAPTER_CONFIG} does not name its base model (base_model_name_or_path)")
-    return local_model_folder(named, f"base model of {key}", weights=weights)
+    beside = folder / named  # a relative path may be relative to the adapter
+    return local_model_folder(beside if beside.is_dir() else named, f"base model of {key}", weights=weights)
 
 
 def revision_of(folder: Path) -> str:

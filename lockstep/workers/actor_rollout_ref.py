@@ -4,6 +4,8 @@ role actor_rollout       trains, and generates with the same weights
 role actor, rollout      one of the two, in separate processes; weights are sent to the rollout after each update
 role ref                 a frozen copy for reference log-probs
 role actor_rollout_ref   all three
+
+With LoRA the reference is the actor with its adapters off: no role loads a second model.
 """
 
 from contextlib import nullcontext
@@ -11,12 +13,13 @@ from contextlib import nullcontext
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig
+from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig, RefConfig, RolloutConfig
 from lockstep.config.model import FSDPEngineConfig, sequence_parallel_size
 from lockstep.engines.rollout.base import create_rollout_engine, longest_sequence
 from lockstep.engines.train.fsdp import FsdpEngine
-from lockstep.models.export import save_policy
-from lockstep.models.loading import load_causal_lm, model_folder, open_causal_lm, resolve_dtype
+from lockstep.models.loading import load_causal_lm, model_folder, open_causal_lm, resolve_dtype, trained_dtype
+from lockstep.models.lora import install_adapters
+from lockstep.models.packed_weights import pack_weights
 from lockstep.models.shared_weights import rollout_module
 from lockstep.models.token_models import PolicyModel
 from lockstep.models.tokenizer import eos_token_ids, hf_tokenizer
@@ -79,27 +82,39 @@ class ActorRolloutRefWorker(WeightHandOver):
             )
             self.generator = rollout_module(self.actor.model.transformer) if self.is_actor else self._whole_model()
             self.rollout.bind(self.generator)
-        if self.is_ref:
+        if self.is_actor and config.model.lora_rank:
+            self.ref = self.actor  # with its adapters off
+        elif self.is_ref:
             self.ref = self._engine(config.ref.fsdp_config, sequence_parallel_size(config.ref), trained=False)
+        if hasattr(self, "ref"):
             self._register_dispatch_collect_info("ref", self.ref.dp_rank, self.ref.sp_rank == 0)
 
     def _whole_model(self) -> PreTrainedModel:
         """For a rollout without a trainer in its process."""
-        dtype = resolve_dtype(self.config.actor.fsdp_config.dtype, self.device)
-        return load_causal_lm(self.config.model, _KEY, dtype, self.device, longest_sequence(self.config.rollout))
+        fsdp, model = self.config.actor.fsdp_config, self.config.model
+        dtype = resolve_dtype(fsdp.dtype, self.device)
+        policy = load_causal_lm(model, _KEY, dtype, self.device, longest_sequence(self.config.rollout))
+        install_adapters(PolicyModel(policy), model, _KEY, dtype=dtype, device=self.device, seed=fsdp.seed)
+        pack_weights(policy)
+        return policy
 
     def _engine(self, fsdp: FSDPEngineConfig, sp: int, *, trained: bool) -> FsdpEngine:
-        """A model in the master dtype if it is trained, else in the compute dtype."""
+        """A model in the master dtype if it is trained, else in the compute dtype; with LoRA its adapters are trained."""
         model, actor, longest = self.config.model, self.config.actor, longest_sequence(self.config.rollout)
-        dtype = resolve_dtype(fsdp.model_dtype if trained else fsdp.dtype, self.device)
-        policy, weights = open_causal_lm(model, _KEY, dtype, self.device, longest)
+        compute_dtype = resolve_dtype(fsdp.dtype, self.device)
+        dtype = trained_dtype(model, fsdp, self.device) if trained else compute_dtype
+        opened, weights = open_causal_lm(model, _KEY, dtype, self.device, longest)
+        policy = PolicyModel(opened)
+        if trained:
+            masters = resolve_dtype(fsdp.model_dtype, self.device)
+            install_adapters(policy, model, _KEY, dtype=masters, device=self.device, seed=fsdp.seed)
         return FsdpEngine(
-            PolicyModel(policy),
+            policy,
             fsdp,
             actor.optim if trained else None,
             weights=weights,
             device=self.device,
-            compute_dtype=resolve_dtype(fsdp.dtype, self.device),
+            compute_dtype=compute_dtype,
             packed=model.use_remove_padding,
             clip_grad=actor.grad_clip,
             gradient_checkpointing=model.enable_gradient_checkpointing,
@@ -126,23 +141,24 @@ class ActorRolloutRefWorker(WeightHandOver):
         """`old_log_probs` and `entropys` (and `sum_pi_squared`, if configured) under the current policy."""
         more = {"with_entropy": True, "with_sum_pi_squared": self.config.actor.calculate_sum_pi_squared}
         with self.memory.phase("old_log_prob"):
-            out = self._log_probs(self.actor, data, **more)
+            out = self._log_probs(self.actor, self.config.rollout, data, **more)
         names = {"log_probs": "old_log_probs", "entropy": "entropys", "sum_pi_squared": "sum_pi_squared"}
         return DataProto.from_dict(tensors={names[name]: values for name, values in out.items()})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("ref"), blocking=False)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        with self.memory.phase("ref"):
-            out = self._log_probs(self.ref, data)
+        with self.memory.phase("ref"), self.ref.adapters_off():
+            out = self._log_probs(self.ref, self.config.ref, data)
         return DataProto.from_dict(tensors={"ref_log_prob": out["log_probs"]})
 
-    def _log_probs(self, engine: FsdpEngine, data: DataProto, **options: bool) -> dict[str, torch.Tensor]:
+    def _log_probs(
+        self, engine: FsdpEngine, sizes: RolloutConfig | RefConfig, data: DataProto, **options: bool
+    ) -> dict[str, torch.Tensor]:
         require(data, "input_ids", "attention_mask", "position_ids", "responses", "response_mask")
-        source = self.config.ref if engine is getattr(self, "ref", None) else self.config.rollout
         micro = micro_batching(
-            source.log_prob_micro_batch_size_per_gpu,
-            source.log_prob_use_dynamic_bsz,
-            source.log_prob_max_token_len_per_gpu,
+            sizes.log_prob_micro_batch_size_per_gpu,
+            sizes.log_prob_use_dynamic_bsz,
+            sizes.log_prob_max_token_len_per_gpu,
         )
         engine.onload()
         out = engine.forward(data.tensors, micro, temperature=self._temperature, **options)
@@ -201,9 +217,7 @@ class ActorRolloutRefWorker(WeightHandOver):
         self.actor.onload(optimizer=True)
         self.actor.save(folder, self.config.actor.checkpoint.save_contents)
         if "hf_model" in self.config.actor.checkpoint.save_contents:
-            save_policy(
-                self.actor.model.transformer, self.actor.saved_weights(), self.tokenizer, folder / "huggingface"
-            )
+            self.actor.export(folder, self.tokenizer)
         self.actor.offload()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

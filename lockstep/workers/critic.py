@@ -5,8 +5,8 @@ import torch
 from lockstep.config.critic import CriticConfig
 from lockstep.config.model import sequence_parallel_size
 from lockstep.engines.train.fsdp import FsdpEngine
-from lockstep.models.export import save_scalar_model
-from lockstep.models.loading import model_folder, open_value_model, resolve_dtype
+from lockstep.models.loading import model_folder, open_value_model, resolve_dtype, trained_dtype
+from lockstep.models.lora import install_adapters
 from lockstep.models.token_models import ScalarModel
 from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.protocol import DataProto
@@ -36,7 +36,7 @@ class CriticWorker(Worker):
     def init_model(self) -> None:
         model, fsdp = self.config.model, self.config.model.fsdp_config
         join_process_group(self.rank, self.world_size, self.device, self.config.nccl_timeout)
-        dtype = resolve_dtype(fsdp.model_dtype, self.device)
+        dtype = trained_dtype(model, fsdp, self.device)
         self.tokenizer = hf_tokenizer(
             model.tokenizer_path or str(model_folder(model, _KEY)),
             trust_remote_code=model.trust_remote_code,
@@ -44,6 +44,8 @@ class CriticWorker(Worker):
         )
         body, score, weights = open_value_model(model, _KEY, dtype, self.device, fsdp.seed)
         self.model = ScalarModel(body, score)
+        masters = resolve_dtype(fsdp.model_dtype, self.device)
+        install_adapters(self.model, model, _KEY, dtype=masters, device=self.device, seed=fsdp.seed)
         self.engine = FsdpEngine(
             self.model,
             fsdp,
@@ -96,7 +98,7 @@ class CriticWorker(Worker):
         self.engine.onload(optimizer=True)
         self.engine.save(folder, self.config.checkpoint.save_contents)
         if "hf_model" in self.config.checkpoint.save_contents:
-            save_scalar_model(self.model.body, self.engine.saved_weights(), self.tokenizer, folder / "huggingface")
+            self.engine.export(folder, self.tokenizer)
         self.engine.offload()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -36,11 +36,12 @@ class WeightHandOver(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weight_layout(self) -> Layout:
-        """Actor: names and shapes of the tensors in each bucket."""
+        """Actor: names and shapes of the tensors in each bucket. A frozen base is not sent: the rollout has loaded the same."""
         megabytes = self.config.rollout.checkpoint_engine.update_weights_bucket_megabytes
         dtype = resolve_dtype(self.config.actor.fsdp_config.dtype, self.device)
         model = self.actor.model
-        shapes = [(model.hf_name(name), tuple(parameter.shape)) for name, parameter in model.named_parameters()]
+        trained = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+        shapes = [(model.hf_name(name), tuple(parameter.shape)) for name, parameter in trained]
         self._layout = layout_of(shapes, dtype, megabytes << 20)
         return self._layout
 
@@ -108,7 +109,7 @@ class WeightHandOver(Worker):
     def _buckets(self) -> Generator[Tensor]:
         """The actor's buckets; sums up their fingerprint."""
         self._sent = 0
-        for flat in pack_buckets(self.actor.weights(), self._layout):
+        for flat in pack_buckets(self.actor.weights(trained=True), self._layout):
             self._sent += fingerprint(flat)
             yield flat
 

@@ -81,8 +81,15 @@ class TrainEngine(ABC):
         """Give the rollout's module the current weights inside the context, shared or copied; collective."""
 
     @abstractmethod
-    def weights(self) -> Generator[tuple[str, Tensor]]:
-        """Whole parameters by Hugging Face name, one at a time, tied ones once; all ranks iterate together."""
+    def adapters_off(self) -> AbstractContextManager[None]:
+        """A model with LoRA adapters computes as its base inside: the reference policy."""
+
+    @abstractmethod
+    def weights(self, *, trained: bool = False) -> Generator[tuple[str, Tensor]]:
+        """Whole parameters by Hugging Face name, one at a time, tied ones once; all ranks iterate together.
+
+        trained: without those that are frozen, such as the base of LoRA adapters.
+        """
 
     @abstractmethod
     def offload(self) -> None:

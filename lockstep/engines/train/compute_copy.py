@@ -16,9 +16,15 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def copy_in(model: M, dtype: torch.dtype) -> M:
-    """A copy with parameters in `dtype`; trained ones accumulate float32 gradients. Buffers keep their type."""
+    """A copy with parameters in `dtype`; trained ones accumulate float32 gradients. Buffers keep their type.
+
+    Frozen parameters that are in `dtype` already (the base of a LoRA adapter) are shared, not copied.
+    """
     cast: dict[int, nn.Parameter] = {}
     for parameter in model.parameters():
+        if not parameter.requires_grad and parameter.dtype == dtype:
+            cast[id(parameter)] = parameter
+            continue
         compute = nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
         if parameter.requires_grad:
             compute.grad_dtype = torch.float32
@@ -27,20 +33,21 @@ def copy_in(model: M, dtype: torch.dtype) -> M:
     return copy.deepcopy(model, cast)
 
 
-def _pairs(masters: nn.Module, compute: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    return [pair for pair in zip(masters.parameters(), compute.parameters()) if pair[0].requires_grad]
+def copied_parameters(masters: nn.Module, compute: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """The pairs of a master and its copy, without the parameters that both share."""
+    return [pair for pair in zip(masters.parameters(), compute.parameters()) if pair[0] is not pair[1]]
 
 
 def hand_gradients(compute: nn.Module, masters: nn.Module) -> None:
     """Move the copy's accumulated gradients to the masters."""
-    for master, parameter in _pairs(masters, compute):
+    for master, parameter in copied_parameters(masters, compute):
         master.grad, parameter.grad = parameter.grad, None
 
 
 @torch.no_grad()
 def refresh(compute: nn.Module, masters: nn.Module) -> None:
     """Copy the masters' values to the compute copy."""
-    pairs = list(zip(masters.parameters(), compute.parameters()))
+    pairs = copied_parameters(masters, compute)
     if pairs:
         copied: Sequence[Tensor] = [parameter for _, parameter in pairs]
         torch._foreach_copy_(list(copied), [master.detach() for master, _ in pairs])

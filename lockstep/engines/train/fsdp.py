@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig
 from lockstep.engines.train import sharding
@@ -27,13 +27,15 @@ from lockstep.engines.train.offload import CopyStream, OffloadedMoments, PinnedB
 from lockstep.engines.train.optimizer import PiecewiseAdamW, build_optimizer
 from lockstep.engines.train.schedule import build_schedule
 from lockstep.engines.train.state import load_extra, load_shards, save_extra, save_shards
+from lockstep.models.export import save_policy, save_scalar_model
 from lockstep.models.known_models import computes_packed
+from lockstep.models.lora import adapters_off, has_adapters, save_adapter, trial_adapters
 from lockstep.models.model_check import check_batch, check_outputs, refuse_errors, transformers_forward
 from lockstep.models.packed_weights import pack_weights
 from lockstep.models.packing import ForwardRows, Layout, forward_rows, prompt_owners
 from lockstep.models.rope import rope_limit
 from lockstep.models.shared_weights import copy_gathered, release_weights, share_weights
-from lockstep.models.token_models import TokenModel
+from lockstep.models.token_models import ScalarModel, TokenModel
 from lockstep.models.ulysses import SequenceGroup, check_heads
 from lockstep.models.weight_source import WeightSource
 from lockstep.protocol.columns import tensors_of
@@ -98,7 +100,7 @@ class FsdpEngine(TrainEngine):
         if weights is not None:
             weights.fill(model.transformer, torch.device("cpu") if self._streams else device)
         if not self._sharded:
-            if _parameter_dtype(model) != compute_dtype:
+            if _master_dtype(model) != compute_dtype:
                 self.compute = copy_in(model, compute_dtype)
             pack_weights(self.compute)
         self.checkpointing: LayerCheckpointing | None = None
@@ -188,6 +190,11 @@ class FsdpEngine(TrainEngine):
         self._loss_scale.update(value)
         return value
 
+    @contextmanager
+    def adapters_off(self) -> Iterator[None]:
+        with adapters_off(self.compute):
+            yield
+
     def schedule_step(self) -> None:
         self.schedule.step()
 
@@ -219,8 +226,10 @@ class FsdpEngine(TrainEngine):
                 release_weights(module)
             self.offload()
 
-    def weights(self) -> Generator[tuple[str, Tensor]]:
+    def weights(self, *, trained: bool = False) -> Generator[tuple[str, Tensor]]:
         for name, parameter in self.model.named_parameters():
+            if trained and not parameter.requires_grad:
+                continue
             weight = parameter.detach()
             yield self.model.hf_name(name), sharding.whole(weight if self._streams else weight.to(self.device))
 
@@ -231,7 +240,7 @@ class FsdpEngine(TrainEngine):
             move_parameters(self.compute, self._buffers["compute"], self.device)
         if optimizer and self.config.param_offload and self._copied:
             with self._copies.copying():
-                move_parameters(self.model, self._buffers["masters"], self.device)
+                move_parameters(self.model, self._buffers["masters"], self.device, shared=self._frozen)
             if not ahead:
                 self._copies.wait()
 
@@ -243,7 +252,7 @@ class FsdpEngine(TrainEngine):
         if self.config.param_offload:
             move_parameters(self.compute, self._buffers["compute"], host)
             if self._copied:
-                move_parameters(self.model, self._buffers["masters"], host)
+                move_parameters(self.model, self._buffers["masters"], host, shared=self._frozen)
         if self.config.param_offload or self.config.optimizer_offload:
             torch.cuda.empty_cache()
 
@@ -268,10 +277,24 @@ class FsdpEngine(TrainEngine):
             if name in saved:
                 yield self.model.hf_name(name), buffer
 
+    def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Write `huggingface`, a folder that transformers opens, or of a model with adapters `lora_adapter`, which peft opens."""
+        if has_adapters(self.model):
+            save_adapter(self.model, self.weights(trained=True), tokenizer, folder / "lora_adapter")
+            return
+        save = save_scalar_model if isinstance(self.model, ScalarModel) else save_policy
+        save(self.model.transformer, self.saved_weights(), tokenizer, folder / "huggingface")
+
     @property
     def _copied(self) -> bool:
         """Whether a copy of the master weights computes, rather than they themselves."""
         return self.compute is not self.model
+
+    @property
+    def _frozen(self) -> list[nn.Parameter]:
+        """Parameters that the masters share with the compute copy."""
+        copies = set(map(id, self.compute.parameters()))
+        return [parameter for parameter in self.model.parameters() if id(parameter) in copies]
 
     @property
     def _sharded(self) -> bool:
@@ -280,15 +303,16 @@ class FsdpEngine(TrainEngine):
     def _check_model(self) -> None:
         """Compare log-probs or values of a few random rows with transformers' own eager forward."""
         layouts: list[Layout] = ["rows"] if self.layout == "rows" else ["packed", "padded"]
-        models = [self.compute] if self.compute is self.model else [self.model, self.compute]
+        # masters of adapters do not compute: they have another dtype than their base
+        models = [self.model, self.compute] if self._copied and not has_adapters(self.model) else [self.compute]
         batch = check_batch(self.model.hf_config.get_text_config().vocab_size)
         for model, layout in product(models, layouts):
-            with phase("check the model"), refuse_errors(model.transformer), torch.no_grad():
+            with phase("check the model"), refuse_errors(model.transformer), torch.no_grad(), trial_adapters(model):
                 got = model(forward_rows(batch, self.device, layout))
                 with transformers_forward(model.transformer):
                     expected = model(forward_rows(batch, self.device, "rows"))
             sharding.reshard(model)
-            dtype = self._compute_dtype if model is self.compute else _parameter_dtype(model)
+            dtype = self._compute_dtype if model is self.compute else _master_dtype(model)
             path = f"training with {layout} rows"
             check_outputs(got, expected, batch, model=model.transformer, path=path, dtype=dtype)
 
@@ -354,5 +378,6 @@ def _taken(batch: TensorDict, rows: list[int]) -> TensorDict:
     return batch if len(rows) == len(batch) else batch[start:end]
 
 
-def _parameter_dtype(model: nn.Module) -> torch.dtype:
-    return next(model.parameters()).dtype
+def _master_dtype(model: nn.Module) -> torch.dtype:
+    """Of the trained parameters, or of a model that is not trained."""
+    return next((p for p in model.parameters() if p.requires_grad), next(model.parameters())).dtype

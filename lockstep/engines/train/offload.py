@@ -8,7 +8,7 @@ moments     stay in host memory; a step streams them through the device in bucke
             write back                         │ bucket 0 │ …
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -148,8 +148,12 @@ class OffloadedMoments:
                 piece.parameter.grad = None
 
 
-def move_parameters(module: nn.Module, buffer: PinnedBuffer, device: torch.device) -> None:
-    parameters = list(module.parameters())
+def move_parameters(
+    module: nn.Module, buffer: PinnedBuffer, device: torch.device, *, shared: Collection[nn.Parameter] = ()
+) -> None:
+    """shared: parameters that stay where they are, because another module moves them."""
+    stay = set(map(id, shared))
+    parameters = [parameter for parameter in module.parameters() if id(parameter) not in stay]
     if any(isinstance(p, DTensor) for p in parameters):
         module.to(device)
         return

@@ -1,6 +1,7 @@
 """An engine's checkpoint folder, written by any number of ranks and read by any other number.
 
-shards/               model and optimizer, by torch.distributed.checkpoint: each rank writes its shards and reads what it needs
+shards/               trained parameters and optimizer, by torch.distributed.checkpoint: each rank writes its shards and reads
+                      what it needs
 extra_rank_N.json     position in the schedule, loss scale and random generators of rank N, the tensors in extra_rank_N.safetensors;
                       a rank without a file reads that of rank 0
 
@@ -60,8 +61,9 @@ def load_shards(folder: Path, contents: Collection[str], model: nn.Module, optim
 
 
 def _model_state(model: nn.Module) -> dict[str, Tensor]:
-    """This rank's shards of parameters, and buffers, by name; tied ones once."""
-    names = {name for name, _ in chain(model.named_parameters(), model.named_buffers())}
+    """This rank's shards of the trained parameters, and buffers, by name; tied ones once."""
+    trained = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+    names = {name for name, _ in chain(trained, model.named_buffers())}
     state = get_model_state_dict(model)
     return {name: cast(Tensor, value) for name, value in state.items() if name in names}
 

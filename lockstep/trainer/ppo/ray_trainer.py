@@ -193,7 +193,7 @@ class PPOTrainer:
         colocated_wg = groups.get(str(Role.ActorRollout))
         self.actor_rollout_wg: Any = colocated_wg or groups[str(Role.Actor)]
         self.rollout_wg: Any = colocated_wg or groups[str(Role.Rollout)]
-        self.ref_policy_wg: Any = groups.get(str(Role.RefPolicy))
+        self.ref_policy_wg: Any = groups.get(str(Role.RefPolicy), self.actor_rollout_wg)  # with LoRA the actor's
         self.critic_wg: Any = groups.get(str(Role.Critic))
         self.rm_wg: Any = groups.get(str(Role.RewardModel))
         self.sampling = Sampling(self.config, self.rollout_wg, self.rm_wg, self.reward_fn)

@@ -17,7 +17,7 @@ from lockstep.config.placement import (
     Pools,
     controller_of,
     need_critic,
-    need_reference_policy,
+    need_reference_model,
     need_reward_model,
     needed_models,
     pools_of,
@@ -77,7 +77,7 @@ class TaskRunner:
             self._add(Role.Critic, CriticWorker, pools)
 
     def add_ref_policy_worker(self, config: PPOConfig, pools: Pools) -> None:
-        if need_reference_policy(config):
+        if need_reference_model(config):
             self._add(Role.RefPolicy, ActorRolloutRefWorker, pools)
 
     def add_reward_model_worker(self, config: PPOConfig, pools: Pools) -> None:

@@ -25,8 +25,8 @@ from lockstep.config.sft import SFTConfig
 from lockstep.data.loader import create_dataloader
 from lockstep.engines.train.base import MicroBatching
 from lockstep.engines.train.fsdp import FsdpEngine
-from lockstep.models.export import save_policy
-from lockstep.models.loading import open_causal_lm, resolve_dtype
+from lockstep.models.loading import open_causal_lm, resolve_dtype, trained_dtype
+from lockstep.models.lora import install_adapters
 from lockstep.models.token_models import PolicyModel
 from lockstep.observability.trackers import Tracking
 from lockstep.trainer.checkpoint import CheckpointStore, RunLock
@@ -109,9 +109,10 @@ class SFTTrainer:
         model, engine, optim = self.config.model, self.config.model.fsdp_config, self.config.optim
         if optim.total_training_steps < 1:
             optim = replace(optim, total_training_steps=self.total_training_steps)
-        dtype = resolve_dtype(engine.model_dtype, self.device)
+        dtype, masters = trained_dtype(model, engine, self.device), resolve_dtype(engine.model_dtype, self.device)
         policy, weights = open_causal_lm(model, "model", dtype, self.device, self.config.data.max_length)
         self.policy = PolicyModel(policy)
+        install_adapters(self.policy, model, "model", dtype=masters, device=self.device, seed=engine.seed)
         self.engine = FsdpEngine(
             self.policy,
             engine,
@@ -296,9 +297,7 @@ class SFTTrainer:
             contents = self.config.trainer.checkpoint.save_contents
             self.engine.save(folder, contents)
             if "hf_model" in contents:
-                save_policy(
-                    self.policy.transformer, self.engine.saved_weights(), self.tokenizer, folder / "huggingface"
-                )
+                self.engine.export(folder, self.tokenizer)
             if self.is_first_rank:
                 save_state(folder / "data", self.loader_state, owner="the data loader")
                 state = {"global_steps": self.global_steps, "num_tokens": self.num_tokens, "metrics": metrics}

@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from lockstep.algorithms.compute_advantage import compute_advantage, compute_response_mask
 from lockstep.algorithms.kl import apply_kl_penalty
 from lockstep.config.estimators import AdvantageEstimator
-from lockstep.config.placement import need_critic, need_reference_policy, need_reward_model
+from lockstep.config.placement import need_critic, need_reference_model, need_reward_model
 from lockstep.config.ppo import PPOConfig
 from lockstep.data.loader import create_dataloader
 from lockstep.observability.rollout_log import dump_generations
@@ -370,7 +370,7 @@ def _needed_roles(config: PPOConfig, mapping: Mapping[Role, Any]) -> dict[Role, 
         needed = {Role.ActorRollout: combined, Role.RefPolicy: combined} | needed
     optional = {
         Role.Critic: need_critic(config),
-        Role.RefPolicy: need_reference_policy(config),
+        Role.RefPolicy: need_reference_model(config),
         Role.RewardModel: need_reward_model(config),
     }
     return {role: value for role, value in needed.items() if optional.get(role, True)}

@@ -1,0 +1,288 @@
+"""LoRA: low-rank adapters of peft beside frozen linear layers.
+
+    y = x W^T + (alpha / rank) * (x A^T) B^T       W in the compute dtype; A (R, I) random and B (O, R) zero at first, both trained
+
+Adapters are peft's layers around the linear layers of a transformers model: `q_proj.weight` becomes `q_proj.base_layer.weight`,
+beside `q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight`. `kernels/ops.py` computes them, and the check at load
+time compares that with peft's own forward. A folder of an adapter is peft's: adapter_config.json and adapter_model.safetensors.
+"""
+
+import copy
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lockstep.config.model import HFModelConfig
+from lockstep.kernels.ops import Adapter
+from lockstep.utils.distributed import current_rank
+from lockstep.utils.model_path import is_adapter, local_model_folder
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+    from lockstep.models.token_models import TokenModel
+
+ADAPTER = "default"
+"""The adapter's name in peft's layers."""
+_PREFIX = "base_model.model."
+"""Of the names in an adapter's file."""
+_PLAIN = {
+    "bias": "none",
+    "use_dora": False,
+    "lora_bias": False,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "target_parameters": None,
+    "trainable_token_indices": None,
+    "layer_replication": None,
+}
+"""Settings of peft that are served with this value only."""
+
+
+def base_name(name: str) -> str:
+    """The name that a parameter has without adapters."""
+    return name.replace(".base_layer.", ".")
+
+
+def file_name(hf_name: str) -> str:
+    """The name of a trained parameter in an adapter's file."""
+    return _PREFIX + hf_name.replace(f".{ADAPTER}.", ".")
+
+
+def adapter_layers(model: nn.Module) -> dict[str, Any]:
+    """peft's layers by the name of the linear layer they wrap; empty for a model without adapters."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+
+
+def has_adapters(model: nn.Module) -> bool:
+    return any(hasattr(module, "lora_A") for module in model.modules())
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """The model computes as its base inside."""
+    layers = adapter_layers(model).values()
+    # peft's enable_adapters would also set requires_grad of the parameters, which may be sharded
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+@contextmanager
+@torch.no_grad()
+def trial_adapters(model: nn.Module) -> Iterator[None]:
+    """Give every adapter a B that is not zero inside, so that a check of the model covers adapters before they are trained."""
+    weights = [layer.lora_B[ADAPTER].weight for layer in adapter_layers(model).values()]
+    shards = [(w.to_local() if isinstance(w, DTensor) else w).detach() for w in weights]
+    before = [shard.clone() for shard in shards]
+    for shard in shards:
+        shard.copy_(torch.linspace(-0.02, 0.02, shard.numel(), device=shard.device).view(shard.shape))
+    try:
+        yield
+    finally:
+        for shard, values in zip(shards, before):
+            shard.copy_(values)
+
+
+def install_adapters(
+    model: "TokenModel", config: HFModelConfig, key: str, *, dtype: torch.dtype, device: torch.device, seed: int
+) -> None:
+    """Freeze the transformer and add adapters in `dtype`: random ones from `seed`, or those of `lora_adapter_path`.
+
+    No-op if `lora_rank` is 0.
+    key: the config section, for messages. A head beside the transformer (a critic's) stays trained, in `dtype` too.
+    """
+    if config.lora_rank == 0:
+        return
+    folder = None
+    if config.lora_adapter_path is not None:
+        name = f"{key}.lora_adapter_path"
+        folder = local_model_folder(config.lora_adapter_path, name)
+        if not is_adapter(folder):
+            raise ValueError(f"{name}={config.lora_adapter_path}: it has no adapter_config.json: not a peft adapter")
+    lora = _new_config(model, config) if folder is None else _saved_config(folder, config, key)
+    transformer = model.transformer
+    linears = sorted({name.rpartition(".")[2] for name, m in transformer.named_modules() if isinstance(m, nn.Linear)})
+    _inject(transformer, lora, f"{key}.target_modules={config.target_modules}", linears, config, key)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for layer in adapter_layers(transformer).values():
+            a, b = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
+            weight = nn.init.kaiming_uniform_(torch.empty(a.weight.shape), a=math.sqrt(5), generator=generator)
+            a.weight = nn.Parameter(weight.to(device, dtype))
+            b.weight = nn.Parameter(torch.zeros(b.weight.shape, device=device, dtype=dtype))
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype)
+    if folder is not None:
+        _load(model, folder, f"{key}.lora_adapter_path={config.lora_adapter_path}")
+
+
+def copy_adapters(source: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Give `target` the same adapters as `source`, without memory; no-op if it has none."""
+    if has_adapters(source):
+        from peft import inject_adapter_in_model
+
+        inject_adapter_in_model(copy.deepcopy(_config_of(source)), target, ADAPTER, low_cpu_mem_usage=True)
+
+
+def save_adapter(
+    model: "TokenModel", weights: Iterable[tuple[str, Tensor]], tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> None:
+    """Write an adapter that `peft.PeftModel.from_pretrained` loads, and the tokenizer. Collective.
+
+    weights: the trained parameters, whole, by their Hugging Face names; every rank iterates.
+    """
+    tensors = {file_name(name): tensor.detach().cpu().contiguous() for name, tensor in weights}
+    if current_rank() > 0:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    lora = copy.deepcopy(_config_of(model.transformer))
+    lora.inference_mode = True
+    lora.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters that a model without adapters would need, by name: each adapter is added to its layer's weight."""
+    layers = adapter_layers(model)
+    for name, parameter in model.named_parameters():
+        path = name.removesuffix(".base_layer.weight")
+        if ".lora_A." in name or ".lora_B." in name:
+            continue
+        if path in layers and path != name:
+            layer = layers[path]
+            pair = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+            yield base_name(name), merged(parameter, Adapter(*pair, layer.scaling[ADAPTER]))
+        else:
+            yield base_name(name), parameter.detach()
+
+
+@torch.no_grad()
+def merged(weight: Tensor, adapter: Adapter, start: int = 0) -> Tensor:
+    """weight + scale * B A in float32, rounded once. weight: rows of the layer's weight, from row `start` on."""
+    a, b = adapter.a.to(weight.device).float(), adapter.b[start : start + len(weight)].to(weight.device).float()
+    return torch.addmm(weight.float(), b, a, alpha=adapter.scale).to(weight.dtype)
+
+
+def read_adapter(folder: Path, what: str) -> tuple[dict[str, Adapter], dict[str, Tensor]]:
+    """Adapters of a folder by the name of their linear layer, and other tensors by name. what: the setting, for messages."""
+    lora = _read_config(folder, what)
+    scale = lora.lora_alpha / (math.sqrt(lora.r) if lora.use_rslora else lora.r)
+    tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in _read_tensors(folder).items()}
+    adapters: dict[str, Adapter] = {}
+    for name in [name for name in tensors if name.endswith(".lora_A.weight")]:
+        path = name.removesuffix(".lora_A.weight")
+        a, b = tensors.pop(name), tensors.pop(f"{path}.lora_B.weight", None)
+        if b is None:
+            raise ValueError(f"{what}: {path} has lora_A but no lora_B")
+        adapters[path] = Adapter(a, b, scale)
+    if not adapters:
+        raise ValueError(f"{what}: the folder has no LoRA tensors")
+    return adapters, tensors
+
+
+def _config_of(model: PreTrainedModel) -> "LoraConfig":
+    return cast(Any, model.peft_config)[ADAPTER]  # type: ignore[no-any-return]
+
+
+def _new_config(model: "TokenModel", config: HFModelConfig) -> "LoraConfig":
+    from peft import LoraConfig
+
+    is_scalar = hasattr(model, "score")
+    folder = Path(config.path).expanduser()
+    return LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        target_modules=config.target_modules,
+        exclude_modules=config.exclude_modules,
+        base_model_name_or_path=str(folder.resolve()) if folder.is_dir() else config.path,
+        task_type="SEQ_CLS" if is_scalar else "CAUSAL_LM",
+        modules_to_save=["score"] if is_scalar else None,
+    )
+
+
+def _saved_config(folder: Path, config: HFModelConfig, key: str) -> "LoraConfig":
+    what = f"{key}.lora_adapter_path={config.lora_adapter_path}"
+    lora = _read_config(folder, what)
+    if lora.r != config.lora_rank:
+        raise ValueError(f"{what}: the adapter has rank {lora.r}, not {config.lora_rank}; set {key}.lora_rank={lora.r}")
+    lora.inference_mode, lora.lora_dropout = False, 0.0  # no noise: the policy that trains is the one that was sampled
+    return lora
+
+
+def _read_config(folder: Path, what: str) -> "LoraConfig":
+    from peft import LoraConfig, PeftConfig
+
+    try:
+        lora = PeftConfig.from_pretrained(str(folder))
+    except (TypeError, ValueError, KeyError) as error:
+        raise ValueError(f"{what}: its adapter_config.json cannot be read: {error}") from error
+    if not isinstance(lora, LoraConfig):
+        raise ValueError(f"{what}: is a {lora.peft_type} adapter; only LoRA is supported")
+    for name, plain in _PLAIN.items():
+        if (getattr(lora, name, None) or plain) != plain:
+            raise ValueError(f"{what}: {name}={getattr(lora, name)} of its adapter_config.json is not supported")
+    return lora
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    from peft import load_peft_weights
+
+    return cast(dict[str, Tensor], load_peft_weights(str(folder), device="cpu"))
+
+
+def _inject(
+    transformer: PreTrainedModel, lora: "LoraConfig", what: str, linears: list[str], config: HFModelConfig, key: str
+) -> None:
+    from peft import inject_adapter_in_model
+    from peft.tuners.lora.layer import Linear
+
+    known = f"its linear layers are {', '.join(linears)}"
+    name = type(transformer).__name__
+    try:
+        inject_adapter_in_model(lora, transformer, ADAPTER, low_cpu_mem_usage=True)
+    except ValueError as error:
+        if config.exclude_modules and "exclude" in str(error):
+            raise ValueError(
+                f"{key}.exclude_modules={config.exclude_modules} excludes every layer that {what} selects; {known}"
+            ) from error
+        raise ValueError(f"{what} matches no linear layer of {name}; {known}") from error
+    layers = adapter_layers(transformer)
+    if others := sorted({path.rpartition(".")[2] for path, layer in layers.items() if not isinstance(layer, Linear)}):
+        raise ValueError(f"{what}: {', '.join(others)} of {name} is not a linear layer; {known}")
+    if isinstance(lora.target_modules, list | set) and isinstance(config.target_modules, list):
+        wanted = [target for target in config.target_modules if target in lora.target_modules]
+        unmatched = [t for t in wanted if not any(path == t or path.endswith(f".{t}") for path in layers)]
+        if unmatched and not config.exclude_modules:
+            raise ValueError(f"{what}: {', '.join(unmatched)} matches no linear layer of {name}; {known}")
+
+
+@torch.no_grad()
+def _load(model: "TokenModel", folder: Path, what: str) -> None:
+    """Copy a folder's tensors into the adapters of a model that is not sharded yet."""
+    tensors = _read_tensors(folder)
+    own = {file_name(model.hf_name(name)): p for name, p in model.named_parameters() if p.requires_grad}
+    if other := sorted(tensors.keys() ^ own.keys()):
+        state = "has" if other[0] in tensors else "lacks"
+        raise ValueError(
+            f"{what}: is not an adapter of this model: it {state} {other[0]} (and {len(other) - 1} more differ)"
+        )
+    for name, parameter in own.items():
+        if tensors[name].shape != parameter.shape:
+            shapes = f"{tuple(tensors[name].shape)} instead of {tuple(parameter.shape)}"
+            raise ValueError(f"{what}: is an adapter of another base model: {name} has shape {shapes}")
+        parameter.copy_(tensors[name])
