@@ -152,7 +152,7 @@ def save_adapter(
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     lora = copy.deepcopy(_config_of(model.transformer))
     lora.inference_mode = True
-    lora.save_pretrained(folder)
+    lora.save_pretrained(str(folder))
     tokenizer.save_pretrained(folder)
 
 
@@ -196,7 +196,7 @@ def read_adapter(folder: Path, what: str) -> tuple[dict[str, Adapter], dict[str,
 
 
 def _config_of(model: PreTrainedModel) -> "LoraConfig":
-    return cast(Any, model.peft_config)[ADAPTER]  # type: ignore[no-any-return]
+    return cast(Any, model.peft_config)[ADAPTER]
 
 
 def _new_config(model: "TokenModel", config: HFModelConfig) -> "LoraConfig":

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, inject_adapter_in_model
 from tensordict import TensorDict
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM
@@ -18,6 +19,7 @@ from lockstep.engines.train.fsdp import FsdpEngine
 from lockstep.kernels.packed import packed_view
 from lockstep.models.attention import PackedAttention, no_mask
 from lockstep.models.loading import load_value_model, open_causal_lm, open_value_model
+from lockstep.models.lora import adapter_layers, has_adapters, install_adapters
 from lockstep.models.shared_weights import rollout_module
 from lockstep.models.token_models import PolicyModel, ScalarModel, TokenModel
 from lockstep.models.weight_source import WeightSource
@@ -47,6 +49,7 @@ class Case:
     packed: bool = True
     num_real: int = NUM_REAL
     frozen: str = ""
+    lora: int = 0
     device: str = "cpu"
 
     def __str__(self) -> str:
@@ -77,18 +80,23 @@ def summed_loss(outputs: dict[str, Tensor], rows: TensorDict) -> Tensor:
 
 
 def open_model(folder: Path, case: Case) -> tuple[TokenModel, WeightSource]:
-    config, device = HFModelConfig(path=str(folder)), torch.device(case.device)
+    config, device = HFModelConfig(path=str(folder), lora_rank=case.lora), torch.device(case.device)
+    dtype = case.compute if case.lora else torch.float32
+    model: TokenModel
     if case.kind == "policy":
-        model, weights = open_causal_lm(config, "m", torch.float32, device)
-        return PolicyModel(model), weights
-    body, score, weights = open_value_model(config, "m", torch.float32, device, seed=3)
-    return ScalarModel(body, score), weights
+        transformer, weights = open_causal_lm(config, "m", dtype, device)
+        model = PolicyModel(transformer)
+    else:
+        body, score, weights = open_value_model(config, "m", dtype, device, seed=3)
+        model = ScalarModel(body, score)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not (case.frozen and case.frozen in name))
+    install_adapters(model, config, "m", dtype=torch.float32, device=device, seed=5)
+    return model, weights
 
 
 def build_engine(folder: Path, case: Case, *, trained: bool = True) -> FsdpEngine:
     model, weights = open_model(folder, case)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not (case.frozen and case.frozen in name))
     return FsdpEngine(
         model,
         FSDPEngineConfig(**case.fsdp),
@@ -146,7 +154,9 @@ def all_rows(engine: FsdpEngine, values: Tensor) -> Tensor:
 
 
 def weights_of(engine: FsdpEngine) -> dict[str, np.ndarray]:
-    return {name: tensor.cpu().numpy().copy() for name, tensor in engine.weights()}
+    """All of them, or the adapters of a model that has some."""
+    weights = engine.weights(trained=has_adapters(engine.model))
+    return {name: tensor.cpu().numpy().copy() for name, tensor in weights}
 
 
 def train(folder: Path, case: Case, num_steps: int = 3) -> dict[str, Any]:
@@ -260,8 +270,8 @@ def join_again() -> None:
 class Reference:
     """The same training by plain transformers and autograd: whole model, row by row, eager attention."""
 
-    def __init__(self, folder: Path, kind: str, num_real: int = NUM_REAL, frozen: str = "") -> None:
-        self.kind, self.num_real = kind, num_real
+    def __init__(self, folder: Path, kind: str, num_real: int = NUM_REAL, frozen: str = "", lora: int = 0) -> None:
+        self.kind, self.num_real, self.lora = kind, num_real, lora
         if kind == "policy":
             self.model: nn.Module = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=torch.float32, attn_implementation="eager"
@@ -272,9 +282,20 @@ class Reference:
             self.model = nn.ModuleDict({"model": body, "score": head})
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(not (frozen and frozen in name))
+        if lora:
+            self._add_adapters(folder, lora)
         self.optimizer = torch.optim.AdamW(
             [p for p in self.model.parameters() if p.requires_grad], lr=OPTIM.lr, weight_decay=OPTIM.weight_decay
         )
+
+    def _add_adapters(self, folder: Path, rank: int) -> None:
+        """peft's own layers and forward, with the initial values of the engine's adapters."""
+        target: Any = self.model if self.kind == "policy" else self.model["model"]  # type: ignore[index]
+        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=16, target_modules="all-linear"), target)
+        initial = adapter_layers(open_model(folder, Case(kind=self.kind, lora=rank))[0].transformer)
+        for name, layer in adapter_layers(target).items():
+            for part in ("lora_A", "lora_B"):
+                getattr(layer, part).load_state_dict(getattr(initial[name], part).state_dict())
 
     def outputs(self, batch: TensorDict) -> dict[str, Tensor]:
         results: dict[str, list[Tensor]] = {}
@@ -313,5 +334,6 @@ class Reference:
         with torch.no_grad():
             outputs = {n: v.numpy() for n, v in self.outputs(make_batch(0, self.num_real)[: self.num_real]).items()}
         steps = [self.step(number) for number in range(num_steps)]
-        weights = {name: p.detach().numpy() for name, p in self.model.named_parameters()}
+        kept = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad or not self.lora]
+        weights = {name: p.detach().numpy() for name, p in kept}
         return {"outputs": outputs, "steps": steps, "weights": weights}

@@ -34,6 +34,9 @@ CASES = [
     Case(world=4, sp=4, micro=MicroBatching(max_tokens=8), checkpointing=True),
     Case(world=4, sp=4, kind="scalar", micro=MicroBatching(num_rows=2)),
     Case(world=2, frozen="self_attn"),
+    Case(world=2, lora=4),
+    Case(world=2, lora=4, kind="scalar", micro=TOKENS, checkpointing=True),
+    Case(world=4, lora=4, sp=2, fsdp={"fsdp_size": 2}, micro=TOKENS),
 ]
 
 
@@ -51,7 +54,7 @@ def ranks() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> Callable[..., dict[str, Any]]:
-    return cache(lambda kind, num_real, frozen: Reference(folder, kind, num_real, frozen).run())
+    return cache(lambda *settings: Reference(folder, *settings).run())
 
 
 def assert_same_weights(got: dict[str, np.ndarray], expected: dict[str, np.ndarray], tolerance: float) -> None:
@@ -65,7 +68,7 @@ def assert_same_weights(got: dict[str, np.ndarray], expected: dict[str, np.ndarr
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_ranks_train_as_one_process(case: Case, folder: Path, ranks: Ranks, reference: Callable[..., Any]) -> None:
-    expected = reference(case.kind, case.num_real, case.frozen)
+    expected = reference(case.kind, case.num_real, case.frozen, case.lora)
     results = ranks.run(case.world, cases.train, folder, case)
     for result in results:
         for name, values in expected["outputs"].items():
@@ -109,12 +112,14 @@ def test_scores_at_the_last_token_of_a_model_that_only_computes(folder: Path, ra
             np.testing.assert_allclose(scores, alone, atol=1e-6)
 
 
-@pytest.mark.parametrize("fsdp_size", [-1, 2])
-def test_gathered_weights_generate_on_any_number_of_rows_a_rank(fsdp_size: int, folder: Path, ranks: Ranks) -> None:
+@pytest.mark.parametrize(("fsdp_size", "lora"), [(-1, 0), (2, 0), (-1, 4)])
+def test_gathered_weights_generate_on_any_number_of_rows_a_rank(
+    fsdp_size: int, lora: int, folder: Path, ranks: Ranks
+) -> None:
     """Rank r decodes r rows, so that rank 0 only takes part in gathering; training goes on afterwards."""
-    case = Case(world=4, fsdp={"fsdp_size": fsdp_size})
+    case = Case(world=4, fsdp={"fsdp_size": fsdp_size}, lora=lora)
     results = ranks.run(4, cases.decode_then_train, folder, case)
-    expected = cases.decode_then_train(folder, Case())
+    expected = cases.decode_then_train(folder, Case(lora=lora))
     for rank, (tokens, step) in enumerate(results):
         assert tokens == expected[0][:rank]
         np.testing.assert_allclose(step, expected[1], atol=1e-5, rtol=1e-5)
@@ -131,6 +136,8 @@ def test_gathered_weights_generate_on_any_number_of_rows_a_rank(fsdp_size: int, 
         (Case(world=2, kind="scalar"), Case(kind="scalar")),
         (Case(world=2, frozen="mlp"), Case(world=4, frozen="mlp")),
         (Case(world=4, compute=torch.bfloat16), Case(compute=torch.bfloat16)),
+        (Case(world=2, lora=4), Case(lora=4)),
+        (Case(lora=4, compute=torch.bfloat16), Case(world=2, lora=4, compute=torch.bfloat16)),
     ],
     ids=str,
 )
