@@ -38,7 +38,11 @@ def test_wrong_key_exits_with_2_and_no_traceback() -> None:
 
 
 def test_unsupported_features_are_reported_with_all_other_errors(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.model.lora_rank=8", "trainer.logger=[trackio]"]
+    asked = [
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.model.mtp.enable=true",
+        "trainer.logger=[trackio]",
+    ]
     with pytest.raises(SystemExit) as end:
         config_from_command_line([*asked, "algorithm.adv_estimator=grpo", "rollout.n=1"])
     assert end.value.code == 2

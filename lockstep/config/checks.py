@@ -23,7 +23,7 @@ from lockstep.registry import did_you_mean, find_registered
 from lockstep.utils.dataset_files import FORMS as DATA_FORMS
 from lockstep.utils.dataset_files import Use, locate_data
 from lockstep.utils.model_path import FORMS as MODEL_FORMS
-from lockstep.utils.model_path import is_model_folder, locate_model
+from lockstep.utils.model_path import is_adapter, is_model_folder, locate_model
 
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -83,6 +83,8 @@ RANGES: dict[str, Range] = {
     "nccl_timeout": POSITIVE,
     "num_cpus": POSITIVE,
     "update_weights_bucket_megabytes": POSITIVE,
+    "lora_rank": NOT_NEGATIVE,
+    "lora_alpha": POSITIVE,
     "fsdp_size": COUNT_OR_ALL,
     "n_gpus_per_node": POSITIVE,
     "tensor_model_parallel_size": POSITIVE,
@@ -214,9 +216,11 @@ def fixed_values(values: Values) -> Iterator[Problem]:
 def _files(values: Values, models: Collection[str]) -> Iterator[Problem]:
     yield from data_files(values, trains=not values["trainer.val_only"])
     yield from model(values, "actor_rollout_ref.model.path", "the model to train")
+    yield from adapters(values, "actor_rollout_ref.model")
     yield from tokenizers(values, "actor_rollout_ref.model.tokenizer_path", "data.tokenizer")
     if "critic" in models:
         yield from model(values, "critic.model.path", "the critic's base model")
+        yield from adapters(values, "critic.model")
         yield from tokenizers(values, "critic.model.tokenizer_path")
     if values["reward_model.enable"]:
         yield from model(values, "reward_model.model.path", "the reward model")
@@ -285,6 +289,24 @@ def model(values: Values, name: str, what: str) -> Iterator[Problem]:
         return
     if isinstance(place, Path) and not is_model_folder(place):
         yield Problem(name, path, "not a Hugging Face model: the folder has no config.json")
+
+
+def adapters(values: Values, section: str) -> Iterator[Problem]:
+    """The LoRA keys of a model's section."""
+    name = f"{section}.lora_adapter_path"
+    path, rank = values[name], values[f"{section}.lora_rank"]
+    if path is None:
+        return
+    if not rank:
+        yield Problem(
+            name, path, f"needs {section}.lora_rank; set it to the adapter's rank, `r` in its adapter_config.json"
+        )
+    try:
+        place = locate_model(path, name)
+        if isinstance(place, Path) and not is_adapter(place):
+            yield Problem(name, path, "not a peft adapter: the folder has no adapter_config.json")
+    except ValueError as error:
+        yield Problem(name, path, str(error))
 
 
 def tokenizers(values: Values, *names: str) -> Iterator[Problem]:

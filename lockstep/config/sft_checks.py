@@ -30,6 +30,7 @@ def check_sft(config: SFTConfig) -> tuple[list[Problem], list[str]]:
         checks.fixed_values(values),
         checks.data_files(values),
         checks.model(values, "model.path", "the model to train"),
+        checks.adapters(values, "model"),
         checks.tokenizers(values, "model.tokenizer_path"),
         checks.python_file(values, "data.custom_cls.path"),
         checks.class_name(values, "data.custom_cls.path", "data.custom_cls.name"),

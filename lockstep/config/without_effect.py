@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from lockstep.config.estimators import AdvantageEstimator
-from lockstep.config.placement import controller_of, pools_of
+from lockstep.config.placement import controller_of, need_reference_policy, pools_of
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import defaults, get_in
 
@@ -23,6 +23,8 @@ _ENGINES = {
     "rm": "reward_model.model.fsdp_config",
 }
 
+LORA_SETTINGS = ("lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path")
+
 NEVER_READ = {
     **{f"{engine}.wrap_policy.min_num_params": "models are sharded layer by layer" for engine in _ENGINES.values()},
     **{
@@ -35,6 +37,7 @@ NEVER_READ = {
         )
     },
     "reward_model.model.enable_gradient_checkpointing": "the reward model is not trained",
+    **{f"reward_model.model.{name}": "the reward model is not trained" for name in ("lora_rank", *LORA_SETTINGS)},
     "critic.model.custom_chat_template": "prompts are rendered once; set actor_rollout_ref.model.custom_chat_template",
     f"{_ROLLOUT}.dtype": "the rollout decodes with the trainer's weights, in the actor's dtype",
     f"{_ROLLOUT}.mode": "single-turn rollouts are the same in both modes",
@@ -118,7 +121,13 @@ def _reasons(config: PPOConfig, values: Values, models: Collection[str]) -> Iter
     yield built_in and "critic" not in models, f"{estimator} has no critic", no_critic
     reference = tuple(key for key in values if key.startswith(f"{_REF}.") and key != f"{_REF}.enable")
     no_reference = f"there is no KL term ({_ACTOR}.use_kl_loss and algorithm.use_kl_in_reward are false)"
-    yield "ref" not in models, no_reference, reference
+    yield not need_reference_policy(config), no_reference, reference
+    adapters_off = "with actor_rollout_ref.model.lora_rank the reference is the actor with its adapters off"
+    ref_engine = (f"{_REF}.fsdp_config.", f"{_REF}.ulysses_sequence_parallel_size")
+    yield "ref" not in models, adapters_off, ref_engine
+    for section in ("actor_rollout_ref.model", "critic.model"):
+        settings = tuple(f"{section}.{name}" for name in LORA_SETTINGS)
+        yield not values[f"{section}.lora_rank"], f"{section}.lora_rank is 0", settings
     reward_keys = tuple(f"reward_model.{name}" for name in (*_REWARD_POOL, *_REWARD_BATCHES))
     yield "rm" not in models, "reward_model.enable is false", ("reward_model.model.", *reward_keys)
     no_pool = "reward_model.enable_resource_pool is false"

@@ -135,7 +135,7 @@ def copy_adapters(source: PreTrainedModel, target: PreTrainedModel) -> None:
     if has_adapters(source):
         from peft import inject_adapter_in_model
 
-        inject_adapter_in_model(copy.deepcopy(_config_of(source)), target, ADAPTER, low_cpu_mem_usage=True)
+        inject_adapter_in_model(copy.deepcopy(adapter_config(source)), target, ADAPTER, low_cpu_mem_usage=True)
 
 
 def save_adapter(
@@ -150,7 +150,7 @@ def save_adapter(
         return
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    lora = copy.deepcopy(_config_of(model.transformer))
+    lora = copy.deepcopy(adapter_config(model.transformer))
     lora.inference_mode = True
     lora.save_pretrained(str(folder))
     tokenizer.save_pretrained(folder)
@@ -195,7 +195,8 @@ def read_adapter(folder: Path, what: str) -> tuple[dict[str, Adapter], dict[str,
     return adapters, tensors
 
 
-def _config_of(model: PreTrainedModel) -> "LoraConfig":
+def adapter_config(model: PreTrainedModel) -> "LoraConfig":
+    """Of a model with adapters."""
     return cast(Any, model.peft_config)[ADAPTER]
 
 

@@ -12,10 +12,10 @@ from lockstep.engines.rollout.base import RolloutEngine
 from lockstep.engines.train.fsdp import FsdpEngine
 from lockstep.models.loading import resolve_dtype
 from lockstep.single_controller import Dispatch, Worker, register
+from lockstep.utils.fingerprint import fingerprint
 from lockstep.workers.weight_transfer import (
     BroadcastGroup,
     Layout,
-    fingerprint,
     fingerprint_of,
     layout_of,
     open_store,

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from lockstep.utils.fingerprint import fingerprint
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,6 @@ class Entry:
     def num_bytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
-
-PERIOD = 65_521
-"""Period of the weights in a fingerprint, in words of two bytes."""
 
 Layout = list[list[Entry]]
 """The tensors of each bucket, in order."""
@@ -73,17 +71,6 @@ def unpack_bucket(flat: Tensor, bucket: list[Entry]) -> Iterator[tuple[str, Tens
             piece = piece.clone()
         yield entry.name, piece.view(entry.dtype).view(entry.shape)
         start += entry.num_bytes
-
-
-def fingerprint(flat: Tensor) -> int:
-    """A number that changes with any bit of the bucket (unless changes cancel out); the same on every device."""
-    words = flat[: flat.numel() // 2 * 2].view(torch.int16)
-    weights = torch.arange(1, PERIOD + 1, device=flat.device)
-    total = flat[words.numel() * 2 :].long().sum()
-    for part in words.split(64 * PERIOD):  # as int64 they take four times the memory
-        rows = F.pad(part, (0, -part.numel() % PERIOD)).view(-1, PERIOD)
-        total = total + (rows.long().sum(0) * weights).sum()
-    return int(total)
 
 
 def fingerprint_of(model: nn.Module, layout: Layout) -> int:

@@ -72,7 +72,7 @@ def test_values_that_request_nothing_are_accepted(caplog: pytest.LogCaptureFixtu
         load(
             [
                 "+trainer.default_hdfs_dir=null",
-                "+actor_rollout_ref.model.lora_rank=0",
+                "+actor_rollout_ref.model.lora={rank: 0, alpha: 32}",
                 "+actor_rollout_ref.rollout.multi_turn={enable: false, max_user_turns: 4}",
                 "+critic.optim.warmup_style=null",
                 "+algorithm.rollout_correction.rollout_is=null",
@@ -87,7 +87,7 @@ def test_unsupported_features_are_refused() -> None:
         load(
             [
                 "multi_turn.enable=true",
-                "model.lora_rank=8",
+                "+model.lora={rank: 8, alpha: 32}",
                 "actor.strategy=megatron",
                 "critic.strategy=deepspeed",
                 "rollout.name=sglang",
@@ -97,7 +97,8 @@ def test_unsupported_features_are_refused() -> None:
         )
     assert [str(problem) for problem in caught.value.problems] == [
         "multi_turn.enable=true: not supported: responses are single-turn; set multi_turn.enable=false",
-        "model.lora_rank=8: not supported: all parameters are trained; set lora_rank=0",
+        "model.lora.rank=8: not supported: it is a section of verl's Megatron engine; set lora_rank, lora_alpha, target_modules "
+        "and lora_adapter_path of the model",
         "actor_rollout_ref.actor.strategy=megatron: not supported: models are trained with FSDP2; set fsdp",
         "critic.strategy=deepspeed: not supported: models are trained with FSDP2; set fsdp",
         "actor_rollout_ref.rollout.name=sglang: not supported: responses are generated with the trainer's weights; "

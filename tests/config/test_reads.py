@@ -17,7 +17,7 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import Key, defaults, get_in, keys
 from lockstep.config.sft import SFTConfig
 from lockstep.config.sft_checks import NEVER_READ as NEVER_READ_IN_SFT
-from lockstep.config.without_effect import _LOSSES, NEVER_READ
+from lockstep.config.without_effect import _LOSSES, LORA_SETTINGS, NEVER_READ
 from tests.config.config_reads import fields_read
 
 READ_ELSEWHERE = {
@@ -28,7 +28,9 @@ READ_ELSEWHERE = {
 """Field, or key, that `fields_read` cannot see."""
 OF_ONE_SECTION = {
     **dict.fromkeys(("optimizer_offload", "seed", "model_dtype"), "FSDPEngineConfig"),
-    **dict.fromkeys(("enable_gradient_checkpointing", "custom_chat_template"), "HFModelConfig"),
+    **dict.fromkeys(
+        ("enable_gradient_checkpointing", "custom_chat_template", "lora_rank", *LORA_SETTINGS), "HFModelConfig"
+    ),
 }
 """Fields of `NEVER_READ` that other sections of the same class read."""
 

@@ -269,7 +269,7 @@ def test_shares_hold_every_row_once_and_balance_tokens() -> None:
     [
         (["data.train_fils=x"], 2, "data.train_fils=x: no such key. Did you mean data.train_files?"),
         (["model.path=nowhere"], 2, "model.path=nowhere: no such folder"),
-        (["model.lora_rank=8"], 2, "model.lora_rank=8: not supported"),
+        (["model.lora_rank=-8"], 2, "model.lora_rank=-8: must be 0 or more"),
         (["data.max_length=4"], 2, "tokens, but at most 4 are allowed by data.max_length"),
         (["data.max_length=4", "data.truncation=right"], 1, "no token of the batch is trained"),
         (["data.train_batch_size=21"], 2, "data.train_batch_size=21, but the dataset has only 20 rows"),

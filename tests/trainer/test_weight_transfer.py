@@ -17,11 +17,10 @@ from lockstep.single_controller import Future, FutureList
 from lockstep.single_controller.local import LocalFuture
 from lockstep.trainer.ppo.weight_sync import WeightSync
 from lockstep.utils.audit import AuditError
+from lockstep.utils.fingerprint import PERIOD, fingerprint
 from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
 from lockstep.workers.weight_transfer import (
-    PERIOD,
     BroadcastGroup,
-    fingerprint,
     fingerprint_of,
     layout_of,
     open_store,

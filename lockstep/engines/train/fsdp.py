@@ -30,6 +30,7 @@ from lockstep.engines.train.state import load_extra, load_shards, save_extra, sa
 from lockstep.models.export import save_policy, save_scalar_model
 from lockstep.models.known_models import computes_packed
 from lockstep.models.lora import adapters_off, has_adapters, save_adapter, trial_adapters
+from lockstep.models.lora_identity import LoraIdentity, check_identity, identity_of, save_identity
 from lockstep.models.model_check import check_batch, check_outputs, refuse_errors, transformers_forward
 from lockstep.models.packed_weights import pack_weights
 from lockstep.models.packing import ForwardRows, Layout, forward_rows, prompt_owners
@@ -93,6 +94,7 @@ class FsdpEngine(TrainEngine):
         self._streams = sharding.streams_from_host(config, device)
         self._buffers = {part: PinnedBuffer() for part in ("masters", "compute")}
         self._copies = CopyStream(device)
+        self._identity: LoraIdentity | None = None
         self._loss_scale = LossScale(enabled=compute_dtype == torch.float16)
         self.compute = model
         if self._sharded:
@@ -258,10 +260,13 @@ class FsdpEngine(TrainEngine):
 
     def save(self, folder: Path, contents: Collection[str] = PARTS) -> None:
         save_shards(folder, contents, self.model, self.optimizer)
+        if has_adapters(self.model):
+            save_identity(folder, self._lora_identity())
         if "extra" in contents and self.optimizer is not None:
             save_extra(folder, self.schedule, self._loss_scale)
 
     def load(self, folder: Path, contents: Collection[str] = PARTS) -> None:
+        check_identity(folder, self._lora_identity() if has_adapters(self.model) else None)
         if self._moments is not None:
             self._moments.create()
         load_shards(folder, contents, self.model, self.optimizer)
@@ -284,6 +289,14 @@ class FsdpEngine(TrainEngine):
             return
         save = save_scalar_model if isinstance(self.model, ScalarModel) else save_policy
         save(self.model.transformer, self.saved_weights(), tokenizer, folder / "huggingface")
+
+    def _lora_identity(self) -> LoraIdentity:
+        """Collective at the first call: the base does not change."""
+        if self._identity is None:
+            frozen = {self.model.hf_name(name) for name, p in self.model.named_parameters() if not p.requires_grad}
+            base = ((name, weight) for name, weight in self.weights() if name in frozen)
+            self._identity = identity_of(self.model.transformer, base)
+        return self._identity
 
     @property
     def _copied(self) -> bool:

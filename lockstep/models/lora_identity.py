@@ -1,0 +1,67 @@
+"""What the adapters in a checkpoint belong to: their base model and settings, in lora.json beside the shards.
+
+A checkpoint holds adapters without their base: with other weights under them they would be another policy.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lockstep.models.lora import adapter_config, adapter_layers
+from lockstep.utils.distributed import current_rank
+from lockstep.utils.fingerprint import fingerprint
+
+FILE = "lora.json"
+
+
+@dataclass(frozen=True)
+class LoraIdentity:
+    """base, fingerprint: the base model's path, and its weights in bfloat16; layers: how many have an adapter."""
+
+    base: str
+    fingerprint: int
+    rank: int
+    alpha: float
+    layers: int
+
+
+def identity_of(model: PreTrainedModel, base: Iterable[tuple[str, Tensor]]) -> LoraIdentity:
+    """base: the frozen parameters, whole."""
+    lora = adapter_config(model)
+    bits = sum(fingerprint(weight.to(torch.bfloat16).contiguous().flatten().view(torch.uint8)) for _, weight in base)
+    return LoraIdentity(str(lora.base_model_name_or_path), bits, lora.r, lora.lora_alpha, len(adapter_layers(model)))
+
+
+def save_identity(folder: Path, identity: LoraIdentity) -> None:
+    if current_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / FILE).write_text(json.dumps(asdict(identity), indent=2) + "\n")
+
+
+def check_identity(folder: Path, own: LoraIdentity | None) -> None:
+    """ValueError if the checkpoint was trained otherwise. own: of the model that is to load it, None without adapters."""
+    file = folder / FILE
+    if not file.is_file():
+        if own is not None:
+            raise ValueError(f"{folder} has no LoRA adapters: all parameters were trained; set model.lora_rank=0")
+        return
+    try:
+        saved = LoraIdentity(**json.loads(file.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{file} is not the description of an adapter: {error}") from error
+    if own is None:
+        raise ValueError(f"{folder} has LoRA adapters, without their base; set model.lora_rank={saved.rank}")
+    for name, key in {"rank": "lora_rank", "alpha": "lora_alpha", "layers": "target_modules"}.items():
+        before, now = getattr(saved, name), getattr(own, name)
+        if before != now:
+            raise ValueError(f"{folder} was trained with other adapters: {name} {before}, not {now}; see model.{key}")
+    if saved.fingerprint != own.fingerprint:
+        raise ValueError(
+            f"{folder} was trained on other base weights, those of {saved.base}, than {own.base} has now; set model.path to "
+            "that model"
+        )
