@@ -1,10 +1,12 @@
 """Operations of the decoder layer: values and gradients against double precision, the torch reference and the GPU form."""
 
 import os
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
@@ -194,6 +196,68 @@ def test_gated_linear(activation: Activation, with_stream: bool, dtype: torch.dt
         assert out.dtype == torch.float32
         leaves, exact_leaves, exact = [*leaves, stream], [*exact_leaves, exact_stream], exact + exact_stream
     check([out], [exact], leaves, exact_leaves)
+
+
+def adapted(module: nn.Linear, rank: int = 4) -> Any:
+    """With a LoRA adapter of peft whose B is not zero."""
+    holder = nn.ModuleDict({"linear": module})
+    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=["linear"]), holder)
+    layer: Any = holder["linear"]
+    nn.init.normal_(layer.lora_B["default"].weight, std=0.3)
+    return layer
+
+
+def lora(x: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return x @ weight.T + 2.0 * (x @ a.T) @ b.T
+
+
+def parts(layer: Any) -> list[Tensor]:
+    return [layer.base_layer.weight, layer.lora_A["default"].weight, layer.lora_B["default"].weight]
+
+
+@pytest.mark.parametrize("first_input", [False, True], ids=["inner", "first"])
+def test_joint_linear_with_adapters(first_input: bool, dtype: torch.dtype, device: str) -> None:
+    """One layer of three has no adapter; the input of a frozen model's first layer needs no gradient."""
+    torch.manual_seed(0)
+    x = leaf(1, 70, 48, dtype=dtype, device=device).requires_grad_(not first_input)
+    q, k, v = (
+        adapted(linear(48, 64, dtype, device)),
+        linear(48, 16, dtype, device),
+        adapted(linear(48, 16, dtype, device)),
+    )
+    k.requires_grad_(False)
+    tensors = [x, *parts(q), k.weight, *parts(v)]
+    exact = doubles(*tensors)
+    expected = torch.cat((lora(exact[0], *exact[1:4]), exact[0] @ exact[4].T, lora(exact[0], *exact[5:8])), -1)
+    trained = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
+    assert trained == ([] if first_input else [0]) + [2, 3, 6, 7]
+    out = ops.joint_linear(x, [q, k, v])
+    check([out], [expected], [tensors[i] for i in trained], [exact[i] for i in trained])
+    with torch.no_grad():
+        torch.testing.assert_close(ops.joint_linear(x, [q, k, v]), out.detach())
+        q._disable_adapters = v._disable_adapters = True
+        plain = ops.joint_linear(x, [q.base_layer, k, v.base_layer])
+        assert torch.equal(ops.joint_linear(x, [q, k, v]), plain)
+
+
+@pytest.mark.parametrize("with_stream", [False, True])
+def test_residual_linears_with_adapters(with_stream: bool, dtype: torch.dtype, device: str) -> None:
+    torch.manual_seed(0)
+    if device == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("the reference rounds the product")
+    gate_up, x = leaf(1, 70, 272, dtype=dtype, device=device), leaf(1, 70, 136, dtype=dtype, device=device)
+    stream, down = leaf(1, 70, 48, dtype=torch.float32, device=device), adapted(linear(136, 48, dtype, device))
+    tensors = [gate_up, x, stream, *parts(down)]
+    exact_gate_up, exact_x, exact_stream, *weights = exact = doubles(*tensors)
+    gate, up = exact_gate_up.chunk(2, -1)
+    expected = lora(F.silu(gate) * up, *weights)
+    out = ops.gated_linear(gate_up, down, "silu", stream.clone() if with_stream else None)
+    trained = [0, 4, 5]
+    if with_stream:
+        out, expected = ops.add_linear(out, x, down), expected + exact_stream + lora(exact_x, *weights)
+        trained += [1, 2]
+    check([out], [expected], [tensors[i] for i in trained], [exact[i] for i in trained])
+    assert down.base_layer.weight.grad is None
 
 
 def test_weight_gradients_have_the_dtype_of_their_accumulation(device: str) -> None:
