@@ -6,7 +6,7 @@
 
     --shape 1.5b --prompts 16 --samples 8 --prompt-tokens 512 --new-tokens 1024 --max-tokens 32768
     --shape 7b --prompts 16 --samples 8 --prompt-tokens 256 --new-tokens 512 --checkpointing --max-tokens 32768
-               --master-dtype bfloat16, or float32 masters with --optimizer-offload
+               --master-dtype bfloat16, or float32 masters with --optimizer-offload, or --lora-rank 32
 
 The model has random weights (`--model DIR` uses a real one), every prompt has exactly `--prompt-tokens` tokens, and rewards are
 random. Each side runs in its own process, `--rounds` times in turn. The step time is the median without the first two steps;
@@ -156,6 +156,7 @@ def run_lockstep(folder: Path, model: Path, texts: list[str], args: argparse.Nam
         f"data.max_response_length={args.new_tokens}",
         f"actor_rollout_ref.model.path={model}",
         f"actor_rollout_ref.model.enable_gradient_checkpointing={args.checkpointing}",
+        f"actor_rollout_ref.model.lora_rank={args.lora_rank}",
         "actor_rollout_ref.actor.use_kl_loss=false",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={args.prompts}",
         f"actor_rollout_ref.actor.fsdp_config.model_dtype={args.master_dtype}",
@@ -277,6 +278,7 @@ def main() -> None:
     parser.add_argument(
         "--master-dtype", choices=["float32", "bfloat16"], default="float32", help="Lockstep's master weights"
     )
+    parser.add_argument("--lora-rank", type=int, default=0, help="train LoRA adapters of this rank on Lockstep's side")
     parser.add_argument("--optimizer-offload", action="store_true", help="keep Lockstep's optimizer state on the host")
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing on both sides")
     parser.add_argument("--steps", type=int, default=6)

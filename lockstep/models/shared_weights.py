@@ -43,7 +43,8 @@ def share_weights(module: nn.Module, model: nn.Module) -> None:
 def copy_gathered(module: nn.Module, weights: Iterable[tuple[str, Tensor]], model: nn.Module) -> None:
     """Copy whole parameters into the rollout's own memory, which is allocated at the first call; buffers are shared.
 
-    weights: every parameter once by its name in `model`; each tensor is valid until the next is asked for.
+    weights: every parameter once by its name in `model`, later only those that change; each tensor is valid until the next is
+             asked for.
     model:   tells which names are one tensor.
     """
     groups: dict[int, list[str]] = {}

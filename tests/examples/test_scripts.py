@@ -32,6 +32,7 @@ EXPECTED = {
     "grpo": ["actor/pg_loss"],
     "grpo_smollm2_easy": ["actor/pg_loss"],
     "grpo_smollm2_gsm8k": ["actor/pg_loss"],
+    "grpo_smollm2_lora": ["actor/pg_loss", "actor/kl_loss"],
     "ppo_single_gpu": ["critic/vf_loss", "actor/reward_kl_penalty"],
     "reinforce_plus_plus": ["actor/reward_kl_penalty"],
 }

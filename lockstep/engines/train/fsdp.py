@@ -218,7 +218,8 @@ class FsdpEngine(TrainEngine):
         self.onload()
         try:
             if self._sharded:
-                whole = ((self.compute.hf_name(name), p) for name, p in sharding.whole_by_group(self.compute))
+                has_base = has_adapters(self.model) and not any(p.is_meta for p in module.parameters())
+                whole = self.weights(trained=True) if has_base else self._whole_by_group()
                 copy_gathered(module, whole, self.compute.transformer)
             else:
                 share_weights(module, self.compute.transformer)
@@ -227,6 +228,10 @@ class FsdpEngine(TrainEngine):
             if self.config.param_offload and self.device.type != "cpu":
                 release_weights(module)
             self.offload()
+
+    def _whole_by_group(self) -> Generator[tuple[str, Tensor]]:
+        for name, parameter in sharding.whole_by_group(self.compute):
+            yield self.compute.hf_name(name), parameter
 
     def weights(self, *, trained: bool = False) -> Generator[tuple[str, Tensor]]:
         for name, parameter in self.model.named_parameters():

@@ -196,6 +196,8 @@ def decode_then_train(folder: Path, case: Case) -> tuple[list[list[int]], tuple[
         assert [p.data_ptr() for p in module.parameters()] == addresses  # captured graphs remain valid
         attention = module.get_decoder().layers[0].self_attn
         assert packed_view([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]) is not None
+        for name, weight in engine.weights():
+            assert torch.equal(module.get_parameter(name), weight), name
     return tokens, step
 
 
