@@ -55,6 +55,18 @@ def _sft(argv: list[str]) -> int:
     return fsdp_sft_trainer.main(argv)
 
 
+def _rm(argv: list[str]) -> int:
+    from lockstep.trainer import main_rm
+
+    return main_rm.main(argv)
+
+
+def _dpo(argv: list[str]) -> int:
+    from lockstep.trainer import main_dpo
+
+    return main_dpo.main(argv)
+
+
 def _generate(argv: list[str]) -> int:
     from lockstep.trainer import main_generation
 
@@ -207,6 +219,8 @@ PROGRAMS = {
     "ppo": Program(_ppo, "key=value ...", "train a language model by reinforcement learning"),
     "grpo": Program(_grpo, "key=value ...", "the same as `lockstep ppo algorithm=grpo`"),
     "sft": Program(_sft, "key=value ...", "fine-tune a language model on supervised data"),
+    "rm": Program(_rm, "key=value ...", "train a reward model on preference pairs"),
+    "dpo": Program(_dpo, "key=value ...", "train a language model on preference pairs (DPO)"),
     "generate": Program(_generate, "key=value ...", "answer the prompts of a file with a model"),
     "eval": Program(_eval, "key=value ...", "score the answers in a file"),
     "plan": Program(

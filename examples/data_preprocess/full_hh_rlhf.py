@@ -13,14 +13,13 @@ Below --output, all from the examples of the training split:
 """
 
 import logging
-import re
 from pathlib import Path
 from typing import Any
 
 from rows import parse_arguments, read_examples, run, write_rows
 
-TURN = re.compile(r"\n\n(Human|Assistant): ?")
-ROLES = {"Human": "user", "Assistant": "assistant"}
+from lockstep.data.dialogue import parse_dialogue
+
 RM_SHARE = 0.75
 DATA_SOURCE = "Dahoas/full-hh-rlhf"
 
@@ -29,10 +28,8 @@ Example = dict[str, Any]
 
 def messages(prompt: str) -> list[dict[str, str]] | None:
     """The turns of a conversation that the assistant has to continue; None if the text is none."""
-    before, *turns = TURN.split(f"\n\n{prompt.strip()}")
-    if before or turns[-2:] != ["Assistant", ""] or "Human" not in turns:
-        return None
-    return [{"role": ROLES[who], "content": said.strip()} for who, said in zip(turns[:-2:2], turns[1:-2:2])]
+    dialogue = parse_dialogue(prompt)
+    return dialogue[:-1] if dialogue is not None and not dialogue[-1]["content"] else None
 
 
 def write_sft(examples: list[Example], folder: Path) -> None:

@@ -17,7 +17,7 @@ The path of a key from the command line to the dataclass:
     PPOConfig                  ppo.py: the root; algorithm.py, data.py, actor_rollout_ref.py, critic.py, model.py, reward.py,
                                trainer.py: its sections
 
-`lockstep sft` takes the same path to its own root, SFTConfig (sft.py), with sft_compat.py and sft_checks.py.
+`lockstep sft`, `rm` and `dpo` take the same path to their own roots (sft.py, preference.py), with sft_compat.py and sft_checks.py.
 
 Each step adds to a list of `Problem`s (errors.py); one ConfigError reports them all. estimators.py lists what each advantage
 estimator needs, placement.py computes worker pools, reference.py writes docs/config.md. To add a key: a field with a docstring

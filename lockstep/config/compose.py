@@ -33,9 +33,10 @@ from lockstep.config.generation import GenerationConfig
 from lockstep.config.generation_checks import check_evaluation, check_generation
 from lockstep.config.normalize import Layer, canonical_name, merge, normalize, unsupported_values
 from lockstep.config.ppo import PPOConfig
+from lockstep.config.preference import DPOConfig, RMConfig
 from lockstep.config.schema import build, explain_unknown_key, is_mapping_key, keys, sections, set_in, to_plain
 from lockstep.config.sft import SFTConfig
-from lockstep.config.sft_checks import check_sft
+from lockstep.config.sft_checks import check_supervised
 from lockstep.registry import load_module
 from lockstep.utils.model_path import newest_of_run
 
@@ -46,13 +47,17 @@ PRESETS = Path(__file__).parent / "presets"
 DEFAULT_NAMES: dict[type, str] = {
     PPOConfig: "ppo_trainer",
     SFTConfig: "sft_trainer",
+    RMConfig: "rm_trainer",
+    DPOConfig: "dpo_trainer",
     GenerationConfig: "generation",
     EvaluationConfig: "evaluation",
 }
 """Root config class to its preset."""
 CHECKS: dict[type, Callable[[Any], tuple[list[Problem], list[str]]]] = {
     PPOConfig: check,
-    SFTConfig: check_sft,
+    SFTConfig: check_supervised,
+    RMConfig: check_supervised,
+    DPOConfig: check_supervised,
     GenerationConfig: check_generation,
     EvaluationConfig: check_evaluation,
 }

@@ -83,7 +83,28 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
-class SFTDataConfig:
+class SequenceDataConfig:
+    """How rows become token sequences, in supervised and preference training."""
+
+    max_length: int = 1024
+    """Maximum sequence length in tokens."""
+    truncation: Truncation = "error"
+    """What to do with a sequence that is too long."""
+    pad_mode: Literal["right", "no_padding"] = "right"
+    """`right` pads every sequence to `max_length`; `no_padding` does not pad."""
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Extra arguments of the chat template."""
+    shuffle: bool = False
+    """Select the `max_samples` rows at random."""
+    seed: int | None = None
+    """Seed of that selection; null takes the first rows."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return getattr(self, name, default)
+
+
+@dataclass(frozen=True)
+class SFTDataConfig(SequenceDataConfig):
     """Rows of supervised fine-tuning: conversations, or pairs of prompt and response."""
 
     messages_key: str = "messages"
@@ -100,20 +121,5 @@ class SFTDataConfig:
     """If the prompt column is an object or a list: the path of keys (or item numbers) to its text; ["content"] for one message."""
     response_dict_keys: list[str] | None = None
     """If the response column is an object or a list: the path of keys (or item numbers) to its text."""
-    max_length: int = 1024
-    """Maximum sequence length in tokens."""
-    truncation: Truncation = "error"
-    """What to do with a sequence that is too long."""
-    pad_mode: Literal["right", "no_padding"] = "right"
-    """`right` pads every sequence to `max_length`; `no_padding` does not pad."""
-    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Extra arguments of the chat template."""
     ignore_input_ids_mismatch: bool = False
     """Tokenize each turn separately even if the template renders earlier turns differently within the conversation."""
-    shuffle: bool = False
-    """Select the `max_samples` rows at random."""
-    seed: int | None = None
-    """Seed of that selection; null takes the first rows."""
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return getattr(self, name, default)

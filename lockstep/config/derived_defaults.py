@@ -8,6 +8,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.config.errors import ConfigError
 from lockstep.config.estimators import needs_groups
+from lockstep.config.preference import DPOConfig, RMConfig
 from lockstep.config.run_names import experiment_name, project_name
 from lockstep.config.schema import keys, set_in
 from lockstep.config.sft import SFTConfig
@@ -16,6 +17,9 @@ _CLIP_LOW, _CLIP_HIGH = "actor_rollout_ref.actor.clip_ratio_low", "actor_rollout
 
 _CLIP_AROUND_1 = ("vanilla", "bypass_mode", "gspo", "geo_mean", "clip_cov")
 """Losses for which distances from 1 as large as 0.5 and 1 make no sense; cispo and dppo_tv, dppo_kl use such values."""
+
+PROGRAMS: dict[type, str] = {SFTConfig: "sft", RMConfig: "rm", DPOConfig: "dpo"}
+"""Root config class of a program whose model is `model.path` -> its part of a run's name."""
 
 GROUP_SIZE = 5
 """Samples per prompt for estimators that compare them, unless the user sets `rollout.n`."""
@@ -59,8 +63,8 @@ def derived_defaults(cls: type, values: Mapping[str, Any]) -> tuple[dict[str, An
 def _names(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Project and experiment, if they are not set."""
     model_key, algorithm = "actor_rollout_ref.model.path", values.get("algorithm.adv_estimator", "gae")
-    if cls is SFTConfig:
-        model_key, algorithm = "model.path", "sft"
+    if cls in PROGRAMS:
+        model_key, algorithm = "model.path", PROGRAMS[cls]
     model = _resolved(model_key, values)
     files = _resolved("data.train_files", values) or _resolved("data.val_files", values)
     names = {

@@ -9,6 +9,7 @@ from lockstep.config.compat import NOT_SUPPORTED, Tables, Unsupported
 from lockstep.config.errors import NO_VALUE, Problem, show
 from lockstep.config.evaluation import EvaluationConfig
 from lockstep.config.generation import GenerationConfig
+from lockstep.config.preference import DPOConfig, RMConfig
 from lockstep.config.schema import explain_unknown_key, keys, sections
 from lockstep.config.sft import SFTConfig
 
@@ -18,6 +19,8 @@ DISABLED_BY_NULL = {"critic": "critic.enable", "actor_rollout_ref.ref": "actor_r
 
 TABLES: dict[type, Tables] = {
     SFTConfig: sft_compat.TABLES,
+    RMConfig: sft_compat.PREFERENCE_TABLES,
+    DPOConfig: sft_compat.PREFERENCE_TABLES,
     GenerationConfig: generation_compat.GENERATION,
     EvaluationConfig: generation_compat.EVALUATION,
 }

@@ -1,9 +1,9 @@
-"""The configuration of supervised fine-tuning (`lockstep sft`)."""
+"""The configuration of supervised fine-tuning (`lockstep sft`), and the part of it that preference training shares."""
 
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lockstep.config.data import CustomClassConfig, SFTDataConfig
+from lockstep.config.data import CustomClassConfig, SequenceDataConfig, SFTDataConfig
 from lockstep.config.model import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from lockstep.config.profiler import GlobalProfilerConfig, ProfilerConfig
 from lockstep.config.trainer import ResumeMode
@@ -16,9 +16,7 @@ class MultiturnConfig:
 
 
 @dataclass(frozen=True)
-class SFTRunDataConfig(SFTDataConfig):
-    """Rows are conversations (`messages_key`), or pairs of a prompt and a response (`prompt_key`, `response_key`)."""
-
+class SupervisedDataConfig(SequenceDataConfig):
     train_files: list[str] = field(default_factory=list)
     """Training rows: a parquet, jsonl or json file, a folder of them, a dataset of the Hub
     (`org/name[@revision][:config][:split]`), a URL, or a list of these (docs/models_and_data_by_name.md)."""
@@ -28,36 +26,42 @@ class SFTRunDataConfig(SFTDataConfig):
     """Use this many training rows, -1 for all: the first ones, or a random subset if `seed` is set and `shuffle` is on."""
     val_max_samples: int = -1
     """Use this many validation rows; -1 for all."""
-    prompt_key: str = "question"
-    """Column of the prompt, for rows that are pairs."""
-    response_key: str = "answer"
-    """Column of the response, for rows that are pairs."""
     train_batch_size: int = 256
-    """Sequences per optimizer step, over all ranks."""
+    """Sequences per optimizer step, over all ranks; pairs of them in preference training."""
     use_dynamic_bsz: bool = True
     """Fill micro-batches by tokens (`max_token_len_per_gpu`); false if `micro_batch_size_per_gpu` is set."""
     max_token_len_per_gpu: int = 8192
     """Tokens per micro-batch with `use_dynamic_bsz`."""
     micro_batch_size_per_gpu: int | None = None
-    """Sequences per forward/backward without `use_dynamic_bsz`; null is all of a rank's sequences."""
+    """Sequences (pairs) per forward/backward without `use_dynamic_bsz`; null is all of a rank's."""
     balance_dp_token: bool = True
     """Balance the number of tokens across ranks."""
     shuffle: bool = True
     """Shuffle the training rows every epoch."""
     seed: int | None = None
     """Seed of `shuffle`; null is `trainer.seed`."""
-    multiturn: MultiturnConfig = field(default_factory=MultiturnConfig)
     custom_cls: CustomClassConfig = field(default_factory=CustomClassConfig)
     pad_mode: Literal["right", "no_padding"] = field(default="no_padding", metadata={"internal": True})
 
 
 @dataclass(frozen=True)
-class SFTModelConfig(HFModelConfig):
+class SFTRunDataConfig(SupervisedDataConfig, SFTDataConfig):
+    """Rows are conversations (`messages_key`), or pairs of a prompt and a response (`prompt_key`, `response_key`)."""
+
+    prompt_key: str = "question"
+    """Column of the prompt, for rows that are pairs."""
+    response_key: str = "answer"
+    """Column of the response, for rows that are pairs."""
+    multiturn: MultiturnConfig = field(default_factory=MultiturnConfig)
+
+
+@dataclass(frozen=True)
+class SupervisedModelConfig(HFModelConfig):
     fsdp_config: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
 
 
 @dataclass(frozen=True)
-class SFTOptimizerConfig(FSDPOptimizerConfig):
+class SupervisedOptimizerConfig(FSDPOptimizerConfig):
     lr: float = 1e-5
     """Peak learning rate."""
     lr_scheduler_type: Literal["constant", "cosine", "linear"] = "cosine"
@@ -69,15 +73,15 @@ class SFTOptimizerConfig(FSDPOptimizerConfig):
 
 
 @dataclass(frozen=True)
-class SFTTrainerConfig:
+class SupervisedTrainerConfig:
     total_epochs: int = 4
     """Passes over the training rows."""
     total_training_steps: int | None = None
     """Stop after this many steps; null trains for all epochs."""
     project_name: str = "lockstep"
     """Project name in the trackers. If not set, the name of the data, such as `gsm8k`."""
-    experiment_name: str = "sft"
-    """Name of the run. If not set, made of model and data, such as `qwen2.5-0.5b-instruct-gsm8k-sft`."""
+    experiment_name: str = "run"
+    """Name of the run. If not set, made of model, data and program, such as `qwen2.5-0.5b-instruct-gsm8k-sft`."""
     logger: list[str] = field(default_factory=lambda: ["console"])
     """Trackers: console, file, tensorboard, wandb, mlflow, swanlab, or `module:Class`. `metrics.jsonl` in `default_local_dir`
     is always written."""
@@ -103,10 +107,17 @@ class SFTTrainerConfig:
 
 
 @dataclass(frozen=True)
-class SFTConfig:
-    data: SFTRunDataConfig = field(default_factory=SFTRunDataConfig)
-    model: SFTModelConfig = field(default_factory=SFTModelConfig)
-    optim: SFTOptimizerConfig = field(default_factory=SFTOptimizerConfig)
-    trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)
+class SupervisedConfig:
+    """What the configurations of SFT, reward models and DPO have in common."""
+
+    data: SupervisedDataConfig = field(default_factory=SupervisedDataConfig)
+    model: SupervisedModelConfig = field(default_factory=SupervisedModelConfig)
+    optim: SupervisedOptimizerConfig = field(default_factory=SupervisedOptimizerConfig)
+    trainer: SupervisedTrainerConfig = field(default_factory=SupervisedTrainerConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     global_profiler: GlobalProfilerConfig = field(default_factory=GlobalProfilerConfig)
+
+
+@dataclass(frozen=True)
+class SFTConfig(SupervisedConfig):
+    data: SFTRunDataConfig = field(default_factory=SFTRunDataConfig)

@@ -1,4 +1,4 @@
-"""Checks of a whole SFT configuration, composed of those that PPO shares and its own."""
+"""Checks of a whole configuration of SFT or preference training, composed of those that PPO shares and its own."""
 
 import os
 from collections.abc import Iterator
@@ -7,8 +7,9 @@ from itertools import chain
 from lockstep.config import checks
 from lockstep.config.checks import Values
 from lockstep.config.errors import Problem, show
+from lockstep.config.preference import DPOConfig
 from lockstep.config.schema import defaults, flat_values
-from lockstep.config.sft import SFTConfig
+from lockstep.config.sft import SFTConfig, SupervisedConfig
 from lockstep.config.without_effect import Reason, notices, profiler_reasons
 
 _ENGINE = "model.fsdp_config"
@@ -21,7 +22,7 @@ NEVER_READ = {
 """Keys that no run reads, and why."""
 
 
-def check_sft(config: SFTConfig) -> tuple[list[Problem], list[str]]:
+def check_supervised(config: SupervisedConfig) -> tuple[list[Problem], list[str]]:
     """Everything that prevents the configuration from running, and warnings about likely mistakes."""
     values = flat_values(config)
     problems = chain(
@@ -36,8 +37,16 @@ def check_sft(config: SFTConfig) -> tuple[list[Problem], list[str]]:
         checks.class_name(values, "data.custom_cls.path", "data.custom_cls.name"),
         checks.resume_path(values),
         _ranks(values),
+        _budget(values, sequences=1 if isinstance(config, SFTConfig) else 2),
+        _dpo(values) if isinstance(config, DPOConfig) else (),
     )
-    return list(problems), [*checks.run_warnings(values), *_without_effect(values)]
+    return list(problems), [*checks.run_warnings(values), *_without_effect(values, defaults(type(config)))]
+
+
+def _dpo(values: Values) -> Iterator[Problem]:
+    if values["dpo.label_smoothing"] and values["dpo.loss_type"] != "sigmoid":
+        message = f"dpo.loss_type={values['dpo.loss_type']} has none; set 0, or dpo.loss_type=sigmoid"
+        yield Problem("dpo.label_smoothing", values["dpo.label_smoothing"], message, also=("dpo.loss_type",))
 
 
 def _ranks(values: Values) -> Iterator[Problem]:
@@ -54,17 +63,23 @@ def _ranks(values: Values) -> Iterator[Problem]:
     if shard != -1 and processes % shard:
         message = f"does not divide the number of processes ({processes}); set a divisor, or -1 for all"
         yield Problem(f"{_ENGINE}.fsdp_size", shard, message)
-    longest, budget = values["data.max_length"], values["data.max_token_len_per_gpu"]
-    if values["data.use_dynamic_bsz"] and 0 < budget * ranks < longest:
-        message = f"a sequence can have {longest} tokens (data.max_length); set {-(-longest // ranks)} or more"
+
+
+def _budget(values: Values, sequences: int) -> Iterator[Problem]:
+    """sequences: how many of them share a micro-batch in any case."""
+    ranks, longest = values[_RANKS], sequences * values["data.max_length"]
+    budget = values["data.max_token_len_per_gpu"]
+    if values["data.use_dynamic_bsz"] and ranks > 0 and 0 < budget * ranks < longest:
+        what = "a sequence" if sequences == 1 else "the two sequences of a pair"
+        message = f"{what} can have {longest} tokens (data.max_length); set {-(-longest // ranks)} or more"
         yield Problem("data.max_token_len_per_gpu", budget, message, also=("data.max_length",))
 
 
-def _without_effect(values: Values) -> Iterator[str]:
+def _without_effect(values: Values, default: Values) -> Iterator[str]:
     discrete = tuple(f"global_profiler.global_tool_config.{tool}.discrete" for tool in ("torch", "nsys"))
     of_profiler = profiler_reasons(values, ("profiler",), is_on_ray=False)
     profiled_whole: Reason = (True, "a step is profiled as a whole", discrete)
-    yield from notices((*of_profiler, profiled_whole), values, defaults(SFTConfig))
+    yield from notices((*of_profiler, profiled_whole), values, default)
     reasons = dict(NEVER_READ)
     if values["data.use_dynamic_bsz"]:
         reasons["data.micro_batch_size_per_gpu"] = "data.use_dynamic_bsz fills micro-batches by tokens"

@@ -1,4 +1,7 @@
-"""How verl's SFT configurations (`sft_trainer.yaml`, `sft_trainer_engine.yaml`) differ from ours; see `compat`."""
+"""How verl's SFT configurations (`sft_trainer.yaml`, `sft_trainer_engine.yaml`) differ from ours; see `compat`.
+
+Preference training, which verl does not have, understands the same spellings of model, engine and optimizer.
+"""
 
 from lockstep.config import compat
 from lockstep.config.compat import Tables, Unsupported, moved
@@ -54,6 +57,17 @@ NO_EFFECT = {
 
 TABLES = Tables(
     ALIASES,
+    unsupported_keys=UNSUPPORTED_KEYS,
+    unsupported_values=moved(compat.UNSUPPORTED_VALUES, _SECTIONS),
+    no_effect=NO_EFFECT,
+)
+
+PREFERENCE_TABLES = Tables(
+    {
+        name: target
+        for name, target in ALIASES.items()
+        if target == "data.micro_batch_size_per_gpu" or "data." not in target
+    },
     unsupported_keys=UNSUPPORTED_KEYS,
     unsupported_values=moved(compat.UNSUPPORTED_VALUES, _SECTIONS),
     no_effect=NO_EFFECT,

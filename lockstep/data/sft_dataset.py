@@ -9,7 +9,7 @@ the tokenizer. `loss_mask` is 1 at the assistant's tokens, including the end of 
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +19,8 @@ import torch
 from jinja2 import TemplateError
 from torch.utils.data import Dataset
 
-from lockstep.config.data import SFTDataConfig
-from lockstep.config.sft import SFTRunDataConfig
+from lockstep.config.data import SequenceDataConfig, SFTDataConfig
+from lockstep.config.sft import SFTRunDataConfig, SupervisedDataConfig
 from lockstep.data.files import FileRow, drop_none, file_digests, read_rows
 from lockstep.data.settings import from_mapping
 from lockstep.data.tensors import kept_ends
@@ -37,14 +37,14 @@ ROWS_PER_CALL = 1000
 """Rows that one call of the tokenizer encodes, on all cores."""
 
 
-class _SupervisedRows(Dataset[dict[str, torch.Tensor]]):
-    """Shared by both datasets: reading, checking, tokenizing, truncating and padding."""
+class SupervisedRows(Dataset[Any]):
+    """Reading, checking, tokenizing, truncating and padding: all that the datasets share."""
 
     def __init__(
         self,
         parquet_files: str | Path | list[str],
         tokenizer: "PreTrainedTokenizerBase",
-        config: SFTDataConfig | Mapping[str, Any],
+        config: SequenceDataConfig | Mapping[str, Any],
         processor: Any = None,
         max_samples: int = -1,
     ) -> None:
@@ -53,11 +53,12 @@ class _SupervisedRows(Dataset[dict[str, torch.Tensor]]):
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError("the tokenizer has no chat template; set model.custom_chat_template")
         self.tokenizer = tokenizer
-        self.config = config if isinstance(config, SFTDataConfig) else sft_settings(config)
+        self.config: Any = config if isinstance(config, SequenceDataConfig) else sft_settings(config)
         if self.config.pad_mode == "right" and tokenizer.pad_token_id is None:
             raise ValueError("data.pad_mode=right, but the tokenizer has no pad token; set one in its config")
         self.data_files = local_data_files(parquet_files, "train", "data.train_files")
-        self.rows = read_rows(self.data_files, max_samples, self.config.seed if self.config.shuffle else None)
+        rows = read_rows(self.data_files, max_samples, self.config.seed if self.config.shuffle else None)
+        self.rows = self.sequences(rows)
         for row in self.rows:
             self.check(row)
         self.fingerprint = file_digests(self.data_files)
@@ -68,7 +69,10 @@ class _SupervisedRows(Dataset[dict[str, torch.Tensor]]):
 
     def check(self, row: FileRow) -> None:
         """Reject a malformed row."""
-        raise NotImplementedError
+
+    def sequences(self, rows: list[FileRow]) -> list[FileRow]:
+        """One row per sequence; a row of the file may hold several."""
+        return rows
 
     def pieces(self, row: FileRow) -> list[Piece]:
         """The row's text in pieces."""
@@ -77,7 +81,11 @@ class _SupervisedRows(Dataset[dict[str, torch.Tensor]]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, item: int) -> Any:
+        return self.sequence(item)
+
+    def sequence(self, item: int) -> dict[str, torch.Tensor]:
+        """The sample of a sequence."""
         ids, loss_mask = self._tokens[item]
         # Tokens of a truncated sequence keep their original positions.
         positions = self._positions[item]
@@ -132,7 +140,7 @@ class _SupervisedRows(Dataset[dict[str, torch.Tensor]]):
         return text
 
 
-class MultiTurnSFTDataset(_SupervisedRows):
+class MultiTurnSFTDataset(SupervisedRows):
     """Conversations: the loss is computed on every assistant turn."""
 
     def check(self, row: FileRow) -> None:
@@ -152,7 +160,7 @@ class MultiTurnSFTDataset(_SupervisedRows):
             raise ValueError(f"{row.location}: {key!r} has no assistant message, so there is nothing to train on")
 
     def pieces(self, row: FileRow) -> list[Piece]:
-        messages = [_message(message) for message in row.columns[self.config.messages_key]]
+        messages = [plain_message(message) for message in row.columns[self.config.messages_key]]
         options = self._options(row)
         whole = self.render(row, messages, **options)
         cuts: list[int] = []
@@ -208,7 +216,7 @@ class MultiTurnSFTDataset(_SupervisedRows):
         return pieces
 
 
-class SFTDataset(_SupervisedRows):
+class SFTDataset(SupervisedRows):
     """Pairs: the prompt is one user message; the loss is computed on the response and the EOS token."""
 
     def check(self, row: FileRow) -> None:
@@ -262,25 +270,40 @@ def create_sft_dataset(
     max_samples: int = -1,
     use: Use = "train",
 ) -> Dataset[dict[str, torch.Tensor]]:
-    """Conversations, pairs, or the class named by `data.custom_cls`, with the same arguments.
+    """Conversations or pairs; see `create_dataset`."""
 
-    A custom class that derives from neither dataset gets `data_files` as they are. use: selects the split of folders and of
-    datasets on the Hub.
+    def built_in(files: list[str]) -> type:
+        return MultiTurnSFTDataset if _are_conversations(files, config) else SFTDataset
+
+    return create_dataset(built_in, data_files, tokenizer, config, max_samples, use)
+
+
+def create_dataset(
+    built_in: Callable[[list[str]], type],
+    data_files: list[str],
+    tokenizer: "PreTrainedTokenizerBase",
+    config: SupervisedDataConfig,
+    max_samples: int = -1,
+    use: Use = "train",
+) -> Dataset[Any]:
+    """A dataset of the class that `data.custom_cls` names, or of the `built_in` one for these files, with the same arguments.
+
+    A custom class that is not derived from `SupervisedRows` gets `data_files` as they are. use: selects the split of folders and
+    of datasets on the Hub.
     """
     custom = config.custom_cls
     cls: Any = None
     if custom.path is not None:
         cls = load_plugin("data.custom_cls.path", custom.path, custom.name, base=Dataset)
-    if cls is None or issubclass(cls, _SupervisedRows):
+    if cls is None or issubclass(cls, SupervisedRows):
         data_files = [str(file) for file in local_data_files(data_files, use, f"data.{use}_files")]
-    if cls is None:
-        cls = MultiTurnSFTDataset if _are_conversations(data_files, config) else SFTDataset
+    cls = cls or built_in(data_files)
     built: Any = cls(parquet_files=data_files, tokenizer=tokenizer, config=config, max_samples=max_samples)
     if not hasattr(built, "fingerprint"):
         paths = [Path(file).expanduser() for file in data_files]
         if all(path.is_file() for path in paths):
             built.fingerprint = file_digests(paths)
-    dataset: Dataset[dict[str, torch.Tensor]] = built
+    dataset: Dataset[Any] = built
     return dataset
 
 
@@ -309,7 +332,7 @@ def _turns(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     return turns
 
 
-def _message(message: dict[str, Any]) -> dict[str, Any]:
+def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     return {"content": "", **_drop_none_recursively(message)}
 
 

@@ -65,6 +65,17 @@ GLOSSARY: dict[str, dict[str, str]] = {
         "train/total_tokens(B)": "tokens since the start of the run, in billions",
         "val/loss": "cross-entropy of the validation rows' trained tokens (`data.val_files`)",
     },
+    "Preference training": {
+        "train/pairs": "pairs of the step; in `lockstep rm` and `dpo`, `train/loss` and `val/loss` are the mean loss of a pair",
+        "<train,val>/accuracy": "reward model: fraction of pairs whose chosen answer scores higher",
+        "<train,val>/margin": "reward model: mean score of chosen answers minus that of rejected ones",
+        "<train,val>/score": "reward model: mean score of all answers; `rm.center_rewards_coefficient` keeps it near 0",
+        "rewards/<chosen,rejected>": "DPO: beta times the log-prob that an answer has gained over the reference, mean over the pairs",
+        "rewards/margins": "DPO: the difference of these two",
+        "rewards/accuracies": "DPO: fraction of pairs whose chosen answer has gained more",
+        "logps/<chosen,rejected>": "DPO: log-prob of an answer, mean over the pairs",
+        "val/<rewards,logps>/<name>": "the same for the validation pairs",
+    },
     "Rollout against trainer": {
         "training/rollout_log_probs_gap": "mean |log p(rollout) - log p(trainer)| of sampled tokens; the run stops if it is too large",
         "training/rollout_probs_diff_<mean,max,std>": "difference of the probabilities of sampled tokens",

@@ -23,6 +23,8 @@ FIELDS = (
     Field("reward", ("critic/score/mean", "critic/rewards/mean")),
     Field("length", ("response_length/mean",)),
     Field("loss", ("actor/pg_loss", "train/loss")),
+    Field("accuracy", ("train/accuracy", "rewards/accuracies")),
+    Field("margin", ("train/margin", "rewards/margins")),
     Field("ref kl", ("actor/reward_kl_penalty", "actor/kl_loss")),
     Field("ppo kl", ("actor/ppo_kl",)),
     Field("entropy", ("actor/entropy",)),

@@ -12,7 +12,7 @@ import pyarrow as pa
 import torch
 
 from lockstep.config.ppo import PPOConfig
-from lockstep.config.sft import SFTConfig
+from lockstep.config.sft import SupervisedConfig
 from lockstep.registry import USER_FILES
 from lockstep.rewards.errors import RewardError
 from lockstep.rewards.monitor import printed_frames
@@ -42,7 +42,7 @@ _OS_ERROR = re.compile(r"\(os error (?P<code>\d+)\)")
 _METHOD = re.compile(r"raised in .* by \w+\.(?P<name>\w+)")
 
 
-def cause_of(error: Exception, config: PPOConfig | SFTConfig) -> str:
+def cause_of(error: Exception, config: PPOConfig | SupervisedConfig) -> str:
     """What to tell the user about the end of a run, with its traceback in a file; an unexpected error is raised again."""
     cause = None if os.environ.get("LOCKSTEP_DEBUG") else explain(error, config)
     if cause is None:
@@ -58,7 +58,7 @@ def cause_of(error: Exception, config: PPOConfig | SFTConfig) -> str:
     return f"{cause} (traceback: {log})"
 
 
-def how_to_resume(config: PPOConfig | SFTConfig, saved: Path | None) -> str:
+def how_to_resume(config: PPOConfig | SupervisedConfig, saved: Path | None) -> str:
     """The end of a failed run's message. saved: its last checkpoint."""
     if saved is None:
         return ", before its first checkpoint (trainer.save_freq)"
@@ -67,7 +67,7 @@ def how_to_resume(config: PPOConfig | SFTConfig, saved: Path | None) -> str:
     return f"; set trainer.resume_mode=resume_path trainer.resume_from_path={saved} to resume from its last checkpoint"
 
 
-def explain(error: BaseException, config: PPOConfig | SFTConfig) -> str | None:
+def explain(error: BaseException, config: PPOConfig | SupervisedConfig) -> str | None:
     """The line for `error`; None if it is unexpected and needs its traceback."""
     if isinstance(error, RewardError | AuditError | FloatingPointError):
         return str(error)
@@ -129,7 +129,7 @@ def _notes(error: BaseException) -> list[str]:
     return getattr(error, "__notes__", [])
 
 
-def _os_error(error: OSError, config: PPOConfig | SFTConfig) -> str:
+def _os_error(error: OSError, config: PPOConfig | SupervisedConfig) -> str:
     """The error with the key of the folder it concerns; `strerror` may already be a whole message with a key."""
     reason = error.strerror or str(error)
     if "trainer." in reason or "data." in reason:
@@ -151,7 +151,7 @@ def _os_error(error: OSError, config: PPOConfig | SFTConfig) -> str:
     return f"{reason}{where}; {fix}"
 
 
-def _folders(config: PPOConfig | SFTConfig) -> Iterator[tuple[str, Path]]:
+def _folders(config: PPOConfig | SupervisedConfig) -> Iterator[tuple[str, Path]]:
     trainer = config.trainer
     for key in ("rollout_data_dir", "validation_data_dir", "default_local_dir"):
         if (folder := getattr(trainer, key, None)) is not None:

@@ -1,87 +1,16 @@
 """Supervised fine-tuning: `lockstep sft key=value …`, or on several GPUs
 `torchrun --nproc_per_node=8 -m lockstep.trainer.fsdp_sft_trainer key=value …`.
-
-The config, folders, logins and user code are checked before torch is imported, so that errors are reported immediately.
 """
 
-import io
-import logging
-import os
 import sys
-import time
-from contextlib import redirect_stderr
+from collections.abc import Sequence
 
-from lockstep.config.commandline import config_from_command_line
 from lockstep.config.sft import SFTConfig
-from lockstep.kernels.gpu_warmup import start_gpu_warmup
-from lockstep.observability.console import LogHandler
-from lockstep.trainer.errors import RunError
-from lockstep.trainer.inputs import fetch_inputs
-from lockstep.trainer.interrupt import stop_on_sigterm
-from lockstep.trainer.preflight import preflight
-from lockstep.utils.progress import ProgressLog, phase
-
-logger = logging.getLogger(__name__)
-
-OTHERS_WAIT_S = 3.0
-"""Ranks other than the first wait this long before they report an error: torchrun ends them once rank 0 has reported it."""
+from lockstep.trainer.supervised.command import run_command
 
 
-def run_sft(config: SFTConfig) -> int:
-    """Train, in this process or as one of torchrun's; returns 0, or 130 if it was stopped. RunError if it fails."""
-    if _rank() == 0 and (problems := preflight(config)):
-        raise RunError("\nerror: ".join(problems), exit_code=2)
-    try:
-        fetch_inputs(config)
-    except ValueError as error:
-        raise RunError(str(error), exit_code=2) from error
-    logger.info("loading torch and transformers")
-    if os.environ.get("WORLD_SIZE", "1") == "1":  # else each rank would open a context on the first GPU
-        start_gpu_warmup(config.trainer.device)
-    with ProgressLog():
-        with phase("load torch and transformers"):
-            from lockstep.trainer.sft.program import run
-        return run(config)
-
-
-def main(argv: list[str] | None = None) -> int:
-    level = logging.ERROR if _rank() else logging.INFO
-    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", handlers=[LogHandler()])
-    try:
-        with stop_on_sigterm():
-            config = _config(argv)
-            return 0 if config is None else run_sft(config)
-    except RunError as error:
-        _report(f"error: {error}\n" if not _rank() else f"rank {_rank()}: error: {error}\n")
-        return error.exit_code
-    except KeyboardInterrupt:
-        if not _rank():
-            sys.stderr.write(
-                "stopped by the user; run the same command to resume from the last checkpoint, if there is one\n"
-            )
-        return 130
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
-
-
-def _config(argv: list[str] | None) -> SFTConfig | None:
-    errors = io.StringIO()
-    try:
-        with redirect_stderr(errors if _rank() else sys.stderr):
-            return config_from_command_line(
-                argv, SFTConfig, prog="lockstep sft", description="Fine-tune a language model on supervised data."
-            )
-    except SystemExit:
-        _report(errors.getvalue())
-        raise
-
-
-def _report(message: str) -> None:
-    if _rank():
-        time.sleep(OTHERS_WAIT_S)
-    sys.stderr.write(message)
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_command(argv, SFTConfig, "lockstep sft", "Fine-tune a language model on supervised data.")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any
 
 from lockstep.config.placement import controller_of, need_reward_model, needed_models
 from lockstep.config.ppo import PPOConfig
-from lockstep.config.sft import SFTConfig
+from lockstep.config.sft import SupervisedConfig
 from lockstep.trainer.preflight import check_positions
 from lockstep.utils.dataset_files import local_data_files
 from lockstep.utils.model_path import base_folder, local_model_folder, revision_of
@@ -15,12 +15,12 @@ from lockstep.utils.model_path import base_folder, local_model_folder, revision_
 logger = logging.getLogger(__name__)
 
 
-def fetch_inputs(config: PPOConfig | SFTConfig) -> None:
+def fetch_inputs(config: PPOConfig | SupervisedConfig) -> None:
     """Bring everything to this machine that is elsewhere, and log where it is; ValueError if it cannot be found or used.
 
     On Ray, only configs and tokenizers of models: the workers' machines fetch the weights.
     """
-    weights = isinstance(config, SFTConfig) or controller_of(config) == "local"
+    weights = isinstance(config, SupervisedConfig) or controller_of(config) == "local"
     fetched: dict[str, Path] = {}
     for key, path in _models(config):
         folder = local_model_folder(path, key, weights=weights)
@@ -34,7 +34,7 @@ def fetch_inputs(config: PPOConfig | SFTConfig) -> None:
         if path not in fetched:
             local_model_folder(path, key, weights=False)
     if not config.data.custom_cls.path:
-        if isinstance(config, SFTConfig) or not config.trainer.val_only:
+        if isinstance(config, SupervisedConfig) or not config.trainer.val_only:
             local_data_files(config.data.train_files, "train", "data.train_files")
         local_data_files(config.data.val_files, "val", "data.val_files")
 
@@ -63,8 +63,8 @@ def tokenizer_of(config: PPOConfig) -> tuple[str, str]:
     return "actor_rollout_ref.model.path", model.path
 
 
-def _models(config: PPOConfig | SFTConfig) -> Iterator[tuple[str, str]]:
-    if isinstance(config, SFTConfig):
+def _models(config: PPOConfig | SupervisedConfig) -> Iterator[tuple[str, str]]:
+    if isinstance(config, SupervisedConfig):
         yield "model.path", config.model.path
         return
     yield "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path
@@ -74,8 +74,8 @@ def _models(config: PPOConfig | SFTConfig) -> Iterator[tuple[str, str]]:
         yield "reward_model.model.path", config.reward_model.model.path
 
 
-def _tokenizers(config: PPOConfig | SFTConfig) -> Iterator[tuple[str, str]]:
-    if isinstance(config, SFTConfig):
+def _tokenizers(config: PPOConfig | SupervisedConfig) -> Iterator[tuple[str, str]]:
+    if isinstance(config, SupervisedConfig):
         if config.model.tokenizer_path:
             yield "model.tokenizer_path", config.model.tokenizer_path
         return

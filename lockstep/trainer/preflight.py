@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep.config.placement import controller_of, num_workers
 from lockstep.config.ppo import PPOConfig
-from lockstep.config.sft import SFTConfig
+from lockstep.config.sft import SupervisedConfig
 from lockstep.observability.trackers import TRACKERS
 from lockstep.registry import check_signature, find_registered, load_object
 from lockstep.rewards.custom import ARGUMENTS, BATCH_ARGUMENTS, get_custom_reward_fn
@@ -30,15 +30,15 @@ LOSS_ARGUMENTS = (
 )
 MANAGER_ARGUMENTS = ("tokenizer", "num_examine", "compute_score", "reward_fn_key")
 DATASET_ARGUMENTS = ("data_files", "tokenizer", "config", "max_samples")
-SFT_DATASET_ARGUMENTS = ("parquet_files", "tokenizer", "config", "max_samples")
+SUPERVISED_DATASET_ARGUMENTS = ("parquet_files", "tokenizer", "config", "max_samples")
 SAMPLER_ARGUMENTS = ("data_source", "data_config")
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 
-def preflight(config: PPOConfig | SFTConfig) -> list[str]:
+def preflight(config: PPOConfig | SupervisedConfig) -> list[str]:
     """What would stop this run later, one line each; logs warnings about the machine."""
     found = []
-    checks: Sequence[Callable[[Any], None]] = CHECKS if isinstance(config, PPOConfig) else SFT_CHECKS
+    checks: Sequence[Callable[[Any], None]] = CHECKS if isinstance(config, PPOConfig) else SUPERVISED_CHECKS
     for check in checks:
         try:
             check(config)
@@ -49,7 +49,7 @@ def preflight(config: PPOConfig | SFTConfig) -> list[str]:
     return found
 
 
-def _trackers(config: PPOConfig | SFTConfig) -> None:
+def _trackers(config: PPOConfig | SupervisedConfig) -> None:
     for name in config.trainer.logger:
         if (check := getattr(TRACKERS.get(name), "check", None)) is not None:
             check()
@@ -74,10 +74,10 @@ def _policy_loss(config: PPOConfig) -> None:
         _check_call(LOSS_KEY, _load(LOSS_KEY, name), LOSS_ARGUMENTS)
 
 
-def _dataset(config: PPOConfig | SFTConfig) -> None:
+def _dataset(config: PPOConfig | SupervisedConfig) -> None:
     custom, key = config.data.custom_cls, "data.custom_cls.path"
     if custom.path is not None:
-        arguments = DATASET_ARGUMENTS if isinstance(config, PPOConfig) else SFT_DATASET_ARGUMENTS
+        arguments = DATASET_ARGUMENTS if isinstance(config, PPOConfig) else SUPERVISED_DATASET_ARGUMENTS
         _check_call(key, _load(key, custom.path, custom.name), arguments)
 
 
@@ -113,7 +113,7 @@ def _model(config: PPOConfig) -> None:
     check_weights("actor_rollout_ref.model.path", model.path)
 
 
-def _sft_model(config: SFTConfig) -> None:
+def _supervised_model(config: SupervisedConfig) -> None:
     if (Path(config.model.path).expanduser() / "config.json").is_file():
         check_weights("model.path", config.model.path)
 
@@ -152,7 +152,7 @@ def _max_positions(settings: dict[str, Any]) -> int | None:
     return max(limit, int(scaled))
 
 
-def _folders(config: PPOConfig | SFTConfig) -> None:
+def _folders(config: PPOConfig | SupervisedConfig) -> None:
     trainer = config.trainer
     for key in ("default_local_dir", "rollout_data_dir", "validation_data_dir"):
         if (folder := getattr(trainer, key, None)) is not None:
@@ -167,7 +167,7 @@ def _folders(config: PPOConfig | SFTConfig) -> None:
         check_same_experiment(root, config, saved_config(newest))
 
 
-def _nsys(config: PPOConfig | SFTConfig) -> None:
+def _nsys(config: PPOConfig | SupervisedConfig) -> None:
     """nsys must be there, and a process that Ray does not start must run under it."""
     if not config.trainer.profile_steps or config.global_profiler.tool != "nsys":
         return
@@ -185,7 +185,7 @@ def _nsys(config: PPOConfig | SFTConfig) -> None:
         )
 
 
-def _checkpoint(config: PPOConfig | SFTConfig) -> None:
+def _checkpoint(config: PPOConfig | SupervisedConfig) -> None:
     path = config.trainer.resume_from_path
     if config.trainer.resume_mode != "resume_path" or not path:
         return
@@ -223,5 +223,12 @@ CHECKS: tuple[Callable[[PPOConfig], None], ...] = (
     *(check_reward_function, _policy_loss, _dataset, _sampler),
     *(_model, _checkpoint, _trackers, _nsys, _folders),
 )
-SFT_CHECKS: tuple[Callable[[SFTConfig], None], ...] = (_dataset, _sft_model, _checkpoint, _trackers, _nsys, _folders)
+SUPERVISED_CHECKS: tuple[Callable[[SupervisedConfig], None], ...] = (
+    _dataset,
+    _supervised_model,
+    _checkpoint,
+    _trackers,
+    _nsys,
+    _folders,
+)
 """Folders come last: the rest leaves no trace."""

@@ -16,7 +16,7 @@ from lockstep.config.model import CheckpointPart
 from lockstep.config.placement import need_critic
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import get_in, to_plain
-from lockstep.config.sft import SFTConfig
+from lockstep.config.sft import SupervisedConfig
 from lockstep.utils.files import atomic_write_text
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ FILE = "config.yaml"
 HISTORY = "configs"
 IDENTITY: dict[type, tuple[str, ...]] = {
     PPOConfig: ("algorithm.adv_estimator", "actor_rollout_ref.model.path", "critic.enable", "data.train_files"),
-    SFTConfig: ("model.path", "data.train_files"),
+    SupervisedConfig: ("model.path", "data.train_files"),
 }
 """Keys that identify an experiment, by program."""
 IDENTITY_OF_POLICY = ("actor_rollout_ref.model.path",)
@@ -40,7 +40,7 @@ NO_EFFECT = {
 """Keys that do nothing once the run has begun, and why; kl_coef only with an adaptive controller."""
 
 
-def write_run_config(run_dir: Path, config: PPOConfig | SFTConfig, step: int) -> None:
+def write_run_config(run_dir: Path, config: PPOConfig | SupervisedConfig, step: int) -> None:
     """Write the config of a start at `step`, and add it to the history unless it is the last one there.
 
     With `trainer.val_only`, a folder that has a config keeps it: the one of its training.
@@ -56,7 +56,7 @@ def write_run_config(run_dir: Path, config: PPOConfig | SFTConfig, step: int) ->
     atomic_write_text(run_dir / FILE, text)
 
 
-def as_yaml(config: PPOConfig | SFTConfig) -> str:
+def as_yaml(config: PPOConfig | SupervisedConfig) -> str:
     return yaml.safe_dump(to_plain(config), sort_keys=False)
 
 
@@ -79,7 +79,9 @@ def read_config(path: Path) -> dict[str, Any]:
     return saved
 
 
-def check_same_experiment(run_dir: Path, config: PPOConfig | SFTConfig, saved: dict[str, Any] | None = None) -> None:
+def check_same_experiment(
+    run_dir: Path, config: PPOConfig | SupervisedConfig, saved: dict[str, Any] | None = None
+) -> None:
     """ValueError if the folder's checkpoints belong to another experiment than `config`.
 
     saved: the config of the checkpoint to resume from; None reads the run's.
@@ -94,7 +96,7 @@ def check_same_experiment(run_dir: Path, config: PPOConfig | SFTConfig, saved: d
     ]
     if changed:
         model, weights = "actor_rollout_ref.model.path", "actor/huggingface"
-        if isinstance(config, SFTConfig):
+        if isinstance(config, SupervisedConfig):
             model, weights = "model.path", "huggingface"
         raise ValueError(
             f"trainer.default_local_dir={run_dir} has checkpoints of another experiment: {'; '.join(changed)}. "
@@ -103,7 +105,7 @@ def check_same_experiment(run_dir: Path, config: PPOConfig | SFTConfig, saved: d
         )
 
 
-def report_changes(saved: dict[str, Any], config: PPOConfig | SFTConfig, checkpoint: Path) -> None:
+def report_changes(saved: dict[str, Any], config: PPOConfig | SupervisedConfig, checkpoint: Path) -> None:
     """Log each setting that differs from the checkpoint's, old and new, and each part of the state that was not saved."""
     for key, old, new in _differences(saved, to_plain(config)) if saved else ():
         note = NO_EFFECT.get(key, "")
@@ -130,15 +132,15 @@ def report_changes(saved: dict[str, Any], config: PPOConfig | SFTConfig, checkpo
                 )
 
 
-def _identity(config: PPOConfig | SFTConfig) -> tuple[str, ...]:
+def _identity(config: PPOConfig | SupervisedConfig) -> tuple[str, ...]:
     if isinstance(config, PPOConfig) and config.trainer.val_only:
         return IDENTITY_OF_POLICY
-    return IDENTITY[type(config)]
+    return next(keys for cls, keys in IDENTITY.items() if isinstance(config, cls))
 
 
-def _loaded_parts(config: PPOConfig | SFTConfig) -> dict[str, list[CheckpointPart]]:
+def _loaded_parts(config: PPOConfig | SupervisedConfig) -> dict[str, list[CheckpointPart]]:
     """Section with a `checkpoint` -> parts of the state that a resumed run loads."""
-    if isinstance(config, SFTConfig):
+    if isinstance(config, SupervisedConfig):
         return {"trainer": config.trainer.checkpoint.load_contents}
     sections = {"actor_rollout_ref.actor": config.actor_rollout_ref.actor.checkpoint.load_contents}
     if need_critic(config):
@@ -163,7 +165,7 @@ def _differences(saved: Any, now: Any, name: str = "") -> Iterator[tuple[str, An
         yield name, saved, now
 
 
-def warn_if_epochs_end_first(config: PPOConfig | SFTConfig, num_steps: int) -> None:
+def warn_if_epochs_end_first(config: PPOConfig | SupervisedConfig, num_steps: int) -> None:
     """num_steps: of the run."""
     asked = config.trainer.total_training_steps
     if asked is not None and asked > num_steps:

@@ -133,44 +133,49 @@ def agreed_runs(
     owners: Sequence[int],
     max_tokens: int,
     group: "dist.ProcessGroup | None" = None,
+    group_size: int = 1,
 ) -> Partitions:
     """Rows in parts of at most `max_tokens`, as many on every rank; rows that share a prompt lie together, and it counts once.
 
     own, prompts: tokens of each row's response, and of its prompt.
     owners:       the first row with the same prompt.
+    group_size:   rows that follow each other in groups of this size stay together.
     Collective over `group`, whose ranks have equally many rows: where a row is longer than the budget, all of them raise.
     """
-    order = sorted(range(len(own)), key=lambda i: (owners[i], i))
+    units = [list(range(i, i + group_size)) for i in range(0, len(own), group_size)]
+    units.sort(key=lambda rows: (owners[rows[0]], rows[0]))
 
-    def cost(run: list[int]) -> int:
-        return sum(own[i] for i in run) + sum({owners[i]: prompts[i] for i in run}.values())
+    def cost(run: Partitions) -> int:
+        rows = list(itertools.chain.from_iterable(run))
+        return sum(own[i] for i in rows) + sum({owners[i]: prompts[i] for i in rows}.values())
 
-    longest, row = max((own[i] + prompts[i], i) for i in order)
+    longest, row = max((cost([unit]), unit[0]) for unit in units)
     if _least_and_most(DOES_NOT_FIT if longest > max_tokens else 1, group)[0] == DOES_NOT_FIT:
-        where = f"sequence {row} has {longest} tokens," if longest > max_tokens else "a sequence on another rank has"
+        which = f"sequence {row} has" if group_size == 1 else f"sequences {row} to {row + group_size - 1} have"
+        where = f"{which} {longest} tokens," if longest > max_tokens else "a sequence on another rank has"
         raise ValueError(
             f"{where} more than the budget of {max_tokens} tokens for one micro-batch: raise *_max_token_len_per_gpu to the "
             "longest prompt plus response"
         )
-    runs = _filled(order, max_tokens, cost)
+    runs = _filled(units, max_tokens, cost)
     _, wanted = _least_and_most(len(runs), group)
-    even = _filled(order, max(-(-cost(order) // wanted), longest), cost)
+    even = _filled(units, max(-(-cost(units) // wanted), longest), cost)
     runs = even if len(even) <= wanted else runs
     while len(runs) < wanted:
         largest = max((run for run in runs if len(run) > 1), key=cost)
         place, half = runs.index(largest), len(largest) // 2
         runs[place : place + 1] = [largest[:half], largest[half:]]
-    return runs
+    return [list(itertools.chain.from_iterable(run)) for run in runs]
 
 
-def _filled(order: list[int], budget: int, cost: Callable[[list[int]], int]) -> Partitions:
-    """Runs of rows that follow each other, each as long as the budget allows."""
-    runs: Partitions = []
-    for row in order:
-        if runs and cost([*runs[-1], row]) <= budget:
-            runs[-1].append(row)
+def _filled(units: Partitions, budget: int, cost: Callable[[Partitions], int]) -> list[Partitions]:
+    """Runs of units that follow each other, each as long as the budget allows."""
+    runs: list[Partitions] = []
+    for unit in units:
+        if runs and cost([*runs[-1], unit]) <= budget:
+            runs[-1].append(unit)
         else:
-            runs.append([row])
+            runs.append([unit])
     return runs
 
 

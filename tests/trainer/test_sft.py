@@ -19,10 +19,11 @@ from lockstep.config.sft import SFTConfig
 from lockstep.data.sft_dataset import MultiTurnSFTDataset, SFTDataset
 from lockstep.observability.glossary import explain
 from lockstep.trainer.errors import RunError
-from lockstep.trainer.fsdp_sft_trainer import main, run_sft
-from lockstep.trainer.sft.batches import collate, share_of
-from lockstep.trainer.sft.program import build
-from lockstep.trainer.sft.trainer import SFTTrainer
+from lockstep.trainer.fsdp_sft_trainer import main
+from lockstep.trainer.supervised.batches import collate, share_of
+from lockstep.trainer.supervised.command import run_training
+from lockstep.trainer.supervised.program import build
+from lockstep.trainer.supervised.trainer import SupervisedTrainer
 from tests.hub import use_hub, write_cache
 from tests.tiny import save_tiny_model
 
@@ -56,7 +57,7 @@ def overrides(files: Path, tmp_path: Path) -> list[str]:
     ]
 
 
-def trainer_of(*overrides: str) -> SFTTrainer:
+def trainer_of(*overrides: str) -> SupervisedTrainer:
     trainer = build(load_config(SFTConfig, overrides), rank=0, world_size=1)
     trainer.load_model()
     return trainer
@@ -74,7 +75,7 @@ def numbers_of(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-def plain_loop(model_path: Path, trainer: SFTTrainer, num_steps: int) -> list[float]:
+def plain_loop(model_path: Path, trainer: SupervisedTrainer, num_steps: int) -> list[float]:
     """Losses of a transformers loop on the trainer's batches: one padded forward, labels of -100 outside the responses."""
     model = AutoModelForCausalLM.from_pretrained(model_path).float()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.01)
@@ -126,7 +127,7 @@ def test_split_and_layout_do_not_change_the_step(overrides: list[str]) -> None:
     def step(*changes: str) -> tuple[dict[str, Any], torch.Tensor]:
         trainer = trainer_of(*overrides, "data.train_batch_size=8", *changes)
         metrics = trainer.train_batch(next(iter(trainer.loader)))
-        return metrics, torch.cat([p.detach().flatten() for p in trainer.policy.parameters()])
+        return metrics, torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
 
     whole, weights = step("data.use_dynamic_bsz=false")
     for changes in (
@@ -349,7 +350,7 @@ def test_what_is_outside_the_config_is_checked_first(
     assert "error: data.custom_cls.path: " in shown and "parquet_files" in shown
     assert "error: " in shown and "trainer.default_local_dir" in shown
     with pytest.raises(RunError, match="no weights") as caught:
-        run_sft(load_config(SFTConfig, [*overrides, *wrong]))
+        run_training(load_config(SFTConfig, [*overrides, *wrong]))
     assert caught.value.exit_code == 2
 
 

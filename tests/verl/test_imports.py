@@ -72,7 +72,7 @@ def test_light_modules_do_not_import_torch() -> None:
 
 def test_sft_is_the_program_of_lockstep() -> None:
     from lockstep.trainer import fsdp_sft_trainer
-    from lockstep.trainer.sft.trainer import SFTTrainer
+    from lockstep.trainer.supervised.sft import SFTTrainer
     from lockstep.verl.trainer.fsdp_sft_trainer import FSDPSFTTrainer, main
 
     assert FSDPSFTTrainer is SFTTrainer and main is fsdp_sft_trainer.main

@@ -25,10 +25,15 @@ PARTS = ("model", "optimizer", "extra")
 
 @dataclass(frozen=True)
 class MicroBatching:
-    """How to split rows: `max_tokens` fills micro-batches by tokens; otherwise `num_rows` rows each (None: all at once)."""
+    """How to split rows: `max_tokens` fills micro-batches by tokens; otherwise `num_rows` rows each (None: all at once).
+
+    group_size: rows that follow each other in groups of this size stay in one micro-batch, for a loss that compares them;
+                `num_rows` is a multiple of it.
+    """
 
     num_rows: int | None = None
     max_tokens: int | None = None
+    group_size: int = 1
 
 
 class TrainEngine(ABC):

@@ -362,14 +362,14 @@ class FsdpEngine(TrainEngine):
     def _partitions(self, batch: TensorDict, micro: MicroBatching) -> list[list[int]]:
         """Rows of each micro-batch, as many of them on every rank. A token budget is one rank's: `sp_size` ranks have more."""
         if self.layout == "rows":  # each row gathers parameters: ranks must agree on rows per micro-batch
-            return [[row] for row in range(len(batch))]
+            return [list(range(i, i + micro.group_size)) for i in range(0, len(batch), micro.group_size)]
         if micro.max_tokens is not None:
             group = dist.group.WORLD if self.world_size > 1 else None
             ids, mask = batch["input_ids"].numpy(), batch["attention_mask"].numpy().astype(bool)
             start = ids.shape[1] - batch["responses"].shape[1]
             own, before = mask[:, start:].sum(-1).tolist(), mask[:, :start].sum(-1).tolist()
             owners = prompt_owners(ids, mask, start) if self.layout == "packed" else list(range(len(batch)))
-            return agreed_runs(own, before, owners, micro.max_tokens * self.sp_size, group)
+            return agreed_runs(own, before, owners, micro.max_tokens * self.sp_size, group, micro.group_size)
         size = micro.num_rows or len(batch)
         return [list(range(i, min(i + size, len(batch)))) for i in range(0, len(batch), size)]
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
 from lockstep.models.packing import prompt_owners
@@ -89,7 +90,7 @@ def lay_out(batch: DataProto, rule: MiniBatches, dp_size: int, *, balance: bool)
     unchanged = torch.equal(order, torch.arange(len(batch)))
     laid_out = batch.select(None, [])
     laid_out = (laid_out if unchanged else laid_out.select_idxs(order)).union(DataProto.from_dict(tensors=tensors))
-    _clear_rows(laid_out, torch.tensor(list(chain.from_iterable(padding))))
+    clear_rows(laid_out.tensors, torch.tensor(list(chain.from_iterable(padding))))
     num_repeats = rule.epochs // rule.num_passes
     laid_out.meta_info |= {"mini_batches": counts, "num_repeats": num_repeats, "prepared": names}
     return laid_out
@@ -137,12 +138,12 @@ def call_balanced(method: Callable[[DataProto], Any], batch: DataProto, num_part
     return lambda: future.get().select_idxs(np.argsort(order))
 
 
-def _clear_rows(batch: DataProto, which: Tensor) -> None:
+def clear_rows(rows: TensorDict, which: Tensor) -> None:
     """Reduce these rows to their first token, with an empty response mask."""
     if not which.any():
         return
-    mask = batch.tensors["attention_mask"].clone()
+    mask = rows["attention_mask"].clone()
     first = (mask.cumsum(1) == 1) & mask.bool()
     mask[which] = first[which].to(mask.dtype)
-    batch.tensors["attention_mask"] = mask
-    batch.tensors["response_mask"] = batch.tensors["response_mask"].masked_fill(which[:, None], 0)
+    rows["attention_mask"] = mask
+    rows["response_mask"] = rows["response_mask"].masked_fill(which[:, None], 0)

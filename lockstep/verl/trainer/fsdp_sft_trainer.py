@@ -10,7 +10,7 @@ from lockstep.verl._names import refuse
 def __getattr__(name: str) -> Any:
     if name != "FSDPSFTTrainer":
         raise refuse(__name__, name)
-    from lockstep.trainer.sft.trainer import SFTTrainer
+    from lockstep.trainer.supervised.sft import SFTTrainer
 
     return SFTTrainer
 

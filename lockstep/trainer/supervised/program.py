@@ -1,4 +1,4 @@
-"""Run SFT from its config: process group, tokenizer, data, trainer."""
+"""Run SFT, a reward model's training or DPO from its config: process group, tokenizer, data, trainer."""
 
 import logging
 import os
@@ -8,14 +8,17 @@ from contextlib import ExitStack
 import numpy as np
 import torch
 
-from lockstep.config.sft import SFTConfig
-from lockstep.data.sft_dataset import create_sft_dataset
+from lockstep.config.preference import DPOConfig, RMConfig
+from lockstep.config.sft import SFTConfig, SupervisedConfig
 from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.observability.jsonl import METRICS_FILE, last_step
 from lockstep.trainer.errors import RunError
 from lockstep.trainer.failures import cause_of, how_to_resume
 from lockstep.trainer.run_config import check_same_experiment
-from lockstep.trainer.sft.trainer import SFTTrainer
+from lockstep.trainer.supervised.dpo import DPOTrainer
+from lockstep.trainer.supervised.reward_model import RewardModelTrainer
+from lockstep.trainer.supervised.sft import SFTTrainer
+from lockstep.trainer.supervised.trainer import SupervisedTrainer
 from lockstep.utils.device import resolve_device
 from lockstep.utils.distributed import join_process_group, on_first_rank
 from lockstep.utils.progress import phase
@@ -24,9 +27,14 @@ logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 1800.0
 """How long a rank waits for the others in a collective; rank 0 writes the HF folder meanwhile."""
+TRAINERS: dict[type, type[SupervisedTrainer]] = {
+    SFTConfig: SFTTrainer,
+    RMConfig: RewardModelTrainer,
+    DPOConfig: DPOTrainer,
+}
 
 
-def run(config: SFTConfig) -> int:
+def run(config: SupervisedConfig) -> int:
     """Train; returns 0, or 130 if the user stopped the run. A failure with a known cause is a RunError."""
     rank, world_size = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
     with ExitStack() as closing:
@@ -56,7 +64,7 @@ def run(config: SFTConfig) -> int:
             raise RunError(f"{cause.rstrip('.')}; the run ended early{resume}") from error
 
 
-def build(config: SFTConfig, rank: int, world_size: int) -> SFTTrainer:
+def build(config: SupervisedConfig, rank: int, world_size: int) -> SupervisedTrainer:
     """The trainer of a run, before its model is loaded."""
     device = resolve_device(config.trainer.device)
     if device == "cuda" and world_size > 1:
@@ -73,14 +81,15 @@ def build(config: SFTConfig, rank: int, world_size: int) -> SFTTrainer:
         key="model.tokenizer_path" if model.tokenizer_path else "model.path",
     )
     logger.info("tokenizing %s", ", ".join([*data.train_files, *data.val_files]))
-    train = create_sft_dataset(data.train_files, tokenizer, data, data.train_max_samples)
+    cls = TRAINERS[type(config)]
+    train = cls.create_dataset(data.train_files, tokenizer, data, data.train_max_samples)
     validation = None
     if data.val_files and config.trainer.test_freq > 0:
-        validation = create_sft_dataset(data.val_files, tokenizer, data, data.val_max_samples, use="val")
-    return SFTTrainer(config, tokenizer, train, validation, device)
+        validation = cls.create_dataset(data.val_files, tokenizer, data, data.val_max_samples, use="val")
+    return cls(config, tokenizer, train, validation, device)
 
 
-def _is_finished(trainer: SFTTrainer) -> bool:
+def _is_finished(trainer: SupervisedTrainer) -> bool:
     """Whether the run's last step is saved and tracked, so that no model needs to be loaded."""
     config, total = trainer.config.trainer, trainer.total_training_steps
     if config.resume_mode != "auto" or not (trainer.run_dir / f"global_step_{total}").is_dir():

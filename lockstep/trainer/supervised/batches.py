@@ -1,19 +1,21 @@
-"""Samples of an SFT dataset as rows for the engine, and a rank's share of a global batch.
+"""Samples of a dataset as rows for the engine, and a rank's share of a global batch.
 
 sample:  s1 u1 u2 a1 a2 u3 a3        loss_mask 0 0 0 1 1 0 1
 row:     pad s1 u1 u2 | a1 a2 u3 a3 pad      prompt: all before the first trained token; response: the rest, masked
+
+A pair is two rows, the chosen answer and then the rejected one. They share a prompt, which packing computes once.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from lockstep.engines.train.base import LossFn
 from lockstep.protocol import DataProto
-from lockstep.trainer.ppo.mini_batches import MiniBatches, lay_out
+from lockstep.trainer.ppo.mini_batches import MiniBatches, clear_rows, lay_out, spread
 
 Sample = dict[str, Tensor]
 """input_ids, loss_mask; optionally position_ids, and attention_mask if it is padded; each (L,)."""
@@ -65,11 +67,31 @@ def share_of(batch: TensorDict, dp_rank: int, dp_size: int, *, balance: bool) ->
     return rows[dp_rank * per_rank : (dp_rank + 1) * per_rank], counts["batch_num_tokens"]
 
 
-def cross_entropy(num_tokens: int) -> LossFn:
-    """Mean cross-entropy over the trained tokens of the whole batch. num_tokens: their number, over all ranks."""
+def collate_pairs(samples: Sequence[dict[str, Any]]) -> TensorDict:
+    """Two rows per pair, with `is_data` 1 and the numbers of the samples: one per pair goes to both rows, two to one each."""
+    batch = collate([sample[side] for sample in samples for side in ("chosen", "rejected")])
+    batch["is_data"] = torch.ones(len(batch))
+    for name in samples[0].keys() - {"chosen", "rejected"}:
+        batch[name] = torch.stack([sample[name].expand(2) for sample in samples]).flatten()
+    return batch
 
-    def loss_fn(outputs: dict[str, Tensor], rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
-        loss = -(outputs["log_probs"] * rows["response_mask"]).sum() / num_tokens
-        return loss, {"train/loss": loss}
 
-    return loss_fn
+def pairs(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the values of rows, those of the chosen and those of the rejected answers."""
+    return values[0::2], values[1::2]
+
+
+def share_of_pairs(batch: TensorDict, dp_rank: int, dp_size: int, *, balance: bool) -> tuple[TensorDict, int]:
+    """A data-parallel rank's rows, as many on every rank, and the number of pairs in the whole batch.
+
+    If the pairs do not divide, ranks are filled up with pairs of one token each and `is_data` 0.
+    """
+    lengths = batch["attention_mask"].sum(-1).view(-1, 2).sum(-1).tolist()
+    parts = spread(lengths, dp_size, balance=balance)
+    own = parts[dp_rank]
+    missing = max(map(len, parts)) - len(own)
+    rows = batch[[2 * pair + side for pair in [*own, *[0] * missing] for side in (0, 1)]]
+    is_padding = torch.arange(len(rows)) >= 2 * len(own)
+    clear_rows(rows, is_padding)
+    rows["is_data"] = rows["is_data"].masked_fill(is_padding, 0)
+    return rows, len(lengths)

@@ -1,19 +1,20 @@
-"""The SFT loop: each rank runs it, and meets the others in the engine's collectives.
+"""The loop of SFT, reward models and DPO: each rank runs it, and meets the others in the engine's collectives.
 
-    batch of all ranks ─► this rank's rows ─► forward, loss on the assistant's tokens, backward ─► optimizer step ─► schedule step
+    batch of all ranks ─► this rank's rows ─► forward, loss, backward ─► optimizer step ─► schedule step
 
-The loss is a mean over the trained tokens of the whole batch, so neither packing nor micro-batches nor the number of ranks
-changes it. Every rank reads the same rows in the same order and takes its share of each batch. Rank 0 owns the run's folder.
+The loss is a mean over the whole batch (its trained tokens, or its pairs), so neither packing nor micro-batches nor the number of
+ranks changes it. Every rank reads the same rows in the same order and takes its share of each batch. Rank 0 owns the run's folder.
 """
 
 import logging
 import math
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDict
@@ -21,13 +22,14 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.config.schema import to_plain
-from lockstep.config.sft import SFTConfig
+from lockstep.config.sft import SupervisedConfig
 from lockstep.data.loader import create_dataloader
-from lockstep.engines.train.base import MicroBatching
+from lockstep.engines.train.base import LossFn, MicroBatching
 from lockstep.engines.train.fsdp import FsdpEngine
-from lockstep.models.loading import open_causal_lm, resolve_dtype, trained_dtype
+from lockstep.models.loading import resolve_dtype, trained_dtype
 from lockstep.models.lora import install_adapters
-from lockstep.models.token_models import PolicyModel
+from lockstep.models.token_models import TokenModel
+from lockstep.models.weight_source import WeightSource
 from lockstep.observability.trackers import Tracking
 from lockstep.trainer.checkpoint import CheckpointStore, RunLock
 from lockstep.trainer.interrupt import Interrupt
@@ -40,7 +42,6 @@ from lockstep.trainer.run_config import (
     warn_if_epochs_end_first,
     write_run_config,
 )
-from lockstep.trainer.sft.batches import collate, cross_entropy, share_of
 from lockstep.trainer.step_profiler import StepProfiler
 from lockstep.utils.audit import AuditError
 from lockstep.utils.device import memory_peaks
@@ -59,12 +60,39 @@ from lockstep.workers.shared_folder import checkpoint_folder
 logger = logging.getLogger(__name__)
 
 
-class SFTTrainer:
-    """Trains a causal language model on the assistant's tokens of conversations or pairs."""
+class SupervisedTrainer(ABC):
+    """Trains a model on a fixed dataset. A subclass gives the dataset, the model and the loss."""
+
+    name: str
+    unit: str
+    """What the loss is a mean of: tokens, pairs."""
+    sequences_per_row = 1
+    """Sequences that a row of the dataset has; they stay in one micro-batch."""
+    forward_options: ClassVar[dict[str, object]] = {}
+    """Options of the model's forward."""
+    create_dataset: Callable[..., Dataset[Any]]
+    """(files, tokenizer, `data` config, max_samples, use="train" or "val")"""
+    collate: Callable[[Sequence[Any]], TensorDict]
+    """Rows of the dataset -> sequences for the engine."""
+
+    @abstractmethod
+    def open_model(self, dtype: torch.dtype) -> tuple[TokenModel, WeightSource]:
+        """The model without memory for its parameters, and where their values come from."""
+
+    @abstractmethod
+    def share(self, batch: TensorDict) -> tuple[TensorDict, int]:
+        """This rank's sequences of the batch of all ranks, and the batch's number of `unit`s."""
+
+    @abstractmethod
+    def loss_fn(self, count: int) -> LossFn:
+        """The loss as a mean over the `count` units of all ranks; its metrics are means too."""
+
+    def prepare(self) -> None:  # noqa: B027 - optional
+        """Compute what the starting model is needed for, before a checkpoint is loaded."""
 
     def __init__(
         self,
-        config: SFTConfig,
+        config: SupervisedConfig,
         tokenizer: PreTrainedTokenizerBase,
         train_dataset: Dataset[Any],
         val_dataset: Any = None,
@@ -78,14 +106,15 @@ class SFTTrainer:
             batch_size=data.train_batch_size,
             shuffle=data.shuffle,
             seed=trainer.seed if data.seed is None else data.seed,
-            collate_fn=collate,
+            collate_fn=self.collate,
         )
         steps_of_epochs = len(self.loader) * trainer.total_epochs
         max_steps = trainer.total_training_steps
         self.total_training_steps = steps_of_epochs if max_steps is None else min(max_steps, steps_of_epochs)
-        self.micro = MicroBatching(max_tokens=data.max_token_len_per_gpu)
+        group, num_rows = self.sequences_per_row, data.micro_batch_size_per_gpu
+        self.micro = MicroBatching(max_tokens=data.max_token_len_per_gpu, group_size=group)
         if not data.use_dynamic_bsz:
-            self.micro = MicroBatching(num_rows=data.micro_batch_size_per_gpu)
+            self.micro = MicroBatching(num_rows=num_rows and num_rows * group, group_size=group)
         self.run_dir = Path(trainer.default_local_dir).expanduser()
         self.checkpoints = CheckpointStore(self.run_dir, keep=trainer.max_ckpt_to_keep)
         self.last_checkpoint: Path | None = None
@@ -110,11 +139,10 @@ class SFTTrainer:
         if optim.total_training_steps < 1:
             optim = replace(optim, total_training_steps=self.total_training_steps)
         dtype, masters = trained_dtype(model, engine, self.device), resolve_dtype(engine.model_dtype, self.device)
-        policy, weights = open_causal_lm(model, "model", dtype, self.device, self.config.data.max_length)
-        self.policy = PolicyModel(policy)
-        install_adapters(self.policy, model, "model", dtype=masters, device=self.device, seed=engine.seed)
+        self.model, weights = self.open_model(dtype)
+        install_adapters(self.model, model, "model", dtype=masters, device=self.device, seed=engine.seed)
         self.engine = FsdpEngine(
-            self.policy,
+            self.model,
             engine,
             optim,
             weights=weights,
@@ -130,6 +158,7 @@ class SFTTrainer:
     def start(self) -> None:
         """Lock the run's folder, resume from its checkpoint and open the trackers."""
         found = on_first_rank(self._claim_folder)
+        self.prepare()
         metrics = self._load_checkpoint(*found) if found else {}
         self.loader_state = deepcopy(self.loader.state_dict())
         on_first_rank(lambda: self._open_trackers(metrics))
@@ -158,7 +187,7 @@ class SFTTrainer:
             metrics |= self._step_metrics(metrics["train/global_tokens"], timing["step"])
             if self.val_dataset is not None and self._is_due(trainer.test_freq, is_last):
                 with marked_timer("testing", timing), phase("validation"):
-                    metrics["val/loss"] = self.validate()
+                    metrics |= self.validate()
                 metrics["timing_s/testing"] = timing["testing"]
             stopping = not least_of_ranks(int(not interrupt.requested)) and not is_last
             if stopping or (is_last and trainer.save_freq != 0) or self._is_due(trainer.save_freq, is_last):
@@ -181,16 +210,18 @@ class SFTTrainer:
 
     def train_batch(self, batch: TensorDict) -> dict[str, Any]:
         """One optimizer step on a batch of all ranks."""
-        rows, num_trained = self._share(batch)
-        if not num_trained:
+        rows, count = self.share(batch)
+        if not count:
             raise AuditError(
                 f"step {self.global_steps}: no token of the batch is trained; does data.truncation or data.max_length="
                 f"{self.config.data.max_length} cut the assistant's turns off?"
             )
         try:
-            metrics: dict[str, Any] = dict(self.engine.forward_backward(rows, cross_entropy(num_trained), self.micro))
+            metrics: dict[str, Any] = dict(
+                self.engine.forward_backward(rows, self.loss_fn(count), self.micro, **self.forward_options)
+            )
         except torch.OutOfMemoryError as error:
-            error.add_note(f"raised in rank {current_rank()} by SFTTrainer.train_batch")
+            error.add_note(f"raised in rank {current_rank()} by {type(self).__name__}.train_batch")
             raise
         if not math.isfinite(metrics["train/loss"]):
             raise AuditError(f"train/loss is {metrics['train/loss']} at step {self.global_steps}: not a finite number")
@@ -199,24 +230,22 @@ class SFTTrainer:
         self.engine.schedule_step()
         num_tokens = int(batch["attention_mask"].sum())
         self.num_tokens += num_tokens
-        return metrics | {"train/global_tokens": num_tokens, "train/loss_tokens": num_trained}
+        return metrics | {"train/global_tokens": num_tokens, f"train/{self.unit}": count}
 
-    def validate(self) -> float:
-        """Mean cross-entropy over the trained tokens of all validation rows."""
+    def validate(self) -> dict[str, float]:
+        """The metrics of `loss_fn` over all validation rows."""
         data, size = self.val_dataset, self.config.data.train_batch_size
-        total = count = 0.0
+        sums: dict[str, float] = {}
+        total = 0
         for start in range(0, len(data), size):
-            batch = collate([data[i] for i in range(start, min(start + size, len(data)))])
-            rows, _ = self._share(batch)
-            log_probs = self.engine.forward(rows, self.micro)["log_probs"]
-            total -= float((log_probs.double() * rows["response_mask"]).sum())
-            count += float(rows["response_mask"].sum())
-        total, count = self.engine.global_sum(total, count)
-        return total / max(count, 1.0)
-
-    def _share(self, batch: TensorDict) -> tuple[TensorDict, int]:
-        balance = self.config.data.balance_dp_token
-        return share_of(batch, self.engine.dp_rank, self.engine.dp_size, balance=balance)
+            rows, count = self.share(self.collate([data[i] for i in range(start, min(start + size, len(data)))]))
+            outputs = self.engine.forward(rows, self.micro, **self.forward_options)
+            _, metrics = self.loss_fn(1)(outputs, rows)
+            total += count
+            for name, value in metrics.items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+        names = [f"val/{name.removeprefix('train/')}" for name in sums]
+        return dict(zip(names, (value / max(total, 1) for value in self.engine.global_sum(*sums.values()))))
 
     def _is_due(self, frequency: int, is_last: bool) -> bool:
         return frequency > 0 and (is_last or self.global_steps % frequency == 0)
@@ -278,8 +307,10 @@ class SFTTrainer:
     def _log_summary(self) -> None:
         config = self.config
         logger.info(
-            "SFT: %d sequences per step, %d steps (%d per epoch) on %d x %s; %s",
+            "%s: %d %s per step, %d steps (%d per epoch) on %d x %s; %s",
+            self.name,
             config.data.train_batch_size,
+            "sequences" if self.sequences_per_row == 1 else "pairs",
             self.total_training_steps,
             len(self.loader),
             current_world_size(),
