@@ -18,6 +18,7 @@ from lockstep.config.errors import show
 from lockstep.config.evaluation import EvaluationConfig
 from lockstep.config.generation import GenerationConfig
 from lockstep.config.ppo import PPOConfig
+from lockstep.config.preference import DPOConfig, RMConfig
 from lockstep.config.schema import Key, defaults, get_in, keys, sections
 from lockstep.config.sft import SFTConfig
 
@@ -52,6 +53,13 @@ The keys of `lockstep sft` ([sft.md](sft.md)). Batch sizes count sequences. `mod
 actor above, some with other defaults.
 """
 
+PREFERENCE = """\
+# Preference training
+
+The keys of `lockstep rm` and `lockstep dpo` ([preference_training.md](preference_training.md)). They have the keys of `lockstep sft`
+above without those that name its columns, and the following. Batch sizes count pairs.
+"""
+
 
 GENERATION = """\
 # Generation
@@ -78,25 +86,40 @@ def reference() -> str:
     )
     for introduction, cls, tables in others:
         parts += [introduction, *_sections(cls), "\n".join(_other_spellings(tables.aliases)) + "\n"]
+    parts += [PREFERENCE, *_sections(RMConfig, SFTConfig, " of `lockstep rm`")]
+    parts += _sections(DPOConfig, SFTConfig, " of `lockstep dpo`")
     return "\n".join(parts)
 
 
-def _sections(root: type) -> list[str]:
-    return ["\n".join(_section(name, cls, root)) for name, cls in sections(root).items() if _own_keys(name, root)]
+def _sections(root: type, base: type | None = None, of: str = "") -> list[str]:
+    """base: leaves out the keys that are the same there; of: follows a section's name."""
+    return [
+        "\n".join(_section(f"## `{name}`{of}\n", name, cls, root, base))
+        for name, cls in sections(root).items()
+        if _own_keys(name, root, base)
+    ]
 
 
-def _own_keys(section: str, root: type) -> list[Key]:
-    return [key for key in keys(root).values() if key.section == section]
+def _own_keys(section: str, root: type, base: type | None = None) -> list[Key]:
+    own = [key for key in keys(root).values() if key.section == section]
+    return own if base is None else [key for key in own if not _is_same(key, root, base)]
 
 
-def _section(name: str, cls: type, root: type) -> Iterator[str]:
-    yield f"## `{name}`\n"
+def _is_same(key: Key, root: type, base: type) -> bool:
+    same = keys(base).get(key.name)
+    if same is None or field_docs(same.owner).get(key.field) != field_docs(key.owner).get(key.field):
+        return False
+    return bool(get_in(defaults(base), key.name, None) == get_in(defaults(root), key.name, None))
+
+
+def _section(heading: str, name: str, cls: type, root: type, base: type | None) -> Iterator[str]:
+    yield heading
     if not (cls.__doc__ or "").startswith(f"{cls.__name__}("):  # skip the signature that dataclasses generate
         yield f"{inspect.cleandoc(cls.__doc__ or '')}\n"
     yield "| key | type | default | meaning |"
     yield "|---|---|---|---|"
     tree = defaults(root)
-    for key in _own_keys(name, root):
+    for key in _own_keys(name, root, base):
         meaning = field_docs(key.owner).get(key.field, "")
         default = _default(get_in(tree, key.name, None))
         yield f"| `{key.field}` | {_cell(_type_name(key.annotation))} | {_cell(default)} | {_cell(meaning)} |"
