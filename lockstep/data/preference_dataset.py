@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import Dataset
 
-from lockstep.config.preference import PreferenceDataConfig
+from lockstep.config.preference import PreferenceDataConfig, RMDataConfig
 from lockstep.data.dialogue import parse_dialogue
 from lockstep.data.files import FileRow
 from lockstep.data.sft_dataset import Piece, SupervisedRows, create_dataset, plain_message
@@ -31,16 +31,19 @@ Message = dict[str, Any]
 class PreferenceDataset(SupervisedRows):
     """A sample: `chosen`, `rejected`, and `margin` if the config names its column."""
 
+    config: PreferenceDataConfig
+
     def __init__(
         self,
         parquet_files: str | Path | list[str],
         tokenizer: "PreTrainedTokenizerBase",
-        config: PreferenceDataConfig,
+        config: PreferenceDataConfig | RMDataConfig,
         max_samples: int = -1,
     ) -> None:
         if tokenizer.eos_token is None:
             raise ValueError("the tokenizer has no eos token to end an answer with; set one in its config")
-        self.margin_key = config.get("margin_key")
+        self.keys = {"chosen": config.chosen_key, "rejected": config.rejected_key}
+        self.margin_key = config.margin_key if isinstance(config, RMDataConfig) else None
         self.margins: list[float] = []
         super().__init__(parquet_files, tokenizer, config, max_samples=max_samples)
         for row, (_, mask), kept in zip(self.rows, self._tokens, self._positions):
@@ -92,7 +95,7 @@ class PreferenceDataset(SupervisedRows):
         own = row.columns.get(self.config.prompt_key)
         prompts: dict[str, list[Message]] = {}
         answers: dict[str, str] = {}
-        for side in ("chosen", "rejected"):
+        for side in self.keys:
             conversation = self._conversation(row, side, own)
             answer = conversation[-1]
             if answer["role"] != "assistant" or not isinstance(answer["content"], str):
@@ -107,7 +110,7 @@ class PreferenceDataset(SupervisedRows):
 
     def _conversation(self, row: FileRow, side: str, prompt: Any) -> list[Message]:
         """Prompt and answer as messages."""
-        name, value = self._name(side), row.columns.get(getattr(self.config, f"{side}_key"))
+        name, value = self._name(side), row.columns.get(self.keys[side])
         if value is None:
             raise ValueError(
                 f"{row.location} has no {name}; set data.{side}_key to the column with the {side} answer "
@@ -166,7 +169,7 @@ class PreferenceDataset(SupervisedRows):
         return None
 
     def _name(self, side: str) -> str:
-        return repr(getattr(self.config, f"{side}_key"))
+        return repr(self.keys[side])
 
 
 def create_preference_dataset(

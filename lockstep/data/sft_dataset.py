@@ -40,6 +40,8 @@ ROWS_PER_CALL = 1000
 class SupervisedRows(Dataset[Any]):
     """Reading, checking, tokenizing, truncating and padding: all that the datasets share."""
 
+    config: SequenceDataConfig
+
     def __init__(
         self,
         parquet_files: str | Path | list[str],
@@ -53,7 +55,7 @@ class SupervisedRows(Dataset[Any]):
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError("the tokenizer has no chat template; set model.custom_chat_template")
         self.tokenizer = tokenizer
-        self.config: Any = config if isinstance(config, SequenceDataConfig) else sft_settings(config)
+        self.config = config if isinstance(config, SequenceDataConfig) else sft_settings(config)
         if self.config.pad_mode == "right" and tokenizer.pad_token_id is None:
             raise ValueError("data.pad_mode=right, but the tokenizer has no pad token; set one in its config")
         self.data_files = local_data_files(parquet_files, "train", "data.train_files")
@@ -143,6 +145,8 @@ class SupervisedRows(Dataset[Any]):
 class MultiTurnSFTDataset(SupervisedRows):
     """Conversations: the loss is computed on every assistant turn."""
 
+    config: SFTDataConfig
+
     def check(self, row: FileRow) -> None:
         key = self.config.messages_key
         messages = row.columns.get(key)
@@ -218,6 +222,8 @@ class MultiTurnSFTDataset(SupervisedRows):
 
 class SFTDataset(SupervisedRows):
     """Pairs: the prompt is one user message; the loss is computed on the response and the EOS token."""
+
+    config: SFTDataConfig
 
     def check(self, row: FileRow) -> None:
         for name, key, path in self._columns():

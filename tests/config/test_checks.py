@@ -11,6 +11,7 @@ from lockstep.config.errors import ConfigError
 from lockstep.config.generation import GenerationConfig
 from lockstep.config.placement import need_critic
 from lockstep.config.ppo import PPOConfig
+from lockstep.config.preference import DPOConfig, RMConfig
 from lockstep.config.schema import keys
 from lockstep.config.sft import SFTConfig
 from tests.hub import use_hub
@@ -20,8 +21,11 @@ def test_minimal_configuration_passes(minimal: list[str]) -> None:
     load_config(PPOConfig, minimal)
 
 
+ROOTS = (PPOConfig, SFTConfig, RMConfig, DPOConfig, GenerationConfig)
+
+
 def test_ranges_name_real_fields() -> None:
-    known = {**keys(PPOConfig), **keys(SFTConfig), **keys(GenerationConfig)}
+    known = {key: value for cls in ROOTS for key, value in keys(cls).items()}
     assert set(RANGES) <= {*known, *(key.field for key in known.values())}
 
 

@@ -14,6 +14,7 @@ from lockstep.config.evaluation import EvaluationConfig
 from lockstep.config.generation import GenerationConfig
 from lockstep.config.generation_checks import NEVER_READ as NEVER_READ_IN_GENERATION
 from lockstep.config.ppo import PPOConfig
+from lockstep.config.preference import DPOConfig, RMConfig
 from lockstep.config.schema import Key, defaults, get_in, keys
 from lockstep.config.sft import SFTConfig
 from lockstep.config.sft_checks import NEVER_READ as NEVER_READ_IN_SFT
@@ -52,7 +53,7 @@ def is_explained(key: Key, followed: set[str]) -> bool:
     return has_one_value or key.name in followed or not {key.name, key.field}.isdisjoint(explained)
 
 
-@pytest.mark.parametrize("cls", [PPOConfig, SFTConfig, GenerationConfig, EvaluationConfig])
+@pytest.mark.parametrize("cls", [PPOConfig, SFTConfig, RMConfig, DPOConfig, GenerationConfig, EvaluationConfig])
 def test_every_key_is_read_or_has_a_notice(cls: type, reads: set[tuple[str, str]]) -> None:
     tree = defaults(cls)
     followed = {str(get_in(tree, name, None)).removeprefix("${").removesuffix("}") for name in keys(cls)}

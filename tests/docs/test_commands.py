@@ -23,8 +23,9 @@ from lockstep.config.commandline import config_from_command_line
 from lockstep.config.compose import load_config
 from lockstep.config.placement import controller_of
 from lockstep.config.ppo import PPOConfig
+from lockstep.config.preference import DPOConfig
 from lockstep.config.sft import SFTConfig
-from lockstep.trainer import fsdp_sft_trainer
+from lockstep.trainer import fsdp_sft_trainer, main_dpo, main_rm
 from lockstep.trainer.main_ppo import main
 from tests.hub import use_hub, write_cache
 from tests.tiny import save_tiny_model, write_rows
@@ -53,8 +54,10 @@ LINES = [(page, line) for page, block in blocks("bash") for line in block.splitl
 COMMANDS = [(p, line) for p, line in LINES if re.search(r"lockstep (ppo|grpo) |main_ppo", line)]
 VIEWS = [(p, line) for p, line in LINES if re.match(r"lockstep (plot|rollouts|timeline) ", line)]
 QUICK_START = "checkpoints/gsm8k/qwen2.5-0.5b-instruct-gsm8k-grpo"
+OWN_TESTS = ("sft.md", "preference_training.md")
+"""Pages whose commands build on each other."""
 MANY_WORKERS = re.compile(r"trainer\.(nnodes|n_gpus_per_node)=([2-9]|\d\d)")
-TRAINING = [(page, line) for page, line in COMMANDS if not MANY_WORKERS.search(line) and page != "sft.md"]
+TRAINING = [(page, line) for page, line in COMMANDS if not MANY_WORKERS.search(line) and page not in OWN_TESTS]
 ON_RAY = [(page, line) for page, line in COMMANDS if MANY_WORKERS.search(line)]
 ONE_A_PAGE = {page: line for page, line in ON_RAY if "ray_init" not in line and page != "README.md"}
 
@@ -69,6 +72,8 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (folder / "reward.py").write_text(reward)
     conversation = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
     (folder / "sft.jsonl").write_text(4 * (json.dumps({"messages": conversation}) + "\n"))
+    pair = {"prompt": "1+1?", "chosen": "2", "rejected": "three"}
+    (folder / "pairs.jsonl").write_text(4 * (json.dumps(pair) + "\n"))
     (folder / "train.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "It is 2.\n#### 2"}) + "\n")
     (config,) = [b for _, b in blocks("yaml") if b.startswith("# run.yaml")]
     (folder / "run.yaml").write_text(config)
@@ -132,6 +137,7 @@ def arguments(command: str, places: dict[str, str]) -> list[str]:
     """The arguments after the program's name."""
     words = filled(command, places)
     programs = ("ppo", "grpo", "lockstep.trainer.main_ppo", "sft", "lockstep.trainer.fsdp_sft_trainer")
+    programs += ("rm", "dpo", "lockstep.trainer.main_dpo")
     start = next(i for i, word in enumerate(words) if word in programs)
     return ["algorithm=grpo"] * (words[start] == "grpo") + words[start + 1 :]
 
@@ -164,6 +170,19 @@ def test_sft_trains_the_model_that_grpo_starts_from(places: dict[str, str], tmp_
     assert "val/loss" in json.loads((tmp_path / "sft" / "metrics.jsonl").read_text())
     assert main([*grpo, *SMALL, f"trainer.default_local_dir={tmp_path}/grpo"]) == 0
     assert (tmp_path / "grpo" / "metrics.jsonl").read_text()
+
+
+def test_reward_model_scores_ppo_and_dpo_trains(places: dict[str, str], tmp_path: Path) -> None:
+    lines = [line for page, b in blocks("bash") if page == "preference_training.md" for line in b.splitlines()]
+    rm, ppo, dpo, torchrun = (arguments(line, places | {"$OUT": str(tmp_path)}) for line in lines)
+    small = ["data.train_batch_size=4", "trainer.total_training_steps=1", "trainer.device=cpu"]
+    assert load_config(DPOConfig, torchrun).data.train_batch_size == 64
+    assert main_rm.main([*rm, *small]) == 0
+    assert "val/accuracy" in json.loads((tmp_path / "rm" / "metrics.jsonl").read_text())
+    assert main([*ppo, *SMALL, f"trainer.default_local_dir={tmp_path}/ppo"]) == 0
+    assert json.loads((tmp_path / "ppo" / "metrics.jsonl").read_text())["critic/score/max"] != 0
+    assert main_dpo.main([*dpo, *small]) == 0
+    assert "val/rewards/accuracies" in json.loads((tmp_path / "dpo" / "metrics.jsonl").read_text())
 
 
 @pytest.mark.parametrize(("page", "command"), ON_RAY, ids=[f"{p}-{i}" for i, (p, _) in enumerate(ON_RAY)])

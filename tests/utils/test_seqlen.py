@@ -206,6 +206,14 @@ def test_runs_hold_every_row_once_within_the_budget(seed: int) -> None:
         assert sum(own[i] for i in run) + sum(by_owner[i] for i in {owners[i] for i in run}) <= 1000
 
 
+def test_runs_keep_groups_of_rows_together() -> None:
+    own, prompts, owners = [1, 9, 2, 3, 4, 4], [5, 5, 6, 6, 5, 5], [0, 0, 2, 2, 0, 0]
+    assert agreed_runs(own, prompts, owners, max_tokens=15, group_size=2) == [[0, 1], [4, 5], [2, 3]]
+    assert agreed_runs(own, prompts, owners, max_tokens=23, group_size=2) == [[0, 1, 4, 5], [2, 3]]
+    with pytest.raises(ValueError, match="sequences 0 to 1 have 15 tokens, more than the budget of 14"):
+        agreed_runs(own, prompts, owners, max_tokens=14, group_size=2)
+
+
 def test_a_row_beyond_the_budget_is_named() -> None:
     with pytest.raises(ValueError, match="sequence 1 has 12 tokens, more than the budget of 9"):
         agreed_runs([1, 8], [4, 4], [0, 1], max_tokens=9)
