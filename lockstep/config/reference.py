@@ -56,8 +56,8 @@ actor above, some with other defaults.
 PREFERENCE = """\
 # Preference training
 
-The keys of `lockstep rm` and `lockstep dpo` ([preference_training.md](preference_training.md)). They have the keys of `lockstep sft`
-above without those that name its columns, and the following. Batch sizes count pairs.
+The keys of `lockstep rm` and `lockstep dpo` ([preference_training.md](preference_training.md)): those of `lockstep sft` without the
+ones that name its columns, and the following. Batch sizes count pairs.
 """
 
 

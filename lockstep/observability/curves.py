@@ -20,7 +20,9 @@ Points = list[tuple[int, float]]
 DEFAULT_METRICS = {
     "reward": ("critic/score/mean", "critic/rewards/mean"),
     "loss": ("train/loss",),
-    "validation": ("val-core/*/mean@*", "val/loss"),
+    "accuracy": ("train/accuracy", "rewards/accuracies"),
+    "margin": ("train/margin", "rewards/margins"),
+    "validation": ("val-core/*/mean@*", "val/accuracy", "val/rewards/accuracies", "val/loss"),
     "length": ("response_length/mean",),
     "entropy": ("actor/entropy",),
     "kl": ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl"),

@@ -76,7 +76,7 @@ def test_margins_and_other_columns(tmp_path: Path) -> None:
     keys = {"prompt_key": "q", "chosen_key": "good", "rejected_key": "bad"}
     assert [sample["margin"].item() for sample in dataset_of(tmp_path, rows, margin_key="gap", **keys)] == [1.0, 0.5]
     assert "margin" not in dataset_of(tmp_path, rows, **keys)[0]
-    with pytest.raises(ValueError, match="row 0: the margin 'good' must be a number, not '4'; set data.margin_key"):
+    with pytest.raises(ValueError, match=r"row 0: the margin 'good' must be a number, not '4'; set data.margin_key"):
         dataset_of(tmp_path, rows, margin_key="good", **keys)
 
 
@@ -114,7 +114,7 @@ def test_bad_rows(tmp_path: Path, change: dict[str, Any], message: str | None) -
 def test_truncation_must_leave_an_answer(tmp_path: Path) -> None:
     rows = [PAIR | {"prompt": "2" * 60}]
     with pytest.raises(
-        ValueError, match="the prompt has .* tokens, so data.truncation=right to data.max_length=50 leaves"
+        ValueError, match=r"the prompt has .* tokens, so data.truncation=right to data.max_length=50 leaves"
     ):
         dataset_of(tmp_path, rows, max_length=50, truncation="right")
     (_, good), (_, bad) = texts(dataset_of(tmp_path, rows, max_length=50, truncation="left"))

@@ -3,13 +3,14 @@
     starting model ─► log-probs of every answer, once ─► reference_log_probs.safetensors in the run's folder
     policy ─► log-probs of a batch's answers ─► loss on how far they moved apart
 
-The reference is the starting model, so it needs no second model in memory: before the first update the policy is the reference. Its
-log-probs cost one forward pass over the data, less than a forward pass per step does with several epochs.
+The reference is the starting model, so no second model is in memory: before the first update the policy is the reference. A forward
+pass of the reference per step would cost as much in every epoch as this one pass over the data.
 """
 
 import hashlib
 import json
 import logging
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,8 @@ class DPOTrainer(SupervisedTrainer):
         datasets: dict[str, Any] = {"train": self.loader.dataset}
         if self.val_dataset is not None:
             datasets["val"] = self.val_dataset
-        file, key = self.run_dir / REFERENCE_FILE, self._reference_key(datasets)
+        file = self.run_dir / REFERENCE_FILE
+        key = self._reference_key(datasets) if self.is_first_rank else ""
         found = on_first_rank(lambda: _read_reference(file, key))
         if found is None:
             logger.info("computing the reference log-probs of %s pairs", sum(map(len, datasets.values())))
@@ -153,10 +155,9 @@ class DPOTrainer(SupervisedTrainer):
         files = sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items())
         digest = hashlib.sha256(json.dumps([to_plain(self.config.model), files, self.device.type]).encode())
         for dataset in datasets.values():
-            for i in range(len(dataset)):
-                for side in ("chosen", "rejected"):
-                    for values in dataset[i][side].values():
-                        digest.update(values.numpy().tobytes())
+            for sample in map(dataset.__getitem__, range(len(dataset))):
+                for values in chain(sample["chosen"].values(), sample["rejected"].values()):
+                    digest.update(values.numpy().tobytes())
         return digest.hexdigest()
 
 

@@ -75,21 +75,6 @@ class SupervisedTrainer(ABC):
     collate: Callable[[Sequence[Any]], TensorDict]
     """Rows of the dataset -> sequences for the engine."""
 
-    @abstractmethod
-    def open_model(self, dtype: torch.dtype) -> tuple[TokenModel, WeightSource]:
-        """The model without memory for its parameters, and where their values come from."""
-
-    @abstractmethod
-    def share(self, batch: TensorDict) -> tuple[TensorDict, int]:
-        """This rank's sequences of the batch of all ranks, and the batch's number of `unit`s."""
-
-    @abstractmethod
-    def loss_fn(self, count: int) -> LossFn:
-        """The loss as a mean over the `count` units of all ranks; its metrics are means too."""
-
-    def prepare(self) -> None:  # noqa: B027 - optional
-        """Compute what the starting model is needed for, before a checkpoint is loaded."""
-
     def __init__(
         self,
         config: SupervisedConfig,
@@ -133,6 +118,21 @@ class SupervisedTrainer(ABC):
     @property
     def is_first_rank(self) -> bool:
         return current_rank() == 0
+
+    @abstractmethod
+    def open_model(self, dtype: torch.dtype) -> tuple[TokenModel, WeightSource]:
+        """The model without memory for its parameters, and where their values come from."""
+
+    @abstractmethod
+    def share(self, batch: TensorDict) -> tuple[TensorDict, int]:
+        """This rank's sequences of the batch of all ranks, and the batch's number of `unit`s."""
+
+    @abstractmethod
+    def loss_fn(self, count: int) -> LossFn:
+        """The loss as a mean over the `count` units of all ranks; its metrics are means too."""
+
+    def prepare(self) -> None:  # noqa: B027 - optional
+        """Compute what the starting model is needed for, before a checkpoint is loaded."""
 
     def load_model(self) -> None:
         model, engine, optim = self.config.model, self.config.model.fsdp_config, self.config.optim
