@@ -67,6 +67,8 @@ def gpt_j() -> Any:
 
 def qwen3_next() -> Any:
     small = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8, "head_dim": 8}
+    small |= {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
+    small |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
     return Qwen3NextConfig(**SIZES | small | {"num_hidden_layers": 4})  # three linear, one full attention
 
 
