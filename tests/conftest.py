@@ -1,7 +1,9 @@
-"""Settings for all tests."""
+"""Settings for all tests, and the Ray cluster that they share."""
 
+import os
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
@@ -10,9 +12,35 @@ import torch
 from lockstep.config.estimators import ESTIMATOR_INPUTS
 from lockstep.registry import USER_MODULE, Registry, _module_of
 
+if TYPE_CHECKING:
+    from tests.shared_processes import SharedProcesses
+
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # loopback only; Ray reads it on import
+
 # deterministic examples and no deadline, so that a busy machine does not fail tests
 hypothesis.settings.register_profile("lockstep", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("lockstep")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow files first, so that at the end no process has a long file left while the others are idle."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`--dist loadgroup` distributes files, and the files of an xdist_group together, in the order of collection."""
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadGroupScheduling
+
+    class ByFileOrGroup(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return super()._split_scope(nodeid).split("::", 1)[0]
+
+    config.option.loadscopereorder = False
+    return ByFileOrGroup(config, log)
 
 
 @pytest.fixture(autouse=True)
@@ -39,3 +67,30 @@ def no_registrations(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ESTIMATOR_INPUTS.update(inputs)
     for known, before in names:
         known &= before
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """A small local cluster, even if the environment names another."""
+    pytest.importorskip("ray", reason='needs Ray: pip install "lockstep-rl[ray]"')
+    from lockstep.single_controller.ray_backend import connect, disconnect
+
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RAY_AUTH_MODE", "disabled")
+        environment.setenv("RAY_ADDRESS", "local")
+        environment.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        environment.setenv("RAY_worker_niceness", "0")  # else other tests on the same cores starve them
+        environment.setenv("GLOO_SOCKET_IFNAME", "lo")
+        connect(
+            num_cpus=8, log_to_driver=False, logging_level="ERROR", object_store_memory=256 << 20, namespace="tests"
+        )
+        yield
+        disconnect()
+
+
+@pytest.fixture(scope="session")
+def shared_processes(ray_cluster: None) -> "SharedProcesses":
+    """Six worker processes on the cluster."""
+    from tests.shared_processes import SharedProcesses
+
+    return SharedProcesses(6)

@@ -1,34 +1,31 @@
-"""Ray processes reused by many training runs, because importing in a new process takes as long as a tiny run."""
+"""Ray processes reused by many worker groups and training runs, because importing in a new process takes longer than a tiny run."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-import pytest
+from collections import deque
 
 from lockstep.config.placement import controller_of
 from lockstep.config.ppo import PPOConfig
+from lockstep.single_controller.ray_backend import RayWorkerGroup
+from lockstep.single_controller.ray_backend.cluster import ray
+from lockstep.single_controller.ray_backend.environment import ProcessEnvironment
+from lockstep.single_controller.ray_backend.group import Processes
+from lockstep.single_controller.ray_backend.host import WorkerHost
 from lockstep.trainer.ppo.ray_trainer import PPOTrainer
 from lockstep.trainer.ppo.task_runner import TaskRunner
 from lockstep.utils.distributed import leave_process_group
 
-pytest.importorskip("ray", reason='needs Ray: pip install "lockstep-rl[ray]"')
-
-from lockstep.single_controller.ray_backend import RayWorkerGroup, connect, disconnect
-from lockstep.single_controller.ray_backend.cluster import ray
-from lockstep.single_controller.ray_backend.group import Processes
-from lockstep.single_controller.ray_backend.host import WorkerHost
-
 
 class SharedProcesses:
-    """Processes that are lent to worker groups and outlive them.
+    """Processes that are lent to worker groups and outlive them. They reserve no resources of the cluster.
 
     Groups of a given size start at multiples of it, so that a process has the same rank in all of them: torch caches per process
     the mesh of each size.
     """
 
     def __init__(self, count: int) -> None:
-        self.handles = [ray.remote(WorkerHost).options(num_cpus=0).remote() for _ in range(count)]
+        start = ray.remote(WorkerHost).options(num_cpus=0).remote
+        self.handles = [start(ProcessEnvironment.capture()) for _ in range(count)]
         self.lent: set[int] = set()
+        self._turns = deque(range(count))
 
     def take(self, count: int) -> list[int]:
         for start in range(0, len(self.handles) - count + 1, count):
@@ -37,6 +34,17 @@ class SharedProcesses:
                 self.lent |= set(places)
                 return places
         raise RuntimeError(f"{count} processes requested, but {self.lent} of {len(self.handles)} are lent")
+
+    def least_recent(self, count: int) -> Processes:
+        """For groups that nothing shuts down: the processes whose last group is oldest."""
+        places = [self._turns.popleft() for _ in range(count)]
+        self._turns.extend(places)
+        return Reused([self.handles[i] for i in places], [str(i) for i in places], None)
+
+
+class Reused(Processes):
+    def shutdown(self) -> None:
+        """No-op: the processes outlive their groups."""
 
 
 class Borrowed(Processes):
@@ -73,28 +81,3 @@ def _group_class(shared: SharedProcesses) -> type[RayWorkerGroup]:
             return Borrowed(shared, self.world_size)
 
     return GroupOnSharedProcesses
-
-
-@contextmanager
-def shared_processes(count: int) -> Iterator[SharedProcesses]:
-    """Processes on the current cluster, or on a new one.
-
-    They reserve no resources, so that the size of the cluster does not matter.
-    """
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("RAY_AUTH_MODE", "disabled")
-        environment.setenv("RAY_ADDRESS", "local")
-        environment.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        environment.setenv("RAY_worker_niceness", "0")  # else other tests on the same cores starve them
-        environment.setenv("GLOO_SOCKET_IFNAME", "lo")
-        is_ours = not ray.is_initialized()
-        connect(num_cpus=count, log_to_driver=False, logging_level="ERROR", object_store_memory=256 << 20)
-        shared = SharedProcesses(count)
-        try:
-            ray.get([handle.info.remote() for handle in shared.handles])
-            yield shared
-        finally:
-            for handle in shared.handles:
-                ray.kill(handle, no_restart=True)
-            if is_ours:
-                disconnect()

@@ -5,7 +5,6 @@ and are not run.
 """
 
 import json
-import os
 import re
 import runpy
 import shlex
@@ -29,6 +28,8 @@ from lockstep.trainer import fsdp_sft_trainer, main_dpo, main_rm
 from lockstep.trainer.main_ppo import main
 from tests.hub import use_hub, write_cache
 from tests.tiny import save_tiny_model, write_rows
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -195,17 +196,18 @@ def test_commands_for_many_workers_compose(
     assert config is not None and controller_of(config) == "ray"
 
 
+@pytest.mark.xdist_group("ray")
+@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("command", ONE_A_PAGE.values(), ids=ONE_A_PAGE)
-def test_one_command_per_page_trains_on_ray(command: str, places: dict[str, str], tmp_path: Path) -> None:
-    pytest.importorskip("ray", reason='needs Ray: pip install "lockstep-rl[ray]"')
+def test_one_command_per_page_trains_on_ray(
+    command: str, places: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = Path(places["$DATA"]) / "hub"
+    for name, value in (variables(places) | {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}).items():
+        monkeypatch.setenv(name, value)  # for the run's processes
+    use_hub(monkeypatch, cache, offline=True)
     small = [*SMALL, "trainer.nnodes=1", "trainer.n_gpus_per_node=2", f"trainer.default_local_dir={tmp_path}/run"]
-    quiet = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-    alone = {"RAY_ADDRESS": "local", "GLOO_SOCKET_IFNAME": "lo", "RAY_worker_niceness": "0"}
-    hub = {"HF_HUB_CACHE": f"{places['$DATA']}/hub", "HF_HUB_OFFLINE": "1"}
-    environment = os.environ | variables(places) | quiet | alone | hub
-    program = [sys.executable, "-m", "lockstep.trainer.main_ppo", *arguments(command, places), *small]
-    done = subprocess.run(program, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
+    assert main([*arguments(command, places), *small]) == 0
     assert (tmp_path / "run" / "metrics.jsonl").read_text()
 
 

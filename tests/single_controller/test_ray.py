@@ -28,6 +28,8 @@ from lockstep.single_controller.ray_backend import group as group_module
 from lockstep.single_controller.ray_backend.cluster import ray
 from lockstep.single_controller.ray_backend.serialize import pack, unpack
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+
 
 class OddError(Exception):
     """Cannot be rebuilt from its message."""

@@ -20,6 +20,8 @@ from lockstep.verl.single_controller.ray import (
     create_colocated_worker_cls_fused,
 )
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+
 
 class Counter(Worker):
     def __init__(self, start: int = 0) -> None:

@@ -1,8 +1,6 @@
 """Results do not depend on the number of workers or on the placement of roles."""
 
 import json
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -20,9 +18,11 @@ from lockstep.models.export import save_scalar_model
 from lockstep.models.loading import load_value_model
 from tests.tiny import tiny_tokenizer
 
-os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # loopback alone; Ray reads it while it is imported
+pytest.importorskip("ray", reason='needs Ray: pip install "lockstep-rl[ray]"')
 
-from tests.trainer.shared_processes import OnSharedProcesses, SharedProcesses, shared_processes
+from tests.shared_processes import OnSharedProcesses, SharedProcesses
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = 3e-5
@@ -37,8 +37,12 @@ SP_REF_ALONE = ["actor_rollout_ref.ref.ulysses_sequence_parallel_size=1"]
 NAIVE, BROADCAST = ([f"{ROLLOUT}.checkpoint_engine.backend={name}"] for name in ("naive", "nccl"))
 
 
+ON_RAY = ["trainer.controller=ray", "trainer.save_freq=5"]
+SAVE_STEP_2 = ["trainer.save_freq=2"]
+
+
 def workers(count: int, placement: str = "colocate") -> list[str]:
-    return ["trainer.controller=ray", f"trainer.n_gpus_per_node={count}", f"trainer.placement={placement}"]
+    return [*ON_RAY, f"trainer.n_gpus_per_node={count}", f"trainer.placement={placement}"]
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(tiny_run_files: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+def runs(tiny_run_files: Path, tmp_path_factory: pytest.TempPathFactory, shared_processes: SharedProcesses) -> Runs:
     """PPO with critic and reference, on prompts and responses of many lengths."""
     files, folder = tiny_run_files, tmp_path_factory.mktemp("scale")
     rows = pd.read_parquet(files / "train.parquet")
@@ -116,10 +120,9 @@ def runs(tiny_run_files: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         "trainer.device=cpu",
         "trainer.total_epochs=2",
         "trainer.total_training_steps=5",
-        "trainer.save_freq=2",
+        *SAVE_STEP_2,
     ]
-    with shared_processes(6) as shared:
-        yield Runs(folder, base, shared)
+    return Runs(folder, base, shared_processes)
 
 
 def save_reward_model(files: Path) -> Path:
@@ -169,7 +172,7 @@ PPO_RUNS = {
         *(f"{ACTOR}.fsdp_config.{key}=true" for key in ("offload_policy", "forward_prefetch")),
     ],
     "map": [
-        "trainer.controller=ray",
+        *ON_RAY,
         "resource_pool_spec={big: [2], small: [1]}",
         "resource_pool_mapping={actor_rollout: big, critic: small, ref: small}",
     ],
@@ -177,6 +180,7 @@ PPO_RUNS = {
     f"{placement}{'-sp' * shared}{'-dynamic' * dynamic}": placed(placement, shared, dynamic)
     for placement, shared, dynamic in product(SIZES, (False, True), (False, True))
 }
+PPO_RUNS["colocate"] += SAVE_STEP_2
 
 
 @pytest.mark.parametrize("settings", PPO_RUNS.values(), ids=PPO_RUNS)
@@ -220,7 +224,9 @@ def test_grpo_with_kl_loss_and_a_separate_reward_model_pool(runs: Runs, tiny_run
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [(workers(4), []), (workers(4), workers(2)), ([], workers(2))], ids=["4-1", "4-2", "1-2"]
+    ("before", "after"),
+    [(PPO_RUNS["colocate"], []), (PPO_RUNS["colocate"], workers(2)), ([], workers(2))],
+    ids=["4-1", "4-2", "1-2"],
 )
 def test_checkpoint_resumes_on_another_number_of_workers(runs: Runs, before: list[str], after: list[str]) -> None:
     saved = runs(*before).folder / "global_step_2"
