@@ -2,10 +2,7 @@
 
 import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +10,10 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from tests.programs import run_shell
 from tests.tiny import save_tiny_model
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 TRAINING = (
@@ -67,18 +67,17 @@ def places(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("name", "block"), list(zip(("easy", "gsm8k"), BLOCKS, strict=True)), ids=("easy", "gsm8k"))
-def test_documented_commands_run(name: str, block: str, places: dict[str, str], tmp_path: Path) -> None:
+def test_documented_commands_run(
+    name: str, block: str, places: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     block = block.replace("global_step_348", "global_step_2")  # 4 pairs, 2 per step
     small = "\n".join(
         f"{line} {next((arguments for program, arguments in TINY.items() if program in line), '')}"
         for line in block.splitlines()
     )
-    environment = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)} | places
+    monkeypatch.chdir(ROOT)
     script = f'python() {{ "$PYTHON" "$@"; }}\nlockstep() {{ "$PYTHON" -m lockstep.cli "$@"; }}\n{small}'
-    done = subprocess.run(
-        ["bash", "-euc", script], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
+    assert run_shell(["bash", "-euc", script], tmp_path, places) == 0
     steps = [json.loads(line) for line in (tmp_path / "run" / name / "metrics.jsonl").read_text().splitlines()]
     core = "val-core/openai/gsm8k/" + ("acc/mean@1" if name == "easy" else "reward/mean@1")
     assert [step["step"] for step in steps if core in step] == [0, 2]

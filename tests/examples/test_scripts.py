@@ -3,13 +3,15 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.programs import run_shell
 from tests.tiny import save_tiny_model, write_rows
+
+pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(script for script in EXAMPLES.glob("*.sh") if not script.stem.startswith("sft_"))
@@ -49,15 +51,10 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"MODEL": str(folder / "model"), "DATA": str(folder)}
 
 
-def run(script: Path, environment: dict[str, str], *overrides: str) -> subprocess.CompletedProcess[str]:
-    everything = os.environ | {"PYTHON": sys.executable} | environment
-    return subprocess.run([str(script), *overrides], env=everything, capture_output=True, text=True, timeout=120)
-
-
 def train(script: Path, places: dict[str, str], folder: Path) -> list[dict[str, Any]]:
     reward = [f"custom_reward_function.path={places['DATA']}/reward.py", "~custom_reward_function.reward_kwargs"]
-    result = run(script, places | {"RUN": str(folder / "run"), "MAX_RESPONSE_LENGTH": "6"}, *SMALL, *reward)
-    assert result.returncode == 0, result.stderr
+    variables = places | {"RUN": str(folder / "run"), "MAX_RESPONSE_LENGTH": "6"}
+    assert run_shell([str(script), *SMALL, *reward], folder, variables) == 0
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -75,5 +72,6 @@ def test_script_trains(script: Path, places: dict[str, str], tmp_path: Path) -> 
 
 
 def test_script_error_names_missing_variables(places: dict[str, str]) -> None:
-    result = run(EXAMPLES / "grpo.sh", {"MODEL": places["MODEL"], "DATA": ""})
+    environment = os.environ | {"MODEL": places["MODEL"], "DATA": ""}
+    result = subprocess.run([EXAMPLES / "grpo.sh"], env=environment, capture_output=True, text=True, timeout=60)
     assert result.returncode != 0 and "DATA: the folder with train.parquet" in result.stderr

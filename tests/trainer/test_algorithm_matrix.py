@@ -1,8 +1,7 @@
 """Every advantage estimator and every policy loss trains two steps with the real trainer."""
 
 import json
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,9 @@ from lockstep.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from lockstep.algorithms.losses.policy import POLICY_LOSSES
 from lockstep.observability.glossary import explain
 from lockstep.trainer.main_ppo import main
+from tests.programs import Program
+
+pytestmark = pytest.mark.slow
 
 SETTINGS = {
     "gdpo": ["algorithm.gdpo_reward_keys=[acc,length]"],
@@ -118,17 +120,11 @@ def test_group_filter_can_be_interrupted(overrides: list[str], tmp_path: Path) -
         "algorithm.filter_groups.enable=true",
         "trainer.val_before_train=false",
     ]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lockstep.trainer.main_ppo", *command], stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    for line in process.stderr:
-        if "8 batches sampled" in line:
-            break
-    process.terminate()
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "stopped by the user after step 0" in err and "Traceback" not in err
+    program = Program("lockstep.trainer.main_ppo", command, tmp_path)
+    assert program.until(lambda: "8 batches sampled" in program.stderr), program.stderr
+    program.signal(signal.SIGTERM)
+    assert program.wait() == 130
+    assert "stopped by the user after step 0" in program.stderr and "Traceback" not in program.stderr
 
 
 def test_estimator_without_its_inputs_is_refused_at_the_start(

@@ -4,13 +4,13 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from lockstep.trainer.main_ppo import main
+from tests.programs import Program
 from tests.tiny import write_rows
 
 
@@ -157,17 +157,11 @@ def test_full_disk_keeps_the_earlier_checkpoint(overrides: list[str], tmp_path: 
     ).returncode:
         pytest.skip("mounting a tmpfs is not allowed here")
     try:
-        command = [
-            sys.executable,
-            "-m",
-            "lockstep.trainer.main_ppo",
-            *overrides,
-            f"trainer.default_local_dir={small}/run",
-        ]
         settings = ["trainer.save_freq=1", "trainer.val_before_train=false", "trainer.total_training_steps=4"]
-        done = subprocess.run([*command, *settings], capture_output=True, text=True)
-        assert done.returncode not in (0, 2)
-        assert "trainer.default_local_dir" in done.stderr and "No space left" in done.stderr
+        command = [*overrides, f"trainer.default_local_dir={small}/run", *settings]
+        program = Program("lockstep.trainer.main_ppo", command, tmp_path)  # an open file would keep the disk mounted
+        assert program.wait() not in (0, 2)
+        assert "trainer.default_local_dir" in program.stderr and "No space left" in program.stderr
         assert (small / "run" / "global_step_1" / "manifest.json").is_file()
         assert not list((small / "run").glob(".staging*"))
     finally:

@@ -5,9 +5,6 @@ import json
 import logging
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,9 @@ from lockstep.observability.trackers import Tracking
 from lockstep.trainer.main_ppo import main
 from lockstep.trainer.ppo.ray_trainer import PPOTrainer
 from lockstep.trainer.ppo.sampling import Sampling
+from tests.programs import Program
+
+pytestmark = pytest.mark.slow
 
 GRPO = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=3"]
 
@@ -109,36 +109,22 @@ def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     command += ["actor_rollout_ref.actor.optim.lr_scheduler_type=cosine"]
     whole, parts = f"trainer.default_local_dir={tmp_path}/whole", f"trainer.default_local_dir={tmp_path}/parts"
     assert main([*command, whole]) == 0
-    killed = run_until_killed([*command, parts], tmp_path / "parts" / "global_step_4")
-    assert killed == -signal.SIGKILL
+    program = Program("lockstep.trainer.main_ppo", [*command, parts], tmp_path)
+    assert program.until((tmp_path / "parts" / "global_step_4").exists), program.stderr
+    program.signal(signal.SIGKILL)
+    assert program.wait() == -signal.SIGKILL
     assert main([*command, parts]) == 0
     assert untimed(metrics_of(tmp_path / "parts")) == untimed(metrics_of(tmp_path / "whole"))
-
-
-def run_until_killed(command: list[str], appears: Path) -> int:
-    """Start the command and kill -9 it as soon as a folder appears."""
-    process = subprocess.Popen([sys.executable, "-m", "lockstep.trainer.main_ppo", *command], stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while not appears.exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.005)
-    process.kill()
-    return process.wait()
 
 
 def test_killed_while_a_checkpoint_is_written(overrides: list[str], tmp_path: Path) -> None:
     command = [*overrides, "trainer.save_freq=1", "trainer.total_training_steps=4", "trainer.val_before_train=false"]
     whole, parts = f"trainer.default_local_dir={tmp_path}/whole", f"trainer.default_local_dir={tmp_path}/parts"
     assert main([*command, whole]) == 0
-    (tmp_path / "parts").mkdir()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lockstep.trainer.main_ppo", *command, parts], stdout=subprocess.DEVNULL
-    )
-    deadline = time.monotonic() + 120
-    while not list((tmp_path / "parts").glob(".staging-global_step_3-*")) and process.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    process.kill()
-    process.wait()
+    program = Program("lockstep.trainer.main_ppo", [*command, parts], tmp_path)
+    program.until(lambda: list((tmp_path / "parts").glob(".staging-global_step_3-*")))
+    program.signal(signal.SIGKILL)
+    assert program.wait() in (-signal.SIGKILL, 0), program.stderr  # 0: writing it took less time than looking
     assert main([*command, parts]) == 0
     assert untimed(metrics_of(tmp_path / "parts")) == untimed(metrics_of(tmp_path / "whole"))
     assert not list((tmp_path / "parts").glob(".staging*"))
@@ -146,22 +132,11 @@ def test_killed_while_a_checkpoint_is_written(overrides: list[str], tmp_path: Pa
 
 def test_ctrl_c_saves_and_the_same_command_resumes(overrides: list[str], tmp_path: Path) -> None:
     command = [*overrides, "trainer.val_before_train=false", "trainer.total_epochs=500"]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lockstep.trainer.main_ppo", *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step 2/"):
-            break
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "Traceback" not in err and "run the same command to resume" in err
+    program = Program("lockstep.trainer.main_ppo", command, tmp_path)
+    assert program.until(lambda: "\nstep 2/" in program.stdout), program.stderr
+    program.signal(signal.SIGINT)
+    assert program.wait() == 130
+    assert "Traceback" not in program.stderr and "run the same command to resume" in program.stderr
     (saved,) = (tmp_path / "run").glob("global_step_*")
     steps = int(saved.name.rpartition("_")[2])
     assert metrics_of(tmp_path / "run")[-1]["step"] == steps

@@ -25,7 +25,10 @@ from lockstep.trainer.supervised.command import run_training
 from lockstep.trainer.supervised.program import build
 from lockstep.trainer.supervised.trainer import SupervisedTrainer
 from tests.hub import use_hub, write_cache
+from tests.programs import Program
 from tests.tiny import save_tiny_model
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 
@@ -184,9 +187,9 @@ def test_killed_and_stopped_runs_resume_bit_for_bit(
     assert main(whole) == 0
 
     signals = [*command, f"trainer.logger={tmp_path}/killer.py:Tracker"]
-    environment = os.environ | {"AT_STEP": "3", "BY_SIGNAL": str(signal.SIGKILL.value), "PYTHONPATH": str(ROOT)}
-    killed = subprocess.run([sys.executable, "-m", "lockstep.trainer.fsdp_sft_trainer", *signals], env=environment)
-    assert killed.returncode == -signal.SIGKILL
+    variables = {"AT_STEP": "3", "BY_SIGNAL": str(signal.SIGKILL.value)}
+    killed = Program("lockstep.trainer.fsdp_sft_trainer", signals, tmp_path, **variables)
+    assert killed.wait() == -signal.SIGKILL
     monkeypatch.setenv("AT_STEP", "4")  # of the resumed run, which then finishes step 5 and saves it
     monkeypatch.setenv("BY_SIGNAL", str(signal.SIGINT.value))
     assert main(signals) == 130

@@ -1,6 +1,5 @@
 """Processes that live for a whole test module and run functions as the ranks of a process group."""
 
-import multiprocessing
 import os
 import socket
 import traceback
@@ -11,9 +10,7 @@ from typing import Any
 import torch
 
 from lockstep.utils.distributed import join_process_group, leave_process_group
-
-PRELOADED = ["tests.engines.train.cases"]
-"""Imported once, by the process from which the ranks are forked."""
+from tests.programs import forking_context
 
 
 class Ranks:
@@ -40,8 +37,7 @@ class Ranks:
 
 class _ProcessSet:
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context = forking_context()
         port = _free_port()
         self._pipes: list[Connection] = []
         self._processes = []
