@@ -21,6 +21,8 @@ from lockstep.demo.task import Problem, answer_text, parse_question, split_probl
 from lockstep.demo.warmup import WarmUp, warm_up_settings, write_examples
 from lockstep.trainer import fsdp_sft_trainer
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     "a, b, right, careless", [(47, 85, 132, 22), (12, 34, 46, 46), (55, 55, 110, 0), (91, 18, 109, 9)]

@@ -80,10 +80,14 @@ class Ended:
 
 
 class Lab:
-    """Runs in folders under `folder`, one at a time; use it as a context manager."""
+    """Runs in folders under `folder`, one at a time; use it as a context manager.
 
-    def __init__(self, folder: Path) -> None:
+    teardown: let the interpreter free all modules at the end of a run, as that of a user does.
+    """
+
+    def __init__(self, folder: Path, teardown: bool = True) -> None:
         self.folder = folder.absolute()
+        self.teardown = teardown
         self.mark = f"{os.getpid()}-{time.monotonic_ns()}"
         (self.folder / "files").mkdir(parents=True)
         save_tiny_model(self.folder / "files" / "model")
@@ -158,6 +162,7 @@ class Lab:
             "overrides": overrides,
             "injection": injection and asdict(injection),
             "memory_mb": memory_mb,
+            "teardown": self.teardown,
         }
         self._server.stdin.write(json.dumps(job) + "\n")
         self._server.stdin.flush()

@@ -9,7 +9,7 @@ import pytest
 from tests.faults.cases import KINDS, Bench, Case, plan
 from tests.faults.runs import Lab, difference, result
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 
 CASES = [
     Case("kill -9 at an event", "ppo", 0.27, 0),
@@ -35,7 +35,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with Lab(tmp_path_factory.mktemp("faults") / "lab") as lab:
+    with Lab(tmp_path_factory.mktemp("faults") / "lab", teardown=False) as lab:
         yield Bench(lab)
 
 

@@ -28,6 +28,8 @@ from tests.models.architectures import (
 )
 from tests.tiny import random_batch
 
+pytestmark = pytest.mark.slow
+
 SPLITS = (MicroBatching(num_rows=3), MicroBatching(num_rows=2))
 """Of the forward alone, and of forward and backward."""
 PROMPT_LENGTHS = (5, 11, 2)

@@ -24,6 +24,8 @@ from lockstep.trainer.ray_runner import _check_one_machine, _check_this_machine
 
 pytest.importorskip("ray", reason='needs Ray: pip install "lockstep-rl[ray]"')
 
+pytestmark = pytest.mark.slow
+
 MARK = "LOCKSTEP_TEST_MARK"
 """Environment variable that marks every process of a test."""
 
@@ -36,7 +38,8 @@ def environment(mark: str) -> dict[str, str]:
     """Only loopback, without the user's Ray settings; one thread per process."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     quiet = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-    return inherited | quiet | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", MARK: mark}
+    soon = {"RAY_health_check_period_ms": "500"}  # a machine that does not answer five times is dead
+    return inherited | quiet | soon | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", MARK: mark}
 
 
 def processes(mark: str) -> dict[int, str]:

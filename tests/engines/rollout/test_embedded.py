@@ -35,6 +35,8 @@ from tests.engines.rollout.rollout_cases import (
     transformers_greedy,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", params=DEVICES)
 def device(request: pytest.FixtureRequest) -> torch.device:
