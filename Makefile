@@ -34,8 +34,9 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# The tests are many small computations; one thread per process is fastest.
+# The tests are many small computations; one thread per process is fastest. They start many interpreters, which use compiled files.
 test: export OMP_NUM_THREADS := 1
+test: export PYTHONDONTWRITEBYTECODE :=
 test: lint
 	$(BIN)/pytest $(PYTEST_ARGS)
 
