@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.profiler import GlobalProfilerConfig, ProfilerConfig, Tool
-from lockstep.config.sft import SFTConfig
+from lockstep.config.sft import SupervisedConfig
 from lockstep.observability.profiler import ProfileRequest, start_profile, stop_profile
 from lockstep.observability.timeline import Steps, TimelineFile, write_chrome_trace
 from lockstep.utils.spans import Span, set_track, take_spans
@@ -43,7 +43,7 @@ class StepProfiler:
 
     def __init__(
         self,
-        config: PPOConfig | SFTConfig,
+        config: PPOConfig | SupervisedConfig,
         roles: Mapping[str, ProfilerConfig],
         num_steps: int,
         device: str,

@@ -1,6 +1,5 @@
 """Supervised fine-tuning: cross-entropy on the assistant's tokens of conversations or pairs."""
 
-
 import torch
 from tensordict import TensorDict
 from torch import Tensor
