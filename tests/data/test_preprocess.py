@@ -16,6 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from lockstep.config.data import DataConfig
+from lockstep.config.preference import RMDataConfig
+from lockstep.data.preference_dataset import PreferenceDataset
 from lockstep.data.rl_dataset import RLHFDataset
 from lockstep.data.rm_dataset import RMDataset
 from lockstep.rewards.default import default_compute_score
@@ -154,6 +156,14 @@ def test_full_hh_rlhf_for_sft_reward_models_and_rl(tmp_path: Path) -> None:
     dataset = RLHFDataset(str(output / "rl/train.parquet"), tiny_tokenizer(), DataConfig())
     turns = [(message["role"], message["content"]) for message in dataset[1]["raw_prompt"]]
     assert turns == [("user", "Hi"), ("assistant", "Yes?"), ("user", "b")] and len(dataset) == 3
+    ids = PreferenceDataset(str(output / "rm/train.parquet"), tiny_tokenizer(), RMDataConfig())[1]["chosen"][
+        "input_ids"
+    ]
+    prompt = dataset[1]["raw_prompt"]
+    rollout = (
+        tiny_tokenizer().apply_chat_template(prompt, add_generation_prompt=True, tokenize=False) + "good<|im_end|>"
+    )
+    assert tiny_tokenizer().decode(ids[ids > 0]) == rollout  # the reward model is trained on what RL samples
     assert dataset[1]["data_source"] == "Dahoas/full-hh-rlhf" and dataset[1]["reward_model"]["style"] == "model"
     assert (
         "--split ppo: must be all, sft, rm, rl" in run_script("full_hh_rlhf.py", source, output, "--split=ppo").stderr

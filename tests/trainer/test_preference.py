@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, relu
@@ -237,47 +238,40 @@ def test_shares_hold_every_pair_once() -> None:
     assert sorted(seen) == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
-BOTH = """
-import sys
+RUNS = """
+import json, sys
 from lockstep.trainer import main_dpo, main_rm
-cut = sys.argv.index("--")
-sys.exit(main_rm.main(sys.argv[1:cut]) or main_dpo.main(sys.argv[cut + 1:]))
+for program, arguments in json.loads(sys.argv[1]):
+    assert {"rm": main_rm, "dpo": main_dpo}[program].main(arguments) == 0
 """
 
 
 def test_two_ranks_of_torchrun_train_as_one(overrides: list[str], tmp_path: Path) -> None:
-    """The reward model's ranks share each sequence; those of DPO have 5 pairs per step, so one of them is padding."""
+    """5 pairs per step on 2 ranks, so one of them is padding; or the ranks share each sequence."""
     steps = [*overrides, "trainer.total_training_steps=3", "trainer.test_freq=3"]
     split = "model.fsdp_config.ulysses_sequence_parallel_size=2"
+    runs = {f"{program}{i}": (program, more) for program in MAINS for i, more in enumerate(([], [split]))}
     for program, main in MAINS.items():
-        assert main([*steps, f"trainer.default_local_dir={tmp_path}/one_{program}"]) == 0
-    (tmp_path / "both.py").write_text(BOTH)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        f"{tmp_path}/both.py",
+        assert main([*steps, f"trainer.default_local_dir={tmp_path}/{program}"]) == 0
+    (tmp_path / "runs.py").write_text(RUNS)
+    arguments = [
+        (program, [*steps, *more, f"trainer.default_local_dir={tmp_path}/{name}"])
+        for name, (program, more) in runs.items()
     ]
-    command += [*steps, split, f"trainer.default_local_dir={tmp_path}/two_rm", "--"]
-    command += [*steps, f"trainer.default_local_dir={tmp_path}/two_dpo"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += [f"{tmp_path}/runs.py", json.dumps(arguments)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    for program in MAINS:
-        one, two = (numbers_of(tmp_path / f"{name}_{program}") for name in ("one", "two"))
+    for name, (program, _) in runs.items():
+        one, two = numbers_of(tmp_path / program), numbers_of(tmp_path / name)
         for first in (one[0], two[0]):
             first.pop("rewards/accuracies", None)  # rounding decides it before the first update
         for ours, theirs in zip(two, one, strict=True):
-            assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
-        weights = [
-            torch.nn.ModuleDict({"m": cls.from_pretrained(tmp_path / f"{name}_{program}/global_step_3/huggingface")})
-            for name in ("one", "two")
-            for cls in (AutoModelForSequenceClassification if program == "rm" else AutoModelForCausalLM,)
-        ]
-        for ours, theirs in zip(weights[1].parameters(), weights[0].parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+            assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5), name
+        weights = [load_file(tmp_path / run / "global_step_3/huggingface/model.safetensors") for run in (program, name)]
+        for key, value in weights[0].items():
+            torch.testing.assert_close(weights[1][key], value, rtol=0, atol=1e-5)
 
 
 CRASH = """
@@ -362,6 +356,23 @@ def test_ppo_scores_with_the_trained_reward_model(
     assert sorted(row["score"] for row in rows) == pytest.approx(sorted(scores.tolist()), abs=1e-6)
     (step,) = metrics_of(tmp_path / "ppo")
     assert step["critic/score/mean"] == pytest.approx(float(scores.mean()), abs=1e-6)
+
+
+def test_custom_dataset_class(overrides: list[str], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "from torch.utils.data import Dataset\n"
+        "class Pairs(Dataset):\n"
+        "    def __init__(self, parquet_files, tokenizer, config, max_samples=-1): pass\n"
+        "    def __len__(self): return 8\n"
+        "    def __getitem__(self, i):\n"
+        "        side = lambda *ids: {'input_ids': torch.tensor(ids), 'loss_mask': torch.tensor([0, 0, 1, 1])}\n"
+        "        return {'chosen': side(5, 6, 7, 8 + i), 'rejected': side(5, 6, 9, 8 + i)}\n"
+    )
+    custom = [f"data.custom_cls.path={tmp_path}/mine.py", "data.custom_cls.name=Pairs", "data.val_files=[]"]
+    assert main_dpo.main([*overrides, *custom, "trainer.total_training_steps=1"]) == 0
+    (step,) = metrics_of(tmp_path / "run")
+    assert (step["train/global_tokens"], step["train/pairs"]) == (40, 5)
 
 
 @pytest.mark.parametrize(

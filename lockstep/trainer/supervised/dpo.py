@@ -27,10 +27,8 @@ from lockstep.config.preference import DPOConfig
 from lockstep.config.schema import to_plain
 from lockstep.data.preference_dataset import create_preference_dataset
 from lockstep.engines.train.base import LossFn
-from lockstep.models.loading import model_folder, open_causal_lm
-from lockstep.models.token_models import PolicyModel
-from lockstep.models.weight_source import WeightSource
-from lockstep.trainer.supervised.batches import collate_pairs, pairs, share_of_pairs
+from lockstep.models.loading import model_folder
+from lockstep.trainer.supervised.batches import collate_pairs, pairs
 from lockstep.trainer.supervised.trainer import SupervisedTrainer
 from lockstep.utils.distributed import on_first_rank
 from lockstep.utils.files import atomic_write_bytes
@@ -73,15 +71,6 @@ class DPOTrainer(SupervisedTrainer):
     sequences_per_row = 2
     create_dataset = staticmethod(create_dpo_dataset)
     collate = staticmethod(collate_pairs)
-
-    def open_model(self, dtype: torch.dtype) -> tuple[PolicyModel, WeightSource]:
-        config = self.config
-        policy, weights = open_causal_lm(config.model, "model", dtype, self.device, config.data.max_length)
-        return PolicyModel(policy), weights
-
-    def share(self, batch: TensorDict) -> tuple[TensorDict, int]:
-        balance = self.config.data.balance_dp_token
-        return share_of_pairs(batch, self.engine.dp_rank, self.engine.dp_size, balance=balance)
 
     def loss_fn(self, count: int) -> LossFn:
         """Mean DPO loss over the pairs."""

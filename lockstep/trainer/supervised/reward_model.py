@@ -13,7 +13,7 @@ from lockstep.engines.train.base import LossFn
 from lockstep.models.loading import open_value_model
 from lockstep.models.token_models import ScalarModel
 from lockstep.models.weight_source import WeightSource
-from lockstep.trainer.supervised.batches import collate_pairs, pairs, share_of_pairs
+from lockstep.trainer.supervised.batches import collate_pairs, pairs
 from lockstep.trainer.supervised.trainer import SupervisedTrainer
 
 
@@ -33,10 +33,6 @@ class RewardModelTrainer(SupervisedTrainer):
         model = self.config.model
         body, score, weights = open_value_model(model, "model", dtype, self.device, model.fsdp_config.seed)
         return ScalarModel(body, score), weights
-
-    def share(self, batch: TensorDict) -> tuple[TensorDict, int]:
-        balance = self.config.data.balance_dp_token
-        return share_of_pairs(batch, self.engine.dp_rank, self.engine.dp_size, balance=balance)
 
     def loss_fn(self, count: int) -> LossFn:
         """Mean Bradley-Terry loss over the pairs."""

@@ -26,9 +26,9 @@ from lockstep.config.sft import SupervisedConfig
 from lockstep.data.loader import create_dataloader
 from lockstep.engines.train.base import LossFn, MicroBatching
 from lockstep.engines.train.fsdp import FsdpEngine
-from lockstep.models.loading import resolve_dtype, trained_dtype
+from lockstep.models.loading import open_causal_lm, resolve_dtype, trained_dtype
 from lockstep.models.lora import install_adapters
-from lockstep.models.token_models import TokenModel
+from lockstep.models.token_models import PolicyModel, TokenModel
 from lockstep.models.weight_source import WeightSource
 from lockstep.observability.trackers import Tracking
 from lockstep.trainer.checkpoint import CheckpointStore, RunLock
@@ -43,6 +43,7 @@ from lockstep.trainer.run_config import (
     write_run_config,
 )
 from lockstep.trainer.step_profiler import StepProfiler
+from lockstep.trainer.supervised.batches import share_of, share_of_pairs
 from lockstep.utils.audit import AuditError
 from lockstep.utils.device import memory_peaks
 from lockstep.utils.distributed import (
@@ -61,7 +62,7 @@ logger = logging.getLogger(__name__)
 
 
 class SupervisedTrainer(ABC):
-    """Trains a model on a fixed dataset. A subclass gives the dataset, the model and the loss."""
+    """Trains a model, by default a causal language model, on a fixed dataset. A subclass gives the dataset and the loss."""
 
     name: str
     unit: str
@@ -120,16 +121,14 @@ class SupervisedTrainer(ABC):
         return current_rank() == 0
 
     @abstractmethod
-    def open_model(self, dtype: torch.dtype) -> tuple[TokenModel, WeightSource]:
-        """The model without memory for its parameters, and where their values come from."""
-
-    @abstractmethod
-    def share(self, batch: TensorDict) -> tuple[TensorDict, int]:
-        """This rank's sequences of the batch of all ranks, and the batch's number of `unit`s."""
-
-    @abstractmethod
     def loss_fn(self, count: int) -> LossFn:
         """The loss as a mean over the `count` units of all ranks; its metrics are means too."""
+
+    def open_model(self, dtype: torch.dtype) -> tuple[TokenModel, WeightSource]:
+        """The model without memory for its parameters, and where their values come from."""
+        config = self.config
+        policy, weights = open_causal_lm(config.model, "model", dtype, self.device, config.data.max_length)
+        return PolicyModel(policy), weights
 
     def prepare(self) -> None:  # noqa: B027 - optional
         """Compute what the starting model is needed for, before a checkpoint is loaded."""
@@ -246,6 +245,11 @@ class SupervisedTrainer(ABC):
                 sums[name] = sums.get(name, 0.0) + float(value)
         names = [f"val/{name.removeprefix('train/')}" for name in sums]
         return dict(zip(names, (value / max(total, 1) for value in self.engine.global_sum(*sums.values()))))
+
+    def share(self, batch: TensorDict) -> tuple[TensorDict, int]:
+        """This rank's sequences of the batch of all ranks, and the batch's number of `unit`s."""
+        take = share_of if self.sequences_per_row == 1 else share_of_pairs
+        return take(batch, self.engine.dp_rank, self.engine.dp_size, balance=self.config.data.balance_dp_token)
 
     def _is_due(self, frequency: int, is_last: bool) -> bool:
         return frequency > 0 and (is_last or self.global_steps % frequency == 0)
