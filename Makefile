@@ -10,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TORCH := $(shell grep '^torch==' constraints.txt)
-PYTEST_ARGS ?= -n auto --maxprocesses 8 --dist loadgroup --durations 20 --durations-min 5
+PYTEST_ARGS ?= -n auto --maxprocesses 8 --dist loadfile --durations 20 --durations-min 5
 
 .PHONY: setup demo test lint chaos format docs-config clean
 

@@ -22,6 +22,16 @@ hypothesis.settings.register_profile("lockstep", derandomize=True, deadline=None
 hypothesis.settings.load_profile("lockstep")
 
 
+ON_SHARED_RAY = (
+    "tests/docs/test_commands.py::test_one_command_per_page_trains_on_ray",
+    "tests/single_controller/test_contract.py",
+    "tests/single_controller/test_ray.py",
+    "tests/single_controller/test_verl_groups.py",
+    "tests/trainer/test_scale.py",
+)
+"""Tests that use `ray_cluster` or `shared_processes`: one process runs all of them, and starts Ray once."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow files first, so that at the end no process has a long file left while the others are idle."""
@@ -30,17 +40,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`--dist loadgroup` distributes files, and the files of an xdist_group together, in the order of collection."""
-    if config.getoption("dist") != "loadgroup":
+    """`--dist loadfile` in the order of collection, with ON_SHARED_RAY as one file."""
+    if config.getoption("dist") != "loadfile":
         return None
-    from xdist.scheduler import LoadGroupScheduling
+    from xdist.scheduler import LoadFileScheduling
 
-    class ByFileOrGroup(LoadGroupScheduling):
+    class ByFile(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return super()._split_scope(nodeid).split("::", 1)[0]
+            return "ray" if nodeid.startswith(ON_SHARED_RAY) else super()._split_scope(nodeid)
 
     config.option.loadscopereorder = False
-    return ByFileOrGroup(config, log)
+    return ByFile(config, log)
 
 
 @pytest.fixture(autouse=True)

@@ -196,7 +196,6 @@ def test_commands_for_many_workers_compose(
     assert config is not None and controller_of(config) == "ray"
 
 
-@pytest.mark.xdist_group("ray")
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("command", ONE_A_PAGE.values(), ids=ONE_A_PAGE)
 def test_one_command_per_page_trains_on_ray(

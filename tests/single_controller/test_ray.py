@@ -28,7 +28,7 @@ from lockstep.single_controller.ray_backend import group as group_module
 from lockstep.single_controller.ray_backend.cluster import ray
 from lockstep.single_controller.ray_backend.serialize import pack, unpack
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = pytest.mark.slow
 
 
 class OddError(Exception):

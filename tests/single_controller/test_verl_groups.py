@@ -20,7 +20,7 @@ from lockstep.verl.single_controller.ray import (
     create_colocated_worker_cls_fused,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = pytest.mark.slow
 
 
 class Counter(Worker):

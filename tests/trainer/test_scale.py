@@ -22,7 +22,7 @@ pytest.importorskip("ray", reason='needs Ray: pip install "lockstep-rl[ray]"')
 
 from tests.shared_processes import OnSharedProcesses, SharedProcesses
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = pytest.mark.slow
 
 TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = 3e-5
