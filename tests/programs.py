@@ -33,7 +33,10 @@ def forking_context() -> multiprocessing.context.ForkServerContext:
 
 
 class Program:
-    """`python -m MODULE ARGUMENTS`, with its output in files of `folder`."""
+    """`python -m MODULE ARGUMENTS`, with its output in files of `folder`.
+
+    variables: added to the environment, which is that of the first test that forks a process.
+    """
 
     def __init__(self, module: str, arguments: list[str], folder: Path, **variables: str) -> None:
         self._out, self._err = folder / "stdout.txt", folder / "stderr.txt"
