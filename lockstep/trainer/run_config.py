@@ -30,8 +30,11 @@ IDENTITY: dict[type, tuple[str, ...]] = {
 """Keys that identify an experiment, by program."""
 IDENTITY_OF_POLICY = ("actor_rollout_ref.model.path",)
 """The part of PPO's that matters with `trainer.val_only`."""
-START_KEYS = ("trainer.default_local_dir", "trainer.resume_mode", "trainer.resume_from_path")
-"""Keys that are about the start of a run, not about its training."""
+START_KEYS = (
+    *("trainer.default_local_dir", "trainer.resume_mode", "trainer.resume_from_path"),
+    *("trainer.profile_steps", "global_profiler."),
+)
+"""Keys, or sections, that are about the start of a run or its profiles, not about its training."""
 NO_EFFECT = {
     "trainer.seed": "random generators continue from the checkpoint",
     "critic.model.path": "the critic's weights come from the checkpoint",
