@@ -112,6 +112,12 @@ class VerlCheckpoint:
             yield plain, tensor
 
     def _whole(self, name: str) -> Tensor:
+        try:
+            return self._joined(name)
+        except DAMAGE as error:
+            raise ValueError(f"{self.folder}: the shards of {name} do not fit together: {error}") from error
+
+    def _joined(self, name: str) -> Tensor:
         whole = self._ranks[0][name]
         if not isinstance(whole, _DTensor):
             return whole
@@ -119,9 +125,7 @@ class VerlCheckpoint:
         dims = [number for number, placement in enumerate(placements) if type(placement) is _RECORDS["Shard"]]
         kinds = {type(placement).__name__ for placement in placements}
         if len(dims) > 1 or not kinds <= {"Shard", "Replicate"}:
-            raise ValueError(
-                f"{name}: placements {', '.join(sorted(kinds))} over {len(dims)} dimensions are not supported"
-            )
+            raise ValueError(f"placements {', '.join(sorted(kinds))} over {len(dims)} dimensions are not supported")
         if not dims:
             return whole._local_tensor
         (mesh_dim,) = dims
@@ -133,7 +137,7 @@ class VerlCheckpoint:
                 shards[coordinates[mesh_dim]] = part._local_tensor
         joined = torch.cat([shards[place] for place in sorted(shards)], dim=placements[mesh_dim].dim)
         if joined.shape != whole.shape:
-            raise ValueError(f"{name}: the shards have {tuple(joined.shape)} together instead of {tuple(whole.shape)}")
+            raise ValueError(f"they have {tuple(joined.shape)} together instead of {tuple(whole.shape)}")
         return joined
 
     def _lora_scale(self) -> float:

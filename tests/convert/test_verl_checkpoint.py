@@ -166,6 +166,19 @@ def test_lora_is_merged_or_copied(model: Path, part: Path, tmp_path: Path) -> No
     assert [path.name for path in (tmp_path / "adapter").iterdir()] == ["adapter_config.json"]
 
 
+def test_shards_that_do_not_fit_together(
+    model: Path, part: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = load_file(model / "model.safetensors")
+    write_shards(part, weights, (2,))
+    shutil.copy(part / "model_world_size_2_rank_0.pt", part / "model_world_size_2_rank_1.pt")  # the first half, twice
+    assert convert(part, "-o", tmp_path / "out") == 2
+    assert "do not fit together: they have " in capsys.readouterr().err
+    torch.save({"other": torch.ones(1)}, part / "model_world_size_2_rank_1.pt")
+    assert convert(part, "-o", tmp_path / "out") == 2
+    assert "ranks 0 and 1 have different tensors (" in capsys.readouterr().err
+
+
 class Planted:
     def __init__(self, file: Path) -> None:
         self.file = file
