@@ -9,7 +9,6 @@ import copy
 import json
 import re
 from collections.abc import Callable, Iterable
-from itertools import chain
 from pathlib import Path
 
 from safetensors import safe_open
@@ -76,7 +75,7 @@ def _save_weights(
     weights: Weights, folder: Path, write: Callable[[dict[str, Tensor], Path], object], file_bytes: int | None
 ) -> None:
     """write: puts the tensors into `model.safetensors` of a folder; other files that it writes there are kept too."""
-    writes = current_rank() == 0
+    writes, limit = current_rank() == 0, file_bytes or FILE_BYTES
     part: dict[str, Tensor] = {}
     layer: dict[str, Tensor] = {}
     files: list[Path] = []
@@ -92,10 +91,12 @@ def _save_weights(
         target.rmdir()
 
     def close_layer() -> None:
-        if part and sum(t.nbytes for t in chain(part.values(), layer.values())) > (file_bytes or FILE_BYTES):
+        if part and _bytes(part) + _bytes(layer) > limit:
             flush()
         part.update(layer)
         layer.clear()
+        if _bytes(part) >= limit:
+            flush()
 
     for name, tensor in weights:
         if not writes:
@@ -105,8 +106,13 @@ def _save_weights(
         layer[name] = tensor.detach().cpu().contiguous()
     if writes:
         close_layer()
-        flush()
+        if part:
+            flush()
         _name_files(files, folder)
+
+
+def _bytes(tensors: dict[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _layer(name: str) -> str:
