@@ -96,7 +96,6 @@ def _write_model(part: Path, folder: Path, options: argparse.Namespace, console:
     files = _config_folder(part, options.model)
     import torch
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
-    from transformers.utils import logging as hf_logging
 
     from lockstep.convert.verl_checkpoint import VerlCheckpoint
     from lockstep.export.check import check_outputs, check_tensors
@@ -104,7 +103,6 @@ def _write_model(part: Path, folder: Path, options: argparse.Namespace, console:
     from lockstep.export.sources import HuggingFaceFolder, cast_all, dtype_name
     from lockstep.models.export import save_tensors
 
-    hf_logging.set_verbosity_error()
     dtype = None if options.dtype == "keep" else getattr(torch, options.dtype)
     console.print(f"reading {part}")
     checkpoint = VerlCheckpoint(part)

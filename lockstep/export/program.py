@@ -118,12 +118,10 @@ def parse_size(text: str) -> int:
 
 def _export(found: Found, folder: Path, options: argparse.Namespace, console: Console) -> None:
     import torch
-    from transformers.utils import logging as hf_logging
 
     from lockstep.export.check import check_outputs, check_tensors
     from lockstep.export.outputs import text_rows
 
-    hf_logging.set_verbosity_error()
     dtype = None if options.dtype == "keep" else getattr(torch, options.dtype)
     source = _source(found, options)
     if options.check == "log_probs" and 4 * source.num_parameters > (memory := _host_memory()):
