@@ -71,11 +71,11 @@ class OnSharedProcesses(TaskRunner):
     def build(self, config: PPOConfig) -> PPOTrainer:
         trainer = super().build(config)
         if controller_of(config) == "ray":
-            trainer.worker_group_cls = _group_class(self.shared)
+            trainer.worker_group_cls = group_class(self.shared)
         return trainer
 
 
-def _group_class(shared: SharedProcesses) -> type[RayWorkerGroup]:
+def group_class(shared: SharedProcesses) -> type[RayWorkerGroup]:
     class GroupOnSharedProcesses(RayWorkerGroup):
         def _start_processes(self) -> Processes:
             return Borrowed(shared, self.world_size)

@@ -1,6 +1,6 @@
 """Checks of whole configurations of generation and evaluation, composed of those that training shares and their own."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 
@@ -50,6 +50,7 @@ def check_evaluation(config: EvaluationConfig) -> tuple[list[Problem], list[str]
         checks.python_file(values, "custom_reward_function.path"),
         _output(values, "data.output_path", ".json"),
         _output(values, "data.scores_path", ".jsonl"),
+        _overlong_penalty(values),
     )
     return list(problems), []
 
@@ -62,6 +63,13 @@ def _data_path(values: Values, what: str) -> Iterator[Problem]:
             locate_data(path, "val")
         except ValueError as error:
             yield Problem("data.path", path, str(error))
+
+
+def _overlong_penalty(values: Values) -> Iterator[Problem]:
+    options, key = values["reward_model.reward_kwargs"], "data.max_response_length"
+    buffer = options.get("overlong_buffer_cfg")
+    if isinstance(buffer, Mapping) and buffer.get("enable") and "max_resp_len" not in options and not values[key]:
+        yield Problem(key, values[key], "the overlong penalty needs it; set that of the generation")
 
 
 def _output(values: Values, key: str, suffix: str, required: bool = False) -> Iterator[Problem]:

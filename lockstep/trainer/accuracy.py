@@ -15,6 +15,10 @@ Z95 = 1.959963984540054
 Intervals = dict[str, list[float]]
 """Metric -> lower and upper bound."""
 
+PREFIXES = ("val-core", "val-aux")
+KINDS = ("mean@", "pass@", "maj@", "best@")
+"""Metrics with an interval, in the order of the table."""
+
 
 def accuracy(responses: Responses, correct_score: float) -> tuple[dict[str, float], Intervals]:
     """The metrics of a validation, by the same code, with pass@k and verl's `test_score/{source}`; intervals of the main ones."""
@@ -25,16 +29,13 @@ def accuracy(responses: Responses, correct_score: float) -> tuple[dict[str, floa
         main = core_variable(by_variable)
         passed = pass_at_k(prompts_of(responses)[source], variables[main], correct_score)
         metrics |= {f"val-core/{source}/{main}/{name}": float(np.mean(values)) for name, values in passed.items()}
-        for name, values in {**by_variable[main], **passed}.items():
+        of_prompts = {**by_variable[main], **passed}
+        for name in (n for kind in KINDS for n in of_prompts if n.startswith(kind) and not n.endswith("/std")):
             full = next(f"{p}/{source}/{main}/{name}" for p in PREFIXES if f"{p}/{source}/{main}/{name}" in metrics)
-            if name.startswith(("mean@", "best@", "maj@", "pass@")) and not name.endswith("/std"):
-                intervals[full] = confidence_interval(values)
+            intervals[full] = confidence_interval(of_prompts[name])
         means = [v for name, values in by_variable["reward"].items() if name.startswith("mean@") for v in values]
         metrics[f"test_score/{source}"] = float(np.mean(means))
     return metrics, intervals
-
-
-PREFIXES = ("val-core", "val-aux")
 
 
 def prompts_of(responses: Responses) -> dict[str, dict[str, list[int]]]:

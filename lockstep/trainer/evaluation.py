@@ -17,7 +17,7 @@ from lockstep.data.files import FileRow, read_rows
 from lockstep.observability.rollout_log import write_generations
 from lockstep.observability.step_line import format_number
 from lockstep.rewards.default import check_data_sources
-from lockstep.rewards.managers import NaiveRewardManager, load_reward_manager, uses_default_function
+from lockstep.rewards.managers import DapoRewardManager, NaiveRewardManager, load_reward_manager, uses_default_function
 from lockstep.rewards.managers.naive import ScoringRow
 from lockstep.trainer.accuracy import Intervals, accuracy, prompts_of
 from lockstep.trainer.ppo.sampling import fill_failed
@@ -27,6 +27,9 @@ from lockstep.utils.files import atomic_write_json
 from lockstep.utils.progress import phase
 
 logger = logging.getLogger(__name__)
+
+LENGTHS = "response_lengths"
+"""Column of the responses' lengths in tokens, which `lockstep generate` writes."""
 
 
 def evaluate(config: EvaluationConfig) -> dict[str, float]:
@@ -57,6 +60,13 @@ def load_manager(config: EvaluationConfig, rows: Sequence[FileRow]) -> NaiveRewa
             f"reward_model.reward_manager={config.reward_model.reward_manager}: evaluation has texts, not a batch; set a "
             "built-in manager (naive, batch, dapo, prime) and custom_reward_function.path"
         )
+    if isinstance(manager, DapoRewardManager) and manager.overlong.enable:
+        for row in rows:
+            if not row.columns.get(LENGTHS):
+                raise ValueError(
+                    f"{row.location} has no {LENGTHS!r}, which the overlong penalty needs; add the column, or set "
+                    "reward_model.reward_kwargs.overlong_buffer_cfg.enable=false"
+                )
     if uses_default_function(manager):
         first: dict[str, FileRow] = {}
         for row in rows:
@@ -74,7 +84,7 @@ def responses_of(rows: Sequence[FileRow], config: EvaluationConfig) -> tuple[Res
         source = str(_column(row, config.data.data_source_key, "data.data_source_key"))
         truth = _ground_truth(row, config.data.reward_model_key)
         extra_info = row.columns.get("extra_info") or {}
-        lengths = row.columns.get("response_lengths") or [0] * len(texts)
+        lengths = row.columns.get(LENGTHS) or [0] * len(texts)
         index = extra_info.get("index")
         responses.inputs += [_prompt_text(row.columns.get(config.data.prompt_key))] * len(texts)
         responses.outputs += texts

@@ -10,6 +10,7 @@ import sys
 from lockstep.config.commandline import config_from_command_line
 from lockstep.config.evaluation import EvaluationConfig, as_validation
 from lockstep.observability.console import LogHandler
+from lockstep.rewards.errors import RewardError
 from lockstep.trainer.errors import RunError
 from lockstep.trainer.interrupt import stop_on_sigterm
 from lockstep.trainer.preflight import check_reward_function
@@ -32,6 +33,8 @@ def run_evaluation(config: EvaluationConfig) -> dict[str, float]:
         if os.environ.get("LOCKSTEP_DEBUG"):
             raise
         raise RunError(str(error), exit_code=2) from error
+    except RewardError as error:
+        raise RunError(str(error)) from error
     except OSError as error:
         raise RunError(f"{error.strerror or error}: {error.filename}") from error
 

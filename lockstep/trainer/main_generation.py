@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 def run_generation(config: GenerationConfig) -> int:
     """Generate, in this process or on Ray; returns 0. RunError if it fails."""
     try:
-        output = _prepare(config)
+        output = prepare(config)
         if output.is_complete():
             logger.info("nothing to do: %s has the responses of this command", output.output)
             return 0
@@ -58,7 +58,7 @@ def _runner(config: GenerationConfig, output: GeneratedRows) -> "GenerationRunne
     return GenerationRunner(config, output)
 
 
-def _prepare(config: GenerationConfig) -> GeneratedRows:
+def prepare(config: GenerationConfig) -> GeneratedRows:
     """Check what is outside the config, and fetch model and data; ValueError with the first problem."""
     is_local = controller_of(as_validation(config)) == "local"
     ensure_writable(Path(config.data.output_path).expanduser().absolute().parent, "data.output_path")

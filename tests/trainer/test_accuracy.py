@@ -44,6 +44,12 @@ def test_main_metrics_are_of_acc_where_there_is_one() -> None:
     assert "val-core/other/reward/mean@1" in intervals and set(intervals) <= set(metrics)
 
 
+OVERLONG = [
+    "reward_model.reward_manager=dapo",
+    "+reward_model.reward_kwargs.overlong_buffer_cfg={enable: true, len: 4}",
+]
+
+
 def row(responses: Any, truth: str = "4", **more: Any) -> dict[str, Any]:
     prompt = [{"role": "user", "content": "2+2?"}]
     answer = {"style": "rule", "ground_truth": truth}
@@ -71,6 +77,25 @@ def test_eval_scores_with_the_built_in_scorer(tmp_path: Path, capsys: pytest.Cap
     assert scores[0]["input"] == "user: 2+2?" and [s["uid"] for s in scores] == ["0", "0", "1", "2", "2"]
 
 
+def test_the_overlong_penalty_reads_the_lengths(tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", [row(["#### 4", "#### 4"], response_lengths=[4, 7])])
+    command = [f"data.path={rows}", f"data.scores_path={tmp_path}/scores.jsonl", *OVERLONG]
+    assert main_eval.main([*command, "data.max_response_length=8"]) == 0
+    lines = (tmp_path / "scores.jsonl").read_text().splitlines()
+    assert [json.loads(line)["score"] for line in lines] == [1.0, 0.25]  # 3 of 4 tokens into the buffer
+    with pytest.raises(SystemExit, match="2"):
+        main_eval.main(command)
+
+
+def test_a_reward_function_that_always_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bad.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1 / 0\n"
+    )
+    rows = write(tmp_path / "rows.jsonl", [row(["x"])])
+    assert main_eval.main([f"data.path={rows}", f"custom_reward_function.path={tmp_path}/bad.py"]) == 1
+    assert "error: the reward function" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("rows", "overrides", "message"),
     [
@@ -80,6 +105,7 @@ def test_eval_scores_with_the_built_in_scorer(tmp_path: Path, capsys: pytest.Cap
         ([row(["x"]) | {"reward_model": {"style": "rule"}}], [], "has no `ground_truth`"),
         ([row(["x"])], ["data.data_source_key=source"], "has no 'source'; set data.data_source_key"),
         ([row(["x"])], ["custom_reward_function.reward_kwargs.scorer=mth"], "no such scorer"),
+        ([row(["x"])], [*OVERLONG, "data.max_response_length=8"], "has no 'response_lengths', which the overlong"),
     ],
 )
 def test_bad_rows_are_one_message(

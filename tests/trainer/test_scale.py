@@ -1,7 +1,7 @@
 """Results do not depend on the number of workers or on the placement of roles."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,19 @@ import torch
 from safetensors.torch import load_file
 
 from lockstep.config.commandline import config_from_command_line
+from lockstep.config.compose import load_config
+from lockstep.config.generation import GenerationConfig, as_validation
 from lockstep.config.model import HFModelConfig
 from lockstep.config.ppo import PPOConfig
 from lockstep.models.export import save_scalar_model
 from lockstep.models.loading import load_value_model
+from lockstep.trainer.generation import GenerationRunner, device_and_backend
+from lockstep.trainer.main_generation import prepare
 from tests.tiny import tiny_tokenizer
 
 pytest.importorskip("ray", reason='needs Ray: pip install "lockstep-rl[ray]"')
 
-from tests.shared_processes import OnSharedProcesses, SharedProcesses
+from tests.shared_processes import OnSharedProcesses, SharedProcesses, group_class
 
 pytestmark = pytest.mark.slow
 
@@ -232,3 +236,22 @@ def test_checkpoint_resumes_on_another_number_of_workers(runs: Runs, before: lis
     saved = runs(*before).folder / "global_step_2"
     resumed = runs(*after, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}")
     assert_equal(resumed, runs(), steps=3)
+
+
+def test_generated_responses(runs: Runs, tiny_run_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_shared_processes(config: PPOConfig, **options: Any) -> Any:
+        device, backend = device_and_backend(config, **options)
+        return device, replace(backend, group_class=group_class(runs.shared)) if backend.name == "ray" else backend
+
+    monkeypatch.setattr("lockstep.trainer.generation.device_and_backend", on_shared_processes)
+    base = [f"model.path={tiny_run_files}/model", f"data.path={tiny_run_files}/train.parquet", "data.n_samples=3"]
+    base += ["data.batch_size=5", "data.max_prompt_length=40", "data.max_response_length=8", "trainer.device=cpu"]
+    tables = []
+    for count in (1, 2):
+        own = [f"data.output_path={tmp_path}/{count}.parquet", f"trainer.n_gpus_per_node={count}"]
+        config = load_config(GenerationConfig, [*base, *own])
+        assert GenerationRunner(config, prepare(config)).run(as_validation(config)) == 0
+        tables.append(pd.read_parquet(tmp_path / f"{count}.parquet"))
+    assert not runs.shared.lent
+    pd.testing.assert_frame_equal(*tables)
+    assert len(tables[0]) == 16 and all(len(responses) == 3 for responses in tables[0]["responses"])
