@@ -96,14 +96,12 @@ class GenerationRunner:
         with phase("load the model"):
             workers = self._workers(config, closing)
         n, seed = self.config.data.n_samples, self.config.rollout.seed
-        progress = closing.enter_context(BatchProgress(len(dataset), done=len(dataset) - len(missing)))
-        for rows, prompts in prompt_batches(dataset, missing, self.config.data.batch_size):
-            batch = generate_for_rows(workers, prompts, rows, n=n, seed=seed)
-            columns = _columns(batch, tokenizer)
-            self.output.add(
-                rows, {name: [values[i : i + n] for i in range(0, len(values), n)] for name, values in columns.items()}
-            )
-            progress.advance(len(rows), sum(columns["response_lengths"]))
+        with BatchProgress(len(dataset), done=len(dataset) - len(missing)) as progress:
+            for rows, prompts in prompt_batches(dataset, missing, self.config.data.batch_size):
+                columns = _columns(generate_for_rows(workers, prompts, rows, n=n, seed=seed), tokenizer)
+                per_row = {name: [v[i : i + n] for i in range(0, len(v), n)] for name, v in columns.items()}
+                self.output.add(rows, per_row)
+                progress.advance(len(rows), sum(columns["response_lengths"]))
 
     def _workers(self, config: PPOConfig, closing: ExitStack) -> Any:
         """The worker group that generates."""
