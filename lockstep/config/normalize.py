@@ -160,7 +160,9 @@ def _is_section_of_tables(tables: Tables, name: str) -> bool:
 
 
 def _is_off(value: Any) -> bool:
-    """Whether a setting without effect needs no notice: null, false, or an interpolation."""
+    """Whether a setting without effect needs no notice: null, false, an interpolation, or a section of such."""
+    if isinstance(value, Mapping):
+        return all(map(_is_off, value.values()))
     return value is None or value is False or (isinstance(value, str) and value.startswith("${"))
 
 

@@ -58,11 +58,12 @@ def test_the_documented_generation_file_composes_as_printed(tmp_path: Path, capl
     assert as_run.actor_rollout_ref.actor.fsdp_config.dtype == "bfloat16"
 
 
-def test_the_documented_evaluation_file_composes_as_printed(tmp_path: Path) -> None:
+def test_the_documented_evaluation_file_composes_as_printed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "evaluation.yaml").write_text(yaml.safe_dump(documented("evaluation.yaml")))
     config = load_config(EvaluationConfig, config_name=str(tmp_path / "evaluation.yaml"), run_checks=False)
     assert config.data.response_key == "responses" and config.custom_reward_function.name == "compute_score"
     assert evaluation.as_validation(config).data.reward_fn_key == "data_source"
+    assert caplog.messages == [], "ray_init has only nulls"
 
 
 @pytest.mark.parametrize(
