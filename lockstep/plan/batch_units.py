@@ -4,6 +4,7 @@ prompts x samples = sequences ─► mini-batches (one optimizer step each) ─�
 """
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,7 @@ class BatchUnits:
     per_rank:   the share of one data-parallel rank.
     micro:      its largest micro-batch.
     num_micro:  micro-batches of the share.
+    by_tokens:  whether tokens limit a micro-batch, rather than sequences.
     """
 
     ranks: int
@@ -50,6 +52,7 @@ class BatchUnits:
     per_rank: Work
     micro: Work
     num_micro: int
+    by_tokens: bool
 
     @property
     def tokens_per_device(self) -> int:
@@ -81,9 +84,10 @@ def batch_units(
     rows = math.ceil(sequences / (ranks // sequence_parallel))
     fitting = min(micro_rows or rows, rows)
     if max_tokens is not None:
-        fitting = rows
-        while fitting > 1 and work(fitting, samples, lengths, packed).tokens > max_tokens * sequence_parallel:
-            fitting -= 1
+        limit = max_tokens * sequence_parallel
+        fitting = max(
+            1, bisect_right(range(1, rows + 1), limit, key=lambda n: work(n, samples, lengths, packed).tokens)
+        )
     return BatchUnits(
         ranks,
         sequence_parallel,
@@ -91,9 +95,19 @@ def batch_units(
         work(rows, samples, lengths, packed),
         work(fitting, samples, lengths, packed),
         math.ceil(rows / fitting),
+        max_tokens is not None,
     )
 
 
 def micro_limits(rows: int | None, dynamic: bool, max_tokens: int) -> dict[str, Any]:
     """Arguments of `batch_units` for a role's micro-batch keys."""
     return {"micro_rows": None if dynamic else rows, "max_tokens": max_tokens if dynamic else None}
+
+
+def log_prob_limits(section: Any) -> dict[str, Any]:
+    """The same for a pass that computes log-probs. section: of the rollout or the reference."""
+    return micro_limits(
+        section.log_prob_micro_batch_size_per_gpu,
+        section.log_prob_use_dynamic_bsz,
+        section.log_prob_max_token_len_per_gpu,
+    )

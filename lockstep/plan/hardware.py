@@ -1,15 +1,16 @@
 """Accelerators: memory, and what they reach in large bfloat16 products, copies and transfers."""
 
+import ctypes
+import math
 import os
-import shutil
-import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class Device:
-    """memory: bytes. flops, bandwidth: reached in large matrix products and copies, per second. host_link, peer_link: bytes per
-    second between host and device, and between devices of one machine. layer_overhead_s: of a decode step, per layer."""
+    """memory: bytes. flops, bandwidth: reached in large matrix products and copies, per second; nan if unknown. host_link,
+    peer_link, network: bytes per second between host and device, between devices of one machine, and between machines, for each
+    device. layer_overhead_s: of a decode step, per layer."""
 
     name: str
     memory: float
@@ -17,11 +18,16 @@ class Device:
     bandwidth: float
     host_link: float = 50e9
     peer_link: float = 200e9
+    network: float = 50e9
     layer_overhead_s: float = 45e-6
 
     @property
     def is_cpu(self) -> bool:
         return self.name == "cpu"
+
+    @property
+    def is_timed(self) -> bool:
+        return not math.isnan(self.flops)
 
 
 DEVICES = {
@@ -30,13 +36,14 @@ DEVICES = {
         Device("H200", 150.1e9, 790e12, 4.3e12),  # measured
         Device("B200", 191e9, 1800e12, 7.0e12, peer_link=400e9),
         Device("H100", 85.0e9, 790e12, 3.0e12),
-        Device("A100-80G", 85.1e9, 250e12, 1.8e12, host_link=24e9),
-        Device("A100-40G", 42.4e9, 250e12, 1.4e12, host_link=24e9),
-        Device("L40S", 47.7e9, 290e12, 0.75e12, host_link=24e9, peer_link=24e9),
-        Device("RTX4090", 25.3e9, 130e12, 0.9e12, host_link=24e9, peer_link=24e9),
+        Device("A100-80G", 85.1e9, 250e12, 1.8e12, host_link=24e9, network=25e9),
+        Device("A100-40G", 42.4e9, 250e12, 1.4e12, host_link=24e9, network=25e9),
+        Device("L40S", 47.7e9, 290e12, 0.75e12, host_link=24e9, peer_link=24e9, network=6e9),
+        Device("RTX4090", 25.3e9, 130e12, 0.9e12, host_link=24e9, peer_link=24e9, network=3e9),
     )
 }
-"""By name. All but the H200 are 80 % of the data sheets' dense bfloat16 rates and 90 % of their bandwidths."""
+"""By name. All but the H200 are 80 % of the data sheets' dense bfloat16 rates and 90 % of their bandwidths. Networks are those of
+common machines: 400 Gbit/s for each H100 or newer, 200 for each A100."""
 
 
 def find_device(name: str | None) -> Device:
@@ -52,22 +59,39 @@ def find_device(name: str | None) -> Device:
 
 
 def _this_machine() -> Device:
-    if shutil.which("nvidia-smi") is None:
-        return _cpu()
-    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    done = subprocess.run(query, capture_output=True, text=True, check=False)
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        return _cpu()
-    name, megabytes = (part.strip() for part in lines[0].rsplit(",", 1))
-    memory = int(megabytes) * 2**20
+    found = this_gpu()
+    return _cpu() if found is None else found
+
+
+def this_gpu() -> Device | None:
+    """This machine's first visible GPU, with its rates if they are known. Asks the driver's library, in milliseconds."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:  # no driver
+        return None
+    name, memory, handle = ctypes.create_string_buffer(96), (ctypes.c_ulonglong * 3)(), ctypes.c_void_p()
+    index = int(visible) if visible.isdigit() else 0
+    calls = (
+        lambda: nvml.nvmlInit_v2(),
+        lambda: nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)),
+        lambda: nvml.nvmlDeviceGetName(handle, name, len(name)),
+        lambda: nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)),  # total, free, used
+    )
+    if not visible or any(call() for call in calls):
+        return None
+    return known_gpu(name.value.decode(), memory[0])
+
+
+def known_gpu(name: str, memory: float) -> Device:
+    """A GPU by the driver's name; rates are nan if it is not in `DEVICES`."""
     like = [device for device in DEVICES.values() if device.name.split("-")[0].lower() in name.lower().replace(" ", "")]
     if not like:
-        raise ValueError(f"{name} is not among the known devices; give one with --device ({', '.join(DEVICES)})")
-    return min(like, key=lambda device: abs(device.memory - memory))
+        return Device(name, memory, math.nan, math.nan)
+    return replace(min(like, key=lambda device: abs(device.memory - memory)), memory=memory)
 
 
 def _cpu() -> Device:
     cores = os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Device("cpu", memory, 80e9 * cores, 8e9 * min(cores, 16), layer_overhead_s=100e-6)
+    return Device("cpu", memory, 80e9 * cores, 8e9 * min(cores, 16), network=1e9, layer_overhead_s=100e-6)

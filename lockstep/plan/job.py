@@ -7,9 +7,10 @@ from typing import Any
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.model import FSDPEngineConfig, sequence_parallel_size
-from lockstep.config.placement import needed_models, pools_of
+from lockstep.config.placement import need_reference_policy, needed_models, pools_of
 from lockstep.config.ppo import PPOConfig
-from lockstep.plan.batch_units import BatchUnits, Lengths, batch_units, micro_limits
+from lockstep.plan.adapters import Adapters, adapters_of
+from lockstep.plan.batch_units import BatchUnits, Lengths, batch_units, log_prob_limits, micro_limits
 from lockstep.plan.hardware import Device
 from lockstep.plan.model_shape import ModelShape
 
@@ -20,16 +21,20 @@ _ITEMSIZE = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "f
 class Model:
     """One model on the ranks of its pool.
 
+    machines:        that the ranks are on.
     master, compute: bytes per parameter of the master weights and of what computes.
     shards:          ranks that a copy of it is distributed over.
-    update, forward: units of an optimizer step and of a pass without gradient; None if there is none.
+    update:          units of an optimizer step; None for a model that is not trained.
+    passes:          phase without gradient -> its units.
     updates:         optimizer steps in a training step.
     decodes:         whether it generates the rollouts.
+    adapters:        trained instead of its parameters.
     """
 
     role: str
     pool: str
     ranks: int
+    machines: int
     shape: ModelShape
     master: int
     compute: int
@@ -37,23 +42,47 @@ class Model:
     engine: FSDPEngineConfig
     checkpointing: bool
     update: BatchUnits | None
-    forward: BatchUnits | None
+    passes: dict[str, BatchUnits]
     updates: int = 0
     decodes: bool = False
+    adapters: Adapters | None = None
 
     @property
     def is_sharded(self) -> bool:
         return self.ranks > 1 or self.engine.offload_policy
 
+    @property
+    def num_trained(self) -> int:
+        """Parameters with a gradient and moments."""
+        if self.update is None:
+            return 0
+        return self.shape.parameters if self.adapters is None else self.adapters.parameters
+
+    @property
+    def num_frozen(self) -> int:
+        return self.shape.parameters if self.update is None or self.adapters is not None else 0
+
+    @property
+    def num_adapters(self) -> int:
+        """Parameters of the adapters."""
+        return 0 if self.adapters is None else self.adapters.parameters
+
+    def layer_bytes(self, num_tokens: int) -> int:
+        """What the forward of one layer keeps for the backward."""
+        more = 0 if self.adapters is None else num_tokens * self.adapters.layer_entries * self.compute
+        return self.shape.activation_bytes(num_tokens, self.compute) + more
+
 
 @dataclass(frozen=True)
 class Rollout:
-    """Of one rank.
+    """Of one engine: `tensor_parallel` ranks, which share its weights and KV cache.
 
     concurrent:   most sequences that decode together.
-    cache_tokens: size of the KV cache for all of them; the device may have room for fewer.
-    utilization:  share of the device's memory that weights and KV cache may use.
+    cache_tokens: size of the KV cache for all of them; the devices may have room for fewer.
+    utilization:  share of a device's memory that weights and KV cache may use.
     """
+
+    tensor_parallel: int
 
     sequences: int
     concurrent: int
@@ -64,15 +93,12 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Job:
-    """old_log_probs: whether they take a separate pass."""
-
     device: Device
     lengths: Lengths
     prompts: int
     samples: int
     models: list[Model]
     rollout: Rollout
-    old_log_probs: bool
 
     @property
     def sequences(self) -> int:
@@ -86,13 +112,14 @@ def job_of(config: PPOConfig, device: Device, lengths: Lengths, shape_of: Callab
     """shape_of: (path, config section) -> the model's sizes."""
     policy, data = config.actor_rollout_ref, config.data
     actor, rollout = policy.actor, policy.rollout
-    roles = needed_models(config)
+    shape = shape_of(policy.model.path, "actor_rollout_ref.model")
+    adapters = adapters_of(policy.model, shape)
+    roles = [role for role in needed_models(config) if role != "ref" or adapters is None]
     pools = pools_of(config, roles)
     prompts, samples = data.train_batch_size, rollout.n
     sequences = prompts * samples
     mini = min(actor.ppo_mini_batch_size * samples, sequences)
     updates = math.ceil(sequences / mini) * actor.ppo_epochs
-    shape = shape_of(policy.model.path, "actor_rollout_ref.model")
     old_log_probs = _needs_old_log_probs(config, updates)
 
     def units(num_rows: int, role: str, section: Any, packed: bool, **limits: Any) -> BatchUnits:
@@ -110,17 +137,18 @@ def job_of(config: PPOConfig, device: Device, lengths: Lengths, shape_of: Callab
         ranks = pools.world_size(role)
         master, compute = (_itemsize(name, device) for name in (engine.model_dtype, engine.dtype))
         shards = ranks if engine.fsdp_size == -1 else engine.fsdp_size
-        return Model(role, pools.role_pools[role], ranks, shape, master, compute, shards, engine, **more)
+        pool = pools.role_pools[role]
+        return Model(role, pool, ranks, len(pools.spec[pool]), shape, master, compute, shards, engine, **more)
 
     packed = policy.model.use_remove_padding
     own_pool = "rollout" in pools.role_pools
     role = "actor" if own_pool else "actor_rollout"
     dynamic = micro_limits(actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu)
-    passes = micro_limits(
-        rollout.log_prob_micro_batch_size_per_gpu,
-        rollout.log_prob_use_dynamic_bsz,
-        rollout.log_prob_max_token_len_per_gpu,
-    )
+    passes = {}
+    if old_log_probs:
+        passes["old log-probs"] = units(sequences, role, actor, packed, **log_prob_limits(rollout))
+    if adapters is not None and need_reference_policy(config):  # the same model without its adapters
+        passes["reference log-probs"] = units(sequences, role, actor, packed, **log_prob_limits(policy.ref))
     models = [
         model(
             role,
@@ -129,21 +157,19 @@ def job_of(config: PPOConfig, device: Device, lengths: Lengths, shape_of: Callab
             actor.fsdp_config,
             checkpointing=policy.model.enable_gradient_checkpointing,
             update=units(mini, role, actor, packed, **dynamic),
-            forward=units(sequences, role, actor, packed, **passes) if old_log_probs else None,
+            passes=passes,
             updates=updates,
             decodes=not own_pool,
+            adapters=adapters,
         )
     ]
     frozen: dict[str, Any] = {"checkpointing": False, "update": None}
     if own_pool:
-        models.append(model("rollout", shape, actor, actor.fsdp_config, forward=None, decodes=True, **frozen))
+        models.append(model("rollout", shape, actor, actor.fsdp_config, passes={}, decodes=True, **frozen))
     if "ref" in roles:
-        ref = policy.ref
-        limits = micro_limits(
-            ref.log_prob_micro_batch_size_per_gpu, ref.log_prob_use_dynamic_bsz, ref.log_prob_max_token_len_per_gpu
-        )
-        forward = units(sequences, "ref", ref, packed, **limits)
-        models.append(model("ref", shape, ref, ref.fsdp_config, forward=forward, **frozen))
+        forward = units(sequences, "ref", policy.ref, packed, **log_prob_limits(policy.ref))
+        passes = {"reference log-probs": forward}
+        models.append(model("ref", shape, policy.ref, policy.ref.fsdp_config, passes=passes, **frozen))
     if "critic" in roles:
         models.append(_critic(config, shape_of, model, units, sequences))
     if "rm" in roles:
@@ -153,9 +179,11 @@ def job_of(config: PPOConfig, device: Device, lengths: Lengths, shape_of: Callab
         )
         forward = units(sequences, "rm", reward, reward.model.use_remove_padding, **limits)
         shape = shape_of(reward.model.path, "reward_model.model")
-        models.append(model("rm", shape, reward, reward.model.fsdp_config, forward=forward, **frozen))
-    per_rank = math.ceil(sequences / pools.world_size("rollout" if own_pool else role))
-    return Job(device, lengths, prompts, samples, models, _rollout(rollout, per_rank, lengths, device), old_log_probs)
+        passes = {"reward model": forward}
+        models.append(model("rm", shape, reward, reward.model.fsdp_config, passes=passes, **frozen))
+    num_engines = max(1, pools.world_size("rollout" if own_pool else role) // rollout.tensor_model_parallel_size)
+    engine = _rollout(rollout, math.ceil(sequences / num_engines), lengths, device)
+    return Job(device, lengths, prompts, samples, models, engine)
 
 
 def _needs_old_log_probs(config: PPOConfig, updates: int) -> bool:
@@ -167,13 +195,15 @@ def _needs_old_log_probs(config: PPOConfig, updates: int) -> bool:
 
 
 def _rollout(config: RolloutConfig, sequences: int, lengths: Lengths, device: Device) -> Rollout:
-    """sequences: of one rank."""
+    """sequences: of one engine."""
     concurrent = min(config.max_num_seqs, sequences)
     longest = config.max_model_len or config.prompt_length + config.response_length
     block = config.kv_block_size
     cache = (concurrent if device.is_cpu else config.max_num_seqs) * (math.ceil(longest / block) + 1) * block
     prefill = min(config.max_num_batched_tokens, sequences * lengths.prompt)
-    return Rollout(sequences, concurrent, cache, prefill, config.gpu_memory_utilization)
+    return Rollout(
+        config.tensor_model_parallel_size, sequences, concurrent, cache, prefill, config.gpu_memory_utilization
+    )
 
 
 def _critic(config: PPOConfig, shape_of: Any, model: Any, units: Any, sequences: int) -> Model:
@@ -183,15 +213,17 @@ def _critic(config: PPOConfig, shape_of: Any, model: Any, units: Any, sequences:
     forward = micro_limits(
         critic.forward_micro_batch_size_per_gpu, critic.use_dynamic_bsz, critic.forward_max_token_len_per_gpu
     )
+    shape = shape_of(critic.model.path, "critic.model")
     found: Model = model(
         "critic",
-        shape_of(critic.model.path, "critic.model"),
+        shape,
         critic,
         critic.model.fsdp_config,
         checkpointing=critic.model.enable_gradient_checkpointing,
         update=units(mini, "critic", critic, packed, **update),
-        forward=units(sequences, "critic", critic, packed, **forward),
+        passes={"values": units(sequences, "critic", critic, packed, **forward)},
         updates=math.ceil(sequences / mini) * critic.ppo_epochs,
+        adapters=adapters_of(critic.model, shape),
     )
     return found
 

@@ -29,17 +29,32 @@ RESERVED = 2.5e9
 """CUDA context, communication buffers and fragmentation."""
 
 
+ORDER = (
+    *("generate", "reward model", "old log-probs", "reference log-probs", "values"),
+    *("update critic", "update actor"),
+)
+"""The phases of a step."""
+FIXED = ("weights", "moments", "weights of other models", "weights for decoding", "gradients", "gathered layers")
+"""Parts that do not depend on the lengths of prompts and responses."""
+
+
 @dataclass(frozen=True)
 class Phase:
-    """parts: what it is used for -> bytes."""
+    """role: that computes. parts: what it is used for -> bytes."""
 
     name: str
+    role: str
     pool: str
     parts: dict[str, float]
 
     @property
     def peak(self) -> float:
         return sum(self.parts.values())
+
+    @property
+    def fixed(self) -> float:
+        """What it needs however short prompts and responses are."""
+        return sum(size for part, size in self.parts.items() if part in FIXED)
 
 
 def phases(job: Job) -> list[Phase]:
@@ -49,24 +64,17 @@ def phases(job: Job) -> list[Phase]:
         if model.decodes:
             others = _between(job, model, "generate")
             found.append(_phase("generate", model, others, _generation(job, model, sum(others.values()))))
-    for model in job.models:
-        if model.forward is not None:
-            name = {"ref": "reference log-probs", "critic": "values", "rm": "reward model"}.get(
-                model.role, "old log-probs"
-            )
-            found.append(
-                _phase(name, model, _between(job, model, "forward"), _forward(job.device, model, model.forward))
-            )
-    for model in reversed(job.models):  # the critic first
+        for name, units in model.passes.items():
+            found.append(_phase(name, model, _between(job, model, "forward"), _forward(job.device, model, units)))
         if model.update is not None:
             name = "update critic" if model.role == "critic" else "update actor"
             others = _between(job, model, "update")
             found.append(_phase(name, model, others, _update(job.device, model, model.update, sum(others.values()))))
-    return found
+    return sorted(found, key=lambda phase: ORDER.index(phase.name))
 
 
 def _phase(name: str, model: Model, others: dict[str, float], own: dict[str, float]) -> Phase:
-    return Phase(name, model.pool, {part: size for part, size in (others | own).items() if size})
+    return Phase(name, model.role, model.pool, {part: size for part, size in (others | own).items() if size})
 
 
 def _between(job: Job, active: Model, activity: Activity) -> dict[str, float]:
@@ -79,35 +87,35 @@ def _between(job: Job, active: Model, activity: Activity) -> dict[str, float]:
         parts["moments"] += moments
         generates = is_active and activity == "generate"
         if model.decodes and model.is_sharded and (generates or not model.engine.param_offload):
-            parts["weights for decoding"] = model.compute * model.shape.parameters
+            num_parameters = model.shape.parameters + model.num_adapters
+            parts["weights for decoding"] = model.compute * num_parameters / job.rollout.tensor_parallel
     return parts
 
 
 def _resident(model: Model, *, is_active: bool, updates: bool) -> tuple[float, float]:
     """Bytes of weights and of moments."""
-    engine, share = model.engine, model.shape.parameters / model.shards
+    engine, shards = model.engine, model.shards
     if engine.offload_policy:
         return 0.0, 0.0
     on_device = is_active or not engine.param_offload
-    if model.update is None:
-        whole = model.decodes and model.ranks > 1  # a rollout in its own pool is not sharded
-        return on_device * model.compute * (0 if whole else share), 0.0
+    whole = model.update is None and model.decodes and model.ranks > 1  # a rollout in its own pool is not sharded
+    frozen = 0.0 if whole else on_device * model.compute * model.num_frozen / shards
     copied = not model.is_sharded and model.master != model.compute
     masters_are_there = not engine.param_offload or (is_active and (updates or not copied))
-    weights = masters_are_there * model.master * share
-    weights += on_device * copied * model.compute * model.shape.parameters
-    return weights, 0.0 if engine.optimizer_offload else 2 * model.master * share
+    trained = masters_are_there * model.master * model.num_trained / shards
+    trained += on_device * copied * model.compute * model.num_trained
+    return frozen + trained, 0.0 if engine.optimizer_offload else 2 * model.master * model.num_trained / shards
 
 
 def _generation(job: Job, model: Model, others: float) -> dict[str, float]:
     """others: bytes on the device besides what this adds. The KV cache takes what is left of its share and of the device."""
     shape, rollout = model.shape, job.rollout
     one_layer = (2 * shape.active_experts * shape.inner + 4 * shape.width) * model.compute + shape.width * STREAM_BYTES
-    share = rollout.utilization * job.device.memory - model.compute * shape.parameters
+    ranks, one_token = rollout.tensor_parallel, shape.kv_bytes(model.compute) / rollout.tensor_parallel
+    share = rollout.utilization * job.device.memory - model.compute * shape.parameters / ranks
     room = min(share, CACHE_SHARE_OF_FREE * (job.device.memory - others))
-    one_sequence = job.lengths.total * shape.kv_bytes(model.compute)
     return {
-        "KV cache": min(rollout.cache_tokens * shape.kv_bytes(model.compute), max(room, one_sequence)),
+        "KV cache": min(rollout.cache_tokens * one_token, max(room, job.lengths.total * one_token)),
         "activations": max(rollout.prefill_tokens, rollout.concurrent) * one_layer,
         "logits": 2 * rollout.concurrent * shape.vocabulary * 4,
     }
@@ -117,7 +125,7 @@ def _forward(device: Device, model: Model, units: BatchUnits) -> dict[str, float
     tokens = units.tokens_per_device
     return {
         "gathered layers": _gathered(model),
-        "activations": model.shape.activation_bytes(tokens, model.compute),
+        "activations": model.layer_bytes(tokens),
         "logits": _logits(device, model, units, free=0.0),
     }
 
@@ -125,8 +133,8 @@ def _forward(device: Device, model: Model, units: BatchUnits) -> dict[str, float
 def _update(device: Device, model: Model, units: BatchUnits, others: float) -> dict[str, float]:
     """others: bytes on the device besides what this adds."""
     shape, engine, tokens = model.shape, model.engine, units.tokens_per_device
-    gradients = GRADIENT_BYTES * shape.parameters / model.shards
-    layer, stream = shape.activation_bytes(tokens, model.compute), tokens * shape.width * STREAM_BYTES
+    gradients = GRADIENT_BYTES * model.num_trained / model.shards
+    layer, stream = model.layer_bytes(tokens), tokens * shape.width * STREAM_BYTES
     kept = shape.layers
     if model.checkpointing:
         saves_memory = engine.param_offload or engine.optimizer_offload or engine.offload_policy or device.is_cpu
@@ -148,7 +156,8 @@ def _gathered(model: Model, *, updates: bool = False) -> float:
         return 0.0
     shape = model.shape
     outside = shape.parameters - shape.layers * shape.layer_parameters
-    sending = GRADIENT_BYTES * max(shape.layer_parameters, outside) if updates else 0
+    sends_layers = updates and model.adapters is None
+    sending = GRADIENT_BYTES * max(shape.layer_parameters, outside) if sends_layers else 0
     return model.compute * (2 * shape.layer_parameters + outside) + sending
 
 

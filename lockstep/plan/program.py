@@ -12,28 +12,9 @@ from lockstep.config.compose import load_config
 from lockstep.config.errors import ConfigError
 from lockstep.config.ppo import PPOConfig
 from lockstep.plan.batch_units import BatchUnits, Lengths
+from lockstep.plan.estimate import GB, Plan, longest_lengths, plan_of, show_seconds, summary
 from lockstep.plan.hardware import DEVICES, find_device
-from lockstep.plan.job import Job, Model, job_of
-from lockstep.plan.memory import RESERVED, Phase, phases
-from lockstep.plan.model_shape import ModelShape
-from lockstep.plan.step_time import step_times
-from lockstep.utils.model_path import base_folder, local_model_folder
-
-GB = 1e9
-
-_ADVICE = {
-    "moments": "{engine}.optimizer_offload=true, {engine}.model_dtype=bfloat16, or more GPUs",
-    "weights": "{engine}.model_dtype=bfloat16, {engine}.param_offload=true, or more GPUs",
-    "weights of other models": "param_offload=true for the reference and the critic, or another trainer.placement",
-    "weights for decoding": "a trainer.placement with a rollout pool",
-    "gradients": "more GPUs: gradients are sharded",
-    "gathered layers": "a smaller model",
-    "activations": "{micro}, or actor_rollout_ref.model.enable_gradient_checkpointing=true",
-    "logits": "{micro}",
-    "KV cache": "a smaller actor_rollout_ref.rollout.max_num_seqs or data.max_response_length",
-    "moment buckets": "more GPUs",
-}
-"""Part of a phase's memory -> what to change if it is the largest."""
+from lockstep.plan.job import Model
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,13 +24,9 @@ def main(argv: Sequence[str]) -> int:
         config = load_config(
             PPOConfig, options.overrides, config_name=options.config_name, config_dir=options.config_path
         )
-        data = config.data
-        most = Lengths(data.max_prompt_length, data.max_response_length)
+        most = longest_lengths(config)
         typical = Lengths(options.prompt_tokens or most.prompt, options.response_tokens or most.response)
-        device = find_device(options.device)
-        job = job_of(config, device, most, _shape)
-        memory = phases(job)
-        times = step_times(job_of(config, device, typical, _shape), memory)
+        plan = plan_of(config, find_device(options.device), typical)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 2
@@ -57,41 +34,14 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(f"error: {error}\n")
         return 2
     console = Console(soft_wrap=not sys.stdout.isatty())
-    _show_units(console, job)
-    _show_memory(console, job, memory, times)
-    console.print(summary(job, memory, times), markup=False, soft_wrap=True)
-    return 0 if _worst(memory).peak + RESERVED <= device.memory else 1
+    _show_units(console, plan)
+    _show_memory(console, plan)
+    console.print(summary(plan), markup=False, soft_wrap=True)
+    return 0 if plan.fits else 1
 
 
-def summary(job: Job, memory: list[Phase], times: dict[str, float]) -> str:
-    """The last line: whether it fits, and the time of a step."""
-    worst, device = _worst(memory), job.device
-    peak = f"{worst.peak / GB:.1f} of {device.memory / GB:.1f} GB in {worst.name}"
-    if worst.peak + RESERVED <= device.memory:
-        return f"fits on {device.name}: at most {peak}; about {_seconds(sum(times.values()))} s a step"
-    part, size = max(worst.parts.items(), key=lambda item: item[1])
-    return (
-        f"does not fit on {device.name}: {peak}, of which {part} take {size / GB:.1f}. Try {_advice(job, worst, part)}"
-    )
-
-
-def _advice(job: Job, phase: Phase, part: str) -> str:
-    is_critic = phase.name in ("update critic", "values")
-    section = "critic" if is_critic else "actor_rollout_ref.actor"
-    engine = "critic.model.fsdp_config" if is_critic else f"{section}.fsdp_config"
-    model = job.model("critic") if is_critic else job.models[0]
-    one_row = model.update is not None and model.update.micro.rows == 1
-    micro = (
-        f"{section}.ulysses_sequence_parallel_size" if one_row else f"a smaller {section}.ppo_micro_batch_size_per_gpu"
-    )
-    return _ADVICE[part].format(section=section, engine=engine, micro=micro)
-
-
-def _worst(memory: list[Phase]) -> Phase:
-    return max(memory, key=lambda phase: phase.peak)
-
-
-def _show_units(console: Console, job: Job) -> None:
+def _show_units(console: Console, plan: Plan) -> None:
+    job = plan.job
     actor, lengths = job.models[0], job.lengths
     assert actor.update is not None
     table = Table("a training step", "", box=None, pad_edge=False, title_justify="left")
@@ -118,7 +68,8 @@ def _units(model: Model, units: BatchUnits) -> str:
     )
 
 
-def _show_memory(console: Console, job: Job, memory: list[Phase], times: dict[str, float]) -> None:
+def _show_memory(console: Console, plan: Plan) -> None:
+    memory = plan.phases
     parts = list(dict.fromkeys(part for phase in memory for part in phase.parts))
     table = Table("GB per device", *(phase.name for phase in memory), box=None, pad_edge=False)
     for column in table.columns[1:]:
@@ -126,21 +77,11 @@ def _show_memory(console: Console, job: Job, memory: list[Phase], times: dict[st
     for part in parts:
         table.add_row(part, *(f"{phase.parts[part] / GB:.2f}" if part in phase.parts else "" for phase in memory))
     table.add_row("peak", *(f"{phase.peak / GB:.1f}" for phase in memory), style="bold")
-    table.add_row("seconds", *(_seconds(times[phase.name]) for phase in memory))
+    table.add_row("seconds", *(show_seconds(plan.times[phase.name]) for phase in memory))
     if len({phase.pool for phase in memory}) > 1:
         table.add_row("pool", *(phase.pool for phase in memory))
     console.print(table)
     console.print()
-
-
-def _seconds(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _shape(path: str, key: str) -> ModelShape:
-    """Of a model on the Hub, only its configuration and tokenizer are fetched."""
-    folder = local_model_folder(path, f"{key}.path", weights=False)
-    return ModelShape.from_folder(base_folder(folder, f"{key}.path", weights=False))
 
 
 def _parser() -> argparse.ArgumentParser:

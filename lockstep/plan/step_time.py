@@ -8,7 +8,7 @@ import math
 from lockstep.plan.batch_units import BatchUnits
 from lockstep.plan.hardware import Device
 from lockstep.plan.job import Job, Model
-from lockstep.plan.memory import Phase
+from lockstep.plan.memory import GRADIENT_BYTES, Phase
 
 HALF_EFFICIENT_WIDTH = 350
 """Matrix products of a model this wide reach half of the device's rate, wider ones more: w / (w + this)."""
@@ -17,41 +17,57 @@ ACTIVATION_PASSES = 5
 """Times that a training step reads or writes each activation outside of matrix products."""
 OPTIMIZER_PASSES = 4
 """Times that AdamW reads or writes masters, moments and gradients, taken together."""
+ALL_REDUCE_S = 20e-6
+"""Of a decode step's activations among tensor-parallel ranks, of which a layer has two."""
 
 
 def step_times(job: Job, memory: list[Phase]) -> dict[str, float]:
     """Phase -> seconds, in the order of `memory`."""
     times = {}
     for phase in memory:
+        model = job.model(phase.role)
         if phase.name == "generate":
             times[phase.name] = _generation(job, phase)
-        elif phase.name.startswith("update"):
-            model = job.model("critic") if phase.name == "update critic" else job.models[0]
-            times[phase.name] = model.updates * _update(job, model, phase)
+        elif phase.name in model.passes:
+            times[phase.name] = _pass(job, model, model.passes[phase.name], recomputed=None)
         else:
-            role = {"reference log-probs": "ref", "values": "critic", "reward model": "rm"}.get(phase.name)
-            model = job.model(role) if role else job.models[0]
-            assert model.forward is not None
-            times[phase.name] = _pass(job, model, model.forward, forwards=1)
+            times[phase.name] = model.updates * _update(job, model, phase)
     return times
+
+
+def transfer_time(job: Job) -> float:
+    """Of the actor's weights to a rollout in another pool: a broadcast by one rank."""
+    actor, decoding = job.models[0], next((model for model in job.models if model.decodes), None)
+    if decoding is None or decoding is actor:
+        return 0.0
+    link = job.device.peer_link if decoding.machines == actor.machines == 1 else job.device.network
+    return actor.compute * actor.shape.parameters * (1 / link + 1 / _link(job.device, actor, actor.shards))
+
+
+def fitting_sequences(job: Job, phase: Phase) -> int:
+    """Sequences of average length that the KV cache of `phase` holds, of those that may decode together."""
+    model, rollout = job.model(phase.role), job.rollout
+    cached = phase.parts["KV cache"] * rollout.tensor_parallel / model.shape.kv_bytes(model.compute)
+    return int(min(rollout.concurrent, max(1, cached // (job.lengths.prompt + job.lengths.response / 2))))
 
 
 def _generation(job: Job, phase: Phase) -> float:
     """Waves of sequences that decode together. Each step reads the weights once and the KV cache of its sequences."""
-    device, rollout, model = job.device, job.rollout, next(model for model in job.models if model.decodes)
-    shape, lengths = model.shape, job.lengths
-    context = lengths.prompt + lengths.response / 2
-    cached = phase.parts["KV cache"] / shape.kv_bytes(model.compute)
-    concurrent = min(rollout.concurrent, max(1, cached // context))
+    device, rollout, model = job.device, job.rollout, job.model(phase.role)
+    shape, lengths, ranks = model.shape, job.lengths, rollout.tensor_parallel
+    concurrent = fitting_sequences(job, phase)
     waves = rollout.sequences / concurrent
+    context = lengths.prompt + lengths.response / 2
     weights = model.compute * (shape.layers * _touched_layer(model, concurrent) + shape.head_parameters)
     cache = concurrent * context * shape.kv_bytes(model.compute)
     products = 2 * concurrent * (shape.layers * shape.active_layer_parameters + shape.head_parameters)
-    step = max((weights + cache) / device.bandwidth, products / _rate(device, shape.width))
-    step += shape.layers * device.layer_overhead_s
+    step = max((weights + cache) / device.bandwidth, products / _rate(device, shape.width)) / ranks
+    step += shape.layers * (device.layer_overhead_s + (2 * ALL_REDUCE_S if ranks > 1 else 0.0))
     prompts = math.ceil(rollout.sequences / job.samples) * lengths.prompt
-    prefill = 2 * prompts * shape.layers * shape.active_layer_parameters / _rate(device, shape.width)
-    gather = model.compute * shape.parameters / device.peer_link if model.is_sharded else 0.0
+    prefill = 2 * prompts * shape.layers * shape.active_layer_parameters / _rate(device, shape.width) / ranks
+    gather = 0.0
+    if model.is_sharded and model.update is not None:
+        gather = model.compute * shape.parameters / _link(device, model, model.shards)
     return gather + prefill + waves * lengths.response * step
 
 
@@ -66,32 +82,58 @@ def _update(job: Job, model: Model, phase: Phase) -> float:
     """One optimizer step."""
     assert model.update is not None
     device, shape = job.device, model.shape
-    layer = shape.activation_bytes(model.update.tokens_per_device, model.compute)
+    layer = model.layer_bytes(model.update.tokens_per_device)
     stream = model.update.tokens_per_device * shape.width * 4
     kept = shape.layers
     if phase.parts["activations"] < shape.layers * layer:
         kept = int((phase.parts["activations"] - layer - shape.layers * stream) // (layer - stream))
     recomputed = 1 - max(0, kept) / shape.layers
-    share = shape.parameters / model.shards
+    share = model.num_trained / model.shards
     optimizer = OPTIMIZER_PASSES * (3 * model.master + 4) / 2 * share / device.bandwidth
     if model.engine.optimizer_offload and not device.is_cpu:
         optimizer += 2 * model.master * share / device.host_link
-    return _pass(job, model, model.update, forwards=3 + recomputed) + optimizer
+    return _pass(job, model, model.update, recomputed) + optimizer
 
 
-def _pass(job: Job, model: Model, units: BatchUnits, forwards: float) -> float:
-    """forwards: 1 without gradients, 3 with them, more if layers are computed again."""
+def _pass(job: Job, model: Model, units: BatchUnits, recomputed: float | None) -> float:
+    """recomputed: share of the layers that the backward pass computes again; None without a backward pass."""
     device, shape, lengths = job.device, model.shape, job.lengths
     tokens, targets = (n / units.sequence_parallel for n in (units.per_rank.tokens, units.per_rank.targets))
+    # forwards' worth of work: attention's backward takes two, that of a linear layer one for its input and one for its weight
+    passes = 1.0 if recomputed is None else 3 + recomputed
+    products = passes if recomputed is None or model.adapters is None else passes - 1
     attention = 4 * shape.heads * shape.head_dim * lengths.total / 2
-    layers = tokens * shape.layers * (2 * shape.active_layer_parameters + attention) * forwards
-    head = 0 if model.role in ("critic", "rm") else 2 * targets * shape.head_parameters * min(forwards, 3)
-    traffic = tokens * shape.layers * shape.activation_bytes(1, model.compute) * ACTIVATION_PASSES * forwards / 3
-    compute = (layers + head) / _rate(device, shape.width) + traffic / device.bandwidth
+    layers = tokens * shape.layers * (2 * shape.active_layer_parameters * products + attention * passes)
+    head = 0 if model.role in ("critic", "rm") else 2 * targets * shape.head_parameters * min(products, 3)
+    adapters = 2 * tokens * model.num_adapters * passes
+    traffic = tokens * shape.layers * model.layer_bytes(1) * ACTIVATION_PASSES * passes / 3
+    compute = (layers + head + adapters) / _rate(device, shape.width) + traffic / device.bandwidth
+    if units.sequence_parallel > 1:  # queries, keys, values and outputs change owners
+        exchanged = 2 * (shape.heads + shape.key_heads) * shape.head_dim * model.compute * tokens * shape.layers
+        compute += exchanged * passes / _link(device, model, units.sequence_parallel)
     if not model.is_sharded:
         return compute
-    gathers = units.num_micro * (1 if forwards == 1 else 2) * model.compute + (4 if forwards > 1 else 0)
-    return max(compute, gathers * shape.parameters / device.peer_link)
+    return max(compute, _communication(device, model, units, updates=recomputed is not None))
+
+
+def _communication(device: Device, model: Model, units: BatchUnits, *, updates: bool) -> float:
+    """Gathers of the parameters and reductions of the gradients, which overlap with the computation."""
+    link, size = _link(device, model, model.shards), model.shape.parameters
+    gathers = units.num_micro * (2 if updates else 1) * model.compute * size
+    if not updates:
+        return gathers / link
+    reduced = units.num_micro * GRADIENT_BYTES * model.num_trained / link
+    replicas = model.ranks // model.shards
+    if replicas > 1:  # the last micro-batch sums the shards of all replicas
+        spans = device.network if model.machines > 1 else device.peer_link
+        reduced += 2 * GRADIENT_BYTES * model.num_trained / model.shards / spans
+    return gathers / link + reduced
+
+
+def _link(device: Device, model: Model, group: int) -> float:
+    """Bytes per second of a collective of `group` consecutive ranks."""
+    per_machine = model.ranks // model.machines
+    return device.peer_link if group <= per_machine else min(device.peer_link, per_machine * device.network)
 
 
 def _rate(device: Device, width: int) -> float:

@@ -1,0 +1,55 @@
+"""The LoRA adapters of a model: their parameters, and what they keep for the backward pass."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.plan.model_shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """parameters: of all layers. layer_entries: kept per token and layer beyond the activations of the frozen layer."""
+
+    parameters: int
+    layer_entries: int
+
+
+def adapters_of(model: Any, shape: ModelShape) -> Adapters | None:
+    """model: the config section; None if all parameters are trained.
+
+    Experts have no adapters: their weights are not linear layers in transformers.
+    """
+    rank = getattr(model, "lora_rank", 0)
+    if not rank:
+        return None
+    chosen = {
+        name: sizes
+        for name, sizes in _linear_layers(shape).items()
+        if _matches(name, model.target_modules)
+        and not (model.exclude_modules and _matches(name, model.exclude_modules))
+    }
+    bottlenecks = rank * len(chosen)
+    product = shape.inner if "mlp.down_proj" in chosen else 0  # gate times up, which is not kept otherwise
+    return Adapters(shape.layers * rank * sum(map(sum, chosen.values())), bottlenecks + product)
+
+
+def _linear_layers(shape: ModelShape) -> dict[str, tuple[int, int]]:
+    """Name within a decoder layer -> (inputs, outputs)."""
+    width, queries, keys = shape.width, shape.heads * shape.head_dim, shape.key_heads * shape.head_dim
+    found = {f"self_attn.{name}_proj": (width, size) for name, size in (("q", queries), ("k", keys), ("v", keys))}
+    found["self_attn.o_proj"] = (queries, width)
+    if shape.experts == 1:
+        found |= {"mlp.gate_proj": (width, shape.inner), "mlp.up_proj": (width, shape.inner)}
+        found["mlp.down_proj"] = (shape.inner, width)
+    return found
+
+
+def _matches(name: str, modules: str | Sequence[str]) -> bool:
+    """As in peft: a list holds ends of names, a string is all-linear or a regular expression for the whole name."""
+    if modules == "all-linear":
+        return True
+    if isinstance(modules, str):
+        return re.fullmatch(modules, f"model.layers.0.{name}") is not None
+    return any(name == end or name.endswith(f".{end}") for end in modules)

@@ -1,0 +1,134 @@
+"""The plan of a config on a device, and what it tells the user: `plan_of`, `summary`, `advice`."""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from lockstep.config.ppo import PPOConfig
+from lockstep.plan.batch_units import Lengths
+from lockstep.plan.dataflow import stage_times
+from lockstep.plan.hardware import Device
+from lockstep.plan.job import Job, job_of
+from lockstep.plan.memory import RESERVED, Phase, phases
+from lockstep.plan.model_shape import ModelShape
+from lockstep.plan.step_time import step_times, transfer_time
+from lockstep.utils.model_path import local_model_folder
+
+GB = 1e9
+
+_ADVICE = {
+    "moments": "{engine}.optimizer_offload=true, {engine}.model_dtype=bfloat16, or more GPUs",
+    "weights": "{engine}.model_dtype=bfloat16, {engine}.param_offload=true, or more GPUs",
+    "weights of other models": "param_offload=true for the reference and the critic, or another trainer.placement",
+    "weights for decoding": "a trainer.placement with a rollout pool",
+    "gradients": "more GPUs: gradients are sharded",
+    "gathered layers": "a smaller model",
+    "activations": "{micro}, or {model}.enable_gradient_checkpointing=true",
+    "logits": "{micro}",
+    "KV cache": "a smaller actor_rollout_ref.rollout.max_num_seqs or actor_rollout_ref.rollout.gpu_memory_utilization",
+    "moment buckets": "more GPUs",
+}
+"""Part of a phase's memory -> what to change if it is the largest."""
+
+_SECTIONS = {
+    "critic": ("critic", "critic.model.fsdp_config", "critic.model"),
+    "ref": ("actor_rollout_ref.ref", "actor_rollout_ref.ref.fsdp_config", "actor_rollout_ref.model"),
+    "rm": ("reward_model", "reward_model.model.fsdp_config", "reward_model.model"),
+}
+_ACTOR = ("actor_rollout_ref.actor", "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.model")
+"""Config sections of a role, of its engine and of its model."""
+
+_MICRO_BATCHES = {
+    "reward model": ("reward_model.micro_batch_size_per_gpu", "reward_model.forward_max_token_len_per_gpu"),
+    "old log-probs": tuple(
+        f"actor_rollout_ref.rollout.log_prob_{end}_per_gpu" for end in ("micro_batch_size", "max_token_len")
+    ),
+    "reference log-probs": tuple(
+        f"actor_rollout_ref.ref.log_prob_{end}_per_gpu" for end in ("micro_batch_size", "max_token_len")
+    ),
+    "values": ("critic.forward_micro_batch_size_per_gpu", "critic.forward_max_token_len_per_gpu"),
+    "update critic": ("critic.ppo_micro_batch_size_per_gpu", "critic.ppo_max_token_len_per_gpu"),
+    "update actor": tuple(
+        f"actor_rollout_ref.actor.ppo_{end}_per_gpu" for end in ("micro_batch_size", "max_token_len")
+    ),
+}
+"""Phase -> the keys of its micro-batches: in sequences, and in tokens."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """times: seconds of each phase; stages: of each stage of the dataflow, where pools work at the same time."""
+
+    job: Job
+    phases: list[Phase]
+    times: dict[str, float]
+    stages: dict[str, float]
+
+    @property
+    def worst(self) -> Phase:
+        return max(self.phases, key=lambda phase: phase.peak)
+
+    @property
+    def needed(self) -> float:
+        """Bytes of the largest phase, with what CUDA takes for itself."""
+        return self.worst.peak + RESERVED
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.job.device.memory
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.stages.values())
+
+
+def plan_of(config: PPOConfig, device: Device, typical: Lengths | None = None) -> Plan:
+    """Memory for the longest sequences, time for typical ones. ValueError if a model's sizes are not known."""
+    longest = longest_lengths(config)
+    job = job_of(config, device, longest, model_shape)
+    memory = phases(job)
+    timed = job_of(config, device, typical or longest, model_shape)
+    times = step_times(timed, memory) if device.is_timed else {phase.name: math.nan for phase in memory}
+    return Plan(job, memory, times, stage_times(memory, times, transfer_time(timed)))
+
+
+def longest_lengths(config: PPOConfig) -> Lengths:
+    return Lengths(config.data.max_prompt_length, config.data.max_response_length)
+
+
+@lru_cache
+def model_shape(path: str, key: str) -> ModelShape:
+    """Of a model on the Hub, only its configuration and tokenizer are fetched. key: its config section."""
+    return ModelShape.from_folder(local_model_folder(path, f"{key}.path", weights=False))
+
+
+def summary(plan: Plan) -> str:
+    """One line: whether it fits, and the time of a step."""
+    device, worst = plan.job.device, plan.worst
+    peak = f"{worst.peak / GB:.1f} of {device.memory / GB:.1f} GB in {worst.name}"
+    if plan.fits:
+        seconds = f"; about {show_seconds(plan.step_s)} s a step" if device.is_timed else ""
+        return f"fits on {device.name}: at most {peak}{seconds}"
+    part, size = max(worst.parts.items(), key=lambda item: item[1])
+    return f"does not fit on {device.name}: {peak}, of which {part} take {size / GB:.1f}. Try {advice(plan, worst)}"
+
+
+def advice(plan: Plan, phase: Phase) -> str:
+    """Keys that lower the largest part of a phase."""
+    part = max(phase.parts, key=lambda name: phase.parts[name])
+    section, engine, model = _SECTIONS.get(phase.role, _ACTOR)
+    return _ADVICE[part].format(engine=engine, model=model, micro=_smaller_micro_batches(plan, phase, section))
+
+
+def _smaller_micro_batches(plan: Plan, phase: Phase, section: str) -> str:
+    model = plan.job.model(phase.role)
+    units = model.passes.get(phase.name, model.update)
+    if units is None:
+        return "a smaller actor_rollout_ref.rollout.max_num_batched_tokens"
+    if units.micro.rows == 1:
+        return f"a larger {section}.ulysses_sequence_parallel_size"
+    return f"a smaller {_MICRO_BATCHES[phase.name][units.by_tokens]}"
+
+
+def show_seconds(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
