@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from lockstep.config.ppo import PPOConfig
 from lockstep.plan.batch_units import Lengths
@@ -30,13 +31,22 @@ _ADVICE = {
 }
 """Part of a phase's memory -> what to change if it is the largest."""
 
+
+class Sections(NamedTuple):
+    """Config sections of a role, its engine and its model."""
+
+    role: str
+    engine: str
+    model: str
+
+
+_ACTOR = Sections("actor_rollout_ref.actor", "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.model")
 _SECTIONS = {
-    "critic": ("critic", "critic.model.fsdp_config", "critic.model"),
-    "ref": ("actor_rollout_ref.ref", "actor_rollout_ref.ref.fsdp_config", "actor_rollout_ref.model"),
-    "rm": ("reward_model", "reward_model.model.fsdp_config", "reward_model.model"),
+    "ref": Sections("actor_rollout_ref.ref", "actor_rollout_ref.ref.fsdp_config", "actor_rollout_ref.model"),
+    "critic": Sections("critic", "critic.model.fsdp_config", "critic.model"),
+    "rm": Sections("reward_model", "reward_model.model.fsdp_config", "reward_model.model"),
 }
-_ACTOR = ("actor_rollout_ref.actor", "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.model")
-"""Config sections of a role, of its engine and of its model."""
+"""Of the roles besides actor and rollout."""
 
 _MICRO_BATCHES = {
     "reward model": ("reward_model.micro_batch_size_per_gpu", "reward_model.forward_max_token_len_per_gpu"),
@@ -53,6 +63,10 @@ _MICRO_BATCHES = {
     ),
 }
 """Phase -> the keys of its micro-batches: in sequences, and in tokens."""
+
+
+def sections_of(role: str) -> Sections:
+    return _SECTIONS.get(role, _ACTOR)
 
 
 @dataclass(frozen=True)
@@ -89,7 +103,7 @@ def plan_of(config: PPOConfig, device: Device, typical: Lengths | None = None) -
     memory = phases(job)
     timed = job_of(config, device, typical or longest, model_shape)
     times = step_times(timed, memory) if device.is_timed else {phase.name: math.nan for phase in memory}
-    return Plan(job, memory, times, stage_times(memory, times, transfer_time(timed)))
+    return Plan(job, memory, times, stage_times(memory, times, transfer_time(device, timed.models)))
 
 
 def longest_lengths(config: PPOConfig) -> Lengths:
@@ -116,8 +130,9 @@ def summary(plan: Plan) -> str:
 def advice(plan: Plan, phase: Phase) -> str:
     """Keys that lower the largest part of a phase."""
     part = max(phase.parts, key=lambda name: phase.parts[name])
-    section, engine, model = _SECTIONS.get(phase.role, _ACTOR)
-    return _ADVICE[part].format(engine=engine, model=model, micro=_smaller_micro_batches(plan, phase, section))
+    sections = sections_of(phase.role)
+    micro = _smaller_micro_batches(plan, phase, sections.role)
+    return _ADVICE[part].format(engine=sections.engine, model=sections.model, micro=micro)
 
 
 def _smaller_micro_batches(plan: Plan, phase: Phase, section: str) -> str:

@@ -85,8 +85,10 @@ def _between(job: Job, active: Model, activity: Activity) -> dict[str, float]:
         weights, moments = _resident(model, is_active=is_active, updates=is_active and activity == "update")
         parts["weights" if is_active else "weights of other models"] += weights
         parts["moments"] += moments
-        generates = is_active and activity == "generate"
-        if model.decodes and model.is_sharded and (generates or not model.engine.param_offload):
+        released = (
+            model.engine.param_offload and model.update is not None and not (is_active and activity == "generate")
+        )
+        if model.decodes and model.is_sharded and not released:
             num_parameters = model.shape.parameters + model.num_adapters
             parts["weights for decoding"] = model.compute * num_parameters / job.rollout.tensor_parallel
     return parts

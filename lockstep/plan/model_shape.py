@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ class ModelShape:
     def mlp_parameters(self) -> int:
         return 3 * self.width * self.inner
 
-    @property
+    @cached_property
     def layer_parameters(self) -> int:
         router = self.width * self.experts if self.experts > 1 else 0
         return self.attention_parameters + self.experts * self.mlp_parameters + router + 2 * self.width
@@ -83,7 +84,7 @@ class ModelShape:
     def head_parameters(self) -> int:
         return self.vocabulary * self.width
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         return self.layers * self.layer_parameters + self.head_parameters * (1 if self.tied else 2) + self.width
 

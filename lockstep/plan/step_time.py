@@ -4,6 +4,7 @@ The constants are fitted to the measured steps of docs/plan.md; a phase is the s
 """
 
 import math
+from collections.abc import Sequence
 
 from lockstep.plan.batch_units import BatchUnits
 from lockstep.plan.hardware import Device
@@ -35,13 +36,14 @@ def step_times(job: Job, memory: list[Phase]) -> dict[str, float]:
     return times
 
 
-def transfer_time(job: Job) -> float:
+def transfer_time(device: Device, models: Sequence[Model]) -> float:
     """Of the actor's weights to a rollout in another pool: a broadcast by one rank."""
-    actor, decoding = job.models[0], next((model for model in job.models if model.decodes), None)
-    if decoding is None or decoding is actor:
+    actor = next((model for model in models if model.role == "actor"), None)
+    if actor is None:
         return 0.0
-    link = job.device.peer_link if decoding.machines == actor.machines == 1 else job.device.network
-    return actor.compute * actor.shape.parameters * (1 / link + 1 / _link(job.device, actor, actor.shards))
+    rollout = next(model for model in models if model.role == "rollout")
+    link = device.peer_link if rollout.machines == actor.machines == 1 else device.network
+    return actor.compute * actor.shape.parameters * (1 / link + 1 / _link(device, actor, actor.shards))
 
 
 def fitting_sequences(job: Job, phase: Phase) -> int:
