@@ -71,9 +71,13 @@ def sections_of(role: str) -> Sections:
 
 @dataclass(frozen=True)
 class Plan:
-    """times: seconds of each phase; stages: of each stage of the dataflow, where pools work at the same time."""
+    """job: for the longest sequences, as is its memory. typical: lengths for the time.
+
+    times: seconds of each phase; stages: of each stage of the dataflow, where pools work at the same time.
+    """
 
     job: Job
+    typical: Lengths
     phases: list[Phase]
     times: dict[str, float]
     stages: dict[str, float]
@@ -103,7 +107,7 @@ def plan_of(config: PPOConfig, device: Device, typical: Lengths | None = None) -
     memory = phases(job)
     timed = job_of(config, device, typical or longest, model_shape)
     times = step_times(timed, memory) if device.is_timed else {phase.name: math.nan for phase in memory}
-    return Plan(job, memory, times, stage_times(memory, times, transfer_time(device, timed.models)))
+    return Plan(job, timed.lengths, memory, times, stage_times(memory, times, transfer_time(device, timed.models)))
 
 
 def longest_lengths(config: PPOConfig) -> Lengths:
@@ -121,7 +125,8 @@ def summary(plan: Plan) -> str:
     device, worst = plan.job.device, plan.worst
     peak = f"{worst.peak / GB:.1f} of {device.memory / GB:.1f} GB in {worst.name}"
     if plan.fits:
-        seconds = f"; about {show_seconds(plan.step_s)} s a step" if device.is_timed else ""
+        tokens = f"{plan.typical.prompt} + {plan.typical.response} tokens"
+        seconds = f"; about {show_seconds(plan.step_s)} s a step with {tokens} per sequence" if device.is_timed else ""
         return f"fits on {device.name}: at most {peak}{seconds}"
     part, size = max(worst.parts.items(), key=lambda item: item[1])
     return f"does not fit on {device.name}: {peak}, of which {part} take {size / GB:.1f}. Try {advice(plan, worst)}"

@@ -1,43 +1,131 @@
 """`lockstep plan key=value …`: what a training command would need, without loading a model."""
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from lockstep.config.compat import NOT_SUPPORTED
 from lockstep.config.compose import load_config
 from lockstep.config.errors import ConfigError
+from lockstep.config.placement import ROLES
 from lockstep.config.ppo import PPOConfig
 from lockstep.plan.batch_units import BatchUnits, Lengths
+from lockstep.plan.dataflow import STAGES
 from lockstep.plan.estimate import GB, Plan, longest_lengths, plan_of, show_seconds, summary
-from lockstep.plan.hardware import DEVICES, find_device
+from lockstep.plan.hardware import DEVICES, Device, find_device
 from lockstep.plan.job import Model
+from lockstep.plan.search import Pool, as_arguments, overrides_of, search
+
+NOT_NEEDED = (
+    "data.train_files",
+    "data.val_files",
+    "custom_reward_function.path",
+    "actor_rollout_ref.model.tokenizer_path",
+)
+"""Keys of files that a plan does not read."""
+SHOWN = 8
+"""Candidates of a search."""
+FILE_WIDTH = 160
+"""Of tables that are not shown in a terminal."""
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = _parser()
-    options = parser.parse_intermixed_args(list(argv))
+    options = _parser().parse_intermixed_args(list(argv))
+    console = Console() if sys.stdout.isatty() else Console(width=FILE_WIDTH)
     try:
-        config = load_config(
-            PPOConfig, options.overrides, config_name=options.config_name, config_dir=options.config_path
-        )
-        most = longest_lengths(config)
-        typical = Lengths(options.prompt_tokens or most.prompt, options.response_tokens or most.response)
-        plan = plan_of(config, find_device(options.device), typical)
+        config, refused = _load(options, options.overrides)
+        longest = longest_lengths(config)
+        typical = Lengths(options.prompt_tokens or longest.prompt, options.response_tokens or longest.response)
+        device = find_device(options.device)
+        if options.network is not None:
+            device = replace(device, network=options.network * 1e9 / 8)
+        if options.search:
+            return _search(console, config, device, typical, options)
+        plan = plan_of(config, device, typical)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 2
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    console = Console(soft_wrap=not sys.stdout.isatty())
+    if refused:
+        lines = [
+            "lockstep ppo refuses these settings; this is the plan without them:",
+            *(f"  {one}" for one in refused),
+        ]
+        console.print("\n".join([*lines, ""]), markup=False, highlight=False, soft_wrap=True)
     _show_units(console, plan)
     _show_memory(console, plan)
     console.print(summary(plan), markup=False, soft_wrap=True)
-    return 0 if plan.fits else 1
+    return 0 if plan.fits and not refused else 1
+
+
+def _load(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[PPOConfig, list[str]]:
+    """The config without the settings that are not supported, and what is wrong with them. Data files need not exist."""
+
+    def load(run_checks: bool) -> PPOConfig:
+        name, folder = options.config_name, options.config_path
+        return load_config(PPOConfig, overrides, config_name=name, config_dir=folder, run_checks=run_checks)
+
+    try:
+        return load(run_checks=True), []
+    except ConfigError as error:
+        refused = [problem for problem in error.problems if NOT_SUPPORTED in problem.message]
+        if any(problem not in refused and problem.key not in NOT_NEEDED for problem in error.problems):
+            raise
+    if not refused:
+        return load(run_checks=False), []
+    config, others = _load(options, [*overrides, *(f"~{problem.key}" for problem in refused)])
+    return config, [*map(str, refused), *others]
+
+
+def _search(console: Console, config: PPOConfig, device: Device, typical: Lengths, options: argparse.Namespace) -> int:
+    trainer = config.trainer
+    cluster = f"{trainer.nnodes} x {trainer.n_gpus_per_node} {device.name}"
+    if config.resource_pool_spec:
+        raise ValueError("resource_pool_spec: the search chooses the pools; remove it, and resource_pool_mapping")
+    found = search(config, device, typical)
+    if not found:
+        console.print(f"nothing fits on {cluster}: {summary(plan_of(config, device, typical))}", soft_wrap=True)
+        return 1
+    table = Table("step s", *STAGES, "GB", "pools [GPUs]", "settings of each pool", box=None, pad_edge=False)
+    for column in table.columns[: len(STAGES) + 2]:
+        column.justify = "right"
+    for candidate in found[:SHOWN]:
+        checked, _ = _load(options, [*options.overrides, *as_arguments(overrides_of(candidate, config))])
+        plan = plan_of(checked, device, typical)
+        pools = "\n".join(f"{' + '.join(r for r in ROLES if r in p.roles)} {p.machines}" for p in candidate.pools)
+        settings = "\n".join(_settings(pool) for pool in candidate.pools)
+        seconds = (show_seconds(value) for value in (plan.step_s, *plan.stages.values()))
+        table.add_row(*seconds, f"{plan.worst.peak / GB:.1f}", pools, settings)
+    console.print(table)
+    arguments = as_arguments(overrides_of(found[0], config))
+    console.print(f"\nfastest of {len(found)} placements that fit on {cluster}; add to the command:", highlight=False)
+    for argument in arguments or ["(nothing: the settings are the fastest)"]:
+        console.print(f"  {shlex.quote(argument)}", markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def _settings(pool: Pool) -> str:
+    own, trains = pool.settings, pool.roles != {"rollout"}
+    parts = []
+    if trains:
+        parts.append(f"{own.max_tokens:,} tokens")
+        parts += [f"SP {own.sequence_parallel}"] if own.sequence_parallel > 1 else []
+        parts += [f"fsdp_size {own.shards}"] if own.shards != -1 else []
+        offloaded = [
+            name for name, on in (("parameters", own.param_offload), ("optimizer", own.optimizer_offload)) if on
+        ]
+        parts += [f"offload {' and '.join(offloaded)}"] if offloaded else []
+    if pool.roles & {"actor_rollout", "rollout"}:
+        parts.append(f"KV cache {own.utilization:g}")
+    return ", ".join(parts)
 
 
 def _show_units(console: Console, plan: Plan) -> None:
@@ -46,11 +134,10 @@ def _show_units(console: Console, plan: Plan) -> None:
     assert actor.update is not None
     table = Table("a training step", "", box=None, pad_edge=False, title_justify="left")
     shape = actor.shape
-    table.add_row("model", f"{shape.model_type}, {shape.parameters / 1e9:.3g}B parameters")
+    table.add_row("model", f"{shape.model_type}, {shape.parameters / 1e9:.3g}B parameters{_trained(actor)}")
     table.add_row("rollout", f"{job.prompts} prompts x {job.samples} samples = {job.sequences} sequences")
     table.add_row("lengths", f"up to {lengths.prompt} + {lengths.response} tokens")
-    rollout = job.rollout
-    table.add_row("decoding", f"{rollout.sequences} sequences per rank, up to {rollout.concurrent} at a time")
+    table.add_row("decoding", _decoding(plan))
     for model in job.models:
         if model.update is not None:
             table.add_row(f"update of {'critic' if model.role == 'critic' else 'actor'}", _units(model, model.update))
@@ -58,13 +145,32 @@ def _show_units(console: Console, plan: Plan) -> None:
     console.print()
 
 
+def _trained(model: Model) -> str:
+    bits = {size: f"{8 * size}-bit" for size in (model.master, model.compute)}
+    if model.adapters is not None:
+        return f", {bits[model.compute]} and frozen; {model.num_trained / 1e6:.3g}M of adapters are trained"
+    return f", {bits[model.master]} masters, computed in {bits[model.compute]}"
+
+
+def _decoding(plan: Plan) -> str:
+    job, rollout = plan.job, plan.job.rollout
+    phase = next(phase for phase in plan.phases if phase.name == "generate")
+    model = job.model(phase.role)
+    num_tokens = int(phase.parts["KV cache"] * rollout.tensor_parallel / model.shape.kv_bytes(model.compute))
+    fitting = num_tokens // job.lengths.total
+    holds = f"the KV cache holds {num_tokens:,} tokens"
+    if fitting < rollout.concurrent:
+        holds += f", {fitting} sequences of full length; others wait or are preempted"
+    return f"{rollout.sequences} sequences per rank, up to {rollout.concurrent} at a time: {holds}"
+
+
 def _units(model: Model, units: BatchUnits) -> str:
     groups = units.ranks // units.sequence_parallel
     shared = f" of {units.sequence_parallel} devices each" if units.sequence_parallel > 1 else ""
     return (
         f"{model.updates} optimizer step{'s' * (model.updates > 1)} of {units.sequences} sequences, over {groups} "
-        f"data-parallel rank{'s' * (groups > 1)}{shared}: {units.num_micro} micro-batch{'es' * (units.num_micro > 1)} of at most "
-        f"{units.micro.rows} sequences, {units.tokens_per_device:,} tokens per device"
+        f"data-parallel rank{'s' * (groups > 1)}{shared}, {units.per_rank.rows} on each: {units.num_micro} micro-batch{'es' * (units.num_micro > 1)} of at most "
+        f"{units.micro.rows} sequence{'s' * (units.micro.rows > 1)}, {units.tokens_per_device:,} tokens per device"
     )
 
 
@@ -93,6 +199,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the training command")
     parser.add_argument("--device", help=f"plan for this device instead of this machine's: {', '.join(DEVICES)}, cpu")
+    parser.add_argument(
+        "--search", action="store_true", help="find placement, parallel sizes and offload for the cluster"
+    )
+    parser.add_argument("--network", type=float, metavar="GBIT", help="Gbit/s of each GPU between machines")
     parser.add_argument(
         "--prompt-tokens", type=int, help="typical prompt length, for the time (data.max_prompt_length)"
     )

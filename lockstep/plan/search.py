@@ -12,6 +12,7 @@ from functools import cache
 from operator import attrgetter
 from typing import Any
 
+from lockstep.config.errors import show
 from lockstep.config.placement import POOLS, ROLES, TooFewWorkers, needed_models, pools_of
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import defaults, get_in, to_plain
@@ -276,6 +277,11 @@ def overrides_of(candidate: Candidate, config: PPOConfig) -> dict[str, Any]:
         return wanted.get(source, value)
 
     return {key: value for key, value in wanted.items() if otherwise(key) != value}
+
+
+def as_arguments(overrides: dict[str, Any]) -> list[str]:
+    """In the grammar of the command line."""
+    return [f"{key}={show(value)}" for key, value in overrides.items()]
 
 
 def _placement(candidate: Candidate, config: PPOConfig) -> dict[str, Any]:
