@@ -43,6 +43,8 @@ class TrainerConfig:
     """How often to restart dead workers from the last checkpoint."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Training device; auto uses GPUs if there are any."""
+    check_memory: bool = True
+    """Before loading models, log the plan of memory and time for this machine's GPU, and refuse a run that cannot fit."""
     seed: int = 1
     """Seed of shuffling, sampling and initialisation."""
     balance_batch: bool = True

@@ -13,7 +13,7 @@ from lockstep.plan.job import Job, job_of
 from lockstep.plan.memory import RESERVED, Phase, phases
 from lockstep.plan.model_shape import ModelShape
 from lockstep.plan.step_time import step_times, transfer_time
-from lockstep.utils.model_path import local_model_folder
+from lockstep.utils.model_path import base_folder, local_model_folder
 
 GB = 1e9
 
@@ -48,7 +48,7 @@ _SECTIONS = {
 }
 """Of the roles besides actor and rollout."""
 
-_MICRO_BATCHES = {
+MICRO_BATCH_KEYS = {
     "reward model": ("reward_model.micro_batch_size_per_gpu", "reward_model.forward_max_token_len_per_gpu"),
     "old log-probs": tuple(
         f"actor_rollout_ref.rollout.log_prob_{end}_per_gpu" for end in ("micro_batch_size", "max_token_len")
@@ -117,7 +117,8 @@ def longest_lengths(config: PPOConfig) -> Lengths:
 @lru_cache
 def model_shape(path: str, key: str) -> ModelShape:
     """Of a model on the Hub, only its configuration and tokenizer are fetched. key: its config section."""
-    return ModelShape.from_folder(local_model_folder(path, f"{key}.path", weights=False))
+    folder = local_model_folder(path, f"{key}.path", weights=False)
+    return ModelShape.from_folder(base_folder(folder, f"{key}.path", weights=False))
 
 
 def summary(plan: Plan) -> str:
@@ -147,7 +148,7 @@ def _smaller_micro_batches(plan: Plan, phase: Phase, section: str) -> str:
         return "a smaller actor_rollout_ref.rollout.max_num_batched_tokens"
     if units.micro.rows == 1:
         return f"a larger {section}.ulysses_sequence_parallel_size"
-    return f"a smaller {_MICRO_BATCHES[phase.name][units.by_tokens]}"
+    return f"a smaller {MICRO_BATCH_KEYS[phase.name][units.by_tokens]}"
 
 
 def show_seconds(value: float) -> str:

@@ -4,6 +4,7 @@ import ctypes
 import math
 import os
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,10 @@ def _this_machine() -> Device:
 
 
 def this_gpu() -> Device | None:
-    """This machine's first visible GPU, with its rates if they are known. Asks the driver's library, in milliseconds."""
+    """This machine's first visible GPU, with its rates if they are known; None if there is none that torch can use.
+
+    Asks the driver's library, which takes milliseconds.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
@@ -78,7 +82,7 @@ def this_gpu() -> Device | None:
         lambda: nvml.nvmlDeviceGetName(handle, name, len(name)),
         lambda: nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)),  # total, free, used
     )
-    if not visible or any(call() for call in calls):
+    if not visible or any(call() for call in calls) or version("torch").endswith("+cpu"):
         return None
     return known_gpu(name.value.decode(), memory[0])
 

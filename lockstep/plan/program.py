@@ -168,10 +168,14 @@ def _units(model: Model, units: BatchUnits) -> str:
     groups = units.ranks // units.sequence_parallel
     shared = f" of {units.sequence_parallel} devices each" if units.sequence_parallel > 1 else ""
     return (
-        f"{model.updates} optimizer step{'s' * (model.updates > 1)} of {units.sequences} sequences, over {groups} "
-        f"data-parallel rank{'s' * (groups > 1)}{shared}, {units.per_rank.rows} on each: {units.num_micro} micro-batch{'es' * (units.num_micro > 1)} of at most "
-        f"{units.micro.rows} sequence{'s' * (units.micro.rows > 1)}, {units.tokens_per_device:,} tokens per device"
+        f"{_count(model.updates, 'optimizer step')} of {units.sequences} sequences, over {_count(groups, 'data-parallel rank')}"
+        f"{shared}, {units.per_rank.rows} on each: {_count(units.num_micro, 'micro-batch', 'es')} of at most "
+        f"{_count(units.micro.rows, 'sequence')}, {units.tokens_per_device:,} tokens per device"
     )
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{plural * (number != 1)}"
 
 
 def _show_memory(console: Console, plan: Plan) -> None:

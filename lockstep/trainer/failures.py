@@ -6,6 +6,7 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,22 +14,29 @@ import torch
 
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.sft import SupervisedConfig
+from lockstep.plan.estimate import GB, MICRO_BATCH_KEYS, advice
 from lockstep.registry import USER_FILES
 from lockstep.rewards.errors import RewardError
 from lockstep.rewards.monitor import printed_frames
 from lockstep.single_controller.futures import worker_report
+from lockstep.trainer.memory_check import planned
 from lockstep.utils.audit import AuditError
 
+_ARR = "actor_rollout_ref"
 LOWER = {
-    "generate_sequences": "actor_rollout_ref.rollout.max_num_seqs or actor_rollout_ref.rollout.gpu_memory_utilization",
-    "compute_log_prob": "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
-    "compute_ref_log_prob": "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
-    "compute_values": "critic.forward_micro_batch_size_per_gpu",
-    "update_actor": "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
-    "update_critic": "critic.ppo_micro_batch_size_per_gpu",
+    "generate_sequences": f"{_ARR}.rollout.max_num_seqs or {_ARR}.rollout.gpu_memory_utilization",
     "train_batch": "data.max_token_len_per_gpu (data.micro_batch_size_per_gpu without data.use_dynamic_bsz)",
 }
 """Worker method -> the setting that lowers its memory."""
+MICRO_BATCHES = {
+    "compute_log_prob": (f"{_ARR}.rollout.log_prob_use_dynamic_bsz", "old log-probs"),
+    "compute_ref_log_prob": (f"{_ARR}.ref.log_prob_use_dynamic_bsz", "reference log-probs"),
+    "compute_values": ("critic.use_dynamic_bsz", "values"),
+    "compute_rm_score": ("reward_model.use_dynamic_bsz", "reward model"),
+    "update_actor": (f"{_ARR}.actor.use_dynamic_bsz", "update actor"),
+    "update_critic": ("critic.use_dynamic_bsz", "update critic"),
+}
+"""Worker method -> the key that fills its micro-batches by tokens, and its phase in a plan."""
 
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
 FULL_CODES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -37,6 +45,15 @@ _NO_MEMORY = re.compile(
     r"can't allocate memory|cannot allocate memory|out of memory|can't start new thread|failed to launch worker thread|bad_alloc",
     re.I,
 )
+_SIZE = r"([\d.]+ [KMG]?i?B)"
+_ALLOCATION = {
+    "tried": re.compile(f"Tried to allocate {_SIZE}"),
+    "total": re.compile(f"total capacity of {_SIZE}"),
+    "free": re.compile(f"of which {_SIZE} is free"),
+    "allocated": re.compile(f"{_SIZE} is allocated by PyTorch"),
+    "reserved": re.compile(f"{_SIZE} is reserved by PyTorch but unallocated"),
+}
+"""Parts of torch's message about CUDA memory."""
 _DEAD_LOADER = re.compile(r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) (?P<end>[^.\n]*)")
 _OS_ERROR = re.compile(r"\(os error (?P<code>\d+)\)")
 _METHOD = re.compile(r"raised in .* by \w+\.(?P<name>\w+)")
@@ -72,7 +89,7 @@ def explain(error: BaseException, config: PPOConfig | SupervisedConfig) -> str |
     if isinstance(error, RewardError | AuditError | FloatingPointError):
         return str(error)
     if _is_out_of_memory(error):
-        return _out_of_memory(error)
+        return _out_of_memory(error, config)
     if isinstance(error, RuntimeError) and (dead := _DEAD_LOADER.search(str(error))):
         return (
             f"a data-loader process {dead['end']}; if it ran out of memory, lower data.dataloader_num_workers "
@@ -109,20 +126,50 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | pa.ArrowException) and _NO_MEMORY.search(str(error)) is not None
 
 
-def _out_of_memory(error: BaseException) -> str:
-    first_line = str(error).partition("\n")[0].partition(". GPU ")[0] or "MemoryError"
+def _out_of_memory(error: BaseException, config: PPOConfig | SupervisedConfig) -> str:
     method = next((found["name"] for note in _notes(error) if (found := _METHOD.search(note))), None)
     where = f" in {method}" if method else ""
     if method in LOWER:
         fix = f"lower {LOWER[method]}"
+    elif method in MICRO_BATCHES:
+        switch, phase = MICRO_BATCHES[method]
+        fix = f"lower {MICRO_BATCH_KEYS[phase][attrgetter(switch)(config)]}"
     elif method is not None:  # loading a model
         fix = (
             "the model is too large: use more GPUs (trainer.n_gpus_per_node) or a smaller actor_rollout_ref.model.path"
         )
     else:
         fix = "lower data.train_batch_size or data.dataloader_num_workers, or raise the limit (ulimit -v)"
-    kind = "GPU memory" if isinstance(error, torch.OutOfMemoryError) else "memory"
-    return f"out of {kind}{where} ({first_line}); {fix}"
+    first_line = str(error).partition("\n")[0] or "MemoryError"
+    if not isinstance(error, torch.OutOfMemoryError):
+        return f"out of memory{where} ({first_line}); {fix}"
+    expected, more = _expected(method, config) if isinstance(config, PPOConfig) else ("", "")
+    if more:
+        fix = f"set {more}" if fix.removeprefix("lower ") in more else f"{fix}, or set {more}"
+    return f"out of GPU memory{where} ({_allocated(str(error))}){expected}; {fix}"
+
+
+def _allocated(message: str) -> str:
+    """Torch's numbers, of a message of several sentences."""
+    found = {name: match[1] for name, pattern in _ALLOCATION.items() if (match := pattern.search(message))}
+    if set(found) < set(_ALLOCATION):
+        return message.partition("\n")[0].partition(". GPU ")[0]
+    return "tried to allocate {tried}; {allocated} of {total} are allocated, {reserved} more are cached, {free} are free".format(
+        **found
+    )
+
+
+def _expected(method: str | None, config: PPOConfig) -> tuple[str, str]:
+    """What the plan expected of the phase, and which keys to set for it; empty without a plan of the phase."""
+    name = "generate" if method == "generate_sequences" else MICRO_BATCHES.get(str(method), ("", ""))[1]
+    plan = planned(config)
+    phase = next((phase for phase in plan.phases if phase.name == name), None) if plan else None
+    if plan is None or phase is None:
+        return "", ""
+    largest = sorted(phase.parts.items(), key=lambda item: -item[1])[:3]
+    parts = ", ".join(f"{part} {size / GB:.1f}" for part, size in largest)
+    expected = f"{phase.peak / GB:.1f} of {plan.job.device.memory / GB:.1f} GB ({parts})"
+    return f"; the plan expected up to {expected}", advice(plan, phase)
 
 
 def _notes(error: BaseException) -> list[str]:

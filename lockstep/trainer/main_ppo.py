@@ -15,6 +15,7 @@ from lockstep.observability.console import LogHandler
 from lockstep.trainer.errors import RunError
 from lockstep.trainer.inputs import fetch_inputs
 from lockstep.trainer.interrupt import stop_on_sigterm
+from lockstep.trainer.memory_check import check_memory
 from lockstep.trainer.preflight import preflight
 from lockstep.utils.progress import ProgressLog, phase
 
@@ -26,11 +27,12 @@ logger = logging.getLogger(__name__)
 
 
 def prepare(config: PPOConfig) -> None:
-    """Check what is outside the config, and fetch models and data; RunError with every problem."""
+    """Check what is outside the config, fetch models and data, and plan the memory; RunError with every problem."""
     if problems := preflight(config):
         raise RunError("\nerror: ".join(problems), exit_code=2)
     try:
         fetch_inputs(config)
+        check_memory(config)
     except ValueError as error:
         raise RunError(str(error), exit_code=2) from error
 
