@@ -142,10 +142,11 @@ def advice(plan: Plan, phase: Phase) -> str:
 
 
 def _smaller_micro_batches(plan: Plan, phase: Phase, section: str) -> str:
+    if phase.name == "generate":
+        return "a smaller actor_rollout_ref.rollout.max_num_batched_tokens"
     model = plan.job.model(phase.role)
     units = model.passes.get(phase.name, model.update)
-    if units is None:
-        return "a smaller actor_rollout_ref.rollout.max_num_batched_tokens"
+    assert units is not None
     if units.micro.rows == 1:
         return f"a larger {section}.ulysses_sequence_parallel_size"
     return f"a smaller {MICRO_BATCH_KEYS[phase.name][units.by_tokens]}"
