@@ -18,12 +18,17 @@ STAGES = {
 
 def stage_times(phases: Sequence[Phase], times: Mapping[str, float], transfer: float) -> dict[str, float]:
     """Stage -> seconds. times: of each phase. transfer: of weights to a rollout in another pool, at the end of training."""
-    found = {}
-    for stage, names in STAGES.items():
-        busy: dict[str, float] = {}
-        for phase in phases:
-            if phase.name in names:
-                busy[phase.pool] = busy.get(phase.pool, 0.0) + times[phase.name]
-        found[stage] = max(busy.values(), default=0.0)
+    pools = {phase.pool for phase in phases}
+    return slowest_pool([busy_time([p for p in phases if p.pool == pool], times) for pool in pools], transfer)
+
+
+def busy_time(phases: Sequence[Phase], times: Mapping[str, float]) -> dict[str, float]:
+    """Stage -> seconds that the phases of one pool take."""
+    return {stage: sum(times[phase.name] for phase in phases if phase.name in names) for stage, names in STAGES.items()}
+
+
+def slowest_pool(busy: Sequence[Mapping[str, float]], transfer: float) -> dict[str, float]:
+    """Stage -> seconds until all pools are done. busy: stage -> seconds of each pool."""
+    found = {stage: max(pool[stage] for pool in busy) for stage in STAGES}
     found["training"] += transfer
     return found

@@ -124,7 +124,7 @@ def _settings(pool: Pool) -> str:
         ]
         parts += [f"offload {' and '.join(offloaded)}"] if offloaded else []
     if pool.roles & {"actor_rollout", "rollout"}:
-        parts.append(f"KV cache {own.utilization:g}")
+        parts.append(f"utilization {own.utilization:g}")
     return ", ".join(parts)
 
 

@@ -18,7 +18,7 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import defaults, get_in, to_plain
 from lockstep.plan.adapters import adapters_of
 from lockstep.plan.batch_units import Lengths
-from lockstep.plan.dataflow import stage_times
+from lockstep.plan.dataflow import busy_time, slowest_pool
 from lockstep.plan.estimate import longest_lengths, model_shape, sections_of
 from lockstep.plan.hardware import Device
 from lockstep.plan.job import Job, Model, job_of
@@ -94,8 +94,8 @@ class Settings:
 class Pool:
     """Roles with the settings that are fastest on these GPUs.
 
-    machines:      GPUs per machine.
-    phases, times: of the roles' models.
+    machines: GPUs per machine.
+    stages:   seconds of its models in each stage.
     """
 
     roles: Roles
@@ -103,7 +103,7 @@ class Pool:
     settings: Settings
     models: list[Model]
     phases: list[Phase]
-    times: dict[str, float]
+    stages: dict[str, float]
 
     @property
     def name(self) -> str:
@@ -112,7 +112,7 @@ class Pool:
 
     @property
     def seconds(self) -> float:
-        return sum(self.times.values())
+        return sum(self.stages.values())
 
 
 @dataclass(frozen=True)
@@ -156,22 +156,24 @@ class _Search:
         policies = [["actor_rollout"]] if self.has_adapters else [["actor_rollout"], ["actor", "rollout"]]
         for policy in policies:
             for partition in _partitions([*policy, *models]):
-                if not any({"actor", "rollout"} <= roles for roles in partition):  # that is actor_rollout
-                    found = (self._candidate(partition, sizes) for sizes in self._pool_sizes(len(partition)))
-                    feasible = [candidate for candidate in found if candidate is not None]
-                    if feasible:
-                        yield min(feasible, key=lambda candidate: candidate.step_s)
+                if any({"actor", "rollout"} <= roles for roles in partition):  # that is actor_rollout
+                    continue
+                found = (self._pools(partition, sizes) for sizes in self._pool_sizes(len(partition)))
+                if feasible := [pools for pools in found if pools is not None]:
+                    fastest = min(feasible, key=lambda pools: sum(self._stages(pools).values()))
+                    yield Candidate(fastest, self._stages(fastest))
 
-    def _candidate(self, partition: Sequence[Roles], sizes: Sequence[int]) -> Candidate | None:
-        pools = []
+    def _pools(self, partition: Sequence[Roles], sizes: Sequence[int]) -> tuple[Pool, ...] | None:
+        found = []
         for roles, size in zip(partition, sizes):
             if (pool := self.pool(roles, size)) is None:
                 return None
-            pools.append(pool)
-        memory = [replace(phase, pool=pool.name) for pool in pools for phase in pool.phases]
-        times = {name: seconds for pool in pools for name, seconds in pool.times.items()}
+            found.append(pool)
+        return tuple(found)
+
+    def _stages(self, pools: Sequence[Pool]) -> dict[str, float]:
         models = [model for pool in pools for model in pool.models]
-        return Candidate(tuple(pools), stage_times(memory, times, transfer_time(self.device, models)))
+        return slowest_pool([pool.stages for pool in pools], transfer_time(self.device, models))
 
     def _pool_sizes(self, num_pools: int) -> Iterator[tuple[int, ...]]:
         """GPUs of each pool: all GPUs are used, and a pool has whole machines or a part of one."""
@@ -185,14 +187,18 @@ class _Search:
     def _pool(self, roles: Roles, size: int) -> Pool | None:
         """The roles with their fastest settings; None if they do not fit."""
         best: Pool | None = None
-        for sp in self._sequence_parallel_sizes(roles, size):
+        sp_sizes, rollouts = self._sequence_parallel_sizes(roles, size), self._rollouts(roles, size)
+        smallest = Settings(sp_sizes[-1], -1, *OFFLOAD[-1], self._token_budgets(roles, sp_sizes[-1])[0], *rollouts[-1])
+        if self._planned(roles, size, smallest) is None:
+            return None
+        for sp in sp_sizes:
             without_offload = False
             for shards in self._shard_sizes(roles, size):
                 for offload in OFFLOAD:
                     settings = [
                         Settings(sp, shards, *offload, tokens, utilization, ranks)
                         for tokens in self._token_budgets(roles, sp)
-                        for utilization, ranks in self._rollouts(roles, size)
+                        for utilization, ranks in rollouts
                     ]
                     fitting = [pool for own in settings if (pool := self._planned(roles, size, own)) is not None]
                     if fitting:
@@ -211,7 +217,8 @@ class _Search:
         if max(phase.peak for phase in memory) + RESERVED > self.device.memory:
             return None
         job = _of_roles(typical, roles)
-        return Pool(roles, self._machines(size), settings, job.models, memory, step_times(job, memory))
+        stages = busy_time(memory, step_times(job, memory))
+        return Pool(roles, self._machines(size), settings, job.models, memory, stages)
 
     def _jobs(self, size: int, settings: Settings, outside: str | None) -> tuple[Job, Job]:
         """Of all roles in one pool, for the longest and for typical lengths. outside: a role in a pool of its own."""
@@ -288,21 +295,19 @@ def _placement(candidate: Candidate, config: PPOConfig) -> dict[str, Any]:
     """A named placement if it gives the same pools, else the pools."""
     if len(candidate.pools) == 1:
         return {"trainer.placement": "colocate"}
-    pools = {role: pool for pool in candidate.pools for role in pool.roles}
+    wanted = {pool.roles: pool.machines for pool in candidate.pools}
     for name in POOLS:
         try:
             named = pools_of(with_values(config, {"trainer.placement": name}), needed_models(config))
         except TooFewWorkers:
             continue
-        same_sizes = {role: named.spec[own] for role, own in named.role_pools.items()} == {
-            role: pool.machines for role, pool in pools.items()
-        }
-        if same_sizes and len(named.spec) == len(candidate.pools):
+        roles = {pool: frozenset(role for role, own in named.role_pools.items() if own == pool) for pool in named.spec}
+        if {roles[pool]: machines for pool, machines in named.spec.items()} == wanted:
             return {"trainer.placement": name}
     return {
         "trainer.placement": "colocate",
         "resource_pool_spec": {pool.name: pool.machines for pool in candidate.pools},
-        "resource_pool_mapping": {role: pools[role].name for role in ROLES if role in pools},
+        "resource_pool_mapping": {role: pool.name for pool in candidate.pools for role in ROLES if role in pool.roles},
     }
 
 

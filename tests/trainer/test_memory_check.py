@@ -65,7 +65,9 @@ def test_plan_is_logged(config_of: Any, use_gpu: Any, caplog: pytest.LogCaptureF
 
 def test_only_what_cannot_fit_is_refused(config_of: Any, use_gpu: Any, caplog: pytest.LogCaptureFixture) -> None:
     use_gpu(DEVICES["RTX4090"])
-    with pytest.raises(ValueError, match="does not fit on RTX4090: update actor needs .* even for short sequences") as too_large:
+    with pytest.raises(
+        ValueError, match=r"does not fit on RTX4090: update actor needs .* even for short sequences"
+    ) as too_large:
         check_memory(config_of("7b"))
     assert "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true" in str(too_large.value)
     assert "trainer.check_memory=false" in str(too_large.value) and "\n" not in str(too_large.value)
@@ -95,7 +97,10 @@ def test_unknown_gpus_and_models(
     (tmp_path / "1.5b" / "config.json").write_text(json.dumps({"model_type": "mamba", "vocab_size": 5}))
     estimate.model_shape.cache_clear()
     check_memory(config)
-    assert caplog.messages[-1] == "memory is not planned: config.json of mamba has no hidden_size, so its memory cannot be planned"
+    assert (
+        caplog.messages[-1]
+        == "memory is not planned: config.json of mamba has no hidden_size, so its memory cannot be planned"
+    )
     use_gpu(None)
     caplog.clear()
     check_memory(config)
@@ -126,8 +131,13 @@ def out_of_memory(method: str) -> torch.OutOfMemoryError:
 
 def test_out_of_memory_says_what_was_planned(config_of: Any, use_gpu: Any) -> None:
     use_gpu(DEVICES["RTX4090"])
-    numbers = "tried to allocate 2.32 GiB; 20.75 GiB of 23.52 GiB are allocated, 1.21 GiB more are cached, 1.10 GiB are free"
-    dynamic = ("actor_rollout_ref.actor.use_dynamic_bsz=true", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384")
+    numbers = (
+        "tried to allocate 2.32 GiB; 20.75 GiB of 23.52 GiB are allocated, 1.21 GiB more are cached, 1.10 GiB are free"
+    )
+    dynamic = (
+        "actor_rollout_ref.actor.use_dynamic_bsz=true",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384",
+    )
     cause = explain(out_of_memory("update_actor"), config_of("0.5b", *dynamic))
     assert cause is not None and "\n" not in cause
     assert cause.startswith(f"out of GPU memory in update_actor ({numbers}); the plan expected up to ")
@@ -141,7 +151,10 @@ def test_out_of_memory_says_what_was_planned(config_of: Any, use_gpu: Any) -> No
     assert loading is not None and "plan" not in loading and "trainer.n_gpus_per_node" in loading
     use_gpu(None)
     without = explain(out_of_memory("update_actor"), config_of("0.5b", *dynamic))
-    assert without == f"out of GPU memory in update_actor ({numbers}); lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+    assert (
+        without
+        == f"out of GPU memory in update_actor ({numbers}); lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+    )
 
 
 def test_run_that_runs_out_of_memory(
