@@ -22,7 +22,7 @@ from lockstep.plan.dataflow import busy_time, slowest_pool
 from lockstep.plan.estimate import longest_lengths, model_shape, sections_of
 from lockstep.plan.hardware import Device
 from lockstep.plan.job import Job, Model, job_of
-from lockstep.plan.memory import RESERVED, Phase, phases
+from lockstep.plan.memory import RESERVED, phases
 from lockstep.plan.step_time import step_times, transfer_time
 
 TOKEN_BUDGETS = (8192, 16384, 32768)
@@ -78,6 +78,7 @@ class Settings:
         for role in (role for role in ROLES if role in roles and role != "rollout"):
             sections = sections_of(role)
             found[f"{sections.role}.ulysses_sequence_parallel_size"] = self.sequence_parallel
+            found[f"{sections.engine}.ulysses_sequence_parallel_size"] = 1  # the larger of the two counts
             found[f"{sections.engine}.fsdp_size"] = self.shards
             found[f"{sections.engine}.param_offload"] = self.param_offload
             if role not in ("ref", "rm"):
@@ -102,7 +103,6 @@ class Pool:
     machines: list[int]
     settings: Settings
     models: list[Model]
-    phases: list[Phase]
     stages: dict[str, float]
 
     @property
@@ -125,10 +125,6 @@ class Candidate:
     @property
     def step_s(self) -> float:
         return sum(self.stages.values())
-
-    @property
-    def peak(self) -> float:
-        return max(phase.peak for pool in self.pools for phase in pool.phases)
 
 
 def search(
@@ -186,11 +182,13 @@ class _Search:
 
     def _pool(self, roles: Roles, size: int) -> Pool | None:
         """The roles with their fastest settings; None if they do not fit."""
-        best: Pool | None = None
         sp_sizes, rollouts = self._sequence_parallel_sizes(roles, size), self._rollouts(roles, size)
+        if not rollouts:
+            return None
         smallest = Settings(sp_sizes[-1], -1, *OFFLOAD[-1], self._token_budgets(roles, sp_sizes[-1])[0], *rollouts[-1])
         if self._planned(roles, size, smallest) is None:
             return None
+        best: Pool | None = None
         for sp in sp_sizes:
             without_offload = False
             for shards in self._shard_sizes(roles, size):
@@ -218,7 +216,7 @@ class _Search:
             return None
         job = _of_roles(typical, roles)
         stages = busy_time(memory, step_times(job, memory))
-        return Pool(roles, self._machines(size), settings, job.models, memory, stages)
+        return Pool(roles, self._machines(size), settings, job.models, stages)
 
     def _jobs(self, size: int, settings: Settings, outside: str | None) -> tuple[Job, Job]:
         """Of all roles in one pool, for the longest and for typical lengths. outside: a role in a pool of its own."""
@@ -293,18 +291,17 @@ def as_arguments(overrides: dict[str, Any]) -> list[str]:
 
 def _placement(candidate: Candidate, config: PPOConfig) -> dict[str, Any]:
     """A named placement if it gives the same pools, else the pools."""
-    if len(candidate.pools) == 1:
-        return {"trainer.placement": "colocate"}
+    own_pool = {"reward_model.enable_resource_pool": False}  # that would be GPUs besides the cluster's
     wanted = {pool.roles: pool.machines for pool in candidate.pools}
     for name in POOLS:
         try:
-            named = pools_of(with_values(config, {"trainer.placement": name}), needed_models(config))
+            named = pools_of(with_values(config, own_pool | {"trainer.placement": name}), needed_models(config))
         except TooFewWorkers:
             continue
         roles = {pool: frozenset(role for role, own in named.role_pools.items() if own == pool) for pool in named.spec}
         if {roles[pool]: machines for pool, machines in named.spec.items()} == wanted:
-            return {"trainer.placement": name}
-    return {
+            return own_pool | {"trainer.placement": name}
+    return own_pool | {
         "trainer.placement": "colocate",
         "resource_pool_spec": {pool.name: pool.machines for pool in candidate.pools},
         "resource_pool_mapping": {role: pool.name for pool in candidate.pools for role in ROLES if role in pool.roles},

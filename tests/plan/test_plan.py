@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import time
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lockstep.cli import main
 from lockstep.config.compose import load_config
+from lockstep.config.model import HFModelConfig
 from lockstep.config.ppo import PPOConfig
 from lockstep.plan.batch_units import Lengths, batch_units
 from lockstep.plan.hardware import DEVICES
@@ -160,6 +163,118 @@ def test_critic_has_its_own_number_of_updates(command: Any) -> None:
     more = ("algorithm.adv_estimator=gae", "critic.ppo_mini_batch_size=4", f"{ACTOR}.ppo_epochs=2")
     job = plan(command("0.5b", 16, 256, 256, *more))
     assert (job.model("actor_rollout").updates, job.model("critic").updates) == (2, 8)
+
+
+@dataclass(frozen=True)
+class LoraModelConfig(HFModelConfig):
+    lora_rank: int = 32
+    lora_alpha: int = 16
+    target_modules: str | list[str] = "all-linear"
+    exclude_modules: str | list[str] | None = None
+
+
+def with_lora(settings: list[str], device: str = "H200", **lora: Any) -> Job:
+    config = load_config(PPOConfig, settings)
+    given = config.actor_rollout_ref.model
+    model = LoraModelConfig(**{field.name: getattr(given, field.name) for field in fields(HFModelConfig)} | lora)
+    config = replace(config, actor_rollout_ref=replace(config.actor_rollout_ref, model=model))
+    lengths = Lengths(config.data.max_prompt_length, config.data.max_response_length)
+    return job_of(config, DEVICES[device], lengths, lambda path, key: ModelShape.from_folder(Path(path)))
+
+
+def test_lora_trains_adapters_alone(command: Any) -> None:
+    settings = command("7b", 16, 256, 512, *DYNAMIC, f"{ACTOR}.use_kl_loss=true")
+    full, lora = plan(settings), with_lora(settings)
+    whole, adapters = full.models[0].shape.parameters, lora.models[0].num_trained
+    per_layer = 2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944)
+    assert adapters == 28 * 32 * per_layer and lora.models[0].num_frozen == whole
+    assert [model.role for model in lora.models] == ["actor_rollout"]  # the reference is the model without adapters
+    names = [phase.name for phase in phases(lora)]
+    assert names == [phase.name for phase in phases(full)] == ["generate", "reference log-probs", "update actor"]
+    update = phases(lora)[-1].parts
+    assert (
+        update["weights"] == 2 * whole + (4 + 2) * adapters
+    )  # one frozen copy; masters and compute copy of the adapters
+    assert update["moments"] == 2 * 4 * adapters and update["gradients"] == 4 * adapters
+    assert "weights of other models" in phases(full)[-1].parts and "weights of other models" not in update
+    assert max(phase.fixed for phase in phases(lora)) < 0.15 * max(phase.fixed for phase in phases(full))
+
+
+def test_lora_is_faster_and_keeps_more(command: Any) -> None:
+    settings = command("1.5b", 16, 512, 1024, *DYNAMIC, NO_CHECKPOINTING)
+    full, lora = plan(settings), with_lora(settings)
+    times = [step_times(job, phases(job))["update actor"] for job in (full, lora)]
+    assert 0.6 < times[1] / times[0] < 0.85  # no gradients of the frozen weights
+    kept = [phases(job)[-1].parts["activations"] for job in (full, lora)]
+    assert 1.0 < kept[1] / kept[0] < 1.3
+
+
+@pytest.mark.parametrize(
+    ("lora", "modules"),
+    [
+        ({"target_modules": ["q_proj", "v_proj"]}, [(896, 896), (896, 128)]),
+        ({"target_modules": r".*\.(gate|down)_proj"}, [(896, 4864), (4864, 896)]),
+        ({"exclude_modules": r".*mlp.*"}, [(896, 896), (896, 128), (896, 128), (896, 896)]),
+        (
+            {"exclude_modules": ["o_proj", "gate_proj", "up_proj", "down_proj"], "lora_rank": 8},
+            [(896, 896), (896, 128), (896, 128)],
+        ),
+    ],
+)
+def test_lora_modules(command: Any, lora: dict[str, Any], modules: list[tuple[int, int]]) -> None:
+    job = with_lora(command("0.5b", 8, 64, 64), **lora)
+    assert job.models[0].num_trained == 24 * lora.get("lora_rank", 32) * sum(map(sum, modules))
+
+
+def test_lora_on_several_ranks(command: Any) -> None:
+    job = with_lora(command("7b", 16, 256, 512, *DYNAMIC, "trainer.n_gpus_per_node=8"))
+    model, update = job.models[0], phases(job)[-1].parts
+    assert update["weights"] == (2 * model.num_frozen + 4 * model.num_trained) / 8
+    assert update["weights for decoding"] == 2 * (model.num_frozen + model.num_trained)
+
+
+SEED_RUN = """
+algorithm.adv_estimator=grpo algorithm.use_kl_in_reward=False data.train_batch_size=64
+data.train_files=['/data/BytedTsinghua-SIA/DAPO-Math-17k'] data.val_files=['/data/yentinglin/aime_2025']
+data.max_prompt_length=2048 data.max_response_length=16384
+actor_rollout_ref.model.use_remove_padding=True actor_rollout_ref.model.enable_gradient_checkpointing=True
+actor_rollout_ref.actor.use_kl_loss=False actor_rollout_ref.actor.clip_ratio_low=0.2 actor_rollout_ref.actor.clip_ratio_high=0.28
+actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_mini_batch_size=16
+actor_rollout_ref.actor.ulysses_sequence_parallel_size=4
+actor_rollout_ref.actor.fsdp_config.param_offload=True actor_rollout_ref.actor.fsdp_config.optimizer_offload=True
+actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.mode=async
+actor_rollout_ref.rollout.tensor_model_parallel_size=4 actor_rollout_ref.rollout.gpu_memory_utilization=0.9
+actor_rollout_ref.rollout.multi_turn.enable=True actor_rollout_ref.rollout.multi_turn.max_user_turns=16
+actor_rollout_ref.rollout.n=16 actor_rollout_ref.rollout.val_kwargs.n=30
+trainer.n_gpus_per_node=8 trainer.nnodes=1
+"""
+"""verl's DAPO run of a 7B model on 8 A100, whose data is not on this machine."""
+
+
+def test_dapo_run_of_8_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_model(tmp_path / "7b", "7b")
+    start = time.process_time()
+    code = main(["plan", "--device", "A100-80G", f"actor_rollout_ref.model.path={model}", *SEED_RUN.split()])
+    assert time.process_time() - start < 2
+    shown = capsys.readouterr().out
+    assert code == 1 and shown.startswith("lockstep ppo refuses these settings; this is the plan without them:")
+    for refused in ("name=vllm", "tensor_model_parallel_size=4", "multi_turn.enable=true"):
+        assert f"  actor_rollout_ref.rollout.{refused}: not supported" in shown
+    shown = " ".join(shown.split())
+    assert "64 prompts x 16 samples = 1024 sequences" in shown
+    assert "4 optimizer steps of 256 sequences, over 2 data-parallel ranks of 4 devices each, 128 on each" in shown
+    assert (
+        "43 micro-batches of at most 3 sequences, 12,800 tokens per device" in shown
+    )  # a prompt is shared by its samples
+    assert "holds 1,036,810 tokens, 56 sequences of full length" in shown
+    assert "fits on A100-80G: at most 80.6 of 85.1 GB in generate" in shown
+    assert "with 2048 + 16384 tokens per sequence" in shown
+
+
+def test_only_unsupported_settings_are_left_out(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = [f"{ACTOR}.ppo_mini_batch_size=7", "actor_rollout_ref.rollout.name=vllm"]
+    assert main(["plan", "--device", "H200", *command("0.5b", 8, 64, 64), *wrong]) == 2
+    assert "ppo_mini_batch_size=7" in capsys.readouterr().err
 
 
 def test_program(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
