@@ -22,7 +22,7 @@ Activity = Literal["generate", "forward", "update"]
 
 GRADIENT_BYTES = 4
 """Gradients are summed in float32."""
-MOMENT_BUCKETS = 3 * 2 * 2**28
+MOMENT_BUCKET = 2**28
 """Offloaded moments stream through three buckets of both."""
 CPU_HEAD_CHUNK = 1 << 26
 RESERVED = 2.5e9
@@ -148,7 +148,7 @@ def _update(device: Device, model: Model, units: BatchUnits, others: float) -> d
     free = device.memory - others - sum(parts.values())
     parts["logits"] = _logits(device, model, units, free)
     if engine.optimizer_offload and not device.is_cpu:
-        parts["moment buckets"] = MOMENT_BUCKETS
+        parts["moment buckets"] = 3 * 2 * min(MOMENT_BUCKET, model.master * model.num_trained / model.shards)
     return parts
 
 

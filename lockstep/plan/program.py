@@ -76,9 +76,10 @@ def _load(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[PPOCon
     try:
         return load(run_checks=True), []
     except ConfigError as error:
-        refused = [problem for problem in error.problems if NOT_SUPPORTED in problem.message]
-        if any(problem not in refused and problem.key not in NOT_NEEDED for problem in error.problems):
-            raise
+        problems = [problem for problem in error.problems if problem.key not in NOT_NEEDED]
+        refused = [problem for problem in problems if NOT_SUPPORTED in problem.message]
+        if len(refused) < len(problems):
+            raise ConfigError(problems) from None
     if not refused:
         return load(run_checks=False), []
     config, others = _load(options, [*overrides, *(f"~{problem.key}" for problem in refused)])
@@ -94,13 +95,13 @@ def _search(console: Console, config: PPOConfig, device: Device, typical: Length
     if not found:
         console.print(f"nothing fits on {cluster}: {summary(plan_of(config, device, typical))}", soft_wrap=True)
         return 1
-    table = Table("step s", *STAGES, "GB", "pools [GPUs]", "settings of each pool", box=None, pad_edge=False)
+    table = Table("step s", *STAGES, "GB", "pools [GPUs]", "settings", box=None, pad_edge=False)
     for column in table.columns[: len(STAGES) + 2]:
         column.justify = "right"
     for candidate in found[:SHOWN]:
         checked, _ = _load(options, [*options.overrides, *as_arguments(overrides_of(candidate, config))])
         plan = plan_of(checked, device, typical)
-        pools = "\n".join(f"{' + '.join(r for r in ROLES if r in p.roles)} {p.machines}" for p in candidate.pools)
+        pools = "\n".join(_pool(pool) for pool in candidate.pools)
         settings = "\n".join(_settings(pool) for pool in candidate.pools)
         seconds = (show_seconds(value) for value in (plan.step_s, *plan.stages.values()))
         table.add_row(*seconds, f"{plan.worst.peak / GB:.1f}", pools, settings)
@@ -110,6 +111,11 @@ def _search(console: Console, config: PPOConfig, device: Device, typical: Length
     for argument in arguments or ["(nothing: the settings are the fastest)"]:
         console.print(f"  {shlex.quote(argument)}", markup=False, highlight=False, soft_wrap=True)
     return 0
+
+
+def _pool(pool: Pool) -> str:
+    size = f"{len(pool.machines)} x {pool.machines[0]}" if len(pool.machines) > 1 else f"{pool.machines[0]}"
+    return f"{' + '.join(role for role in ROLES if role in pool.roles)} [{size}]"
 
 
 def _settings(pool: Pool) -> str:

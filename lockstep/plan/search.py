@@ -26,8 +26,10 @@ from lockstep.plan.memory import RESERVED, phases
 from lockstep.plan.step_time import step_times, transfer_time
 
 TOKEN_BUDGETS = (8192, 16384, 32768)
-ROLLOUT_UTILIZATION = 0.85
-"""Tried besides the configured `rollout.gpu_memory_utilization`."""
+UTILIZATIONS = (0.7, 0.85)
+"""Tried besides the configured `rollout.gpu_memory_utilization`, if larger."""
+MOST_MEMORY = 0.95
+"""Share of the device's memory that a candidate may need."""
 OFFLOAD = ((False, False), (False, True), (True, True))
 """(parameters, optimizer), in the order of preference."""
 
@@ -185,7 +187,7 @@ class _Search:
         sp_sizes, rollouts = self._sequence_parallel_sizes(roles, size), self._rollouts(roles, size)
         if not rollouts:
             return None
-        smallest = Settings(sp_sizes[-1], -1, *OFFLOAD[-1], self._token_budgets(roles, sp_sizes[-1])[0], *rollouts[-1])
+        smallest = Settings(sp_sizes[-1], -1, *OFFLOAD[-1], self._token_budgets(roles, sp_sizes[-1])[0], *rollouts[0])
         if self._planned(roles, size, smallest) is None:
             return None
         best: Pool | None = None
@@ -212,7 +214,7 @@ class _Search:
         outside = "actor" if "rollout" in roles else "rollout" if "actor" in roles else None
         longest, typical = self.jobs(size, settings, outside)
         memory = phases(_of_roles(longest, roles))
-        if max(phase.peak for phase in memory) + RESERVED > self.device.memory:
+        if max(phase.peak for phase in memory) + RESERVED > MOST_MEMORY * self.device.memory:
             return None
         job = _of_roles(typical, roles)
         stages = busy_time(memory, step_times(job, memory))
@@ -258,7 +260,7 @@ class _Search:
         given = self.config.actor_rollout_ref.rollout.gpu_memory_utilization
         if not roles & {"actor_rollout", "rollout"}:
             return [(given, 1)]
-        shares = sorted({given, max(given, ROLLOUT_UTILIZATION)})
+        shares = sorted({given, *(share for share in UTILIZATIONS if share > given)})
         return [(share, ranks) for share in shares for ranks in self.tensor_parallel if ranks <= size]
 
 
