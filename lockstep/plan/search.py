@@ -187,9 +187,10 @@ class _Search:
         sp_sizes, rollouts = self._sequence_parallel_sizes(roles, size), self._rollouts(roles, size)
         if not rollouts:
             return None
-        smallest = Settings(sp_sizes[-1], -1, *OFFLOAD[-1], self._token_budgets(roles, sp_sizes[-1])[0], *rollouts[0])
-        if self._planned(roles, size, smallest) is None:
-            return None
+        tokens = self._token_budgets(roles, sp_sizes[-1])[0]
+        rollout = min(rollouts, key=lambda found: (found[0], -found[1]))
+        if self._planned(roles, size, Settings(sp_sizes[-1], -1, *OFFLOAD[-1], tokens, *rollout)) is None:
+            return None  # with the least memory
         best: Pool | None = None
         for sp in sp_sizes:
             without_offload = False
