@@ -153,4 +153,6 @@ def _smaller_micro_batches(plan: Plan, phase: Phase, section: str) -> str:
 
 
 def show_seconds(value: float) -> str:
+    if math.isnan(value):
+        return "?"
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

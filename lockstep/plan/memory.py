@@ -135,7 +135,7 @@ def _forward(device: Device, model: Model, units: BatchUnits) -> dict[str, float
 def _update(device: Device, model: Model, units: BatchUnits, others: float) -> dict[str, float]:
     """others: bytes on the device besides what this adds."""
     shape, engine, tokens = model.shape, model.engine, units.tokens_per_device
-    gradients = GRADIENT_BYTES * model.num_trained / model.shards
+    gradients = 0.0 if engine.offload_policy else GRADIENT_BYTES * model.num_trained / model.shards
     layer, stream = model.layer_bytes(tokens), tokens * shape.width * STREAM_BYTES
     kept = shape.layers
     if model.checkpointing:
@@ -147,14 +147,14 @@ def _update(device: Device, model: Model, units: BatchUnits, others: float) -> d
     parts = {"gradients": gradients, "gathered layers": _gathered(model, updates=True), "activations": activations}
     free = device.memory - others - sum(parts.values())
     parts["logits"] = _logits(device, model, units, free)
-    if engine.optimizer_offload and not device.is_cpu:
+    if engine.optimizer_offload and not engine.offload_policy and not device.is_cpu:
         parts["moment buckets"] = 3 * 2 * min(MOMENT_BUCKET, model.master * model.num_trained / model.shards)
     return parts
 
 
 def _gathered(model: Model, *, updates: bool = False) -> float:
     """Two layers, one computing and one arriving, the embeddings, and the float32 gradients of a layer on their way out."""
-    if not model.is_sharded or model.shards == 1:
+    if model.shards == 1 and not model.engine.offload_policy:
         return 0.0
     shape = model.shape
     outside = shape.parameters - shape.layers * shape.layer_parameters

@@ -91,6 +91,10 @@ def _search(console: Console, config: PPOConfig, device: Device, typical: Length
     cluster = f"{trainer.nnodes} x {trainer.n_gpus_per_node} {device.name}"
     if config.resource_pool_spec:
         raise ValueError("resource_pool_spec: the search chooses the pools; remove it, and resource_pool_mapping")
+    if not device.is_timed:
+        raise ValueError(
+            f"the rates of {device.name} are not known; give a similar device with --device ({', '.join(DEVICES)})"
+        )
     found = search(config, device, typical)
     if not found:
         console.print(f"nothing fits on {cluster}: {summary(plan_of(config, device, typical))}", soft_wrap=True)

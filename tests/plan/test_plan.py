@@ -16,6 +16,7 @@ from lockstep.cli import main
 from lockstep.config.compose import load_config
 from lockstep.config.model import HFModelConfig
 from lockstep.config.ppo import PPOConfig
+from lockstep.plan import hardware
 from lockstep.plan.batch_units import Lengths, batch_units
 from lockstep.plan.hardware import DEVICES
 from lockstep.plan.job import Job, job_of
@@ -301,3 +302,14 @@ def test_no_torch_is_imported(command: Any) -> None:
         [sys.executable, "-c", code, "plan", "--device", "H200", *settings], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_gpu_with_unknown_rates(
+    command: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "this_gpu", lambda: hardware.known_gpu("NVIDIA Quantum 9000", 90e9))
+    assert main(["plan", *command("0.5b", 8, 64, 64)]) == 0
+    shown = capsys.readouterr().out
+    assert "fits on NVIDIA Quantum 9000" in shown and "s a step" not in shown
+    assert main(["plan", "--search", *command("0.5b", 8, 64, 64)]) == 2
+    assert "the rates of NVIDIA Quantum 9000 are not known" in capsys.readouterr().err

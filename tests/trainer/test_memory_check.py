@@ -84,6 +84,9 @@ def test_offload_is_not_refused(config_of: Any, use_gpu: Any) -> None:
     with pytest.raises(ValueError, match="moments 60"):
         check_memory(config_of("7b"))
     check_memory(config_of("7b", "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true"))
+    use_gpu(DEVICES["RTX4090"])
+    streamed = [f"actor_rollout_ref.{role}.fsdp_config.offload_policy=true" for role in ("actor", "ref")]
+    check_memory(config_of("7b", *streamed))  # parameters, gradients and moments live in host memory
 
 
 def test_unknown_gpus_and_models(
