@@ -3,26 +3,29 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from lockstep.config.model import HFModelConfig
 from lockstep.plan.model_shape import ModelShape
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """parameters: of all layers. layer_entries: kept per token and layer beyond the activations of the frozen layer."""
+    """parameters:    of all layers.
+    layer_entries: kept per token and layer beyond the activations of the frozen layer.
+    moved_entries: read or written per token and layer: each adapter reads its input and adds to the output of its linear layer.
+    """
 
     parameters: int
     layer_entries: int
+    moved_entries: int
 
 
-def adapters_of(model: Any, shape: ModelShape) -> Adapters | None:
+def adapters_of(model: HFModelConfig, shape: ModelShape) -> Adapters | None:
     """model: the config section; None if all parameters are trained.
 
     Experts have no adapters: their weights are not linear layers in transformers.
     """
-    rank = getattr(model, "lora_rank", 0)
-    if not rank:
+    if not model.lora_rank:
         return None
     chosen = {
         name: sizes
@@ -30,9 +33,11 @@ def adapters_of(model: Any, shape: ModelShape) -> Adapters | None:
         if _matches(name, model.target_modules)
         and not (model.exclude_modules and _matches(name, model.exclude_modules))
     }
-    bottlenecks = rank * len(chosen)
-    product = shape.inner if "mlp.down_proj" in chosen else 0  # gate times up, which is not kept otherwise
-    return Adapters(shape.layers * rank * sum(map(sum, chosen.values())), bottlenecks + product)
+    return Adapters(
+        parameters=shape.layers * model.lora_rank * sum(map(sum, chosen.values())),
+        layer_entries=model.lora_rank * len(chosen),
+        moved_entries=sum(inputs + 2 * outputs for inputs, outputs in chosen.values()),
+    )
 
 
 def _linear_layers(shape: ModelShape) -> dict[str, tuple[int, int]]:

@@ -114,7 +114,7 @@ def job_of(config: PPOConfig, device: Device, lengths: Lengths, shape_of: Callab
     actor, rollout = policy.actor, policy.rollout
     shape = shape_of(policy.model.path, "actor_rollout_ref.model")
     adapters = adapters_of(policy.model, shape)
-    roles = [role for role in needed_models(config) if role != "ref" or adapters is None]
+    roles = needed_models(config)
     pools = pools_of(config, roles)
     prompts, samples = data.train_batch_size, rollout.n
     sequences = prompts * samples

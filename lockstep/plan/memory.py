@@ -148,7 +148,7 @@ def _update(device: Device, model: Model, units: BatchUnits, others: float) -> d
     free = device.memory - others - sum(parts.values())
     parts["logits"] = _logits(device, model, units, free)
     if engine.optimizer_offload and not engine.offload_policy and not device.is_cpu:
-        parts["moment buckets"] = 3 * 2 * min(MOMENT_BUCKET, model.master * model.num_trained / model.shards)
+        parts["moment buckets"] = 2 * min(3 * MOMENT_BUCKET, model.master * model.num_trained / model.shards)
     return parts
 
 

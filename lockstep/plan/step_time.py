@@ -21,6 +21,9 @@ OPTIMIZER_PASSES = 4
 ALL_REDUCE_S = 20e-6
 """Of a decode step's activations among tensor-parallel ranks, of which a layer has two."""
 
+ADAPTERS_DECODE_S = 45e-6
+"""Of the small products of a layer's adapters in a decode step."""
+
 
 def step_times(job: Job, memory: list[Phase]) -> dict[str, float]:
     """Phase -> seconds, in the order of `memory`."""
@@ -65,6 +68,7 @@ def _generation(job: Job, phase: Phase) -> float:
     products = 2 * concurrent * (shape.layers * shape.active_layer_parameters + shape.head_parameters)
     step = max((weights + cache) / device.bandwidth, products / _rate(device, shape.width)) / ranks
     step += shape.layers * (device.layer_overhead_s + (2 * ALL_REDUCE_S if ranks > 1 else 0.0))
+    step += 0.0 if model.adapters is None else shape.layers * ADAPTERS_DECODE_S
     prompts = math.ceil(rollout.sequences / job.samples) * lengths.prompt
     prefill = 2 * prompts * shape.layers * shape.active_layer_parameters / _rate(device, shape.width) / ranks
     gather = 0.0
@@ -109,6 +113,8 @@ def _pass(job: Job, model: Model, units: BatchUnits, recomputed: float | None) -
     head = 0 if model.role in ("critic", "rm") else 2 * targets * shape.head_parameters * min(products, 3)
     adapters = 2 * tokens * model.num_adapters * passes
     traffic = tokens * shape.layers * model.layer_bytes(1) * ACTIVATION_PASSES * passes / 3
+    if model.adapters is not None:
+        traffic += tokens * shape.layers * model.adapters.moved_entries * model.compute * passes
     compute = (layers + head + adapters) / _rate(device, shape.width) + traffic / device.bandwidth
     if units.sequence_parallel > 1:  # queries, keys, values and outputs change owners
         exchanged = 2 * (shape.heads + shape.key_heads) * shape.head_dim * model.compute * tokens * shape.layers

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lockstep.cli import main
 from lockstep.config.compose import load_config
-from lockstep.config.model import HFModelConfig
 from lockstep.config.ppo import PPOConfig
 from lockstep.plan import hardware
 from lockstep.plan.batch_units import Lengths, batch_units
@@ -101,6 +99,7 @@ def test_number_of_parameters(model_type: str, more: dict[str, Any]) -> None:
 
 DYNAMIC = (f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=16384")
 NO_CHECKPOINTING = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
+LORA = (f"{ACTOR}.use_dynamic_bsz=true", "actor_rollout_ref.model.lora_rank=32")
 
 
 @pytest.mark.parametrize(
@@ -117,6 +116,22 @@ NO_CHECKPOINTING = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
         ),
         (("7b", 16, 256, 512), (*DYNAMIC, f"{ACTOR}.fsdp_config.model_dtype=bfloat16"), 104.9, 2.97, 5.75),
         (("7b", 16, 256, 512), (*DYNAMIC, f"{ACTOR}.fsdp_config.optimizer_offload=true"), 90.2, 3.08, 8.03),
+        (("7b", 16, 256, 512), (*LORA, f"{ACTOR}.ppo_max_token_len_per_gpu=8192"), 51.9, 3.75, 3.97),
+        (("7b", 16, 256, 512), (*LORA, f"{ACTOR}.ppo_max_token_len_per_gpu=4096"), 34.5, 3.74, 4.27),
+        (
+            ("7b", 16, 256, 512),
+            (*LORA, f"{ACTOR}.ppo_max_token_len_per_gpu=8192", f"{ACTOR}.fsdp_config.optimizer_offload=true"),
+            23.1,
+            3.74,
+            5.75,
+        ),
+        (
+            ("0.5b", 32, 256, 256),
+            (LORA[1], f"{ACTOR}.ppo_micro_batch_size_per_gpu=64", NO_CHECKPOINTING),
+            23.0,
+            0.733,
+            0.596,
+        ),
     ],
 )
 def test_agrees_with_measured_runs(
@@ -166,21 +181,9 @@ def test_critic_has_its_own_number_of_updates(command: Any) -> None:
     assert (job.model("actor_rollout").updates, job.model("critic").updates) == (2, 8)
 
 
-@dataclass(frozen=True)
-class LoraModelConfig(HFModelConfig):
-    lora_rank: int = 32
-    lora_alpha: int = 16
-    target_modules: str | list[str] = "all-linear"
-    exclude_modules: str | list[str] | None = None
-
-
-def with_lora(settings: list[str], device: str = "H200", **lora: Any) -> Job:
-    config = load_config(PPOConfig, settings)
-    given = config.actor_rollout_ref.model
-    model = LoraModelConfig(**{field.name: getattr(given, field.name) for field in fields(HFModelConfig)} | lora)
-    config = replace(config, actor_rollout_ref=replace(config.actor_rollout_ref, model=model))
-    lengths = Lengths(config.data.max_prompt_length, config.data.max_response_length)
-    return job_of(config, DEVICES[device], lengths, lambda path, key: ModelShape.from_folder(Path(path)))
+def with_lora(settings: list[str], lora_rank: int = 32, **lora: Any) -> Job:
+    keys = {"lora_rank": lora_rank, **lora}
+    return plan([*settings, *(f"actor_rollout_ref.model.{name}={json.dumps(value)}" for name, value in keys.items())])
 
 
 def test_lora_trains_adapters_alone(command: Any) -> None:
@@ -205,7 +208,7 @@ def test_lora_is_faster_and_keeps_more(command: Any) -> None:
     settings = command("1.5b", 16, 512, 1024, *DYNAMIC, NO_CHECKPOINTING)
     full, lora = plan(settings), with_lora(settings)
     times = [step_times(job, phases(job))["update actor"] for job in (full, lora)]
-    assert 0.6 < times[1] / times[0] < 0.85  # no gradients of the frozen weights
+    assert 0.6 < times[1] / times[0] < 0.95  # no gradients of the frozen weights
     kept = [phases(job)[-1].parts["activations"] for job in (full, lora)]
     assert 1.0 < kept[1] / kept[0] < 1.3
 
@@ -214,7 +217,7 @@ def test_lora_is_faster_and_keeps_more(command: Any) -> None:
     ("lora", "modules"),
     [
         ({"target_modules": ["q_proj", "v_proj"]}, [(896, 896), (896, 128)]),
-        ({"target_modules": r".*\.(gate|down)_proj"}, [(896, 4864), (4864, 896)]),
+        ({"target_modules": r".*[.](gate|down)_proj"}, [(896, 4864), (4864, 896)]),
         ({"exclude_modules": r".*mlp.*"}, [(896, 896), (896, 128), (896, 128), (896, 896)]),
         (
             {"exclude_modules": ["o_proj", "gate_proj", "up_proj", "down_proj"], "lora_rank": 8},
