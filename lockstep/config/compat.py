@@ -125,6 +125,7 @@ _MEGATRON_LORA = Unsupported(
     harmless=(None, False, 0),
     switches=("rank", "adapter_path"),
 )
+_QUANTIZED = Unsupported("with lora_rank the frozen model is held in fsdp_config.dtype; set false")
 _MTP = Unsupported(
     "models predict one token at a time; set enable=false", switches=("enable", "enable_train", "enable_rollout")
 )
@@ -210,6 +211,8 @@ UNSUPPORTED_KEYS |= _in_each(
     _MODELS[:2],
     {
         "lora": _MEGATRON_LORA,
+        "load_in_4bit": _QUANTIZED,
+        "load_in_8bit": _QUANTIZED,
         "enable_activation_offload": Unsupported(
             "set enable_gradient_checkpointing=true to recompute activations instead"
         ),

@@ -127,7 +127,9 @@ def open_value_model(
     model, weights = _open(AutoModelForCausalLM, config, hf_config, key, dtype, device, alone, body_only=True)
     body = model.get_decoder()
     score = nn.Linear(hf_config.get_text_config().hidden_size, 1, bias=False, dtype=dtype, device=device)
-    saved = _saved_score_head(model_folder(config, key))
+    saved = _score_head_of_adapter(config, key)
+    if saved is None:
+        saved = _saved_score_head(model_folder(config, key))
     if saved is None:
         fresh = torch.randn(score.weight.shape, generator=torch.Generator().manual_seed(seed))
         saved = fresh / score.weight.shape[1]
@@ -140,6 +142,8 @@ def open_reward_model(
     config: HFModelConfig, key: str, dtype: torch.dtype, device: torch.device, *, alone: bool = False
 ) -> tuple[PreTrainedModel, nn.Linear, WeightSource]:
     """A sequence classifier with one label. A folder without such a head is refused: a random head scores nonsense."""
+    if _score_head_of_adapter(config, key) is not None:
+        return open_value_model(config, key, dtype, device, seed=0, alone=alone)
     hf_config = load_hf_config(config, key)
     if _saved_score_head(model_folder(config, key)) is None:
         raise ValueError(f"{key}.path={config.path!r} has no one-label `score` head, so it is not a reward model")
@@ -312,6 +316,12 @@ def _filled(model: PreTrainedModel, weights: WeightSource, device: torch.device)
 
 def _path_of(part: nn.Module, model: nn.Module) -> str:
     return next(path for path, module in model.named_modules() if module is part)
+
+
+def _score_head_of_adapter(config: HFModelConfig, key: str) -> Tensor | None:
+    """The head that was trained beside the adapter that `path` is."""
+    folder = find_adapter(config.path, f"{key}.path")
+    return None if folder is None else read_adapter(folder, f"{key}.path={config.path!r}")[1].get("score.weight")
 
 
 def _saved_score_head(folder: Path) -> Tensor | None:

@@ -8,6 +8,7 @@ time compares that with peft's own forward. A folder of an adapter is peft's: ad
 """
 
 import copy
+import logging
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
     from lockstep.models.token_models import TokenModel
+
+logger = logging.getLogger(__name__)
 
 ADAPTER = "default"
 """The adapter's name in peft's layers."""
@@ -128,6 +131,11 @@ def install_adapters(
                 parameter.data = parameter.data.to(dtype)
     if folder is not None:
         _load(model, folder, f"{key}.lora_adapter_path={config.lora_adapter_path}")
+    if current_rank() == 0:
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        share = trained / sum(parameter.numel() for parameter in model.parameters())
+        number = len(adapter_layers(transformer))
+        logger.info("LoRA: %d layers of %s, %.3g M parameters (%.2g %%)", number, key, trained / 1e6, 100 * share)
 
 
 def copy_adapters(source: PreTrainedModel, target: PreTrainedModel) -> None:

@@ -16,7 +16,13 @@ from lockstep.engines.rollout.base import GenerationRequest, SamplingParams, cre
 from lockstep.engines.train.base import MicroBatching
 from lockstep.engines.train.fsdp import FsdpEngine
 from lockstep.engines.train.shard_reader import ShardReader
-from lockstep.models.loading import load_causal_lm, open_causal_lm, open_value_model
+from lockstep.models.loading import (
+    load_causal_lm,
+    load_reward_model,
+    load_value_model,
+    open_causal_lm,
+    open_value_model,
+)
 from lockstep.models.lora import adapter_layers, install_adapters, merged_weights
 from lockstep.models.model_check import reference_log_probs
 from lockstep.models.shared_weights import rollout_module
@@ -216,6 +222,24 @@ def test_a_critic_trains_adapters_and_its_head(folder: Path, tmp_path: Path) -> 
     found = engine.forward(batch, ALL_ROWS)["values"][0, :length]
     columns = batch["response_mask"][0, :length].bool()
     torch.testing.assert_close(found[columns], values[columns], atol=1e-5, rtol=1e-4)
+
+
+def test_a_critics_adapter_is_a_model_with_its_head(folder: Path, tmp_path: Path) -> None:
+    config = HFModelConfig(path=str(folder), lora_rank=4)
+    body, score, weights = open_value_model(config, "critic.model", torch.float32, CPU, seed=3)
+    engine = engine_of(ScalarModel(body, score), weights, config, torch.float32)
+    train(engine)
+    engine.export(tmp_path / "critic", tiny_tokenizer())
+    path = HFModelConfig(path=str(tmp_path / "critic" / "lora_adapter"))
+    for model in (
+        load_value_model(path, "m", torch.float32, CPU, seed=0),
+        load_reward_model(path, "m", torch.float32, CPU),
+    ):
+        merged = FsdpEngine(
+            ScalarModel(*model), FSDPEngineConfig(), None, device=CPU, compute_dtype=torch.float32, packed=True
+        )
+        values = [e.forward(random_batch(), ALL_ROWS)["values"] for e in (merged, engine)]
+        torch.testing.assert_close(*values, atol=1e-5, rtol=1e-4)
 
 
 def test_targets_select_layers(folder: Path) -> None:
