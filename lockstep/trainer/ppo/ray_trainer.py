@@ -193,7 +193,8 @@ class PPOTrainer:
         colocated_wg = groups.get(str(Role.ActorRollout))
         self.actor_rollout_wg: Any = colocated_wg or groups[str(Role.Actor)]
         self.rollout_wg: Any = colocated_wg or groups[str(Role.Rollout)]
-        self.ref_policy_wg: Any = groups.get(str(Role.RefPolicy), self.actor_rollout_wg)  # with LoRA the actor's
+        has_adapters = self.config.actor_rollout_ref.model.lora_rank > 0
+        self.ref_policy_wg: Any = self.actor_rollout_wg if has_adapters else groups.get(str(Role.RefPolicy))
         self.critic_wg: Any = groups.get(str(Role.Critic))
         self.rm_wg: Any = groups.get(str(Role.RewardModel))
         self.sampling = Sampling(self.config, self.rollout_wg, self.rm_wg, self.reward_fn)
@@ -276,9 +277,8 @@ class PPOTrainer:
             logger.info("validating %s on %s", config.actor_rollout_ref.model.path, self.device_name)
             logger.info("output folder: %s", self.run_dir)
             return
-        roles += (
-            ["reference"] * self.use_reference_policy + ["critic"] * self.use_critic + ["reward model"] * self.use_rm
-        )
+        reference = "reference (adapters off)" if config.actor_rollout_ref.model.lora_rank else "reference"
+        roles += [reference] * self.use_reference_policy + ["critic"] * self.use_critic + ["reward model"] * self.use_rm
         logger.info(
             "%s: %d prompts x %d samples per step, %d steps (%d per epoch) on %s; %s of %s",
             config.algorithm.adv_estimator,
