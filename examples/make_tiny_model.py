@@ -2,8 +2,8 @@
 
     python examples/make_tiny_model.py --output runs/tiny
 
-Writes model/ (a Qwen2 of 0.16 million parameters, one token per byte), train.jsonl, val.jsonl and reward.py.
-docs/tiny_model.md trains it.
+Writes model/ (a Qwen2 of 0.16 million parameters, one token per byte), train.jsonl, val.jsonl, reward.py, and sft.jsonl
+with answers that are half digits. docs/tiny_model.md and examples/pipeline.sh train it.
 """
 
 import argparse
@@ -61,6 +61,14 @@ def rows(count: int) -> str:
     return "".join(json.dumps(line) + "\n" for line in lines)
 
 
+def pairs(count: int) -> str:
+    lines = [
+        {"question": f"Write {i % 9 + 1} digits.", "answer": "".join(f"x{i % 10}" for _ in range(i % 9 + 1))}
+        for i in range(count)
+    ]
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Make a tiny model, prompts and a reward function.")
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
@@ -71,6 +79,7 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer.save_pretrained(arguments.output / "model")
     for name, count in (("train", 256), ("val", 16)):
         (arguments.output / f"{name}.jsonl").write_text(rows(count))
+    (arguments.output / "sft.jsonl").write_text(pairs(256))
     (arguments.output / "reward.py").write_text(REWARD)
 
 

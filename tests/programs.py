@@ -130,7 +130,7 @@ def _word(pipe: int) -> str:
 
 
 def run_python(arguments: list[str]) -> int:
-    """`python ARGUMENTS` in this process: a module or a script; its exit code."""
+    """`python ARGUMENTS` in this process: a module, a script or code (-c); its exit code."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", arguments)
         try:
@@ -138,6 +138,9 @@ def run_python(arguments: list[str]) -> int:
                 patch.setattr(sys, "argv", arguments[1:])
                 patch.delitem(sys.modules, arguments[1], raising=False)  # it is run as __main__
                 runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+            elif arguments[0] == "-c":
+                patch.setattr(sys, "argv", ["-c", *arguments[2:]])
+                exec(arguments[1], {"__name__": "__main__"})
             else:
                 patch.syspath_prepend(str(Path(arguments[0]).parent))
                 runpy.run_path(arguments[0], run_name="__main__")

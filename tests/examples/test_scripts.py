@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from tests.tiny import save_tiny_model, write_rows
 pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SCRIPTS = sorted(script for script in EXAMPLES.glob("*.sh") if not script.stem.startswith("sft_"))
-"""Those of RL; test_learning_runs.py runs the others."""
+SCRIPTS = sorted(script for script in EXAMPLES.glob("*.sh") if not script.stem.startswith(("sft_", "pipeline")))
+"""Those of RL; test_learning_runs.py runs those of SFT."""
 SMALL = [
     "data.train_batch_size=4",
     "data.max_prompt_length=40",
@@ -69,6 +70,19 @@ def test_script_trains(script: Path, places: dict[str, str], tmp_path: Path) -> 
     assert all(name in metrics for name in EXPECTED[script.stem])
     assert any(name.startswith("val-core/") for name in metrics)
     assert (tmp_path / "run" / "global_step_1" / "manifest.json").is_file()
+
+
+def test_the_pipeline_gives_one_number_at_every_hand_over(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_shell([str(EXAMPLES / "pipeline.sh"), "out"], tmp_path, {}) == 0
+    (numbers,) = [
+        line for line in capfd.readouterr().out.splitlines() if line.startswith("val-core/digits/reward/mean@4")
+    ]
+    trained, evaluated, reloaded = map(float, re.findall(r"(\S+) (?:in|by|after) ", numbers))
+    assert 0.5 < trained < 1 and trained == evaluated == reloaded
+    assert (tmp_path / "out" / "model" / "model.safetensors").is_file()
 
 
 def test_script_error_names_missing_variables(places: dict[str, str]) -> None:
