@@ -5,6 +5,7 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 from lockstep import __version__
@@ -43,46 +44,14 @@ def usage() -> str:
     return "\n".join(["usage: lockstep PROGRAM [arguments]", "", *lines, ""])
 
 
-def _ppo(argv: list[str]) -> int:
-    from lockstep.trainer import main_ppo
-
-    return main_ppo.main(argv)
-
-
-def _sft(argv: list[str]) -> int:
-    from lockstep.trainer import fsdp_sft_trainer
-
-    return fsdp_sft_trainer.main(argv)
+def _main_of(module: str) -> Callable[[list[str]], int]:
+    """The module's `main`, imported when it is called."""
+    return lambda argv: import_module(module).main(argv)
 
 
-def _rm(argv: list[str]) -> int:
-    from lockstep.trainer import main_rm
-
-    return main_rm.main(argv)
-
-
-def _dpo(argv: list[str]) -> int:
-    from lockstep.trainer import main_dpo
-
-    return main_dpo.main(argv)
-
-
-def _generate(argv: list[str]) -> int:
-    from lockstep.trainer import main_generation
-
-    return main_generation.main(argv)
-
-
-def _eval(argv: list[str]) -> int:
-    from lockstep.trainer import main_eval
-
-    return main_eval.main(argv)
-
-
-def _plan(argv: list[str]) -> int:
-    from lockstep.plan import program
-
-    return program.main(argv)
+def _printing(module: str) -> Callable[[list[str]], int]:
+    """The same for a program that only prints."""
+    return lambda argv: _to_pipe(import_module(module).main, argv)
 
 
 def _grpo(argv: list[str]) -> int:
@@ -95,48 +64,6 @@ def _grpo(argv: list[str]) -> int:
     return main_ppo.main([preset, *argv], prog="lockstep grpo")
 
 
-def _export(argv: list[str]) -> int:
-    from lockstep.export import program
-
-    return program.main(argv)
-
-
-def _convert(argv: list[str]) -> int:
-    from lockstep.convert import program
-
-    return program.main(argv)
-
-
-def _chat(argv: list[str]) -> int:
-    from lockstep import chat
-
-    return chat.main(argv)
-
-
-def _compare(argv: list[str]) -> int:
-    from lockstep.observability import compare
-
-    return _to_pipe(compare.main, argv)
-
-
-def _plot(argv: list[str]) -> int:
-    from lockstep.observability import plot
-
-    return _to_pipe(plot.main, argv)
-
-
-def _rollouts(argv: list[str]) -> int:
-    from lockstep.observability import show_rollouts
-
-    return _to_pipe(show_rollouts.main, argv)
-
-
-def _timeline(argv: list[str]) -> int:
-    from lockstep.observability import timeline
-
-    return _to_pipe(timeline.main, argv)
-
-
 def _to_pipe(program: Callable[[list[str]], int], argv: list[str]) -> int:
     """Run a program that only prints; the reader of its output may end early, as in `| head`."""
     try:
@@ -146,12 +73,6 @@ def _to_pipe(program: Callable[[list[str]], int], argv: list[str]) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that flushing at exit does not fail
         return 0
-
-
-def _demo(argv: list[str]) -> int:
-    from lockstep import demo
-
-    return demo.main(argv)
 
 
 def _doctor(argv: list[str]) -> int:
@@ -216,24 +137,46 @@ class Program:
 
 
 PROGRAMS = {
-    "ppo": Program(_ppo, "key=value ...", "train a language model by reinforcement learning"),
-    "grpo": Program(_grpo, "key=value ...", "the same as `lockstep ppo algorithm=grpo`"),
-    "sft": Program(_sft, "key=value ...", "fine-tune a language model on supervised data"),
-    "rm": Program(_rm, "key=value ...", "train a reward model on preference pairs"),
-    "dpo": Program(_dpo, "key=value ...", "train a language model on preference pairs (DPO)"),
-    "generate": Program(_generate, "key=value ...", "answer the prompts of a file with a model"),
-    "eval": Program(_eval, "key=value ...", "score the answers in a file"),
-    "plan": Program(
-        _plan, "key=value ...", "show the memory and time that a training command needs, without loading a model"
+    "ppo": Program(
+        _main_of("lockstep.trainer.main_ppo"), "key=value ...", "train a language model by reinforcement learning"
     ),
-    "export": Program(_export, "CHECKPOINT", "write a checkpoint as a Hugging Face folder, and check it"),
-    "convert": Program(_convert, "PATH", "turn a checkpoint, a config or a command of verl into Lockstep's"),
-    "chat": Program(_chat, "RUN", "talk to a checkpoint or any other model"),
-    "compare": Program(_compare, "RUN RUN ...", "show settings and results of runs side by side"),
-    "plot": Program(_plot, "RUN ...", "draw and compare the curves of runs"),
-    "rollouts": Program(_rollouts, "RUN", "show the prompts, responses and scores of a step"),
-    "timeline": Program(_timeline, "RUN", "show when each phase and worker ran, as a page for a browser"),
-    "demo": Program(_demo, "", "train a small model from scratch on this machine"),
+    "grpo": Program(_grpo, "key=value ...", "the same as `lockstep ppo algorithm=grpo`"),
+    "sft": Program(
+        _main_of("lockstep.trainer.fsdp_sft_trainer"), "key=value ...", "fine-tune a language model on supervised data"
+    ),
+    "rm": Program(_main_of("lockstep.trainer.main_rm"), "key=value ...", "train a reward model on preference pairs"),
+    "dpo": Program(
+        _main_of("lockstep.trainer.main_dpo"), "key=value ...", "train a language model on preference pairs (DPO)"
+    ),
+    "generate": Program(
+        _main_of("lockstep.trainer.main_generation"), "key=value ...", "answer the prompts of a file with a model"
+    ),
+    "eval": Program(_main_of("lockstep.trainer.main_eval"), "key=value ...", "score the answers in a file"),
+    "plan": Program(
+        _main_of("lockstep.plan.program"),
+        "key=value ...",
+        "show the memory and time that a training command needs, without loading a model",
+    ),
+    "export": Program(
+        _main_of("lockstep.export.program"), "CHECKPOINT", "write a checkpoint as a Hugging Face folder, and check it"
+    ),
+    "convert": Program(
+        _main_of("lockstep.convert.program"), "PATH", "turn a checkpoint, a config or a command of verl into Lockstep's"
+    ),
+    "chat": Program(_main_of("lockstep.chat"), "RUN", "talk to a checkpoint or any other model"),
+    "compare": Program(
+        _printing("lockstep.observability.compare"), "RUN RUN ...", "show settings and results of runs side by side"
+    ),
+    "plot": Program(_printing("lockstep.observability.plot"), "RUN ...", "draw and compare the curves of runs"),
+    "rollouts": Program(
+        _printing("lockstep.observability.show_rollouts"), "RUN", "show the prompts, responses and scores of a step"
+    ),
+    "timeline": Program(
+        _printing("lockstep.observability.timeline"),
+        "RUN",
+        "show when each phase and worker ran, as a page for a browser",
+    ),
+    "demo": Program(_main_of("lockstep.demo"), "", "train a small model from scratch on this machine"),
     "doctor": Program(_doctor, "", "show installed packages and hardware"),
 }
 
