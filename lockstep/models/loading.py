@@ -321,7 +321,7 @@ def _path_of(part: nn.Module, model: nn.Module) -> str:
 def _score_head_of_adapter(config: HFModelConfig, key: str) -> Tensor | None:
     """The head that was trained beside the adapter that `path` is."""
     folder = local_model_folder(config.path, f"{key}.path")
-    return read_adapter(folder, f"{key}.path={config.path!r}")[1].get("score.weight") if is_adapter(folder) else None
+    return read_adapter(folder, f"{key}.path={config.path!r}")[1] if is_adapter(folder) else None
 
 
 def _saved_score_head(folder: Path) -> Tensor | None:

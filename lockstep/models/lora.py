@@ -37,10 +37,12 @@ ADAPTER = "default"
 """The adapter's name in peft's layers."""
 _PREFIX = "base_model.model."
 """Of the names in an adapter's file."""
+SCORE_HEAD = "score.weight"
 _PLAIN = {
     "bias": "none",
     "use_dora": False,
     "lora_bias": False,
+    "fan_in_fan_out": False,
     "rank_pattern": {},
     "alpha_pattern": {},
     "target_parameters": None,
@@ -164,21 +166,6 @@ def save_adapter(
     tokenizer.save_pretrained(folder)
 
 
-def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters that a model without adapters would need, by name: each adapter is added to its layer's weight."""
-    layers = adapter_layers(model)
-    for name, parameter in model.named_parameters():
-        path = name.removesuffix(".base_layer.weight")
-        if ".lora_A." in name or ".lora_B." in name:
-            continue
-        if path in layers and path != name:
-            layer = layers[path]
-            pair = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
-            yield base_name(name), merged(parameter, Adapter(*pair, layer.scaling[ADAPTER]))
-        else:
-            yield base_name(name), parameter.detach()
-
-
 @torch.no_grad()
 def merged(weight: Tensor, adapter: Adapter, start: int = 0) -> Tensor:
     """weight + scale * B A in float32, rounded once. weight: rows of the layer's weight, from row `start` on."""
@@ -186,11 +173,11 @@ def merged(weight: Tensor, adapter: Adapter, start: int = 0) -> Tensor:
     return torch.addmm(weight.float(), b, a, alpha=adapter.scale).to(weight.dtype)
 
 
-def read_adapter(folder: Path, what: str) -> tuple[dict[str, Adapter], dict[str, Tensor]]:
-    """Adapters of a folder by the name of their linear layer, and other tensors by name. what: the setting, for messages."""
+def read_adapter(folder: Path, what: str) -> tuple[dict[str, Adapter], Tensor | None]:
+    """Adapters of a folder by the name of their linear layer, and the score head if it has one. what: the setting, for messages."""
     lora = _read_config(folder, what)
     scale = lora.lora_alpha / (math.sqrt(lora.r) if lora.use_rslora else lora.r)
-    tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in _read_tensors(folder).items()}
+    tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in _read_tensors(folder, what).items()}
     adapters: dict[str, Adapter] = {}
     for name in [name for name in tensors if name.endswith(".lora_A.weight")]:
         path = name.removesuffix(".lora_A.weight")
@@ -200,7 +187,11 @@ def read_adapter(folder: Path, what: str) -> tuple[dict[str, Adapter], dict[str,
         adapters[path] = Adapter(a, b, scale)
     if not adapters:
         raise ValueError(f"{what}: the folder has no LoRA tensors")
-    return adapters, tensors
+    if others := sorted(tensors.keys() - {SCORE_HEAD}):
+        raise ValueError(
+            f"{what}: it also trained {others[0]}, which is not a LoRA adapter of a linear layer: not supported"
+        )
+    return adapters, tensors.get(SCORE_HEAD)
 
 
 def adapter_config(model: PreTrainedModel) -> "LoraConfig":
@@ -248,9 +239,12 @@ def _read_config(folder: Path, what: str) -> "LoraConfig":
     return lora
 
 
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
+def _read_tensors(folder: Path, what: str) -> dict[str, Tensor]:
     from peft import load_peft_weights
 
+    # peft would ask the Hub for a folder without weights
+    if not any((folder / f"adapter_model.{kind}").is_file() for kind in ("safetensors", "bin")):
+        raise ValueError(f"{what}: the folder has no adapter_model.safetensors")
     return cast(dict[str, Tensor], load_peft_weights(str(folder), device="cpu"))
 
 
@@ -283,7 +277,7 @@ def _inject(
 @torch.no_grad()
 def _load(model: "TokenModel", folder: Path, what: str) -> None:
     """Copy a folder's tensors into the adapters of a model that is not sharded yet."""
-    tensors = _read_tensors(folder)
+    tensors = _read_tensors(folder, what)
     own = {file_name(model.hf_name(name)): p for name, p in model.named_parameters() if p.requires_grad}
     if other := sorted(tensors.keys() ^ own.keys()):
         state = "has" if other[0] in tensors else "lacks"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, PeftModel
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -23,7 +24,7 @@ from lockstep.models.loading import (
     open_causal_lm,
     open_value_model,
 )
-from lockstep.models.lora import adapter_layers, install_adapters, merged_weights
+from lockstep.models.lora import adapter_layers, install_adapters
 from lockstep.models.model_check import reference_log_probs
 from lockstep.models.shared_weights import rollout_module
 from lockstep.models.token_models import PolicyModel, ScalarModel, TokenModel
@@ -169,14 +170,11 @@ def test_rollouts_decode_with_the_trainers_own_tensors(
 
 
 def test_merged_weights_are_those_of_peft(trained: tuple[FsdpEngine, Path], folder: Path) -> None:
-    engine, adapter = trained
+    _, adapter = trained
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     expected = PeftModel.from_pretrained(base, adapter).merge_and_unload().state_dict()
-    merged = dict(merged_weights(engine.compute.transformer))
-    assert merged.keys() == expected.keys()
     loaded = load_causal_lm(HFModelConfig(path=str(adapter.parent.parent)), "model", torch.float32, CPU).state_dict()
     for name, weight in expected.items():
-        torch.testing.assert_close(merged[name], weight, atol=1e-6, rtol=1e-6)
         torch.testing.assert_close(loaded[name], weight, atol=1e-6, rtol=1e-6)
 
 
@@ -282,6 +280,7 @@ def test_settings_that_do_not_fit_are_refused(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"fan_in_fan_out": True}, "fan_in_fan_out=True of its adapter_config.json is not supported"),
         ({"use_dora": True}, "use_dora=True of its adapter_config.json is not supported"),
         ({"peft_type": "LOHA"}, "only LoRA is supported"),
         ({"base_model_name_or_path": None}, "does not name its base model"),
@@ -297,6 +296,19 @@ def test_adapters_of_other_kinds_are_refused(
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings | changes))
     with pytest.raises(ValueError, match=message):
         load_causal_lm(HFModelConfig(path=str(tmp_path)), "model", torch.float32, CPU)
+
+
+def test_what_was_trained_beside_adapters_is_not_dropped(trained: tuple[FsdpEngine, Path], tmp_path: Path) -> None:
+    for file in trained[1].iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = tmp_path / "adapter_model.safetensors"
+    save_file(load_file(weights) | {"base_model.model.lm_head.weight": torch.zeros(4, 4)}, weights)
+    path = HFModelConfig(path=str(tmp_path))
+    with pytest.raises(ValueError, match=r"model\.path=.*it also trained lm_head\.weight"):
+        load_causal_lm(path, "model", torch.float32, CPU)
+    weights.unlink()
+    with pytest.raises(ValueError, match=r"model\.path=.*has no adapter_model\.safetensors"):
+        load_causal_lm(path, "model", torch.float32, CPU)
 
 
 def test_a_checkpoint_belongs_to_its_base_and_settings(
