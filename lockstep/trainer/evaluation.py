@@ -84,7 +84,9 @@ def responses_of(rows: Sequence[FileRow], config: EvaluationConfig) -> tuple[Res
         source = str(_column(row, config.data.data_source_key, "data.data_source_key"))
         truth = _ground_truth(row, config.data.reward_model_key)
         extra_info = row.columns.get("extra_info") or {}
-        lengths = row.columns.get(LENGTHS) or [0] * len(texts)
+        if not isinstance(extra_info, Mapping):
+            raise ValueError(f"{row.location}: 'extra_info' must be an object, not {extra_info!r:.80}")
+        lengths = _per_response(row, LENGTHS, texts, 0)
         index = extra_info.get("index")
         responses.inputs += [_prompt_text(row.columns.get(config.data.prompt_key))] * len(texts)
         responses.outputs += texts
@@ -93,7 +95,7 @@ def responses_of(rows: Sequence[FileRow], config: EvaluationConfig) -> tuple[Res
         responses.data_sources += [source] * len(texts)
         responses.details["index"] += [number if index is None else index] * len(texts)
         responses.details["length"] += lengths
-        responses.details["finish_reason"] += row.columns.get("finish_reasons") or [None] * len(texts)
+        responses.details["finish_reason"] += _per_response(row, "finish_reasons", texts, None)
         scoring += [ScoringRow(source, t, truth, dict(extra_info), length) for t, length in zip(texts, lengths)]
     return responses, scoring
 
@@ -106,6 +108,17 @@ def _texts(row: FileRow, name: str) -> list[str]:
             f"{row.location}: {name!r} must be a list of texts; set data.response_key to the column of responses"
         )
     return texts
+
+
+def _per_response(row: FileRow, name: str, texts: list[str], default: Any) -> list[Any]:
+    """An optional column with an entry for each text. ValueError if it belongs to other responses."""
+    values = row.columns.get(name) or [default] * len(texts)
+    if not isinstance(values, list) or len(values) != len(texts):
+        raise ValueError(
+            f"{row.location}: {name!r} must have one entry for each of the {len(texts)} responses; remove the column if it is "
+            "not about them"
+        )
+    return values
 
 
 def _ground_truth(row: FileRow, name: str) -> Any:

@@ -152,10 +152,15 @@ class GeneratedRows:
 def read_table(data_files: Sequence[Path], rows: Sequence[int]) -> pa.Table:
     """The given rows of the files, with all their columns. ValueError if they have a column that would be added."""
     tables = [
-        pq.read_table(file) if file.suffix == ".parquet" else pa.Table.from_pylist(list(iter_file(file)))
-        for file in data_files
+        pq.read_table(file) if file.suffix == ".parquet" else _table(list(iter_file(file))) for file in data_files
     ]
     table = tables[0] if len(tables) == 1 else pa.concat_tables(tables, promote_options="permissive")
     if taken := [name for name in COLUMNS if name in table.column_names]:
         raise ValueError(f"data.path has a column {taken[0]!r} already; remove or rename it")
     return table.take(pa.array(rows, pa.int64()))
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
+    """With the columns of all rows; `Table.from_pylist` takes those of the first."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return pa.table({name: [row.get(name) for row in rows] for name in names})

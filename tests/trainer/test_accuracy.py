@@ -101,6 +101,12 @@ def test_a_reward_function_that_always_fails(tmp_path: Path, capsys: pytest.Capt
     [
         ([row(["x"]) | {"responses": None}], [], "row 0 has no 'responses'; set data.response_key"),
         ([row([1])], [], "'responses' must be a list of texts"),
+        (
+            [row(["x", "y"], response_lengths=[3])],
+            [],
+            "'response_lengths' must have one entry for each of the 2 responses",
+        ),
+        ([row(["x"], extra_info="gsm8k")], [], "'extra_info' must be an object, not 'gsm8k'"),
         ([row(["x"]) | {"data_source": "mine"}], [], "no scorer for data_source 'mine'"),
         ([row(["x"]) | {"reward_model": {"style": "rule"}}], [], "has no `ground_truth`"),
         ([row(["x"])], ["data.data_source_key=source"], "has no 'source'; set data.data_source_key"),
