@@ -17,7 +17,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from lockstep.config.model import HFModelConfig
 from lockstep.engines.train.shard_reader import ShardTensors
@@ -25,6 +31,7 @@ from lockstep.export.outputs import own_outputs, plain_outputs
 from lockstep.models.export import save_policy, save_scalar_model, save_tensors
 from lockstep.models.known_models import install_decoder_layers
 from lockstep.models.loading import load_causal_lm, load_hf_config, load_reward_model, meta_model
+from lockstep.models.lora import SCORE_HEAD, file_name
 from lockstep.models.rope import fix_rope
 from lockstep.models.token_models import PolicyModel, ScalarModel, TokenModel
 from lockstep.models.tokenizer import hf_tokenizer
@@ -213,8 +220,6 @@ class _ShardWeights(FolderWeights):
 class Adapter(Source):
     """A LoRA adapter and its base model, merged by peft in float32. base: None is the one that the adapter names."""
 
-    is_scalar = False
-
     def __init__(self, folder: Path, base: str | None, trust_remote_code: bool) -> None:
         try:
             from peft import PeftModel, get_peft_model_state_dict
@@ -222,21 +227,26 @@ class Adapter(Source):
             raise ValueError(
                 "merging a LoRA adapter needs peft; pip install peft, or copy the adapter by --adapter"
             ) from error
+        stored = load_file(folder / ADAPTER_WEIGHTS).keys()
+        self.is_scalar = file_name(SCORE_HEAD) in stored
         whole_folder = local_model_folder(base, "--model") if base else base_folder(folder, "CHECKPOINT")
         config = HFModelConfig(path=str(whole_folder), trust_remote_code=trust_remote_code)
         with_tokenizer = folder if has_tokenizer(folder) else whole_folder
         self.tokenizer = hf_tokenizer(with_tokenizer, trust_remote_code, key="--model")
-        whole = AutoModelForCausalLM.from_pretrained(
+        hf_config = load_hf_config(config, "--model")
+        if self.is_scalar:
+            hf_config.num_labels, hf_config.pad_token_id = 1, self.tokenizer.pad_token_id
+        cls: Any = AutoModelForSequenceClassification if self.is_scalar else AutoModelForCausalLM
+        whole = cls.from_pretrained(
             whole_folder,
             dtype=torch.float32,
             trust_remote_code=trust_remote_code,
-            config=load_hf_config(config, "--model"),
+            config=hf_config,
             local_files_only=True,
             weights_only=True,
         )
         self._peft = PeftModel.from_pretrained(whole, str(folder), local_files_only=True).eval()
-        loaded, stored = get_peft_model_state_dict(self._peft).keys(), load_file(folder / ADAPTER_WEIGHTS).keys()
-        if odd := sorted(loaded ^ stored):  # peft only warns
+        if odd := sorted(get_peft_model_state_dict(self._peft).keys() ^ stored):  # peft only warns
             raise ValueError(f"{folder} does not fit its base model {whole_folder}: {odd[0]} is in one of them only")
         self.num_parameters = sum(parameter.numel() for parameter in whole.parameters())
         self._merged: PreTrainedModel | None = None
@@ -249,14 +259,15 @@ class Adapter(Source):
 
     def outputs(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
         """With the adapter beside the base weights, not merged."""
-        return plain_outputs(self._peft, rows)
+        return plain_outputs(self._peft, rows, is_scalar=self.is_scalar)
 
     def write(self, folder: Path, dtype: torch.dtype | None, file_bytes: int) -> None:
         merged: PreTrainedModel = self._peft.merge_and_unload()
         self._merged = merged
         with torch.device("meta"):
             like = type(merged)._from_config(merged.config, dtype=dtype or torch.float32)
-        like.generation_config = merged.generation_config
+        if not self.is_scalar:
+            like.generation_config = merged.generation_config
         save_policy(like, cast_all(self.tensors(), dtype), self.tokenizer, folder, file_bytes)
 
 

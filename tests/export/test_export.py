@@ -15,12 +15,20 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from lockstep import cli
+from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from lockstep.engines.train.base import MicroBatching
+from lockstep.engines.train.fsdp import FsdpEngine
 from lockstep.export import program, sources
 from lockstep.export.program import parse_size
 from lockstep.models.export import save_policy
+from lockstep.models.loading import load_reward_model, open_value_model
+from lockstep.models.lora import install_adapters
+from lockstep.models.token_models import ScalarModel
 from tests.export.save_cases import save_parts, write_run
 from tests.models.architectures import save_tiny_model as save_architecture
-from tests.tiny import save_tiny_model, tiny_tokenizer
+from tests.tiny import random_batch, save_tiny_model, tiny_tokenizer
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -269,6 +277,29 @@ def test_adapter_is_merged_or_copied(
     )
     assert export(step, "-o", tmp_path / "third") == 2
     assert "does not fit its base model" in capsys.readouterr().err
+
+
+def test_adapter_of_a_critic(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(2)
+    config = HFModelConfig(path=str(models / "base"), lora_rank=4)
+    body, score, weights = open_value_model(config, "critic.model", torch.float32, CPU, seed=3)
+    model = ScalarModel(body, score)
+    install_adapters(model, config, "critic.model", dtype=torch.float32, device=CPU, seed=1)
+    options: dict[str, Any] = {"device": CPU, "compute_dtype": torch.float32, "packed": True}
+    optim = FSDPOptimizerConfig(lr=1e-2, total_training_steps=1)
+    engine = FsdpEngine(model, FSDPEngineConfig(), optim, weights=weights, **options)
+    with torch.no_grad():
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter.normal_(0, 0.1)
+    critic = tmp_path / "run" / "global_step_3" / "critic"
+    engine.export(critic, tiny_tokenizer())
+    assert export(critic, "-o", tmp_path / "merged") == 0
+    (difference,) = re.findall(r"largest difference of 4 scores .*: (\S+)", capsys.readouterr().out)
+    assert float(difference) < 1e-5
+    merged = ScalarModel(*load_reward_model(HFModelConfig(path=str(tmp_path / "merged")), "m", torch.float32, CPU))
+    of_merged = FsdpEngine(merged, FSDPEngineConfig(), None, **options)
+    values = [e.forward(random_batch(), MicroBatching())["values"] for e in (engine, of_merged)]
+    torch.testing.assert_close(*values, atol=1e-5, rtol=1e-4)
 
 
 def test_checks_before_torch_is_imported(tmp_path: Path) -> None:
