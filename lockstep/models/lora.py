@@ -10,12 +10,14 @@ time compares that with peft's own forward. A folder of an adapter is peft's: ad
 import copy
 import logging
 import math
+import pickle
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -245,7 +247,12 @@ def _read_tensors(folder: Path, what: str) -> dict[str, Tensor]:
     # peft would ask the Hub for a folder without weights
     if not any((folder / f"adapter_model.{kind}").is_file() for kind in ("safetensors", "bin")):
         raise ValueError(f"{what}: the folder has no adapter_model.safetensors")
-    return cast(dict[str, Tensor], load_peft_weights(str(folder), device="cpu"))
+    try:
+        return cast(dict[str, Tensor], load_peft_weights(str(folder), device="cpu"))
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"{what}: its adapter_model.bin holds more than tensors; convert it to safetensors") from error
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"{what}: its weights cannot be read: {error}") from error
 
 
 def _inject(

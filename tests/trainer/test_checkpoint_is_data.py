@@ -198,6 +198,22 @@ def test_model_folder_with_pickled_weights_is_not_run(tiny_run_files: Path, tmp_
     load_causal_lm(config, "actor_rollout_ref.model", torch.float32, torch.device("cpu"))
 
 
+def test_adapter_with_pickled_weights_is_not_run(tiny_run_files: Path, tmp_path: Path, canary: Path) -> None:
+    from peft import LoraConfig
+
+    from lockstep.config.model import HFModelConfig
+
+    folder = tmp_path / "adapter"
+    LoraConfig(r=4, base_model_name_or_path=str(tiny_run_files / "model")).save_pretrained(str(folder))
+    torch.save({"base_model.model.lm_head.lora_A.weight": Planted(canary)}, folder / "adapter_model.bin")
+    config = HFModelConfig(path=str(folder))
+    with pytest.raises(ValueError, match=r"model\.path=.*: its adapter_model\.bin holds more than tensors"):
+        load_causal_lm(config, "model", torch.float32, torch.device("cpu"))
+    (folder / "adapter_model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(ValueError, match=r"model\.path=.*: its weights cannot be read"):
+        load_causal_lm(config, "model", torch.float32, torch.device("cpu"))
+
+
 def test_model_folder_with_code_needs_trust_remote_code(tiny_run_files: Path, tmp_path: Path, canary: Path) -> None:
     from lockstep.config.model import HFModelConfig
 
