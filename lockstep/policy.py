@@ -106,7 +106,7 @@ class Policy:
             import torch
 
             from lockstep.config.model import HFModelConfig
-            from lockstep.models.loading import load_causal_lm, resolve_dtype
+            from lockstep.models.loading import load_causal_lm, model_folder, resolve_dtype
             from lockstep.models.tokenizer import eos_token_ids, hf_tokenizer
             from lockstep.utils.device import resolve_device
 
@@ -114,7 +114,7 @@ class Policy:
             tokenizer = hf_tokenizer(self.path, key="Policy path")
             config = HFModelConfig(path=str(self.path))
             model = load_causal_lm(config, "policy", resolve_dtype("auto", device), device)
-            self._loaded = model, tokenizer, eos_token_ids(tokenizer, self._folder())
+            self._loaded = model, tokenizer, eos_token_ids(tokenizer, model_folder(config, "policy"))
         return self._loaded
 
     def _engine_for(self, prompt_length: int, response_length: int) -> "RolloutEngine":

@@ -4,6 +4,8 @@ import io
 from pathlib import Path
 
 import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from lockstep import cli
 from lockstep.policy import Policy
@@ -54,6 +56,15 @@ def test_a_stream_is_what_generate_gives(model: Path) -> None:
         parts = list(policy.stream("1+1=", max_tokens=50, seed=seed, temperature=0.9))
         assert "".join(parts) == policy.generate("1+1=", max_tokens=50, seed=seed, temperature=0.9)
     assert len(parts) > 1
+
+
+def test_an_adapter_ends_answers_as_its_base_does(tmp_path: Path) -> None:
+    base = save_tiny_model(tmp_path / "base")
+    (base / "generation_config.json").write_text('{"eos_token_id": [1, 11]}')
+    config = LoraConfig(r=2, target_modules=["q_proj"], base_model_name_or_path=str(base))
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    model.save_pretrained(tmp_path / "adapter")
+    assert {1, 11} <= set(Policy(tmp_path / "adapter")._load()[2])
 
 
 def test_a_conversation_longer_than_the_model(
