@@ -165,7 +165,9 @@ def job_of(config: PPOConfig, device: Device, lengths: Lengths, shape_of: Callab
     ]
     frozen: dict[str, Any] = {"checkpointing": False, "update": None}
     if own_pool:
-        models.append(model("rollout", shape, actor, actor.fsdp_config, passes={}, decodes=True, **frozen))
+        models.append(
+            model("rollout", shape, actor, actor.fsdp_config, passes={}, decodes=True, adapters=adapters, **frozen)
+        )
     if "ref" in roles:
         forward = units(sequences, "ref", policy.ref, packed, **log_prob_limits(policy.ref))
         passes = {"reference log-probs": forward}

@@ -40,13 +40,13 @@ def step_times(job: Job, memory: list[Phase]) -> dict[str, float]:
 
 
 def transfer_time(device: Device, models: Sequence[Model]) -> float:
-    """Of the actor's weights to a rollout in another pool: a broadcast by one rank."""
+    """Of the actor's trained weights to a rollout in another pool: a broadcast by one rank."""
     actor = next((model for model in models if model.role == "actor"), None)
     if actor is None:
         return 0.0
     rollout = next(model for model in models if model.role == "rollout")
     link = device.peer_link if rollout.machines == actor.machines == 1 else device.network
-    return actor.compute * actor.shape.parameters * (1 / link + 1 / _link(device, actor, actor.shards))
+    return actor.compute * actor.num_trained * (1 / link + 1 / _link(device, actor, actor.shards))
 
 
 def fitting_sequences(job: Job, phase: Phase) -> int:
@@ -73,7 +73,10 @@ def _generation(job: Job, phase: Phase) -> float:
     prefill = 2 * prompts * shape.layers * shape.active_layer_parameters / _rate(device, shape.width) / ranks
     gather = 0.0
     if model.is_sharded and model.update is not None:
-        gather = model.compute * shape.parameters / _link(device, model, model.shards)
+        changed = (
+            shape.parameters if model.engine.param_offload else model.num_trained
+        )  # offload frees the rollout's copy
+        gather = model.compute * changed / _link(device, model, model.shards)
     return gather + prefill + waves * lengths.response * step
 
 

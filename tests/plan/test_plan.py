@@ -20,7 +20,7 @@ from lockstep.plan.hardware import DEVICES
 from lockstep.plan.job import Job, job_of
 from lockstep.plan.memory import phases
 from lockstep.plan.model_shape import ModelShape
-from lockstep.plan.step_time import step_times
+from lockstep.plan.step_time import step_times, transfer_time
 
 SHAPES = {  # Qwen2.5: vocabulary, width, inner, layers, heads, key heads, tied
     "0.5b": (151936, 896, 4864, 24, 14, 2, True),
@@ -202,6 +202,15 @@ def test_lora_trains_adapters_alone(command: Any) -> None:
     assert update["moments"] == 2 * 4 * adapters and update["gradients"] == 4 * adapters
     assert "weights of other models" in phases(full)[-1].parts and "weights of other models" not in update
     assert max(phase.fixed for phase in phases(lora)) < 0.15 * max(phase.fixed for phase in phases(full))
+
+
+def test_lora_sends_the_adapters_alone(command: Any) -> None:
+    settings = command("7b", 16, 256, 512, *DYNAMIC, "trainer.placement=split", "trainer.n_gpus_per_node=4")
+    full, lora = plan(settings), with_lora(settings)
+    sent = [transfer_time(job.device, job.models) for job in (full, lora)]
+    assert sent[1] / sent[0] == pytest.approx(lora.model("actor").num_trained / full.model("actor").num_trained)
+    decoding = [step_times(job, phases(job))["generate"] for job in (full, lora)]
+    assert decoding[1] > decoding[0]  # the products of the adapters
 
 
 def test_lora_is_faster_and_keeps_more(command: Any) -> None:
