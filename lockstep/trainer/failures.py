@@ -23,11 +23,14 @@ from lockstep.trainer.memory_check import planned
 from lockstep.utils.audit import AuditError
 
 _ARR = "actor_rollout_ref"
+_SUPERVISED = "data.max_token_len_per_gpu (data.micro_batch_size_per_gpu without data.use_dynamic_bsz)"
 LOWER = {
     "generate_sequences": f"{_ARR}.rollout.max_num_seqs or {_ARR}.rollout.gpu_memory_utilization",
-    "train_batch": "data.max_token_len_per_gpu (data.micro_batch_size_per_gpu without data.use_dynamic_bsz)",
+    "train_batch": f"{_SUPERVISED}, or set model.fsdp_config.optimizer_offload=true",
+    "validate": _SUPERVISED,
+    "prepare": _SUPERVISED,
 }
-"""Worker method -> the setting that lowers its memory."""
+"""Method of a worker or of a supervised trainer -> the setting that lowers its memory."""
 MICRO_BATCHES = {
     "compute_log_prob": (f"{_ARR}.rollout.log_prob_use_dynamic_bsz", "old log-probs"),
     "compute_ref_log_prob": (f"{_ARR}.ref.log_prob_use_dynamic_bsz", "reference log-probs"),
@@ -134,6 +137,11 @@ def _out_of_memory(error: BaseException, config: PPOConfig | SupervisedConfig) -
     elif method in MICRO_BATCHES:
         switch, phase = MICRO_BATCHES[method]
         fix = f"lower {MICRO_BATCH_KEYS[phase][attrgetter(switch)(config)]}"
+    elif isinstance(config, SupervisedConfig) and isinstance(error, torch.OutOfMemoryError):  # loading the model
+        fix = (
+            "the model is too large: use more GPUs (torchrun --nproc_per_node), or set model.lora_rank or "
+            "model.fsdp_config.param_offload=true"
+        )
     elif method is not None:  # loading a model
         fix = (
             "the model is too large: use more GPUs (trainer.n_gpus_per_node) or a smaller actor_rollout_ref.model.path"

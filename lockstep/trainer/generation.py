@@ -59,9 +59,11 @@ class GenerationRunner:
             except ValueError as error:
                 if os.environ.get("LOCKSTEP_DEBUG"):
                     raise
-                raise RunError(f"{error} (LOCKSTEP_DEBUG=1 shows the traceback)", exit_code=2) from error
+                raise RunError(
+                    f"{_own_keys(str(error))} (LOCKSTEP_DEBUG=1 shows the traceback)", exit_code=2
+                ) from error
             except Exception as error:  # unexpected ones are raised again by `cause_of`
-                cause = cause_of(error, config).rstrip(".")
+                cause = _own_keys(cause_of(error, config)).rstrip(".")
                 raise RunError(f"{cause}; run the same command to go on after the last finished batch") from error
 
     def _run(self, config: PPOConfig, closing: ExitStack) -> int:
@@ -129,6 +131,11 @@ class GenerationRunner:
             custom_chat_template=model.custom_chat_template,
             key=key.removeprefix("actor_rollout_ref."),
         )
+
+
+def _own_keys(message: str) -> str:
+    """With the keys of generation: model and rollout are sections of their own."""
+    return message.replace("actor_rollout_ref.", "")
 
 
 def _columns(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Any]]:

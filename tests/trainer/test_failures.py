@@ -10,6 +10,7 @@ import torch
 
 from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
+from lockstep.config.sft import SFTConfig
 from lockstep.registry import load_object
 from lockstep.rewards.errors import RewardError
 from lockstep.single_controller.futures import ON_WORKER
@@ -70,6 +71,25 @@ def test_out_of_memory(config: PPOConfig, error: Exception, method: str | None, 
     cause = explain(on_worker(error, method) if method else error, config)
     assert cause is not None and cause.startswith(("out of memory", "out of GPU memory")) and key in cause
     assert "\n" not in cause and (method or "") in cause
+
+
+@pytest.mark.parametrize(
+    ("method", "key"),
+    [
+        ("train_batch", "lower data.max_token_len_per_gpu"),
+        ("train_batch", "set model.fsdp_config.optimizer_offload=true"),
+        ("prepare", "lower data.max_token_len_per_gpu"),
+        (None, "set model.lora_rank or model.fsdp_config.param_offload=true"),
+    ],
+)
+def test_out_of_gpu_memory_in_supervised_training(method: str | None, key: str, tiny_run_files: Path) -> None:
+    settings = [f"model.path={tiny_run_files}/model", f"data.train_files={tiny_run_files}/train.parquet"]
+    error = torch.OutOfMemoryError("CUDA out of memory.")
+    if method is not None:
+        error.add_note(f"raised in rank 0 by SFTTrainer.{method}")
+    cause = explain(error, load_config(SFTConfig, settings))
+    assert cause is not None and cause.startswith("out of GPU memory") and key in cause
+    assert "ulimit" not in cause and "actor_rollout_ref" not in cause
 
 
 def test_dead_processes_and_rewards(config: PPOConfig) -> None:

@@ -158,6 +158,7 @@ def test_another_command_over_the_same_parts_is_refused(
         (["data.max_prompt_length=4"], "more than data.max_prompt_length=4"),
         (["data.prompt_key=question"], "has no 'question'; set data.prompt_key"),
         (["data.max_response_length=4000"], "the model has 256 positions"),
+        (["model.lora_rank=4", "model.target_modules=[foo]"], "error: model.target_modules=['foo'] matches no linear"),
     ],
 )
 def test_bad_input_is_one_message(

@@ -10,7 +10,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -157,7 +157,8 @@ class SupervisedTrainer(ABC):
     def start(self) -> None:
         """Lock the run's folder, resume from its checkpoint and open the trackers."""
         found = on_first_rank(self._claim_folder)
-        self.prepare()
+        with self._out_of_memory_in("prepare"):
+            self.prepare()
         metrics = self._load_checkpoint(*found) if found else {}
         self.loader_state = deepcopy(self.loader.state_dict())
         on_first_rank(lambda: self._open_trackers(metrics))
@@ -181,11 +182,12 @@ class SupervisedTrainer(ABC):
             is_last = self.global_steps == self.total_training_steps
             timing: dict[str, float] = {}
             with self.profiler.step(self.global_steps), marked_timer("step", timing):
-                metrics = self.train_batch(next(batches))
+                with self._out_of_memory_in("train_batch"):
+                    metrics = self.train_batch(next(batches))
                 self.loader_state = deepcopy(self.loader.state_dict())
             metrics |= self._step_metrics(metrics["train/global_tokens"], timing["step"])
             if self.val_dataset is not None and self._is_due(trainer.test_freq, is_last):
-                with marked_timer("testing", timing), phase("validation"):
+                with marked_timer("testing", timing), phase("validation"), self._out_of_memory_in("validate"):
                     metrics |= self.validate()
                 metrics["timing_s/testing"] = timing["testing"]
             stopping = not least_of_ranks(int(not interrupt.requested)) and not is_last
@@ -215,13 +217,9 @@ class SupervisedTrainer(ABC):
                 f"step {self.global_steps}: no token of the batch is trained; does data.truncation or data.max_length="
                 f"{self.config.data.max_length} cut the assistant's turns off?"
             )
-        try:
-            metrics: dict[str, Any] = dict(
-                self.engine.forward_backward(rows, self.loss_fn(count), self.micro, **self.forward_options)
-            )
-        except torch.OutOfMemoryError as error:
-            error.add_note(f"raised in rank {current_rank()} by {type(self).__name__}.train_batch")
-            raise
+        metrics: dict[str, Any] = dict(
+            self.engine.forward_backward(rows, self.loss_fn(count), self.micro, **self.forward_options)
+        )
         if not math.isfinite(metrics["train/loss"]):
             raise AuditError(f"train/loss is {metrics['train/loss']} at step {self.global_steps}: not a finite number")
         metrics["train/grad_norm"] = self.engine.optimizer_step()
@@ -250,6 +248,15 @@ class SupervisedTrainer(ABC):
         """This rank's sequences of the batch of all ranks, and the batch's number of `unit`s."""
         take = share_of if self.sequences_per_row == 1 else share_of_pairs
         return take(batch, self.engine.dp_rank, self.engine.dp_size, balance=self.config.data.balance_dp_token)
+
+    @contextmanager
+    def _out_of_memory_in(self, method: str) -> Iterator[None]:
+        """Name the method in an error, for the advice of `failures`."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            error.add_note(f"raised in rank {current_rank()} by {type(self).__name__}.{method}")
+            raise
 
     def _is_due(self, frequency: int, is_last: bool) -> bool:
         return frequency > 0 and (is_last or self.global_steps % frequency == 0)
