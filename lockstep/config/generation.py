@@ -146,6 +146,11 @@ def as_validation(config: GenerationConfig) -> PPOConfig:
     )
 
 
+def with_own_keys(message: str) -> str:
+    """An error about `as_validation`, with the keys of generation."""
+    return message.replace("actor_rollout_ref.", "")
+
+
 def parts_folder(config: GenerationConfig) -> str:
     """The folder of finished batches."""
     return f"{config.data.output_path}.parts"

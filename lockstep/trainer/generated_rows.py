@@ -48,11 +48,12 @@ _NOT_OF_THE_JOB = (
 """Keys, or their beginnings, that change speed and memory only."""
 
 
-def job_of(config: GenerationConfig, model: Path, data_files: Sequence[Path]) -> Job:
-    """The job of a command. model: its local folder."""
+def job_of(config: GenerationConfig, model: Sequence[Path], data_files: Sequence[Path]) -> Job:
+    """The job of a command. model: its local folders, more than one with an adapter."""
     settings = {k: v for k, v in flat_values(config).items() if not k.startswith(_NOT_OF_THE_JOB)}
     data = [digest for _, digest in sorted(file_digests(data_files).items())]
-    return {**settings, "model": revision_of(model) or _file_identities(model), "data": data}
+    identities = [revision_of(folder) or _file_identities(folder) for folder in model]
+    return {**settings, "model": identities, "data": data}
 
 
 def _file_identities(model: Path) -> dict[str, str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.config.generation import GenerationConfig
+from lockstep.config.generation import GenerationConfig, with_own_keys
 from lockstep.config.ppo import PPOConfig
 from lockstep.data.rl_dataset import PromptDataset
 from lockstep.models.tokenizer import hf_tokenizer
@@ -60,10 +60,10 @@ class GenerationRunner:
                 if os.environ.get("LOCKSTEP_DEBUG"):
                     raise
                 raise RunError(
-                    f"{_own_keys(str(error))} (LOCKSTEP_DEBUG=1 shows the traceback)", exit_code=2
+                    f"{with_own_keys(str(error))} (LOCKSTEP_DEBUG=1 shows the traceback)", exit_code=2
                 ) from error
             except Exception as error:  # unexpected ones are raised again by `cause_of`
-                cause = _own_keys(cause_of(error, config)).rstrip(".")
+                cause = with_own_keys(cause_of(error, config)).rstrip(".")
                 raise RunError(f"{cause}; run the same command to go on after the last finished batch") from error
 
     def _run(self, config: PPOConfig, closing: ExitStack) -> int:
@@ -131,11 +131,6 @@ class GenerationRunner:
             custom_chat_template=model.custom_chat_template,
             key=key.removeprefix("actor_rollout_ref."),
         )
-
-
-def _own_keys(message: str) -> str:
-    """With the keys of generation: model and rollout are sections of their own."""
-    return message.replace("actor_rollout_ref.", "")
 
 
 def _columns(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Any]]:

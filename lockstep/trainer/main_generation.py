@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.config.commandline import config_from_command_line
-from lockstep.config.generation import GenerationConfig, as_validation
+from lockstep.config.generation import GenerationConfig, as_validation, with_own_keys
 from lockstep.config.placement import controller_of
 from lockstep.kernels.gpu_warmup import start_gpu_warmup
 from lockstep.observability.console import LogHandler
@@ -21,7 +21,7 @@ from lockstep.trainer.interrupt import stop_on_sigterm
 from lockstep.trainer.preflight import check_positions, check_weights
 from lockstep.utils.dataset_files import local_data_files
 from lockstep.utils.files import ensure_writable
-from lockstep.utils.model_path import local_model_folder
+from lockstep.utils.model_path import base_folder, local_model_folder, weight_folders
 from lockstep.utils.progress import ProgressLog, phase
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def run_generation(config: GenerationConfig) -> int:
             return 0
         output.check_parts()
     except ValueError as error:
-        raise RunError(str(error), exit_code=2) from error
+        raise RunError(with_own_keys(str(error)), exit_code=2) from error
     if controller_of(as_validation(config)) == "ray":
         from lockstep.trainer.ray_runner import run_on_ray
 
@@ -62,13 +62,13 @@ def prepare(config: GenerationConfig) -> GeneratedRows:
     """Check what is outside the config, and fetch model and data; ValueError with the first problem."""
     is_local = controller_of(as_validation(config)) == "local"
     ensure_writable(Path(config.data.output_path).expanduser().absolute().parent, "data.output_path")
-    folder = local_model_folder(config.model.path, "model.path", weights=is_local)
-    check_positions(as_validation(config), folder)
+    folders = weight_folders(config.model.path, config.model.lora_adapter_path, "model", weights=is_local)
+    check_positions(as_validation(config), base_folder(folders[0], "model.path", weights=is_local))
     if is_local:
-        check_weights("model.path", str(folder))
+        check_weights("model.path", str(folders[0]))
     if config.model.tokenizer_path:
         local_model_folder(config.model.tokenizer_path, "model.tokenizer_path", weights=False)
-    return GeneratedRows(config, job_of(config, folder, local_data_files(config.data.path, "val", "data.path")))
+    return GeneratedRows(config, job_of(config, folders, local_data_files(config.data.path, "val", "data.path")))
 
 
 def main(argv: list[str] | None = None) -> int:

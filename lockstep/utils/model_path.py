@@ -60,6 +60,15 @@ def base_folder(folder: Path, key: str, *, weights: bool = True) -> Path:
     return local_model_folder(beside if beside.is_dir() else named, f"base model of {key}", weights=weights)
 
 
+def weight_folders(path: str, adapter_path: str | None, section: str, *, weights: bool = True) -> list[Path]:
+    """The folders that determine a model's weights: its own, of an adapter also its base, and that of `lora_adapter_path`."""
+    folder = local_model_folder(path, f"{section}.path", weights=weights)
+    found = [folder, base_folder(folder, f"{section}.path", weights=weights)]
+    if adapter_path is not None:
+        found.append(local_model_folder(adapter_path, f"{section}.lora_adapter_path", weights=weights))
+    return list(dict.fromkeys(found))
+
+
 def revision_of(folder: Path) -> str:
     """The commit of a folder in the Hub cache; empty for others."""
     return folder.name if folder.parent.name == "snapshots" else ""

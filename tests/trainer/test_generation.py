@@ -5,12 +5,15 @@ import json
 import logging
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from peft import LoraConfig, get_peft_model
 from rich.console import Console
+from transformers import AutoModelForCausalLM
 
 from lockstep import cli
 from lockstep.observability.batch_progress import BatchProgress
@@ -149,6 +152,24 @@ def test_another_command_over_the_same_parts_is_refused(
         assert "the files of the model changed" in capsys.readouterr().err
     finally:
         os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_a_model_with_an_adapter(
+    command: list[str], tiny_run_files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "run" / "global_step_1" / "actor" / "lora_adapter"
+    shutil.copytree(tiny_run_files / "model", base)
+    config = LoraConfig(r=2, target_modules=["q_proj"], base_model_name_or_path=str(base), init_lora_weights=False)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(adapter)
+    of_adapter = [*command, f"model.path={tmp_path}/run/global_step_1"]
+    assert main_generation.main(of_adapter) == 0
+    beside = [f"model.path={base}", "model.lora_rank=2", f"model.lora_adapter_path={adapter}"]
+    assert main_generation.main([*command, *beside, f"data.output_path={tmp_path}/2.parquet"]) == 0
+    assert rows_of(tmp_path / "out.parquet") == rows_of(tmp_path / "2.parquet")
+    capsys.readouterr()
+    os.utime(base / "model.safetensors", ns=(1, 1))
+    assert main_generation.main(of_adapter) == 2
+    assert "the files of the model changed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -27,11 +27,11 @@ from lockstep.config.preference import DPOConfig
 from lockstep.config.schema import to_plain
 from lockstep.data.preference_dataset import create_preference_dataset
 from lockstep.engines.train.base import LossFn
-from lockstep.models.loading import model_folder
 from lockstep.trainer.supervised.batches import collate_pairs, pairs
 from lockstep.trainer.supervised.trainer import SupervisedTrainer
 from lockstep.utils.distributed import on_first_rank
 from lockstep.utils.files import atomic_write_bytes
+from lockstep.utils.model_path import weight_folders
 from lockstep.utils.progress import count, phase
 
 logger = logging.getLogger(__name__)
@@ -140,9 +140,14 @@ class DPOTrainer(SupervisedTrainer):
 
     def _reference_key(self, datasets: dict[str, Any]) -> str:
         """A digest of what the log-probs depend on: the sequences, the model's settings and its files."""
-        stats = {file.name: file.stat() for file in model_folder(self.config.model, "model").iterdir()}
-        files = sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items())
-        digest = hashlib.sha256(json.dumps([to_plain(self.config.model), files, self.device.type]).encode())
+        model = self.config.model
+        stats = [
+            (file.name, file.stat())
+            for f in weight_folders(model.path, model.lora_adapter_path, "model")
+            for file in f.iterdir()
+        ]
+        files = sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+        digest = hashlib.sha256(json.dumps([to_plain(model), files, self.device.type]).encode())
         for dataset in datasets.values():
             for sample in map(dataset.__getitem__, range(len(dataset))):
                 for values in chain(sample["chosen"].values(), sample["rejected"].values()):
