@@ -38,6 +38,8 @@ def test_commands_run_in_the_order_of_the_pages(
     config = tmp_path / "second" / "config.yaml"
     config.write_text(config.read_text().replace("lr: 0.001", "lr: 0.002", 1))
     (tmp_path / "run" / "global_step_1").rename(tmp_path / "run" / "global_step_100")
+    manifest = tmp_path / "run" / "global_step_100" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"step": 1,', '"step": 100,'))
 
     def arguments(program: str) -> list[str]:
         line = command_of(program)
@@ -57,8 +59,6 @@ def test_commands_run_in_the_order_of_the_pages(
     capsys.readouterr()
     assert cli.main(arguments("compare")) == 0
     assert "actor_rollout_ref.actor.optim.lr" in capsys.readouterr().out
-    manifest = tmp_path / "run" / "global_step_100" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"step": 1,', '"step": 100,'))
     monkeypatch.setattr("sys.stdin", io.StringIO("1+1=\n"))
     assert cli.main([*arguments("chat"), "--max-tokens", "4"]) == 0
     assert capsys.readouterr().out

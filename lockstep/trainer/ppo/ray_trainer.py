@@ -54,7 +54,7 @@ from lockstep.trainer.inputs import fetch_on_workers
 from lockstep.trainer.interrupt import Interrupt, StopRequested
 from lockstep.trainer.ppo.metrics import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
 from lockstep.trainer.ppo.mini_batches import MiniBatches, Prepare, call_balanced, lay_out, spread
-from lockstep.trainer.ppo.sampling import RewardFn, Sampling, extra_metrics, generate_for_rows
+from lockstep.trainer.ppo.sampling import RewardFn, Sampling, extra_metrics
 from lockstep.trainer.ppo.validation import Responses, prompt_batches
 from lockstep.trainer.ppo.weight_sync import WeightSync
 from lockstep.trainer.run_config import FILE as CONFIG_FILE
@@ -563,17 +563,16 @@ class PPOTrainer:
 
     def _validation_metrics(self) -> dict[str, float]:
         assert self.val_reward_fn is not None and self.val_dataset is not None
-        data, rollout, val_reward_fn = self.config.data, self.config.actor_rollout_ref.rollout, self.val_reward_fn
+        data, val_reward_fn = self.config.data, self.val_reward_fn
         num_rows = len(self.val_dataset)
         shuffled = shuffled_order(num_rows, self.config.trainer.seed, epoch=0) if data.validation_shuffle else None
         batches = prompt_batches(
             self.val_dataset, shuffled or range(num_rows), data.val_batch_size or num_rows, self.collate_fn
         )
-        sampling = {"n": rollout.val_kwargs.n, "seed": rollout.seed, "step": self.global_steps}
 
         def scored() -> Iterator[DataProto]:
             for rows, prompts in batches:
-                batch = generate_for_rows(self.sampling.rollout_wg, prompts, rows, **sampling)
+                batch = self.sampling.generate_for_validation(prompts, rows, step=self.global_steps)
                 yield self.sampling.score(batch, val_reward_fn)
 
         responses, config = self._responses(scored()), self.config.trainer

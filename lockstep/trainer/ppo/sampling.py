@@ -99,6 +99,11 @@ class Sampling:
         uids = [_uid(draw, number) for number in range(len(prompts))]
         return generate_samples(self.rollout_wg, prompts, uids, seeds, step=step, greedy=greedy)
 
+    def generate_for_validation(self, prompts: DataProto, rows: Sequence[int], *, step: int) -> DataProto:
+        """`rollout.val_kwargs.n` responses per prompt. rows: see `generate_for_rows`."""
+        rollout = self.config.actor_rollout_ref.rollout
+        return generate_for_rows(self.rollout_wg, prompts, rows, n=rollout.val_kwargs.n, seed=rollout.seed, step=step)
+
     def score(self, batch: DataProto, reward_fn: RewardFn) -> DataProto:
         """Write `token_level_scores` and the extra columns of the reward function."""
         if self.rm_wg is not None:

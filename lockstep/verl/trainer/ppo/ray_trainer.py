@@ -9,7 +9,7 @@ Batches are balanced over the ranks inside these calls, and `generate_sequences`
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -336,6 +336,9 @@ class PromptTensorSampling(Sampling):
 
     def generate(self, prompts: DataProto, **options: Any) -> DataProto:
         return super().generate(without_prompt_tensors(prompts), **options)
+
+    def generate_for_validation(self, prompts: DataProto, rows: Sequence[int], *, step: int) -> DataProto:
+        return super().generate_for_validation(without_prompt_tensors(prompts), rows, step=step)
 
 
 def _forward_inputs(data: DataProto) -> DataProto:
