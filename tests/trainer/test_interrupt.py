@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -17,6 +18,15 @@ class StoppedWhenDeleted:
         sum(range(10))  # the handler runs before the end of the destructor
 
 
+@pytest.fixture
+def own_handlers() -> Iterator[None]:
+    """As in a program that a user starts: in a background job of a shell, Ctrl-C is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("own_handlers")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stop_within_a_destructor_is_not_lost(number: int, capsys: pytest.CaptureFixture[str]) -> None:
     with stop_on_sigterm():
