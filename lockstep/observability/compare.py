@@ -29,8 +29,11 @@ NAMES = (
     "trainer.experiment_name",
     "trainer.rollout_data_dir",
     "trainer.validation_data_dir",
+    "global_profiler.save_path",
 )
 """Settings that name a run; they always differ."""
+SHOWN_MISSING = 20
+"""Settings that only some runs have are listed up to this number; more means that the runs are of different programs."""
 VALUE_CHARS = 60
 PIPE_WIDTH = 200
 """Columns of the output if it is not a terminal."""
@@ -62,6 +65,7 @@ RESULTS: tuple[tuple[str, tuple[str, ...], Callable[[Points], str]], ...] = (
     ("{}, best", ("val-core/*",), _best),
     ("{}, last", ("val/loss", "train/loss"), _last),
     ("{}, best", ("val/loss", "train/loss"), _lowest),
+    ("accuracy, last", ("val/accuracy", "val/rewards/accuracies", "train/accuracy", "rewards/accuracies"), _last),
     ("reward, last", ("critic/score/mean", "critic/rewards/mean"), _last),
     ("reward, best", ("critic/score/mean", "critic/rewards/mean"), _best),
     ("response length, last", ("response_length/mean",), _last),
@@ -84,7 +88,12 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(f"lockstep compare: {error}\n")
         return 2
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
-    console.print(_table("setting", runs, list(different_settings(configs))))
+    missing = [key for key in all_keys(configs) if not all(key in config for config in configs)]
+    left_out = missing if len(missing) > SHOWN_MISSING else []
+    rows = [(key, values) for key, values in different_settings(configs) if key not in left_out]
+    console.print(_table("setting", runs, rows))
+    if left_out:
+        console.print(f" {len(left_out)} settings that not all of the runs have are left out")
     console.print()
     console.print(_table("result", runs, list(results(runs))))
     return 0
@@ -110,10 +119,14 @@ def _flat(tree: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any
             yield f"{section}{name}", value
 
 
+def all_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(key for config in configs for key in config))
+
+
 def different_settings(configs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
     """(key, value in each run) of the settings that are not the same in all; those that follow another key are left out."""
     followed = {name: str(value)[2:-1] for name, value in _flat(defaults(PPOConfig)) if str(value).startswith("${")}
-    for key in dict.fromkeys(key for config in configs for key in config):
+    for key in all_keys(configs):
         values = [config.get(key, "-") for config in configs]
         follows = all(config.get(followed.get(key, ""), "-") == value for config, value in zip(configs, values))
         if any(value != values[0] for value in values) and key not in NAMES and not follows:

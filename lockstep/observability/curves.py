@@ -64,7 +64,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 def _read(file: Path) -> dict[int, dict[str, float]]:
     if not file.is_file():
         inner = sorted(path.parent for path in file.parent.glob(f"*/{METRICS_FILE}")) if file.parent.is_dir() else []
-        hint = f"; its runs are {', '.join(map(str, inner[:3]))}" if inner else ""
+        hint = f"; runs in {file.parent}: {', '.join(path.name for path in inner[:3])}" if inner else ""
         raise ValueError(f"{file} does not exist: RUN is a run's folder or its {METRICS_FILE}{hint}")
     values: dict[int, dict[str, float]] = {}
     for line in file.read_bytes().split(b"\n"):

@@ -56,6 +56,19 @@ def test_a_key_that_one_run_lacks() -> None:
     assert list(different_settings([{"a": None}, {"a": None, "b": True}])) == [("b", ["-", "true"])]
 
 
+def test_runs_of_different_programs(runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {"model": {f"setting_{number}": number for number in range(30)}, "trainer": {"seed": 2}}
+    reward_model = write_run(tmp_path / "rm", settings, [{"val/loss": 0.5, "val/accuracy": 0.75}])
+    assert cli.main(["compare", str(runs[0]), str(reward_model)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[:3] == [
+        ["setting", "a", "rm"],
+        ["trainer.seed", "1", "2"],
+        ["34", "settings", "that", "not", "all", "of", "the", "runs", "have", "are", "left", "out"],
+    ]
+    assert ["accuracy,", "last", "-", "0.75"] in lines
+
+
 def test_bad_arguments(runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["compare", str(runs[0])]) == 2
     assert cli.main(["compare", str(runs[0]), str(tmp_path / "none")]) == 2

@@ -97,7 +97,7 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ([run, "--metric", "scor"], "did you mean critic/score/mean?"),
         ([run, "--metric", "zzz"], "short names are reward,"),
         ([str(tmp_path / "nothing")], "RUN is a run's folder or its metrics.jsonl"),
-        ([str(tmp_path / "runs")], f"its runs are {run}"),
+        ([str(tmp_path / "runs")], f"runs in {tmp_path}/runs: a"),
         ([str(tmp_path / "empty")], "has no complete step yet"),
         ([run, "--out", "p.pdf"], "must end in .svg, .html, .png"),
         ([run, "--smooth", "0"], "must be 1 or more"),
