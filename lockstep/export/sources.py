@@ -10,6 +10,7 @@ import math
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as transformers_logging
 
 from lockstep.config.model import HFModelConfig
 from lockstep.engines.train.shard_reader import ShardTensors
@@ -218,7 +220,10 @@ class _ShardWeights(FolderWeights):
 
 
 class Adapter(Source):
-    """A LoRA adapter and its base model, merged by peft in float32. base: None is the one that the adapter names."""
+    """A LoRA adapter and its base model, merged by peft in float32. base: None is the one that the adapter names.
+
+    The adapter of a critic or reward model has the head with it.
+    """
 
     def __init__(self, folder: Path, base: str | None, trust_remote_code: bool) -> None:
         try:
@@ -237,14 +242,15 @@ class Adapter(Source):
         if self.is_scalar:
             hf_config.num_labels, hf_config.pad_token_id = 1, self.tokenizer.pad_token_id
         cls: Any = AutoModelForSequenceClassification if self.is_scalar else AutoModelForCausalLM
-        whole = cls.from_pretrained(
-            whole_folder,
-            dtype=torch.float32,
-            trust_remote_code=trust_remote_code,
-            config=hf_config,
-            local_files_only=True,
-            weights_only=True,
-        )
+        with _quiet():  # the base has no head; the adapter's is compared below
+            whole = cls.from_pretrained(
+                whole_folder,
+                dtype=torch.float32,
+                trust_remote_code=trust_remote_code,
+                config=hf_config,
+                local_files_only=True,
+                weights_only=True,
+            )
         self._peft = PeftModel.from_pretrained(whole, str(folder), local_files_only=True).eval()
         if odd := sorted(get_peft_model_state_dict(self._peft).keys() ^ stored):  # peft only warns
             raise ValueError(f"{folder} does not fit its base model {whole_folder}: {odd[0]} is in one of them only")
@@ -269,6 +275,17 @@ class Adapter(Source):
         if not self.is_scalar:
             like.generation_config = merged.generation_config
         save_policy(like, cast_all(self.tensors(), dtype), self.tokenizer, folder, file_bytes)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No report of transformers about weights that a folder lacks."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
 
 
 def cast_all(weights: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:

@@ -302,6 +302,24 @@ def test_adapter_of_a_critic(models: Path, tmp_path: Path, capsys: pytest.Captur
     torch.testing.assert_close(*values, atol=1e-5, rtol=1e-4)
 
 
+def test_adapter_of_a_reward_model(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(2)
+    base = AutoModelForSequenceClassification.from_pretrained(models / "base", num_labels=1, dtype=torch.float32)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["score"], init_lora_weights=False)
+    model = peft.get_peft_model(base, config).eval()
+    step = tmp_path / "rm" / "global_step_3"
+    model.save_pretrained(step / "lora_adapter")
+    capsys.readouterr()
+    assert export(step, "-o", tmp_path / "merged", "--dtype", "bfloat16") == 0
+    out, err = capsys.readouterr()
+    assert "4 scores" in out and "MISSING" not in err
+    assert export(step, "-o", tmp_path / "whole") == 0
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "whole", dtype=torch.float32)
+    ids = torch.tensor([[5, 7, 9, 11]])
+    torch.testing.assert_close(merged(input_ids=ids).logits, model(input_ids=ids).logits, atol=1e-5, rtol=1e-4)
+
+
 def test_checks_before_torch_is_imported(tmp_path: Path) -> None:
     script = "import sys; from lockstep import cli; print(cli.main(sys.argv[1:]), 'torch' in sys.modules)"
     command = [sys.executable, "-c", script, "export", str(tmp_path)]
