@@ -97,24 +97,29 @@ class Policy:
         self._lengths = (0, 0)
 
     def _folder(self) -> Path:
-        from lockstep.utils.model_path import local_model_folder
+        from lockstep.utils.model_path import is_model_folder, local_model_folder
 
-        return local_model_folder(self.path, "Policy path")
+        folder = local_model_folder(self.path, "policy")
+        if not is_model_folder(folder):
+            raise ValueError(f"{folder} is neither a model, a checkpoint nor a run: it has no config.json")
+        return folder
 
     def _load(self) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase, list[int]]":
         if self._loaded is None:
             import torch
 
             from lockstep.config.model import HFModelConfig
-            from lockstep.models.loading import load_causal_lm, model_folder, resolve_dtype
+            from lockstep.models.loading import load_causal_lm, resolve_dtype
             from lockstep.models.tokenizer import eos_token_ids, hf_tokenizer
             from lockstep.utils.device import resolve_device
+            from lockstep.utils.model_path import base_folder
 
             device = torch.device(resolve_device("auto"))
-            tokenizer = hf_tokenizer(self.path, key="Policy path")
+            base = base_folder(self._folder(), "policy")  # of an adapter; else the folder itself
+            tokenizer = hf_tokenizer(self.path, key="policy")
             config = HFModelConfig(path=str(self.path))
             model = load_causal_lm(config, "policy", resolve_dtype("auto", device), device)
-            self._loaded = model, tokenizer, eos_token_ids(tokenizer, model_folder(config, "policy"))
+            self._loaded = model, tokenizer, eos_token_ids(tokenizer, base)
         return self._loaded
 
     def _engine_for(self, prompt_length: int, response_length: int) -> "RolloutEngine":

@@ -79,6 +79,7 @@ def test_a_conversation_longer_than_the_model(
     ("arguments", "message"),
     [
         (["nowhere/at/all"], "no such folder"),
+        (["{model}/.."], "is neither a model, a checkpoint nor a run: it has no config.json"),
         (["{model}", "--top-p", "2"], "top_p=2.0"),
         (["{model}", "--max-tokens", "0"], "--max-tokens 0: must be 1 or more"),
     ],

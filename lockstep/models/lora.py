@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lockstep.config.model import HFModelConfig
 from lockstep.kernels.ops import Adapter
 from lockstep.utils.distributed import current_rank
-from lockstep.utils.model_path import is_adapter, local_model_folder
+from lockstep.utils.model_path import is_adapter, local_model_folder, locate_model
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -119,7 +119,7 @@ def install_adapters(
         folder = local_model_folder(config.lora_adapter_path, name)
         if not is_adapter(folder):
             raise ValueError(f"{name}={config.lora_adapter_path}: it has no adapter_config.json: not a peft adapter")
-    lora = _new_config(model, config) if folder is None else _saved_config(folder, config, key)
+    lora = _new_config(model, config, key) if folder is None else _saved_config(folder, config, key)
     transformer = model.transformer
     linears = sorted({name.rpartition(".")[2] for name, m in transformer.named_modules() if isinstance(m, nn.Linear)})
     _inject(transformer, lora, f"{key}.target_modules={config.target_modules}", linears, config, key)
@@ -201,17 +201,17 @@ def adapter_config(model: PreTrainedModel) -> "LoraConfig":
     return cast(Any, model.peft_config)[ADAPTER]
 
 
-def _new_config(model: "TokenModel", config: HFModelConfig) -> "LoraConfig":
+def _new_config(model: "TokenModel", config: HFModelConfig, key: str) -> "LoraConfig":
     from peft import LoraConfig
 
     is_scalar = hasattr(model, "score")
-    folder = Path(config.path).expanduser()
+    base = locate_model(config.path, f"{key}.path")  # of a checkpoint the folder in it, which peft can open
     return LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
         target_modules=config.target_modules,
         exclude_modules=config.exclude_modules,
-        base_model_name_or_path=str(folder.resolve()) if folder.is_dir() else config.path,
+        base_model_name_or_path=str(base.resolve()) if isinstance(base, Path) else config.path,
         task_type="SEQ_CLS" if is_scalar else "CAUSAL_LM",
         modules_to_save=["score"] if is_scalar else None,
     )

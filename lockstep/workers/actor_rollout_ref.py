@@ -63,7 +63,7 @@ class ActorRolloutRefWorker(WeightHandOver):
         join_process_group(self.rank, self.world_size, self.device, config.nccl_timeout)
         folder = model_folder(config.model, _KEY)
         self.tokenizer = hf_tokenizer(
-            config.model.tokenizer_path or str(folder),
+            config.model.tokenizer_path or config.model.path,
             trust_remote_code=config.model.trust_remote_code,
             custom_chat_template=config.model.custom_chat_template,
             key=f"{_KEY}.tokenizer_path",

@@ -38,7 +38,7 @@ class CriticWorker(Worker):
         join_process_group(self.rank, self.world_size, self.device, self.config.nccl_timeout)
         dtype = trained_dtype(model, fsdp, self.device)
         self.tokenizer = hf_tokenizer(
-            model.tokenizer_path or str(model_folder(model, _KEY)),
+            model.tokenizer_path or model.path,
             trust_remote_code=model.trust_remote_code,
             key=f"{_KEY}.tokenizer_path",
         )

@@ -40,7 +40,7 @@ class RewardModelWorker(Worker):
         if model.input_tokenizer:
             self.policy_tokenizer = hf_tokenizer(model.input_tokenizer, key=f"{_KEY}.input_tokenizer")
         self.tokenizer = hf_tokenizer(
-            model.tokenizer_path or str(model_folder(model, _KEY)),
+            model.tokenizer_path or model.path,
             trust_remote_code=model.trust_remote_code,
             custom_chat_template=model.custom_chat_template,
             key=f"{_KEY}.tokenizer_path",

@@ -12,7 +12,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
+from lockstep.config.compose import load_config
 from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from lockstep.config.ppo import PPOConfig
 from lockstep.engines.rollout.base import GenerationRequest, SamplingParams, create_rollout_engine
 from lockstep.engines.train.base import MicroBatching
 from lockstep.engines.train.fsdp import FsdpEngine
@@ -28,6 +30,8 @@ from lockstep.models.lora import adapter_layers, install_adapters
 from lockstep.models.model_check import reference_log_probs
 from lockstep.models.shared_weights import rollout_module
 from lockstep.models.token_models import PolicyModel, ScalarModel, TokenModel
+from lockstep.policy import Policy
+from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
 from tests.tiny import random_batch, save_tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -188,6 +192,28 @@ def test_an_adapter_with_a_relative_base_moves_with_it(trained: tuple[FsdpEngine
     (target / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": "../base"}))
     model = load_causal_lm(HFModelConfig(path=str(target)), "model", torch.float32, CPU)
     torch.testing.assert_close(plain_log_probs_of(model), log_probs(trained[0]), atol=2e-5, rtol=1e-4)
+
+
+def test_an_adapter_on_a_checkpoint_names_the_folder_that_peft_opens(tmp_path: Path) -> None:
+    base = save_tiny_model(tmp_path / "run" / "global_step_1" / "huggingface")
+    eos = {"eos_token_id": [3, 5]}
+    (base / "generation_config.json").write_text(json.dumps(eos))
+    engine = policy_engine(base.parent)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "the adapter's own"
+    engine.export(tmp_path / "adapted" / "global_step_2" / "actor", tokenizer)
+    adapter = tmp_path / "adapted" / "global_step_2" / "actor" / "lora_adapter"
+    assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+    AutoPeftModelForCausalLM.from_pretrained(adapter)
+    # tokens that end a response are the base's, the tokenizer is the adapter's
+    _, used, ends = Policy(adapter.parents[1])._load()
+    assert used.chat_template == "the adapter's own" and {3, 5} < set(ends)
+    (tmp_path / "rows.jsonl").touch()
+    paths = [f"data.train_files={tmp_path}/rows.jsonl", f"actor_rollout_ref.model.path={adapter}"]
+    settings = load_config(PPOConfig, paths)
+    worker = ActorRolloutRefWorker(settings.actor_rollout_ref, "rollout", "cpu")
+    worker.init_model()
+    assert worker.tokenizer.chat_template == "the adapter's own"
 
 
 def plain_log_probs_of(model: Any) -> Tensor:

@@ -54,22 +54,23 @@ SAMPLING = {
 }
 
 
-@pytest.mark.parametrize(("kind", "n"), [("greedy", 1), ("sampled", 2)])
+@pytest.mark.parametrize(("kind", "n", "lora_rank"), [("greedy", 1, 0), ("sampled", 2, 0), ("sampled", 2, 4)])
 def test_generate_and_eval_give_the_numbers_of_the_last_validation(
-    kind: str, n: int, overrides: list[str], tiny_run_files: Path, tmp_path: Path
+    kind: str, n: int, lora_rank: int, overrides: list[str], tiny_run_files: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "reward.py").write_text(REWARD)
     scored_by = [f"custom_reward_function.path={tmp_path}/reward.py"]
     sampling = [f"rollout.val_kwargs.{setting}" for setting in (*SAMPLING[kind], f"n={n}")]
     steps = ["trainer.total_training_steps=2", "trainer.test_freq=2", "trainer.val_before_train=false"]
     run = ["algorithm=grpo", *overrides, *scored_by, *sampling, *steps, "rollout.n=2", "data.val_batch_size=3"]
+    run += [f"actor_rollout_ref.model.lora_rank={lora_rank}", "actor_rollout_ref.actor.optim.lr=1e-2"]
     assert main_ppo.main(run) == 0
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     trained = {name: value for name, value in last.items() if name.startswith(("val-core/", "val-aux/"))}
     assert f"val-core/openai/gsm8k/acc/{'mean@1' if n == 1 else 'maj@2/mean'}" in trained
 
     generate = [
-        f"model.path={tmp_path}/run/global_step_2/actor/huggingface",
+        f"model.path={tmp_path}/run",
         f"data.path={tiny_run_files}/val.parquet",
         f"data.output_path={tmp_path}/out.parquet",
         f"data.n_samples={n}",

@@ -38,6 +38,7 @@ from lockstep.trainer.ppo.ray_trainer import OnStep, PPOTrainer
 from lockstep.trainer.run_config import check_same_experiment
 from lockstep.trainer.step_profiler import nsys_environment
 from lockstep.utils.device import resolve_device
+from lockstep.utils.model_path import base_folder, locate_model
 from lockstep.utils.progress import ProgressLog, phase
 from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
 from lockstep.workers.critic import CriticWorker
@@ -226,16 +227,26 @@ def device_and_backend(
 
 
 def _models(config: PPOConfig, roles: Iterable[Role]) -> str:
-    """Each role's model and, of a local folder, the size of its weights."""
-    paths = {Role.Critic: config.critic.model.path, Role.RewardModel: config.reward_model.model.path}
+    """Each role's model and, of a local folder or checkpoint, the size of its weights."""
+    actor = "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path
+    others = {
+        Role.Critic: ("critic.model.path", config.critic.model.path),
+        Role.RewardModel: ("reward_model.model.path", config.reward_model.model.path),
+    }
     by_path: dict[str, list[str]] = {}
+    sizes: dict[str, str] = {}
     for role in roles:
-        by_path.setdefault(paths.get(role, config.actor_rollout_ref.model.path), []).append(str(role))
-    return "; ".join(f"{path}{_size(Path(path).expanduser())} as {', '.join(names)}" for path, names in by_path.items())
+        key, path = others.get(role, actor)
+        by_path.setdefault(path, []).append(str(role))
+        sizes[path] = _size(key, path)
+    return "; ".join(f"{path}{sizes[path]} as {', '.join(names)}" for path, names in by_path.items())
 
 
-def _size(folder: Path) -> str:
-    num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
+def _size(key: str, path: str) -> str:
+    place = locate_model(path, key)
+    if not isinstance(place, Path):
+        return ""
+    num_bytes = sum(file.stat().st_size for file in base_folder(place, key).glob("*.safetensors"))
     unit, name = (1e9, "GB") if num_bytes >= 1e9 else (1e6, "MB")
     return f" ({num_bytes / unit:.3g} {name})" if num_bytes else ""
 
