@@ -111,8 +111,15 @@ def open_causal_lm(
     *,
     alone: bool = False,
 ) -> tuple[PreTrainedModel, WeightSource]:
-    """The language model in `dtype`. max_length: of the run's sequences, for `fix_rope`; alone: no other rank takes part."""
+    """The language model in `dtype`. max_length: of the run's sequences, for `fix_rope`; alone: no other rank takes part.
+
+    A critic or reward model is refused: it has no trained language-model head.
+    """
     hf_config = load_hf_config(config, key)
+    if _has_score_head(config, key):
+        raise ValueError(
+            f"{key}.path={config.path!r} is a critic or reward model (it has a `score` head), not a language model"
+        )
     model, weights = _open(AutoModelForCausalLM, config, hf_config, key, dtype, device, alone, max_length)
     if model.get_output_embeddings() is None:
         raise ValueError(f"{key}.path={config.path!r}: {type(model).__name__} has no language-model head")
@@ -322,6 +329,11 @@ def _score_head_of_adapter(config: HFModelConfig, key: str) -> Tensor | None:
     """The head that was trained beside the adapter that `path` is."""
     folder = local_model_folder(config.path, f"{key}.path")
     return read_adapter(folder, f"{key}.path={config.path!r}")[1] if is_adapter(folder) else None
+
+
+def _has_score_head(config: HFModelConfig, key: str) -> bool:
+    head = _score_head_of_adapter(config, key)
+    return head is not None or _saved_score_head(model_folder(config, key)) is not None
 
 
 def _saved_score_head(folder: Path) -> Tensor | None:
