@@ -44,7 +44,7 @@ def test_a_critic_folder_opens_as_a_classifier_and_as_a_reward_model(gpt2: Path,
     assert torch.equal(model.score.weight, score.weight)
     again, head = load_reward_model(HFModelConfig(path=str(tmp_path / "critic")), "m", torch.float32, CPU)
     assert torch.equal(head.weight, score.weight)
-    with pytest.raises(ValueError, match="is a critic or reward model .* not a language model"):
+    with pytest.raises(ValueError, match=r"is a critic or reward model .* not a language model"):
         load_causal_lm(HFModelConfig(path=str(tmp_path / "critic")), "m", torch.float32, CPU)
     assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), body.state_dict().values()))
 

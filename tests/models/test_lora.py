@@ -264,7 +264,7 @@ def test_a_critics_adapter_is_a_model_with_its_head(folder: Path, tmp_path: Path
         )
         values = [e.forward(random_batch(), ALL_ROWS)["values"] for e in (merged, engine)]
         torch.testing.assert_close(*values, atol=1e-5, rtol=1e-4)
-    with pytest.raises(ValueError, match="is a critic or reward model .* not a language model"):
+    with pytest.raises(ValueError, match=r"is a critic or reward model .* not a language model"):
         load_causal_lm(path, "m", torch.float32, CPU)
 
 
