@@ -64,8 +64,8 @@ CHECKS: dict[type, Callable[[Any], tuple[list[Problem], list[str]]]] = {
 """Root config class to the checks of a whole configuration: problems and warnings."""
 MAX_NO_EFFECT_NOTICES = 8
 """More settings without effect than this are listed in one line."""
-MODEL_KEYS = ("model.path", "tokenizer_path", "input_tokenizer", "data.tokenizer")
-"""Endings of the keys that name a model or tokenizer."""
+MODEL_KEYS = ("model.path", "lora_adapter_path", "tokenizer_path", "input_tokenizer", "data.tokenizer")
+"""Endings of the keys that name a model, an adapter or a tokenizer."""
 _HOME = re.compile(r"(?<=[=\[,])~/")
 """`~/` at the start of a value, which Hydra's grammar does not accept."""
 

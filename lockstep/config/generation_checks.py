@@ -33,6 +33,7 @@ def check_generation(config: GenerationConfig) -> tuple[list[Problem], list[str]
         _data_path(values, "the prompts"),
         checks.model(values, "model.path", "the model that answers"),
         checks.tokenizers(values, "model.tokenizer_path"),
+        checks.adapters(values, "model"),
         checks.sampling(values, "rollout"),
         _output(values, "data.output_path", ".parquet", required=True),
         _max_model_len(values),

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_globals, safe_globals
 
 from lockstep.engines.train.shard_reader import DAMAGE
+from lockstep.kernels.ops import Adapter
+from lockstep.models.lora import merged
 from lockstep.utils.model_path import ADAPTER_CONFIG, ADAPTER_FOLDER
 
 _SHARD_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
@@ -107,8 +109,7 @@ class VerlCheckpoint:
             tensor = self._whole(name)
             if _BASE in name and plain.endswith(".weight"):
                 module = name.partition(_BASE)[0]
-                lora_a, lora_b = (self._whole(module + end).float() for end in (_LORA_A, _LORA_B))
-                tensor = (tensor.float() + scale * (lora_b @ lora_a)).to(tensor.dtype)
+                tensor = merged(tensor, Adapter(self._whole(module + _LORA_A), self._whole(module + _LORA_B), scale))
             yield plain, tensor
 
     def _whole(self, name: str) -> Tensor:

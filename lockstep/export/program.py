@@ -31,6 +31,7 @@ from lockstep.utils.model_path import (
     checkpoint_part,
     is_model_folder,
     local_model_folder,
+    refuse_adapter_shards,
     refuse_damage,
 )
 
@@ -93,6 +94,7 @@ def find(path: str, role: str | None) -> Found:
         if (part / SHARDS_FOLDER).is_dir() and not any(
             is_model_folder(part / name) for name in (HF_FOLDER, ADAPTER_FOLDER)
         ):
+            refuse_adapter_shards(part)
             refuse_damage(part, SHARDS_FOLDER)
             return Found(part / SHARDS_FOLDER, part)
     except ValueError as error:

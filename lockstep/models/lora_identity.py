@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 from lockstep.models.lora import adapter_config, adapter_layers
 from lockstep.utils.distributed import current_rank
 from lockstep.utils.fingerprint import fingerprint
-
-FILE = "lora.json"
+from lockstep.utils.model_path import LORA_FILE
 
 
 @dataclass(frozen=True)
@@ -40,12 +39,12 @@ def identity_of(model: PreTrainedModel, base: Iterable[tuple[str, Tensor]]) -> L
 def save_identity(folder: Path, identity: LoraIdentity) -> None:
     if current_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / FILE).write_text(json.dumps(asdict(identity), indent=2) + "\n")
+        (folder / LORA_FILE).write_text(json.dumps(asdict(identity), indent=2) + "\n")
 
 
 def check_identity(folder: Path, own: LoraIdentity | None) -> None:
     """ValueError if the checkpoint was trained otherwise. own: of the model that is to load it, None without adapters."""
-    file = folder / FILE
+    file = folder / LORA_FILE
     if not file.is_file():
         if own is not None:
             raise ValueError(f"{folder} has no LoRA adapters: all parameters were trained; set model.lora_rank=0")

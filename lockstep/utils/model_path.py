@@ -16,6 +16,8 @@ from lockstep.utils.hub import MODEL_FILES, HubName, check_offline, has_weights,
 
 HF_FOLDER, ADAPTER_FOLDER, SHARDS_FOLDER = "huggingface", "lora_adapter", "shards"
 ADAPTER_CONFIG = "adapter_config.json"
+LORA_FILE = "lora.json"
+"""Beside shards that hold adapters without their base."""
 PARTS = ("actor", "critic")
 """Parts of a checkpoint of RL; those of other programs have none."""
 VERL_SHARDS = "model_world_size_*_rank_*.pt"
@@ -169,6 +171,7 @@ def _model_in(part: Path) -> Path:
         raise ValueError(
             f"is a checkpoint of verl without Hugging Face weights; run `lockstep convert {part} -o FOLDER`"
         )
+    refuse_adapter_shards(part)
     if (part / SHARDS_FOLDER).is_dir():
         raise ValueError(
             "the checkpoint was saved without hf_model (checkpoint.save_contents), so it has no Hugging Face weights; run "
@@ -177,6 +180,15 @@ def _model_in(part: Path) -> Path:
     raise ValueError(
         f"the checkpoint is damaged: {part} has neither {HF_FOLDER} nor {ADAPTER_FOLDER} nor {SHARDS_FOLDER}"
     )
+
+
+def refuse_adapter_shards(part: Path) -> None:
+    """ValueError if the shards of a checkpoint's part are those of LoRA adapters, which need their base."""
+    if (part / LORA_FILE).is_file():
+        raise ValueError(
+            f"the checkpoint has LoRA adapters without {ADAPTER_FOLDER}, because it was saved without hf_model; run the same "
+            "command with hf_model in checkpoint.save_contents to save it again"
+        )
 
 
 def refuse_damage(part: Path, name: str) -> None:

@@ -24,6 +24,7 @@ from lockstep.models.export import save_policy
 from lockstep.models.loading import load_reward_model, open_value_model
 from lockstep.models.lora import install_adapters
 from lockstep.models.token_models import ScalarModel
+from lockstep.utils.model_path import local_model_folder
 from tests.export.save_cases import save_parts, write_run
 from tests.models.architectures import save_tiny_model as save_architecture
 from tests.tiny import random_batch, save_tiny_model, tiny_tokenizer
@@ -230,6 +231,16 @@ def test_shards_of_another_model_are_refused(models: Path, tmp_path: Path, capsy
     assert re.search(
         r"does not fit the model .*: different shapes of model\..*; give the run's base", capsys.readouterr().err
     )
+
+
+def test_shards_of_adapters_are_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    part = tmp_path / "global_step_3" / "actor"
+    shutil.copytree(run / "global_step_3" / "actor", part)
+    (part / "lora.json").write_text("{}")
+    assert export(part, "-o", tmp_path / "out") == 2
+    assert "LoRA adapters without lora_adapter" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"model\.path=.*LoRA adapters without lora_adapter"):
+        local_model_folder(part, "model.path")
 
 
 def test_overwrite(models: Path, run: Path, tmp_path: Path) -> None:

@@ -180,6 +180,7 @@ def test_a_model_with_an_adapter(
         (["data.max_prompt_length=4"], "more than data.max_prompt_length=4"),
         (["data.prompt_key=question"], "has no 'question'; set data.prompt_key"),
         (["data.max_response_length=4000"], "the model has 256 positions"),
+        (["model.lora_adapter_path=somewhere"], "needs model.lora_rank"),
         (["model.lora_rank=4", "model.target_modules=[foo]"], "error: model.target_modules=['foo'] matches no linear"),
     ],
 )

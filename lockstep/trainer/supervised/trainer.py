@@ -21,6 +21,7 @@ from tensordict import TensorDict
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from lockstep.config.derived_defaults import PROGRAMS
 from lockstep.config.schema import to_plain
 from lockstep.config.sft import SupervisedConfig
 from lockstep.data.loader import create_dataloader
@@ -110,8 +111,9 @@ class SupervisedTrainer(ABC):
         """Tokens of all steps so far."""
         self.loader_state: dict[str, Any] = {}
         """State of the data loader after the last complete step."""
+        role = PROGRAMS[type(config)]
         self.profiler = StepProfiler(
-            config, {"sft": config.profiler}, self.total_training_steps, device, role="sft", rank=current_rank()
+            config, {role: config.profiler}, self.total_training_steps, device, role=role, rank=current_rank()
         )
         self.tracking: Tracking | None = None
         self._closing = ExitStack()
