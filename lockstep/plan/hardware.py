@@ -70,6 +70,8 @@ def this_gpu() -> Device | None:
     Asks the driver's library, which takes milliseconds.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    if not visible or visible.startswith("-"):  # hidden
+        return None
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:  # no driver
@@ -82,7 +84,7 @@ def this_gpu() -> Device | None:
         lambda: nvml.nvmlDeviceGetName(handle, name, len(name)),
         lambda: nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)),  # total, free, used
     )
-    if not visible or any(call() for call in calls) or version("torch").endswith("+cpu"):
+    if any(call() for call in calls) or version("torch").endswith("+cpu"):
         return None
     return known_gpu(name.value.decode(), memory[0])
 

@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -314,6 +315,19 @@ def test_no_torch_is_imported(command: Any) -> None:
         [sys.executable, "-c", code, "plan", "--device", "H200", *settings], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_hidden_gpu_is_not_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = MagicMock()
+    for call in ("nvmlInit_v2", "nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetName", "nvmlDeviceGetMemoryInfo"):
+        getattr(driver, call).return_value = 0
+    monkeypatch.setattr(hardware.ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(hardware, "version", lambda name: "2.9.0")
+    found = {}
+    for visible in ("0", "-1", ""):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        found[visible] = hardware.this_gpu() is not None
+    assert found == {"0": True, "-1": False, "": False}
 
 
 def test_gpu_with_unknown_rates(
