@@ -145,11 +145,14 @@ def _prompt_text(prompt: Any) -> str:
 def table_of(responses: Responses, metrics: Mapping[str, float], intervals: Intervals) -> Table:
     """The metrics that have an interval, per data source."""
     table = Table("data source", "prompts", "metric", "value", "95 % interval", box=None)
-    for source, prompts in prompts_of(responses).items():
+    sources = prompts_of(responses)
+    for source, prompts in sources.items():
         first = [source, str(len(prompts))]
         for name, bounds in intervals.items():
-            _, is_own, metric = name.partition(f"/{source}/")
-            if is_own:
+            path = name.partition("/")[2]
+            # a data source may be the beginning of another
+            if source == max((s for s in sources if path.startswith(f"{s}/")), key=len):
+                metric = path.removeprefix(f"{source}/")
                 low, high = map(format_number, bounds)
                 table.add_row(*first, metric, format_number(metrics[name]), f"{low} to {high}")
                 first = ["", ""]

@@ -77,6 +77,18 @@ def test_eval_scores_with_the_built_in_scorer(tmp_path: Path, capsys: pytest.Cap
     assert scores[0]["input"] == "user: 2+2?" and [s["uid"] for s in scores] == ["0", "0", "1", "2", "2"]
 
 
+def test_data_sources_with_similar_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return len(data_source) / 10\n"
+    )
+    sources = ("math", "math/500", "my/math")
+    data = write(tmp_path / "rows.jsonl", [row(["x"]) | {"data_source": source} for source in sources])
+    assert main_eval.main([f"data.path={data}", f"custom_reward_function.path={tmp_path}/reward.py"]) == 0
+    shown = [line.split()[:4] for line in capsys.readouterr().out.splitlines() if "mean@1" in line]
+    values = ("0.4", "0.8", "0.7")
+    assert shown == [[source, "1", "reward/mean@1", value] for source, value in zip(sources, values)]
+
+
 def test_the_overlong_penalty_reads_the_lengths(tmp_path: Path) -> None:
     rows = write(tmp_path / "rows.jsonl", [row(["#### 4", "#### 4"], response_lengths=[4, 7])])
     command = [f"data.path={rows}", f"data.scores_path={tmp_path}/scores.jsonl", *OVERLONG]
