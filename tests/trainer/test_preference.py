@@ -317,6 +317,14 @@ def test_reference_is_the_starting_model(
     assert "is of other data or another model; computing it again" in caplog.text and file.read_bytes() != before
 
 
+def test_reward_model_with_adapters_is_exported_merged(overrides: list[str], tmp_path: Path) -> None:
+    assert main_rm.main([*overrides, "model.lora_rank=4", "optim.lr=0.01", "trainer.total_training_steps=2"]) == 0
+    assert cli.main(["export", f"{tmp_path}/run", "-o", f"{tmp_path}/merged"]) == 0
+    (head,) = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").score.weight
+    trained = load_file(tmp_path / "run/global_step_2/lora_adapter/adapter_model.safetensors")
+    assert torch.equal(head[None], trained["base_model.model.score.weight"])
+
+
 def test_ppo_scores_with_the_trained_reward_model(
     overrides: list[str], files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
