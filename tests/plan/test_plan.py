@@ -336,6 +336,6 @@ def test_gpu_with_unknown_rates(
     monkeypatch.setattr(hardware, "this_gpu", lambda: hardware.known_gpu("NVIDIA Quantum 9000", 90e9))
     assert main(["plan", *command("0.5b", 8, 64, 64)]) == 0
     shown = capsys.readouterr().out
-    assert "fits on NVIDIA Quantum 9000" in shown and "s a step" not in shown
+    assert "fits on NVIDIA Quantum 9000" in shown and "s per step" not in shown
     assert main(["plan", "--search", *command("0.5b", 8, 64, 64)]) == 2
     assert "the rates of NVIDIA Quantum 9000 are not known" in capsys.readouterr().err

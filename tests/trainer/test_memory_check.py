@@ -60,7 +60,7 @@ def test_plan_is_logged(config_of: Any, use_gpu: Any, caplog: pytest.LogCaptureF
     use_gpu(DEVICES["H200"])
     check_memory(config_of("0.5b"))
     assert caplog.records[-1].levelname == "INFO"
-    assert caplog.messages[-1].startswith("plan: fits on H200: at most ") and "s a step" in caplog.messages[-1]
+    assert caplog.messages[-1].startswith("plan: fits on H200: at most ") and "s per step" in caplog.messages[-1]
 
 
 def test_only_what_cannot_fit_is_refused(config_of: Any, use_gpu: Any, caplog: pytest.LogCaptureFixture) -> None:
