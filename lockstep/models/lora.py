@@ -52,6 +52,8 @@ _PLAIN = {
     "layer_replication": None,
 }
 """Settings of peft that are served with this value only."""
+_KEEP_THE_BASE = ("gaussian", "eva", "orthogonal")
+"""Initialisations of peft, besides the default, that leave the base weights as they are; PiSSA and others subtract from them."""
 
 
 def base_name(name: str) -> str:
@@ -238,6 +240,11 @@ def _read_config(folder: Path, what: str) -> "LoraConfig":
     for name, plain in _PLAIN.items():
         if (getattr(lora, name, None) or plain) != plain:
             raise ValueError(f"{what}: {name}={getattr(lora, name)} of its adapter_config.json is not supported")
+    if isinstance(lora.init_lora_weights, str) and lora.init_lora_weights not in _KEEP_THE_BASE:
+        raise ValueError(
+            f"{what}: init_lora_weights={lora.init_lora_weights} of its adapter_config.json is not supported: it changed the base; "
+            "merge it with peft first"
+        )
     return lora
 
 

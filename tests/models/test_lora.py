@@ -309,6 +309,7 @@ def test_settings_that_do_not_fit_are_refused(
     ("changes", "message"),
     [
         ({"fan_in_fan_out": True}, "fan_in_fan_out=True of its adapter_config.json is not supported"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa of its adapter_config.json is not supported"),
         ({"use_dora": True}, "use_dora=True of its adapter_config.json is not supported"),
         ({"peft_type": "LOHA"}, "only LoRA is supported"),
         ({"base_model_name_or_path": None}, "does not name its base model"),
