@@ -127,7 +127,9 @@ def summary(plan: Plan) -> str:
     peak = f"{worst.peak / GB:.1f} of {device.memory / GB:.1f} GB in {worst.name}"
     if plan.fits:
         tokens = f"{plan.typical.prompt} + {plan.typical.response} tokens"
-        seconds = f"; about {show_seconds(plan.step_s)} s per step with {tokens} per sequence" if device.is_timed else ""
+        seconds = (
+            f"; about {show_seconds(plan.step_s)} s per step with {tokens} per sequence" if device.is_timed else ""
+        )
         return f"fits on {device.name}: at most {peak}{seconds}"
     part, size = max(worst.parts.items(), key=lambda item: item[1])
     return f"does not fit on {device.name}: {peak}, of which {part} take {size / GB:.1f}. Try {advice(plan, worst)}"

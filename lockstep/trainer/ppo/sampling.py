@@ -132,7 +132,9 @@ def generate_for_rows(
     rows: number of each prompt in its data. A sample's random stream depends only on (seed, row, number of the sample): not on
     the step, the batch size, or what was generated before.
     """
-    words = [np.random.SeedSequence([seed, row]).generate_state(n, np.uint64) for row in rows]
+    words = [
+        np.random.SeedSequence([seed, row, 0, 1]).generate_state(n, np.uint64) for row in rows
+    ]  # training has a 0 last
     return generate_samples(
         rollout_wg, prompts, [str(row) for row in rows], np.concatenate(words), step=step, validate=True
     )
