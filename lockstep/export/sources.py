@@ -39,7 +39,7 @@ from lockstep.models.token_models import PolicyModel, ScalarModel, TokenModel
 from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.models.weight_source import FolderWeights, Place, safetensors_files, untie
 from lockstep.utils.hub import has_tokenizer
-from lockstep.utils.model_path import ADAPTER_FOLDER, base_folder, local_model_folder
+from lockstep.utils.model_path import base_folder, local_model_folder
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 HOST = torch.device("cpu")
@@ -127,11 +127,6 @@ class Shards(Source):
         self._folder, self._base = folder, base
         if not self._shards.entries:
             raise ValueError(f"{folder} has no model weights: it was saved without `model` in checkpoint.save_contents")
-        if any(".lora_A." in name for name in self._shards.entries):
-            raise ValueError(
-                f"{folder} has LoRA adapters without their base, which are exported from {ADAPTER_FOLDER}/; resume the run with "
-                "hf_model in checkpoint.save_contents, and its next checkpoint has it"
-            )
         self.is_scalar = "score.weight" in self._shards.entries
         self.num_parameters = sum(entry.size.numel() for entry in self._shards.entries.values())
         self.tokenizer = hf_tokenizer(

@@ -19,7 +19,6 @@ from lockstep.engines.rollout.base import GenerationRequest, SamplingParams, cre
 from lockstep.engines.train.base import MicroBatching
 from lockstep.engines.train.fsdp import FsdpEngine
 from lockstep.engines.train.shard_reader import ShardReader
-from lockstep.export.sources import Shards
 from lockstep.models.loading import (
     load_causal_lm,
     load_reward_model,
@@ -363,8 +362,6 @@ def test_a_checkpoint_belongs_to_its_base_and_settings(
     policy_engine(folder, lora_rank=0).save(tmp_path / "full")
     with pytest.raises(ValueError, match=r"has no LoRA adapters: .*set model\.lora_rank=0"):
         policy_engine(folder).load(tmp_path / "full")
-    with pytest.raises(ValueError, match=r"resume the run with hf_model in checkpoint\.save_contents"):
-        Shards(tmp_path / "step" / "shards", HFModelConfig(path=str(folder)))
 
 
 def test_the_check_at_load_time_covers_adapters(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
