@@ -332,8 +332,9 @@ def _score_head_of_adapter(config: HFModelConfig, key: str) -> Tensor | None:
 
 
 def _has_score_head(config: HFModelConfig, key: str) -> bool:
-    head = _score_head_of_adapter(config, key)
-    return head is not None or _saved_score_head(model_folder(config, key)) is not None
+    with _named(config, key):
+        head = _score_head_of_adapter(config, key)
+        return head is not None or _saved_score_head(model_folder(config, key)) is not None
 
 
 def _saved_score_head(folder: Path) -> Tensor | None:
