@@ -264,7 +264,7 @@ class Adapter(Source):
         yield from ((name, buffer) for name, buffer in self._merged.named_buffers() if name in saved)
 
     def outputs(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
-        """With the adapter beside the base weights, not merged."""
+        """With the adapter unmerged."""
         return plain_outputs(self._peft, rows, is_scalar=self.is_scalar)
 
     def write(self, folder: Path, dtype: torch.dtype | None, file_bytes: int) -> None:

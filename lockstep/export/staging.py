@@ -24,7 +24,7 @@ def check_target(target: str, overwrite: bool) -> Path:
 
 @contextmanager
 def staged(target: Path) -> Iterator[Path]:
-    """An empty folder beside `target`, renamed to it when the block ends.
+    """An empty folder next to `target`, renamed to it when the block ends.
 
     If the block raises, it is removed; after CheckFailed it is kept as `NAME.rejected`.
     """

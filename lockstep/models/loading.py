@@ -326,7 +326,7 @@ def _path_of(part: nn.Module, model: nn.Module) -> str:
 
 
 def _score_head_of_adapter(config: HFModelConfig, key: str) -> Tensor | None:
-    """The head that was trained beside the adapter that `path` is."""
+    """The head that was trained with the adapter at `path`."""
     folder = local_model_folder(config.path, f"{key}.path")
     return read_adapter(folder, f"{key}.path={config.path!r}")[1] if is_adapter(folder) else None
 

@@ -1,4 +1,4 @@
-"""LoRA: low-rank adapters of peft beside frozen linear layers.
+"""LoRA: low-rank adapters of peft on frozen linear layers.
 
     y = x W^T + (alpha / rank) * (x A^T) B^T       W in the compute dtype; A (R, I) random and B (O, R) zero at first, both trained
 
@@ -111,7 +111,7 @@ def install_adapters(
     """Freeze the transformer and add adapters in `dtype`: random ones from `seed`, or those of `lora_adapter_path`.
 
     No-op if `lora_rank` is 0.
-    key: the config section, for messages. A head beside the transformer (a critic's) stays trained, in `dtype` too.
+    key: the config section, for messages. A head on top of the transformer (a critic's) stays trained, in `dtype` too.
     """
     if config.lora_rank == 0:
         return

@@ -1,4 +1,4 @@
-"""What the adapters in a checkpoint belong to: their base model and settings, in lora.json beside the shards.
+"""What the adapters in a checkpoint belong to: their base model and settings, in lora.json next to the shards.
 
 A checkpoint holds adapters without their base: with other weights under them they would be another policy.
 """

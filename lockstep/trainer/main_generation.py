@@ -10,14 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.config.commandline import config_from_command_line
 from lockstep.config.generation import GenerationConfig, as_validation, with_own_keys
 from lockstep.config.placement import controller_of
 from lockstep.kernels.gpu_warmup import start_gpu_warmup
-from lockstep.observability.console import LogHandler
+from lockstep.trainer.command import run_program
 from lockstep.trainer.errors import RunError
 from lockstep.trainer.generated_rows import GeneratedRows, job_of
-from lockstep.trainer.interrupt import stop_on_sigterm
 from lockstep.trainer.preflight import check_positions, check_weights
 from lockstep.utils.dataset_files import local_data_files
 from lockstep.utils.files import ensure_writable
@@ -72,22 +70,14 @@ def prepare(config: GenerationConfig) -> GeneratedRows:
 
 
 def main(argv: list[str] | None = None) -> int:
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", handlers=[LogHandler()])
-    try:
-        with stop_on_sigterm():
-            config = config_from_command_line(
-                argv,
-                GenerationConfig,
-                prog="lockstep generate",
-                description="Generate responses to the prompts of a file, and write them to a parquet file.",
-            )
-            return 0 if config is None else run_generation(config)
-    except RunError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return error.exit_code
-    except KeyboardInterrupt:
-        sys.stderr.write("stopped by the user; run the same command to go on after the last finished batch\n")
-        return 130
+    return run_program(
+        argv,
+        GenerationConfig,
+        run_generation,
+        prog="lockstep generate",
+        description="Generate responses to the prompts of a file, and write them to a parquet file.",
+        if_stopped="; run the same command to go on after the last finished batch",
+    )
 
 
 if __name__ == "__main__":

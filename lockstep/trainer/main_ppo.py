@@ -7,14 +7,12 @@ import logging
 import sys
 from typing import TYPE_CHECKING
 
-from lockstep.config.commandline import config_from_command_line
 from lockstep.config.placement import controller_of
 from lockstep.config.ppo import PPOConfig
 from lockstep.kernels.gpu_warmup import start_gpu_warmup
-from lockstep.observability.console import LogHandler
+from lockstep.trainer.command import run_program
 from lockstep.trainer.errors import RunError
 from lockstep.trainer.inputs import fetch_inputs
-from lockstep.trainer.interrupt import stop_on_sigterm
 from lockstep.trainer.memory_check import check_memory
 from lockstep.trainer.preflight import preflight
 from lockstep.utils.progress import ProgressLog, phase
@@ -62,19 +60,14 @@ def run_ppo(
 
 def main(argv: list[str] | None = None, prog: str = "lockstep ppo") -> int:
     """prog: the program's name in its help."""
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", handlers=[LogHandler()])
-    try:
-        with stop_on_sigterm():
-            config = config_from_command_line(argv, PPOConfig, prog)
-            return 0 if config is None else run_ppo(config)
-    except RunError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return error.exit_code
-    except KeyboardInterrupt:
-        sys.stderr.write(
-            "stopped by the user; run the same command to resume from the last checkpoint, if there is one\n"
-        )
-        return 130
+    return run_program(
+        argv,
+        PPOConfig,
+        run_ppo,
+        prog=prog,
+        description="Train a language model by reinforcement learning.",
+        if_stopped="; run the same command to resume from the last checkpoint, if there is one",
+    )
 
 
 if __name__ == "__main__":

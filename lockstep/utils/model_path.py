@@ -17,7 +17,7 @@ from lockstep.utils.hub import MODEL_FILES, HubName, check_offline, has_weights,
 HF_FOLDER, ADAPTER_FOLDER, SHARDS_FOLDER = "huggingface", "lora_adapter", "shards"
 ADAPTER_CONFIG = "adapter_config.json"
 LORA_FILE = "lora.json"
-"""Beside shards that hold adapters without their base."""
+"""Written next to shards that hold adapters without their base."""
 PARTS = ("actor", "critic")
 """Parts of a checkpoint of RL; those of other programs have none."""
 VERL_SHARDS = "model_world_size_*_rank_*.pt"
@@ -58,8 +58,8 @@ def base_folder(folder: Path, key: str, *, weights: bool = True) -> Path:
         raise ValueError(f"{key}={folder}: {ADAPTER_CONFIG} cannot be read ({error})") from error
     if not named:
         raise ValueError(f"{key}={folder}: {ADAPTER_CONFIG} does not name its base model (base_model_name_or_path)")
-    beside = folder / named  # a relative path may be relative to the adapter
-    return local_model_folder(beside if beside.is_dir() else named, f"base model of {key}", weights=weights)
+    relative = folder / named  # to the adapter
+    return local_model_folder(relative if relative.is_dir() else named, f"base model of {key}", weights=weights)
 
 
 def weight_folders(path: str, adapter_path: str | None, section: str, *, weights: bool = True) -> list[Path]:
