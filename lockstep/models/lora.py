@@ -11,7 +11,7 @@ import copy
 import logging
 import math
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -175,6 +175,23 @@ def merged(weight: Tensor, adapter: Adapter, start: int = 0) -> Tensor:
     """weight + scale * B A in float32, rounded once. weight: rows of the layer's weight, from row `start` on."""
     a, b = adapter.a.to(weight.device).float(), adapter.b[start : start + len(weight)].to(weight.device).float()
     return torch.addmm(weight.float(), b, a, alpha=adapter.scale).to(weight.dtype)
+
+
+def merge_adapters(
+    model: PreTrainedModel, trained: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a model without adapters that computes the same, by their Hugging Face names.
+
+    trained: the adapters' parameters, whole; weights: all parameters of `model`, whole.
+    """
+    layers = adapter_layers(model)
+    for name, weight in weights:
+        path = name.removesuffix(".base_layer.weight")
+        if path in layers:
+            a, b = (trained[f"{path}.lora_{part}.{ADAPTER}.weight"] for part in "AB")
+            weight = merged(weight, Adapter(a, b, layers[path].scaling[ADAPTER]))
+        if name not in trained:
+            yield base_name(name), weight
 
 
 def read_adapter(folder: Path, what: str) -> tuple[dict[str, Adapter], Tensor | None]:

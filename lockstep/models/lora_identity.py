@@ -32,7 +32,7 @@ class LoraIdentity:
 def identity_of(model: PreTrainedModel, base: Iterable[tuple[str, Tensor]]) -> LoraIdentity:
     """base: the frozen parameters, whole."""
     lora = adapter_config(model)
-    bits = sum(fingerprint(weight.to(torch.bfloat16).contiguous().flatten().view(torch.uint8)) for _, weight in base)
+    bits = sum(fingerprint(weight.to(torch.bfloat16)) for _, weight in base)
     return LoraIdentity(str(lora.base_model_name_or_path), bits, lora.r, lora.lora_alpha, len(adapter_layers(model)))
 
 

@@ -78,6 +78,7 @@ GLOSSARY: dict[str, dict[str, str]] = {
     },
     "Rollout against trainer": {
         "training/rollout_log_probs_gap": "mean |log p(rollout) - log p(trainer)| of sampled tokens; the run stops if it is too large",
+        "weight_sync/canary_gap": "largest |log p(rollout) - log p(trainer)| on a fixed text after a weight update, if the rollout holds a copy; the run stops beyond rounding",
         "training/rollout_probs_diff_<mean,max,std>": "difference of the probabilities of sampled tokens",
         "training/rollout_probs_diff_valid": "1 if there were tokens to compare",
         "rollout_corr/kl": "KL from the trainer's policy to the rollout's, estimated as mean log-ratio; `k3_kl` is the k3 estimator",

@@ -9,17 +9,23 @@ With LoRA the reference is the actor with its adapters off: no role loads a seco
 """
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
-from transformers import PreTrainedModel
 
 from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig, RefConfig, RolloutConfig
 from lockstep.config.model import FSDPEngineConfig, sequence_parallel_size
-from lockstep.engines.rollout.base import create_rollout_engine, longest_sequence
+from lockstep.engines.rollout.base import (
+    Completion,
+    GenerationRequest,
+    SamplingParams,
+    create_rollout_engine,
+    longest_sequence,
+    rollout_dtype,
+)
 from lockstep.engines.train.fsdp import FsdpEngine
-from lockstep.models.loading import load_causal_lm, model_folder, open_causal_lm, resolve_dtype, trained_dtype
+from lockstep.models.loading import model_folder, open_causal_lm, resolve_dtype, trained_dtype
 from lockstep.models.lora import install_adapters
-from lockstep.models.packed_weights import pack_weights
 from lockstep.models.shared_weights import rollout_module
 from lockstep.models.token_models import PolicyModel
 from lockstep.models.tokenizer import eos_token_ids, hf_tokenizer
@@ -30,17 +36,18 @@ from lockstep.utils.audit import GapBound, RolloutGap
 from lockstep.utils.device import memory_peaks
 from lockstep.utils.distributed import join_process_group
 from lockstep.utils.model_path import revision_of
+from lockstep.weight_sync import WeightSyncWorker
+from lockstep.weight_sync.proof import CANARY_TEXT, MAX_NEW, canary_prompt
 from lockstep.workers.losses import SplitCheck, actor_loss_fn, require_finite_loss
 from lockstep.workers.rollout_batch import batch_of, requests_of, sampling_params
 from lockstep.workers.shared_folder import checkpoint_folder
 from lockstep.workers.updates import MetricMeans, micro_batching, mini_batches
-from lockstep.workers.weight_hand_over import WeightHandOver
 
 _KEY = "actor_rollout_ref.model"
 _ROLES = ("actor", "rollout", "ref", "actor_rollout", "actor_rollout_ref")
 
 
-class ActorRolloutRefWorker(WeightHandOver):
+class ActorRolloutRefWorker(WeightSyncWorker):
     def __init__(self, config: ActorRolloutRefConfig, role: str, device: str = "cpu") -> None:
         super().__init__()
         if role not in _ROLES:
@@ -80,23 +87,19 @@ class ActorRolloutRefWorker(WeightHandOver):
                 eos_token_ids=eos_token_ids(self.tokenizer, folder),
                 pad_token_id=self.tokenizer.pad_token_id,
             )
-            self.generator = rollout_module(self.actor.model.transformer) if self.is_actor else self._whole_model()
-            self.rollout.bind(self.generator)
+            if self.is_actor and self.rollout.shares_weights:
+                self.generator = rollout_module(self.actor.model.transformer)
+                self.rollout.bind(self.generator)
+            else:
+                self.rollout.load(config.model, _KEY, rollout_dtype(config, self.device), self.device)
+            tp = config.rollout.tensor_model_parallel_size
+            self._register_dispatch_collect_info("rollout", self.rank // tp, self.rank % tp == 0)
         if self.is_actor and config.model.lora_rank:
             self.ref = self.actor  # with its adapters off
         elif self.is_ref:
             self.ref = self._engine(config.ref.fsdp_config, sequence_parallel_size(config.ref), trained=False)
         if hasattr(self, "ref"):
             self._register_dispatch_collect_info("ref", self.ref.dp_rank, self.ref.sp_rank == 0)
-
-    def _whole_model(self) -> PreTrainedModel:
-        """For a rollout without a trainer in its process."""
-        fsdp, model = self.config.actor.fsdp_config, self.config.model
-        dtype = resolve_dtype(fsdp.dtype, self.device)
-        policy = load_causal_lm(model, _KEY, dtype, self.device, longest_sequence(self.config.rollout))
-        install_adapters(PolicyModel(policy), model, _KEY, dtype=dtype, device=self.device, seed=fsdp.seed)
-        pack_weights(policy)
-        return policy
 
     def _engine(self, fsdp: FSDPEngineConfig, sp: int, *, trained: bool) -> FsdpEngine:
         """A model in the master dtype if it is trained, else in the compute dtype; with LoRA its adapters are trained."""
@@ -121,20 +124,39 @@ class ActorRolloutRefWorker(WeightHandOver):
             sequence_parallel_size=sp,
         )
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("rollout"))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         prompts = drop_marked(prompts)
         require(prompts, "raw_prompt_ids", "sampling_seed")
         validate, greedy = prompts.meta_info["validate"], prompts.meta_info["greedy"]
         sampling = sampling_params(self.config.rollout, validate=validate, greedy=greedy)
         requests = requests_of(prompts, sampling)
-        weights = self.actor.lend_weights(self.generator) if self.is_actor else nullcontext()
+        return batch_of(requests, self._complete(requests), self.config.rollout, self.tokenizer.pad_token_id)
+
+    def _complete(self, requests: list[GenerationRequest]) -> list[Completion]:
+        shares = self.is_actor and self.rollout.shares_weights
+        weights = self.actor.lend_weights(self.generator) if shares else nullcontext()
         with self.memory.phase("gen"), weights:
             self.rollout.wake()
             completions = self.rollout.generate(requests)
             if self.config.rollout.free_cache_engine:
                 self.rollout.sleep()
-        return batch_of(requests, completions, self.config.rollout, self.tokenizer.pad_token_id)
+        return completions
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def generate_canary(self) -> DataProto:
+        """One row: this rank's continuation of the canary text (see `weight_sync.proof`)."""
+        rollout = replace(self.config.rollout, calculate_log_probs=True)
+        num_new = min(MAX_NEW, rollout.response_length)
+        sampling = SamplingParams(temperature=self._temperature, max_tokens=num_new, ignore_eos=True)
+        prompt = canary_prompt(self.tokenizer.encode(CANARY_TEXT, add_special_tokens=False), rollout)
+        requests = [GenerationRequest(prompt, sampling)]
+        return batch_of(requests, self._complete(requests), rollout, self.tokenizer.pad_token_id)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def canary_log_probs(self, rows: DataProto) -> torch.Tensor:
+        """Log-probs of the rows' responses under the actor; every rank computes all rows."""
+        return self._log_probs(self.actor, self.config.rollout, rows)["log_probs"]
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"), blocking=False)
     def compute_log_prob(self, data: DataProto) -> DataProto:
@@ -207,7 +229,7 @@ class ActorRolloutRefWorker(WeightHandOver):
             metrics["actor/kl_coef"] = config.kl_loss_coef
         engine.schedule_step()
         engine.offload()
-        if self.is_rollout:
+        if self.is_rollout and self.rollout.shares_weights:
             self.rollout.policy_version += 1
         return DataProto(meta_info={"metrics": metrics})
 

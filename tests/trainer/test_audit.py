@@ -32,8 +32,17 @@ def test_a_masked_place_may_hold_anything(batch: DataProto) -> None:
 def test_rollouts_of_another_policy_version(batch: DataProto) -> None:
     check_policy_version(batch, 3)
     batch.tensors["policy_version"][1] = 2
-    with pytest.raises(AuditError, match=r"versions \[2, 3\], the trainer is at 3"):
+    with pytest.raises(AuditError, match=r"versions \[2, 3\], the trainer is at 3$"):
         check_policy_version(batch, 3)
+
+
+def test_staleness_is_bounded(batch: DataProto) -> None:
+    batch.tensors["policy_version"][1] = 1
+    check_policy_version(batch, 3, max_staleness=2)
+    with pytest.raises(AuditError, match=r"versions \[1, 3\], the trainer is at 3; at most 1 updates earlier"):
+        check_policy_version(batch, 3, max_staleness=1)
+    with pytest.raises(AuditError, match="the trainer is at 2"):
+        check_policy_version(batch, 2, max_staleness=4)
 
 
 def gap_of(batch: DataProto, bound: GapBound, gap: float, **options: bool) -> float:

@@ -12,14 +12,15 @@ from transformers import AutoModelForCausalLM
 
 from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
+from lockstep.engines.rollout.base import ModuleEngine
 from lockstep.protocol import DataProto
 from lockstep.trainer.fsdp_sft_trainer import main as sft
 from lockstep.trainer.main_ppo import main
 from lockstep.trainer.ppo.ray_trainer import PPOTrainer
-from lockstep.trainer.ppo.weight_sync import WeightSync
+from lockstep.weight_sync import WeightSync, canary_bound
 from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
 from tests.tiny import random_batch
-from tests.trainer.test_weight_transfer import OneWorker
+from tests.weight_sync.test_weight_sync import OneWorker
 
 MODEL = "actor_rollout_ref.model"
 GRPO = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8", "trainer.val_before_train=false"]
@@ -94,9 +95,11 @@ def test_only_adapters_are_sent_to_a_rollout_in_other_processes(overrides: list[
         for parameter in actor.actor.model.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.01)
-    WeightSync(OneWorker(actor), OneWorker(rollout), "naive").run(1)  # type: ignore[arg-type]
+    bound = canary_bound(torch.float32)
+    WeightSync(OneWorker(actor), OneWorker(rollout), "naive", bound).run(1)  # type: ignore[arg-type]
     assert all("lora_" in entry.name for bucket in actor._layout for entry in bucket)
-    state = rollout.generator.state_dict()
+    assert isinstance(rollout.rollout, ModuleEngine)
+    state = rollout.rollout.module.state_dict()
     weights = dict(actor.actor.weights())
     assert weights.keys() == state.keys()
     assert all(torch.equal(state[name], weight) for name, weight in weights.items())

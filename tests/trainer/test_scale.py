@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = 3e-5
 """3 % of one optimizer step: Adam scales gradients that are nearly zero, and their rounding with them."""
-DEPENDS_ON_WORKERS = ("time", "timing", "perf/", "global_seqlen/")
+DEPENDS_ON_WORKERS = ("time", "timing", "perf/", "global_seqlen/", "weight_sync/")
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 DYNAMIC = [f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=80"]

@@ -12,11 +12,19 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lockstep.config.actor_rollout_ref import RolloutConfig
+from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig, RolloutConfig
+from lockstep.config.model import HFModelConfig
+from lockstep.models.loading import load_causal_lm, resolve_dtype
+from lockstep.models.lora import install_adapters
 from lockstep.models.model_check import check_log_probs, reference_log_probs
+from lockstep.models.packed_weights import pack_weights
+from lockstep.models.token_models import PolicyModel
 from lockstep.registry import Registry
+from lockstep.utils.fingerprint import fingerprint
 
 StopReason = Literal["stop", "length"]
+OWN_DTYPE = ("vllm",)
+"""Engines that compute in `rollout.dtype`; the others do so in the actor's type."""
 
 
 @dataclass(frozen=True)
@@ -90,16 +98,27 @@ class Completion:
 
 
 class RolloutEngine(ABC):
-    """Generates completions with the weights of the bound model.
+    """Generates completions, with the tensors of a bound module or with its own copy of the weights.
 
-    policy_version: of those weights, set by the worker that updates them.
+    shares_weights: whether it decodes with the trainer's tensors (`bind`). Otherwise it holds a copy (`load`), which every
+                    update replaces: `begin_update`, `update_weights` with one bucket after another, `finish_update`.
+    takes_adapters: whether a policy with LoRA adapters sends these alone, beside the base that was loaded; otherwise it sends
+                    merged weights.
+    policy_version: of the weights.
     """
 
+    config: RolloutConfig
+    shares_weights: bool = False
+    takes_adapters: bool = False
     policy_version: int = 0
 
-    @abstractmethod
     def bind(self, model: nn.Module) -> None:
         """Use this module's parameters, with the values they have at each later call."""
+        raise TypeError(f"rollout.name={self.config.name} holds its own copy of the weights: call load")
+
+    @abstractmethod
+    def load(self, model: HFModelConfig, key: str, dtype: torch.dtype, device: torch.device) -> None:
+        """Load an own copy of the model. key: its config section, for messages."""
 
     @abstractmethod
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
@@ -109,9 +128,26 @@ class RolloutEngine(ABC):
         """One completion; an engine may batch concurrent calls."""
         return (await asyncio.to_thread(self.generate, [request]))[0]
 
+    def begin_update(self) -> None:  # noqa: B027
+        """Prepare for new weights."""
+
     @abstractmethod
     def update_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Copy new values into named parameters; not needed if the model shares the trainer's tensors."""
+        """Load some of the parameters, by Hugging Face name; tied ones come once."""
+
+    def finish_update(self, version: int) -> None:
+        """All parameters have come; they are those of `version`. Nothing computed with earlier ones may be used again."""
+        self.policy_version = version
+
+    @abstractmethod
+    def fingerprints(self, names: Sequence[str]) -> dict[str, int]:
+        """Checksums of the bits of these parameters, as they compute or, if that is unknown, as they were received last.
+
+        A parameter that the engine lacks is left out.
+        """
+
+    def drop_cached_prefixes(self) -> None:  # noqa: B027
+        """Forget the KV cache of earlier prompts."""
 
     def sleep(self) -> None:  # noqa: B027
         """Free the KV cache until `wake` or the next request."""
@@ -120,11 +156,37 @@ class RolloutEngine(ABC):
         """Undo `sleep`; the next request does so too."""
 
 
+class ModuleEngine(RolloutEngine):
+    """An engine that runs a transformers module in this process."""
+
+    shares_weights = True
+    takes_adapters = True
+
+    @property
+    @abstractmethod
+    def module(self) -> nn.Module:
+        """The module given to `bind`."""
+
+    def load(self, model: HFModelConfig, key: str, dtype: torch.dtype, device: torch.device) -> None:
+        policy = load_causal_lm(model, key, dtype, device, longest_sequence(self.config))
+        install_adapters(PolicyModel(policy), model, key, dtype=dtype, device=device, seed=self.config.seed)
+        pack_weights(policy)
+        self.bind(policy)
+        self.shares_weights = False
+
+    def update_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        copy_weights(self.module, weights)
+
+    def fingerprints(self, names: Sequence[str]) -> dict[str, int]:
+        state = self.module.state_dict()
+        return {name: fingerprint(state[name]) for name in names if name in state}
+
+
 ROLLOUT_ENGINES: Registry[type[RolloutEngine]] = Registry("rollout engine", key="actor_rollout_ref.rollout.name")
 
 
 def create_rollout_engine(config: RolloutConfig, eos_token_ids: Sequence[int], pad_token_id: int) -> RolloutEngine:
-    """The engine named `config.name`; call `bind` before generating."""
+    """The engine named `config.name`; call `bind` or `load` before generating."""
     engine_class = ROLLOUT_ENGINES.get(config.name)
     return engine_class(config, eos_token_ids, pad_token_id)  # type: ignore[call-arg]
 
@@ -149,6 +211,12 @@ def longest_sequence(config: RolloutConfig) -> int:
     if config.max_model_len is not None:
         return config.max_model_len
     return config.prompt_length + config.response_length
+
+
+def rollout_dtype(config: ActorRolloutRefConfig, device: torch.device) -> torch.dtype:
+    """The type in which the rollout holds its weights: the actor's, or `rollout.dtype` of an engine that reads it."""
+    own = config.rollout.dtype if config.rollout.name in OWN_DTYPE else "auto"
+    return resolve_dtype(own if own != "auto" else config.actor.fsdp_config.dtype, device)
 
 
 def copy_weights(model: nn.Module, weights: Iterator[tuple[str, Tensor]]) -> None:

@@ -25,11 +25,10 @@ from lockstep.engines.rollout.base import (
     ROLLOUT_ENGINES,
     Completion,
     GenerationRequest,
-    RolloutEngine,
+    ModuleEngine,
     StopReason,
     check_against_transformers,
     check_requests,
-    copy_weights,
     evaluation_mode,
     longest_sequence,
     stop_tokens,
@@ -41,7 +40,7 @@ from lockstep.utils.progress import count
 
 
 @ROLLOUT_ENGINES.register("hf")
-class HFEngine(RolloutEngine):
+class HFEngine(ModuleEngine):
     def __init__(self, config: RolloutConfig, eos_token_ids: Sequence[int], pad_token_id: int) -> None:
         self.config = config
         self.eos_token_ids = tuple(eos_token_ids)
@@ -54,20 +53,17 @@ class HFEngine(RolloutEngine):
         self.model = model
         self._model_is_checked = False
 
-    def update_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        copy_weights(self._bound, weights)
-
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         check_requests(requests, self.max_model_len)
         if not requests:
             return []
-        with evaluation_mode(self._bound):
+        with evaluation_mode(self.module):
             if not self._model_is_checked:
                 self._check_model()
             return self._run(requests)
 
     @property
-    def _bound(self) -> Any:
+    def module(self) -> Any:
         if self.model is None:
             raise RuntimeError("the rollout engine has no model yet: call bind(model) first")
         return self.model
@@ -78,7 +74,7 @@ class HFEngine(RolloutEngine):
             path = "transformers' generate on a left-padded batch"
             advice = "Set actor_rollout_ref.rollout.max_num_seqs=1, which needs no padding."
         block_size = self.config.kv_block_size
-        check_against_transformers(self._run, self._bound, self.max_model_len, block_size, path=path, advice=advice)
+        check_against_transformers(self._run, self.module, self.max_model_len, block_size, path=path, advice=advice)
         self._model_is_checked = True
 
     def _run(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
@@ -90,7 +86,7 @@ class HFEngine(RolloutEngine):
         return completions
 
     def _generate_batch(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        model = self._bound
+        model = self.module
         device = model.get_input_embeddings().weight.device
         width = max(len(r.prompt_ids) for r in requests)
         padding = [width - len(r.prompt_ids) for r in requests]

@@ -35,6 +35,8 @@ from lockstep.config.placement import need_critic, need_reference_policy, need_r
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import to_plain
 from lockstep.data.loader import StatefulLoader, create_dataloader, shuffled_order
+from lockstep.engines.rollout import ROLLOUT_ENGINES
+from lockstep.engines.rollout.base import rollout_dtype
 from lockstep.models.loading import resolve_dtype
 from lockstep.observability.rollout_log import dump_generations
 from lockstep.observability.trackers import Tracking
@@ -56,7 +58,6 @@ from lockstep.trainer.ppo.metrics import compute_data_metrics, compute_throughou
 from lockstep.trainer.ppo.mini_batches import MiniBatches, Prepare, call_balanced, lay_out, spread
 from lockstep.trainer.ppo.sampling import RewardFn, Sampling, extra_metrics
 from lockstep.trainer.ppo.validation import Responses, prompt_batches
-from lockstep.trainer.ppo.weight_sync import WeightSync
 from lockstep.trainer.run_config import FILE as CONFIG_FILE
 from lockstep.trainer.run_config import (
     as_yaml,
@@ -75,6 +76,7 @@ from lockstep.utils.seqlen import log_seqlen_unbalance
 from lockstep.utils.spans import span
 from lockstep.utils.state_file import load_state, save_state
 from lockstep.utils.timing import marked_timer
+from lockstep.weight_sync import Transport, WeightSync, canary_bound
 
 logger = logging.getLogger(__name__)
 
@@ -199,10 +201,13 @@ class PPOTrainer:
         self.rm_wg: Any = groups.get(str(Role.RewardModel))
         self.sampling = Sampling(self.config, self.rollout_wg, self.rm_wg, self.reward_fn)
         self.weight_sync = None
-        if colocated_wg is None:
-            self.weight_sync = WeightSync(self.actor_rollout_wg, self.rollout_wg, self._weight_transport())
+        policy, device = self.config.actor_rollout_ref, torch.device(self.device_name)
+        if colocated_wg is None or not ROLLOUT_ENGINES.get(policy.rollout.name).shares_weights:
+            transport = self._weight_transport() if colocated_wg is None else "in_process"
+            bound = canary_bound(self.gap_bound.dtype, rollout_dtype(policy, device))
+            self.weight_sync = WeightSync(self.actor_rollout_wg, self.rollout_wg, transport, bound)
 
-    def _weight_transport(self) -> str:
+    def _weight_transport(self) -> Transport:
         """How weights are sent to a rollout in other processes."""
         backend = self.config.actor_rollout_ref.rollout.checkpoint_engine.backend
         return backend if backend != "auto" else "nccl" if self.device_name == "cuda" else "naive"
@@ -514,7 +519,7 @@ class PPOTrainer:
                 metrics |= _reduced(output.get())
         if self.weight_sync is not None and "update_actor" in waiting:
             with marked_timer("update_weights", timing):
-                self.weight_sync.run(self.num_updates)
+                metrics |= self.weight_sync.run(self.num_updates)
         return metrics
 
     def _laid_out(self, batch: DataProto, rule: MiniBatches, dp_size: int) -> DataProto:

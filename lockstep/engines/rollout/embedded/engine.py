@@ -17,10 +17,9 @@ from lockstep.engines.rollout.base import (
     ROLLOUT_ENGINES,
     Completion,
     GenerationRequest,
-    RolloutEngine,
+    ModuleEngine,
     check_against_transformers,
     check_requests,
-    copy_weights,
     longest_sequence,
     stop_tokens,
 )
@@ -35,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 @ROLLOUT_ENGINES.register("embedded")
-class EmbeddedEngine(RolloutEngine):
+class EmbeddedEngine(ModuleEngine):
     """Continuous batching over a paged KV cache, with the parameters of the model given to `bind`.
 
     num_blocks: size of the KV cache; None sizes it within `gpu_memory_utilization` (CPU: for the requests at hand; CUDA: for
@@ -75,7 +74,7 @@ class EmbeddedEngine(RolloutEngine):
     def update_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         if self._busy:
             raise RuntimeError("weights cannot be updated while requests are running")
-        copy_weights(self._bound[0].model, weights)
+        super().update_weights(weights)
 
     def sleep(self) -> None:
         assert not self.scheduler.has_unfinished, "sleep while requests are running"
@@ -98,6 +97,10 @@ class EmbeddedEngine(RolloutEngine):
         if self._serve_task is None or self._serve_task.done():
             self._serve_task = asyncio.create_task(self._serve())
         return await future
+
+    @property
+    def module(self) -> nn.Module:
+        return self._bound[0].model
 
     @property
     def _bound(self) -> tuple[ModelRunner, StepLoop]:

@@ -1,8 +1,8 @@
-"""Weight transfer to a rollout in other processes: buckets, fingerprints, both transports, the audit."""
+"""Weight updates of a rollout that holds a copy: buckets, fingerprints, transports, proof of weights."""
 
 import threading
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,20 +15,19 @@ from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
 from lockstep.single_controller import Future, FutureList
 from lockstep.single_controller.local import LocalFuture
-from lockstep.trainer.ppo.weight_sync import WeightSync
 from lockstep.utils.audit import AuditError
 from lockstep.utils.fingerprint import PERIOD, fingerprint
+from lockstep.weight_sync import CANARY_METRIC, WeightSync, canary_bound
+from lockstep.weight_sync.broadcast import BroadcastGroup, open_store
+from lockstep.weight_sync.buckets import Layout, cast_buckets, layout_of, pack_bucket, unpack_bucket
 from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
-from lockstep.workers.weight_transfer import (
-    BroadcastGroup,
-    fingerprint_of,
-    layout_of,
-    open_store,
-    pack_buckets,
-    unpack_bucket,
-)
+from tests.tiny import save_tiny_model, write_rows
 
 SHAPES = [("a", (3, 5)), ("b", (7,)), ("c", ()), ("d", (2, 2))]
+
+
+def packed(weights: Iterator[tuple[str, Tensor]], layout: Layout) -> Iterator[Tensor]:
+    return map(pack_bucket, cast_buckets(weights, layout))
 
 
 def weights(seed: int = 0) -> dict[str, Tensor]:
@@ -57,7 +56,7 @@ def test_buckets_do_not_exceed_their_size(max_bytes: int, names: list[list[str]]
 def test_unpacked_weights_have_the_rollouts_dtype(dtype: torch.dtype, max_bytes: int) -> None:
     sent = weights()
     layout = layout_of(SHAPES, dtype, max_bytes)
-    buckets = list(pack_buckets(iter(sent.items()), layout))
+    buckets = list(packed(iter(sent.items()), layout))
     received = dict(pair for flat, bucket in zip(buckets, layout) for pair in unpack_bucket(flat, bucket))
     assert received.keys() == sent.keys()
     for name, tensor in received.items():
@@ -68,7 +67,7 @@ def test_unaligned_tensor_is_read() -> None:
     layout = layout_of([("odd", (3,)), ("x", (2,))], torch.bfloat16, 1 << 20)
     layout[0][1] = replace(layout[0][1], dtype=torch.float32)
     sent = {"odd": torch.ones(3), "x": torch.tensor([1.5, -2.5])}
-    (flat,) = pack_buckets(iter(sent.items()), layout)
+    (flat,) = packed(iter(sent.items()), layout)
     received = dict(unpack_bucket(flat, layout[0]))
     assert torch.equal(received["x"], sent["x"])
 
@@ -76,7 +75,7 @@ def test_unaligned_tensor_is_read() -> None:
 def test_wrong_weight_order_is_refused() -> None:
     layout = layout_of(SHAPES, torch.float32, 1 << 20)
     with pytest.raises(ValueError, match="weight order mismatch: expected 'a', got 'b'"):
-        list(pack_buckets(iter(reversed(list(weights().items())[:2])), layout))
+        list(packed(iter(reversed(list(weights().items())[:2])), layout))
 
 
 def test_fingerprint_depends_on_every_bit_and_position() -> None:
@@ -90,21 +89,10 @@ def test_fingerprint_depends_on_every_bit_and_position() -> None:
     assert fingerprint(torch.zeros(0, dtype=torch.uint8)) == 0
 
 
-def test_fingerprint_of_a_large_bucket_is_the_sum_over_its_words() -> None:
+def test_fingerprint_of_a_large_tensor_is_the_sum_over_its_words() -> None:
     words = torch.randint(-(2**15), 2**15, (64 * PERIOD + 1000,), dtype=torch.int16)
     place = torch.arange(len(words)) % PERIOD + 1
     assert fingerprint(words.view(torch.uint8)) == int((words.long() * place).sum())
-
-
-def test_fingerprint_of_a_model_equals_that_of_its_buckets() -> None:
-    model = torch.nn.Linear(3, 2)
-    shapes = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
-    layout = layout_of(shapes, torch.float32, 16)
-    sent = sum(fingerprint(flat) for flat in pack_buckets(model.named_parameters(), layout))
-    assert fingerprint_of(model, layout) == sent
-    with torch.no_grad():
-        model.bias[1] += 1e-7
-    assert fingerprint_of(model, layout) != sent
 
 
 def test_broadcast_reaches_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,12 +132,37 @@ class OneWorker:
         return call
 
 
-@pytest.fixture(scope="module")
-def workers(tiny_run_files: Path) -> tuple[ActorRolloutRefWorker, ActorRolloutRefWorker]:
-    """A separate actor and rollout, with buckets of at most a megabyte."""
+@dataclass
+class Pair:
+    """A separate actor and rollout of a tied model, with buckets of at most a megabyte."""
+
+    actor: ActorRolloutRefWorker
+    rollout: ActorRolloutRefWorker
+
+    def sync(self) -> WeightSync:
+        bound = canary_bound(torch.float32)
+        return WeightSync(OneWorker(self.actor), OneWorker(self.rollout), "naive", bound)  # type: ignore[arg-type]
+
+    def train(self) -> None:
+        """Change every parameter of the actor."""
+        with torch.no_grad():
+            for parameter in self.actor.actor.model.parameters():
+                parameter.add_(0.01 * torch.randn(parameter.shape))
+
+
+@pytest.fixture(scope="module", params=["embedded", "hf"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folder = tmp_path_factory.mktemp("pair")
+    save_tiny_model(folder / "model", tie_word_embeddings=True)
+    write_rows(folder / "train.parquet")
     overrides = [
-        f"actor_rollout_ref.model.path={tiny_run_files}/model",
-        f"data.train_files={tiny_run_files}/train.parquet",
+        f"actor_rollout_ref.model.path={folder}/model",
+        f"data.train_files={folder}/train.parquet",
+        f"actor_rollout_ref.rollout.name={request.param}",
+        "actor_rollout_ref.rollout.temperature=0.7",
+        "data.max_prompt_length=64",
+        "data.max_response_length=8",
+        "trainer.device=cpu",
     ]
     config: ActorRolloutRefConfig = load_config(PPOConfig, overrides).actor_rollout_ref
     engine = CheckpointEngineConfig(backend="naive", update_weights_bucket_megabytes=1)
@@ -157,48 +170,79 @@ def workers(tiny_run_files: Path) -> tuple[ActorRolloutRefWorker, ActorRolloutRe
     made = [ActorRolloutRefWorker(config, role, "cpu") for role in ("actor", "rollout")]
     for worker in made:
         worker.init_model()
-    return made[0], made[1]
+    return Pair(*made)
 
 
-def test_update_reaches_the_rollout(workers: tuple[ActorRolloutRefWorker, ActorRolloutRefWorker]) -> None:
-    actor, rollout = workers
-    sync = WeightSync(OneWorker(actor), OneWorker(rollout), "naive")  # type: ignore[arg-type]
-    with torch.no_grad():
-        for parameter in actor.actor.model.parameters():
-            parameter.add_(0.01)
-    sync.run(3)
-    assert rollout.rollout.policy_version == 3
-    sent = dict(actor.actor.weights())
-    state = rollout.generator.state_dict()
-    assert all(torch.equal(state[name], tensor) for name, tensor in sent.items())
-    assert len(sent) == len(list(rollout.generator.parameters()))
+def test_update_reaches_the_rollout(pair: Pair) -> None:
+    sync = pair.sync()
+    for version in (3, 4):
+        pair.train()
+        assert sync.run(version)[CANARY_METRIC] < 1e-4
+        assert pair.rollout.rollout.policy_version == version
+    assert not pair.rollout.rollout.shares_weights
+    names = [name for name, _ in pair.actor.actor.weights()]
+    assert pair.rollout.rollout.fingerprints(names) == {n: fingerprint(t) for n, t in pair.actor.actor.weights()}
 
 
-def test_corrupt_bucket_stops_the_run(
-    workers: tuple[ActorRolloutRefWorker, ActorRolloutRefWorker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    actor, rollout = workers
-    sync = WeightSync(OneWorker(actor), OneWorker(rollout), "naive")  # type: ignore[arg-type]
-    load = rollout.load_bucket
+def test_changed_bit_stops_the_run(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = pair.rollout.load_bucket
 
     def load_changed(index: int, flat: np.ndarray) -> None:
         flat = flat.copy()
         flat[7] ^= 1
         load(index, flat)
 
-    monkeypatch.setattr(rollout, "load_bucket", load_changed)
-    with pytest.raises(AuditError, match=r"differ from the actor's after update 4 on 1 of 1 ranks \(first: rank 0\)"):
-        sync.run(4)
+    monkeypatch.setattr(pair.rollout, "load_bucket", load_changed)
+    pair.train()
+    message = r"after update 5 on 1 of 1 ranks: on rank 0, model\.embed_tokens\.weight differs \(1 of 26 tensors\)"
+    with pytest.raises(AuditError, match=message):
+        pair.sync().run(5)
 
 
-def test_read_only_bucket_is_loaded(workers: tuple[ActorRolloutRefWorker, ActorRolloutRefWorker]) -> None:
+def test_skipped_update_stops_the_run(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair.rollout.rollout, "update_weights", list)
+    pair.train()
+    with pytest.raises(AuditError, match=r"model\.embed_tokens\.weight differs \(26 of 26 tensors\)"):
+        pair.sync().run(6)
+
+
+def test_dropped_tensor_stops_the_run(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    update, dropped = pair.rollout.rollout.update_weights, "model.layers.1.self_attn.k_proj.weight"
+    monkeypatch.setattr(pair.rollout.rollout, "update_weights", lambda ws: update(w for w in ws if w[0] != dropped))
+    pair.train()
+    with pytest.raises(AuditError, match=rf"{dropped} differs \(1 of 26 tensors\)"):
+        pair.sync().run(7)
+
+
+def test_rollout_that_computes_with_other_weights_stops_the_run(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fingerprints agree, the log-probs do not."""
+    pair.train()
+    sync = pair.sync()
+    sync.run(8)
+    generate = pair.rollout.rollout.generate
+
+    def generate_with_old_weights(requests: Any) -> Any:
+        norm = pair.rollout.rollout.module.get_parameter("model.norm.weight")  # type: ignore[attr-defined]
+        norm.data.mul_(1.1)
+        try:
+            return generate(requests)
+        finally:
+            norm.data.div_(1.1)
+
+    monkeypatch.setattr(pair.rollout.rollout, "generate", generate_with_old_weights)
+    with pytest.raises(
+        AuditError, match=r"after update 9 the rollout's log-probs of the canary text differ .* by 0\.\d+ "
+    ):
+        sync.run(9)
+
+
+def test_read_only_bucket_is_loaded(pair: Pair) -> None:
     """As received from an object store."""
-    actor, rollout = workers
-    actor.weight_layout()
-    rollout.expect_weights(actor._layout)
+    actor, rollout = pair.actor, pair.rollout
+    rollout.expect_weights(actor.weight_layout())
     for index in range(len(actor._layout)):
         flat = actor.weight_bucket(index)
         assert flat is not None
         flat.flags.writeable = False
         rollout.load_bucket(index, flat)
-    assert rollout.weights_fingerprint(5) == actor.sent_fingerprint()
+    assert rollout.finish_update(5) == actor.sent_fingerprints()

@@ -1,0 +1,77 @@
+"""The controller's side of a weight update: send the actor's weights to the rollout, then prove that they arrived."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Literal
+
+from lockstep.protocol import DataProto
+from lockstep.single_controller import FutureList, WorkerGroup
+from lockstep.utils.audit import AuditError
+from lockstep.weight_sync.proof import CANARY_METRIC, Fingerprints, canary_gap, check_fingerprints
+
+IN_FLIGHT = 2
+"""Buckets in flight through the object store."""
+
+Transport = Literal["naive", "nccl", "in_process"]
+"""naive: object store; nccl: broadcast (gloo on CPU); in_process: actor and rollout are the same workers."""
+
+
+class WeightSync:
+    """actor, rollout: worker groups, the same one if transport is in_process. bound: see `canary_bound`."""
+
+    def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, transport: Transport, bound: float) -> None:
+        self.actor: Any = actor
+        self.rollout: Any = rollout
+        self.bound = bound
+        self.layout = self.actor.weight_layout()[0]
+        self.rollout.expect_weights(self.layout)
+        self._send: Callable[[int], tuple[Fingerprints, list[Fingerprints]]] = {
+            "naive": self._through_store,
+            "nccl": self._by_broadcast,
+            "in_process": self._in_process,
+        }[transport]
+        if transport == "nccl":
+            address, port = self.actor.open_weight_group()
+            size = self.rollout.world_size + 1
+            joined = [group.join_weight_group(address, port, size) for group in (self.actor, self.rollout)]
+            FutureList([future for futures in joined for future in futures]).get()
+
+    def run(self, version: int) -> dict[str, float]:
+        """Update the rollout, whose samples then carry `version`; AuditError if it does not hold the actor's weights."""
+        check_fingerprints(*self._send(version), version)
+        gap = self._canary_gap()
+        if not gap <= self.bound:
+            self.rollout.drop_cached_prefixes()
+            cause = "the tensors that arrived are not those it computes with"
+            if self._canary_gap() <= self.bound:
+                cause = "its prefix cache holds keys and values of earlier weights"
+            raise AuditError(
+                f"after update {version} the rollout's log-probs of the canary text differ from the trainer's by {gap:.4g} (bound "
+                f"{self.bound:g}): {cause}; its samples would not come from this policy"
+            )
+        return {CANARY_METRIC: gap}
+
+    def _canary_gap(self) -> float:
+        rows = DataProto.concat(self.rollout.generate_canary())
+        log_probs = self.actor.canary_log_probs(rows)[0]
+        return canary_gap(rows.tensors["rollout_log_probs"], log_probs, rows.tensors["response_mask"])
+
+    def _through_store(self, version: int) -> tuple[Fingerprints, list[Fingerprints]]:
+        loading: deque[Any] = deque()
+        for index in range(len(self.layout)):
+            bucket = self.actor.weight_bucket(index)
+            loading.append(FutureList([*bucket[1:], *self.rollout.load_bucket(index, bucket[0])]))
+            if len(loading) > IN_FLIGHT:
+                loading.popleft().get()
+        for futures in loading:
+            futures.get()
+        return self.actor.sent_fingerprints()[0], self.rollout.finish_update(version)
+
+    def _by_broadcast(self, version: int) -> tuple[Fingerprints, list[Fingerprints]]:
+        sent, loaded = self.actor.send_weights(), self.rollout.receive_weights(version)
+        outputs = FutureList([*sent, *loaded]).get()  # raises the first failure of either side
+        return outputs[0], outputs[len(sent) :]
+
+    def _in_process(self, version: int) -> tuple[Fingerprints, list[Fingerprints]]:
+        pairs = self.rollout.hand_over_weights(version)
+        return pairs[0][0], [received for _, received in pairs]

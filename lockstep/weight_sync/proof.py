@@ -1,0 +1,52 @@
+"""Proof that a rollout holds the trainer's weights, after every update and before a sample is made.
+
+fingerprints   every tensor is counted and checksummed on both sides, by name
+canary         the rollout continues a fixed text, and the trainer computes the log-probs of what it wrote
+"""
+
+import torch
+from torch import Tensor
+
+from lockstep.config.actor_rollout_ref import RolloutConfig
+from lockstep.utils.audit import AuditError
+
+Fingerprints = dict[str, int]
+"""Parameter to the checksum of its bits."""
+
+CANARY_METRIC = "weight_sync/canary_gap"
+CANARY_TEXT = (
+    "A coal mine once kept a small yellow bird next to the lamps: while it sang, the air was good. This text is such a bird. "
+    "It is read by two programs that should hold the same numbers, and each of them says how likely every next word is. "
+)
+MAX_PROMPT, MAX_NEW = 300, 8
+"""Tokens of the canary: the prompt is longer than a block of every engine's prefix cache, if data.max_prompt_length allows."""
+
+
+def canary_prompt(text_ids: list[int], config: RolloutConfig) -> list[int]:
+    """The text's tokens, repeated up to the longest prompt."""
+    length = min(MAX_PROMPT, config.prompt_length)
+    return (text_ids * (length // len(text_ids) + 1))[:length]
+
+
+def canary_bound(*dtypes: torch.dtype) -> float:
+    """The largest difference of log-probs that rounding explains, of engines that compute in these types."""
+    return 1e-3 if all(dtype == torch.float32 for dtype in dtypes) else 0.2
+
+
+def check_fingerprints(sent: Fingerprints, received: list[Fingerprints], version: int) -> None:
+    """AuditError if a rank of the rollout lacks a tensor or holds other bits."""
+    for rank, found in enumerate(received):
+        wrong = [name for name, value in sent.items() if found.get(name) != value]
+        if wrong:
+            what = "was not received" if wrong[0] not in found else "differs"
+            ranks = sum(other != sent for other in received)
+            raise AuditError(
+                f"the rollout's weights differ from the actor's after update {version} on {ranks} of {len(received)} ranks: on "
+                f"rank {rank}, {wrong[0]} {what} ({len(wrong)} of {len(sent)} tensors); its samples would not come from this policy"
+            )
+
+
+def canary_gap(rollout: Tensor, trainer: Tensor, mask: Tensor) -> float:
+    """The largest |log p(rollout) - log p(trainer)| of the canary's tokens."""
+    gap = (rollout - trainer).abs().masked_fill(~mask.bool(), 0.0).max()
+    return float(gap)
