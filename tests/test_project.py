@@ -20,7 +20,7 @@ from lockstep.config.compose import PRESETS, load_config
 from lockstep.config.ppo import PPOConfig
 
 ROOT = Path(__file__).parents[1]
-OPTIONAL = ("ray", "wandb", "mlflow", "swanlab")
+OPTIONAL = ("ray", "vllm", "wandb", "mlflow", "swanlab")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -100,7 +100,7 @@ def test_links_between_pages_are_valid() -> None:
 def test_extras_exist_and_none_installs_what_the_config_rejects() -> None:
     extras = set(PROJECT["optional-dependencies"])
     rejected = {value for values in UNSUPPORTED_VALUES.values() for value in values}
-    assert {"vllm", "sglang"} <= rejected and not extras & rejected
+    assert "sglang" in rejected and not extras & rejected
     texts = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "lockstep").rglob("*.py")]
     for path in texts:
         text = path.read_text()

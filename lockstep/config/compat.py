@@ -91,6 +91,8 @@ VALUE_ALIASES: dict[str, dict[str, str]] = {
     "algorithm.kl_penalty": KL_ALIASES,
     f"{_ARR}.actor.kl_loss_type": KL_ALIASES,
     f"{_ARR}.rollout.name": {"naive": "hf"},
+    f"{_ARR}.rollout.load_format": dict.fromkeys(("dummy_dtensor", "dummy_hf", "dummy_megatron"), "dummy")
+    | dict.fromkeys(("dtensor", "hf", "megatron"), "auto"),
 }
 
 
@@ -152,9 +154,8 @@ UNSUPPORTED_KEYS: dict[str, Unsupported] = {
     f"{_ARR}.model.hf_config_path": Unsupported("the model's config.json is read from model.path; set null"),
     f"{_ARR}.model.mtp": _MTP,
     f"{_ARR}.rollout.mtp": _MTP,
-    f"{_ARR}.rollout.quantization": Unsupported("the rollout decodes with the trainer's weights; remove it"),
     f"{_ARR}.rollout.quantization_config_file": Unsupported(
-        "the rollout decodes with the trainer's weights; remove it"
+        "set quantization, or rollout.engine_kwargs.vllm.hf_overrides with rollout.name=vllm"
     ),
     f"{_ARR}.rollout.data_parallel_size": _ONE_WORKER,
     f"{_ARR}.rollout.expert_parallel_size": _ONE_WORKER,
@@ -255,10 +256,7 @@ UNSUPPORTED_VALUES: dict[str, dict[str, str]] = {
     f"{section}.strategy": dict.fromkeys(("megatron", "deepspeed"), "models are trained with FSDP2; set fsdp")
     for section in _ROLES
 } | {
-    f"{_ARR}.rollout.name": dict.fromkeys(
-        ("vllm", "sglang", "trtllm", "tgi"),
-        "responses are generated with the trainer's weights; set embedded or hf",
-    ),
+    f"{_ARR}.rollout.name": dict.fromkeys(("sglang", "trtllm", "tgi"), "set embedded, hf or vllm"),
     "trainer.device": {"npu": "training runs on cuda and cpu"},
     "global_profiler.tool": dict.fromkeys(("npu", "precision_debugger"), "set torch, nsys or torch_memory"),
     "trainer.logger": dict.fromkeys(
@@ -291,9 +289,7 @@ NO_EFFECT: dict[str, str] = {
     f"{_ARR}.model.fused_kernel_options": _FUSED,
     f"{_ARR}.model.impl_backend": _FUSED,  # where verl's legacy_ppo_trainer.yaml has an option of fused_kernel_options
     f"{_ARR}.model.use_liger": "fused kernels are applied automatically to the layers that have them",
-    f"{_ARR}.rollout.load_format": _OTHER_ENGINE,
     f"{_ARR}.rollout.disable_log_stats": _OTHER_ENGINE,
-    f"{_ARR}.rollout.engine_kwargs": _OTHER_ENGINE,
     f"{_ARR}.rollout.layered_summon": _OTHER_ENGINE,
     f"{_ARR}.rollout.layer_name_map": _OTHER_ENGINE,
     f"{_ARR}.rollout.checkpoint_engine.engine_kwargs": _OTHER_ENGINE,

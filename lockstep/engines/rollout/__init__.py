@@ -10,6 +10,7 @@ from lockstep.engines.rollout.base import (
 )
 from lockstep.engines.rollout.embedded.engine import EmbeddedEngine
 from lockstep.engines.rollout.hf import HFEngine
+from lockstep.engines.rollout.vllm import VllmEngine
 
 __all__ = [
     "ROLLOUT_ENGINES",
@@ -19,5 +20,6 @@ __all__ = [
     "HFEngine",
     "RolloutEngine",
     "SamplingParams",
+    "VllmEngine",
     "create_rollout_engine",
 ]

@@ -28,7 +28,7 @@ from lockstep.algorithms.losses.aggregate import agg_loss
 from lockstep.algorithms.losses.policy import PREPARATIONS, get_policy_loss_fn, policy_loss_mode, prepare_policy_loss
 from lockstep.algorithms.pf_ppo import compute_pf_ppo_reweight_data
 from lockstep.algorithms.rollout_correction import apply_rollout_correction, use_rollout_log_probs
-from lockstep.config.actor_rollout_ref import ActorConfig
+from lockstep.config.actor_rollout_ref import ActorConfig, has_cut_log_probs
 from lockstep.config.critic import CriticConfig
 from lockstep.config.model import sequence_parallel_size
 from lockstep.config.placement import need_critic, need_reference_policy, need_reward_model
@@ -412,6 +412,7 @@ class PPOTrainer:
             calls["values"] = (self.critic_wg, "critic", "compute_values")
         batch = self._with_outputs(use_rollout_log_probs(batch) if source == "rollout" else batch, calls, timing)
         corrected = correction.rollout_is is not None or correction.rollout_rs is not None
+        corrected |= has_cut_log_probs(self.config.actor_rollout_ref.rollout)
         if source == "pass":
             metrics |= self._entropy_metrics(batch) | rollout_gap(batch, self.gap_bound, corrected=corrected)
 

