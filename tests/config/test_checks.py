@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.config import checks
 from lockstep.config.checks import RANGES
 from lockstep.config.compose import load_config
 from lockstep.config.errors import ConfigError
@@ -208,6 +209,32 @@ def test_clip_ratios_around_1_are_bounds(minimal: list[str], loss: str, low: flo
     assert (actor.clip_ratio_low, actor.clip_ratio_high) == pytest.approx((low, high))
 
 
+def test_vllm_needs_its_package(minimal: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r'rollout\.name=vllm: needs vLLM: pip install "lockstep-rl\[vllm\]"'):
+        load_config(PPOConfig, [*minimal, f"{ROLLOUT}.name=vllm"])
+
+
+def test_tensor_parallel_size_divides_the_rollouts_workers(minimal: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "find_spec", lambda name: object())
+    settings = [*minimal, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2"]
+    config = load_config(PPOConfig, [*settings, "trainer.n_gpus_per_node=4"])
+    assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == 2
+    with pytest.raises(ConfigError, match=r"tensor_model_parallel_size=2: does not divide .* global_pool \(3\)"):
+        load_config(PPOConfig, [*settings, "trainer.n_gpus_per_node=3"])
+
+
+def test_the_run_says_which_log_probs_of_vllm_it_trains_on(
+    minimal: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(checks, "find_spec", lambda name: object())
+    settings = [*minimal, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.top_p=0.9"]
+    load_config(PPOConfig, settings)
+    assert "cut distribution" not in caplog.text
+    load_config(PPOConfig, [*settings, f"{ROLLOUT}.temperature=0.8"])
+    assert caplog.text.count("rollout_log_probs are of the cut distribution, old_log_probs of the full one") == 1
+
+
 def test_all_problems_are_reported_together(minimal: list[str]) -> None:
     overrides = [
         "algorithm.adv_estimator=grpo",
@@ -218,7 +245,7 @@ def test_all_problems_are_reported_together(minimal: list[str]) -> None:
         f"{ACTOR}.ppo_mini_batch_size=64",
         f"{ACTOR}.use_dynamic_bsz=true",
         f"{ACTOR}.ppo_max_token_len_per_gpu=300",  # 900 for the three ranks of a sequence
-        f"{ROLLOUT}.name=vllm",
+        f"{ROLLOUT}.name=sglang",
         f"{ROLLOUT}.multi_turn.enable=true",
         f"{ACTOR}.ulysses_sequence_parallel_size=3",
         "trainer.n_gpus_per_node=8",
