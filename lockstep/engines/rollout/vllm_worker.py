@@ -28,12 +28,14 @@ class WeightUpdates:
 
         self.lockstep_received: dict[str, int] = {}
         self.lockstep_shapes: dict[str, torch.Size] = {}
+        self.lockstep_constant: set[str] = set()
         with self.lockstep_context():
             initialize_layerwise_reload(self.lockstep_model())
 
     def lockstep_load(self, weights: list[tuple[str, Tensor]]) -> None:
         self.lockstep_received |= {name: fingerprint(tensor) for name, tensor in weights}
         self.lockstep_shapes |= {name: tensor.shape for name, tensor in weights}
+        self.lockstep_constant |= {name for name, tensor in weights if bool((tensor == tensor.flatten()[0]).all())}
         with self.lockstep_context():
             self.lockstep_model().load_weights(iter(weights))
 
@@ -45,16 +47,18 @@ class WeightUpdates:
         with self.lockstep_context():
             finalize_layerwise_reload(model, self.vllm_config.model_config)
             self.lockstep_tie_head(model)
-        if not hasattr(self, "lockstep_readable"):
-            # Some architectures transform parameters while loading: those that are equal once must be equal always.
-            here = self.lockstep_read_back(model)
-            self.lockstep_readable = {name for name, value in here.items() if value == self.lockstep_received[name]}
+        # Some architectures transform parameters while loading: those that were equal once must always be equal. Constant tensors
+        # are equal by chance.
+        known: dict[str, bool] = self.__dict__.setdefault("lockstep_readable", {})
+        for name, value in self.lockstep_read_back(model).items():
+            if name not in self.lockstep_constant:
+                known.setdefault(name, value == self.lockstep_received[name])
         return head_problem(model)
 
     def lockstep_fingerprints(self, names: list[str]) -> dict[str, int]:
         here = self.lockstep_read_back(self.lockstep_model())
         found = {name: self.lockstep_received[name] for name in names if name in self.lockstep_received}
-        return found | {name: here[name] for name in found if name in self.lockstep_readable and name in here}
+        return found | {name: here[name] for name in found if self.lockstep_readable.get(name) and name in here}
 
     def lockstep_model(self) -> Any:
         return self.model_runner.get_model()
@@ -78,25 +82,24 @@ class WeightUpdates:
             dispatch_cpu_unquantized_gemm(model.lm_head, remove_weight=False)
 
     def lockstep_read_back(self, model: Any) -> dict[str, int]:
-        """Fingerprints of the received parameters that are found in the model in their own shape."""
+        """Fingerprints of the received parameters that the model holds whole: not those that are sharded or, on CPU, packed."""
         parameters = dict(model.named_parameters())
-        parts_of = getattr(model, "packed_modules_mapping", {})
         found = {}
         for name, shape in self.lockstep_shapes.items():
-            tensor = parameters.get(name)
-            start = 0
-            if tensor is None:
-                owner, _, leaf = name.rpartition(".")
-                path, _, part = owner.rpartition(".")
-                joint = next((joint for joint, parts in parts_of.items() if part in parts), "")
-                tensor = parameters.get(f"{path}.{joint}.{leaf}")
-                before = parts_of.get(joint, [])[: parts_of.get(joint, []).index(part)] if joint else []
-                shapes = [self.lockstep_shapes.get(f"{path}.{other}.{leaf}") for other in before]
-                start = sum(other[0] for other in shapes if other is not None)
-            if tensor is None or tensor.dim() != len(shape) or tensor.shape[1:] != shape[1:]:
-                continue
-            if tensor.shape[0] >= start + shape[0]:  # the vocabulary is padded; on CPU packed weights are empty
-                found[name] = fingerprint(tensor[start : start + shape[0]])
+            if name in parameters:
+                tensor = parameters[name]
+                if tensor.shape[1:] == shape[1:] and tensor.shape[0] >= shape[0]:  # the vocabulary is padded
+                    found[name] = fingerprint(tensor[: shape[0]])
+        for joint, parts in getattr(model, "packed_modules_mapping", {}).items():
+            for path, tensor in parameters.items():
+                owner, _, leaf = path.rpartition(".")
+                if owner.rpartition(".")[2] != joint:
+                    continue
+                names = [f"{owner.removesuffix(joint)}{part}.{leaf}" for part in parts]
+                shapes = [self.lockstep_shapes.get(name) for name in names]
+                sizes = [shape[0] for shape in shapes if shape]
+                if len(sizes) == len(parts) and tensor.dim() > 0 and tensor.shape[0] == sum(sizes):
+                    found |= {name: fingerprint(rows) for name, rows in zip(names, tensor.split(sizes))}
         return found
 
 

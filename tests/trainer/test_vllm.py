@@ -1,0 +1,160 @@
+"""GRPO with rollout.name=vllm: in one process, and on Ray in hybrid and standalone placement. `make test-vllm` runs it."""
+
+import importlib.util
+import json
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.config.commandline import config_from_command_line
+from lockstep.config.ppo import PPOConfig
+from lockstep.engines.rollout import VllmEngine
+from lockstep.trainer.main_ppo import main
+from lockstep.trainer.ppo.task_runner import TaskRunner
+from lockstep.weight_sync import CANARY_METRIC
+from tests.tiny import save_tiny_model, small_run, write_rows
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm"),
+]
+ROLLOUT = "actor_rollout_ref.rollout"
+STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A run of a tied model with two heads of a size that vLLM's CPU kernels know."""
+    folder = tmp_path_factory.mktemp("vllm")
+    save_tiny_model(
+        folder / "model", hidden_size=64, num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True
+    )
+    write_rows(folder / "train.parquet", 16)
+    write_rows(folder / "val.parquet", 4)
+    (folder / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return sum(ord(c) % 7 for c in solution_str) % 11 / 10\n"
+    )
+    return [
+        *small_run(folder),
+        "algorithm.adv_estimator=grpo",
+        f"{ROLLOUT}.n=3",
+        f"{ROLLOUT}.name=vllm",
+        f"{ROLLOUT}.max_num_seqs=16",
+        f"{ROLLOUT}.temperature=0.8",
+        "trainer.total_epochs=5",
+        f"trainer.total_training_steps={STEPS}",
+        "trainer.val_before_train=false",
+        "actor_rollout_ref.nccl_timeout=300",
+    ]
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["step"] > 0]
+
+
+def check_rows(rows: list[dict[str, Any]], steps: int = STEPS) -> None:
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert all(row[CANARY_METRIC] < 1e-3 for row in rows)
+    assert all(row["training/rollout_log_probs_gap"] < 1e-3 for row in rows)
+    assert all(row["actor/grad_norm"] > 0 for row in rows)
+
+
+@pytest.fixture(scope="module")
+def in_one_process(base: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    run = tmp_path_factory.mktemp("one") / "run"
+    assert main([*base, f"trainer.default_local_dir={run}", "trainer.test_freq=10"]) == 0
+    return rows_of(run)
+
+
+def test_trains_in_one_process(in_one_process: list[dict[str, Any]]) -> None:
+    check_rows(in_one_process)
+    assert any(name.startswith("val-") for name in in_one_process[9])
+
+
+def test_planted_defect_stops_the_run(
+    base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    update = VllmEngine.update_weights
+
+    def drop_a_norm_after_the_first_update(self: VllmEngine, weights: Iterator[Any]) -> None:
+        kept = [(name, tensor) for name, tensor in weights if self.policy_version == 0 or name != "model.norm.weight"]
+        update(self, iter(kept))
+
+    monkeypatch.setattr(VllmEngine, "update_weights", drop_a_norm_after_the_first_update)
+    assert main([*base, f"trainer.default_local_dir={tmp_path}/run"]) == 1
+    assert "after update 2 on 1 of 1 ranks: on rank 0, model.norm.weight was not received" in capsys.readouterr().err
+    assert len(rows_of(tmp_path / "run")) == 1
+
+
+def test_filters_at_another_temperature_train_on_the_cut_log_probs(
+    base: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    extra = [f"{ROLLOUT}.top_k=20", "trainer.total_training_steps=2", f"trainer.default_local_dir={tmp_path}/run"]
+    with caplog.at_level(logging.WARNING):
+        assert main([*base, *extra]) == 0
+    rows = rows_of(tmp_path / "run")
+    assert all(row["training/rollout_log_probs_gap"] > 0.1 and row[CANARY_METRIC] < 1e-3 for row in rows)
+
+
+def test_the_documented_command(base: list[str], tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "rollout.md").read_text()
+    ((command,),) = [re.findall(r"^lockstep ppo (.*rollout\.name=vllm.*)$", b, re.M) for b in sh_blocks(page)]
+    folder = next(text for text in base if text.startswith("actor_rollout_ref.model.path=")).split("=")[1][:-6]
+    for name, value in {"$DATA": folder, "$MODEL": f"{folder}/model", "$RUN": str(tmp_path)}.items():
+        command = command.replace(name, value)
+    small = ["data.max_prompt_length=40", "data.max_response_length=6", "trainer.device=cpu"]
+    assert main([*command.split(), *small]) == 0
+    check_rows(rows_of(tmp_path / "vllm"), steps=1)
+
+
+def sh_blocks(page: str) -> list[str]:
+    return [block.replace("\\\n", " ") for block in re.findall(r"```sh\n(.*?)```", page, flags=re.S)]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    pytest.importorskip("ray", reason='needs Ray: pip install "lockstep-rl[ray]"')
+    from lockstep.single_controller.ray_backend import connect, disconnect
+
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in {
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_ADDRESS": "local",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }.items():
+            environment.setenv(name, value)
+        connect(num_cpus=2, log_to_driver=False, logging_level="ERROR", object_store_memory=256 << 20)
+        yield
+        disconnect()
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        [],
+        [f"{ROLLOUT}.tensor_model_parallel_size=2"],
+        ["trainer.placement=standalone"],
+        ["trainer.placement=standalone", f"{ROLLOUT}.checkpoint_engine.backend=nccl"],
+    ],
+    ids=["hybrid", "tensor-parallel", "standalone-store", "standalone-broadcast"],
+)
+def test_trains_on_ray(
+    placement: list[str], cluster: None, base: list[str], in_one_process: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    settings = ["trainer.controller=ray", "trainer.n_gpus_per_node=2", f"trainer.default_local_dir={tmp_path}/run"]
+    config = config_from_command_line([*base, *settings, *placement], PPOConfig)
+    assert config is not None
+    assert TaskRunner().run(config) == 0
+    rows = rows_of(tmp_path / "run")
+    check_rows(rows)
+    for row, expected in zip(rows[:3], in_one_process):
+        for name in ("critic/score/mean", "actor/grad_norm", "response_length/mean"):
+            assert row[name] == pytest.approx(expected[name], rel=1e-3), name
