@@ -28,9 +28,11 @@ def canary_prompt(text_ids: list[int], config: RolloutConfig) -> list[int]:
     return (text_ids * (length // len(text_ids) + 1))[:length]
 
 
-def canary_bound(*dtypes: torch.dtype) -> float:
+def canary_bound(*dtypes: torch.dtype, quantized: bool = False) -> float:
     """The largest difference of log-probs that rounding explains, of engines that compute in these types."""
-    return 1e-3 if all(dtype == torch.float32 for dtype in dtypes) else 0.2
+    if quantized:
+        return 1.0
+    return 1e-3 if all(dtype == torch.float32 for dtype in dtypes) else 0.3
 
 
 def check_fingerprints(sent: Fingerprints, received: list[Fingerprints], version: int) -> None:

@@ -8,7 +8,6 @@ Ranks of a tensor-parallel group run the same requests in the same order (vLLM's
 """
 
 import asyncio
-import logging
 import os
 import weakref
 from collections.abc import Iterator, Sequence
@@ -33,10 +32,8 @@ from lockstep.engines.rollout.base import (
 )
 from lockstep.models.loading import load_hf_config, model_folder
 from lockstep.utils.audit import AuditError
-from lockstep.utils.distributed import current_rank, current_world_size
+from lockstep.utils.distributed import current_world_size
 from lockstep.utils.progress import count
-
-logger = logging.getLogger(__name__)
 
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -287,8 +284,6 @@ def _started_by_us() -> Iterator[None]:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    if current_world_size() > 1:
-        os.environ |= {"RANK": str(current_rank()), "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0")}
     set_num_threads = torch.set_num_threads  # replaced on CPU
     try:
         yield

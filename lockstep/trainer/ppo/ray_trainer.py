@@ -204,7 +204,8 @@ class PPOTrainer:
         policy, device = self.config.actor_rollout_ref, torch.device(self.device_name)
         if colocated_wg is None or not ROLLOUT_ENGINES.get(policy.rollout.name).shares_weights:
             transport = self._weight_transport() if colocated_wg is None else "in_process"
-            bound = canary_bound(self.gap_bound.dtype, rollout_dtype(policy, device))
+            dtypes = self.gap_bound.dtype, rollout_dtype(policy, device)
+            bound = canary_bound(*dtypes, quantized=policy.rollout.quantization is not None)
             self.weight_sync = WeightSync(self.actor_rollout_wg, self.rollout_wg, transport, bound)
 
     def _weight_transport(self) -> Transport:
