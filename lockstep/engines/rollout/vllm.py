@@ -41,6 +41,8 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer shares the process and its threads
 }
 """Defaults of vLLM's environment variables."""
+_engines: list[int] = []
+"""Those of this process that were not shut down; they share vLLM's process groups."""
 CPU_BLOCK = 128
 """Tokens per block of vLLM's KV cache on CPU."""
 
@@ -70,7 +72,8 @@ class VllmEngine(RolloutEngine):
                 raise ValueError(
                     f"actor_rollout_ref.rollout.name=vllm: vLLM cannot serve {model.path}: {cause}"
                 ) from error
-        weakref.finalize(self, _shut_down, self.llm)
+        _engines.append(id(self.llm))
+        weakref.finalize(self, _shut_down, self.llm, _engines)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         check_requests(requests, self.max_model_len)
@@ -291,9 +294,10 @@ def _started_by_us() -> Iterator[None]:
         torch.set_num_threads = set_num_threads
 
 
-def _shut_down(llm: Any) -> None:
+def _shut_down(llm: Any, engines: list[int]) -> None:
     llm.llm_engine.engine_core.shutdown()
-    if current_world_size() == 1:  # a group of several processes is not vLLM's
+    engines.remove(id(llm))
+    if not engines and current_world_size() == 1:  # a group of several processes is not vLLM's
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
         cleanup_dist_env_and_memory()

@@ -49,10 +49,11 @@ class WeightUpdates:
             self.lockstep_tie_head(model)
         # Some architectures transform parameters while loading: those that were equal once must always be equal. Constant tensors
         # are equal by chance.
-        known: dict[str, bool] = self.__dict__.setdefault("lockstep_readable", {})
+        if not hasattr(self, "lockstep_readable"):
+            self.lockstep_readable: dict[str, bool] = {}
         for name, value in self.lockstep_read_back(model).items():
             if name not in self.lockstep_constant:
-                known.setdefault(name, value == self.lockstep_received[name])
+                self.lockstep_readable.setdefault(name, value == self.lockstep_received[name])
         return head_problem(model)
 
     def lockstep_fingerprints(self, names: list[str]) -> dict[str, int]:
