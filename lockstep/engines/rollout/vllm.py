@@ -8,11 +8,13 @@ Ranks of a tensor-parallel group run the same requests in the same order (vLLM's
 """
 
 import asyncio
+import gc
 import os
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,8 +43,8 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer shares the process and its threads
 }
 """Defaults of vLLM's environment variables."""
-_engines: list[int] = []
-"""Those of this process that were not shut down; they share vLLM's process groups."""
+_engines: "weakref.WeakSet[VllmEngine]" = weakref.WeakSet()
+"""Those of this process."""
 CPU_BLOCK = 128
 """Tokens per block of vLLM's KV cache on CPU."""
 
@@ -63,17 +65,17 @@ class VllmEngine(RolloutEngine):
     def load(self, model: HFModelConfig, key: str, dtype: torch.dtype, device: torch.device) -> None:
         self.device = device
         settings = engine_settings(self.config, model, key, dtype, device)
-        with _started_by_us():
-            vllm = import_vllm()
-            try:
+        vllm = import_vllm()
+        _collect_earlier_engines()
+        try:
+            with _unchanged_process():
                 self.llm = vllm.LLM(**settings)
-            except (ValueError, RuntimeError) as error:
-                cause = " ".join(str(error).split())
-                raise ValueError(
-                    f"actor_rollout_ref.rollout.name=vllm: vLLM cannot serve {model.path}: {cause}"
-                ) from error
-        _engines.append(id(self.llm))
-        weakref.finalize(self, _shut_down, self.llm, _engines)
+        except (ValueError, RuntimeError) as error:
+            cause = " ".join(str(error).split())
+            raise ValueError(f"actor_rollout_ref.rollout.name=vllm: vLLM cannot serve {model.path}: {cause}") from error
+        _engines.add(self)
+        if device.type == "cpu" and self.config.tensor_model_parallel_size > 1:
+            _unlink_shared_memory()
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         check_requests(requests, self.max_model_len)
@@ -210,6 +212,9 @@ class VllmEngine(RolloutEngine):
 
 
 def import_vllm() -> Any:
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:
         import vllm
     except ImportError as error:
@@ -282,22 +287,26 @@ def _cache_bytes(config: RolloutConfig, model: HFModelConfig, key: str, dtype: t
 
 
 @contextmanager
-def _started_by_us() -> Iterator[None]:
-    """Settings for an engine in this process; undoes what its start changes for the whole process."""
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    set_num_threads = torch.set_num_threads  # replaced on CPU
+def _unchanged_process() -> Iterator[None]:
+    """Undo what the start of an engine on CPU changes for the whole process."""
+    set_num_threads = torch.set_num_threads
     try:
         yield
     finally:
         torch.set_num_threads = set_num_threads
 
 
-def _shut_down(llm: Any, engines: list[int]) -> None:
-    llm.llm_engine.engine_core.shutdown()
-    engines.remove(id(llm))
-    if not engines and current_world_size() == 1:  # a group of several processes is not vLLM's
-        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+def _unlink_shared_memory() -> None:
+    """All ranks of a tensor-parallel group have mapped it; a worker that is killed would leave its file, and block the next run."""
+    from vllm.distributed.parallel_state import get_tp_group
 
-        cleanup_dist_env_and_memory()
+    group = get_tp_group()
+    name = group.device_communicator.dist_module.group_name.strip("/")
+    Path(f"/dev/shm/{name}_{group.rank_in_group}").unlink(missing_ok=True)
+
+
+def _collect_earlier_engines() -> None:
+    """Let engines without an owner shut down now: later it would take this one's process groups with it."""
+    if _engines:
+        gc.unfreeze()
+        gc.collect()

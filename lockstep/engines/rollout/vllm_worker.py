@@ -47,19 +47,19 @@ class WeightUpdates:
         with self.lockstep_context():
             finalize_layerwise_reload(model, self.vllm_config.model_config)
             self.lockstep_tie_head(model)
+        return head_problem(model)
+
+    def lockstep_fingerprints(self, names: list[str]) -> dict[str, int]:
+        """Of the parameters as they are in the model; of those that cannot be found there, as they were received."""
+        here, received = self.lockstep_read_back(self.lockstep_model()), self.lockstep_received
         # Some architectures transform parameters while loading: those that were equal once must always be equal. Constant tensors
         # are equal by chance.
         if not hasattr(self, "lockstep_readable"):
             self.lockstep_readable: dict[str, bool] = {}
-        for name, value in self.lockstep_read_back(model).items():
-            if name not in self.lockstep_constant:
-                self.lockstep_readable.setdefault(name, value == self.lockstep_received[name])
-        return head_problem(model)
-
-    def lockstep_fingerprints(self, names: list[str]) -> dict[str, int]:
-        here = self.lockstep_read_back(self.lockstep_model())
-        found = {name: self.lockstep_received[name] for name in names if name in self.lockstep_received}
-        return found | {name: here[name] for name in found if self.lockstep_readable.get(name) and name in here}
+        for name in here.keys() - self.lockstep_constant:
+            self.lockstep_readable.setdefault(name, here[name] == received[name])
+        readable = {name: value for name, value in here.items() if self.lockstep_readable.get(name)}
+        return {name: value for name, value in (received | readable).items() if name in names}
 
     def lockstep_model(self) -> Any:
         return self.model_runner.get_model()
