@@ -1,21 +1,22 @@
 """A checksum of a tensor's bits that is the same on every device."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 PERIOD = 65_521
-"""Period of the weights in a fingerprint, in words of two bytes."""
+"""Period of the weights in a fingerprint, in words of eight bytes."""
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """A number that changes with any bit of the tensor (unless changes cancel out)."""
+    """A number that changes with any bit of the tensor (unless changes cancel out): words times odd weights, modulo 2^64."""
     flat = tensor.detach().contiguous().flatten().view(torch.uint8)
-    words = flat[: flat.numel() // 2 * 2].view(torch.int16)
-    period = min(PERIOD, max(words.numel(), 1))
-    weights = torch.arange(1, period + 1, device=flat.device)
-    total = flat[words.numel() * 2 :].long().sum()
-    for part in words.split(64 * period):  # as int64 they take four times the memory
-        rows = F.pad(part, (0, -part.numel() % period)).view(-1, period)
-        total = total + (rows.long().sum(0) * weights).sum()
+    if flat.data_ptr() % 8:
+        flat = flat.clone()
+    num_words = flat.numel() // 8
+    words, rest = flat[: num_words * 8].view(torch.int64), flat[num_words * 8 :].long()
+    period, num_rows = min(PERIOD, num_words), num_words // PERIOD
+    weights = 2 * torch.arange(period + len(rest), device=flat.device) + 1
+    total = (words[num_rows * PERIOD :] * weights[: num_words % PERIOD]).sum() + (rest * weights[period:]).sum()
+    if num_rows:
+        total += (words[: num_rows * PERIOD].view(num_rows, PERIOD).sum(0) * weights[:PERIOD]).sum()
     return int(total)

@@ -4,6 +4,9 @@ fingerprints   every tensor is counted and checksummed on both sides, by name
 canary         the rollout continues a fixed text, and the trainer computes the log-probs of what it wrote
 """
 
+import random
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -14,18 +17,16 @@ Fingerprints = dict[str, int]
 """Parameter to the checksum of its bits."""
 
 CANARY_METRIC = "weight_sync/canary_gap"
-CANARY_TEXT = (
-    "A coal mine once kept a small yellow bird next to the lamps: while it sang, the air was good. This text is such a bird. "
-    "It is read by two programs that should hold the same numbers, and each of them says how likely every next word is. "
-)
-MAX_PROMPT, MAX_NEW = 300, 8
-"""Tokens of the canary: the prompt is longer than a block of every engine's prefix cache, if data.max_prompt_length allows."""
+MAX_PROMPT, MAX_NEW = 144, 8
+"""Tokens of the canary: the prompt is longer than a block of prefix cache (vLLM on CPU: 128), if data.max_prompt_length allows."""
 
 
-def canary_prompt(text_ids: list[int], config: RolloutConfig) -> list[int]:
-    """The text's tokens, repeated up to the longest prompt."""
-    length = min(MAX_PROMPT, config.prompt_length)
-    return (text_ids * (length // len(text_ids) + 1))[:length]
+def canary_prompt(token_ids: Collection[int], config: RolloutConfig) -> list[int]:
+    """A fixed text of random words: no model is sure how it goes on, so that the log-probs depend on every weight.
+
+    token_ids: those of ordinary text.
+    """
+    return random.Random(0).choices(sorted(token_ids), k=min(MAX_PROMPT, config.prompt_length))
 
 
 def canary_bound(*dtypes: torch.dtype, quantized: bool = False) -> float:

@@ -37,7 +37,7 @@ from lockstep.utils.device import memory_peaks
 from lockstep.utils.distributed import join_process_group
 from lockstep.utils.model_path import revision_of
 from lockstep.weight_sync import WeightSyncWorker
-from lockstep.weight_sync.proof import CANARY_TEXT, MAX_NEW, canary_prompt
+from lockstep.weight_sync.proof import MAX_NEW, canary_prompt
 from lockstep.workers.losses import SplitCheck, actor_loss_fn, require_finite_loss
 from lockstep.workers.rollout_batch import batch_of, requests_of, sampling_params
 from lockstep.workers.shared_folder import checkpoint_folder
@@ -149,7 +149,8 @@ class ActorRolloutRefWorker(WeightSyncWorker):
         rollout = replace(self.config.rollout, calculate_log_probs=True)
         num_new = min(MAX_NEW, rollout.response_length)
         sampling = SamplingParams(temperature=self._temperature, max_tokens=num_new, ignore_eos=True)
-        prompt = canary_prompt(self.tokenizer.encode(CANARY_TEXT, add_special_tokens=False), rollout)
+        words = set(range(self.tokenizer.vocab_size)) - set(self.tokenizer.all_special_ids)
+        prompt = canary_prompt(words, rollout)
         requests = [GenerationRequest(prompt, sampling)]
         return batch_of(requests, self._complete(requests), rollout, self.tokenizer.pad_token_id)
 

@@ -77,6 +77,18 @@ def test_trains_in_one_process(in_one_process: list[dict[str, Any]]) -> None:
     assert any(name.startswith("val-") for name in in_one_process[9])
 
 
+def test_resumed_run_equals_an_uninterrupted_one(
+    base: list[str], in_one_process: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    for steps in (2, 4):
+        assert main([*base, f"trainer.default_local_dir={tmp_path}/run", f"trainer.total_training_steps={steps}"]) == 0
+    rows = rows_of(tmp_path / "run")
+    check_rows(rows, steps=4)
+    for row, expected in zip(rows, in_one_process):
+        for name in ("critic/score/mean", "actor/grad_norm", "actor/pg_loss", "response_length/mean"):
+            assert row[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+
+
 def test_planted_defect_stops_the_run(
     base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -78,21 +78,23 @@ def test_wrong_weight_order_is_refused() -> None:
         list(packed(iter(reversed(list(weights().items())[:2])), layout))
 
 
-def test_fingerprint_depends_on_every_bit_and_position() -> None:
-    flat = torch.arange(11, dtype=torch.uint8)
-    for i in range(11):
+@pytest.mark.parametrize("size", [11, 16, 3])
+def test_fingerprint_depends_on_every_bit_and_position(size: int) -> None:
+    flat = torch.arange(size, dtype=torch.uint8)
+    for i in range(size):
         for bit in range(8):
             changed = flat.clone()
             changed[i] ^= 1 << bit
             assert fingerprint(changed) != fingerprint(flat)
-    assert fingerprint(flat.roll(2)) != fingerprint(flat), "moved words count"
+    assert fingerprint(torch.arange(4).roll(1)) != fingerprint(torch.arange(4)), "moved words count"
     assert fingerprint(torch.zeros(0, dtype=torch.uint8)) == 0
 
 
 def test_fingerprint_of_a_large_tensor_is_the_sum_over_its_words() -> None:
-    words = torch.randint(-(2**15), 2**15, (64 * PERIOD + 1000,), dtype=torch.int16)
-    place = torch.arange(len(words)) % PERIOD + 1
-    assert fingerprint(words.view(torch.uint8)) == int((words.long() * place).sum())
+    words = torch.randint(-(2**63), 2**63 - 1, (3 * PERIOD + 1000,))
+    weights = 2 * (torch.arange(len(words)) % PERIOD) + 1
+    assert fingerprint(words) == int((words * weights).sum())
+    assert fingerprint(words.view(torch.bfloat16)[1:]) == fingerprint(words.view(torch.bfloat16)[1:].clone())
 
 
 def test_broadcast_reaches_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:

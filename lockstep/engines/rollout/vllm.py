@@ -74,8 +74,8 @@ class VllmEngine(RolloutEngine):
             cause = " ".join(str(error).split())
             raise ValueError(f"actor_rollout_ref.rollout.name=vllm: vLLM cannot serve {model.path}: {cause}") from error
         _engines.add(self)
-        if device.type == "cpu" and self.config.tensor_model_parallel_size > 1:
-            _unlink_shared_memory()
+        if self.config.tensor_model_parallel_size > 1:
+            _unlink_shared_memory(device)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         check_requests(requests, self.max_model_len)
@@ -296,13 +296,20 @@ def _unchanged_process() -> Iterator[None]:
         torch.set_num_threads = set_num_threads
 
 
-def _unlink_shared_memory() -> None:
-    """All ranks of a tensor-parallel group have mapped it; a worker that is killed would leave its file, and block the next run."""
+def _unlink_shared_memory(device: torch.device) -> None:
+    """Drop the names of a tensor-parallel group's shared memory, which all its ranks have mapped.
+
+    A killed worker would leave them behind; on CPU they would block the next run.
+    """
     from vllm.distributed.parallel_state import get_tp_group
 
     group = get_tp_group()
-    name = group.device_communicator.dist_module.group_name.strip("/")
-    Path(f"/dev/shm/{name}_{group.rank_in_group}").unlink(missing_ok=True)
+    if group.mq_broadcaster is not None and group.mq_broadcaster.buffer.is_creator:
+        group.mq_broadcaster.buffer.shared_memory.unlink()
+        group.mq_broadcaster.buffer.is_creator = False
+    if device.type == "cpu":
+        name = group.device_communicator.dist_module.group_name.strip("/")
+        Path(f"/dev/shm/{name}_{group.rank_in_group}").unlink(missing_ok=True)
 
 
 def _collect_earlier_engines() -> None:
