@@ -66,7 +66,7 @@ class GenerationRolloutConfig(RolloutConfig):
     """How responses are sampled; the defaults of sampling are verl's."""
 
     name: str = "embedded"
-    """Rollout engine: embedded or hf (transformers' generate)."""
+    """Rollout engine: embedded, hf (transformers' generate) or vllm."""
     top_k: int = 50
     """Sample from the k most likely tokens; -1 is all."""
     top_p: float = 0.7
@@ -78,6 +78,7 @@ class GenerationRolloutConfig(RolloutConfig):
     free_cache_engine: bool = False
     """Free the KV cache after each batch."""
     mode: Literal["sync", "async"] = _fixed("async")
+    load_format: str = _fixed("auto")
     n: int = _fixed(1)
     prompt_length: int = _fixed(0)
     response_length: int = _fixed(0)

@@ -18,10 +18,16 @@ NEVER_READ = {
     "model.use_remove_padding": "the model is not trained",
 }
 """Keys of `model` that generation does not read, and why."""
-_EMBEDDED = (
-    *("max_num_batched_tokens", "gpu_memory_utilization", "enable_prefix_caching", "enable_chunked_prefill"),
-    "enforce_eager",
-)
+_ONLY_VLLM = ("quantization", "engine_kwargs")
+_UNREAD = {
+    "embedded": _ONLY_VLLM,
+    "hf": (
+        *("max_num_batched_tokens", "gpu_memory_utilization", "enable_prefix_caching", "enable_chunked_prefill"),
+        *("enforce_eager", *_ONLY_VLLM),
+    ),
+    "vllm": ("kv_block_size",),
+}
+"""Engine -> keys of `rollout` that it does not read."""
 
 
 def check_generation(config: GenerationConfig) -> tuple[list[Problem], list[str]]:
@@ -34,6 +40,8 @@ def check_generation(config: GenerationConfig) -> tuple[list[Problem], list[str]
         checks.model(values, "model.path", "the model that answers"),
         checks.tokenizers(values, "model.tokenizer_path"),
         checks.adapters(values, "model"),
+        checks.rollout_engine(values, "rollout"),
+        _tensor_parallel(values),
         checks.sampling(values, "rollout"),
         _output(values, "data.output_path", ".parquet", required=True),
         _max_model_len(values),
@@ -83,6 +91,14 @@ def _output(values: Values, key: str, suffix: str, required: bool = False) -> It
         yield Problem(key, path, "is a folder; set a file")
 
 
+def _tensor_parallel(values: Values) -> Iterator[Problem]:
+    key, sizes = "rollout.tensor_model_parallel_size", ("trainer.nnodes", "trainer.n_gpus_per_node")
+    ranks, workers = values[key], values[sizes[0]] * values[sizes[1]]
+    if values["rollout.name"] == "vllm" and ranks > 0 and workers % ranks:
+        message = f"does not divide the number of workers ({workers}); set a divisor"
+        yield Problem(key, ranks, message, also=sizes)
+
+
 def _max_model_len(values: Values) -> Iterator[Problem]:
     lengths = ("data.max_prompt_length", "data.max_response_length")
     longest, limit = sum(values[name] for name in lengths), values["rollout.max_model_len"]
@@ -95,9 +111,8 @@ def _generation_warnings(values: Values) -> Iterator[str]:
     if values["data.n_samples"] > 1 and not values["rollout.do_sample"]:
         yield f"rollout.do_sample=false: the {values['data.n_samples']} responses to a prompt will be identical"
     unread = {key: why for key, why in NEVER_READ.items() if values[key] is not True}
-    if values["rollout.name"] == "hf":
-        defaults = flat_values(GenerationConfig())
-        keys = (f"rollout.{name}" for name in _EMBEDDED)
-        unread |= {key: "rollout.name is hf" for key in keys if values[key] != defaults[key]}
+    defaults, engine = flat_values(GenerationConfig()), values["rollout.name"]
+    keys = [f"rollout.{name}" for name in _UNREAD.get(engine, ())]
+    unread |= {key: f"rollout.name is {engine}" for key in keys if values[key] != defaults[key]}
     for key, why in unread.items():
         yield f"{key}={show(values[key])} has no effect: {why}"

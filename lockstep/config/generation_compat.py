@@ -23,7 +23,7 @@ GENERATION = Tables(
         "rollout.response_length": "data.max_response_length",
         "rollout.max_new_tokens": "data.max_response_length",
     },
-    value_aliases={"rollout.name": {"naive": "hf", "vllm": "embedded"}},
+    value_aliases={"rollout.name": {"naive": "hf"}},
     unsupported_keys={
         **moved(compat.UNSUPPORTED_KEYS, _SECTIONS),
         "rollout.n": Unsupported("data.n_samples is the number of responses per prompt; set 1", (None, 1)),
@@ -32,12 +32,13 @@ GENERATION = Tables(
     },
     unsupported_values={
         **moved(compat.UNSUPPORTED_VALUES, _SECTIONS),
-        "rollout.name": dict.fromkeys(("sglang", "trtllm", "tgi"), "set embedded or hf"),
+        "rollout.name": dict.fromkeys(("sglang", "trtllm", "tgi"), "set embedded, hf or vllm"),
     },
     no_effect={
         **moved(compat.NO_EFFECT, _SECTIONS),
         "actor": _NO_TRAINING,
         "actor_rollout_ref.actor": _NO_TRAINING,
+        "rollout.load_format": "the model is always read from its folder",
         "rollout.mode": "responses are the same in both modes",
         "rollout.checkpoint_engine": _NO_TRAINING,
         "rollout.log_prob_micro_batch_size": "no log-probs are computed",

@@ -66,6 +66,11 @@ def file_name(hf_name: str) -> str:
     return _PREFIX + hf_name.replace(f".{ADAPTER}.", ".")
 
 
+def of_adapter(name: str) -> bool:
+    """Whether the parameter is an adapter's."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
 def adapter_layers(model: nn.Module) -> dict[str, Any]:
     """peft's layers by the name of the linear layer they wrap; empty for a model without adapters."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
@@ -178,19 +183,19 @@ def merged(weight: Tensor, adapter: Adapter, start: int = 0) -> Tensor:
 
 
 def merge_adapters(
-    model: PreTrainedModel, trained: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]]
+    model: nn.Module, weights: Iterable[tuple[str, Tensor]], adapters: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a model without adapters that computes the same, by their Hugging Face names.
+    """The parameters of a model that computes the same without adapters.
 
-    trained: the adapters' parameters, whole; weights: all parameters of `model`, whole.
+    weights: all parameters of `model`; adapters: at least those of its adapters. Whole, by their Hugging Face names.
     """
     layers = adapter_layers(model)
     for name, weight in weights:
         path = name.removesuffix(".base_layer.weight")
         if path in layers:
-            a, b = (trained[f"{path}.lora_{part}.{ADAPTER}.weight"] for part in "AB")
+            a, b = (adapters[f"{path}.lora_{part}.{ADAPTER}.weight"] for part in "AB")
             weight = merged(weight, Adapter(a, b, layers[path].scaling[ADAPTER]))
-        if name not in trained:
+        if not of_adapter(name):
             yield base_name(name), weight
 
 

@@ -31,7 +31,7 @@ class WeightSyncWorker(Worker):
         """Actor: names and shapes of the tensors in each bucket."""
         megabytes = self.config.rollout.checkpoint_engine.update_weights_bucket_megabytes
         self._layout = layout_of(
-            self.actor.weight_shapes(merge=self._merges), rollout_dtype(self.config, self.device), megabytes << 20
+            self.actor.weight_shapes(merged=self._sends_all), rollout_dtype(self.config, self.device), megabytes << 20
         )
         return self._layout
 
@@ -114,16 +114,15 @@ class WeightSyncWorker(Worker):
     def _buckets(self) -> Generator[list[tuple[str, Tensor]]]:
         """The actor's buckets; records their fingerprints."""
         self._sent: Fingerprints = {}
-        weights = self.actor.merged_weights() if self._merges else self.actor.weights(trained=True)
+        weights = self.actor.merged_weights() if self._sends_all else self.actor.weights(trained=True)
         for tensors in cast_buckets(weights, self._layout):
             self._sent |= {name: fingerprint(tensor) for name, tensor in tensors}
             yield tensors
 
     @property
-    def _merges(self) -> bool:
-        """Whether adapters are sent within the weights of their layers; otherwise without their base, which the rollout has."""
-        engine = ROLLOUT_ENGINES.get(self.config.rollout.name)
-        return self.config.model.lora_rank > 0 and not engine.takes_adapters
+    def _sends_all(self) -> bool:
+        """Whether frozen weights are sent too, with adapters merged into them."""
+        return not ROLLOUT_ENGINES.get(self.config.rollout.name).takes_adapters
 
     def _load(self, flat: Tensor, index: int) -> None:
         self.rollout.update_weights(unpack_bucket(flat, self._layout[index]))

@@ -102,8 +102,8 @@ class RolloutEngine(ABC):
 
     shares_weights: whether it decodes with the trainer's tensors (`bind`). Otherwise it holds a copy (`load`), which every
                     update replaces: `begin_update`, `update_weights` with one bucket after another, `finish_update`.
-    takes_adapters: whether a policy with LoRA adapters sends these alone, beside the base that was loaded; otherwise it sends
-                    merged weights.
+    takes_adapters: whether updates are the trained parameters alone, such as LoRA adapters beside the base that was loaded;
+                    otherwise all weights, with adapters merged.
     policy_version: of the weights.
     """
 

@@ -32,9 +32,12 @@ from lockstep.engines.rollout.base import (
     longest_sequence,
     stop_tokens,
 )
-from lockstep.models.loading import load_hf_config, model_folder
+from lockstep.models.loading import load_causal_lm, load_hf_config, model_folder
+from lockstep.models.lora import install_adapters, merge_adapters
+from lockstep.models.token_models import PolicyModel
 from lockstep.utils.audit import AuditError
 from lockstep.utils.distributed import current_world_size
+from lockstep.utils.model_path import is_adapter, local_model_folder
 from lockstep.utils.progress import count
 
 ENVIRONMENT = {
@@ -76,6 +79,18 @@ class VllmEngine(RolloutEngine):
         _engines.add(self)
         if self.config.tensor_model_parallel_size > 1:
             _unlink_shared_memory(device)
+        if self.config.load_format != "dummy" and has_adapter_files(model, key):
+            self._load_merged(model, key, dtype)
+
+    def _load_merged(self, model: HFModelConfig, key: str, dtype: torch.dtype) -> None:
+        """Replace the base's weights by those with the adapter added, which are no files that vLLM could read."""
+        host = torch.device("cpu")
+        policy = PolicyModel(load_causal_lm(model, key, dtype, host, self.max_model_len))
+        install_adapters(policy, model, key, dtype=dtype, device=host, seed=self.config.seed)
+        weights = {policy.hf_name(name): parameter.detach() for name, parameter in policy.named_parameters()}
+        self.begin_update()
+        self.update_weights(merge_adapters(policy.transformer, weights.items(), weights))
+        self.finish_update(self.policy_version)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         check_requests(requests, self.max_model_len)
@@ -209,6 +224,10 @@ class VllmEngine(RolloutEngine):
             for future in [*futures.values(), *(future for _, future in arrived)]:
                 if not future.done():
                     future.set_exception(error)
+
+
+def has_adapter_files(model: HFModelConfig, key: str) -> bool:
+    return model.lora_adapter_path is not None or is_adapter(local_model_folder(model.path, f"{key}.path"))
 
 
 def import_vllm() -> Any:

@@ -29,7 +29,15 @@ from lockstep.engines.train.schedule import build_schedule
 from lockstep.engines.train.state import load_extra, load_shards, save_extra, save_shards
 from lockstep.models.export import save_policy, save_scalar_model
 from lockstep.models.known_models import computes_packed
-from lockstep.models.lora import adapters_off, base_name, has_adapters, merge_adapters, save_adapter, trial_adapters
+from lockstep.models.lora import (
+    adapters_off,
+    base_name,
+    has_adapters,
+    merge_adapters,
+    of_adapter,
+    save_adapter,
+    trial_adapters,
+)
 from lockstep.models.lora_identity import LoraIdentity, check_identity, identity_of, save_identity
 from lockstep.models.model_check import check_batch, check_outputs, refuse_errors, transformers_forward
 from lockstep.models.packed_weights import pack_weights
@@ -241,16 +249,16 @@ class FsdpEngine(TrainEngine):
             yield self.model.hf_name(name), sharding.whole(weight if self._streams else weight.to(self.device))
 
     def merged_weights(self) -> Generator[tuple[str, Tensor]]:
-        """`weights` of a model with adapters, each added to its layer. Collective."""
-        yield from merge_adapters(self.model.transformer, dict(self.weights(trained=True)), self.weights())
+        """`weights` of a model without adapters that computes the same. Collective."""
+        adapters = dict(self.weights(trained=True)) if has_adapters(self.model) else {}
+        yield from merge_adapters(self.model.transformer, self.weights(), adapters)
 
-    def weight_shapes(self, *, merge: bool) -> list[tuple[str, tuple[int, ...]]]:
-        """Names and shapes of what `merged_weights` yields, or of the trained `weights`."""
-        sent = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad != merge]
-        return [
-            (base_name(self.model.hf_name(name)) if merge else self.model.hf_name(name), tuple(p.shape))
-            for name, p in sent
-        ]
+    def weight_shapes(self, *, merged: bool) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of `merged_weights`, or of the trained `weights`."""
+        shapes = [(self.model.hf_name(name), p) for name, p in self.model.named_parameters()]
+        if merged:
+            return [(base_name(name), tuple(p.shape)) for name, p in shapes if not of_adapter(name)]
+        return [(name, tuple(p.shape)) for name, p in shapes if p.requires_grad]
 
     def onload(self, *, optimizer: bool = False, ahead: bool = False) -> None:
         if self._streams:
