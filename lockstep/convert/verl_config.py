@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from lockstep.config.checks import NEEDS_VLLM
 from lockstep.config.compose import DEFAULT_NAMES, config_from_tree, translate
 from lockstep.config.errors import ConfigError, Problem, show
 from lockstep.config.evaluation import EvaluationConfig
@@ -187,7 +188,8 @@ def _translated(cls: type, tree: Mapping[str, Any], overrides: Sequence[str]) ->
 
 
 def _problems(cls: type, values: Mapping[str, Any]) -> Sequence[Problem]:
-    """What the training program refuses, apart from paths, which are those of another machine; nothing if a value is unknown."""
+    """What the training program refuses, apart from paths and packages, which are those of another machine; nothing if a value is
+    unknown."""
     if any("$" in show(value).replace("${", "") for value in values.values()):
         return ()
     tree: dict[str, Any] = {}
@@ -196,7 +198,7 @@ def _problems(cls: type, values: Mapping[str, Any]) -> Sequence[Problem]:
     try:
         config_from_tree(cls, tree)
     except ConfigError as error:
-        return [problem for problem in error.problems if not problem.key.endswith(_PATHS)]
+        return [p for p in error.problems if not p.key.endswith(_PATHS) and p.message != NEEDS_VLLM]
     return ()
 
 

@@ -80,15 +80,18 @@ class Rollout:
     concurrent:   most sequences that decode together.
     cache_tokens: size of the KV cache for all of them; the devices may have room for fewer.
     utilization:  share of a device's memory that weights and KV cache may use.
+    is_vllm:      has its own copy of the weights, and reserves its share of the memory.
+    sleeps:       vLLM's memory is free while it does not generate.
     """
 
     tensor_parallel: int
-
     sequences: int
     concurrent: int
     cache_tokens: int
     prefill_tokens: int
     utilization: float
+    is_vllm: bool = False
+    sleeps: bool = False
 
 
 @dataclass(frozen=True)
@@ -204,7 +207,14 @@ def _rollout(config: RolloutConfig, sequences: int, lengths: Lengths, device: De
     cache = (concurrent if device.is_cpu else config.max_num_seqs) * (math.ceil(longest / block) + 1) * block
     prefill = min(config.max_num_batched_tokens, sequences * lengths.prompt)
     return Rollout(
-        config.tensor_model_parallel_size, sequences, concurrent, cache, prefill, config.gpu_memory_utilization
+        tensor_parallel=config.tensor_model_parallel_size,
+        sequences=sequences,
+        concurrent=concurrent,
+        cache_tokens=cache,
+        prefill_tokens=prefill,
+        utilization=config.gpu_memory_utilization,
+        is_vllm=config.name == "vllm",
+        sleeps=config.free_cache_engine and not device.is_cpu,
     )
 
 

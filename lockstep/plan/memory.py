@@ -81,17 +81,28 @@ def _between(job: Job, active: Model, activity: Activity) -> dict[str, float]:
     """What the models of the pool have on the device while `active` computes."""
     parts: dict[str, float] = {"weights": 0.0, "moments": 0.0, "weights of other models": 0.0}
     for model in (model for model in job.models if model.pool == active.pool):
-        is_active = model is active
-        weights, moments = _resident(model, is_active=is_active, updates=is_active and activity == "update")
+        is_active, decodes = model is active, model is active and activity == "generate"
+        computes = is_active and not (decodes and _has_vllm_copy(job, model))
+        weights, moments = _resident(model, is_active=computes, updates=is_active and activity == "update")
         parts["weights" if is_active else "weights of other models"] += weights
         parts["moments"] += moments
-        released = (
-            model.engine.param_offload and model.update is not None and not (is_active and activity == "generate")
-        )
-        if model.decodes and model.is_sharded and not released:
-            num_parameters = model.shape.parameters + model.num_adapters
+        if model.decodes and _has_weights_for_decoding(job, model, decodes=decodes):
+            num_parameters = model.shape.parameters + (0 if job.rollout.is_vllm else model.num_adapters)
             parts["weights for decoding"] = model.compute * num_parameters / job.rollout.tensor_parallel
     return parts
+
+
+def _has_vllm_copy(job: Job, model: Model) -> bool:
+    """Whether vLLM decodes with another copy of a model that is trained in the same pool."""
+    return job.rollout.is_vllm and model.update is not None
+
+
+def _has_weights_for_decoding(job: Job, model: Model, *, decodes: bool) -> bool:
+    """Whether the device has weights besides those of `_resident`. decodes: now."""
+    if _has_vllm_copy(job, model):
+        return decodes or not job.rollout.sleeps
+    released = model.engine.param_offload and model.update is not None and not decodes
+    return model.is_sharded and not released
 
 
 def _resident(model: Model, *, is_active: bool, updates: bool) -> tuple[float, float]:
@@ -115,9 +126,11 @@ def _generation(job: Job, model: Model, others: float) -> dict[str, float]:
     one_layer = (2 * shape.active_experts * shape.inner + 4 * shape.width) * model.compute + shape.width * STREAM_BYTES
     ranks, one_token = rollout.tensor_parallel, shape.kv_bytes(model.compute) / rollout.tensor_parallel
     share = rollout.utilization * job.device.memory - model.compute * shape.parameters / ranks
-    room = min(share, CACHE_SHARE_OF_FREE * (job.device.memory - others))
+    room, wanted = min(share, CACHE_SHARE_OF_FREE * (job.device.memory - others)), rollout.cache_tokens * one_token
+    if rollout.is_vllm and not job.device.is_cpu:
+        room = wanted = share
     return {
-        "KV cache": min(rollout.cache_tokens * one_token, max(room, job.lengths.total * one_token)),
+        "KV cache": min(wanted, max(room, job.lengths.total * one_token)),
         "activations": max(rollout.prefill_tokens, rollout.concurrent) * one_layer,
         "logits": 2 * rollout.concurrent * shape.vocabulary * 4,
     }

@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from lockstep.config.checks import NEEDS_VLLM
 from lockstep.config.compat import NOT_SUPPORTED
 from lockstep.config.compose import load_config
 from lockstep.config.errors import ConfigError
@@ -17,7 +18,7 @@ from lockstep.config.placement import ROLES
 from lockstep.config.ppo import PPOConfig
 from lockstep.plan.batch_units import BatchUnits, Lengths
 from lockstep.plan.dataflow import STAGES
-from lockstep.plan.estimate import GB, Plan, longest_lengths, plan_of, show_seconds, summary
+from lockstep.plan.estimate import GB, Plan, longest_lengths, model_shape, plan_of, show_seconds, summary
 from lockstep.plan.hardware import DEVICES, Device, find_device
 from lockstep.plan.job import Model
 from lockstep.plan.search import Pool, as_arguments, overrides_of, search
@@ -76,7 +77,7 @@ def _load(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[PPOCon
     try:
         return load(run_checks=True), []
     except ConfigError as error:
-        problems = [problem for problem in error.problems if problem.key not in NOT_NEEDED]
+        problems = [p for p in error.problems if p.key not in NOT_NEEDED and p.message != NEEDS_VLLM]
         refused = [problem for problem in problems if NOT_SUPPORTED in problem.message]
         if len(refused) < len(problems):
             raise ConfigError(problems) from None
@@ -95,7 +96,7 @@ def _search(console: Console, config: PPOConfig, device: Device, typical: Length
         raise ValueError(
             f"the rates of {device.name} are not known; give a similar device with --device ({', '.join(DEVICES)})"
         )
-    found = search(config, device, typical)
+    found = search(config, device, typical, _tensor_parallel_sizes(config))
     if not found:
         console.print(f"nothing fits on {cluster}: {summary(plan_of(config, device, typical))}", soft_wrap=True)
         return 1
@@ -115,6 +116,14 @@ def _search(console: Console, config: PPOConfig, device: Device, typical: Length
     for argument in arguments or ["(nothing: the settings are the fastest)"]:
         console.print(f"  {shlex.quote(argument)}", markup=False, highlight=False, soft_wrap=True)
     return 0
+
+
+def _tensor_parallel_sizes(config: PPOConfig) -> list[int]:
+    policy, gpus = config.actor_rollout_ref, config.trainer.n_gpus_per_node
+    if policy.rollout.name != "vllm":
+        return [1]
+    heads = model_shape(policy.model.path, "actor_rollout_ref.model").heads
+    return [size for size in (1, 2, 4, 8) if gpus % size == 0 and heads % size == 0]
 
 
 def _pool(pool: Pool) -> str:
@@ -171,7 +180,8 @@ def _decoding(plan: Plan) -> str:
     holds = f"the KV cache holds {num_tokens:,} tokens"
     if fitting < rollout.concurrent:
         holds += f", {fitting} sequences of full length; others wait or are preempted"
-    return f"{rollout.sequences} sequences per rank, up to {rollout.concurrent} at a time: {holds}"
+    engine = f"engine of {rollout.tensor_parallel} devices" if rollout.tensor_parallel > 1 else "rank"
+    return f"{rollout.sequences} sequences per {engine}, up to {rollout.concurrent} at a time: {holds}"
 
 
 def _units(model: Model, units: BatchUnits) -> str:

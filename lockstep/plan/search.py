@@ -262,7 +262,7 @@ class _Search:
         if not roles & {"actor_rollout", "rollout"}:
             return [(given, 1)]
         shares = sorted({given, *(share for share in UTILIZATIONS if share > given)})
-        return [(share, ranks) for share in shares for ranks in self.tensor_parallel if ranks <= size]
+        return [(share, ranks) for share in shares for ranks in self.tensor_parallel if size % ranks == 0]
 
 
 def _of_roles(job: Job, roles: Roles) -> Job:

@@ -68,14 +68,13 @@ def _generation(job: Job, phase: Phase) -> float:
     products = 2 * concurrent * (shape.layers * shape.active_layer_parameters + shape.head_parameters)
     step = max((weights + cache) / device.bandwidth, products / _rate(device, shape.width)) / ranks
     step += shape.layers * (device.layer_overhead_s + (2 * ALL_REDUCE_S if ranks > 1 else 0.0))
-    step += 0.0 if model.adapters is None else shape.layers * ADAPTERS_DECODE_S
+    step += 0.0 if model.adapters is None or rollout.is_vllm else shape.layers * ADAPTERS_DECODE_S
     prompts = math.ceil(rollout.sequences / job.samples) * lengths.prompt
     prefill = 2 * prompts * shape.layers * shape.active_layer_parameters / _rate(device, shape.width) / ranks
     gather = 0.0
     if model.is_sharded and model.update is not None:
-        changed = (
-            shape.parameters if model.engine.param_offload else model.num_trained
-        )  # offload frees the rollout's copy
+        # offload frees the rollout's copy; vLLM gets merged weights
+        changed = shape.parameters if model.engine.param_offload or rollout.is_vllm else model.num_trained
         gather = model.compute * changed / _link(device, model, model.shards)
     return gather + prefill + waves * lengths.response * step
 

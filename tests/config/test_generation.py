@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lockstep.config import evaluation, generation, generation_compat
+from lockstep.config import checks, evaluation, generation, generation_compat
 from lockstep.config.compat import Tables
 from lockstep.config.compose import load_config
 from lockstep.config.errors import ConfigError
@@ -49,7 +49,7 @@ def test_the_documented_generation_file_composes_as_printed(tmp_path: Path, capl
     assert config.data.path[0].endswith("data/rlhf/math/test.parquet") and "~" not in config.data.path[0]
     assert (config.data.max_prompt_length, config.data.max_response_length) == (1536, 512)
     assert (config.rollout.top_k, config.rollout.top_p, config.rollout.dtype) == (50, 0.7, "bfloat16")
-    assert "rollout.name=vllm is read as embedded" in caplog.messages
+    assert config.rollout.name == "vllm" and "rollout.load_format" in caplog.text
     as_run = generation.as_validation(config)
     assert (as_run.trainer.n_gpus_per_node, as_run.trainer.device, as_run.trainer.val_only) == (8, "cuda", True)
     rollout = as_run.actor_rollout_ref.rollout
@@ -75,7 +75,7 @@ def test_the_documented_evaluation_file_composes_as_printed(tmp_path: Path, capl
         (GenerationConfig, "rollout.temperature=0", "sampling needs a temperature above 0"),
         (GenerationConfig, "rollout.n=4", "data.n_samples is the number of responses"),
         (GenerationConfig, "rollout.val_kwargs.n=4", "set rollout.temperature, top_k"),
-        (GenerationConfig, "rollout.name=sglang", "not supported: set embedded or hf"),
+        (GenerationConfig, "rollout.name=sglang", "not supported: set embedded, hf or vllm"),
         (GenerationConfig, "rollout.tensor_model_parallel_size=4", "each worker holds the whole rollout model"),
         (GenerationConfig, "rollout.max_model_len=8", "is 2048; set that or more"),
         (GenerationConfig, "data.path=nowhere.parquet", "no such file or folder"),
@@ -90,3 +90,18 @@ def test_wrong_settings_are_named(cls: type, override: str, message: str) -> Non
         load_config(cls, [override])
     (problem,) = [p for p in raised.value.problems if override.startswith(p.key)]
     assert message in str(problem)
+
+
+def test_vllm_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def problems(*overrides: str) -> str:
+        with pytest.raises(ConfigError) as raised:
+            load_config(GenerationConfig, ["rollout.name=vllm", *overrides])
+        return str(raised.value)
+
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    assert 'rollout.name=vllm: needs vLLM: pip install "lockstep-rl[vllm]"' in problems()
+    monkeypatch.setattr(checks, "find_spec", lambda name: object())
+    shared = ["trainer.n_gpus_per_node=4", "rollout.tensor_model_parallel_size=3"]
+    assert "size=3: does not divide the number of workers (4); set a divisor" in problems(*shared)
+    fits = problems("trainer.n_gpus_per_node=4", "rollout.tensor_model_parallel_size=2")
+    assert "rollout" not in fits, "only files are missing"

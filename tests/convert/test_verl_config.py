@@ -19,14 +19,14 @@ SCRIPT = r"""#!/bin/bash
 set -x
 export MODEL=${MODEL:-Qwen/Qwen2.5-0.5B}
 N=4  # samples
-ENGINE=vllm nproc=2
+ENGINE=sglang nproc=2
 python3 -m verl.trainer.main_ppo \
     algorithm.adv_estimator=grpo \
     data.train_files="['$DATA/train.parquet', '/a b/c.parquet']" \
     actor_rollout_ref.model.path=$MODEL \
     actor_rollout_ref.actor.max_grad_norm=0.5 \
     actor_rollout_ref.rollout.n=${N} actor_rollout_ref.rollout.name=$ENGINE \
-    +actor_rollout_ref.rollout.load_format=dummy_dtensor \
+    +actor_rollout_ref.rollout.layered_summon=True \
     trainer.logger='["console"]' $@ 2>&1 | tee train.log
 torchrun --standalone --nproc_per_node=$nproc -m verl.trainer.fsdp_sft_trainer \
     model.partial_pretrain=$MODEL data.train_files=sft.parquet optim.warmup_steps_ratio=0.1
@@ -40,15 +40,15 @@ def convert(*words: object) -> int:
 
 def test_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.sh").write_text(SCRIPT)
-    assert convert(tmp_path / "run.sh") == 1  # vllm is refused
+    assert convert(tmp_path / "run.sh") == 1  # sglang is refused
     printed = capsys.readouterr()
     assert printed.err == "1 setting to look at: see `refused` and `to fix` in the comments\n"
     comments = [line for line in printed.out.splitlines() if line.startswith("#")]
     actor = "actor_rollout_ref.actor"
     assert comments[0] == f"# renamed: {actor}.max_grad_norm is read as {actor}.grad_clip"
     assert comments[1] == "# added, because verl's default differs: trainer.n_gpus_per_node=8"
-    assert comments[2].startswith("# left out, no effect: actor_rollout_ref.rollout.load_format: ")
-    assert comments[3].startswith("# left out, refused: actor_rollout_ref.rollout.name=vllm: not supported: ")
+    assert comments[2].startswith("# left out, no effect: actor_rollout_ref.rollout.layered_summon: ")
+    assert comments[3].startswith("# left out, refused: actor_rollout_ref.rollout.name=sglang: not supported: ")
     assert comments[4] == "# renamed: model.partial_pretrain is read as model.path"
     commands = re.sub(r"\\\n", " ", printed.out).replace("$DATA", "/data")
     ppo, sft = (shlex.split(line) for line in commands.splitlines() if line and not line.startswith("#"))
@@ -63,6 +63,19 @@ def test_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert load_config(SFTConfig, sft[5:], run_checks=False).optim.lr_warmup_steps_ratio == 0.1
 
 
+def test_vllm_is_kept_and_need_not_be_installed_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = "verl.trainer.main_ppo actor_rollout_ref.rollout.name=vllm"
+    files = "data.train_files=x.parquet actor_rollout_ref.model.path=/m"
+    tp = "actor_rollout_ref.rollout.tensor_model_parallel_size=4"
+    load_format = "actor_rollout_ref.rollout.load_format=dummy_dtensor trainer.n_gpus_per_node=8"
+    (tmp_path / "run.sh").write_text(f"python -m {command} {files} {tp} {load_format}")
+    assert convert(tmp_path / "run.sh") == 0
+    printed = capsys.readouterr().out
+    for setting in ("name=vllm", "tensor_model_parallel_size=4", "load_format=dummy"):
+        assert f"    actor_rollout_ref.rollout.{setting}" in printed
+    assert "to fix" not in printed and "refused" not in printed
+
+
 def test_values_that_are_not_served_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.sh").write_text(
         "python -m verl.trainer.main_ppo data.train_files=x.parquet actor_rollout_ref.model.path=/m trainer.nnodes=1 "
@@ -71,7 +84,10 @@ def test_values_that_are_not_served_are_named(tmp_path: Path, capsys: pytest.Cap
     assert convert(tmp_path / "run.sh") == 1
     printed = capsys.readouterr().out
     assert "# left out, refused: trainer.bogus=1: no such key" in printed
-    assert re.search(r"# to fix: actor_rollout_ref.rollout.tensor_model_parallel_size=2: .*set 1\n", printed)
+    assert re.search(
+        r"# to fix: actor_rollout_ref.rollout.tensor_model_parallel_size=2: .*set 1, or actor_rollout_ref.rollout.name=vllm\n",
+        printed,
+    )
     assert "# to fix: data.train_batch_size=many: " in printed and "no such f" not in printed
     assert "    actor_rollout_ref.rollout.tensor_model_parallel_size=2 \\\n" in printed
 

@@ -75,16 +75,17 @@ def test_convert_commands(places: dict[str, str], capsys: pytest.CaptureFixture[
     assert run(actor, places) == run(critic, places) == 0
     assert "score.weight" in load_file(out / "critic" / "model.safetensors")
     capsys.readouterr()
-    assert run(script.partition(" >")[0], places) == 1  # vllm is refused
+    assert run(script.partition(" >")[0], places) == 0
     printed = capsys.readouterr().out
-    assert "# left out, refused: actor_rollout_ref.rollout.name=vllm" in printed
+    assert "actor_rollout_ref.rollout.name=vllm" in printed
     assert_page_command(re.sub(r"\\\n", " ", printed).splitlines()[-1])
     assert run(config, places) == 1
     assert yaml.safe_load((out / "ppo.yaml").read_text())["trainer"]["n_gpus_per_node"] == 8
 
 
 def assert_page_command(converted: str) -> None:
-    """The converted command has the settings of the one on the page, and verl's number of GPUs."""
+    """The converted command has the settings of the one on the page but for the engine, and verl's number of GPUs."""
+    converted += " actor_rollout_ref.rollout.name=embedded"
     (page,) = [line for line in commands("migrate_from_verl.md", "ppo") if "load_format" in line]
     got, expected = (load_config(PPOConfig, shlex.split(line)[2:], run_checks=False) for line in (converted, page))
     assert got.trainer.n_gpus_per_node == 8

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lockstep.cli import main
+from lockstep.config import checks
 from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
 from lockstep.plan import hardware
@@ -272,21 +273,41 @@ def test_dapo_run_of_8_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert time.process_time() - start < 2
     shown = capsys.readouterr().out
     assert code == 1 and shown.startswith("lockstep ppo refuses these settings; this is the plan without them:")
-    for refused in ("name=vllm", "tensor_model_parallel_size=4", "multi_turn.enable=true"):
-        assert f"  actor_rollout_ref.rollout.{refused}: not supported" in shown
+    refused = shown.splitlines()[1 : shown.splitlines().index("")]
+    assert [line.partition(": not supported")[0] for line in refused] == [
+        "  actor_rollout_ref.rollout.multi_turn.enable=true"
+    ]
     shown = " ".join(shown.split())
     assert "64 prompts x 16 samples = 1024 sequences" in shown
     assert "4 optimizer steps of 256 sequences, over 2 data-parallel ranks of 4 devices each, 128 on each" in shown
     assert (
         "43 micro-batches of at most 3 sequences, 12,800 tokens per device" in shown
     )  # a prompt is shared by its samples
-    assert "holds 1,036,810 tokens, 56 sequences of full length" in shown
-    assert "fits on A100-80G: at most 80.6 of 85.1 GB in generate" in shown
+    assert "512 sequences per engine of 4 devices, up to 256 at a time: the KV cache holds 5,076,882 tokens" in shown
+    assert "fits on A100-80G: at most 78.8 of 85.1 GB in generate" in shown
     assert "with 2048 + 16384 tokens per sequence" in shown
 
 
+@pytest.mark.parametrize("sleeps", [True, False])
+@pytest.mark.parametrize("rank", [0, 8])
+def test_vllm_has_a_copy_of_the_weights_while_it_is_awake(
+    command: Any, rank: int, sleeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And reserves its share of the memory. LoRA adapters are merged into it."""
+    monkeypatch.setattr(checks, "find_spec", lambda name: object())
+    rollout = "actor_rollout_ref.rollout"
+    more = [f"{rollout}.name=vllm", f"{rollout}.free_cache_engine={sleeps}", f"{rollout}.gpu_memory_utilization=0.5"]
+    job = plan(command("7b", 16, 512, 1024, *DYNAMIC, *more, f"actor_rollout_ref.model.lora_rank={rank}"))
+    found = {phase.name: phase.parts for phase in phases(job)}
+    copy = 2 * job.models[0].shape.parameters
+    assert found["generate"]["weights for decoding"] == copy
+    assert found["generate"]["KV cache"] == pytest.approx(0.5 * job.device.memory - copy)
+    assert found["generate"]["weights"] == found["update actor"]["weights"], "the trainer's stay beside it"
+    assert found["update actor"].get("weights for decoding") == (None if sleeps else copy)
+
+
 def test_only_unsupported_settings_are_left_out(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = [f"{ACTOR}.ppo_mini_batch_size=7", "actor_rollout_ref.rollout.name=vllm"]
+    wrong = [f"{ACTOR}.ppo_mini_batch_size=7", "actor_rollout_ref.rollout.name=sglang"]
     assert main(["plan", "--device", "H200", *command("0.5b", 8, 64, 64), *wrong]) == 2
     assert "ppo_mini_batch_size=7" in capsys.readouterr().err
 

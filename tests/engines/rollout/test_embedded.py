@@ -313,12 +313,9 @@ def test_generating_without_a_model_is_refused() -> None:
         engine.generate([GenerationRequest([1], SamplingParams())])
 
 
-@pytest.mark.parametrize("name", ["vllm", "sglang"])
-def test_an_unknown_engine_is_refused(name: str) -> None:
-    with pytest.raises(
-        ValueError, match=f"actor_rollout_ref.rollout.name={name}: no such rollout engine.*embedded, hf"
-    ):
-        create_rollout_engine(rollout_config(name=name), [EOS], 0)
+def test_an_unknown_engine_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"rollout.name=sglang: no such rollout engine.*embedded, hf, vllm"):
+        create_rollout_engine(rollout_config(name="sglang"), [EOS], 0)
 
 
 def qwen3_next() -> Any:
