@@ -105,6 +105,28 @@ def test_only_adapters_are_sent_to_a_rollout_in_other_processes(overrides: list[
     assert all(torch.equal(state[name], weight) for name, weight in weights.items())
 
 
+def test_merged_weights_are_sent_to_an_engine_without_adapters(overrides: list[str], tiny_run_files: Path) -> None:
+    config = load_config(PPOConfig, [*overrides, *GRPO, f"{MODEL}.lora_rank=4"]).actor_rollout_ref
+    actor = ActorRolloutRefWorker(replace(config, rollout=replace(config.rollout, name="vllm")), "actor", "cpu")
+    actor.init_model()
+    with torch.no_grad():
+        for name, parameter in actor.actor.model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.1)
+    (layout,) = [actor.weight_layout()]
+    sent = {name: tensor for bucket in actor._buckets() for name, tensor in bucket}
+    plain = AutoModelForCausalLM.from_pretrained(tiny_run_files / "model", dtype=torch.float32)
+    assert (
+        list(sent) == [entry.name for bucket in layout for entry in bucket] == [n for n, _ in plain.named_parameters()]
+    )
+    ids = torch.arange(12)[None]
+    base = plain(ids).logits
+    plain.load_state_dict(sent, strict=False)
+    expected = actor.actor.model.transformer(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(plain(ids).logits, expected, atol=1e-5, rtol=1e-4)
+    assert (expected - base).abs().max() > 1e-2
+
+
 def test_sft_with_adapters(tmp_path: Path, tiny_run_files: Path) -> None:
     rows = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

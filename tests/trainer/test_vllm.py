@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from lockstep.config.commandline import config_from_command_line
 from lockstep.config.ppo import PPOConfig
 from lockstep.engines.rollout import VllmEngine
+from lockstep.trainer.main_generation import main as generate
 from lockstep.trainer.main_ppo import main
 from lockstep.trainer.ppo.task_runner import TaskRunner
 from lockstep.weight_sync import CANARY_METRIC
@@ -87,6 +89,25 @@ def test_resumed_run_equals_an_uninterrupted_one(
     for row, expected in zip(rows, in_one_process):
         for name in ("critic/score/mean", "actor/grad_norm", "actor/pg_loss", "response_length/mean"):
             assert row[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+
+
+def test_adapters_are_merged_in_training_and_in_generation(base: list[str], tmp_path: Path) -> None:
+    """Greedy responses to a checkpoint of an adapter are those of the embedded engine, which computes it beside the base."""
+    model = "actor_rollout_ref.model"
+    lora = [f"{model}.lora_rank=4", "actor_rollout_ref.actor.optim.lr=0.05", "actor_rollout_ref.actor.use_kl_loss=true"]
+    steps = ["trainer.total_training_steps=3", "trainer.save_freq=3", f"trainer.default_local_dir={tmp_path}/run"]
+    assert main([*base, *lora, *steps]) == 0
+    check_rows(rows_of(tmp_path / "run"), steps=3)
+    data = next(text for text in base if text.startswith("data.train_files=")).partition("=")[2]
+    greedy = [f"data.path={data}", "data.n_samples=1", "rollout.do_sample=false", "data.max_prompt_length=40"]
+    greedy += ["data.max_response_length=8", "rollout.max_num_seqs=16", "trainer.device=cpu"]
+    responses = {}
+    for engine in ("vllm", "embedded"):
+        output = tmp_path / f"{engine}.parquet"
+        command = [f"model.path={tmp_path}/run/global_step_3", f"rollout.name={engine}", f"data.output_path={output}"]
+        assert generate([*greedy, *command]) == 0
+        responses[engine] = pq.read_table(output)["responses"].to_pylist()
+    assert responses["vllm"] == responses["embedded"]
 
 
 def test_planted_defect_stops_the_run(
