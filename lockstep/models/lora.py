@@ -189,7 +189,10 @@ def merge_adapters(
 
     weights: all parameters of `model`; adapters: at least those of its adapters. Whole, by their Hugging Face names.
     """
-    layers = adapter_layers(model)
+    layers, own = adapter_layers(model), dict(model.named_parameters())
+    for path in layers:
+        if f"{path}.base_layer.weight" not in own:
+            raise ValueError(f"the adapter of {path} cannot be merged: the layer's weight is tied to another layer")
     for name, weight in weights:
         path = name.removesuffix(".base_layer.weight")
         if path in layers:

@@ -152,6 +152,12 @@ def test_an_update_does_not_depend_on_the_micro_batch_split(
         assert (weight - expected[name]).abs().mean() < 1e-4, name
 
 
+def test_an_adapter_of_a_tied_head_cannot_be_merged(tmp_path: Path) -> None:
+    engine = policy_engine(save_tiny_model(tmp_path, tie_word_embeddings=True), target_modules=["q_proj", "lm_head"])
+    with pytest.raises(ValueError, match="adapter of lm_head cannot be merged: the layer's weight is tied"):
+        next(engine.merged_weights())
+
+
 @pytest.mark.parametrize("name", ["embedded", "hf"])
 def test_rollouts_decode_with_the_trainers_own_tensors(
     name: str, trained: tuple[FsdpEngine, Path], folder: Path
