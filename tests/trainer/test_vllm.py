@@ -191,3 +191,14 @@ def test_trains_on_ray(
     for row, expected in zip(rows[:3], in_one_process):
         for name in ("critic/score/mean", "actor/grad_norm", "response_length/mean"):
             assert row[name] == pytest.approx(expected[name], rel=1e-3), name
+
+
+@pytest.mark.parametrize("placement", ["colocate", "standalone"])
+def test_sharded_adapters_are_merged(placement: str, cluster: None, base: list[str], tmp_path: Path) -> None:
+    settings = ["trainer.controller=ray", "trainer.n_gpus_per_node=2", f"trainer.default_local_dir={tmp_path}/run"]
+    settings += ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.optim.lr=0.05"]
+    settings += [f"trainer.placement={placement}", "trainer.total_training_steps=3"]
+    config = config_from_command_line([*base, *settings], PPOConfig)
+    assert config is not None
+    assert TaskRunner().run(config) == 0
+    check_rows(rows_of(tmp_path / "run"), steps=3)
