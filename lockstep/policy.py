@@ -37,7 +37,7 @@ class Policy:
 
         sampling: `temperature` (1.0; 0 is greedy), `top_p`, `top_k`, `min_p`, `stop_token_ids`, `ignore_eos`.
         """
-        from lockstep.engines.rollout.base import GenerationRequest, SamplingParams
+        from lockstep.protocol.generation import GenerationRequest, SamplingParams
         from lockstep.utils.decoding import decode_all
 
         is_one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], Mapping))
@@ -59,7 +59,7 @@ class Policy:
 
         A token depends only on the seed and its position, so an answer can be continued from its first tokens.
         """
-        from lockstep.engines.rollout.base import GenerationRequest, SamplingParams
+        from lockstep.protocol.generation import GenerationRequest, SamplingParams
         from lockstep.utils.decoding import decode_all
 
         _, tokenizer, eos_ids = self._load()

@@ -149,6 +149,10 @@ class WorkerGroup(ABC):
             for rank in ranks
         )
 
+    def call_rank(self, rank: int, method_name: str, *args: Any) -> Future:
+        """Start a method of one worker, registered or not."""
+        return self._submit(rank, self._method_prefix + method_name, list(args), {})
+
     @abstractmethod
     def _start_workers(self) -> list[Any]:
         """Construct one worker, or a handle to one, for each of `resource_pool.places()`."""

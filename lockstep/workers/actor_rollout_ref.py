@@ -8,21 +8,15 @@ role actor_rollout_ref   all three
 With LoRA the reference is the actor with its adapters off: no role loads a second model.
 """
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
 
 from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig, RefConfig, RolloutConfig
 from lockstep.config.model import FSDPEngineConfig, sequence_parallel_size
-from lockstep.engines.rollout.base import (
-    Completion,
-    GenerationRequest,
-    SamplingParams,
-    create_rollout_engine,
-    longest_sequence,
-    rollout_dtype,
-)
+from lockstep.engines.rollout.base import check_requests, create_rollout_engine, longest_sequence, rollout_dtype
 from lockstep.engines.train.fsdp import FsdpEngine
 from lockstep.models.loading import model_folder, open_causal_lm, resolve_dtype, trained_dtype
 from lockstep.models.lora import install_adapters
@@ -30,6 +24,7 @@ from lockstep.models.shared_weights import rollout_module
 from lockstep.models.token_models import PolicyModel
 from lockstep.models.tokenizer import eos_token_ids, hf_tokenizer
 from lockstep.protocol import DataProto, drop_marked
+from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
 from lockstep.protocol.keys import require
 from lockstep.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from lockstep.utils.audit import GapBound, RolloutGap
@@ -44,6 +39,8 @@ from lockstep.workers.shared_folder import checkpoint_folder
 from lockstep.workers.updates import MetricMeans, micro_batching, mini_batches
 
 _KEY = "actor_rollout_ref.model"
+MAX_STEPS = 8
+"""Steps of the engine per `advance_generation`, unless a request finishes earlier."""
 _ROLES = ("actor", "rollout", "ref", "actor_rollout", "actor_rollout_ref")
 
 
@@ -134,14 +131,52 @@ class ActorRolloutRefWorker(WeightSyncWorker):
         return batch_of(requests, self._complete(requests), self.config.rollout, self.tokenizer.pad_token_id)
 
     def _complete(self, requests: list[GenerationRequest]) -> list[Completion]:
+        with self._generating():
+            return self.rollout.generate(requests)
+
+    @contextmanager
+    def _generating(self) -> Iterator[None]:
+        """The rollout has the weights and the memory it needs inside."""
         shares = self.is_actor and self.rollout.shares_weights
         weights = self.actor.lend_weights(self.generator) if shares else nullcontext()
         with self.memory.phase("gen"), weights:
             self.rollout.wake()
-            completions = self.rollout.generate(requests)
+            yield
             if self.config.rollout.free_cache_engine:
                 self.rollout.sleep()
-        return completions
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def begin_generation(self) -> None:
+        """Serve single requests until `end_generation`; no other method of this worker may be called in between."""
+        with ExitStack() as serving:
+            serving.enter_context(self._generating())
+            serving.enter_context(self.rollout.serving())
+            self._serving = serving.pop_all()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def advance_generation(
+        self, new: list[tuple[int, GenerationRequest]], abort: list[int]
+    ) -> list[tuple[int, Completion]]:
+        """Add and abort requests, then step until one finishes or `MAX_STEPS` have passed; returns those that ended.
+
+        The ranks of a tensor-parallel group get the same arguments and take the same steps.
+        """
+        check_requests([request for _, request in new], self.rollout.max_model_len)
+        for request_id, request in new:
+            self.rollout.add(request_id, request)
+        ended = self.rollout.abort(abort)
+        steps = 0
+        while not ended and steps < MAX_STEPS and self.rollout.unfinished():
+            ended |= self.rollout.step()
+            steps += 1
+        return list(ended.items())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def end_generation(self) -> list[tuple[int, Completion]]:
+        """End all requests; returns what each has so far."""
+        ended = self.rollout.abort(self.rollout.unfinished())
+        self._serving.close()
+        return list(ended.items())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def generate_canary(self) -> DataProto:

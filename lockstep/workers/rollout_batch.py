@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
-from lockstep.engines.rollout.base import Completion, GenerationRequest, SamplingParams
 from lockstep.protocol import DataProto, object_array
+from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
 
 
 def sampling_params(config: RolloutConfig, *, validate: bool, greedy: bool) -> SamplingParams:

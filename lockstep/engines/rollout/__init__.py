@@ -2,15 +2,13 @@
 
 from lockstep.engines.rollout.base import (
     ROLLOUT_ENGINES,
-    Completion,
-    GenerationRequest,
     RolloutEngine,
-    SamplingParams,
     create_rollout_engine,
 )
 from lockstep.engines.rollout.embedded.engine import EmbeddedEngine
 from lockstep.engines.rollout.hf import HFEngine
 from lockstep.engines.rollout.vllm import VllmEngine
+from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
 
 __all__ = [
     "ROLLOUT_ENGINES",

@@ -1,12 +1,9 @@
-"""The interface of rollout engines: requests, completions, base class and registry; and what all engines share."""
+"""The interface of rollout engines: base class and registry; and what all engines share."""
 
-import asyncio
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,86 +16,22 @@ from lockstep.models.lora import install_adapters
 from lockstep.models.model_check import check_log_probs, reference_log_probs
 from lockstep.models.packed_weights import pack_weights
 from lockstep.models.token_models import PolicyModel
+from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
 from lockstep.registry import Registry
 from lockstep.utils.fingerprint import fingerprint
+from lockstep.utils.progress import count
 
-StopReason = Literal["stop", "length"]
 OWN_DTYPE = ("vllm",)
 """Engines that compute in `rollout.dtype`; the others do so in the actor's type."""
 
 
-@dataclass(frozen=True)
-class SamplingParams:
-    """How the tokens of one request are sampled.
-
-    temperature:    divides the logits; 0 takes the likeliest token.
-    top_k:          sample from the k likeliest tokens; -1 or 0 for all.
-    top_p:          sample from the smallest set of likeliest tokens whose probability reaches p.
-    min_p:          sample from the tokens with at least this share of the likeliest token's probability.
-    max_tokens:     most tokens to generate, including the stop token.
-    stop_token_ids: tokens that end the response, in addition to the model's end-of-sequence tokens.
-    ignore_eos:     generate `max_tokens` tokens, ignoring stop tokens.
-    """
-
-    temperature: float = 1.0
-    top_k: int = -1
-    top_p: float = 1.0
-    min_p: float = 0.0
-    max_tokens: int = 16
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"temperature={self.temperature}: must be 0 (greedy) or more")
-        if self.top_k < -1:
-            raise ValueError(f"top_k={self.top_k}: must be -1 or 0 (all tokens) or at least 1")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p}: must lie in (0, 1]")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p={self.min_p}: must lie in [0, 1]")
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens={self.max_tokens}: must be at least 1")
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0
-
-    @property
-    def filtered(self) -> bool:
-        """Whether min-p, top-k or top-p removes part of the distribution."""
-        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
-
-
-@dataclass(frozen=True)
-class GenerationRequest:
-    """One response to one prompt. A sampled token depends only on its logits, `seed` and its position in the sequence."""
-
-    prompt_ids: list[int]
-    sampling: SamplingParams
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One response.
-
-    token_ids:      the sampled tokens, including the stop token if one ended the response.
-    log_probs:      of each token, under the full distribution at the request's temperature (1 if greedy).
-    stop_reason:    "stop" at a stop token, "length" at `max_tokens`.
-    policy_version: of the weights when the request arrived.
-    num_preempted:  how often the sequence lost its cache and was prefilled again.
-    """
-
-    token_ids: list[int]
-    log_probs: list[float]
-    stop_reason: StopReason
-    policy_version: int
-    num_preempted: int = 0
-
-
 class RolloutEngine(ABC):
     """Generates completions, with the tensors of a bound module or with its own copy of the weights.
+
+        with engine.serving():
+            engine.add(id, request)          at any time
+            finished = engine.step()         goes on with all requests that were added
+            partial = engine.abort([id])
 
     shares_weights: whether it decodes with the trainer's tensors (`bind`). Otherwise it holds a copy (`load`), which every
                     update replaces: `begin_update`, `update_weights` with one bucket after another, `finish_update`.
@@ -108,6 +41,7 @@ class RolloutEngine(ABC):
     """
 
     config: RolloutConfig
+    max_model_len: int
     shares_weights: bool = False
     takes_adapters: bool = False
     policy_version: int = 0
@@ -120,13 +54,47 @@ class RolloutEngine(ABC):
     def load(self, model: HFModelConfig, key: str, dtype: torch.dtype, device: torch.device) -> None:
         """Load an own copy of the model. key: its config section, for messages."""
 
-    @abstractmethod
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """The completions of `requests`, in their order."""
+        if not requests:
+            return []
+        check_requests(requests, self.max_model_len)
+        with self.serving():
+            return self._run(requests)
 
-    async def generate_one(self, request: GenerationRequest) -> Completion:
-        """One completion; an engine may batch concurrent calls."""
-        return (await asyncio.to_thread(self.generate, [request]))[0]
+    def _run(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        for place, request in enumerate(requests):
+            self.add(place, request)
+        completions: dict[int, Completion] = {}
+        while len(completions) < len(requests):
+            completions |= self.step()
+            count(len(completions), len(requests), "sequences")
+        return [completions[place] for place in range(len(requests))]
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Requests are served inside; those left unfinished at the end are dropped. Weights must not change inside."""
+        self.wake()
+        try:
+            yield
+        finally:
+            self.abort(self.unfinished())
+
+    @abstractmethod
+    def add(self, request_id: int, request: GenerationRequest) -> None:
+        """Accept a request, which fits (`check_requests`). request_id: not that of an unfinished one."""
+
+    @abstractmethod
+    def step(self) -> dict[int, Completion]:
+        """Go on with the unfinished requests, of which there are some, for a short while; returns those that finished."""
+
+    @abstractmethod
+    def unfinished(self) -> list[int]:
+        """Ids of the requests that were added and have not finished."""
+
+    @abstractmethod
+    def abort(self, request_ids: Collection[int]) -> dict[int, Completion]:
+        """End unfinished requests; returns what each has so far. Ids of other requests are ignored."""
 
     def begin_update(self) -> None:  # noqa: B027
         """Prepare for new weights."""

@@ -6,8 +6,9 @@
 logits processor: seeds, filters and log-probs mean the same in both engines, and may differ between rows.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -23,12 +24,8 @@ from transformers import (
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.engines.rollout.base import (
     ROLLOUT_ENGINES,
-    Completion,
-    GenerationRequest,
     ModuleEngine,
-    StopReason,
     check_against_transformers,
-    check_requests,
     evaluation_mode,
     longest_sequence,
     stop_tokens,
@@ -36,7 +33,7 @@ from lockstep.engines.rollout.base import (
 from lockstep.engines.rollout.embedded.sampler import SamplingBatch, sample, uniform
 from lockstep.models.attention import ATTENTION_NAME
 from lockstep.models.model_check import transformers_forward
-from lockstep.utils.progress import count
+from lockstep.protocol.generation import Completion, GenerationRequest, StopReason
 
 
 @ROLLOUT_ENGINES.register("hf")
@@ -47,20 +44,40 @@ class HFEngine(ModuleEngine):
         self.pad_token_id = pad_token_id
         self.max_model_len = longest_sequence(config)
         self.model: Any = None
+        self._requests: dict[int, GenerationRequest] = {}
         self._model_is_checked = False
 
     def bind(self, model: nn.Module) -> None:
         self.model = model
         self._model_is_checked = False
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        check_requests(requests, self.max_model_len)
-        if not requests:
-            return []
+    @contextmanager
+    def serving(self) -> Iterator[None]:
         with evaluation_mode(self.module):
-            if not self._model_is_checked:
-                self._check_model()
-            return self._run(requests)
+            try:
+                if not self._model_is_checked:
+                    self._check_model()
+                yield
+            finally:
+                self._requests.clear()
+
+    def add(self, request_id: int, request: GenerationRequest) -> None:
+        self._requests[request_id] = request
+
+    def step(self) -> dict[int, Completion]:
+        """All of the response of up to `max_num_seqs` requests."""
+        batch = dict(islice(self._requests.items(), self.config.max_num_seqs))
+        completions = self._generate_batch(list(batch.values()))
+        for request_id in batch:
+            del self._requests[request_id]
+        return dict(zip(batch, completions))
+
+    def unfinished(self) -> list[int]:
+        return list(self._requests)
+
+    def abort(self, request_ids: Collection[int]) -> dict[int, Completion]:
+        found = [request_id for request_id in request_ids if self._requests.pop(request_id, None) is not None]
+        return {request_id: Completion([], [], "abort", []) for request_id in found}
 
     @property
     def module(self) -> Any:
@@ -76,14 +93,6 @@ class HFEngine(ModuleEngine):
         block_size = self.config.kv_block_size
         check_against_transformers(self._run, self.module, self.max_model_len, block_size, path=path, advice=advice)
         self._model_is_checked = True
-
-    def _run(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        size = self.config.max_num_seqs
-        completions: list[Completion] = []
-        for first in range(0, len(requests), size):
-            completions += self._generate_batch(requests[first : first + size])
-            count(len(completions), len(requests), "sequences")
-        return completions
 
     def _generate_batch(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         model = self.module
@@ -146,7 +155,8 @@ class TokenSampler(LogitsProcessor):
             end = next(stops, None)
             reason: StopReason = "length" if end is None else "stop"
             cut = slice(end or length)
-            result.append(Completion(tokens[i][cut], log_probs[i][cut], reason, policy_version))
+            chosen = tokens[i][cut]
+            result.append(Completion(chosen, log_probs[i][cut], reason, [policy_version] * len(chosen)))
         return result
 
 

@@ -1,17 +1,15 @@
 """Rollout by vLLM, in the worker's process, with its own copy of the weights. This file and vllm_worker.py alone import vLLM.
 
-    generate:     requests ─► vLLM's engine ─► step until all are finished ─► completions
-    generate_one: the same steps in a thread while there are requests; new requests join at the next step
-    an update:    begin_update ─► update_weights, one bucket after another ─► finish_update (see vllm_worker.py)
+    requests ─► vLLM's engine, stepped in this thread ─► completions
+    an update:  begin_update ─► update_weights, one bucket after another ─► finish_update (see vllm_worker.py)
 
 Ranks of a tensor-parallel group run the same requests in the same order (vLLM's external launcher).
 """
 
-import asyncio
 import gc
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from math import ceil
 from pathlib import Path
@@ -24,21 +22,17 @@ from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.model import HFModelConfig
 from lockstep.engines.rollout.base import (
     ROLLOUT_ENGINES,
-    Completion,
-    GenerationRequest,
     RolloutEngine,
-    SamplingParams,
-    check_requests,
     longest_sequence,
     stop_tokens,
 )
 from lockstep.models.loading import load_causal_lm, load_hf_config, model_folder
 from lockstep.models.lora import install_adapters, merge_adapters
 from lockstep.models.token_models import PolicyModel
+from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
 from lockstep.utils.audit import AuditError
 from lockstep.utils.distributed import current_world_size
 from lockstep.utils.model_path import is_adapter, local_model_folder
-from lockstep.utils.progress import count
 
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -61,9 +55,7 @@ class VllmEngine(RolloutEngine):
         self.device = torch.device("cpu")
         self.llm: Any = None
         self._awake = {"weights", "kv_cache"}
-        self._num_added = 0
-        self._incoming: list[tuple[GenerationRequest, asyncio.Future[Completion]]] = []
-        self._serve_task: asyncio.Task[None] | None = None
+        self._unfinished: set[int] = set()
 
     def load(self, model: HFModelConfig, key: str, dtype: torch.dtype, device: torch.device) -> None:
         self.device = device
@@ -92,28 +84,30 @@ class VllmEngine(RolloutEngine):
         self.update_weights(merge_adapters(policy.transformer, weights.items(), weights))
         self.finish_update(self.policy_version)
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        check_requests(requests, self.max_model_len)
-        self.wake()
-        places = {self._add(request): place for place, request in enumerate(requests)}
-        completions: dict[int, Completion] = {}
-        try:
-            while len(completions) < len(requests):
-                completions |= {places[request_id]: completion for request_id, completion in self._step()}
-                count(len(completions), len(requests), "sequences")
-        finally:
-            unfinished = [request_id for request_id, place in places.items() if place not in completions]
-            if unfinished:
-                self._engine.abort_request(unfinished)
-        return [completions[place] for place in range(len(requests))]
+    def add(self, request_id: int, request: GenerationRequest) -> None:
+        prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids}
+        if self.config.enable_prefix_caching:
+            prompt["cache_salt"] = self._salt()
+        self._engine.add_request(str(request_id), prompt, self._sampling(request.sampling, request.seed))
+        self._unfinished.add(request_id)
 
-    async def generate_one(self, request: GenerationRequest) -> Completion:
-        check_requests([request], self.max_model_len)
-        future = asyncio.get_running_loop().create_future()
-        self._incoming.append((request, future))
-        if self._serve_task is None or self._serve_task.done():
-            self._serve_task = asyncio.create_task(self._serve())
-        return await future
+    def step(self) -> dict[int, Completion]:
+        finished = dict(self._completion(output) for output in self._engine.step() if output.finished)
+        self._unfinished -= finished.keys()
+        return finished
+
+    def unfinished(self) -> list[int]:
+        return list(self._unfinished)
+
+    def abort(self, request_ids: Collection[int]) -> dict[int, Completion]:
+        chosen = self._unfinished.intersection(request_ids)
+        self._unfinished -= chosen
+        names, last_outputs = {str(request_id) for request_id in chosen}, _LastOutputs()
+        for state in self._engine.output_processor.request_states.values():
+            if state.external_req_id in names:
+                state.queue = last_outputs
+        self._engine.abort_request(list(names))
+        return dict(map(self._completion, last_outputs))
 
     def begin_update(self) -> None:
         self._wake("weights")
@@ -167,15 +161,6 @@ class VllmEngine(RolloutEngine):
         """Of cached prefixes: blocks of one policy version are never used by another."""
         return f"version {self.policy_version}"
 
-    def _add(self, request: GenerationRequest) -> str:
-        self._num_added += 1
-        request_id = f"{self._num_added}:{self.policy_version}"
-        prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids}
-        if self.config.enable_prefix_caching:
-            prompt["cache_salt"] = self._salt()
-        self._engine.add_request(request_id, prompt, self._sampling(request.sampling, request.seed))
-        return request_id
-
     def _sampling(self, sampling: SamplingParams, seed: int) -> Any:
         from vllm.sampling_params import RequestOutputKind
         from vllm.sampling_params import SamplingParams as VllmParams
@@ -194,36 +179,20 @@ class VllmEngine(RolloutEngine):
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def _step(self) -> list[tuple[str, Completion]]:
-        """The requests that finished, with their completions."""
-        return [(output.request_id, self._completion(output)) for output in self._engine.step() if output.finished]
-
-    def _completion(self, output: Any) -> Completion:
+    def _completion(self, output: Any) -> tuple[int, Completion]:
         (answer,) = output.outputs
-        if answer.finish_reason not in ("stop", "length"):
+        if answer.finish_reason not in ("stop", "length", "abort"):
             raise RuntimeError(f"vLLM ended a request with {answer.finish_reason!r}")
         tokens = list(answer.token_ids)
-        log_probs = [at_place[token].logprob for at_place, token in zip(answer.logprobs, tokens, strict=True)]
-        version = int(output.request_id.split(":")[1])
-        return Completion(tokens, log_probs, answer.finish_reason, version)
+        log_probs = [at_place[token].logprob for at_place, token in zip(answer.logprobs or (), tokens, strict=True)]
+        versions = [self.policy_version] * len(tokens)
+        return int(output.request_id), Completion(tokens, log_probs, answer.finish_reason, versions)
 
-    async def _serve(self) -> None:
-        """Step while there are requests; each caller gets its completion or the error that ended the loop."""
-        futures: dict[str, asyncio.Future[Completion]] = {}
-        try:
-            await asyncio.to_thread(self.wake)
-            while self._incoming or futures:
-                arrived, self._incoming = self._incoming, []
-                futures |= {self._add(request): future for request, future in arrived}
-                for request_id, completion in await asyncio.to_thread(self._step):
-                    future = futures.pop(request_id)
-                    if not future.cancelled():
-                        future.set_result(completion)
-        except Exception as error:  # noqa: BLE001 - handed to the callers
-            arrived, self._incoming = self._incoming, []
-            for future in [*futures.values(), *(future for _, future in arrived)]:
-                if not future.done():
-                    future.set_exception(error)
+
+class _LastOutputs(list[Any]):
+    """Takes the outputs of aborted requests, which vLLM gives to those with a queue."""
+
+    put = list.append
 
 
 def has_adapter_files(model: HFModelConfig, key: str) -> bool:

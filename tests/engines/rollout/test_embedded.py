@@ -1,6 +1,5 @@
 """The embedded engine equals transformers and a naive forward, for every schedule."""
 
-import asyncio
 import random
 from typing import Any
 
@@ -245,38 +244,60 @@ def test_changed_and_moved_weights_are_used(device: torch.device) -> None:
     assert [c.token_ids for c in after] != [c.token_ids for c in before]
 
 
-def test_concurrent_requests_are_batched(
-    model: Any, expected: list[Completion], monkeypatch: pytest.MonkeyPatch
+def test_requests_that_come_later_join(model: Any, expected: list[Completion]) -> None:
+    engine, requests = embedded(model), mixed_requests()
+    completions: dict[int, Completion] = {}
+    steps = 0
+    with engine.serving():
+        while len(completions) < len(requests):
+            if steps < len(requests):
+                engine.add(steps, requests[steps])
+            completions |= engine.step()
+            steps += 1
+    assert_same([completions[i] for i in range(len(requests))], expected)
+    assert steps < sum(len(c.token_ids) for c in expected)
+    assert_same(engine.generate(requests), expected)
+
+
+@pytest.mark.parametrize("max_num_seqs", [2, 64])
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_aborted_requests_go_on_with_their_tokens(
+    model: Any, expected: list[Completion], num_steps: int, max_num_seqs: int
 ) -> None:
+    engine, requests = embedded(model, max_num_seqs=max_num_seqs), mixed_requests()
+    completions: dict[int, Completion] = {}
+    with engine.serving():
+        for number, request in enumerate(requests):
+            engine.add(number, request)
+        for _ in range(num_steps):
+            completions |= engine.step()
+        half = engine.unfinished()[::2]
+        parts = engine.abort([*half, 99])
+        assert sorted(parts) == half and not engine.abort(half)
+        for number, part in parts.items():
+            engine.add(number, requests[number].after(part.token_ids))
+        while engine.unfinished():
+            completions |= {n: parts[n].then(c) if n in parts else c for n, c in engine.step().items()}
+    assert {parts[number].stop_reason for number in half} == {"abort"}
+    assert_same([completions[i] for i in range(len(requests))], expected)
+
+
+def test_serving_drops_what_is_unfinished(model: Any) -> None:
     engine = embedded(model)
-    steps = []
-
-    async def ask(request: GenerationRequest, delay_s: float) -> Completion:
-        await asyncio.sleep(delay_s)
-        return await engine.generate_one(request)
-
-    async def main() -> list[Completion]:
-        assert engine.step_loop is not None
-        original = engine.step_loop.step
-        monkeypatch.setattr(engine.step_loop, "step", lambda: steps.append(1) or original())
-        return await asyncio.gather(*(ask(r, 0.003 * i) for i, r in enumerate(mixed_requests())))
-
-    assert_same(asyncio.run(main()), expected)
-    assert len(steps) < sum(len(c.token_ids) for c in expected)
-    assert_same(asyncio.run(main()), expected)  # in a new event loop
+    with engine.serving():
+        engine.add(0, mixed_requests()[0])
+        engine.step()
+        with pytest.raises(RuntimeError, match="already generating"):
+            engine.generate(mixed_requests())
+    assert engine.unfinished() == []
+    engine.sleep()
 
 
-def test_an_error_reaches_the_callers(model: Any) -> None:
+def test_failed_batch_leaves_the_engine_usable(model: Any) -> None:
     engine = embedded(model, num_blocks=2)
-
-    async def main() -> list[Any]:
-        long, short = ([1] * 12, SamplingParams(max_tokens=4)), ([1] * 3, SamplingParams(max_tokens=2))
-        failed = await asyncio.gather(engine.generate_one(GenerationRequest(*long)), return_exceptions=True)
-        return [*failed, await engine.generate_one(GenerationRequest(*short))]
-
-    error, completion = asyncio.run(main())
-    assert isinstance(error, ValueError) and "but the KV cache has 2" in str(error)
-    assert len(completion.token_ids) <= 2
+    with pytest.raises(ValueError, match="but the KV cache has 2"):
+        engine.generate([GenerationRequest([1] * 12, SamplingParams(max_tokens=4))])
+    assert len(engine.generate([GenerationRequest([1] * 3, SamplingParams(max_tokens=2))])[0].token_ids) <= 2
 
 
 def test_completions_carry_the_policy_version(model: Any) -> None:
@@ -302,7 +323,7 @@ def test_update_weights_copies_by_name() -> None:
 
 def test_weights_cannot_be_updated_while_requests_run(model: Any) -> None:
     engine = embedded(model)
-    with engine._serving(), pytest.raises(RuntimeError, match="while requests are running"):
+    with engine.serving(), pytest.raises(RuntimeError, match="while requests are running"):
         engine.update_weights(iter([]))
     engine.update_weights(iter([]))
 
@@ -385,7 +406,7 @@ def test_the_model_is_checked_once_per_bind(monkeypatch: pytest.MonkeyPatch) -> 
         engine.sleep()
     assert len(calls) == 1 and torch.equal(torch.get_rng_state(), state)
     engine.bind(model)
-    asyncio.run(engine.generate_one(mixed_requests()[0]))
+    engine.generate(mixed_requests()[:1])
     assert len(calls) == 2
 
 

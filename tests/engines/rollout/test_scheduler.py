@@ -16,7 +16,7 @@ def make(
 
 
 def sequence(index: int, prompt: list[int], max_tokens: int = 4) -> Sequence:
-    return Sequence(index, GenerationRequest(prompt, SamplingParams(max_tokens=max_tokens)), frozenset(), 0)
+    return Sequence(index, index, GenerationRequest(prompt, SamplingParams(max_tokens=max_tokens)), frozenset(), 0)
 
 
 def step(scheduler: Scheduler) -> PrefillStep:

@@ -1,6 +1,5 @@
 """The vllm engine: settings, sampling, log-probs, concurrent requests. `make test-vllm` runs the tests that need vLLM."""
 
-import asyncio
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -169,13 +168,30 @@ def test_top_k_1_is_greedy(engine: VllmEngine) -> None:
 
 @pytest.mark.vllm
 @needs_vllm
-def test_concurrent_requests(engine: VllmEngine) -> None:
-    requests = requests_with()
-
-    async def all_of_them() -> list[Any]:
-        return list(await asyncio.gather(*(engine.generate_one(request) for request in requests)))
-
-    assert_same(asyncio.run(all_of_them()), engine.generate(requests))
+def test_aborted_requests_go_on_with_their_tokens(engine: VllmEngine) -> None:
+    requests, completions = requests_with(), {}
+    expected = engine.generate(requests)
+    with engine.serving():
+        for number, request in enumerate(requests):
+            engine.add(number, request)
+        for _ in range(3):
+            completions |= engine.step()
+        half = engine.unfinished()[::2]
+        parts = engine.abort([*half, 99])
+        assert sorted(parts) == sorted(half) and {part.stop_reason for part in parts.values()} == {"abort"}
+        assert all(part.token_ids for part in parts.values())
+        for number, part in parts.items():
+            engine.add(number, requests[number].after(part.token_ids))
+        while engine.unfinished():
+            completions |= {n: parts[n].then(c) if n in parts else c for n, c in engine.step().items()}
+    assert [len(completions[i].token_ids) for i in range(5)] == [len(c.token_ids) for c in expected]
+    greedy = requests_with(temperature=0.0)
+    with engine.serving():
+        engine.add(0, greedy[0])
+        engine.step()
+        part = engine.abort([0])[0]
+    rest = engine.generate([greedy[0].after(part.token_ids)])[0]
+    assert part.then(rest).token_ids == engine.generate(greedy[:1])[0].token_ids
 
 
 @pytest.mark.vllm

@@ -1,12 +1,12 @@
 """The embedded rollout engine: decodes with the trainer's own parameters, in the trainer's process.
 
-generate:     requests ─► sequences ─► [ schedule ─► run ─► append tokens ]* ─► completions
-generate_one: the same loop in a thread while there are requests; new requests join at the next step
+requests ─► sequences ─► [ schedule ─► run ─► append tokens ]* ─► completions
+
+New requests join at the next step.
 """
 
-import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from heapq import nlargest
 
@@ -15,11 +15,8 @@ from torch import Tensor, nn
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.engines.rollout.base import (
     ROLLOUT_ENGINES,
-    Completion,
-    GenerationRequest,
     ModuleEngine,
     check_against_transformers,
-    check_requests,
     longest_sequence,
     stop_tokens,
 )
@@ -28,7 +25,8 @@ from lockstep.engines.rollout.embedded.block_manager import BlockManager
 from lockstep.engines.rollout.embedded.model_runner import ModelRunner
 from lockstep.engines.rollout.embedded.scheduler import Scheduler
 from lockstep.engines.rollout.embedded.step_loop import StepLoop
-from lockstep.utils.progress import count, phase
+from lockstep.protocol.generation import Completion, GenerationRequest
+from lockstep.utils.progress import phase
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +60,8 @@ class EmbeddedEngine(ModuleEngine):
         self._limit_is_logged = False
         self._num_added = 0
         self._busy = False
-        self._incoming: list[tuple[sequences.Sequence, asyncio.Future[Completion]]] = []
-        self._serve_task: asyncio.Task[None] | None = None
+        self._sequences: dict[int, sequences.Sequence] = {}  # unfinished, by request id
+        self._arrived: list[sequences.Sequence] = []  # not yet known to the scheduler
 
     def bind(self, model: nn.Module) -> None:
         self.sleep()
@@ -82,21 +80,58 @@ class EmbeddedEngine(ModuleEngine):
             self.runner.cache = None
         self.blocks = self.scheduler.blocks = BlockManager(0, self.config.kv_block_size)
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        check_requests(requests, self.max_model_len)
-        if not requests:
-            return []
-        with self._serving():
-            self._check_model()
-            return self._run(requests)
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        if self._busy:
+            raise RuntimeError("the rollout engine is already generating")
+        runner, step_loop = self._bound
+        self._busy = True
+        try:
+            with runner.serving():
+                self._check_model()
+                yield
+        finally:
+            self._busy = False
+            self._sequences.clear()
+            self._arrived.clear()
+            self.scheduler.abort()
+            step_loop.reset()
 
-    async def generate_one(self, request: GenerationRequest) -> Completion:
-        check_requests([request], self.max_model_len)
-        future = asyncio.get_running_loop().create_future()
-        self._incoming.append((self._sequence(request), future))
-        if self._serve_task is None or self._serve_task.done():
-            self._serve_task = asyncio.create_task(self._serve())
-        return await future
+    def add(self, request_id: int, request: GenerationRequest) -> None:
+        self._num_added += 1
+        stop_ids = stop_tokens(request.sampling, self.eos_token_ids)
+        sequence = sequences.Sequence(self._num_added, request_id, request, stop_ids, self.policy_version)
+        self._sequences[request_id] = sequence
+        self._arrived.append(sequence)
+
+    def step(self) -> dict[int, Completion]:
+        if self._arrived:
+            self._schedule(self._arrived)
+            self._arrived = []
+        finished = self._bound[1].step()
+        for sequence in finished:
+            del self._sequences[sequence.request_id]
+        return {sequence.request_id: sequence.completion() for sequence in finished}
+
+    def unfinished(self) -> list[int]:
+        return list(self._sequences)
+
+    def abort(self, request_ids: Collection[int]) -> dict[int, Completion]:
+        chosen = [self._sequences.pop(request_id) for request_id in request_ids if request_id in self._sequences]
+        if chosen:
+            self._bound[1].drain()
+            for sequence in chosen:
+                self._drop(sequence)
+        return {sequence.request_id: sequence.completion() for sequence in chosen}
+
+    def _drop(self, sequence: sequences.Sequence) -> None:
+        if sequence in self._arrived:
+            self._arrived.remove(sequence)
+        elif sequence.stop_reason is None:
+            self.scheduler.drop(sequence)
+        else:
+            self._bound[1].finished.remove(sequence)
+        sequence.stop_reason = sequence.stop_reason or "abort"
 
     @property
     def module(self) -> nn.Module:
@@ -107,26 +142,6 @@ class EmbeddedEngine(ModuleEngine):
         if self.runner is None or self.step_loop is None:
             raise RuntimeError("the rollout engine has no model yet: call bind(model) first")
         return self.runner, self.step_loop
-
-    def _sequence(self, request: GenerationRequest) -> sequences.Sequence:
-        self._num_added += 1
-        stop_ids = stop_tokens(request.sampling, self.eos_token_ids)
-        return sequences.Sequence(self._num_added, request, stop_ids, self.policy_version)
-
-    @contextmanager
-    def _serving(self) -> Iterator[StepLoop]:
-        """One loop at a time; if it fails, all sequences are dropped."""
-        if self._busy:
-            raise RuntimeError("the rollout engine is already generating; use generate_one for concurrent requests")
-        runner, step_loop = self._bound
-        self._busy = True
-        try:
-            with runner.serving():
-                yield step_loop
-        finally:
-            self._busy = False
-            self.scheduler.abort()
-            step_loop.reset()
 
     def _check_model(self) -> None:
         """Compare with transformers once per `bind`; at the first request, when the weights are there."""
@@ -140,16 +155,7 @@ class EmbeddedEngine(ModuleEngine):
             check_against_transformers(self._run, model, max_length, block_size, path=path, advice=advice)
         self._model_is_checked = True
 
-    def _run(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        batch = [self._sequence(request) for request in requests]
-        self._add(batch)
-        num_done = 0
-        while self.scheduler.has_unfinished:
-            num_done += len(self._bound[1].step())
-            count(num_done, len(batch), "sequences")
-        return [sequence.completion() for sequence in batch]
-
-    def _add(self, batch: Sequence[sequences.Sequence]) -> None:
+    def _schedule(self, batch: Sequence[sequences.Sequence]) -> None:
         for sequence in batch:
             self.scheduler.add(sequence)
         self._grow_cache()
@@ -194,24 +200,3 @@ class EmbeddedEngine(ModuleEngine):
                 *(limit, self.config.kv_block_size, target, max_num_seqs),
             )
         return min(target, limit)
-
-    async def _serve(self) -> None:
-        """Step while there are requests; each caller gets its completion or the error that ended the loop."""
-        futures: dict[int, asyncio.Future[Completion]] = {}
-        try:
-            with self._serving() as step_loop:
-                await asyncio.to_thread(self._check_model)
-                while self._incoming or self.scheduler.has_unfinished:
-                    arrived, self._incoming = self._incoming, []
-                    futures.update((sequence.index, future) for sequence, future in arrived)
-                    if arrived:
-                        self._add([sequence for sequence, _ in arrived])
-                    for sequence in await asyncio.to_thread(step_loop.step):
-                        future = futures.pop(sequence.index)
-                        if not future.cancelled():
-                            future.set_result(sequence.completion())
-        except Exception as error:  # noqa: BLE001 - handed to the callers
-            arrived, self._incoming = self._incoming, []
-            for future in [*futures.values(), *(future for _, future in arrived)]:
-                if not future.done():
-                    future.set_exception(error)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.engines.rollout.base import SamplingParams
+from lockstep.protocol.generation import SamplingParams
 
 _MASK_64 = (1 << 64) - 1
 _GOLDEN, _MIX_1, _MIX_2 = (np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))

@@ -116,6 +116,15 @@ class Scheduler:
         if not self.has_unfinished:
             self._prompt_ids.clear()
 
+    def drop(self, sequence: Sequence) -> None:
+        """End an unfinished sequence, which has no outputs in flight."""
+        assert sequence.num_unread == 0, "dropped with outputs in flight"
+        if sequence.index in self._waiting:
+            self._start(sequence)  # and stop it at once
+        if self._leaders.get(sequence.prompt_id) is sequence:
+            del self._leaders[sequence.prompt_id]
+        self.finish(sequence)
+
     def abort(self) -> None:
         """Drop every sequence."""
         for sequence in self.unfinished():

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from lockstep.engines.rollout.base import Completion, GenerationRequest, StopReason
+from lockstep.protocol.generation import Completion, GenerationRequest, StopReason
 
 
 @dataclass(eq=False)
@@ -10,6 +10,7 @@ class Sequence:
     """A prompt and the tokens generated for it so far.
 
     index:        order of arrival.
+    request_id:   the caller's name for it.
     prompt_id:    equal for sequences with equal prompts; -1 if prompts are not shared.
     tokens:       prompt and generated tokens that the host knows.
     num_computed: tokens whose keys and values are in the cache. Once all are computed, the next token can be sampled.
@@ -18,6 +19,7 @@ class Sequence:
     """
 
     index: int
+    request_id: int
     request: GenerationRequest
     stop_ids: frozenset[int]
     policy_version: int
@@ -68,6 +70,6 @@ class Sequence:
 
     def completion(self) -> Completion:
         assert self.stop_reason is not None
-        return Completion(
-            self.tokens[self.num_prompt :], self.log_probs, self.stop_reason, self.policy_version, self.num_preempted
-        )
+        tokens = self.tokens[self.num_prompt :]
+        versions = [self.policy_version] * len(tokens)
+        return Completion(tokens, self.log_probs, self.stop_reason, versions, self.num_preempted)

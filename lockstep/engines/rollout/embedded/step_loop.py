@@ -43,7 +43,10 @@ class Decoder(Protocol):
 
 
 class StepLoop:
-    """num_prefill_tokens: computed so far in prefill steps."""
+    """
+    num_prefill_tokens: computed so far in prefill steps.
+    finished:           sequences found finished that `step` has not returned yet.
+    """
 
     def __init__(self, runner: ModelRunner, scheduler: Scheduler, max_model_len: int, use_graphs: bool) -> None:
         self.runner = runner
@@ -53,7 +56,7 @@ class StepLoop:
         self._decoder: Decoder | None = None
         self._max_stop_ids = 0
         self._in_flight: deque[tuple[list[tuple[Sequence, int]], SampledTokens]] = deque()
-        self._finished: list[Sequence] = []
+        self.finished: list[Sequence] = []
         scheduler.drain = self.drain
 
     def prepare(self, num_stop_ids: int) -> None:
@@ -72,7 +75,7 @@ class StepLoop:
     def reset(self) -> None:
         """Drop all outputs that were not read."""
         self._in_flight.clear()
-        self._finished.clear()
+        self.finished.clear()
         if self._decoder is not None:
             self._decoder.reset()
 
@@ -83,12 +86,12 @@ class StepLoop:
         max_in_flight = self._decoder.max_in_flight
         while len(self._in_flight) >= max(1, max_in_flight):
             self._read()
-        if not self._launch(self._decoder) and not self._finished:  # scheduling may have drained the outputs
+        if not self._launch(self._decoder) and not self.finished:  # scheduling may have drained the outputs
             assert self._in_flight, "nothing can be launched: a sequence does not fit the cache"
             self._read()
         if max_in_flight == 0:
             self.drain()
-        finished, self._finished = self._finished, []
+        finished, self.finished = self.finished, []
         return finished
 
     def drain(self) -> bool:
@@ -137,4 +140,4 @@ class StepLoop:
             sequence.append(tokens, log_probs[: len(tokens)])
             if sequence.stop_reason is not None:
                 self.scheduler.finish(sequence)
-                self._finished.append(sequence)
+                self.finished.append(sequence)

@@ -1,0 +1,96 @@
+"""What a rollout is asked for and what it answers: sampling parameters, requests and completions."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+StopReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are sampled.
+
+    temperature:    divides the logits; 0 takes the likeliest token.
+    top_k:          sample from the k likeliest tokens; -1 or 0 for all.
+    top_p:          sample from the smallest set of likeliest tokens whose probability reaches p.
+    min_p:          sample from the tokens with at least this share of the likeliest token's probability.
+    max_tokens:     most tokens to generate, including the stop token.
+    stop_token_ids: tokens that end the response, in addition to the model's end-of-sequence tokens.
+    ignore_eos:     generate `max_tokens` tokens, ignoring stop tokens.
+    """
+
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_tokens: int = 16
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"temperature={self.temperature}: must be 0 (greedy) or more")
+        if self.top_k < -1:
+            raise ValueError(f"top_k={self.top_k}: must be -1 or 0 (all tokens) or at least 1")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p}: must lie in (0, 1]")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p={self.min_p}: must lie in [0, 1]")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens={self.max_tokens}: must be at least 1")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def filtered(self) -> bool:
+        """Whether min-p, top-k or top-p removes part of the distribution."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One response to one prompt. A sampled token depends only on its logits, `seed` and its position in the sequence."""
+
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    seed: int = 0
+
+    def after(self, token_ids: list[int]) -> "GenerationRequest":
+        """The request for the rest of the response, whose first tokens are `token_ids`."""
+        sampling = replace(self.sampling, max_tokens=self.sampling.max_tokens - len(token_ids))
+        return replace(self, prompt_ids=self.prompt_ids + token_ids, sampling=sampling)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One response.
+
+    token_ids:       the sampled tokens, including the stop token if one ended the response.
+    log_probs:       of each token, under the full distribution at the request's temperature (1 if greedy).
+    stop_reason:     "stop" at a stop token, "length" at `max_tokens`, "abort" if the request was ended early.
+    policy_versions: of each token: number of updates of the weights that sampled it.
+    num_preempted:   how often the sequence lost its cache and was prefilled again.
+    """
+
+    token_ids: list[int]
+    log_probs: list[float]
+    stop_reason: StopReason
+    policy_versions: list[int]
+    num_preempted: int = 0
+
+    @property
+    def policy_version(self) -> int:
+        """Of the first token: the oldest weights."""
+        return self.policy_versions[0]
+
+    def then(self, rest: "Completion") -> "Completion":
+        """This response, which was ended early, with its rest."""
+        return Completion(
+            self.token_ids + rest.token_ids,
+            self.log_probs + rest.log_probs,
+            rest.stop_reason,
+            self.policy_versions + rest.policy_versions,
+            self.num_preempted + rest.num_preempted,
+        )
