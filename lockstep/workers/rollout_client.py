@@ -175,7 +175,7 @@ class RolloutClient:
                 new, part.new = part.new, {}
                 aborted, part.aborted = part.aborted, []
                 part.sent |= new.keys()
-                ended: Ended = await self._in_thread(part, lambda: self._advance(part, list(new.items()), aborted))
+                ended: Ended = await self._in_thread(part, self._advance, part, list(new.items()), aborted)
                 for request_id, completion in ended:
                     part.sent.discard(request_id)
                     self._finish(request_id, completion)
@@ -202,5 +202,5 @@ class RolloutClient:
         outputs = await self._in_thread(self._parts[0], self._group.end_generation)
         return [outputs[part.ranks[0]] for part in self._parts]
 
-    async def _in_thread(self, part: _Part, call: Callable[[], Any]) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(part.thread, call)
+    async def _in_thread(self, part: _Part, call: Callable[..., Any], *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(part.thread, call, *args)
