@@ -40,8 +40,8 @@ class Phase:
         return f"{text}, one call running for {running_s:.0f} s" if running_s >= LONG_CALL_S else text
 
 
-_phases: list[Phase] = []
-"""Outermost first."""
+_threads: dict[int, list[Phase]] = {}
+"""The phases of each thread that has any, outermost first; a thread's id to its phases."""
 
 _num_displays = 0
 """Live displays that show the phases; while there is one, nothing is logged."""
@@ -49,26 +49,29 @@ _num_displays = 0
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """The block is a phase of the process, within the current one if there is one."""
-    entered = Phase(name)
-    _phases.append(entered)
+    """The block is a phase of the process, within the thread's current one if there is one."""
+    entered, thread = Phase(name), threading.get_ident()
+    phases = _threads.setdefault(thread, [])
+    phases.append(entered)
     try:
         yield
     finally:
-        if entered in _phases:
-            del _phases[_phases.index(entered) :]
+        if entered in phases:
+            del phases[phases.index(entered) :]
+        if not phases:
+            _threads.pop(thread, None)
 
 
 def count(done: int, total: int, unit: str = "", call_began: float | None = None) -> None:
-    """How far the current phase is; no-op outside of one."""
-    if _phases:
-        current = _phases[-1]
+    """How far the thread's current phase is; no-op outside of one."""
+    if phases := _threads.get(threading.get_ident()):
+        current = phases[-1]
         current.done, current.total, current.unit, current.call_began = done, total, unit, call_began
 
 
 def describe() -> tuple[str, float]:
-    """All phases in one line, and the seconds since the outermost began; empty and 0 if there is none."""
-    phases = list(_phases)
+    """All phases in one line, and the seconds since the first began; empty and 0 if there is none."""
+    phases = [phase for own in list(_threads.values()) for phase in list(own)]
     return ", ".join(map(str, phases)), time.monotonic() - phases[0].began if phases else 0.0
 
 
@@ -97,7 +100,7 @@ class ProgressLog:
     def _run(self) -> None:
         logged, logged_at = None, 0.0
         while not self._ended.wait(min(1.0, self._interval_s / 4)):
-            outermost = next(iter(_phases), None)
+            outermost = next((own[0] for own in list(_threads.values()) if own), None)
             if outermost is None or _num_displays:
                 continue
             now = time.monotonic()

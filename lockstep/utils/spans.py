@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from functools import wraps
 from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
@@ -43,7 +44,9 @@ class Marker(Protocol):
 
 
 _spans: deque[Span] = deque(maxlen=MAX_SPANS)
-_track: Track = ("controller", 0)
+_process_track: Track = ("controller", 0)
+_call_track: ContextVar[Track | None] = ContextVar("track", default=None)
+"""That of the worker's call that this thread or coroutine is in."""
 _marker: Marker | None = None
 _EPOCH_NS = time.time_ns() - time.perf_counter_ns()
 
@@ -57,20 +60,21 @@ class span:
         self._name, self._own = name, track
 
     def __enter__(self) -> None:
-        global _track
-        self._outer = _track
-        _track = self._own or _track
-        self._mark = None if _marker is None else _marker.mark(self._name, _track, self._own is not None)
+        self._outer = _call_track.get()
+        if self._own is not None:
+            _call_track.set(self._own)
+        track = self._own or self._outer or _process_track
+        self._mark = None if _marker is None else _marker.mark(self._name, track, self._own is not None)
         if self._mark is not None:
             self._mark.__enter__()
         self._begin_ns = time.perf_counter_ns()
 
     def __exit__(self, *exception: object) -> None:
-        global _track
         end_us = (_EPOCH_NS + time.perf_counter_ns()) // 1000
-        role, rank = _track
+        role, rank = self._own or self._outer or _process_track
         _spans.append(Span(self._name, role, rank, (_EPOCH_NS + self._begin_ns) // 1000, end_us))
-        _track = self._outer
+        if self._own is not None:
+            _call_track.set(self._outer)
         if self._mark is not None:
             self._mark.__exit__(None, None, None)
 
@@ -96,8 +100,8 @@ def take_spans() -> list[Span]:
 
 def set_track(role: str, rank: int) -> None:
     """The role and rank of spans outside of workers' calls."""
-    global _track
-    _track = (role, rank)
+    global _process_track
+    _process_track = (role, rank)
 
 
 def set_marker(marker: Marker | None) -> None:
