@@ -1,10 +1,47 @@
 """What can go wrong when a reward function is called: a failed row (score 0, counted), or a reason to stop the run."""
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 
 class RewardError(RuntimeError):
     """Scores cannot be trusted: stops the run. The message is one line with the cause."""
+
+
+class AllRowsFailedError(RewardError):
+    """Every row of a call failed.
+
+    function, data_source: the reward function, and the data source of the first row.
+    errors:                how often each exception came, by its repr, the first row's first.
+    where:                 where the first row's was raised, as far as it is known.
+    """
+
+    def __init__(self, function: str, data_source: str, errors: dict[str, int], where: str) -> None:
+        super().__init__(function, data_source, errors, where)
+        self.function, self.data_source, self.errors, self.where = function, data_source, errors, where
+
+    def __str__(self) -> str:
+        (error, count), num_rows = next(iter(self.errors.items())), self.num_rows
+        return (
+            f"the reward function {self.function} failed on {num_rows} of {num_rows} samples, first on one of data_source "
+            f"{self.data_source!r}; {count} of them with {error}{self.where and f' at {self.where}'}. There is nothing to train "
+            "on: fix custom_reward_function"
+        )
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.errors.values())
+
+    @classmethod
+    def of_calls(cls, calls: "Sequence[AllRowsFailedError]") -> "AllRowsFailedError":
+        """The error of several calls as that of one call for all of their rows."""
+        first, errors = calls[0], Counter[str]()
+        for call in calls:
+            errors.update(call.errors)
+        joined = cls(first.function, first.data_source, dict(errors), first.where)
+        joined.__cause__ = first.__cause__
+        return joined
 
 
 class WorkerStartError(RewardError):

@@ -6,6 +6,7 @@ resume   ─► begin_generation: they go on, with the weights that the workers 
 """
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -58,10 +59,15 @@ class _Part:
 
 
 class RolloutClient:
-    """rollout_wg: worker group of `ActorRolloutRefWorker`, which trains only while the client is paused or not running."""
+    """
+    rollout_wg: worker group of `ActorRolloutRefWorker`, which trains only while the client is paused or not running.
+    submission: held while calls are submitted, so that all ranks of a process get them in the same order. Other roles of the
+                same processes are called with it meanwhile; local workers run when they are called, one at a time.
+    """
 
     def __init__(self, rollout_wg: WorkerGroup) -> None:
         self._group: Any = rollout_wg
+        self.submission = threading.Lock()
         mesh = rollout_wg.mesh("rollout")
         self._parts = [
             _Part([rank for rank, dp_rank in enumerate(mesh.dp_ranks) if dp_rank == part])
@@ -193,7 +199,8 @@ class RolloutClient:
             pending.future.set_result(completion if pending.done is None else pending.done.then(completion))
 
     def _advance(self, part: _Part, new: list[tuple[int, GenerationRequest]], aborted: list[int]) -> Ended:
-        calls = FutureList(self._group.call_rank(rank, "advance_generation", new, aborted) for rank in part.ranks)
+        with self.submission:
+            calls = FutureList(self._group.call_rank(rank, "advance_generation", new, aborted) for rank in part.ranks)
         ended: Ended = calls.get()[0]
         return ended
 

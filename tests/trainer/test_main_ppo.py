@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from lockstep.observability.trackers import Tracking
 from lockstep.trainer.main_ppo import main
+from lockstep.trainer.ppo.group_sampler import GroupSampler
+from lockstep.trainer.ppo.group_scorer import GroupScorer
 from lockstep.trainer.ppo.ray_trainer import PPOTrainer
-from lockstep.trainer.ppo.sampling import Sampling
 from tests.programs import Program
 
 pytestmark = pytest.mark.slow
@@ -145,8 +146,8 @@ def test_ctrl_c_saves_and_the_same_command_resumes(overrides: list[str], tmp_pat
 
 
 STAGES = {
-    "generation": (Sampling, "generate", 3),
-    "scoring": (Sampling, "score", 4),
+    "generation": (GroupSampler, "sample", 9),
+    "scoring": (GroupScorer, "_scored", 4),
     "update": (PPOTrainer, "_update", 2),
     "validation": (PPOTrainer, "_validate", 1),
     "saving": (PPOTrainer, "_save_checkpoint", 1),

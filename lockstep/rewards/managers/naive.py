@@ -6,6 +6,7 @@ DataProto --rows--> compute_score per row --check--> score at the last response 
 import logging
 import math
 import numbers
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import compress
@@ -20,7 +21,7 @@ from lockstep.registry import Registry
 from lockstep.rewards.calls import Outcome, function_name, make_caller
 from lockstep.rewards.custom import ARGUMENTS, ComputeScore
 from lockstep.rewards.default import UnknownDataSourceError, default_compute_score
-from lockstep.rewards.errors import RewardError
+from lockstep.rewards.errors import AllRowsFailedError, RewardError
 from lockstep.rewards.monitor import raised_at
 from lockstep.utils.decoding import decode_all
 
@@ -165,20 +166,17 @@ class NaiveRewardManager:
                 raise outcomes[row]
         if not failed:
             return
-        first = failed[0]
-        summary = (
-            f"the reward function {function_name(self.compute_score)} failed on {len(failed)} of {len(rows)} samples, "
-            f"first on one of data_source {rows[first].data_source!r}"
-        )
+        first, function = failed[0], function_name(self.compute_score)
         if len(failed) == len(rows):
-            error, where = repr(outcomes[first]), raised_at(outcomes[first])
-            count = sum(repr(outcome) == error for outcome in outcomes)
-            raise RewardError(
-                f"{summary}; {count} of them with {error}{where and f' at {where}'}. There is nothing to train on: fix "
-                "custom_reward_function"
-            ) from outcomes[first]
+            errors = dict(Counter(map(repr, outcomes)))
+            where = raised_at(outcomes[first])
+            raise AllRowsFailedError(function, rows[first].data_source, errors, where) from outcomes[first]
         # log the traceback only once, not on every step
-        logger.warning("%s; they score 0", summary, exc_info=None if self._failure_logged else outcomes[first])
+        logger.warning(
+            "the reward function %s failed on %d of %d samples, first on one of data_source %r; they score 0",
+            *(function, len(failed), len(rows), rows[first].data_source),
+            exc_info=None if self._failure_logged else outcomes[first],
+        )
         self._failure_logged = True
 
     def _read_outcomes(self, rows: list[ScoringRow], outcomes: list[Any]) -> tuple[list[float], dict[str, list[Any]]]:

@@ -54,6 +54,7 @@ from lockstep.trainer.audit import CutResponses, IdleSteps, check_finite, check_
 from lockstep.trainer.checkpoint import CheckpointStore, RunLock
 from lockstep.trainer.inputs import fetch_on_workers
 from lockstep.trainer.interrupt import Interrupt, StopRequested
+from lockstep.trainer.ppo.async_sampling import AsyncSampling
 from lockstep.trainer.ppo.metrics import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
 from lockstep.trainer.ppo.mini_batches import MiniBatches, Prepare, call_balanced, lay_out, spread
 from lockstep.trainer.ppo.sampling import RewardFn, Sampling, extra_metrics
@@ -199,7 +200,7 @@ class PPOTrainer:
         self.ref_policy_wg: Any = self.actor_rollout_wg if has_adapters else groups.get(str(Role.RefPolicy))
         self.critic_wg: Any = groups.get(str(Role.Critic))
         self.rm_wg: Any = groups.get(str(Role.RewardModel))
-        self.sampling = Sampling(self.config, self.rollout_wg, self.rm_wg, self.reward_fn)
+        self.sampling = self._sampling()
         self.weight_sync = None
         policy, device = self.config.actor_rollout_ref, torch.device(self.device_name)
         if colocated_wg is None or not ROLLOUT_ENGINES.get(policy.rollout.name).shares_weights:
@@ -207,6 +208,12 @@ class PPOTrainer:
             dtypes = self.gap_bound.dtype, rollout_dtype(policy, device)
             bound = canary_bound(*dtypes, quantized=policy.rollout.quantization is not None)
             self.weight_sync = WeightSync(self.actor_rollout_wg, self.rollout_wg, transport, bound)
+
+    def _sampling(self) -> Sampling:
+        workers = self.config, self.rollout_wg, self.rm_wg, self.reward_fn
+        if self.config.actor_rollout_ref.rollout.mode == "sync":
+            return Sampling(*workers)
+        return AsyncSampling(*workers, pad_token_id=self.tokenizer.pad_token_id)
 
     def _weight_transport(self) -> Transport:
         """How weights are sent to a rollout in other processes."""

@@ -58,24 +58,26 @@ class Sampling:
         num_rows, draws = self.config.data.train_batch_size * self.n, 1
         kept = [batch[keep_informative_groups(batch, rule.metric)]]
         while (num_kept := sum(map(len, kept))) < num_rows:
-            if 0 < rule.max_num_gen_batches <= draws:
-                raise ValueError(
-                    f"algorithm.filter_groups.max_num_gen_batches={rule.max_num_gen_batches}: only {num_kept // self.n} of "
-                    f"{num_rows // self.n} prompts have samples with different scores; the prompts are too hard or too easy "
-                    "for the policy"
-                )
+            self._check_draws(draws, num_kept // self.n)
             batch = self.scored(next(prompts), step=step, draw=draws, timing=timing)
             kept.append(batch[keep_informative_groups(batch, rule.metric)])
             draws += 1
-            if draws >= 8 and draws.bit_count() == 1:
-                logger.warning(
-                    "filter_groups: %d batches sampled, %d of %d rows kept: most prompts are too hard or too easy; set "
-                    "algorithm.filter_groups.max_num_gen_batches to limit the number of batches",
-                    draws,
-                    num_kept,
-                    num_rows,
-                )
-        return _concat(kept)[:num_rows], {"train/num_gen_batches": draws}
+        return concat_scored(kept)[:num_rows], {"train/num_gen_batches": draws}
+
+    def _check_draws(self, draws: int, num_kept: int) -> None:
+        """Before a further batch of prompts is drawn: ValueError if there may be none; warn after the 8th, 16th, 32nd …"""
+        most, num_prompts = self.config.algorithm.filter_groups.max_num_gen_batches, self.config.data.train_batch_size
+        if 0 < most <= draws:
+            raise ValueError(
+                f"algorithm.filter_groups.max_num_gen_batches={most}: only {num_kept} of {num_prompts} prompts have samples with "
+                "different scores; the prompts are too hard or too easy for the policy"
+            )
+        if draws >= 8 and draws.bit_count() == 1:
+            logger.warning(
+                "filter_groups: %d batches sampled, %d of %d prompts kept: most prompts are too hard or too easy; set "
+                "algorithm.filter_groups.max_num_gen_batches to limit the number of batches",
+                *(draws, num_kept, num_prompts),
+            )
 
     def scored(self, prompts: DataProto, *, step: int, draw: int, timing: dict[str, float]) -> DataProto:
         """Scored samples of one batch of prompts, with greedy baselines if the estimator needs them."""
@@ -89,15 +91,9 @@ class Sampling:
         return batch
 
     def generate(self, prompts: DataProto, *, n: int, step: int, draw: int = 0, greedy: bool = False) -> DataProto:
-        """`n` responses per prompt; samples of one prompt share a uid.
-
-        draw: index of the prompt batch within the step. A sample's random stream depends only on (rollout.seed, step, draw,
-        row), not on how rows are distributed or on what ran before.
-        """
-        words = np.random.SeedSequence([self.config.actor_rollout_ref.rollout.seed, step, draw, 0])
-        seeds = words.generate_state(len(prompts) * n, np.uint64)
-        uids = [_uid(draw, number) for number in range(len(prompts))]
-        return generate_samples(self.rollout_wg, prompts, uids, seeds, step=step, greedy=greedy)
+        """`n` responses per prompt; see `training_rows`."""
+        rows = training_rows(self.config, prompts, n=n, step=step, draw=draw, greedy=greedy)
+        return _generate(self.rollout_wg, rows)
 
     def generate_for_validation(self, prompts: DataProto, rows: Sequence[int], *, step: int) -> DataProto:
         """`rollout.val_kwargs.n` responses per prompt. rows: see `generate_for_rows`."""
@@ -111,11 +107,7 @@ class Sampling:
                 batch = batch.union(self.rm_wg.compute_rm_score(batch).get())
         with phase("rewards"):
             result = reward_fn(batch, return_dict=True)
-        extra = fill_failed(result["reward_extra_info"])
-        batch.tensors["token_level_scores"] = result["reward_tensor"]
-        batch.non_tensor_batch |= {name: object_array(values) for name, values in extra.items()}
-        batch.meta_info[EXTRA_KEYS] = sorted(extra)
-        return batch
+        return _with_failed_filled(with_scores(batch, result))
 
     def greedy_baselines(self, prompts: DataProto, *, step: int, draw: int) -> torch.Tensor:
         """(B * n) score of each prompt's greedy response."""
@@ -135,13 +127,32 @@ def generate_for_rows(
     words = [
         np.random.SeedSequence([seed, row, 0, 1]).generate_state(n, np.uint64) for row in rows
     ]  # training has a 0 last
-    return generate_samples(
-        rollout_wg, prompts, [str(row) for row in rows], np.concatenate(words), step=step, validate=True
-    )
+    uids = [str(row) for row in rows]
+    return _generate(rollout_wg, _sample_rows(prompts, uids, np.concatenate(words), step=step, validate=True))
 
 
-def generate_samples(
-    rollout_wg: Any,
+def _generate(rollout_wg: Any, rows: DataProto) -> DataProto:
+    """The rows with their responses."""
+    with phase("generate"):
+        return rows.union(rollout_wg.generate_sequences(rows.select(["sampling_seed"], ["raw_prompt_ids"])))
+
+
+def training_rows(
+    config: PPOConfig, prompts: DataProto, *, n: int, step: int, draw: int, first: int = 0, greedy: bool = False
+) -> DataProto:
+    """`n` rows per prompt, with uid and seed; rows of one prompt share a uid.
+
+    draw:  index of the prompt batch within the step. A sample's random stream depends only on (rollout.seed, step, draw,
+           row), not on how rows are distributed or on what ran before.
+    first: row of the first prompt in that batch.
+    """
+    words = np.random.SeedSequence([config.actor_rollout_ref.rollout.seed, step, draw, 0])
+    seeds = words.generate_state((first + len(prompts)) * n, np.uint64)[first * n :]
+    uids = [_uid(draw, number) for number in range(first, first + len(prompts))]
+    return _sample_rows(prompts, uids, seeds, step=step, greedy=greedy)
+
+
+def _sample_rows(
     prompts: DataProto,
     uids: Sequence[str],
     seeds: np.ndarray,
@@ -150,14 +161,12 @@ def generate_samples(
     validate: bool = False,
     greedy: bool = False,
 ) -> DataProto:
-    """One response per seed, as many for each prompt; `seeds` are uint64, in the order of the prompts."""
+    """One row per seed, as many for each prompt; `seeds` are uint64, in the order of the prompts."""
     prompts.non_tensor_batch["uid"] = object_array(list(uids))
     batch = prompts.repeat(repeat_times=len(seeds) // len(prompts), interleave=True)
     batch = batch.union(DataProto.from_dict(tensors={"sampling_seed": torch.from_numpy((seeds >> 1).astype(np.int64))}))
     batch.meta_info |= {"validate": validate, "greedy": greedy, "global_steps": step}
-    inputs = batch.select(["sampling_seed"], ["raw_prompt_ids"])
-    with phase("generate"):
-        return batch.union(rollout_wg.generate_sequences(inputs))
+    return batch
 
 
 def _uid(draw: int, number: int) -> str:
@@ -181,14 +190,28 @@ def fill_failed(extra_info: dict[str, list[Any]]) -> dict[str, list[Any]]:
     return filled
 
 
-def _concat(parts: list[DataProto]) -> DataProto:
-    """The parts as one batch; a reward column that some parts lack is None there."""
+def with_scores(batch: DataProto, result: Any) -> DataProto:
+    """The rows with the reward function's result: `token_level_scores` and its columns, with None for rows without a value."""
+    extra = result["reward_extra_info"]
+    batch.tensors["token_level_scores"] = result["reward_tensor"]
+    batch.non_tensor_batch |= {name: object_array(values) for name, values in extra.items()}
+    batch.meta_info[EXTRA_KEYS] = sorted(extra)
+    return batch
+
+
+def _with_failed_filled(batch: DataProto) -> DataProto:
+    batch.non_tensor_batch |= {n: object_array(values) for n, values in fill_failed(extra_columns(batch)).items()}
+    return batch
+
+
+def concat_scored(parts: list[DataProto]) -> DataProto:
+    """The parts as one batch; a reward column that some parts lack is None there, and 0 for failed rows if it is numeric."""
     names = sorted({name for part in parts for name in part.meta_info[EXTRA_KEYS]})
     for part in parts:
         part.meta_info[EXTRA_KEYS] = names
         for name in names:
             part.non_tensor_batch.setdefault(name, object_array([None] * len(part)))
-    return DataProto.concat(parts)
+    return _with_failed_filled(DataProto.concat(parts))
 
 
 def extra_columns(batch: DataProto) -> dict[str, list[Any]]:

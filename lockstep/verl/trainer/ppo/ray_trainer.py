@@ -205,13 +205,16 @@ class RayPPOTrainer(PPOTrainer):
             self.config = full
 
     def init_workers(self) -> None:
-        with self._typed_config() as typed:
+        with self._typed_config():
             super().init_workers()
-            self.sampling = PromptTensorSampling(typed, self.rollout_wg, self.rm_wg, self.reward_fn)
         for name in ("actor_rollout_wg", "ref_policy_wg", "critic_wg", "rm_wg"):
             if (group := getattr(self, name)) is not None:
                 setattr(self, name, WholeBatchGroup(group, self))
         self.async_rollout_manager = WholeBatchGroup(self.rollout_wg, self)
+
+    def _sampling(self) -> Sampling:
+        """One call of `generate_sequences` per batch in both modes: workers may override it."""
+        return PromptTensorSampling(self.config, self.rollout_wg, self.rm_wg, self.reward_fn)
 
     def start(self, resume_from: Path | None = None) -> None:
         with self._typed_config():

@@ -1,0 +1,136 @@
+"""Scores groups of samples while others are still generated.
+
+    score(group) ─► waits for the call before ─► reward model ─► reward function, in a thread ─► the group with its scores
+
+All groups that wait are scored in one call: the reward function is never called twice at a time, and uses all of its workers.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from lockstep.protocol import DataProto
+from lockstep.rewards.errors import AllRowsFailedError
+from lockstep.trainer.ppo.sampling import RewardFn, with_scores
+from lockstep.utils.progress import phase
+from lockstep.utils.spans import span
+
+T = TypeVar("T")
+
+
+class GroupScorer:
+    """
+    rm_wg:      None without a reward model. It may share its processes with the rollout.
+    submission: held while calls are submitted to workers, so that all ranks get them in the same order.
+    batch_rows: a call that fails on all of its rows stops the run only after as many rows as in a batch have failed.
+    busy_s:     seconds spent in calls since `begin`.
+    """
+
+    def __init__(self, rm_wg: Any, reward_fn: RewardFn, submission: threading.Lock, batch_rows: int) -> None:
+        self.rm_wg = rm_wg
+        self.reward_fn = reward_fn
+        self._submission = submission
+        self._batch_rows = batch_rows
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what was counted."""
+        self.busy_s = 0.0
+        self._failures: list[AllRowsFailedError] = []  # of the latest calls, since a row was scored
+        self._waiting: list[tuple[DataProto, asyncio.Future[DataProto]]] = []
+        self._calling = False
+
+    async def score(self, group: DataProto) -> DataProto:
+        """The group with `token_level_scores` and the reward function's columns, in which failed rows are None."""
+        future: asyncio.Future[DataProto] = asyncio.get_running_loop().create_future()
+        self._waiting.append((group, future))
+        if not self._calling:
+            self._calling = True
+            asyncio.get_running_loop().call_soon(self._call)  # groups that complete together are scored together
+        return await future
+
+    def _call(self) -> None:
+        """Score the groups that wait."""
+        waiting = [entry for entry in self._waiting if not entry[1].done()]  # others were cancelled
+        self._calling = bool(waiting)
+        if not waiting:
+            self._waiting = []
+            return
+        meta = waiting[0][0].meta_info  # a call is for one step
+        taken = [entry for entry in waiting if entry[0].meta_info == meta]
+        self._waiting = [entry for entry in waiting if entry[0].meta_info != meta]
+        batch = DataProto.concat([group for group, _ in taken])
+        call = in_thread(lambda: self._scored(batch))
+        call.add_done_callback(lambda call: self._hand_out(taken, call))
+
+    def _hand_out(
+        self, taken: list[tuple[DataProto, asyncio.Future[DataProto]]], call: asyncio.Future[DataProto]
+    ) -> None:
+        if call.cancelled():
+            return
+        error, first = call.exception(), 0
+        for group, future in taken:
+            last = first + len(group)
+            if future.done():
+                pass
+            elif error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(call.result()[first:last])
+            first = last
+        self._call()
+
+    def _scored(self, batch: DataProto) -> DataProto:
+        began = time.perf_counter()
+        with span("reward", ("rewards", 0)):
+            if self.rm_wg is not None:
+                with phase("reward model"):
+                    with self._submission:
+                        scores = self.rm_wg.compute_rm_score(batch)
+                    batch = batch.union(scores.get())
+            with phase("rewards"):
+                result = self._result(batch)
+        self.busy_s += time.perf_counter() - began
+        return with_scores(batch, result)
+
+    def _result(self, batch: DataProto) -> Any:
+        try:
+            result = self.reward_fn(batch, return_dict=True)
+        except AllRowsFailedError as error:
+            self._failures.append(error)
+            if sum(failure.num_rows for failure in self._failures) >= self._batch_rows:
+                raise AllRowsFailedError.of_calls(self._failures) from error.__cause__
+            scores = torch.zeros(batch.tensors["responses"].shape, dtype=torch.float32)
+            return {"reward_tensor": scores, "reward_extra_info": {"reward_failed": [1.0] * len(batch)}}
+        self._failures = []
+        return result
+
+
+def in_thread(function: Callable[[], T]) -> "asyncio.Future[T]":
+    """Call `function` in a daemon thread: a call that hangs does not keep the program from ending."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def finish(result: T | None, error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def call() -> None:
+        result, error = None, None
+        try:
+            result = function()
+        except BaseException as raised:  # noqa: BLE001 - raised by the future
+            error = raised
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(finish, result, error)
+
+    threading.Thread(target=call, name="rewards", daemon=True).start()
+    return future

@@ -1,0 +1,229 @@
+"""Asynchronous sampling with a scripted rollout: order, overlap with rewards, cuts, failures."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.config.compose import load_config
+from lockstep.config.ppo import PPOConfig
+from lockstep.protocol import DataProto, object_array
+from lockstep.protocol.generation import Completion, GenerationRequest
+from lockstep.rewards.errors import AllRowsFailedError
+from lockstep.trainer.ppo import async_sampling
+from lockstep.trainer.ppo.async_sampling import AsyncSampling
+
+N = 2
+SECONDS = 0.05
+
+
+class ScriptedClient:
+    """Answers with the prompt's number after `delay(number)` seconds."""
+
+    def __init__(self, delay: Callable[[int], float]) -> None:
+        self.delay = delay
+        self.submission = threading.Lock()
+        self.aborted: set[int] = set()
+        self.seeds: dict[int, list[int]] = {}
+        self.is_running = False
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        self.is_running = True
+        try:
+            yield
+        finally:
+            await asyncio.sleep(0)  # cancelled requests end
+            self.is_running = False
+
+    async def generate(self, request: GenerationRequest, *, key: str = "") -> Completion:
+        assert self.is_running
+        (number,) = request.prompt_ids
+        self.seeds.setdefault(number, []).append(request.seed)
+        try:
+            await asyncio.sleep(self.delay(number))
+        except asyncio.CancelledError:
+            self.aborted.add(number)
+            raise
+        return Completion([number, 2], [-0.5, -0.25], "stop", [0, 0])
+
+
+def prompts_of(*batches: range) -> Iterator[DataProto]:
+    for numbers in batches:
+        yield DataProto.from_dict(non_tensors={"raw_prompt_ids": object_array([[number] for number in numbers])})
+
+
+def numbers_of(data: DataProto) -> list[int]:
+    return data.tensors["responses"][:, 0].tolist()
+
+
+def scores_of(data: DataProto, scores: list[float], **extra: list[Any]) -> dict[str, Any]:
+    reward_tensor = torch.zeros(data.tensors["responses"].shape)
+    reward_tensor[:, 1] = torch.tensor(scores)
+    return {"reward_tensor": reward_tensor, "reward_extra_info": {"reward_failed": [0.0] * len(data), **extra}}
+
+
+def by_number(data: DataProto, return_dict: bool) -> dict[str, Any]:
+    """The second sample of an odd prompt scores more than the first."""
+    numbers = numbers_of(data)
+    return scores_of(data, [number + (number % 2) * (row % N) for row, number in enumerate(numbers)])
+
+
+@pytest.fixture
+def sampling(overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., AsyncSampling]:
+    def make(*extra: str, reward: Any = by_number, delay: Callable[[int], float] = lambda number: 0.0) -> AsyncSampling:
+        settings = ["algorithm.adv_estimator=grpo", f"actor_rollout_ref.rollout.n={N}", *extra]
+        config = load_config(PPOConfig, [*overrides, *settings])
+        monkeypatch.setattr(async_sampling, "RolloutClient", lambda group: ScriptedClient(delay))
+        return AsyncSampling(config, None, None, reward, pad_token_id=0)
+
+    return make
+
+
+def collect(sampling: AsyncSampling, *batches: range) -> tuple[DataProto, dict[str, float], dict[str, float]]:
+    timing: dict[str, float] = {}
+    batch, metrics = sampling.collect(prompts_of(*batches), step=1, timing=timing)
+    return batch, metrics, timing
+
+
+def test_rows_keep_the_order_of_their_prompts(sampling: Any) -> None:
+    batch, metrics, timing = collect(sampling(delay=lambda number: SECONDS * (14 - number)), range(10, 14))
+    assert numbers_of(batch) == [10, 10, 11, 11, 12, 12, 13, 13]
+    assert batch.tensors["token_level_scores"].sum(-1).tolist() == [10, 10, 11, 12, 12, 12, 13, 14]
+    assert len(set(batch.non_tensor_batch["uid"])) == 4 and len(set(batch.tensors["sampling_seed"].tolist())) == 8
+    times = [metrics[f"perf/rollout_{name}_s"] for name in ("first_group", "half_groups", "last_group")]
+    assert SECONDS <= times[0] < times[1] < times[2] <= timing["gen"] and timing["reward"] < SECONDS
+
+
+def test_groups_are_scored_while_others_generate(sampling: Any) -> None:
+    calls: list[tuple[float, list[int]]] = []
+
+    def slow(data: DataProto, return_dict: bool) -> dict[str, Any]:
+        calls.append((time.perf_counter(), numbers_of(data)))
+        time.sleep(SECONDS)
+        return by_number(data, return_dict)
+
+    made = sampling(reward=slow, delay=lambda number: 6 * SECONDS * (number == 13))
+    _, metrics, timing = collect(made, range(10, 14))
+    assert [sorted(set(numbers)) for _, numbers in calls] == [[10, 11, 12], [13]]
+    assert calls[0][0] + 2 * SECONDS < made.sampler.generated[-1]
+    assert SECONDS <= timing["reward"] < 3 * SECONDS < timing["gen"]
+    assert 0 < metrics["perf/reward_idle_fraction"] < 1
+
+
+def test_groups_that_wait_for_a_call_are_scored_together(sampling: Any) -> None:
+    calls: list[list[int]] = []
+    running = threading.Lock()
+
+    def slow(data: DataProto, return_dict: bool) -> dict[str, Any]:
+        assert running.acquire(blocking=False), "called twice at a time"
+        calls.append(numbers_of(data))
+        time.sleep(4 * SECONDS)
+        running.release()
+        return by_number(data, return_dict)
+
+    collect(sampling(reward=slow, delay=lambda number: SECONDS * (number > 10) * (1 + number / 100)), range(10, 14))
+    assert [len(numbers) for numbers in calls] == [N, 3 * N]
+
+
+FILTER = ("algorithm.filter_groups.enable=true",)
+
+
+def test_filtered_groups_are_replaced_by_the_next_batch(sampling: Any) -> None:
+    batch, metrics, _ = collect(sampling(*FILTER), range(10, 14), range(20, 24), range(30, 34))
+    assert numbers_of(batch) == [11, 11, 13, 13, 21, 21, 23, 23]
+    assert metrics["train/num_gen_batches"] == 2
+
+
+def test_next_batch_is_drawn_while_the_last_groups_generate(sampling: Any) -> None:
+    """Three of four groups are dropped: whatever the fourth scores, more prompts are needed."""
+    made = sampling(*FILTER, delay=lambda number: 3 * SECONDS * (number == 11))
+    began = time.perf_counter()
+    batch, _, _ = collect(made, range(10, 13), range(20, 28), range(40, 44))
+    assert numbers_of(batch)[::N] == [11, 21, 23, 25] and time.perf_counter() - began < 5 * SECONDS
+    assert made.sampler.client.aborted == set(), "all were needed to know the first four"
+
+
+def test_prompts_after_the_last_needed_one_are_aborted(sampling: Any) -> None:
+    made = sampling(*FILTER, "data.gen_batch_size=16", delay=lambda number: 100.0 * (number == 29))
+    batch, _, _ = collect(made, range(15, 31))
+    assert numbers_of(batch)[::N] == [15, 17, 19, 21]
+    assert made.sampler.client.aborted == {29}
+
+
+def test_too_many_batches(sampling: Any) -> None:
+    made = sampling(*FILTER, "algorithm.filter_groups.max_num_gen_batches=2")
+    with pytest.raises(
+        ValueError, match=r"max_num_gen_batches=2: only 0 of 4 prompts have samples with different scores"
+    ):
+        collect(made, *[range(i, i + 1) for i in range(10, 30, 2)])
+
+
+def test_failed_generation_ends_the_step_with_its_error(sampling: Any) -> None:
+    def delay(number: int) -> float:
+        if number == 12:
+            raise RuntimeError("the engine is out of memory")
+        return 100.0
+
+    made = sampling(delay=delay)
+    with pytest.raises(RuntimeError, match=r"^the engine is out of memory$"):
+        collect(made, range(10, 14))
+    assert made.sampler.client.aborted <= {10, 11, 13} and not made.sampler.client.is_running
+
+
+def test_failed_reward_ends_the_step_with_its_error(sampling: Any) -> None:
+    def broken(data: DataProto, return_dict: bool) -> dict[str, Any]:
+        raise KeyError("answer")
+
+    made = sampling(reward=broken, delay=lambda number: 100.0 * (number > 10))
+    with pytest.raises(KeyError, match="answer"):
+        collect(made, range(10, 14))
+    assert made.sampler.client.aborted == {11, 12, 13}
+
+
+def failing(numbers: set[int]) -> Callable[..., dict[str, Any]]:
+    """Like a manager whose function raises for these prompts."""
+
+    def reward(data: DataProto, return_dict: bool) -> dict[str, Any]:
+        rows = numbers_of(data)
+        failed = [float(number in numbers) for number in rows]
+        if all(failed):
+            raise AllRowsFailedError("f", "math", {"ValueError('no')": len(rows)}, "reward.py:1 in f")
+        return scores_of(
+            data,
+            [1.0 - fail for fail in failed],
+            reward_failed=failed,
+            acc=[None if f else row % N for row, f in enumerate(failed)],
+        )
+
+    return reward
+
+
+def test_a_prompt_whose_samples_all_fail_scores_zero(sampling: Any) -> None:
+    """As in one call for the whole batch, also if the prompt is scored alone."""
+    made = sampling(reward=failing({10}), delay=lambda number: SECONDS * (number > 10))
+    batch, _, _ = collect(made, range(10, 14))
+    assert batch.tensors["token_level_scores"].sum(-1).tolist() == [0, 0, 1, 1, 1, 1, 1, 1]
+    assert list(batch.non_tensor_batch["reward_failed"]) == [1, 1, 0, 0, 0, 0, 0, 0]
+    assert list(batch.non_tensor_batch["acc"]) == [0, 0, 0, 1, 0, 1, 0, 1]
+
+
+def test_a_batch_whose_samples_all_fail_stops_the_run(sampling: Any) -> None:
+    made = sampling(reward=failing({10, 11, 12, 13}), delay=lambda number: SECONDS * (number > 10))
+    with pytest.raises(AllRowsFailedError) as caught:
+        collect(made, range(10, 14))
+    assert "f failed on 8 of 8 samples, first on one of data_source 'math'; 8 of them with ValueError('no') at" in str(
+        caught.value
+    )
+
+
+def test_a_prompt_whose_samples_all_fail_is_not_informative(sampling: Any) -> None:
+    """It has no value of the metric."""
+    made = sampling(*FILTER, "algorithm.filter_groups.metric=acc", reward=failing({10}), delay=lambda number: 0.0)
+    batch, metrics, _ = collect(made, range(10, 11), range(11, 15))
+    assert numbers_of(batch)[::N] == [11, 12, 13, 14] and metrics["train/num_gen_batches"] == 2
