@@ -75,8 +75,10 @@ class StatefulLoader:
             generator=torch.Generator().manual_seed(self.epoch),
         )
         others = set(multiprocessing.active_children())
-        batches = iter(loader)
-        _PROCESSES.update(set(multiprocessing.active_children()) - others)
+        try:
+            batches = iter(loader)
+        finally:  # it may fail after starting processes, if a limit allows no more threads
+            _PROCESSES.update(set(multiprocessing.active_children()) - others)
         for start, batch in zip(starts, batches):
             if start == starts[-1]:
                 self.rows.end_epoch(self.num_rows - start - self.batch_size)

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import threading
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils.data import Dataset
 
 from lockstep.config.data import CustomClassConfig, DataConfig
 from lockstep.data.fingerprint import changes, content_of
-from lockstep.data.loader import StatefulLoader, create_dataloader, shuffled_order
+from lockstep.data.loader import StatefulLoader, _kill_processes, create_dataloader, shuffled_order
 from lockstep.data.rl_dataset import RLHFDataset, create_rl_dataset
 from lockstep.utils.files import sha256
 from tests.tiny import tiny_tokenizer, write_rows
@@ -80,6 +81,23 @@ def test_worker_processes_survive_signals_to_the_whole_job() -> None:
     taken += [batch["index"].tolist() for batch in batches]
     assert taken == take(make_loader(num_rows=30), 10)
     assert not multiprocessing.active_children()
+
+
+def test_process_is_killed_at_exit_even_if_its_queue_gets_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    handler = signal.getsignal(signal.SIGCHLD)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        try:
+            next(iter(make_loader(num_workers=1)))
+        finally:  # before torch's iterator is deleted, which waits for its process for 10 seconds
+            (process,) = multiprocessing.active_children()
+            _kill_processes()
+            process.join(10)
+            signal.signal(signal.SIGCHLD, handler)
+    assert process.exitcode == -signal.SIGKILL
 
 
 def test_state_saved_in_the_last_batch_resumes_at_the_next_epoch() -> None:
