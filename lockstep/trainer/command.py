@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from lockstep.config.commandline import config_from_command_line
 from lockstep.observability.console import LogHandler
-from lockstep.trainer.errors import RunError
+from lockstep.trainer.errors import RunError, out_of_memory_as_run_error
 from lockstep.trainer.interrupt import stop_on_sigterm
 
 C = TypeVar("C")
@@ -19,7 +19,7 @@ def run_program(
     """`run` with the configuration of `argv`; returns the exit code. if_stopped: what a user can do after Ctrl-C."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", handlers=[LogHandler()])
     try:
-        with stop_on_sigterm():
+        with stop_on_sigterm(), out_of_memory_as_run_error():
             config = config_from_command_line(argv, cls, prog, description)
             return 0 if config is None else run(config)
     except RunError as error:

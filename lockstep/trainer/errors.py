@@ -1,4 +1,16 @@
-"""How a training run fails: one exception, whose text is one line for the user."""
+"""How a training run fails: one exception, whose text is one line for the user. Imports no torch."""
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_NO_MEMORY = re.compile(
+    r"can't allocate memory|cannot allocate memory|out of memory|can't start new thread|failed to launch worker thread|"
+    r"bad_alloc|failed to map segment",
+    re.I,
+)
 
 
 class RunError(RuntimeError):
@@ -13,3 +25,24 @@ class RunError(RuntimeError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory, or a thread, was refused by the system, a limit of the process or a GPU."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, RunError | ValueError):  # written for the user
+        return False
+    return isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)) is not None
+
+
+@contextmanager
+def out_of_memory_as_run_error() -> Iterator[None]:
+    """For the parts of a program outside the run itself, such as the import of torch."""
+    try:
+        yield
+    except Exception as error:
+        if os.environ.get("LOCKSTEP_DEBUG") or not is_out_of_memory(error):
+            raise
+        first_line = str(error).partition("\n")[0] or "MemoryError"
+        raise RunError(f"out of memory ({first_line}); raise the limit (ulimit -v)") from error

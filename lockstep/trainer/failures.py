@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
 
-import pyarrow as pa
 import torch
 
 from lockstep.config.ppo import PPOConfig
@@ -19,6 +18,7 @@ from lockstep.registry import USER_FILES
 from lockstep.rewards.errors import RewardError
 from lockstep.rewards.monitor import printed_frames
 from lockstep.single_controller.futures import worker_report
+from lockstep.trainer.errors import is_out_of_memory
 from lockstep.trainer.memory_check import planned
 from lockstep.utils.audit import AuditError
 
@@ -44,10 +44,6 @@ MICRO_BATCHES = {
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
 FULL_CODES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
-_NO_MEMORY = re.compile(
-    r"can't allocate memory|cannot allocate memory|out of memory|can't start new thread|failed to launch worker thread|bad_alloc",
-    re.I,
-)
 _SIZE = r"([\d.]+ [KMG]?i?B)"
 _ALLOCATION = {
     "tried": re.compile(f"Tried to allocate {_SIZE}"),
@@ -91,7 +87,7 @@ def explain(error: BaseException, config: PPOConfig | SupervisedConfig) -> str |
     """The line for `error`; None if it is unexpected and needs its traceback."""
     if isinstance(error, RewardError | AuditError | FloatingPointError):
         return str(error)
-    if _is_out_of_memory(error):
+    if is_out_of_memory(error):
         return _out_of_memory(error, config)
     if isinstance(error, RuntimeError) and (dead := _DEAD_LOADER.search(str(error))):
         return (
@@ -119,14 +115,6 @@ def _in_user_code(error: BaseException) -> str | None:
         return None
     at = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}"
     return f"{type(error).__name__}: {' '.join(str(error).split())}, raised by your code at {at}"
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError | pa.ArrowException) and _NO_MEMORY.search(str(error)) is not None
 
 
 def _out_of_memory(error: BaseException, config: PPOConfig | SupervisedConfig) -> str:

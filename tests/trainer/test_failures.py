@@ -3,6 +3,7 @@
 import errno
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pytest
@@ -14,6 +15,7 @@ from lockstep.config.sft import SFTConfig
 from lockstep.registry import load_object
 from lockstep.rewards.errors import RewardError
 from lockstep.single_controller.futures import ON_WORKER
+from lockstep.trainer import main_ppo
 from lockstep.trainer.failures import explain
 
 
@@ -71,6 +73,23 @@ def test_out_of_memory(config: PPOConfig, error: Exception, method: str | None, 
     cause = explain(on_worker(error, method) if method else error, config)
     assert cause is not None and cause.startswith(("out of memory", "out of GPU memory")) and key in cause
     assert "\n" not in cause and (method or "") in cause
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("can't start new thread"),
+        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+        MemoryError("MemoryError"),
+    ],
+)
+def test_out_of_memory_before_the_run(
+    error: Exception, overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lockstep.utils.progress.ProgressLog.__enter__", Mock(side_effect=error))
+    assert main_ppo.main(overrides) == 1
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("INFO")]
+    assert lines == [f"error: out of memory ({error}); raise the limit (ulimit -v)"]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from lockstep.config.commandline import config_from_command_line
 from lockstep.config.sft import SupervisedConfig
 from lockstep.kernels.gpu_warmup import start_gpu_warmup
 from lockstep.observability.console import LogHandler
-from lockstep.trainer.errors import RunError
+from lockstep.trainer.errors import RunError, out_of_memory_as_run_error
 from lockstep.trainer.inputs import fetch_inputs
 from lockstep.trainer.interrupt import stop_on_sigterm
 from lockstep.trainer.preflight import preflight
@@ -49,7 +49,7 @@ def run_command(argv: Sequence[str] | None, cls: type[SupervisedConfig], prog: s
     level = logging.ERROR if _rank() else logging.INFO
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", handlers=[LogHandler()])
     try:
-        with stop_on_sigterm():
+        with stop_on_sigterm(), out_of_memory_as_run_error():
             config = _config(argv, cls, prog, description)
             return 0 if config is None else run_training(config)
     except RunError as error:
