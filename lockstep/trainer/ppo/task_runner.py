@@ -197,9 +197,10 @@ class TaskRunner:
                     raise
                 where = next((f" ({n})" for n in getattr(error, "__notes__", []) if n.startswith("raised in")), "")
                 raise RunError(f"{error}{where} (LOCKSTEP_DEBUG=1 shows the traceback)", exit_code=2) from error
-            gc.collect()
-            gc.freeze()  # loaded models stay alive: do not scan them in every collection
-            closing.callback(gc.unfreeze)
+            if not gc.get_freeze_count():  # else a caller has frozen objects, which `unfreeze` would undo
+                gc.collect()
+                gc.freeze()  # loaded models stay alive: do not scan them in every collection
+                closing.callback(gc.unfreeze)
             closing.callback(gc.set_threshold, *gc.get_threshold())
             gc.set_threshold(GC_THRESHOLD)
             code = trainer.fit(interrupt)
