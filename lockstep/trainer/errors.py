@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 _NO_MEMORY = re.compile(
     r"can't allocate memory|cannot allocate memory|out of memory|can't start new thread|failed to launch worker thread|"
-    r"bad_alloc|failed to map segment",
+    r"ThreadPoolBuildError|bad_alloc|failed to map segment",
     re.I,
 )
 
@@ -31,7 +31,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory, or a thread, was refused by the system, a limit of the process or a GPU."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    if isinstance(error, RunError | ValueError):  # written for the user
+    if isinstance(error, RunError | ValueError | SystemExit):  # written for the user
         return False
     return isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)) is not None
 
@@ -41,7 +41,7 @@ def out_of_memory_as_run_error() -> Iterator[None]:
     """For the parts of a program outside the run itself, such as the import of torch."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:  # a panic of Rust code, such as a tokenizer's, is no Exception
         if os.environ.get("LOCKSTEP_DEBUG") or not is_out_of_memory(error):
             raise
         first_line = str(error).partition("\n")[0] or "MemoryError"

@@ -81,10 +81,11 @@ def test_out_of_memory(config: PPOConfig, error: Exception, method: str | None, 
         RuntimeError("can't start new thread"),
         ImportError("libtorch_cpu.so: failed to map segment from shared object"),
         MemoryError("MemoryError"),
+        BaseException('ThreadPoolBuildError { kind: IOError(Os { code: 11, kind: WouldBlock, message: "..." }) }'),
     ],
 )
-def test_out_of_memory_before_the_run(
-    error: Exception, overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_out_of_memory_outside_the_run(
+    error: BaseException, overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("lockstep.utils.progress.ProgressLog.__enter__", Mock(side_effect=error))
     assert main_ppo.main(overrides) == 1
