@@ -134,9 +134,49 @@ class CheckpointEngineConfig:
 
 
 @dataclass(frozen=True)
+class ServerConfig:
+    """Inference servers that are already running, for the engines server and sglang."""
+
+    urls: list[str] = field(default_factory=list)
+    """Base URLs, such as http://127.0.0.1:8000. Each worker uses its share of them; requests go to the server with the fewest
+    outstanding tokens, those with equal prompts to the same one."""
+    kind: Literal["auto", "vllm", "sglang", "openai"] = "auto"
+    """Protocol; auto asks the server. openai is `/v1/completions` with token ids and log-probs, without weight updates."""
+    model: str | None = None
+    """Name under which the server serves the model; null takes its only one."""
+    api_key_env: str | None = None
+    """Environment variable that holds the API key; it must be set on every worker."""
+    timeout_s: float = 600.0
+    """Deadline of one attempt of a request, and of each step of a weight update."""
+    connect_timeout_s: float = 10.0
+    """Deadline of opening a connection."""
+    max_retries: int = 5
+    """How often a request is sent again, to another server if there is one, before the run stops."""
+    retry_backoff_s: float = 1.0
+    """Pause after the first failure of a server; doubles with each further one, up to 30 seconds."""
+    max_outstanding: int = 256
+    """Requests of one worker that a server has at once; the others wait."""
+    weight_transfer: Literal["auto", "file", "tensor", "distributed"] = "auto"
+    """How new weights reach the server. file: safetensors files in `weights_folder` (vllm); tensor: in the request (sglang);
+    distributed: a process group of worker and servers, NCCL or on CPU gloo (sglang). auto is file for vllm, for sglang
+    distributed on GPUs and tensor on CPU."""
+    weights_folder: str | None = None
+    """Folder that workers and servers share, for weight_transfer=file; null is this machine's memory (/dev/shm), for servers on
+    the same machine."""
+    sleep: bool = False
+    """Let the servers release their GPU memory between rollouts, because they share the trainer's GPUs. They must have been started
+    with --enable-sleep-mode (vllm) or --enable-memory-saver (sglang)."""
+
+
+SERVER_ENGINES = ("server", "sglang")
+"""Engines that use `rollout.server`."""
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     name: str = "embedded"
-    """Rollout engine: embedded (decodes with the trainer's weights), hf (transformers' generate) or vllm (holds a copy)."""
+    """Rollout engine: embedded (decodes with the trainer's weights), hf (transformers' generate), vllm (holds a copy), or server
+    and sglang (running servers, see `server`)."""
     mode: Literal["sync", "async"] = "async"
     """How agents call the engine; single-turn rollouts are the same in both."""
     n: int = 1
@@ -162,7 +202,7 @@ class RolloutConfig:
     response_length: int = II("data.max_response_length")
     """Maximum response length in tokens."""
     dtype: Dtype = "auto"
-    """Compute dtype of vllm; auto is the actor's, which the other engines always use."""
+    """Compute dtype of vllm, and of the weights sent to a server; auto is the actor's, which the other engines always use."""
     max_num_seqs: int = 256
     """Maximum number of sequences that decode concurrently."""
     max_num_batched_tokens: int = 16384
@@ -201,6 +241,7 @@ class RolloutConfig:
     """Tokens per micro-batch."""
     val_kwargs: SamplingConfig = field(default_factory=SamplingConfig)
     checkpoint_engine: CheckpointEngineConfig = field(default_factory=CheckpointEngineConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
 
 
 def has_cut_log_probs(rollout: RolloutConfig) -> bool:
@@ -209,7 +250,8 @@ def has_cut_log_probs(rollout: RolloutConfig) -> bool:
     vLLM computes those of the full distribution only without these filters or at temperature 1.
     """
     is_filtered = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
-    return rollout.name == "vllm" and rollout.do_sample and is_filtered and rollout.temperature != 1
+    has_full = rollout.name not in ("vllm", "server") or rollout.server.kind == "sglang"
+    return not has_full and rollout.do_sample and is_filtered and rollout.temperature != 1
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ class GenerationRolloutConfig(RolloutConfig):
     """How responses are sampled; the defaults of sampling are verl's."""
 
     name: str = "embedded"
-    """Rollout engine: embedded, hf (transformers' generate) or vllm."""
+    """Rollout engine: embedded, hf (transformers' generate), vllm, or server and sglang (running servers, see `server`)."""
     top_k: int = 50
     """Sample from the k most likely tokens; -1 is all."""
     top_p: float = 0.7

@@ -19,6 +19,11 @@ NEVER_READ = {
 }
 """Keys of `model` that generation does not read, and why."""
 _ONLY_VLLM = ("quantization", "engine_kwargs")
+_OF_ENGINES = (
+    *("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "enable_prefix_caching"),
+    *("enable_chunked_prefill", "enforce_eager", "kv_block_size", *_ONLY_VLLM),
+)
+"""Settings that a running server has from its own command."""
 _UNREAD = {
     "embedded": _ONLY_VLLM,
     "hf": (
@@ -26,6 +31,8 @@ _UNREAD = {
         *("enforce_eager", *_ONLY_VLLM),
     ),
     "vllm": ("kv_block_size",),
+    "server": _OF_ENGINES,
+    "sglang": _OF_ENGINES,
 }
 """Engine -> keys of `rollout` that it does not read."""
 

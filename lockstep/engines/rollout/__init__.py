@@ -7,6 +7,7 @@ from lockstep.engines.rollout.base import (
 )
 from lockstep.engines.rollout.embedded.engine import EmbeddedEngine
 from lockstep.engines.rollout.hf import HFEngine
+from lockstep.engines.rollout.server.engine import ServerEngine
 from lockstep.engines.rollout.vllm import VllmEngine
 from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
 
@@ -18,6 +19,7 @@ __all__ = [
     "HFEngine",
     "RolloutEngine",
     "SamplingParams",
+    "ServerEngine",
     "VllmEngine",
     "create_rollout_engine",
 ]

@@ -1,4 +1,4 @@
-"""Weight updates inside vLLM's worker: methods that vLLM adds to its worker class (`worker_extension_cls`).
+"""Weight updates inside vLLM's worker: methods that vLLM adds to its worker class (`worker_extension_cls`), also of `vllm serve`.
 
 begin   every layer gets its checkpoint format back (vLLM's layer-wise reload)
 load    parameters by Hugging Face name; vLLM fuses q/k/v and gate/up, quantises and packs a layer when it is complete
@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lockstep.utils.fingerprint import fingerprint
@@ -38,6 +39,10 @@ class WeightUpdates:
         self.lockstep_constant |= {name for name, tensor in weights if is_constant(tensor)}
         with self.lockstep_context():
             self.lockstep_model().load_weights(iter(weights))
+
+    def lockstep_load_file(self, path: str) -> None:
+        """Load the tensors of a safetensors file: for a server, which is handed nothing but text."""
+        self.lockstep_load(list(load_file(path).items()))
 
     def lockstep_finish_update(self) -> str:
         """What is wrong with the weights that the model computes with; empty if nothing is known to be."""

@@ -1,0 +1,121 @@
+"""One inference server: its HTTP connection, load and health."""
+
+import asyncio
+import json
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from lockstep.config.actor_rollout_ref import ServerConfig
+
+if TYPE_CHECKING:
+    from lockstep.engines.rollout.server.protocols import ServerProtocol
+
+KEY = "actor_rollout_ref.rollout.server"
+RETRIED = {408, 425, 429, 500, 502, 503, 504}
+MAX_BACKOFF_S = 30.0
+
+logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
+
+
+class ServerError(ConnectionError):
+    """A server that cannot be used. The message is one line with its URL."""
+
+
+class Unavailable(ServerError):
+    """No usable answer this time; the request may be sent again."""
+
+
+class Server:
+    """Lives in the engine's event loop.
+
+    protocol:      set by `open_server`, like model and paths.
+    model:         name of the model in requests.
+    paths:         paths of its API, as far as it lists them (`/openapi.json`).
+    outstanding:   tokens of its unfinished requests: prompts and the most that they may generate.
+    retry_at:      time of the loop before which no request is sent to it, after a failure.
+    weights_label: label that its answers must carry; None if it got no weights from this run.
+    is_current:    whether it has the weights of the last update.
+    """
+
+    def __init__(self, url: str, config: ServerConfig) -> None:
+        self.url = url.rstrip("/")
+        self.config = config
+        self.protocol: ServerProtocol
+        self.model = ""
+        self.paths: set[str] = set()
+        self.outstanding = 0
+        self.retry_at = 0.0
+        self.weights_label: str | None = None
+        self.is_current = True
+        self.slots = asyncio.Semaphore(config.max_outstanding)
+        self._num_failures = 0
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            headers=_headers(config),
+            timeout=httpx.Timeout(None, connect=config.connect_timeout_s),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=config.max_outstanding),
+            trust_env=False,  # a proxy of the environment is not meant for servers of the cluster
+        )
+
+    async def get(self, path: str) -> Any:
+        return await self._request("GET", path, None)
+
+    async def post(self, path: str, body: Any = None) -> Any:
+        """The JSON answer; None if the answer is no JSON."""
+        return await self._request("POST", path, body)
+
+    async def _request(self, method: str, path: str, body: Any) -> Any:
+        timeout_s = self.config.timeout_s
+        try:
+            response = await asyncio.wait_for(self._http.request(method, path, json=body), timeout_s)
+        except TimeoutError as error:
+            raise Unavailable(f"{self.url}{path}: no answer within {KEY}.timeout_s={timeout_s:g}") from error
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise Unavailable(f"{self.url}: cannot connect ({error or type(error).__name__})") from error
+        except httpx.TransportError as error:
+            raise Unavailable(f"{self.url}: connection lost ({error or type(error).__name__})") from error
+        if response.status_code >= 400:
+            kind = Unavailable if response.status_code in RETRIED else ServerError
+            raise kind(f"{self.url}{path} answered {response.status_code}: {_reason(response.text)}")
+        try:
+            return response.json()
+        except json.JSONDecodeError:
+            return None
+
+    def succeeded(self) -> None:
+        self._num_failures = 0
+
+    def failed(self) -> None:
+        """Wait before the next request; requests that fail together count once."""
+        now = asyncio.get_running_loop().time()
+        if now >= self.retry_at:
+            self.retry_at = now + min(self.config.retry_backoff_s * 2**self._num_failures, MAX_BACKOFF_S)
+            self._num_failures += 1
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+
+def _headers(config: ServerConfig) -> dict[str, str]:
+    if config.api_key_env is None:
+        return {}
+    value = os.environ.get(config.api_key_env)
+    if not value:
+        raise ServerError(f"{KEY}.api_key_env={config.api_key_env}: this environment variable is not set on the worker")
+    return {"Authorization": f"Bearer {value}"}
+
+
+def _reason(text: str) -> str:
+    """The message in an error's body, on one line."""
+    try:
+        body = json.loads(text)
+    except json.JSONDecodeError:
+        body = None
+    if isinstance(body, dict):
+        inner = body.get("error", body)
+        text = str(inner.get("message") or inner.get("detail") or inner) if isinstance(inner, dict) else str(inner)
+    words = " ".join(text.split())
+    return words if len(words) <= 300 else f"{words[:300]}…"

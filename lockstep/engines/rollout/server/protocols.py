@@ -1,0 +1,363 @@
+"""What servers are asked and what they answer: one class per protocol.
+
+vllm     /inference/v1/generate, token ids in and out; weights by /collective_rpc with `vllm_worker.WeightUpdates`
+sglang   /generate with input_ids and return_logprob; weights by /update_weights_from_tensor or _distributed
+openai   /v1/completions with token ids as the prompt; no weight updates
+"""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.config.actor_rollout_ref import RolloutConfig
+from lockstep.engines.rollout.base import longest_sequence
+from lockstep.engines.rollout.server.http import KEY, Server, ServerError
+from lockstep.engines.rollout.vllm import logprobs_mode
+from lockstep.protocol.generation import GenerationRequest
+from lockstep.registry import Registry
+from lockstep.utils.audit import AuditError
+
+EXTENSION = "lockstep.engines.rollout.vllm_worker.WeightUpdates"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to one request.
+
+    finish:  why it ended: stop | length | abort, or another word of the server.
+    weights: labels of the weights that sampled it; None if the server does not tell.
+    """
+
+    token_ids: list[int]
+    log_probs: list[float]
+    finish: str
+    weights: set[str] | None = None
+
+
+class ServerProtocol(ABC):
+    """generate_path: of requests. transfers: forms of `weight_transfer` that it has; the first is the default on CPU."""
+
+    generate_path: str
+    transfers: tuple[str, ...] = ()
+
+    @abstractmethod
+    def body(
+        self, request: GenerationRequest, request_id: str, model: str, stops: Sequence[int], salt: str
+    ) -> dict[str, Any]:
+        """The request's JSON. stops: tokens that end it. salt: cached prefixes of other salts must not be used."""
+
+    @abstractmethod
+    def answer(self, body: Any) -> Answer:
+        """Read a server's answer; LookupError, TypeError or ValueError if a part is missing."""
+
+    async def abort(self, server: Server, request_ids: Sequence[str]) -> bool:
+        """End requests, which are then answered with what they have; False if the server cannot."""
+        return False
+
+    async def check(self, server: Server, config: RolloutConfig) -> None:  # noqa: B027
+        """ServerError if the server's settings do not fit the run."""
+
+    async def why_no_updates(self, server: Server) -> str | None:
+        """Why its weights cannot be updated, and what to do; None if they can."""
+        return f"{server.url} has no endpoints for weight updates; set {KEY}.kind=vllm or sglang and start such a server"
+
+    async def begin_update(self, server: Server) -> None:
+        raise NotImplementedError
+
+    async def load_file(self, server: Server, path: str) -> None:
+        """Load the tensors of a safetensors file."""
+        raise NotImplementedError
+
+    async def load_tensors(self, server: Server, payload: str) -> None:
+        """Load tensors. payload: base64 of a pickled list of (name, tensor)."""
+        raise NotImplementedError
+
+    async def join_group(self, server: Server, address: str, port: int, first_rank: int, size: int, backend: str) -> None:
+        raise NotImplementedError
+
+    async def load_broadcast(self, server: Server, tensors: Sequence[tuple[str, str, list[int]]]) -> None:
+        """Load tensors that rank 0 of the group broadcasts: name, dtype and shape of each."""
+        raise NotImplementedError
+
+    async def num_ranks(self, server: Server) -> int:
+        """Processes of the server that hold weights."""
+        raise NotImplementedError
+
+    async def finish_update(self, server: Server, label: str) -> None:
+        """All weights have been loaded; answers carry `label` from now on."""
+        raise NotImplementedError
+
+    async def fingerprints(self, server: Server, names: Sequence[str]) -> dict[str, int] | None:
+        """Of the server's parameters; None if it cannot tell."""
+        return None
+
+    async def drop_cached_prefixes(self, server: Server) -> None:  # noqa: B027
+        """Forget cached prefixes; requests must not be running."""
+
+    async def sleep(self, server: Server) -> None:
+        raise ServerError(f"{server.url} cannot release its memory; set {KEY}.sleep=false")
+
+    async def wake(self, server: Server, parts: Sequence[str]) -> None:
+        """parts: any of weights and kv_cache."""
+        raise NotImplementedError
+
+
+PROTOCOLS: Registry[type[ServerProtocol]] = Registry("server protocol", key=f"{KEY}.kind")
+
+
+@PROTOCOLS.register("vllm")
+class VllmProtocol(ServerProtocol):
+    generate_path = "/inference/v1/generate"
+    transfers = ("file",)
+    _ABORT = "/inference/v1/abort_requests"
+    _UPDATE = ("/collective_rpc", "/pause", "/resume", "/reset_prefix_cache", "/update_weight_version")
+
+    def body(
+        self, request: GenerationRequest, request_id: str, model: str, stops: Sequence[int], salt: str
+    ) -> dict[str, Any]:
+        sampling = request.sampling
+        return {
+            "request_id": request_id,
+            "model": model,
+            "token_ids": request.prompt_ids,
+            "cache_salt": salt,
+            "sampling_params": {
+                "temperature": sampling.temperature,
+                "top_k": max(sampling.top_k, 0),
+                "top_p": sampling.top_p,
+                "min_p": sampling.min_p,
+                "max_tokens": sampling.max_tokens,
+                "stop_token_ids": list(stops),
+                "ignore_eos": sampling.ignore_eos,
+                "seed": seed_of(request),
+                "logprobs": 0,  # of the sampled token alone
+                "detokenize": False,
+            },
+        }
+
+    def answer(self, body: Any) -> Answer:
+        (choice,) = body["choices"]
+        log_probs = [entry["logprob"] for entry in choice["logprobs"]["content"] or ()]
+        spans = choice.get("weight_versions")
+        weights = None if spans is None else {span["version"] for span in spans}
+        return Answer(choice["token_ids"] or [], log_probs, choice["finish_reason"], weights)
+
+    async def abort(self, server: Server, request_ids: Sequence[str]) -> bool:
+        if self._ABORT not in server.paths:
+            return False
+        await server.post(self._ABORT, {"request_ids": [f"generate-tokens-{name}" for name in request_ids]})
+        return True
+
+    async def check(self, server: Server, config: RolloutConfig) -> None:
+        if "/server_info" not in server.paths:  # only in development mode, which weight updates need
+            return
+        info = (await server.get("/server_info?config_format=json"))["vllm_config"]["model_config"]
+        wanted = logprobs_mode(config)
+        if info["logprobs_mode"] != wanted:
+            raise ServerError(
+                f"{server.url} returns {info['logprobs_mode']}, the sampling keys of actor_rollout_ref.rollout need {wanted}; "
+                f"start it with --logprobs-mode {wanted}"
+            )
+
+    async def why_no_updates(self, server: Server) -> str | None:
+        missing = [path for path in self._UPDATE if path not in server.paths]
+        if missing:
+            return (
+                f"{server.url} has no {missing[0]}, which weight updates need; start vLLM 0.32 or newer with "
+                f"VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {EXTENSION}"
+            )
+        info = await server.get("/server_info?config_format=json")
+        if info["vllm_config"]["parallel_config"]["worker_extension_cls"] != EXTENSION:
+            return f"{server.url} cannot load weights; start it with --worker-extension-cls {EXTENSION}"
+        return None
+
+    async def begin_update(self, server: Server) -> None:
+        await server.post("/pause?mode=abort")
+        await self._on_workers(server, "lockstep_begin_update")
+
+    async def load_file(self, server: Server, path: str) -> None:
+        await self._on_workers(server, "lockstep_load_file", path)
+
+    async def finish_update(self, server: Server, label: str) -> None:
+        wrong = [text for text in await self._on_workers(server, "lockstep_finish_update") if text]
+        if wrong:
+            raise AuditError(f"{server.url} does not compute with the new weights ({label}): {wrong[0]}")
+        await self.drop_cached_prefixes(server)
+        await server.post("/update_weight_version", {"new_version": label})
+        await server.post("/resume")
+
+    async def fingerprints(self, server: Server, names: Sequence[str]) -> dict[str, int] | None:
+        """Of all ranks of the server together: a parameter that is missing on one is left out."""
+        ranks = await self._on_workers(server, "lockstep_fingerprints", list(names))
+        for name in names:
+            if len({rank[name] for rank in ranks if name in rank}) > 1:
+                raise AuditError(f"{name} differs between the ranks of {server.url}")
+        return {name: ranks[0][name] for name in names if all(name in rank for rank in ranks)}
+
+    async def drop_cached_prefixes(self, server: Server) -> None:
+        done = await server.post("/reset_prefix_cache")
+        if not done["success"]:
+            raise ServerError(f"{server.url} did not reset its prefix cache: requests are still running")
+
+    async def sleep(self, server: Server) -> None:
+        await server.post("/sleep?level=1")
+
+    async def wake(self, server: Server, parts: Sequence[str]) -> None:
+        await server.post("/wake_up?" + "&".join(f"tags={part}" for part in parts))
+
+    async def _on_workers(self, server: Server, method: str, *args: Any) -> list[Any]:
+        answer = await server.post("/collective_rpc", {"method": method, "args": list(args)})
+        return list(answer["results"]) if answer else []
+
+
+@PROTOCOLS.register("sglang")
+class SglangProtocol(ServerProtocol):
+    generate_path = "/generate"
+    transfers = ("tensor", "distributed")
+    _GROUP = "lockstep_weights"
+
+    def body(
+        self, request: GenerationRequest, request_id: str, model: str, stops: Sequence[int], salt: str
+    ) -> dict[str, Any]:
+        sampling = request.sampling
+        return {
+            "rid": request_id,
+            "input_ids": request.prompt_ids,
+            "extra_key": salt,
+            "return_logprob": True,
+            "sampling_params": {
+                "temperature": sampling.temperature,
+                "top_k": sampling.top_k if sampling.top_k > 0 else -1,
+                "top_p": sampling.top_p,
+                "min_p": sampling.min_p,
+                "max_new_tokens": sampling.max_tokens,
+                "stop_token_ids": list(stops),
+                "ignore_eos": sampling.ignore_eos,
+                "sampling_seed": seed_of(request),
+                "skip_special_tokens": False,
+                "no_stop_trim": True,
+            },
+        }
+
+    def answer(self, body: Any) -> Answer:
+        about = body["meta_info"]
+        pairs = about["output_token_logprobs"]
+        token_ids = body["output_ids"] if "output_ids" in body else [pair[1] for pair in pairs]
+        label = about.get("weight_version")
+        weights = None if label is None else {label}
+        return Answer(token_ids, [pair[0] for pair in pairs], about["finish_reason"]["type"], weights)
+
+    async def abort(self, server: Server, request_ids: Sequence[str]) -> bool:
+        await asyncio.gather(*(server.post("/abort_request", {"rid": name}) for name in request_ids))
+        return True
+
+    async def why_no_updates(self, server: Server) -> str | None:
+        return None
+
+    async def begin_update(self, server: Server) -> None:
+        await server.post("/pause_generation", {"mode": "abort"})
+
+    async def load_tensors(self, server: Server, payload: str) -> None:
+        ranks = [payload] * await self.num_ranks(server)
+        await self._update(server, "/update_weights_from_tensor", {"serialized_named_tensors": ranks})
+
+    async def join_group(self, server: Server, address: str, port: int, first_rank: int, size: int, backend: str) -> None:
+        place = {"master_address": address, "master_port": port, "rank_offset": first_rank, "world_size": size}
+        await self._update(
+            server, "/init_weights_update_group", {**place, "group_name": self._GROUP, "backend": backend}
+        )
+
+    async def load_broadcast(self, server: Server, tensors: Sequence[tuple[str, str, list[int]]]) -> None:
+        names, dtypes, shapes = (list(column) for column in zip(*tensors))
+        body = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": self._GROUP, "flush_cache": False}
+        await self._update(server, "/update_weights_from_distributed", body)
+
+    async def num_ranks(self, server: Server) -> int:
+        info = await server.get("/server_info" if "/server_info" in server.paths else "/get_server_info")
+        if info.get("dp_size", 1) > 1:
+            raise ServerError(f"{server.url} has dp_size={info['dp_size']}; start one server per copy and list all URLs")
+        return int(info["tp_size"]) * int(info.get("pp_size", 1))
+
+    async def finish_update(self, server: Server, label: str) -> None:
+        await self.drop_cached_prefixes(server)
+        await self._update(server, "/update_weight_version", {"new_version": label, "abort_all_requests": False})
+        await server.post("/continue_generation", {})
+
+    async def drop_cached_prefixes(self, server: Server) -> None:
+        await server.post("/flush_cache")  # 400 while requests are running
+
+    async def sleep(self, server: Server) -> None:
+        await server.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
+
+    async def wake(self, server: Server, parts: Sequence[str]) -> None:
+        await server.post("/resume_memory_occupation", {"tags": list(parts)})
+
+    async def _update(self, server: Server, path: str, body: dict[str, Any]) -> None:
+        answer = await server.post(path, body)
+        if not answer or not answer.get("success"):
+            raise ServerError(f"{server.url}{path}: {(answer or {}).get('message') or 'no success'}")
+
+
+@PROTOCOLS.register("openai")
+class OpenAIProtocol(ServerProtocol):
+    generate_path = "/v1/completions"
+
+    def body(
+        self, request: GenerationRequest, request_id: str, model: str, stops: Sequence[int], salt: str
+    ) -> dict[str, Any]:
+        sampling = request.sampling
+        body = {
+            "model": model,
+            "prompt": request.prompt_ids,
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": seed_of(request),
+            "logprobs": 1,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+        }
+        more = {"top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0, "ignore_eos": sampling.ignore_eos}
+        body |= {name: getattr(sampling, name) for name, is_set in more.items() if is_set}
+        return body | ({"stop_token_ids": list(stops)} if stops else {})
+
+    def answer(self, body: Any) -> Answer:
+        (choice,) = body["choices"]
+        token_ids = choice.get("token_ids")
+        if token_ids is None:
+            token_ids = [int(text.removeprefix("token_id:")) for text in choice["logprobs"]["tokens"]]
+        return Answer(token_ids, choice["logprobs"]["token_logprobs"], choice["finish_reason"])
+
+
+def seed_of(request: GenerationRequest) -> int:
+    """Differs after each position, so that the rest of an aborted response does not repeat its random numbers."""
+    return (request.seed + len(request.prompt_ids) * 0x9E37_79B9_7F4A_7C15) % 2**63
+
+
+async def open_server(server: Server, config: RolloutConfig, kind: str) -> None:
+    """Find the server's protocol and model; ServerError if they do not fit the config."""
+    models = (await server.get("/v1/models"))["data"]
+    try:
+        server.paths = set((await server.get("/openapi.json"))["paths"])
+    except (ServerError, KeyError, TypeError):  # not listed
+        server.paths = set()
+    if kind == "auto":
+        known = ("vllm", "sglang")
+        kind = next((name for name in known if PROTOCOLS.get(name).generate_path in server.paths), "openai")
+    server.protocol = PROTOCOLS.get(kind)()
+    names = [model["id"] for model in models]
+    wanted = config.server.model
+    if wanted is None and len(names) != 1:
+        raise ServerError(f"{server.url} serves {', '.join(names) or 'no model'}; name one with {KEY}.model")
+    if wanted is not None and wanted not in names:
+        raise ServerError(f"{KEY}.model={wanted}: {server.url} serves {', '.join(names) or 'no model'}")
+    server.model = wanted or names[0]
+    longest, limit = longest_sequence(config), models[names.index(server.model)].get("max_model_len")
+    if limit is not None and limit < longest:
+        raise ServerError(
+            f"{server.url} serves at most {limit} tokens per sequence, data.max_prompt_length + data.max_response_length is "
+            f"{longest}; lower them, or start the server with a longer maximum length"
+        )
+    await server.protocol.check(server, config)
