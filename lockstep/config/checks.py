@@ -8,9 +8,10 @@ from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from lockstep.config import names
-from lockstep.config.actor_rollout_ref import has_cut_log_probs
+from lockstep.config.actor_rollout_ref import SERVER_ENGINES, has_cut_log_probs
 from lockstep.config.compat import NOT_SUPPORTED
 from lockstep.config.errors import NO_VALUE, ConfigError, Problem, nearest
 from lockstep.config.estimators import BATCH_INPUTS, PARAMETERS, required_inputs
@@ -101,6 +102,10 @@ RANGES: dict[str, Range] = {
     "clip_ratio_c": (lambda x: x > 1, "must be greater than 1"),
     "loss_scale_factor": POSITIVE,
     "timeout_s": POSITIVE,
+    "connect_timeout_s": POSITIVE,
+    "max_retries": NOT_NEGATIVE,
+    "retry_backoff_s": POSITIVE,
+    "max_outstanding": POSITIVE,
     "clip_grad": POSITIVE,
     "grad_clip": POSITIVE,
     "lr": NOT_NEGATIVE,
@@ -463,7 +468,35 @@ def rollout_engine(values: Values, section: str) -> Iterator[Problem]:
         yield Problem(f"{section}.name", name, NEEDS_VLLM)
     if name != "vllm" and tp > 1:
         message = f"{NOT_SUPPORTED}: each worker holds the whole rollout model; set 1, or {section}.name=vllm"
+        if name in SERVER_ENGINES:
+            message = f"{NOT_SUPPORTED}: servers are started with their own parallelism; set 1"
         yield Problem(f"{section}.tensor_model_parallel_size", tp, message, also=(f"{section}.name",))
+    if name in SERVER_ENGINES:
+        yield from _servers(values, section)
+
+
+def _servers(values: Values, section: str) -> Iterator[Problem]:
+    key, name = f"{section}.server.urls", values[f"{section}.name"]
+    urls, kind = values[key], values[f"{section}.server.kind"]
+    if not urls:
+        message = f"must list the running servers of {section}.name={name}, such as [http://127.0.0.1:8000]"
+        yield Problem(key, NO_VALUE, message, also=(f"{section}.name",))
+    for url in urls:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
+            yield Problem(key, url, "must be a base URL without a path, such as http://127.0.0.1:8000")
+    if len(set(urls)) < len(urls):
+        yield Problem(key, urls, "lists a server twice")
+    if name == "sglang" and kind not in ("auto", "sglang"):
+        message = f"{section}.name=sglang speaks SGLang's protocol; set {section}.name=server"
+        yield Problem(f"{section}.server.kind", kind, message, also=(f"{section}.name",))
+    lr, val_only = values.get(f"{_ACTOR}.optim.lr", 0), values.get("trainer.val_only", True)
+    if kind == "openai" and lr and not val_only:
+        message = (
+            f"such a server has no endpoints for weight updates; start vLLM or SGLang, or train nothing ({_ACTOR}.optim.lr=0, "
+            "trainer.val_only=true)"
+        )
+        yield Problem(f"{section}.server.kind", kind, message, also=(f"{section}.name",))
 
 
 def sampling(values: Values, *sections: str) -> Iterator[Problem]:

@@ -48,6 +48,11 @@ class Pools:
         return sum(self.spec[self.role_pools[role]])
 
 
+def is_trained(config: PPOConfig) -> bool:
+    """Whether the policy changes."""
+    return not config.trainer.val_only and config.actor_rollout_ref.actor.optim.lr > 0
+
+
 def need_critic(config: PPOConfig) -> bool:
     if config.trainer.val_only:
         return False

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+from lockstep.config.actor_rollout_ref import SERVER_ENGINES
 from lockstep.config.estimators import AdvantageEstimator
 from lockstep.config.placement import controller_of, need_reference_policy, pools_of
 from lockstep.config.ppo import PPOConfig
@@ -144,6 +145,10 @@ def _reasons(config: PPOConfig, values: Values, models: Collection[str]) -> Iter
     yield name == "vllm", f"{_ROLLOUT}.name is vllm", (f"{_ROLLOUT}.kv_block_size",)
     only_vllm = tuple(f"{_ROLLOUT}.{key}" for key in ("dtype", "load_format", "quantization", "engine_kwargs"))
     yield name in ("embedded", "hf"), f"{_ROLLOUT}.name is {name}", only_vllm
+    yield name not in SERVER_ENGINES, f"{_ROLLOUT}.name is {name}", (f"{_ROLLOUT}.server.",)
+    own_settings = (*_EMBEDDED, "max_num_seqs", "kv_block_size", "load_format", "engine_kwargs")
+    of_servers = "the servers have their own settings"
+    yield name in SERVER_ENGINES, of_servers, tuple(f"{_ROLLOUT}.{key}" for key in own_settings)
     is_hf = name == "hf"
     yield is_hf, f"{_ROLLOUT}.name is hf", tuple(f"{_ROLLOUT}.{name}" for name in _EMBEDDED)
 

@@ -12,8 +12,9 @@ from lockstep.weight_sync.proof import CANARY_METRIC, Fingerprints, canary_gap, 
 IN_FLIGHT = 2
 """Buckets in flight through the object store."""
 
-Transport = Literal["naive", "nccl", "in_process"]
-"""naive: object store; nccl: broadcast (gloo on CPU); in_process: actor and rollout are the same workers."""
+Transport = Literal["naive", "nccl", "in_process", "none"]
+"""naive: object store; nccl: broadcast (gloo on CPU); in_process: actor and rollout are the same workers; none: nothing is trained
+and the rollout's weights cannot be updated, so the canary alone proves that they are the actor's."""
 
 
 class WeightSync:
@@ -29,6 +30,7 @@ class WeightSync:
             "naive": self._through_store,
             "nccl": self._by_broadcast,
             "in_process": self._in_process,
+            "none": lambda version: ({}, self.rollout.keep_weights(version)),
         }[transport]
         if transport == "nccl":
             address, port = self.actor.open_weight_group()

@@ -107,6 +107,17 @@ class WeightSyncWorker(Worker):
         return self._sent, self.finish_update(version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def takes_weights(self) -> bool:
+        """Rollout: whether its weights can be updated."""
+        return self.rollout.takes_weights()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def keep_weights(self, version: int) -> Fingerprints:
+        """Rollout: its weights, which were not updated, count as those of `version`; returns no fingerprints."""
+        self.rollout.policy_version = version
+        return {}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def drop_cached_prefixes(self) -> None:
         """Rollout: forget the KV cache of earlier prompts."""
         self.rollout.drop_cached_prefixes()

@@ -180,14 +180,16 @@ class ActorRolloutRefWorker(WeightSyncWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def generate_canary(self) -> DataProto:
-        """One row: this rank's continuation of the canary text (see `weight_sync.proof`)."""
+        """This rank's continuation of the canary text (see `weight_sync.proof`): one row per copy of the weights."""
         rollout = replace(self.config.rollout, calculate_log_probs=True)
         num_new = min(MAX_NEW, rollout.response_length)
         sampling = SamplingParams(temperature=self._temperature, max_tokens=num_new, ignore_eos=True)
         words = set(range(self.tokenizer.vocab_size)) - set(self.tokenizer.all_special_ids)
         prompt = canary_prompt(words, rollout)
-        requests = [GenerationRequest(prompt, sampling)]
-        return batch_of(requests, self._complete(requests), rollout, self.tokenizer.pad_token_id)
+        request = GenerationRequest(prompt, sampling)
+        with self._generating():
+            completions = self.rollout.canaries(request)
+        return batch_of([request] * len(completions), completions, rollout, self.tokenizer.pad_token_id)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def canary_log_probs(self, rows: DataProto) -> torch.Tensor:

@@ -126,7 +126,9 @@ class RolloutClient:
             return
         for part, ended in zip(self._parts, await self._end_generation()):
             for request_id, completion in ended:
-                if (pending := self._pending.get(request_id)) is not None:
+                if completion.stop_reason != "abort":  # it was finished by then
+                    self._finish(request_id, completion)
+                elif (pending := self._pending.get(request_id)) is not None:
                     pending.done = completion if pending.done is None else pending.done.then(completion)
             part.new.clear()
             part.aborted.clear()

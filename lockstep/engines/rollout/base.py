@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig, RolloutConfig
+from lockstep.config.actor_rollout_ref import SERVER_ENGINES, ActorRolloutRefConfig, RolloutConfig
 from lockstep.config.model import HFModelConfig
 from lockstep.models.loading import load_causal_lm, resolve_dtype
 from lockstep.models.lora import install_adapters
@@ -21,7 +21,7 @@ from lockstep.registry import Registry
 from lockstep.utils.fingerprint import fingerprint
 from lockstep.utils.progress import count
 
-OWN_DTYPE = ("vllm",)
+OWN_DTYPE = ("vllm", *SERVER_ENGINES)
 """Engines that compute in `rollout.dtype`; the others do so in the actor's type."""
 
 
@@ -80,6 +80,10 @@ class RolloutEngine(ABC):
         finally:
             self.abort(self.unfinished())
 
+    def canaries(self, request: GenerationRequest) -> list[Completion]:
+        """The request's completion by every copy of the weights that the engine has."""
+        return self.generate([request])
+
     @abstractmethod
     def add(self, request_id: int, request: GenerationRequest) -> None:
         """Accept a request, which fits (`check_requests`). request_id: not that of an unfinished one."""
@@ -95,6 +99,10 @@ class RolloutEngine(ABC):
     @abstractmethod
     def abort(self, request_ids: Collection[int]) -> dict[int, Completion]:
         """End unfinished requests; returns what each has so far. Ids of other requests are ignored."""
+
+    def takes_weights(self) -> bool:
+        """Whether its copy of the weights can be updated."""
+        return True
 
     def begin_update(self) -> None:  # noqa: B027
         """Prepare for new weights."""

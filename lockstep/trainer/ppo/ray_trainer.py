@@ -31,7 +31,7 @@ from lockstep.algorithms.rollout_correction import apply_rollout_correction, use
 from lockstep.config.actor_rollout_ref import ActorConfig, has_cut_log_probs
 from lockstep.config.critic import CriticConfig
 from lockstep.config.model import sequence_parallel_size
-from lockstep.config.placement import need_critic, need_reference_policy, need_reward_model
+from lockstep.config.placement import is_trained, need_critic, need_reference_policy, need_reward_model
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import to_plain
 from lockstep.data.loader import StatefulLoader, create_dataloader, shuffled_order
@@ -204,7 +204,7 @@ class PPOTrainer:
         self.weight_sync = None
         policy, device = self.config.actor_rollout_ref, torch.device(self.device_name)
         if colocated_wg is None or not ROLLOUT_ENGINES.get(policy.rollout.name).shares_weights:
-            transport = self._weight_transport() if colocated_wg is None else "in_process"
+            transport = self._weight_transport(is_colocated=colocated_wg is not None)
             dtypes = self.gap_bound.dtype, rollout_dtype(policy, device)
             bound = canary_bound(*dtypes, quantized=policy.rollout.quantization is not None)
             self.weight_sync = WeightSync(self.actor_rollout_wg, self.rollout_wg, transport, bound)
@@ -215,8 +215,12 @@ class PPOTrainer:
             return Sampling(*workers)
         return AsyncSampling(*workers, pad_token_id=self.tokenizer.pad_token_id)
 
-    def _weight_transport(self) -> Transport:
-        """How weights are sent to a rollout in other processes."""
+    def _weight_transport(self, *, is_colocated: bool) -> Transport:
+        """How weights are sent to a rollout that holds a copy."""
+        if not is_trained(self.config) and not all(self.rollout_wg.takes_weights()):
+            return "none"
+        if is_colocated:
+            return "in_process"
         backend = self.config.actor_rollout_ref.rollout.checkpoint_engine.backend
         return backend if backend != "auto" else "nccl" if self.device_name == "cuda" else "naive"
 

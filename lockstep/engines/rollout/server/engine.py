@@ -168,11 +168,7 @@ class ServerEngine(RolloutEngine):
         return [completions[place] for place in range(len(servers))]
 
     def takes_weights(self) -> bool:
-        return self._loop.run(self._why_no_updates()) is None
-
-    async def _why_no_updates(self) -> str | None:
-        reasons = [await server.protocol.why_no_updates(server) for server in self._pool.servers]
-        return next((reason for reason in reasons if reason is not None), None)
+        return all(server.no_updates is None for server in self._pool.servers)
 
     def begin_update(self) -> None:
         self._received = {}
@@ -181,9 +177,10 @@ class ServerEngine(RolloutEngine):
             self._loop.run(self._begin())
 
     async def _begin(self) -> None:
-        if (reason := await self._why_no_updates()) is not None:
-            raise ServerError(f"{reason}, or train nothing (trainer.val_only=true, actor_rollout_ref.actor.optim.lr=0)")
         for server in self._pool.servers:
+            if server.no_updates is not None:
+                nothing = "trainer.val_only=true, actor_rollout_ref.actor.optim.lr=0"
+                raise ServerError(f"{server.no_updates}, or train nothing ({nothing})")
             server.is_current, server.weights_label = True, None
         if self._transfer is None:
             self._transfer = transfer_of(self._pool.servers, self.config.server, self.device)

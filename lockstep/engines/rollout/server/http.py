@@ -31,9 +31,10 @@ class Unavailable(ServerError):
 class Server:
     """Lives in the engine's event loop.
 
-    protocol:      set by `open_server`, like model and paths.
+    protocol:      set by `open_server`, like model, paths and no_updates.
     model:         name of the model in requests.
     paths:         paths of its API, as far as it lists them (`/openapi.json`).
+    no_updates:    why its weights cannot be updated; None if they can.
     outstanding:   tokens of its unfinished requests: prompts and the most that they may generate.
     retry_at:      time of the loop before which no request is sent to it, after a failure.
     weights_label: label that its answers must carry; None if it got no weights from this run.
@@ -46,6 +47,7 @@ class Server:
         self.protocol: ServerProtocol
         self.model = ""
         self.paths: set[str] = set()
+        self.no_updates: str | None = None
         self.outstanding = 0
         self.retry_at = 0.0
         self.weights_label: str | None = None

@@ -361,3 +361,4 @@ async def open_server(server: Server, config: RolloutConfig, kind: str) -> None:
             f"{longest}; lower them, or start the server with a longer maximum length"
         )
     await server.protocol.check(server, config)
+    server.no_updates = await server.protocol.why_no_updates(server)
