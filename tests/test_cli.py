@@ -39,7 +39,7 @@ def test_wrong_key_exits_with_2_and_no_traceback() -> None:
 
 def test_unsupported_features_are_reported_with_all_other_errors(capsys: pytest.CaptureFixture[str]) -> None:
     asked = [
-        "actor_rollout_ref.rollout.name=sglang",
+        "actor_rollout_ref.rollout.name=trtllm",
         "actor_rollout_ref.model.mtp.enable=true",
         "trainer.logger=[trackio]",
     ]

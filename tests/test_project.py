@@ -100,7 +100,7 @@ def test_links_between_pages_are_valid() -> None:
 def test_extras_exist_and_none_installs_what_the_config_rejects() -> None:
     extras = set(PROJECT["optional-dependencies"])
     rejected = {value for values in UNSUPPORTED_VALUES.values() for value in values}
-    assert "sglang" in rejected and not extras & rejected
+    assert "trtllm" in rejected and not extras & rejected
     texts = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "lockstep").rglob("*.py")]
     for path in texts:
         text = path.read_text()

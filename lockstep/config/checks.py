@@ -479,8 +479,8 @@ def _servers(values: Values, section: str) -> Iterator[Problem]:
     key, name = f"{section}.server.urls", values[f"{section}.name"]
     urls, kind = values[key], values[f"{section}.server.kind"]
     if not urls:
-        message = f"must list the running servers of {section}.name={name}, such as [http://127.0.0.1:8000]"
-        yield Problem(key, NO_VALUE, message, also=(f"{section}.name",))
+        message = f"{NOT_SUPPORTED} without running servers: list them in {key}=[http://127.0.0.1:8000], or set embedded or vllm"
+        yield Problem(f"{section}.name", name, message, also=(key,))
     for url in urls:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):

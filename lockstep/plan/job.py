@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.config.actor_rollout_ref import RolloutConfig
+from lockstep.config.actor_rollout_ref import SERVER_ENGINES, RolloutConfig
 from lockstep.config.model import FSDPEngineConfig, sequence_parallel_size
 from lockstep.config.placement import need_reference_policy, needed_models, pools_of
 from lockstep.config.ppo import PPOConfig
@@ -81,6 +81,7 @@ class Rollout:
     cache_tokens: size of the KV cache for all of them; the devices may have room for fewer.
     utilization:  share of a device's memory that weights and KV cache may use.
     is_vllm:      has its own copy of the weights, and reserves its share of the memory.
+    is_remote:    servers generate, which are not part of the plan.
     sleeps:       vLLM's memory is free while it does not generate.
     """
 
@@ -91,6 +92,7 @@ class Rollout:
     prefill_tokens: int
     utilization: float
     is_vllm: bool = False
+    is_remote: bool = False
     sleeps: bool = False
 
 
@@ -144,7 +146,7 @@ def job_of(config: PPOConfig, device: Device, lengths: Lengths, shape_of: Callab
         return Model(role, pool, ranks, len(pools.spec[pool]), shape, master, compute, shards, engine, **more)
 
     packed = policy.model.use_remove_padding
-    own_pool = "rollout" in pools.role_pools
+    own_pool, is_remote = "rollout" in pools.role_pools, rollout.name in SERVER_ENGINES
     role = "actor" if own_pool else "actor_rollout"
     dynamic = micro_limits(actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu)
     passes = {}
@@ -162,12 +164,12 @@ def job_of(config: PPOConfig, device: Device, lengths: Lengths, shape_of: Callab
             update=units(mini, role, actor, packed, **dynamic),
             passes=passes,
             updates=updates,
-            decodes=not own_pool,
+            decodes=not own_pool and not is_remote,
             adapters=adapters,
         )
     ]
     frozen: dict[str, Any] = {"checkpointing": False, "update": None}
-    if own_pool:
+    if own_pool and not is_remote:
         models.append(
             model("rollout", shape, actor, actor.fsdp_config, passes={}, decodes=True, adapters=adapters, **frozen)
         )
@@ -214,6 +216,7 @@ def _rollout(config: RolloutConfig, sequences: int, lengths: Lengths, device: De
         prefill_tokens=prefill,
         utilization=config.gpu_memory_utilization,
         is_vllm=config.name == "vllm",
+        is_remote=config.name in SERVER_ENGINES,
         sleeps=config.free_cache_engine and not device.is_cpu,
     )
 

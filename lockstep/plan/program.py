@@ -173,6 +173,8 @@ def _trained(model: Model) -> str:
 
 def _decoding(plan: Plan) -> str:
     job, rollout = plan.job, plan.job.rollout
+    if rollout.is_remote:
+        return "servers (actor_rollout_ref.rollout.server.urls): their memory and time are not part of the plan"
     phase = next(phase for phase in plan.phases if phase.name == "generate")
     model = job.model(phase.role)
     num_tokens = int(phase.parts["KV cache"] * rollout.tensor_parallel / model.shape.kv_bytes(model.compute))

@@ -40,11 +40,10 @@ def step_times(job: Job, memory: list[Phase]) -> dict[str, float]:
 
 
 def transfer_time(device: Device, models: Sequence[Model]) -> float:
-    """Of the actor's trained weights to a rollout in another pool: a broadcast by one rank."""
-    actor = next((model for model in models if model.role == "actor"), None)
-    if actor is None:
+    """Of the actor's trained weights to a rollout in another pool: a broadcast by one rank. 0 if servers generate."""
+    actor, rollout = (next((model for model in models if model.role == role), None) for role in ("actor", "rollout"))
+    if actor is None or rollout is None:
         return 0.0
-    rollout = next(model for model in models if model.role == "rollout")
     link = device.peer_link if rollout.machines == actor.machines == 1 else device.network
     return actor.compute * actor.num_trained * (1 / link + 1 / _link(device, actor, actor.shards))
 

@@ -235,6 +235,35 @@ def test_the_run_says_which_log_probs_of_vllm_it_trains_on(
     assert caplog.text.count("rollout_log_probs are of the cut distribution, old_log_probs of the full one") == 1
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["name=server"], "name=server: not supported without running servers: list them in"),
+        (["name=server", "server.urls=[127.0.0.1:8000]"], "server.urls=127.0.0.1:8000: must be a base URL"),
+        (["name=server", "server.urls=[http://a:1/v1]"], "server.urls=http://a:1/v1: must be a base URL without a path"),
+        (["name=server", "server.urls=[http://a,http://a]"], "lists a server twice"),
+        (["name=server", "server.urls=[http://a]", "server.kind=tgi"], "server.kind=tgi"),
+        (["name=server", "server.urls=[http://a]", "server.kind=openai"], "has no endpoints for weight updates"),
+        (["name=server", "server.urls=[http://a]", "server.timeout_s=0"], "server.timeout_s=0.0: must be greater than 0"),
+        (["name=sglang", "server.urls=[http://a]", "server.kind=vllm"], "speaks SGLang's protocol"),
+        (
+            ["name=sglang", "server.urls=[http://a]", "tensor_model_parallel_size=2"],
+            "servers are started with their own parallelism; set 1",
+        ),
+    ],
+)
+def test_servers_are_checked(minimal: list[str], overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(PPOConfig, [*minimal, *(f"{ROLLOUT}.{override}" for override in overrides)])
+    assert message in str(caught.value)
+
+
+def test_an_openai_server_can_serve_a_policy_that_is_not_trained(minimal: list[str]) -> None:
+    server = [f"{ROLLOUT}.name=server", f"{ROLLOUT}.server.urls=[http://a]", f"{ROLLOUT}.server.kind=openai"]
+    config = load_config(PPOConfig, [*minimal, *server, f"{ACTOR}.optim.lr=0"])
+    assert config.actor_rollout_ref.rollout.server.kind == "openai"
+
+
 def test_all_problems_are_reported_together(minimal: list[str]) -> None:
     overrides = [
         "algorithm.adv_estimator=grpo",
@@ -245,7 +274,7 @@ def test_all_problems_are_reported_together(minimal: list[str]) -> None:
         f"{ACTOR}.ppo_mini_batch_size=64",
         f"{ACTOR}.use_dynamic_bsz=true",
         f"{ACTOR}.ppo_max_token_len_per_gpu=300",  # 900 for the three ranks of a sequence
-        f"{ROLLOUT}.name=sglang",
+        f"{ROLLOUT}.name=trtllm",
         f"{ROLLOUT}.multi_turn.enable=true",
         f"{ACTOR}.ulysses_sequence_parallel_size=3",
         "trainer.n_gpus_per_node=8",

@@ -19,7 +19,7 @@ SCRIPT = r"""#!/bin/bash
 set -x
 export MODEL=${MODEL:-Qwen/Qwen2.5-0.5B}
 N=4  # samples
-ENGINE=sglang nproc=2
+ENGINE=trtllm nproc=2
 python3 -m verl.trainer.main_ppo \
     algorithm.adv_estimator=grpo \
     data.train_files="['$DATA/train.parquet', '/a b/c.parquet']" \
@@ -40,7 +40,7 @@ def convert(*words: object) -> int:
 
 def test_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.sh").write_text(SCRIPT)
-    assert convert(tmp_path / "run.sh") == 1  # sglang is refused
+    assert convert(tmp_path / "run.sh") == 1  # trtllm is refused
     printed = capsys.readouterr()
     assert printed.err == "1 setting to look at: see `refused` and `to fix` in the comments\n"
     comments = [line for line in printed.out.splitlines() if line.startswith("#")]
@@ -48,7 +48,7 @@ def test_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert comments[0] == f"# renamed: {actor}.max_grad_norm is read as {actor}.grad_clip"
     assert comments[1] == "# added, because verl's default differs: trainer.n_gpus_per_node=8"
     assert comments[2].startswith("# left out, no effect: actor_rollout_ref.rollout.layered_summon: ")
-    assert comments[3].startswith("# left out, refused: actor_rollout_ref.rollout.name=sglang: not supported: ")
+    assert comments[3].startswith("# left out, refused: actor_rollout_ref.rollout.name=trtllm: not supported: ")
     assert comments[4] == "# renamed: model.partial_pretrain is read as model.path"
     commands = re.sub(r"\\\n", " ", printed.out).replace("$DATA", "/data")
     ppo, sft = (shlex.split(line) for line in commands.splitlines() if line and not line.startswith("#"))

@@ -306,6 +306,17 @@ def test_vllm_has_a_copy_of_the_weights_while_it_is_awake(
     assert found["update actor"].get("weights for decoding") == (None if sleeps else copy)
 
 
+@pytest.mark.parametrize("name", ["server", "sglang"])
+def test_servers_are_not_part_of_the_plan(command: Any, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rollout = "actor_rollout_ref.rollout"
+    more = [f"{rollout}.name={name}", f"{rollout}.server.urls=[http://127.0.0.1:8000]"]
+    settings = command("1.5b", 16, 512, 1024, *DYNAMIC, *more)
+    names = [phase.name for phase in phases(plan(settings))]
+    assert "generate" not in names and "update actor" in names
+    assert main(["plan", "--device", "H200", *settings]) == 0
+    assert "their memory and time are not part of the plan" in " ".join(capsys.readouterr().out.split())
+
+
 def test_only_unsupported_settings_are_left_out(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = [f"{ACTOR}.ppo_mini_batch_size=7", "actor_rollout_ref.rollout.name=sglang"]
     assert main(["plan", "--device", "H200", *command("0.5b", 8, 64, 64), *wrong]) == 2

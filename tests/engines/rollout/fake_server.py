@@ -49,6 +49,7 @@ _SGLANG = {
     "/pause_generation": (set(), {"mode"}),
     "/continue_generation": (set(), {"torch_empty_cache"}),
     "/flush_cache": (set(), set()),
+    "/update_weights_from_disk": ({"model_path"}, _UPDATE),
     "/update_weights_from_tensor": ({"serialized_named_tensors"}, _UPDATE),
     "/init_weights_update_group": (
         {"master_address", "master_port", "rank_offset", "world_size"},
@@ -101,8 +102,6 @@ class State:
 
     def paths(self) -> list[str]:
         paths = list(FIELDS[self.kind])
-        if self.kind == "vllm":
-            paths.append("/server_info")
         if not self.dev_mode:
             paths = [path for path in paths if path.startswith("/inference")]
         return paths
@@ -207,8 +206,6 @@ class _Handler(BaseHTTPRequestHandler):
         state = self.server_state
         if path == "/v1/models":
             return {"data": [{"id": state.model, "max_model_len": state.max_model_len}]}
-        if path == "/openapi.json" and state.kind != "openai":
-            return {"paths": dict.fromkeys(state.paths(), {})}
         if path == "/server_info" and state.kind == "vllm" and state.dev_mode:
             parallel = {"worker_extension_cls": state.extension}
             return {
@@ -216,7 +213,7 @@ class _Handler(BaseHTTPRequestHandler):
             }
         if path == "/get_server_info" and state.kind == "sglang":
             return {"tp_size": 1, "dp_size": 1, "weight_version": state.label}
-        raise _Fault(404, f"no {path}")
+        raise _Fault(405 if path in state.paths() else 404, f"no GET of {path}")
 
     def _post(self, path: str, query: dict[str, list[str]], body: Any) -> Any:
         state = self.server_state

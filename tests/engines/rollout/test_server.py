@@ -1,6 +1,9 @@
 """Rollout by servers, against fake ones on loopback: protocols, faults, load, weight updates."""
 
+import json
 import logging
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +21,7 @@ from lockstep.utils.audit import AuditError
 from lockstep.utils.fingerprint import fingerprint
 from tests.engines.rollout.fake_server import LOG_PROB, FakeServer, fake_servers
 
+ROOT = Path(__file__).parents[3]
 EOS = 2
 KINDS = ("vllm", "sglang", "openai")
 WEIGHTS = [("model.a", torch.arange(6.0).view(2, 3)), ("model.b", torch.ones(4)), ("model.c", torch.zeros(2, 2))]
@@ -365,3 +369,22 @@ def test_a_transfer_that_the_server_lacks(vllm: FakeServer) -> None:
     engine = engine_of(vllm, weight_transfer="distributed")
     with pytest.raises(ServerError, match=r"weight_transfer=distributed: .* takes weights by file"):
         engine.begin_update()
+
+
+def test_sglang_takes_weights_by_broadcast() -> None:
+    """The server is another process, which joins a gloo group in the way of SGLang."""
+    command = [sys.executable, "-m", "tests.engines.rollout.fake_server", "sglang"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        server = ServerConfig(urls=[url], weight_transfer="distributed", timeout_s=30)
+        engine = SglangEngine(RolloutConfig(name="sglang", prompt_length=32, response_length=16, server=server), [EOS], 0)
+        engine.load(HFModelConfig(path="unused"), "m", torch.float32, torch.device("cpu"))
+        for version in (1, 2):
+            sent = update(engine, version, changed=float(version))
+        output, _ = process.communicate(timeout=20)
+        assert json.loads(output) == {"weights": sent, "label": "lockstep-2"}
+    finally:
+        process.kill()
+        process.wait()

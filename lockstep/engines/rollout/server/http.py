@@ -33,7 +33,7 @@ class Server:
 
     protocol:      set by `open_server`, like model, paths and no_updates.
     model:         name of the model in requests.
-    paths:         paths of its API, as far as it lists them (`/openapi.json`).
+    paths:         those of its protocol that it has.
     no_updates:    why its weights cannot be updated; None if they can.
     outstanding:   tokens of its unfinished requests: prompts and the most that they may generate.
     retry_at:      time of the loop before which no request is sent to it, after a failure.
@@ -69,16 +69,12 @@ class Server:
         """The JSON answer; None if the answer is no JSON."""
         return await self._request("POST", path, body)
 
+    async def has(self, path: str) -> bool:
+        """Whether it accepts POST there: GET is then answered with 405, without effect."""
+        return (await self._send("GET", path, None)).status_code == 405
+
     async def _request(self, method: str, path: str, body: Any) -> Any:
-        timeout_s = self.config.timeout_s
-        try:
-            response = await asyncio.wait_for(self._http.request(method, path, json=body), timeout_s)
-        except TimeoutError as error:
-            raise Unavailable(f"{self.url}{path}: no answer within {KEY}.timeout_s={timeout_s:g}") from error
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise Unavailable(f"{self.url}: cannot connect ({error or type(error).__name__})") from error
-        except httpx.TransportError as error:
-            raise Unavailable(f"{self.url}: connection lost ({error or type(error).__name__})") from error
+        response = await self._send(method, path, body)
         if response.status_code >= 400:
             kind = Unavailable if response.status_code in RETRIED else ServerError
             raise kind(f"{self.url}{path} answered {response.status_code}: {_reason(response.text)}")
@@ -86,6 +82,17 @@ class Server:
             return response.json()
         except json.JSONDecodeError:
             return None
+
+    async def _send(self, method: str, path: str, body: Any) -> httpx.Response:
+        timeout_s = self.config.timeout_s
+        try:
+            return await asyncio.wait_for(self._http.request(method, path, json=body), timeout_s)
+        except TimeoutError as error:
+            raise Unavailable(f"{self.url}{path}: no answer within {KEY}.timeout_s={timeout_s:g}") from error
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise Unavailable(f"{self.url}: cannot connect ({error or type(error).__name__})") from error
+        except httpx.TransportError as error:
+            raise Unavailable(f"{self.url}: connection lost ({error or type(error).__name__})") from error
 
     def succeeded(self) -> None:
         self._num_failures = 0

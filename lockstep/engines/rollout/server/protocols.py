@@ -37,9 +37,17 @@ class Answer:
 
 
 class ServerProtocol(ABC):
-    """generate_path: of requests. transfers: forms of `weight_transfer` that it has; the first is the default on CPU."""
+    """One protocol.
+
+    generate_path: of requests.
+    marker:        a path that servers of this protocol alone have; None if there is none.
+    optional:      paths that not all of them have.
+    transfers:     forms of `weight_transfer` that it has; the first is the default on CPU.
+    """
 
     generate_path: str
+    marker: str | None = None
+    optional: tuple[str, ...] = ()
     transfers: tuple[str, ...] = ()
 
     @abstractmethod
@@ -109,10 +117,11 @@ PROTOCOLS: Registry[type[ServerProtocol]] = Registry("server protocol", key=f"{K
 
 @PROTOCOLS.register("vllm")
 class VllmProtocol(ServerProtocol):
-    generate_path = "/inference/v1/generate"
+    generate_path = marker = "/inference/v1/generate"
     transfers = ("file",)
     _ABORT = "/inference/v1/abort_requests"
     _UPDATE = ("/collective_rpc", "/pause", "/resume", "/reset_prefix_cache", "/update_weight_version")
+    optional = (_ABORT, *_UPDATE)
 
     def body(
         self, request: GenerationRequest, request_id: str, model: str, stops: Sequence[int], salt: str
@@ -151,7 +160,7 @@ class VllmProtocol(ServerProtocol):
         return True
 
     async def check(self, server: Server, config: RolloutConfig) -> None:
-        if "/server_info" not in server.paths:  # only in development mode, which weight updates need
+        if "/collective_rpc" not in server.paths:  # development mode, which weight updates need, also has /server_info
             return
         info = (await server.get("/server_info?config_format=json"))["vllm_config"]["model_config"]
         wanted = logprobs_mode(config)
@@ -215,6 +224,7 @@ class VllmProtocol(ServerProtocol):
 @PROTOCOLS.register("sglang")
 class SglangProtocol(ServerProtocol):
     generate_path = "/generate"
+    marker = "/update_weights_from_disk"
     transfers = ("tensor", "distributed")
     _GROUP = "lockstep_weights"
 
@@ -275,7 +285,10 @@ class SglangProtocol(ServerProtocol):
         await self._update(server, "/update_weights_from_distributed", body)
 
     async def num_ranks(self, server: Server) -> int:
-        info = await server.get("/server_info" if "/server_info" in server.paths else "/get_server_info")
+        try:
+            info = await server.get("/server_info")
+        except ServerError:  # its name in older versions
+            info = await server.get("/get_server_info")
         if info.get("dp_size", 1) > 1:
             raise ServerError(f"{server.url} has dp_size={info['dp_size']}; start one server per copy and list all URLs")
         return int(info["tp_size"]) * int(info.get("pp_size", 1))
@@ -339,14 +352,14 @@ def seed_of(request: GenerationRequest) -> int:
 async def open_server(server: Server, config: RolloutConfig, kind: str) -> None:
     """Find the server's protocol and model; ServerError if they do not fit the config."""
     models = (await server.get("/v1/models"))["data"]
-    try:
-        server.paths = set((await server.get("/openapi.json"))["paths"])
-    except (ServerError, KeyError, TypeError):  # not listed
-        server.paths = set()
     if kind == "auto":
-        known = ("vllm", "sglang")
-        kind = next((name for name in known if PROTOCOLS.get(name).generate_path in server.paths), "openai")
+        kind = "openai"
+        for name in ("vllm", "sglang"):
+            marker = PROTOCOLS.get(name).marker
+            if marker is not None and await server.has(marker):
+                kind = name
     server.protocol = PROTOCOLS.get(kind)()
+    server.paths = {path for path in server.protocol.optional if await server.has(path)}
     names = [model["id"] for model in models]
     wanted = config.server.model
     if wanted is None and len(names) != 1:
