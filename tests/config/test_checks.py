@@ -240,11 +240,17 @@ def test_the_run_says_which_log_probs_of_vllm_it_trains_on(
     [
         (["name=server"], "name=server: not supported without running servers: list them in"),
         (["name=server", "server.urls=[127.0.0.1:8000]"], "server.urls=127.0.0.1:8000: must be a base URL"),
-        (["name=server", "server.urls=[http://a:1/v1]"], "server.urls=http://a:1/v1: must be a base URL without a path"),
+        (
+            ["name=server", "server.urls=[http://a:1/v1]"],
+            "server.urls=http://a:1/v1: must be a base URL without a path",
+        ),
         (["name=server", "server.urls=[http://a,http://a]"], "lists a server twice"),
         (["name=server", "server.urls=[http://a]", "server.kind=tgi"], "server.kind=tgi"),
         (["name=server", "server.urls=[http://a]", "server.kind=openai"], "has no endpoints for weight updates"),
-        (["name=server", "server.urls=[http://a]", "server.timeout_s=0"], "server.timeout_s=0.0: must be greater than 0"),
+        (
+            ["name=server", "server.urls=[http://a]", "server.timeout_s=0"],
+            "server.timeout_s=0.0: must be greater than 0",
+        ),
         (["name=sglang", "server.urls=[http://a]", "server.kind=vllm"], "speaks SGLang's protocol"),
         (
             ["name=sglang", "server.urls=[http://a]", "tensor_model_parallel_size=2"],

@@ -76,7 +76,11 @@ def test_the_documented_evaluation_file_composes_as_printed(tmp_path: Path, capl
         (GenerationConfig, "rollout.n=4", "data.n_samples is the number of responses"),
         (GenerationConfig, "rollout.val_kwargs.n=4", "set rollout.temperature, top_k"),
         (GenerationConfig, "rollout.name=trtllm", "not supported: set embedded, hf, vllm or server"),
-        (GenerationConfig, "rollout.name=sglang", "not supported without running servers: list them in rollout.server.urls"),
+        (
+            GenerationConfig,
+            "rollout.name=sglang",
+            "not supported without running servers: list them in rollout.server.urls",
+        ),
         (GenerationConfig, "rollout.tensor_model_parallel_size=4", "each worker holds the whole rollout model"),
         (GenerationConfig, "rollout.max_model_len=8", "is 2048; set that or more"),
         (GenerationConfig, "data.path=nowhere.parquet", "no such file or folder"),

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -136,10 +136,8 @@ class FakeServer:
         self._http.shutdown()
         self._http.server_close()
         for connection in list(self.connections):
-            try:
+            with suppress(OSError):
                 connection.shutdown(2)
-            except OSError:
-                pass
 
 
 @contextmanager

@@ -234,7 +234,9 @@ def test_the_only_server_returns_with_old_weights(vllm: FakeServer) -> None:
     update(engine, 1)
     vllm.stop()
     vllm.start()
-    with pytest.raises(ServerError, match=rf"no server has the weights of the last update .*{vllm.url}.* resume the run"):
+    with pytest.raises(
+        ServerError, match=rf"no server has the weights of the last update .*{vllm.url}.* resume the run"
+    ):
         engine.generate(requests_with(2))
 
 
@@ -379,7 +381,9 @@ def test_sglang_takes_weights_by_broadcast() -> None:
         assert process.stdout is not None
         url = process.stdout.readline().strip()
         server = ServerConfig(urls=[url], weight_transfer="distributed", timeout_s=30)
-        engine = SglangEngine(RolloutConfig(name="sglang", prompt_length=32, response_length=16, server=server), [EOS], 0)
+        engine = SglangEngine(
+            RolloutConfig(name="sglang", prompt_length=32, response_length=16, server=server), [EOS], 0
+        )
         engine.load(HFModelConfig(path="unused"), "m", torch.float32, torch.device("cpu"))
         for version in (1, 2):
             sent = update(engine, version, changed=float(version))

@@ -77,7 +77,9 @@ class ServerEngine(RolloutEngine):
 
         async def probe(server: Server) -> None:
             await open_server(server, self.config, self.kind)
-            request = GenerationRequest(list(self.eos_token_ids[:1] or [0]), SamplingParams(max_tokens=1, ignore_eos=True))
+            request = GenerationRequest(
+                list(self.eos_token_ids[:1] or [0]), SamplingParams(max_tokens=1, ignore_eos=True)
+            )
             await pool.attempt(server, InFlight(request, frozenset(), "probe"))
 
         return probe
@@ -89,9 +91,7 @@ class ServerEngine(RolloutEngine):
             except Unavailable as error:
                 if attempt == self.config.server.max_retries:
                     raise ServerError(f"{error}; gave up after {attempt + 1} attempts ({KEY}.urls)") from error
-                server.failed()
-                if attempt == 0:
-                    logger.warning("%s; trying again", error)
+                server.failed(error)
                 await asyncio.sleep(max(0.0, server.retry_at - asyncio.get_running_loop().time()))
 
     def add(self, request_id: int, request: GenerationRequest) -> None:

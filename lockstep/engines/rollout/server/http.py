@@ -6,7 +6,7 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
-import httpx
+import httpx2
 
 from lockstep.config.actor_rollout_ref import ServerConfig
 
@@ -17,7 +17,8 @@ KEY = "actor_rollout_ref.rollout.server"
 RETRIED = {408, 425, 429, 500, 502, 503, 504}
 MAX_BACKOFF_S = 30.0
 
-logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
+logger = logging.getLogger(__name__)
+logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs every request
 
 
 class ServerError(ConnectionError):
@@ -54,11 +55,11 @@ class Server:
         self.is_current = True
         self.slots = asyncio.Semaphore(config.max_outstanding)
         self._num_failures = 0
-        self._http = httpx.AsyncClient(
+        self._http = httpx2.AsyncClient(
             base_url=self.url,
             headers=_headers(config),
-            timeout=httpx.Timeout(None, connect=config.connect_timeout_s),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=config.max_outstanding),
+            timeout=httpx2.Timeout(None, connect=config.connect_timeout_s),
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=config.max_outstanding),
             trust_env=False,  # a proxy of the environment is not meant for servers of the cluster
         )
 
@@ -83,26 +84,28 @@ class Server:
         except json.JSONDecodeError:
             return None
 
-    async def _send(self, method: str, path: str, body: Any) -> httpx.Response:
+    async def _send(self, method: str, path: str, body: Any) -> httpx2.Response:
         timeout_s = self.config.timeout_s
         try:
             return await asyncio.wait_for(self._http.request(method, path, json=body), timeout_s)
         except TimeoutError as error:
             raise Unavailable(f"{self.url}{path}: no answer within {KEY}.timeout_s={timeout_s:g}") from error
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
             raise Unavailable(f"{self.url}: cannot connect ({error or type(error).__name__})") from error
-        except httpx.TransportError as error:
+        except httpx2.TransportError as error:
             raise Unavailable(f"{self.url}: connection lost ({error or type(error).__name__})") from error
 
     def succeeded(self) -> None:
         self._num_failures = 0
 
-    def failed(self) -> None:
-        """Wait before the next request; requests that fail together count once."""
+    def failed(self, error: Unavailable) -> None:
+        """Pause before the next request; requests that fail together count once."""
         now = asyncio.get_running_loop().time()
         if now >= self.retry_at:
-            self.retry_at = now + min(self.config.retry_backoff_s * 2**self._num_failures, MAX_BACKOFF_S)
+            pause_s = min(self.config.retry_backoff_s * 2**self._num_failures, MAX_BACKOFF_S)
+            self.retry_at = now + pause_s
             self._num_failures += 1
+            logger.warning("%s; next attempt in %.3g s", error, pause_s)
 
     async def close(self) -> None:
         await self._http.aclose()

@@ -5,7 +5,6 @@ again, on another server if there is one; only the answer of the last attempt co
 """
 
 import asyncio
-import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,8 +15,6 @@ from lockstep.config.actor_rollout_ref import ServerConfig
 from lockstep.engines.rollout.server.http import KEY, Server, ServerError, Unavailable
 from lockstep.engines.rollout.server.protocols import Answer
 from lockstep.protocol.generation import GenerationRequest
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -65,10 +62,9 @@ class ServerPool:
                 answer = await self.attempt(server, flight)
             except Unavailable as error:
                 attempts += 1
-                server.failed()
+                server.failed(error)
                 if attempts > self.config.max_retries:
                     raise ServerError(f"{error}; gave up after {attempts} attempts ({KEY}.max_retries)") from error
-                logger.warning("%s; attempt %d of %d", error, attempts, self.config.max_retries + 1)
                 if flight.is_aborted:
                     return Answer([], [], "abort")
             else:

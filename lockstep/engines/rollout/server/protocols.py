@@ -69,7 +69,9 @@ class ServerProtocol(ABC):
 
     async def why_no_updates(self, server: Server) -> str | None:
         """Why its weights cannot be updated, and what to do; None if they can."""
-        return f"{server.url} has no endpoints for weight updates; set {KEY}.kind=vllm or sglang and start such a server"
+        return (
+            f"{server.url} has no endpoints for weight updates; set {KEY}.kind=vllm or sglang and start such a server"
+        )
 
     async def begin_update(self, server: Server) -> None:
         raise NotImplementedError
@@ -82,7 +84,9 @@ class ServerProtocol(ABC):
         """Load tensors. payload: base64 of a pickled list of (name, tensor)."""
         raise NotImplementedError
 
-    async def join_group(self, server: Server, address: str, port: int, first_rank: int, size: int, backend: str) -> None:
+    async def join_group(
+        self, server: Server, address: str, port: int, first_rank: int, size: int, backend: str
+    ) -> None:
         raise NotImplementedError
 
     async def load_broadcast(self, server: Server, tensors: Sequence[tuple[str, str, list[int]]]) -> None:
@@ -273,7 +277,9 @@ class SglangProtocol(ServerProtocol):
         ranks = [payload] * await self.num_ranks(server)
         await self._update(server, "/update_weights_from_tensor", {"serialized_named_tensors": ranks})
 
-    async def join_group(self, server: Server, address: str, port: int, first_rank: int, size: int, backend: str) -> None:
+    async def join_group(
+        self, server: Server, address: str, port: int, first_rank: int, size: int, backend: str
+    ) -> None:
         place = {"master_address": address, "master_port": port, "rank_offset": first_rank, "world_size": size}
         await self._update(
             server, "/init_weights_update_group", {**place, "group_name": self._GROUP, "backend": backend}
@@ -290,7 +296,9 @@ class SglangProtocol(ServerProtocol):
         except ServerError:  # its name in older versions
             info = await server.get("/get_server_info")
         if info.get("dp_size", 1) > 1:
-            raise ServerError(f"{server.url} has dp_size={info['dp_size']}; start one server per copy and list all URLs")
+            raise ServerError(
+                f"{server.url} has dp_size={info['dp_size']}; start one server per copy and list all URLs"
+            )
         return int(info["tp_size"]) * int(info.get("pp_size", 1))
 
     async def finish_update(self, server: Server, label: str) -> None:
