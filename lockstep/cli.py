@@ -76,10 +76,12 @@ def _to_pipe(program: Callable[[list[str]], int], argv: list[str]) -> int:
 
 
 def _doctor(argv: list[str]) -> int:
+    if any(word.startswith("--engine") for word in argv):
+        return int(import_module("lockstep.engine_check").main(argv))
     if argv:
         asked_for_help = argv[0] in ("-h", "--help")
         stream = sys.stdout if asked_for_help else sys.stderr
-        stream.write("usage: lockstep doctor\n\nShow installed packages and hardware.\n")
+        stream.write(DOCTOR_USAGE)
         return 0 if asked_for_help else 2
     from rich.console import Console
     from rich.table import Table
@@ -92,6 +94,11 @@ def _doctor(argv: list[str]) -> int:
     return 1 if any(found == MISSING for _, found in rows) else 0
 
 
+DOCTOR_USAGE = """\
+usage: lockstep doctor [--engine NAME [--model PATH] [key=value ...]]
+
+Show installed packages and hardware. With --engine, start a rollout engine and prove that it takes the trainer's weights.
+"""
 MISSING = "missing: reinstall lockstep-rl"
 
 
@@ -177,7 +184,7 @@ PROGRAMS = {
         "show when each phase and worker ran, as a page for a browser",
     ),
     "demo": Program(_main_of("lockstep.demo"), "", "train a small model from scratch on this machine"),
-    "doctor": Program(_doctor, "", "show installed packages and hardware"),
+    "doctor": Program(_doctor, "[--engine NAME]", "show installed packages and hardware, or check a rollout engine"),
 }
 
 

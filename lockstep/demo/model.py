@@ -1,6 +1,7 @@
 """The demo's model folder: a Qwen2 model with random weights and a character-level tokenizer."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -36,23 +37,24 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def make_model_folder(folder: Path, seed: int) -> int:
-    """Write config, random weights and tokenizer to `folder`; return the number of parameters."""
+def make_model_folder(folder: Path, seed: int, **changes: Any) -> int:
+    """Write config, random weights and tokenizer to `folder`; return the number of parameters. changes: of the config."""
     tokenizer = make_tokenizer()
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        initializer_range=0.1,  # the default 0.02 suits wide models; this narrow one learns faster with larger weights
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.1,  # the default 0.02 suits wide models; this narrow one learns faster with larger weights
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    config = Qwen2Config(**sizes | changes)
     torch.manual_seed(seed)
     model = Qwen2ForCausalLM(config)
     model.save_pretrained(folder)

@@ -79,6 +79,8 @@ GLOSSARY: dict[str, dict[str, str]] = {
     "Rollout against trainer": {
         "training/rollout_log_probs_gap": "mean |log p(rollout) - log p(trainer)| of sampled tokens; the run stops if it is too large",
         "weight_sync/canary_gap": "largest |log p(rollout) - log p(trainer)| on a fixed text after a weight update, if the rollout holds a copy; the run stops beyond rounding",
+        "weight_sync/<send_s,canary_s>": "seconds of a weight update: transfer with checksums, and canary",
+        "weight_sync/gb": "gigabytes that an update sends",
         "training/rollout_probs_diff_<mean,max,std>": "difference of the probabilities of sampled tokens",
         "training/rollout_probs_diff_valid": "1 if there were tokens to compare",
         "rollout_corr/kl": "KL from the trainer's policy to the rollout's, estimated as mean log-ratio; `k3_kl` is the k3 estimator",
@@ -98,7 +100,8 @@ GLOSSARY: dict[str, dict[str, str]] = {
         "perf/time_per_step": "the same as `timing_s/step`",
         "perf/total_num_tokens": "tokens of the step",
         "perf/max_memory_<allocated,reserved>_gb": "peak GPU memory since the start, in GiB",
-        "perf/max_memory_allocated_gb/<phase>": "peak GPU memory of a phase of this step",
+        "perf/max_memory_allocated_gb/<phase>": "peak GPU memory of the last run of a phase",
+        "perf/memory_used_gb/<phase>": "GPU memory in use at its end, by all processes",
         "global_seqlen/<min,max,mean,minmax_diff>": "tokens per rank if rows were dealt out in order",
         "global_seqlen/<balanced_min,balanced_max>": "tokens per rank after balancing (`trainer.balance_batch`)",
     },

@@ -1,6 +1,6 @@
 """Devices: choice, transfers and memory."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 
@@ -57,16 +57,20 @@ def memory_peaks(device: torch.device) -> "MemoryPeaks":
 
 
 class MemoryPeaks:
-    """Peak CUDA memory of this process, overall and per phase of a step."""
+    """CUDA memory of this process per phase of a step, and its peak.
+
+    released: bytes that torch counts as allocated although a sleeping rollout engine has released them.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._phases: dict[str, float] = {}
+        self._phases: dict[str, int] = {}
         self._allocated = self._reserved = 0
+        self.released: Callable[[], int] = lambda: 0
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure the block; phases must not overlap."""
+        """Measure the block; phases must not overlap, and a rollout engine neither wakes nor sleeps inside."""
         if self._device.type != "cuda":
             yield
             return
@@ -74,17 +78,19 @@ class MemoryPeaks:
         torch.cuda.reset_peak_memory_stats(self._device)
         yield
         self._note()
-        self._phases[name] = torch.cuda.max_memory_allocated(self._device) / 2**30
+        free, total = torch.cuda.mem_get_info(self._device)
+        peak = torch.cuda.max_memory_allocated(self._device) - self.released()
+        self._phases |= {f"max_memory_allocated_gb/{name}": peak, f"memory_used_gb/{name}": total - free}
 
     def metrics(self) -> dict[str, float]:
         """Peaks since the process started, and of the last run of each phase; empty on CPU."""
         if self._device.type != "cuda":
             return {}
         self._note()
-        peaks = {"allocated": self._allocated, "reserved": self._reserved}
-        whole = {f"perf/max_memory_{kind}_gb": size / 2**30 for kind, size in peaks.items()}
-        return whole | {f"perf/max_memory_allocated_gb/{name}": size for name, size in self._phases.items()}
+        sizes = {"max_memory_allocated_gb": self._allocated, "max_memory_reserved_gb": self._reserved, **self._phases}
+        return {f"perf/{name}": size / 2**30 for name, size in sizes.items()}
 
     def _note(self) -> None:
-        self._allocated = max(self._allocated, torch.cuda.max_memory_allocated(self._device))
-        self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(self._device))
+        released = self.released()
+        self._allocated = max(self._allocated, torch.cuda.max_memory_allocated(self._device) - released)
+        self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(self._device) - released)

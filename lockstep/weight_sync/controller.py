@@ -1,5 +1,6 @@
 """The controller's side of a weight update: send the actor's weights to the rollout, then prove that they arrived."""
 
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Literal
@@ -25,6 +26,7 @@ class WeightSync:
         self.rollout: Any = rollout
         self.bound = bound
         self.layout = self.actor.weight_layout()[0]
+        self.num_bytes = sum(entry.num_bytes for bucket in self.layout for entry in bucket)
         self.rollout.expect_weights(self.layout)
         self._send: Callable[[int], tuple[Fingerprints, list[Fingerprints]]] = {
             "naive": self._through_store,
@@ -40,7 +42,9 @@ class WeightSync:
 
     def run(self, version: int) -> dict[str, float]:
         """Update the rollout, whose samples then carry `version`; AuditError if it does not hold the actor's weights."""
+        start = time.perf_counter()
         check_fingerprints(*self._send(version), version)
+        sent = time.perf_counter()
         gap = self._canary_gap()
         if not gap <= self.bound:
             self.rollout.drop_cached_prefixes()
@@ -51,7 +55,8 @@ class WeightSync:
                 f"after update {version} the rollout's log-probs of the canary text differ from the trainer's by {gap:.4g} (bound "
                 f"{self.bound:g}): {cause}; its samples would not come from this policy"
             )
-        return {CANARY_METRIC: gap}
+        times = {"weight_sync/send_s": sent - start, "weight_sync/canary_s": time.perf_counter() - sent}
+        return {CANARY_METRIC: gap, **times, "weight_sync/gb": self.num_bytes / 1e9}
 
     def _canary_gap(self) -> float:
         rows = DataProto.concat(self.rollout.generate_canary())

@@ -11,18 +11,24 @@ from lockstep.engines.rollout import ROLLOUT_ENGINES
 from lockstep.engines.rollout.base import RolloutEngine, rollout_dtype
 from lockstep.engines.train.fsdp import FsdpEngine
 from lockstep.single_controller import Dispatch, Worker, register
+from lockstep.utils.device import MemoryPeaks
 from lockstep.utils.fingerprint import fingerprint
 from lockstep.weight_sync.broadcast import BroadcastGroup, open_store
 from lockstep.weight_sync.buckets import Layout, cast_buckets, layout_of, names_of, pack_bucket, unpack_bucket
-from lockstep.weight_sync.proof import Fingerprints
+from lockstep.weight_sync.proof import Fingerprints, check_fingerprints
 
 
 class WeightSyncWorker(Worker):
-    """Methods of an actor (which has `actor`) and of a rollout (which has `rollout`); a worker can be both."""
+    """Methods of an actor (which has `actor`) and of a rollout (which has `rollout`); a worker can be both.
+
+    has_trained: whether the actor's weights have changed since they were sent last.
+    """
 
     config: ActorRolloutRefConfig
     device: torch.device
+    memory: MemoryPeaks
     is_actor: bool
+    has_trained: bool = False
     actor: FsdpEngine
     rollout: RolloutEngine
 
@@ -102,9 +108,20 @@ class WeightSyncWorker(Worker):
     def hand_over_weights(self, version: int) -> tuple[Fingerprints, Fingerprints]:
         """Actor and rollout in one process: load all buckets; returns the fingerprints of both."""
         self.rollout.begin_update()
-        for tensors in self._buckets():
-            self.rollout.update_weights(iter(tensors))
+        with self.memory.phase("update_weights"):
+            for tensors in self._buckets():
+                self.rollout.update_weights(iter(tensors))
         return self._sent, self.finish_update(version)
+
+    def restore_weights(self) -> None:
+        """Actor and rollout in one process: send the weights again to an engine that dropped them when it went to sleep."""
+        if self.rollout.has_weights:
+            return
+        if self.has_trained:
+            raise RuntimeError("the actor has trained since its weights were last sent: update the rollout first")
+        version = self.rollout.policy_version
+        sent, received = self.hand_over_weights(version)
+        check_fingerprints(sent, [received], version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def takes_weights(self) -> bool:
@@ -125,6 +142,7 @@ class WeightSyncWorker(Worker):
     def _buckets(self) -> Generator[list[tuple[str, Tensor]]]:
         """The actor's buckets; records their fingerprints."""
         self._sent: Fingerprints = {}
+        self.has_trained = False
         weights = self.actor.merged_weights() if self._sends_all else self.actor.weights(trained=True)
         for tensors in cast_buckets(weights, self._layout):
             self._sent |= {name: fingerprint(tensor) for name, tensor in tensors}

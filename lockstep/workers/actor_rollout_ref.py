@@ -89,6 +89,10 @@ class ActorRolloutRefWorker(WeightSyncWorker):
                 self.rollout.bind(self.generator)
             else:
                 self.rollout.load(config.model, _KEY, rollout_dtype(config, self.device), self.device)
+                self.memory.released = self.rollout.released_bytes
+                if self.is_actor:  # which sends its weights before the first request, and again whenever they were dropped
+                    self.rollout.drops_weights = True
+                    self.rollout.sleep()
             tp = config.rollout.tensor_model_parallel_size
             self._register_dispatch_collect_info("rollout", self.rank // tp, self.rank % tp == 0)
         if self.is_actor and config.model.lora_rank:
@@ -135,14 +139,16 @@ class ActorRolloutRefWorker(WeightSyncWorker):
             return self.rollout.generate(requests)
 
     @contextmanager
-    def _generating(self) -> Iterator[None]:
+    def _generating(self, *, stay_awake: bool = False) -> Iterator[None]:
         """The rollout has the weights and the memory it needs inside."""
         shares = self.is_actor and self.rollout.shares_weights
         weights = self.actor.lend_weights(self.generator) if shares else nullcontext()
-        with self.memory.phase("gen"), weights:
+        with weights:
+            self.restore_weights()
             self.rollout.wake()
-            yield
-            if self.config.rollout.free_cache_engine:
+            with self.memory.phase("gen"):
+                yield
+            if self.config.rollout.free_cache_engine and not stay_awake:
                 self.rollout.sleep()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -187,7 +193,9 @@ class ActorRolloutRefWorker(WeightSyncWorker):
         words = set(range(self.tokenizer.vocab_size)) - set(self.tokenizer.all_special_ids)
         prompt = canary_prompt(words, rollout)
         request = GenerationRequest(prompt, sampling)
-        with self._generating():
+        # A rollout is next; an actor that is not on the device may need the memory for its part first.
+        stay_awake = not (self.is_actor and self.config.actor.fsdp_config.param_offload)
+        with self._generating(stay_awake=stay_awake):
             completions = self.rollout.canaries(request)
         return batch_of([request] * len(completions), completions, rollout, self.tokenizer.pad_token_id)
 
@@ -265,6 +273,7 @@ class ActorRolloutRefWorker(WeightSyncWorker):
         metrics = means.result() | distance | {"actor/lr": engine.learning_rate} | self.memory.metrics()
         if config.use_kl_loss:
             metrics["actor/kl_coef"] = config.kl_loss_coef
+        self.has_trained = True
         engine.schedule_step()
         engine.offload()
         if self.is_rollout and self.rollout.shares_weights:
@@ -284,4 +293,5 @@ class ActorRolloutRefWorker(WeightSyncWorker):
     def load_checkpoint(self, local_path: str) -> None:
         self.actor.onload(optimizer=True)
         self.actor.load(checkpoint_folder(local_path), self.config.actor.checkpoint.load_contents)
+        self.has_trained = True
         self.actor.offload()

@@ -38,6 +38,8 @@ class RolloutEngine(ABC):
     takes_adapters: whether updates are the trained parameters alone, such as LoRA adapters beside the base that was loaded;
                     otherwise all weights, with adapters merged.
     policy_version: of the weights.
+    drops_weights:  set by the owner, who then sends all weights again before the next request: `sleep` may drop them.
+    has_weights:    False after such a `sleep`, until the next update.
     """
 
     config: RolloutConfig
@@ -45,6 +47,8 @@ class RolloutEngine(ABC):
     shares_weights: bool = False
     takes_adapters: bool = False
     policy_version: int = 0
+    drops_weights: bool = False
+    has_weights: bool = True
 
     def bind(self, model: nn.Module) -> None:
         """Use this module's parameters, with the values they have at each later call."""
@@ -114,6 +118,7 @@ class RolloutEngine(ABC):
     def finish_update(self, version: int) -> None:
         """All parameters have come; they are those of `version`. Nothing computed with earlier ones may be used again."""
         self.policy_version = version
+        self.has_weights = True
 
     @abstractmethod
     def fingerprints(self, names: Sequence[str]) -> dict[str, int]:
@@ -126,10 +131,14 @@ class RolloutEngine(ABC):
         """Forget the KV cache of earlier prompts."""
 
     def sleep(self) -> None:  # noqa: B027
-        """Free the KV cache until `wake` or the next request."""
+        """Free the KV cache, and what else the engine can do without, until `wake`, an update or the next request."""
 
     def wake(self) -> None:  # noqa: B027
         """Undo `sleep`; the next request does so too."""
+
+    def released_bytes(self) -> int:
+        """Device memory that torch counts as allocated although `sleep` released it."""
+        return 0
 
 
 class ModuleEngine(RolloutEngine):

@@ -42,6 +42,8 @@ ENVIRONMENT = {
 """Defaults of vLLM's environment variables."""
 _engines: "weakref.WeakSet[VllmEngine]" = weakref.WeakSet()
 """Those of this process."""
+PARTS = ("weights", "kv_cache")
+"""What vLLM wakes separately."""
 CPU_BLOCK = 128
 """Tokens per block of vLLM's KV cache on CPU."""
 
@@ -54,7 +56,7 @@ class VllmEngine(RolloutEngine):
         self.max_model_len = longest_sequence(config)
         self.device = torch.device("cpu")
         self.llm: Any = None
-        self._awake = {"weights", "kv_cache"}
+        self._awake = set(PARTS)
         self._unfinished: set[int] = set()
 
     def load(self, model: HFModelConfig, key: str, dtype: torch.dtype, device: torch.device) -> None:
@@ -132,19 +134,34 @@ class VllmEngine(RolloutEngine):
             raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
 
     def sleep(self) -> None:
-        """On CUDA the weights go to host memory too; vLLM on CPU cannot sleep."""
-        if self.device.type == "cuda" and self.config.free_cache_engine and self._awake:
-            self.llm.sleep(level=1)
-            self._awake = set()
+        """On CUDA the weights leave the device too: to host memory (level 1), or they are dropped if they are sent again (level 2).
+
+        vLLM on CPU cannot sleep.
+        """
+        if self.device.type != "cuda" or not self.config.free_cache_engine or not self._awake:
+            return
+        self.wake()  # vLLM sleeps as a whole
+        self.llm.sleep(level=2 if self.drops_weights else 1)
+        self._awake = set()
+        self.has_weights = not self.drops_weights
 
     def wake(self) -> None:
-        self._wake("weights", "kv_cache")
+        self._wake(*PARTS)
 
     def _wake(self, *parts: str) -> None:
         asleep = [part for part in parts if part not in self._awake]
         if asleep:
+            torch.cuda.empty_cache()  # vLLM allocates outside of torch's cache
             self.llm.wake_up(tags=asleep)
             self._awake |= set(asleep)
+
+    def released_bytes(self) -> int:
+        if len(self._awake) == len(PARTS):
+            return 0
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        allocations = CuMemAllocator.get_instance().pointer_to_data.values()
+        return sum(allocation.handle[1] for allocation in allocations if allocation.is_asleep)
 
     @property
     def _engine(self) -> Any:
