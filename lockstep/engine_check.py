@@ -49,8 +49,9 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     with tempfile.TemporaryDirectory() as name:
         try:
+            ROLLOUT_ENGINES.get(options.engine)
             config = _config(options, Path(name))
-        except ConfigError as error:
+        except (ConfigError, ValueError) as error:
             sys.stderr.write(f"{error}\n")
             return 2
         return _run(config, options.model)

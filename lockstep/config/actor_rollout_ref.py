@@ -219,7 +219,8 @@ class RolloutConfig:
     enable_chunked_prefill: bool = True
     """Prefill a prompt longer than `max_num_batched_tokens` over several steps."""
     free_cache_engine: bool = True
-    """Free the KV cache after each rollout."""
+    """Free the KV cache after each rollout, in vllm also the weights. Default false if trainer.placement gives the rollout its own
+    GPUs."""
     enforce_eager: bool = False
     """Disable CUDA graphs."""
     tensor_model_parallel_size: int = 1

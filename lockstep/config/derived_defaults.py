@@ -14,6 +14,7 @@ from lockstep.config.schema import keys, set_in
 from lockstep.config.sft import SFTConfig
 
 _CLIP_LOW, _CLIP_HIGH = "actor_rollout_ref.actor.clip_ratio_low", "actor_rollout_ref.actor.clip_ratio_high"
+_FREE_CACHE = "actor_rollout_ref.rollout.free_cache_engine"
 
 _CLIP_AROUND_1 = ("vanilla", "bypass_mode", "gspo", "geo_mean", "clip_cov")
 """Losses for which distances from 1 as large as 0.5 and 1 make no sense; cispo and dppo_tv, dppo_kl use such values."""
@@ -48,6 +49,8 @@ def derived_defaults(cls: type, values: Mapping[str, Any]) -> tuple[dict[str, An
             "data.micro_batch_size_per_gpu is set, so micro-batches are filled by sequences; set data.use_dynamic_bsz=true to "
             "fill them by tokens"
         )
+    if values.get("trainer.placement") in ("split", "standalone") and _FREE_CACHE not in values:
+        derived[_FREE_CACHE] = False  # nobody else uses the memory
     low, high = values.get(_CLIP_LOW), values.get(_CLIP_HIGH)
     is_around_1 = values.get("actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla") in _CLIP_AROUND_1
     if is_around_1 and isinstance(low, float) and isinstance(high, float) and 0.5 <= low < 1 < high < 2:

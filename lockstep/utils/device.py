@@ -75,11 +75,9 @@ class MemoryPeaks:
             yield
             return
         self._note()
-        torch.cuda.reset_peak_memory_stats(self._device)
         yield
-        self._note()
+        peak = self._note()
         free, total = torch.cuda.mem_get_info(self._device)
-        peak = torch.cuda.max_memory_allocated(self._device) - self.released()
         self._phases |= {f"max_memory_allocated_gb/{name}": peak, f"memory_used_gb/{name}": total - free}
 
     def metrics(self) -> dict[str, float]:
@@ -90,7 +88,11 @@ class MemoryPeaks:
         sizes = {"max_memory_allocated_gb": self._allocated, "max_memory_reserved_gb": self._reserved, **self._phases}
         return {f"perf/{name}": size / 2**30 for name, size in sizes.items()}
 
-    def _note(self) -> None:
+    def _note(self) -> int:
+        """Note the peaks since the last call; returns the allocated one."""
         released = self.released()
-        self._allocated = max(self._allocated, torch.cuda.max_memory_allocated(self._device) - released)
+        allocated = torch.cuda.max_memory_allocated(self._device) - released
+        self._allocated = max(self._allocated, allocated)
         self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(self._device) - released)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return allocated

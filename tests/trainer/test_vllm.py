@@ -10,6 +10,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
+import yaml
 
 from lockstep.config.commandline import config_from_command_line
 from lockstep.config.ppo import PPOConfig
@@ -17,7 +19,7 @@ from lockstep.engines.rollout import VllmEngine
 from lockstep.trainer.main_generation import main as generate
 from lockstep.trainer.main_ppo import main
 from lockstep.trainer.ppo.task_runner import TaskRunner
-from lockstep.weight_sync import CANARY_METRIC
+from lockstep.weight_sync import CANARY_METRIC, canary_bound
 from tests.tiny import save_tiny_model, small_run, write_rows
 
 pytestmark = [
@@ -144,6 +146,37 @@ def test_the_documented_command(base: list[str], tmp_path: Path) -> None:
     small = ["data.max_prompt_length=40", "data.max_response_length=6", "trainer.device=cpu"]
     assert main([*command.split(), *small]) == 0
     assert [row[CANARY_METRIC] < 1e-3 for row in rows_of(tmp_path / "vllm")] == [True, True]
+
+
+def test_grpo_config_of_a_users_document(base: list[str], tmp_path: Path) -> None:
+    """As printed, with small sizes, this machine's files and one worker."""
+    blocks = yaml.safe_load((Path(__file__).parents[1] / "config" / "documented_blocks.yaml").read_text())
+    (settings,) = [block["settings"] for block in blocks if block["from"] == "document 1, §A.1"]
+    assert settings["actor_rollout_ref"]["rollout"]["name"] == "vllm"
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    folder = next(text for text in base if text.startswith("actor_rollout_ref.model.path=")).split("=")[1][:-6]
+    changes = [
+        f"data.train_files={folder}/train.parquet",
+        f"data.val_files={folder}/val.parquet",
+        "data.train_batch_size=8",
+        "data.max_prompt_length=40",
+        "data.max_response_length=8",
+        f"actor_rollout_ref.model.path={folder}/model",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        f"{ROLLOUT}.tensor_model_parallel_size=1",
+        f"{ROLLOUT}.gpu_memory_utilization=0.1",
+        f"{ROLLOUT}.max_num_seqs=16",
+        f"custom_reward_function.path={folder}/reward.py",
+        "trainer.n_gpus_per_node=1",
+        "trainer.logger=console",
+        f"trainer.default_local_dir={tmp_path}/run",
+    ]
+    assert main(["--config-name", str(tmp_path / "run.yaml"), *changes]) == 0
+    rows = rows_of(tmp_path / "run")
+    bound = canary_bound(torch.bfloat16 if torch.cuda.is_available() else torch.float32)
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row[CANARY_METRIC] <= bound and row["actor/grad_norm"] > 0 for row in rows)
+    assert any(name.startswith("val-") for name in rows[-1])
 
 
 def sh_blocks(page: str) -> list[str]:

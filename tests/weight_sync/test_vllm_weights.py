@@ -27,10 +27,10 @@ pytestmark = [
 class Hybrid:
     """Actor and vLLM in one worker, and the controller's side of their updates."""
 
-    def __init__(self, worker: ActorRolloutRefWorker) -> None:
+    def __init__(self, worker: ActorRolloutRefWorker, dtype: torch.dtype = torch.float32) -> None:
         self.worker = worker
         group: Any = OneWorker(worker)
-        self.sync = WeightSync(group, group, "in_process", canary_bound(torch.float32))
+        self.sync = WeightSync(group, group, "in_process", canary_bound(dtype))
         self.version = 0
 
     @property
@@ -42,7 +42,9 @@ class Hybrid:
         """Change every parameter of the actor."""
         with torch.no_grad():
             for parameter in self.worker.actor.model.parameters():
-                parameter.add_(0.02 * torch.randn(parameter.shape))
+                parameter.add_(0.02 * torch.randn_like(parameter))
+        self.worker.actor._refresh()
+        self.worker.has_trained = True
 
     def update(self) -> float:
         self.version += 1
