@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -57,16 +58,17 @@ def memory_peaks(device: torch.device) -> "MemoryPeaks":
 
 
 class MemoryPeaks:
-    """CUDA memory of this process per phase of a step, and its peak.
-
-    released: bytes that torch counts as allocated although a sleeping rollout engine has released them.
-    """
+    """CUDA memory of this process per phase of a step, and its peak."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._phases: dict[str, int] = {}
         self._allocated = self._reserved = 0
-        self.released: Callable[[], int] = lambda: 0
+        self._released: WeakMethod[Callable[[], int]] | None = None
+
+    def subtract(self, released: Callable[[], int]) -> None:
+        """Ask this method for bytes that torch counts as allocated although they are released, as long as its object lives."""
+        self._released = WeakMethod(released)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -90,7 +92,8 @@ class MemoryPeaks:
 
     def _note(self) -> int:
         """Note the peaks since the last call; returns the allocated one."""
-        released = self.released()
+        method = self._released() if self._released is not None else None
+        released = method() if method is not None else 0
         allocated = torch.cuda.max_memory_allocated(self._device) - released
         self._allocated = max(self._allocated, allocated)
         self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(self._device) - released)

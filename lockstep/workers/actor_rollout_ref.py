@@ -89,7 +89,7 @@ class ActorRolloutRefWorker(WeightSyncWorker):
                 self.rollout.bind(self.generator)
             else:
                 self.rollout.load(config.model, _KEY, rollout_dtype(config, self.device), self.device)
-                self.memory.released = self.rollout.released_bytes
+                self.memory.subtract(self.rollout.released_bytes)
                 if self.is_actor:  # which sends its weights before the first request, and again whenever they were dropped
                     self.rollout.drops_weights = True
                     self.rollout.sleep()

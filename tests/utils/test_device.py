@@ -37,6 +37,24 @@ def test_each_phase_has_its_own_peak_and_the_largest_is_kept(cuda: torch.device)
     assert metrics["perf/max_memory_reserved_gb"] >= metrics["perf/max_memory_allocated_gb"]
 
 
+class Sleeping:
+    def released_bytes(self) -> int:
+        return 128 * MB
+
+
+@pytest.mark.gpu
+def test_released_memory_is_not_counted(cuda: torch.device) -> None:
+    before, peaks = torch.cuda.memory_allocated() / 2**30, MemoryPeaks(cuda)
+    engine: Sleeping | None = Sleeping()
+    peaks.subtract(engine.released_bytes)
+    for _ in range(2):
+        with peaks.phase("gen"):
+            torch.empty(512 * MB, dtype=torch.uint8, device=cuda)
+        expected = before + (0.375 if engine is not None else 0.5)
+        assert peaks.metrics()["perf/max_memory_allocated_gb/gen"] == pytest.approx(expected)
+        engine = None  # not kept alive
+
+
 @pytest.mark.gpu
 def test_memory_held_by_a_cuda_graph_is_not_free(cuda: torch.device) -> None:
     whole = free_memory(cuda)

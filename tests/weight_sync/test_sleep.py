@@ -1,5 +1,7 @@
 """An engine in the actor's process may drop its weights while it sleeps: the worker sends them again before the next request."""
 
+import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -85,6 +87,15 @@ def test_weights_that_have_changed_are_not_sent_as_the_old_version(worker: Actor
     worker.has_trained = True
     with pytest.raises(RuntimeError, match="the actor has trained since its weights were last sent"):
         complete(worker)
+
+
+def test_metrics_do_not_keep_the_engine_alive(worker: ActorRolloutRefWorker) -> None:
+    """vLLM's engines of one process share its process groups, which the last one takes with it."""
+    engine = weakref.ref(worker.rollout)
+    worker.memory.subtract(worker.rollout.released_bytes)
+    del worker.rollout
+    gc.collect()
+    assert engine() is None
 
 
 def test_weights_sent_again_are_checked(worker: ActorRolloutRefWorker, monkeypatch: pytest.MonkeyPatch) -> None:
