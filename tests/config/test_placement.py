@@ -279,3 +279,10 @@ def test_several_workers_without_ray(minimal: list[str], monkeypatch: pytest.Mon
     load_config(PPOConfig, minimal)
     with pytest.raises(ConfigError, match=r'need Ray: pip install "lockstep-rl\[ray\]"'):
         load_config(PPOConfig, [*minimal, "trainer.n_gpus_per_node=2"])
+
+
+def test_a_rollout_with_its_own_gpus_keeps_its_cache() -> None:
+    key = "actor_rollout_ref.rollout.free_cache_engine"
+    assert named("hybrid", 1, 8).actor_rollout_ref.rollout.free_cache_engine
+    assert not named("split", 1, 8).actor_rollout_ref.rollout.free_cache_engine
+    assert named("standalone", 1, 8, f"{key}=true").actor_rollout_ref.rollout.free_cache_engine

@@ -6,7 +6,6 @@
 Ranks of a tensor-parallel group run the same requests in the same order (vLLM's external launcher).
 """
 
-import atexit
 import gc
 import os
 import weakref
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
@@ -69,12 +67,10 @@ class VllmEngine(RolloutEngine):
         try:
             with _unchanged_process():
                 self.llm = vllm.LLM(**settings)
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, RuntimeError, AssertionError) as error:
             cause = " ".join(str(error).split())
             raise ValueError(f"actor_rollout_ref.rollout.name=vllm: vLLM cannot serve {model.path}: {cause}") from error
         _engines.add(self)
-        if current_world_size() == 1:
-            atexit.register(_leave_process_group)
         if self.config.tensor_model_parallel_size > 1:
             _unlink_shared_memory(device)
         if self.config.load_format != "dummy" and has_adapter_files(model, key):
@@ -320,12 +316,6 @@ def _unlink_shared_memory(device: torch.device) -> None:
     if device.type == "cpu":
         name = group.device_communicator.dist_module.group_name.strip("/")
         Path(f"/dev/shm/{name}_{group.rank_in_group}").unlink(missing_ok=True)
-
-
-def _leave_process_group() -> None:
-    """End the process group that vLLM made for its only rank; NCCL warns if nobody does."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _collect_earlier_engines() -> None:
