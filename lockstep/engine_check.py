@@ -133,7 +133,7 @@ class EngineCheck:
     def _group(self, role: str) -> LocalWorkerGroup:
         worker = ClassWithInitArgs(ActorRolloutRefWorker, config=self.config, role=role, device=self.device)
         group = LocalWorkerGroup(ResourcePool([1]), worker)
-        group.init_model()  # type: ignore[attr-defined]
+        group.init_model()
         return group
 
     def _train(self, learning_rate: float) -> dict[str, float]:

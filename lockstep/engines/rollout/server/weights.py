@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import torch
@@ -116,7 +116,7 @@ def _join_group(address: str, port: int, size: int, backend: str, timeout_s: flo
     store.set_timeout(timeout)
     prefixed = dist.PrefixStore(GROUP, store)
     group, _ = _new_process_group_helper(
-        size, rank, [], dist.Backend(backend), prefixed, group_name=GROUP, timeout=timeout
+        size, rank, [], dist.Backend(backend), prefixed, group_name=cast(Any, GROUP), timeout=timeout
     )
     _world.pg_group_ranks[group] = {place: place for place in range(size)}
     return group
