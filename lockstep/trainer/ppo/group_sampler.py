@@ -1,25 +1,47 @@
 """One prompt in, its n scored samples out, for many prompts at once: rewards are computed while others still generate.
 
-sample ─► n requests ─► RolloutClient ─► rows ─► GroupScorer ─► token_level_scores
+prompts ─► Draw ─► respond: n requests per prompt ─► RolloutClient ─► GroupScorer: rows with responses, token_level_scores
 """
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, Self, TypeVar
+
+import torch
 
 from lockstep.algorithms.advantages import required_inputs
 from lockstep.config.ppo import PPOConfig
 from lockstep.protocol import DataProto
 from lockstep.protocol.generation import Completion, GenerationRequest
-from lockstep.trainer.ppo.group_scorer import GroupScorer
+from lockstep.trainer.ppo.group_scorer import GroupScorer, ScoredGroup
 from lockstep.trainer.ppo.sampling import RewardFn, training_rows
 from lockstep.workers.rollout_batch import batch_of, requests_of, sampling_params
 from lockstep.workers.rollout_client import RolloutClient
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Draw:
+    """Prompts of one batch, to be sampled together or one by one.
+
+    rows, requests: `n` per prompt, in order. A group's rows are `rows[number * n : (number + 1) * n]`.
+    greedy:         the same prompts with one greedy row each, if the estimator needs their scores as baselines.
+    """
+
+    rows: DataProto
+    requests: list[GenerationRequest]
+    n: int
+    greedy: "Draw | None" = None
+
+    def __len__(self) -> int:
+        return len(self.requests) // self.n
+
+    def places(self, number: int) -> range:
+        return range(number * self.n, (number + 1) * self.n)
 
 
 class GroupSampler:
@@ -38,7 +60,7 @@ class GroupSampler:
         self.n = config.actor_rollout_ref.rollout.n
         self.needs_baselines = "reward_baselines" in required_inputs(config.algorithm.adv_estimator)
         batch_rows = (config.data.gen_batch_size or config.data.train_batch_size) * self.n
-        self.scorer = GroupScorer(rm_wg, reward_fn, client.submission, batch_rows)
+        self.scorer = GroupScorer(self._with_responses, rm_wg, reward_fn, client.submission, batch_rows)
         self.generated: list[float] = []
 
     @asynccontextmanager
@@ -55,27 +77,53 @@ class GroupSampler:
         The reward function's columns may differ between groups, see `concat_scored`.
         draw, number: index of the prompt batch within the step, and the prompt's row in it.
         """
-        rows = partial(training_rows, self.config, prompt, step=step, draw=draw, first=number)
-        if not self.needs_baselines:
-            return await self._scored(rows(n=self.n))
-        batch, baseline = await all_of([self._scored(rows(n=self.n)), self._scored(rows(n=1, greedy=True))])
-        batch.tensors["reward_baselines"] = baseline.tensors["token_level_scores"].sum(-1).repeat_interleave(self.n)
-        return batch
+        drawn = self.draw(prompt, step=step, draw=draw, first=number)
+        group = await self.respond(drawn, 0)
+        rows = group.call[group.rows]
+        if group.baseline is not None:
+            rows.tensors["reward_baselines"] = torch.full((len(rows),), group.baseline)
+        return rows
 
-    async def _scored(self, rows: DataProto) -> DataProto:
-        rows = rows.union(await self._responses(rows))
+    def draw(self, prompts: DataProto, *, step: int, draw: int, first: int = 0) -> Draw:
+        """first: row of the first of `prompts` in its batch."""
+        greedy = self._draw(prompts, 1, step, draw, first, greedy=True) if self.needs_baselines else None
+        return self._draw(prompts, self.n, step, draw, first, greedy=False, baselines=greedy)
+
+    def _draw(
+        self,
+        prompts: DataProto,
+        n: int,
+        step: int,
+        draw: int,
+        first: int,
+        *,
+        greedy: bool,
+        baselines: Draw | None = None,
+    ) -> Draw:
+        rows = training_rows(self.config, prompts, n=n, step=step, draw=draw, first=first, greedy=greedy)
+        sampling = sampling_params(self.config.actor_rollout_ref.rollout, validate=False, greedy=greedy)
+        return Draw(rows, requests_of(rows, sampling), n, baselines)
+
+    async def respond(self, draw: Draw, number: int) -> ScoredGroup:
+        """The scored samples of one prompt of the draw."""
+        if draw.greedy is None:
+            return await self._respond(draw, number)
+        group, greedy = await all_of([self._respond(draw, number), self._respond(draw.greedy, number)])
+        group.baseline = float(greedy.call.tensors["token_level_scores"][greedy.rows].sum())
+        return group
+
+    async def _respond(self, draw: Draw, number: int) -> ScoredGroup:
+        places = draw.places(number)
+        key = draw.rows.non_tensor_batch["uid"][places.start]
+        completions = await all_of([self.client.generate(draw.requests[place], key=key) for place in places])
         self.generated.append(time.perf_counter())
-        return await self.scorer.score(rows)
+        return await self.scorer.score(draw, places, completions)
 
-    async def _responses(self, rows: DataProto) -> DataProto:
-        """What generation adds to the rows of one prompt."""
+    def _with_responses(self, draw: Draw, places: Sequence[int], completions: Sequence[Completion]) -> DataProto:
+        """Rows of a draw with the responses to them."""
+        requests = [draw.requests[place] for place in places]
         rollout = self.config.actor_rollout_ref.rollout
-        requests = requests_of(rows, sampling_params(rollout, validate=False, greedy=rows.meta_info["greedy"]))
-        completions = await self._complete(requests, key=rows.non_tensor_batch["uid"][0])
-        return batch_of(requests, completions, rollout, self.pad_token_id)
-
-    async def _complete(self, requests: Sequence[GenerationRequest], key: str) -> list[Completion]:
-        return await all_of([self.client.generate(request, key=key) for request in requests])
+        return draw.rows[places].union(batch_of(requests, completions, rollout, self.pad_token_id))
 
 
 async def all_of(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

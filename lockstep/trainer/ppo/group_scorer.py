@@ -1,6 +1,6 @@
 """Scores groups of samples while others are still generated.
 
-    score(group) ─► waits for the call before ─► reward model ─► reward function, in a thread ─► the group with its scores
+score ─► waits for the call before ─► rows with responses ─► reward model ─► reward function ─► ScoredGroup
 
 All groups that wait are scored in one call: the reward function is never called twice at a time, and uses all of its workers.
 """
@@ -8,7 +8,9 @@ All groups that wait are scored in one call: the reward function is never called
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby
 from typing import Any, TypeVar
 
 import torch
@@ -22,17 +24,48 @@ from lockstep.utils.spans import span
 T = TypeVar("T")
 
 
-class GroupScorer:
-    """
-    rm_wg:      None without a reward model. It may share its processes with the rollout.
-    submission: held while calls are submitted to workers, so that all ranks get them in the same order.
-    batch_rows: a call that fails on all of its rows stops the run only after as many rows as in a batch have failed.
-    busy_s:     seconds spent in calls since `begin`.
+@dataclass(eq=False)
+class ScoredGroup:
+    """The samples of one prompt, within the rows of the call that scored them.
+
+    call:     rows with `token_level_scores` and the reward function's columns, in which failed rows are None.
+    rows:     those of the group.
+    baseline: score of the prompt's greedy response, if the estimator needs it.
     """
 
-    def __init__(self, rm_wg: Any, reward_fn: RewardFn, submission: threading.Lock, batch_rows: int) -> None:
+    call: DataProto
+    rows: slice
+    baseline: float | None = None
+
+
+@dataclass(eq=False)
+class _Waiting:
+    draw: Any
+    places: Sequence[int]
+    responses: Sequence[Any]
+    future: "asyncio.Future[ScoredGroup]"
+
+
+class GroupScorer:
+    """
+    with_responses: (draw, places, responses) -> rows of the draw, at these places, with their responses.
+    rm_wg:          None without a reward model. It may share its processes with the rollout.
+    submission:     held while calls are submitted to workers, so that all ranks get them in the same order.
+    batch_rows:     a call that fails on all of its rows stops the run only after as many rows as in a batch have failed.
+    busy_s:         seconds spent in calls since `begin`.
+    """
+
+    def __init__(
+        self,
+        with_responses: Callable[[Any, Sequence[int], Sequence[Any]], DataProto],
+        rm_wg: Any,
+        reward_fn: RewardFn,
+        submission: threading.Lock,
+        batch_rows: int,
+    ) -> None:
         self.rm_wg = rm_wg
         self.reward_fn = reward_fn
+        self._with_responses = with_responses
         self._submission = submission
         self._batch_rows = batch_rows
         self.begin()
@@ -41,13 +74,13 @@ class GroupScorer:
         """Forget what was counted."""
         self.busy_s = 0.0
         self._failures: list[AllRowsFailedError] = []  # of the latest calls, since a row was scored
-        self._waiting: list[tuple[DataProto, asyncio.Future[DataProto]]] = []
+        self._waiting: list[_Waiting] = []
         self._calling = False
 
-    async def score(self, group: DataProto) -> DataProto:
-        """The group with `token_level_scores` and the reward function's columns, in which failed rows are None."""
-        future: asyncio.Future[DataProto] = asyncio.get_running_loop().create_future()
-        self._waiting.append((group, future))
+    async def score(self, draw: Any, places: Sequence[int], responses: Sequence[Any]) -> ScoredGroup:
+        """Score a group: the rows of a draw at `places`, whose responses are complete."""
+        future: asyncio.Future[ScoredGroup] = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Waiting(draw, places, responses, future))
         if not self._calling:
             self._calling = True
             asyncio.get_running_loop().call_soon(self._call)  # groups that complete together are scored together
@@ -55,37 +88,43 @@ class GroupScorer:
 
     def _call(self) -> None:
         """Score the groups that wait."""
-        waiting = [entry for entry in self._waiting if not entry[1].done()]  # others were cancelled
+        waiting = [group for group in self._waiting if not group.future.done()]  # others were cancelled
         self._calling = bool(waiting)
-        if not waiting:
-            self._waiting = []
-            return
-        meta = waiting[0][0].meta_info  # a call is for one step
-        taken = [entry for entry in waiting if entry[0].meta_info == meta]
-        self._waiting = [entry for entry in waiting if entry[0].meta_info != meta]
-        batch = DataProto.concat([group for group, _ in taken])
-        call = in_thread(lambda: self._scored(batch))
-        call.add_done_callback(lambda call: self._hand_out(taken, call))
+        meta = waiting[0].draw.rows.meta_info if waiting else {}  # a call is for one step
+        taken = [group for group in waiting if group.draw.rows.meta_info == meta]
+        self._waiting = [group for group in waiting if group.draw.rows.meta_info != meta]
+        if taken:
+            taken.sort(key=lambda group: id(group.draw))
+            call = in_thread(lambda: self._scored(taken))
+            call.add_done_callback(lambda call: self._hand_out(taken, call))
 
-    def _hand_out(
-        self, taken: list[tuple[DataProto, asyncio.Future[DataProto]]], call: asyncio.Future[DataProto]
-    ) -> None:
+    def _hand_out(self, taken: list[_Waiting], call: "asyncio.Future[DataProto]") -> None:
         if call.cancelled():
             return
         error, first = call.exception(), 0
-        for group, future in taken:
-            last = first + len(group)
-            if future.done():
-                pass
-            elif error is not None:
-                future.set_exception(error)
+        for group in taken:
+            rows = slice(first, first + len(group.places))
+            first = rows.stop
+            if group.future.done():
+                continue
+            if error is not None:
+                group.future.set_exception(error)
             else:
-                future.set_result(call.result()[first:last])
-            first = last
+                group.future.set_result(ScoredGroup(call.result(), rows))
         self._call()
 
-    def _scored(self, batch: DataProto) -> DataProto:
+    def _rows(self, taken: list[_Waiting]) -> DataProto:
+        parts = []
+        for _, same in groupby(taken, key=lambda group: id(group.draw)):
+            groups = list(same)
+            places = list(chain.from_iterable(group.places for group in groups))
+            responses = list(chain.from_iterable(group.responses for group in groups))
+            parts.append(self._with_responses(groups[0].draw, places, responses))
+        return parts[0] if len(parts) == 1 else DataProto.concat(parts)
+
+    def _scored(self, taken: list[_Waiting]) -> DataProto:
         began = time.perf_counter()
+        batch = self._rows(taken)
         with span("reward", ("rewards", 0)):
             if self.rm_wg is not None:
                 with phase("reward model"):
