@@ -178,7 +178,14 @@ class RolloutConfig:
     """Rollout engine: embedded (decodes with the trainer's weights), hf (transformers' generate), vllm (holds a copy), or server
     and sglang (running servers, see `server`)."""
     mode: Literal["sync", "async"] = "async"
-    """How agents call the engine; single-turn rollouts are the same in both."""
+    """async generates the samples of a step as independent requests and scores each prompt's samples while others still generate;
+    sync generates all, then scores all. Both give the same batch."""
+    over_sample_rate: float = 0.0
+    """async: fraction of the prompts in generation that a step does not wait for. A step generates train_batch_size / (1 - rate)
+    prompts and ends when train_batch_size of them are complete."""
+    over_sample_unfinished: Literal["abort", "keep"] = "abort"
+    """The prompts that a step did not wait for: abort drops them; keep completes them in the next step, with the tokens that they
+    have."""
     n: int = 1
     """Samples per prompt."""
     do_sample: bool = True

@@ -60,6 +60,7 @@ RANGES: dict[str, Range] = {
     "train_batch_size": POSITIVE,
     "val_batch_size": POSITIVE,
     "gen_batch_size": POSITIVE,
+    "over_sample_rate": (lambda x: 0 <= x < 1, "must be at least 0 and below 1"),
     "seed": NOT_NEGATIVE,
     "betas": (lambda pair: all(0 <= x < 1 for x in pair), "must be two numbers of at least 0 and below 1"),
     "ppo_mini_batch_size": POSITIVE,
@@ -364,10 +365,34 @@ def _algorithm(values: Values, inputs: Collection[str]) -> Iterator[Problem]:
     if values["data.gen_batch_size"] is not None and not values["algorithm.filter_groups.enable"]:
         message = "is used only with algorithm.filter_groups.enable=true; set data.train_batch_size instead"
         yield Problem("data.gen_batch_size", values["data.gen_batch_size"], message)
+    yield from _over_sampling(values)
     if values["algorithm.filter_groups.metric"] == "seq_final_reward":
         message = "groups are filtered before the KL penalty is computed; set score, seq_reward or a column of the reward function"
         yield Problem("algorithm.filter_groups.metric", "seq_final_reward", message)
     yield from _bypass(values)
+
+
+def _over_sampling(values: Values) -> Iterator[Problem]:
+    rate, unfinished, correction = (
+        f"{_ROLLOUT}.over_sample_rate",
+        f"{_ROLLOUT}.over_sample_unfinished",
+        "algorithm.rollout_correction",
+    )
+    if values[rate] and values[f"{_ROLLOUT}.mode"] == "sync":
+        message = f"a synchronous step waits for all samples; set {_ROLLOUT}.mode=async"
+        yield Problem(rate, values[rate], message, also=(f"{_ROLLOUT}.mode",))
+    corrected = values[f"{correction}.rollout_is"] or values[f"{correction}.rollout_rs"]
+    if values[rate] and values[unfinished] == "keep" and not corrected:
+        message = (
+            f"the first tokens of kept responses are of earlier weights; set {correction}.rollout_is=token, or abort"
+        )
+        yield Problem(unfinished, "keep", message, also=(f"{correction}.rollout_is",))
+    if values[rate] and values[unfinished] == "keep" and values["algorithm.filter_groups.enable"]:
+        yield Problem(unfinished, "keep", "algorithm.filter_groups may drop more prompts than are kept; set abort")
+    if values[rate] > 0.5 and values[unfinished] == "keep":
+        yield Problem(
+            rate, values[rate], "more prompts would be kept than a step trains on; set 0.5 or less", also=(unfinished,)
+        )
 
 
 def tracker_names(values: Values) -> Iterator[Problem]:

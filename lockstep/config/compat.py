@@ -161,7 +161,6 @@ UNSUPPORTED_KEYS: dict[str, Unsupported] = {
     f"{_ARR}.rollout.expert_parallel_size": _ONE_WORKER,
     f"{_ARR}.rollout.pipeline_model_parallel_size": _ONE_WORKER,
     f"{_ARR}.rollout.skip_rollout": Unsupported("every step generates; set false"),
-    f"{_ARR}.rollout.over_sample_rate": Unsupported("a step waits for all of its samples; set 0", (None, False, 0)),
     f"{_ARR}.rollout.scheduling_policy": Unsupported("requests run in order of arrival; set fcfs", (None, "fcfs")),
     f"{_ARR}.rollout.enable_rollout_routing_replay": Unsupported("expert routing is not recorded; set false"),
     f"{_ARR}.rollout.trace": Unsupported(
@@ -275,7 +274,7 @@ _ALWAYS_CHUNKED = "entropy and log-probs are always computed in chunks"
 _NO_COMPILE = "torch.compile is not used"
 _FUSED = "log-probs are always computed without the full logits"
 _OTHER_ENGINE = "it tunes an engine with its own copy of the weights"
-_IN_WORKER = "responses are generated in the worker process"
+_IN_WORKER = "all requests run in one event loop of the controller"
 _NO_SHM = "files are not copied to shared memory"
 _TEXT = "prompts are text only"
 _NPU = "training runs on cuda and cpu"

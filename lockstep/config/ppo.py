@@ -1,5 +1,6 @@
 """The root of a training run's configuration."""
 
+import math
 from dataclasses import dataclass, field
 
 from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig
@@ -28,3 +29,16 @@ class PPOConfig:
     resource_pool_mapping: dict[str, str] = field(default_factory=dict)
     """The pool of each role (actor_rollout, or actor and rollout; ref, critic, rm). Other roles run in `global_pool`, the reward
     model in `reward_pool` if it exists."""
+
+
+def prompts_in_generation(config: PPOConfig) -> int:
+    """Prompts that a step generates at the same time: those of a batch, and with `rollout.over_sample_rate` more."""
+    batch = config.data.gen_batch_size or config.data.train_batch_size
+    return math.ceil(batch / (1 - config.actor_rollout_ref.rollout.over_sample_rate) - 1e-9)
+
+
+def prompts_per_batch(config: PPOConfig) -> int:
+    """Prompts of a batch of the data loader: as many as a step takes from it, one batch at a time."""
+    if config.actor_rollout_ref.rollout.over_sample_unfinished == "keep":
+        return config.data.gen_batch_size or config.data.train_batch_size
+    return prompts_in_generation(config)

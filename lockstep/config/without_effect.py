@@ -40,7 +40,6 @@ NEVER_READ = {
     "reward_model.model.enable_gradient_checkpointing": "the reward model is not trained",
     **{f"reward_model.model.{name}": "the reward model is not trained" for name in ("lora_rank", *LORA_SETTINGS)},
     "critic.model.custom_chat_template": "prompts are rendered once; set actor_rollout_ref.model.custom_chat_template",
-    f"{_ROLLOUT}.mode": "single-turn rollouts are the same in both modes",
     "data.filter_overlong_prompts_workers": "the tokenizer's own threads measure the prompts",
 }
 """Keys that no run reads, and why."""
@@ -141,6 +140,8 @@ def _reasons(config: PPOConfig, values: Values, models: Collection[str]) -> Iter
     yield from profiler_reasons(values, sections, is_on_ray=controller_of(config) == "ray")
     separate = "rollout" in pools_of(config, models).role_pools
     yield not separate, "actor and rollout share their workers", (f"{_ROLLOUT}.checkpoint_engine.",)
+    rate = f"{_ROLLOUT}.over_sample_rate"
+    yield not values[rate], f"{rate} is 0", (f"{_ROLLOUT}.over_sample_unfinished",)
     name = values[f"{_ROLLOUT}.name"]
     yield name == "vllm", f"{_ROLLOUT}.name is vllm", (f"{_ROLLOUT}.kv_block_size",)
     only_vllm = tuple(f"{_ROLLOUT}.{key}" for key in ("dtype", "load_format", "quantization", "engine_kwargs"))

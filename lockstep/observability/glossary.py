@@ -16,6 +16,7 @@ GLOSSARY: dict[str, dict[str, str]] = {
         f"critic/rewards/{MEAN_MAX_MIN}": "the score minus the KL penalty (`algorithm.use_kl_in_reward`); else equal to the score",
         "reward/<name>/mean": "mean of a further number that the reward function returned, such as `acc`",
         "reward/reward_failed/mean": "fraction of responses whose scoring failed (exception or time-out) and that scored 0",
+        "train/num_unfinished_prompts": "prompts in generation that the step did not wait for (`rollout.over_sample_rate`)",
         "train/num_gen_batches": "batches of prompts generated for this step, with `algorithm.filter_groups`",
     },
     "Validation": {
@@ -93,8 +94,11 @@ GLOSSARY: dict[str, dict[str, str]] = {
     },
     "Time and memory": {
         "timing_s/step": "seconds of the step, with validation and without saving",
-        "timing_s/gen": "seconds of generation; `gen_max` is the greedy baseline of ReMax",
-        "timing_s/<gen_max,reward,old_log_prob,ref,values,adv,update_critic,update_actor,update_weights,testing,save_checkpoint>": "seconds of the other stages",
+        "timing_s/gen": "seconds of generation; `gen_max` is the greedy baseline of ReMax (`rollout.mode=sync`)",
+        "timing_s/reward": "seconds of scoring; with `rollout.mode=async` those after the last response was generated",
+        "perf/rollout_<first_group,half_groups,last_group>_s": "seconds until the first, half and all of the prompts had their samples (`rollout.mode=async`)",
+        "perf/reward_idle_fraction": "fraction of generation and scoring in which no reward was computed (`rollout.mode=async`)",
+        "timing_s/<gen_max,old_log_prob,ref,values,adv,update_critic,update_actor,update_weights,testing,save_checkpoint>": "seconds of the other stages",
         "timing_per_token_ms/<stage>": "milliseconds per token: of the response for `gen`, of the whole sequence for other stages",
         "perf/throughput": "tokens (prompt and response, or all of the sequences in SFT) per second and GPU",
         "perf/time_per_step": "the same as `timing_s/step`",

@@ -32,7 +32,7 @@ from lockstep.config.actor_rollout_ref import ActorConfig, has_cut_log_probs
 from lockstep.config.critic import CriticConfig
 from lockstep.config.model import sequence_parallel_size
 from lockstep.config.placement import is_trained, need_critic, need_reference_policy, need_reward_model
-from lockstep.config.ppo import PPOConfig
+from lockstep.config.ppo import PPOConfig, prompts_per_batch
 from lockstep.config.schema import to_plain
 from lockstep.data.loader import StatefulLoader, create_dataloader, shuffled_order
 from lockstep.engines.rollout import ROLLOUT_ENGINES
@@ -143,6 +143,8 @@ class PPOTrainer:
         self.num_updates = 0
         self.loader_state: dict[str, Any] = {}
         """State of the data loader after the last complete step: the one that checkpoints save."""
+        self.sampling_state: dict[str, Any] = {}
+        """The same for prompts that were drawn but not trained on yet."""
         self.idle_steps, self.cut_responses = IdleSteps(), CutResponses(tokenizer.all_special_ids)
         compute_dtype = resolve_dtype(config.actor_rollout_ref.actor.fsdp_config.dtype, torch.device(self.device_name))
         self.gap_bound = GapBound(compute_dtype)
@@ -158,7 +160,7 @@ class PPOTrainer:
         data, seed = self.config.data, self.config.trainer.seed
         return create_dataloader(
             dataset,
-            batch_size=data.gen_batch_size or data.train_batch_size,
+            batch_size=prompts_per_batch(self.config),
             shuffle=data.shuffle,
             seed=seed if data.seed is None else data.seed,
             num_workers=data.dataloader_num_workers,
@@ -226,6 +228,8 @@ class PPOTrainer:
 
     def close(self) -> None:
         """Shut down the workers."""
+        if hasattr(self, "sampling"):
+            self.sampling.close()
         for group in self._groups.values():
             group.shutdown()
         self._groups, self._processes = {}, []
@@ -359,6 +363,7 @@ class PPOTrainer:
                     return self._stopped_mid_step(unsaved)
                 self.train_dataloader.on_batch_end(batch)
                 self.loader_state = deepcopy(self.train_dataloader.state_dict())
+                self.sampling_state = self.sampling.state_dict()
                 if self._can_validate and self._is_due(config.test_freq, is_last):
                     with marked_timer("testing", timing):
                         metrics |= self._validate()
@@ -411,7 +416,7 @@ class PPOTrainer:
 
         # 1. and 2. generate and reward
         batch, sampling_metrics = self.sampling.collect(prompts, step=self.global_steps, timing=timing)
-        check_policy_version(batch, self.num_updates)
+        check_policy_version(batch, self.num_updates, self.sampling.max_staleness)
         self.cut_responses.note(batch)
         metrics |= sampling_metrics | self._seqlen_metrics(batch)
 
@@ -641,7 +646,8 @@ class PPOTrainer:
                 "kl_ctrl": self.config.algorithm.kl_ctrl.type,
                 "metrics": metrics,
             }
-            save_state(folder / "trainer_state", state | {"kl_coef": self.kl_ctrl_in_reward.value}, owner="the trainer")
+            state |= {"kl_coef": self.kl_ctrl_in_reward.value, "sampling": self.sampling_state}
+            save_state(folder / "trainer_state", state, owner="the trainer")
             (folder / CONFIG_FILE).write_text(as_yaml(self.config))
 
         self.tracking.sync()
@@ -677,6 +683,8 @@ class PPOTrainer:
         state = load_state(folder / "trainer_state")
         if state.get("kl_ctrl", "adaptive") == self.config.algorithm.kl_ctrl.type == "adaptive":
             self.kl_ctrl_in_reward.value = state["kl_coef"]
+        self.sampling_state = state.get("sampling", {})
+        self.sampling.load_state_dict(self.sampling_state)
         metrics: dict[str, Any] = state["metrics"]
         return metrics
 

@@ -42,6 +42,17 @@ class Sampling:
         self.reward_fn = reward_fn
         self.n = config.actor_rollout_ref.rollout.n
         self.needs_baselines = "reward_baselines" in required_inputs(config.algorithm.adv_estimator)
+        self.max_staleness = 0
+        """Updates of the policy since the first token of a sample was generated, at most."""
+
+    def close(self) -> None:
+        """Drop what is kept between steps; there is nothing here."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs besides the data loader's state."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     def collect(
         self, prompts: Iterator[DataProto], *, step: int, timing: dict[str, float]
@@ -148,7 +159,7 @@ def training_rows(
     """
     words = np.random.SeedSequence([config.actor_rollout_ref.rollout.seed, step, draw, 0])
     seeds = words.generate_state((first + len(prompts)) * n, np.uint64)[first * n :]
-    uids = [_uid(draw, number) for number in range(first, first + len(prompts))]
+    uids = [group_id(draw, number) for number in range(first, first + len(prompts))]
     return _sample_rows(prompts, uids, seeds, step=step, greedy=greedy)
 
 
@@ -162,14 +173,15 @@ def _sample_rows(
     greedy: bool = False,
 ) -> DataProto:
     """One row per seed, as many for each prompt; `seeds` are uint64, in the order of the prompts."""
-    prompts.non_tensor_batch["uid"] = object_array(list(uids))
-    batch = prompts.repeat(repeat_times=len(seeds) // len(prompts), interleave=True)
+    n = len(seeds) // len(prompts)
+    batch = prompts.repeat(repeat_times=n, interleave=True)
+    batch.non_tensor_batch["uid"] = object_array(list(uids)).repeat(n)
     batch = batch.union(DataProto.from_dict(tensors={"sampling_seed": torch.from_numpy((seeds >> 1).astype(np.int64))}))
     batch.meta_info |= {"validate": validate, "greedy": greedy, "global_steps": step}
     return batch
 
 
-def _uid(draw: int, number: int) -> str:
+def group_id(draw: int, number: int) -> str:
     """Id of a prompt in a step; unique per prompt and draw."""
     return str(uuid.UUID(int=(draw << 64) + number))
 
