@@ -1,0 +1,109 @@
+"""Generation and rewards of a step with `rollout.mode=sync` and `async`: a slow reward function is called while others generate.
+
+    python benchmarks/async_rollout.py --model DIR [--prompts 32 --samples 4 --new-tokens 128 --max-num-seqs 32]
+                                       [--reward-ms 50 --rounds 5] [key=value ...]
+
+The reward function sleeps for `--reward-ms` per sample in the worker processes of rewards; 0 shows what single requests cost. Both
+modes run in turn in one process, with the same prompts, and must return the same batch. Responses end at one of eight tokens, so
+that their lengths have a long tail. Further `key=value` arguments are overrides.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pandas as pd
+import torch
+
+from lockstep.config.compose import load_config
+from lockstep.config.ppo import PPOConfig
+from lockstep.trainer.interrupt import Interrupt
+from lockstep.trainer.ppo.sampling import Sampling
+from lockstep.trainer.ppo.task_runner import TaskRunner
+
+REWARD = """
+import time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    time.sleep({seconds})
+    return float(len(solution_str) % 7)
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--samples", type=int, default=4)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--max-num-seqs", type=int, default=32)
+    parser.add_argument("--reward-ms", type=float, default=50.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    args, overrides = parser.parse_known_args()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = TaskRunner().build(load_config(PPOConfig, [*settings(args, Path(folder)), *overrides]))
+        trainer.init_workers()
+        try:
+            measure(trainer, args.rounds)
+        finally:
+            trainer.close()
+    return 0
+
+
+def settings(args: argparse.Namespace, folder: Path) -> list[str]:
+    rows = [
+        {
+            "data_source": "sums",
+            "prompt": [{"role": "user", "content": f"{i}+{i % 7}="}],
+            "reward_model": {"style": "rule", "ground_truth": str(i + i % 7)},
+            "extra_info": {"index": i},
+        }
+        for i in range(args.prompts)
+    ]
+    pd.DataFrame(rows).to_parquet(folder / "train.parquet")
+    (folder / "reward.py").write_text(REWARD.format(seconds=args.reward_ms / 1000))
+    inline = [] if args.reward_ms else ["reward_model.timeout_s=null"]
+    return [
+        f"data.train_files={folder}/train.parquet",
+        f"data.train_batch_size={args.prompts}",
+        f"data.max_response_length={args.new_tokens}",
+        f"actor_rollout_ref.model.path={args.model}",
+        f"actor_rollout_ref.rollout.n={args.samples}",
+        f"actor_rollout_ref.rollout.max_num_seqs={args.max_num_seqs}",
+        f"actor_rollout_ref.rollout.stop_token_ids={list(range(3, 11))}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={args.prompts}",
+        f"custom_reward_function.path={folder}/reward.py",
+        f"trainer.default_local_dir={folder}/run",
+        "algorithm.adv_estimator=grpo",
+        *inline,
+    ]
+
+
+def measure(trainer: object, rounds: int) -> None:
+    own = trainer.sampling  # type: ignore[attr-defined]
+    modes = {"sync": Sampling(own.config, own.rollout_wg, own.rm_wg, own.reward_fn), "async": own}
+    prompts = next(trainer._prompts(Interrupt()))  # type: ignore[attr-defined]
+    seconds: dict[str, list[float]] = {mode: [] for mode in modes}
+    idle: list[float] = []
+    for number in range(rounds + 1):
+        batches = {}
+        for mode, sampling in modes.items():
+            began = time.perf_counter()
+            batches[mode], metrics = sampling.collect(iter([prompts[:]]), step=1, timing={})
+            if number:  # the first round starts the workers of rewards
+                seconds[mode].append(time.perf_counter() - began)
+        idle.append(metrics["perf/reward_idle_fraction"])
+        for key in ("responses", "token_level_scores"):
+            assert torch.equal(batches["sync"].tensors[key], batches["async"].tensors[key]), key
+    lengths = batches["sync"].tensors["response_mask"].sum(-1).float()
+    print(f"{len(lengths)} responses of {lengths.mean():.0f} tokens, at most {lengths.max():.0f}")
+    for mode, times in seconds.items():
+        print(f"{mode:5}  median {statistics.median(times):.3f} s  best {min(times):.3f} s")
+    print(f"reward idle in async mode: {statistics.median(idle):.0%}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
