@@ -183,9 +183,6 @@ class RolloutConfig:
     over_sample_rate: float = 0.0
     """async: fraction of the prompts in generation that a step does not wait for. A step generates train_batch_size / (1 - rate)
     prompts and ends when train_batch_size of them are complete."""
-    over_sample_unfinished: Literal["abort", "keep"] = "abort"
-    """The prompts that a step did not wait for: abort drops them; keep completes them in the next step, with the tokens that they
-    have."""
     n: int = 1
     """Samples per prompt."""
     do_sample: bool = True

@@ -373,26 +373,10 @@ def _algorithm(values: Values, inputs: Collection[str]) -> Iterator[Problem]:
 
 
 def _over_sampling(values: Values) -> Iterator[Problem]:
-    rate, unfinished, correction = (
-        f"{_ROLLOUT}.over_sample_rate",
-        f"{_ROLLOUT}.over_sample_unfinished",
-        "algorithm.rollout_correction",
-    )
+    rate = f"{_ROLLOUT}.over_sample_rate"
     if values[rate] and values[f"{_ROLLOUT}.mode"] == "sync":
         message = f"a synchronous step waits for all samples; set {_ROLLOUT}.mode=async"
         yield Problem(rate, values[rate], message, also=(f"{_ROLLOUT}.mode",))
-    corrected = values[f"{correction}.rollout_is"] or values[f"{correction}.rollout_rs"]
-    if values[rate] and values[unfinished] == "keep" and not corrected:
-        message = (
-            f"the first tokens of kept responses are of earlier weights; set {correction}.rollout_is=token, or abort"
-        )
-        yield Problem(unfinished, "keep", message, also=(f"{correction}.rollout_is",))
-    if values[rate] and values[unfinished] == "keep" and values["algorithm.filter_groups.enable"]:
-        yield Problem(unfinished, "keep", "algorithm.filter_groups may drop more prompts than are kept; set abort")
-    if values[rate] > 0.5 and values[unfinished] == "keep":
-        yield Problem(
-            rate, values[rate], "more prompts would be kept than a step trains on; set 0.5 or less", also=(unfinished,)
-        )
 
 
 def tracker_names(values: Values) -> Iterator[Problem]:

@@ -31,14 +31,7 @@ class PPOConfig:
     model in `reward_pool` if it exists."""
 
 
-def prompts_in_generation(config: PPOConfig) -> int:
-    """Prompts that a step generates at the same time: those of a batch, and with `rollout.over_sample_rate` more."""
+def prompts_per_batch(config: PPOConfig) -> int:
+    """Prompts of a batch of the data loader: those of a step, and with `rollout.over_sample_rate` those it does not wait for."""
     batch = config.data.gen_batch_size or config.data.train_batch_size
     return math.ceil(batch / (1 - config.actor_rollout_ref.rollout.over_sample_rate) - 1e-9)
-
-
-def prompts_per_batch(config: PPOConfig) -> int:
-    """Prompts of a batch of the data loader: as many as a step takes from it, one batch at a time."""
-    if config.actor_rollout_ref.rollout.over_sample_unfinished == "keep":
-        return config.data.gen_batch_size or config.data.train_batch_size
-    return prompts_in_generation(config)

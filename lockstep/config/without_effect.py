@@ -140,8 +140,6 @@ def _reasons(config: PPOConfig, values: Values, models: Collection[str]) -> Iter
     yield from profiler_reasons(values, sections, is_on_ray=controller_of(config) == "ray")
     separate = "rollout" in pools_of(config, models).role_pools
     yield not separate, "actor and rollout share their workers", (f"{_ROLLOUT}.checkpoint_engine.",)
-    rate = f"{_ROLLOUT}.over_sample_rate"
-    yield not values[rate], f"{rate} is 0", (f"{_ROLLOUT}.over_sample_unfinished",)
     name = values[f"{_ROLLOUT}.name"]
     yield name == "vllm", f"{_ROLLOUT}.name is vllm", (f"{_ROLLOUT}.kv_block_size",)
     only_vllm = tuple(f"{_ROLLOUT}.{key}" for key in ("dtype", "load_format", "quantization", "engine_kwargs"))

@@ -109,10 +109,6 @@ REF = "actor_rollout_ref.ref"
         ([f"{ROLLOUT}.tensor_model_parallel_size=2"], "not supported: each worker holds the whole rollout model"),
         ([f"{ROLLOUT}.over_sample_rate=1"], "over_sample_rate=1.0: must be at least 0 and below 1"),
         ([f"{ROLLOUT}.over_sample_rate=0.1", f"{ROLLOUT}.mode=sync"], f"set {ROLLOUT}.mode=async"),
-        (
-            [f"{ROLLOUT}.over_sample_rate=0.1", f"{ROLLOUT}.over_sample_unfinished=keep"],
-            "set algorithm.rollout_correction.rollout_is=token, or abort",
-        ),
         (["reward_model.enable=true"], "reward_model.model.path: must be the reward model; give a local folder"),
         (["custom_reward_function.path=nowhere.py"], "custom_reward_function.path=nowhere.py: no such file"),
         (["data.custom_cls.path=pkg://m"], "data.custom_cls.name: must name the class"),
@@ -194,7 +190,6 @@ def test_mistyped_key_is_reported_once(minimal: list[str]) -> None:
             "critic.optim.lr=0.5 has no effect: grpo has no critic",
         ),
         ([f"{ROLLOUT}.dtype=float16"], f"{ROLLOUT}.dtype=float16 has no effect"),
-        ([f"{ROLLOUT}.over_sample_unfinished=keep"], f"{ROLLOUT}.over_sample_unfinished=keep has no effect"),
         (["ray_init.timeline_json_file=t.json"], "timeline_json_file=t.json has no effect: the run does not use Ray"),
         ([f"{ROLLOUT}.name=naive"], f"{ROLLOUT}.name=naive is read as hf"),
         (["trainer.max_restarts=2"], "trainer.max_restarts without trainer.save_freq: there are no checkpoints"),

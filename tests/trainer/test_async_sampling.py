@@ -22,7 +22,6 @@ from lockstep.trainer.main_ppo import main
 from lockstep.trainer.ppo import async_sampling
 from lockstep.trainer.ppo.async_sampling import AsyncSampling
 from lockstep.trainer.ppo.group_sampler import all_of
-from lockstep.utils.state_file import load_state
 
 N = 2
 SECONDS = 0.05
@@ -242,11 +241,6 @@ def test_a_prompt_whose_samples_all_fail_is_not_informative(sampling: Any) -> No
 
 
 OVER = ("actor_rollout_ref.rollout.over_sample_rate=0.5",)
-KEEP = (
-    *OVER,
-    "actor_rollout_ref.rollout.over_sample_unfinished=keep",
-    "algorithm.rollout_correction.rollout_is=token",
-)
 
 
 def test_step_ends_when_enough_prompts_are_complete(sampling: Any) -> None:
@@ -254,40 +248,6 @@ def test_step_ends_when_enough_prompts_are_complete(sampling: Any) -> None:
     batch, metrics, _ = collect(made, range(10, 18))
     assert numbers_of(batch)[::N] == [11, 14, 15, 17]
     assert made.sampler.client.aborted == {10, 12, 13, 16} and metrics["train/num_unfinished_prompts"] == 4
-
-
-def test_kept_prompts_are_completed_in_the_next_step(sampling: Any) -> None:
-    made = sampling(*KEEP, delay=lambda number: (2 * SECONDS if number < 20 else 100.0) * (number in (11, 12, 21, 24)))
-    prompts = prompts_of(range(10, 14), range(14, 18), range(20, 26))
-    first, metrics = made.collect(prompts, step=1, timing={})
-    assert numbers_of(first)[::N] == [10, 13, 14, 15] and metrics["train/num_unfinished_prompts"] == 2
-    left = made.state_dict()["non_tensors"]["raw_prompt_ids"]
-    assert sorted(number for (number,) in left) == [11, 12, 16, 17]
-    second, metrics = made.collect(prompts, step=2, timing={})
-    assert numbers_of(second)[::N] == [11, 12, 16, 17], "the step waits for all of them"
-    assert len(set(second.non_tensor_batch["uid"])) == 4 and second.meta_info["global_steps"] == 2
-    assert not set(first.non_tensor_batch["uid"]) & set(second.non_tensor_batch["uid"])
-    assert [number for (number,) in made.state_dict()["non_tensors"]["raw_prompt_ids"]] == [20, 21, 22, 23, 24, 25]
-    made.close()
-    assert made.sampler.client.aborted == {21}, "24 was not started"
-
-
-def test_resumed_run_generates_kept_prompts_again(overrides: list[str], tmp_path: Path) -> None:
-    """16 rows, 4 per step and 8 in generation: after 3 steps all are drawn, and no row was trained on twice."""
-    (tmp_path / "rows.py").write_text(
-        "def compute_score(solution_str, extra_info, **_):\n"
-        "    return {'score': sum(map(ord, solution_str)) % 2, 'row': extra_info['index']}\n"
-    )
-    settings = ["algorithm.adv_estimator=grpo", f"actor_rollout_ref.rollout.n={N}", *KEEP]
-    settings += [f"custom_reward_function.path={tmp_path}/rows.py", "reward_model.timeout_s=null"]
-    settings += ["trainer.val_before_train=false", "trainer.test_freq=-1", f"trainer.rollout_data_dir={tmp_path}/rows"]
-    for steps in (2, 3):
-        assert main([*overrides, *settings, f"trainer.total_training_steps={steps}"]) == 0
-    files = [(tmp_path / "rows" / f"{step}.jsonl").read_text().splitlines() for step in (1, 2, 3)]
-    rows = [json.loads(line)["row"] for file in files for line in file]
-    state = load_state(tmp_path / "run" / "global_step_3" / "trainer_state")["sampling"]
-    left = [info["index"] for info in state["non_tensors"]["extra_info"]]
-    assert sorted({*rows, *left}) == list(range(16)) and len(set(rows)) == 12 and len(left) == 4
 
 
 def test_sample_returns_one_prompt_with_all_keys(sampling: Any) -> None:

@@ -7,45 +7,33 @@ The batch is that of `Sampling`: the same rows, tokens and scores in the same or
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
 
 from lockstep.algorithms.filtering import keep_informative_groups
-from lockstep.config.ppo import PPOConfig, prompts_in_generation
-from lockstep.protocol import DataProto, object_array
-from lockstep.protocol.columns import tensors_of
-from lockstep.trainer.ppo.group_sampler import Draw, GroupSampler
+from lockstep.config.ppo import PPOConfig
+from lockstep.protocol import DataProto
+from lockstep.trainer.ppo.group_sampler import GroupSampler
 from lockstep.trainer.ppo.group_scorer import ScoredGroup
-from lockstep.trainer.ppo.sampling import RewardFn, Sampling, concat_scored, group_id
+from lockstep.trainer.ppo.sampling import RewardFn, Sampling, concat_scored
 from lockstep.utils.progress import count, phase
 from lockstep.utils.spans import span
 from lockstep.workers.rollout_client import RolloutClient
 
 T = TypeVar("T")
 
-Place = tuple[int, int, int]
-"""Of a prompt: the step, its batch within the step, and its row in that."""
-
-
-@dataclass(frozen=True, eq=False)
-class Asked:
-    """A prompt in generation. draw, number: its rows."""
-
-    place: Place
-    draw: Draw
-    number: int
-    task: "asyncio.Task[ScoredGroup]"
+Place = tuple[int, int]
+"""Of a prompt: its batch within the step, and its row in that."""
 
 
 class AsyncSampling(Sampling):
     """See `Sampling`, whose validation it shares. pad_token_id: that of the policy's tokenizer.
 
-    With `rollout.over_sample_rate` a step ends before all of its prompts are complete, and what is left is aborted or kept.
+    With `rollout.over_sample_rate` a step ends before all of its prompts are complete, and the rest is aborted.
     """
 
     def __init__(
@@ -53,46 +41,22 @@ class AsyncSampling(Sampling):
     ) -> None:
         super().__init__(config, rollout_wg, rm_wg, reward_fn)
         self.sampler = GroupSampler(config, RolloutClient(rollout_wg), rm_wg, reward_fn, pad_token_id)
-        rollout = config.actor_rollout_ref.rollout
-        self._in_order = rollout.over_sample_rate == 0
-        self._keeps = rollout.over_sample_rate > 0 and rollout.over_sample_unfinished == "keep"
-        self.max_staleness = int(self._keeps)
-        self._kept: list[Asked] = []
-        self._unused: DataProto | None = None
-        """Prompts of the data loader's last batch that wait for their turn."""
-        self._runner = asyncio.Runner()
-
-    def close(self) -> None:
-        self._runner.close()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The prompts that were drawn but not trained on; a resumed run generates them again."""
-        parts = [asked.draw.prompts[asked.number : asked.number + 1] for asked in self._kept]
-        parts += [] if self._unused is None else [self._unused]
-        if not parts:
-            return {}
-        left = DataProto.concat(parts)
-        return {"tensors": tensors_of(left.batch), "non_tensors": left.non_tensor_batch}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state and self._keeps:
-            self._unused = DataProto.from_dict(**state)
+        self._in_order = config.actor_rollout_ref.rollout.over_sample_rate == 0
 
     def collect(
         self, prompts: Iterator[DataProto], *, step: int, timing: dict[str, float]
     ) -> tuple[DataProto, dict[str, float]]:
         with span("gen"), phase("generate"):
-            collected = self._collect(prompts, step, timing)
-            return outside_of_loops(lambda: self._runner.run(collected) if self._keeps else asyncio.run(collected))
+            return outside_of_loops(lambda: asyncio.run(self._collect(prompts, step, timing)))
 
     async def _collect(
         self, prompts: Iterator[DataProto], step: int, timing: dict[str, float]
     ) -> tuple[DataProto, dict[str, float]]:
         began = time.perf_counter()
-        async with self.sampler.running(keep=self._keeps):
+        async with self.sampler.running():
             groups, metrics = await self._groups(prompts, step)
             scored = time.perf_counter()
-        batch = self._joined(groups, step)
+        batch = self._joined(groups)
         ended, generated = time.perf_counter(), self.sampler.generated or [began]
         timing["reward"] = timing.get("reward", 0.0) + scored - generated[-1]
         timing["gen"] = timing.get("gen", 0.0) + ended - began - (scored - generated[-1])
@@ -111,37 +75,30 @@ class AsyncSampling(Sampling):
         A further batch is drawn as soon as those at hand cannot suffice, and what cannot become part of the step is aborted.
         """
         draws = 0
-        waiting: dict[asyncio.Task[ScoredGroup], Asked] = {}
+        waiting: dict[asyncio.Task[ScoredGroup], Place] = {}
         finished: asyncio.Queue[asyncio.Task[ScoredGroup]] = asyncio.Queue()
-        asked, self._kept = {one.place: one for one in self._kept}, []
-        selection = Selection(self.config.data.train_batch_size, self._in_order, must=asked)
+        selection = Selection(self.config.data.train_batch_size, self._in_order)
         kept_rows: dict[int, set[int]] = {}  # by id of the call
         try:
-            for one in asked.values():
-                waiting[one.task] = one
-                one.task.add_done_callback(finished.put_nowait)
             while (groups := selection.complete()) is None:
-                if draws == 0 or selection.num_kept + len(waiting) < selection.num_needed:
+                if selection.num_kept + len(waiting) < selection.num_needed:
                     if draws:
                         self._check_draws(draws, selection.num_kept)
-                    draw = self.sampler.draw(self._next_prompts(prompts, len(waiting)), step=step, draw=draws)
+                    draw = self.sampler.draw(next(prompts), step=step, draw=draws)
                     for number in range(len(draw)):
                         task = asyncio.create_task(self.sampler.respond(draw, number))
                         task.add_done_callback(finished.put_nowait)
-                        one = Asked((step, draws, number), draw, number, task)
-                        asked[one.place] = waiting[task] = one
-                        selection.ask(one.place)
+                        waiting[task] = draws, number
+                        selection.ask(waiting[task])
                     draws += 1
                 task = await finished.get()
-                group, one = task.result(), waiting.pop(task)
+                group = task.result()
                 if id(group.call) not in kept_rows:
                     kept_rows[id(group.call)] = self._kept_rows(group.call)
-                selection.add(one.place, group if group.rows.start in kept_rows[id(group.call)] else None)
+                selection.add(waiting.pop(task), group if group.rows.start in kept_rows[id(group.call)] else None)
                 count(selection.num_finished, selection.num_finished + len(waiting), "prompts")
-            if self._keeps:
-                self._kept = [one for place, one in asked.items() if place not in groups]
         finally:
-            for task in waiting if not self._kept else ():
+            for task in waiting:
                 task.cancel()
         metrics: dict[str, float] = (
             {"train/num_gen_batches": draws} if self.config.algorithm.filter_groups.enable else {}
@@ -149,17 +106,6 @@ class AsyncSampling(Sampling):
         if not self._in_order:
             metrics["train/num_unfinished_prompts"] = sum(not task.done() for task in waiting)
         return groups, metrics
-
-    def _next_prompts(self, prompts: Iterator[DataProto], num_waiting: int) -> DataProto:
-        """A batch of prompts; if prompts are kept, as many as bring those in generation to their number."""
-        if not self._keeps:
-            return next(prompts)
-        num_new = prompts_in_generation(self.config) - num_waiting
-        while self._unused is None or len(self._unused) < num_new:
-            more = next(prompts)
-            self._unused = more if self._unused is None else DataProto.concat([self._unused, more])
-        drawn, self._unused = self._unused[:num_new], self._unused[num_new:]
-        return drawn
 
     def _kept_rows(self, call: DataProto) -> set[int]:
         """The rows of the groups that may be trained on."""
@@ -170,19 +116,14 @@ class AsyncSampling(Sampling):
             return set(range(len(call))) if self.n == 1 else set()
         return set(keep_informative_groups(concat_scored([call]), rule.metric))
 
-    def _joined(self, groups: dict[Place, ScoredGroup], step: int) -> DataProto:
+    def _joined(self, groups: dict[Place, ScoredGroup]) -> DataProto:
         calls = list({id(group.call): group.call for group in groups.values()}.values())
-        for call in calls:
-            call.meta_info["global_steps"] = step
         first_rows = dict(zip(map(id, calls), accumulate(map(len, calls), initial=0)))
         order = [first_rows[id(g.call)] + row for g in groups.values() for row in range(g.rows.start, g.rows.stop)]
         batch = concat_scored(calls)[order]
         if self.needs_baselines:
             baselines = torch.tensor([group.baseline for group in groups.values()])
             batch.tensors["reward_baselines"] = baselines.repeat_interleave(self.n)
-        if self._keeps:  # ids are unique within a step
-            ids = [group_id((born << 32) + draw, number) for born, draw, number in groups for _ in range(self.n)]
-            batch.non_tensor_batch["uid"] = object_array(ids)
         return batch
 
 
@@ -190,14 +131,12 @@ class Selection:
     """Which groups make up the step.
 
     in_order: the first `num_needed` kept ones in the order of their prompts; else the first to finish.
-    must:     prompts that it has to wait for.
     """
 
-    def __init__(self, num_needed: int, in_order: bool = True, must: Collection[Place] = ()) -> None:
+    def __init__(self, num_needed: int, in_order: bool = True) -> None:
         self.num_needed = num_needed
         self.num_finished = self.num_kept = 0
         self._in_order = in_order
-        self._must = set(must)
         self._finished: dict[Place, ScoredGroup | None] = {}  # None if it was not kept
         self._asked: list[Place] = []
         self._decided: list[Place] = []  # the first of the asked ones, all finished
@@ -210,17 +149,15 @@ class Selection:
         """group: None if it is not kept."""
         self.num_finished += 1
         self.num_kept += group is not None
-        self._must.discard(place)
         self._finished[place] = group
 
     def complete(self) -> dict[Place, ScoredGroup] | None:
         """The step's groups in the order of their prompts, if they are all there."""
-        if self.num_kept < self.num_needed or self._must:
+        if self.num_kept < self.num_needed:
             return None
         kept = {place: group for place, group in self._finished.items() if group is not None}
         if not self._in_order:
-            oldest = sorted(kept, key=lambda place: place[0])  # stable: of one step, those that finished first
-            return {place: kept[place] for place in sorted(oldest[: self.num_needed])}
+            return {place: kept[place] for place in sorted(list(kept)[: self.num_needed])}
         while len(self._decided) < len(self._asked) and self._asked[len(self._decided)] in self._finished:
             place = self._asked[len(self._decided)]
             self._decided.append(place)

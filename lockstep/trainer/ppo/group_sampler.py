@@ -28,12 +28,10 @@ T = TypeVar("T")
 class Draw:
     """Prompts of one batch, to be sampled together or one by one.
 
-    prompts:        one row each.
     rows, requests: `n` per prompt, in order; those of a group are at `places`.
     greedy:         the same prompts with one greedy row each, if the estimator needs their scores as baselines.
     """
 
-    prompts: DataProto
     rows: DataProto
     requests: list[GenerationRequest]
     n: int
@@ -66,19 +64,12 @@ class GroupSampler:
         self.generated: list[float] = []
 
     @asynccontextmanager
-    async def running(self, *, keep: bool = False) -> AsyncIterator[Self]:
-        """Prompts are sampled inside. keep: unfinished ones go on when this is entered again, in the same event loop."""
+    async def running(self) -> AsyncIterator[Self]:
+        """Prompts are sampled inside."""
         self.generated = []
         self.scorer.begin()
-        if not keep:
-            async with self.client.running():
-                yield self
-            return
-        await self.client.resume()
-        try:
+        async with self.client.running():
             yield self
-        finally:
-            await self.client.pause()
 
     async def sample(self, prompt: DataProto, *, step: int, draw: int, number: int) -> DataProto:
         """The scored samples of one prompt; cancelling this call aborts their generation.
@@ -111,7 +102,7 @@ class GroupSampler:
     ) -> Draw:
         rows = training_rows(self.config, prompts, n=n, step=step, draw=draw, first=first, greedy=greedy)
         sampling = sampling_params(self.config.actor_rollout_ref.rollout, validate=False, greedy=greedy)
-        return Draw(prompts, rows, requests_of(rows, sampling), n, baselines)
+        return Draw(rows, requests_of(rows, sampling), n, baselines)
 
     async def respond(self, draw: Draw, number: int) -> ScoredGroup:
         """The scored samples of one prompt of the draw."""

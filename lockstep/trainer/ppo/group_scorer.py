@@ -68,14 +68,14 @@ class GroupScorer:
         self._with_responses = with_responses
         self._submission = submission
         self._batch_rows = batch_rows
-        self._waiting: list[_Waiting] = []
-        self._calling = False
         self.begin()
 
     def begin(self) -> None:
-        """Forget what was counted."""
+        """Forget what was counted, and calls of an event loop that has ended."""
         self.busy_s = 0.0
         self._failures: list[AllRowsFailedError] = []  # of the latest calls, since a row was scored
+        self._waiting: list[_Waiting] = []
+        self._calling = False
 
     async def score(self, draw: Any, places: Sequence[int], responses: Sequence[Any]) -> ScoredGroup:
         """Score a group: the rows of a draw at `places`, whose responses are complete."""

@@ -143,8 +143,6 @@ class PPOTrainer:
         self.num_updates = 0
         self.loader_state: dict[str, Any] = {}
         """State of the data loader after the last complete step: the one that checkpoints save."""
-        self.sampling_state: dict[str, Any] = {}
-        """The same for prompts that were drawn but not trained on yet."""
         self.idle_steps, self.cut_responses = IdleSteps(), CutResponses(tokenizer.all_special_ids)
         compute_dtype = resolve_dtype(config.actor_rollout_ref.actor.fsdp_config.dtype, torch.device(self.device_name))
         self.gap_bound = GapBound(compute_dtype)
@@ -228,8 +226,6 @@ class PPOTrainer:
 
     def close(self) -> None:
         """Shut down the workers."""
-        if hasattr(self, "sampling"):
-            self.sampling.close()
         for group in self._groups.values():
             group.shutdown()
         self._groups, self._processes = {}, []
@@ -363,7 +359,6 @@ class PPOTrainer:
                     return self._stopped_mid_step(unsaved)
                 self.train_dataloader.on_batch_end(batch)
                 self.loader_state = deepcopy(self.train_dataloader.state_dict())
-                self.sampling_state = self.sampling.state_dict()
                 if self._can_validate and self._is_due(config.test_freq, is_last):
                     with marked_timer("testing", timing):
                         metrics |= self._validate()
@@ -416,7 +411,7 @@ class PPOTrainer:
 
         # 1. and 2. generate and reward
         batch, sampling_metrics = self.sampling.collect(prompts, step=self.global_steps, timing=timing)
-        check_policy_version(batch, self.num_updates, self.sampling.max_staleness)
+        check_policy_version(batch, self.num_updates)
         self.cut_responses.note(batch)
         metrics |= sampling_metrics | self._seqlen_metrics(batch)
 
@@ -646,8 +641,7 @@ class PPOTrainer:
                 "kl_ctrl": self.config.algorithm.kl_ctrl.type,
                 "metrics": metrics,
             }
-            state |= {"kl_coef": self.kl_ctrl_in_reward.value, "sampling": self.sampling_state}
-            save_state(folder / "trainer_state", state, owner="the trainer")
+            save_state(folder / "trainer_state", state | {"kl_coef": self.kl_ctrl_in_reward.value}, owner="the trainer")
             (folder / CONFIG_FILE).write_text(as_yaml(self.config))
 
         self.tracking.sync()
@@ -683,8 +677,6 @@ class PPOTrainer:
         state = load_state(folder / "trainer_state")
         if state.get("kl_ctrl", "adaptive") == self.config.algorithm.kl_ctrl.type == "adaptive":
             self.kl_ctrl_in_reward.value = state["kl_coef"]
-        self.sampling_state = state.get("sampling", {})
-        self.sampling.load_state_dict(self.sampling_state)
         metrics: dict[str, Any] = state["metrics"]
         return metrics
 

@@ -42,17 +42,6 @@ class Sampling:
         self.reward_fn = reward_fn
         self.n = config.actor_rollout_ref.rollout.n
         self.needs_baselines = "reward_baselines" in required_inputs(config.algorithm.adv_estimator)
-        self.max_staleness = 0
-        """Updates of the policy since the first token of a sample was generated, at most."""
-
-    def close(self) -> None:
-        """Drop what is kept between steps; there is nothing here."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs besides the data loader's state."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     def collect(
         self, prompts: Iterator[DataProto], *, step: int, timing: dict[str, float]
@@ -159,7 +148,7 @@ def training_rows(
     """
     words = np.random.SeedSequence([config.actor_rollout_ref.rollout.seed, step, draw, 0])
     seeds = words.generate_state((first + len(prompts)) * n, np.uint64)[first * n :]
-    uids = [group_id(draw, number) for number in range(first, first + len(prompts))]
+    uids = [_uid(draw, number) for number in range(first, first + len(prompts))]
     return _sample_rows(prompts, uids, seeds, step=step, greedy=greedy)
 
 
@@ -181,7 +170,7 @@ def _sample_rows(
     return batch
 
 
-def group_id(draw: int, number: int) -> str:
+def _uid(draw: int, number: int) -> str:
     """Id of a prompt in a step; unique per prompt and draw."""
     return str(uuid.UUID(int=(draw << 64) + number))
 
