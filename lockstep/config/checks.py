@@ -30,6 +30,8 @@ from lockstep.utils.model_path import is_adapter, is_model_folder, locate_model
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _REF = "actor_rollout_ref.ref"
+SEPARATE = ("one_step_off", "fully_async")
+"""Values of `trainer.async_mode` whose rollout has its own pool."""
 _SAMPLER = ("data.sampler.class_path", "data.sampler.class_name")
 
 Values = Mapping[str, Any]
@@ -81,6 +83,7 @@ RANGES: dict[str, Range] = {
     "nnodes": POSITIVE,
     "reward_model.nnodes": NOT_NEGATIVE,
     "max_restarts": NOT_NEGATIVE,
+    "max_staleness": NOT_NEGATIVE,
     "profile_steps": (lambda steps: all(step >= 1 for step in steps), "must be steps, the first of which is 1"),
     "trace_alloc_max_entries": POSITIVE,
     "nccl_timeout": POSITIVE,
@@ -541,7 +544,7 @@ def _pool_keys(values: Values) -> Iterator[Problem]:
 
 def controller(config: PPOConfig, values: Values) -> Iterator[Problem]:
     count = num_workers(config)
-    if count > 1 and values["trainer.controller"] == "local":
+    if count > 1 and values["trainer.controller"] == "local" and not _runs_in_threads(config):
         message = f"can run only 1 worker, not {count}; set auto or ray"
         yield Problem("trainer.controller", "local", message, also=("trainer.n_gpus_per_node", "resource_pool_spec"))
     if controller_of(config) == "ray" and find_spec("ray") is None:
@@ -549,9 +552,29 @@ def controller(config: PPOConfig, values: Values) -> Iterator[Problem]:
         yield Problem("trainer.controller", values["trainer.controller"], message)
 
 
+def _runs_in_threads(config: PPOConfig) -> bool:
+    """Whether the pools can be in one process: a rollout that generates during the update, and one worker in each pool."""
+    return config.trainer.async_mode in SEPARATE and num_workers(config) == 2
+
+
+def _async_training(pools: Pools, values: Values) -> Iterator[Problem]:
+    mode, key = values["trainer.async_mode"], "trainer.async_mode"
+    has_own_pool = "rollout" in pools.role_pools
+    if mode in SEPARATE and not has_own_pool:
+        message = "needs a pool for the rollout; set trainer.placement=split and trainer.n_gpus_per_node=2 or more"
+        yield Problem(key, mode, message, also=_SIZES)
+    if mode == "colocated" and has_own_pool:
+        message = "the rollout has its own pool here; set one_step_off or fully_async, or trainer.placement=colocate"
+        yield Problem(key, mode, message, also=_SIZES)
+    if mode == "one_step_off" and values["trainer.max_staleness"] > 1:
+        message = f"{mode} is never more than 1 update behind; set 1, or {key}=fully_async"
+        yield Problem("trainer.max_staleness", values["trainer.max_staleness"], message, also=(key,))
+
+
 def _workers(config: PPOConfig, values: Values, models: Collection[str]) -> Iterator[Problem]:
     yield from controller(config, values)
     try:
+        yield from _async_training(pools_of(config, models), values)
         yield from _ranks(pools_of(config, models), values)
         yield from _profiled(pools_of(config, models), values)
     except TooFewWorkers as error:

@@ -16,6 +16,8 @@ from lockstep.config.sft import SFTConfig
 _CLIP_LOW, _CLIP_HIGH = "actor_rollout_ref.actor.clip_ratio_low", "actor_rollout_ref.actor.clip_ratio_high"
 _FREE_CACHE = "actor_rollout_ref.rollout.free_cache_engine"
 
+_CORRECTION = "algorithm.rollout_correction"
+
 _CLIP_AROUND_1 = ("vanilla", "bypass_mode", "gspo", "geo_mean", "clip_cov")
 """Losses for which distances from 1 as large as 0.5 and 1 make no sense; cispo and dppo_tv, dppo_kl use such values."""
 
@@ -51,6 +53,13 @@ def derived_defaults(cls: type, values: Mapping[str, Any]) -> tuple[dict[str, An
         )
     if values.get("trainer.placement") in ("split", "standalone") and _FREE_CACHE not in values:
         derived[_FREE_CACHE] = False  # nobody else uses the memory
+    stale = values.get("trainer.async_mode") is not None and values.get("trainer.max_staleness", 1) != 0
+    if stale and not any(f"{_CORRECTION}.{name}" in values for name in ("rollout_is", "bypass_mode")):
+        derived[f"{_CORRECTION}.rollout_is"] = "token"
+        notices.append(
+            "trainer.async_mode trains on samples of earlier policies, so their tokens are weighted by truncated importance ratios "
+            f"({_CORRECTION}.rollout_is=token); set that key to null to train without"
+        )
     low, high = values.get(_CLIP_LOW), values.get(_CLIP_HIGH)
     is_around_1 = values.get("actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla") in _CLIP_AROUND_1
     if is_around_1 and isinstance(low, float) and isinstance(high, float) and 0.5 <= low < 1 < high < 2:

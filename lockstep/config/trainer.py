@@ -37,6 +37,15 @@ class TrainerConfig:
     placement: Literal["colocate", "hybrid", "split", "standalone"] = "colocate"
     """How roles share workers. colocate: all together; hybrid: critic and reward model separate; split: the rollout separate too;
     standalone: each role separate. `resource_pool_spec` overrides it."""
+    async_mode: Literal["colocated", "one_step_off", "fully_async"] | None = None
+    """Asynchronous training (docs/async_training.md). colocated: unfinished responses wait during the update and go on with the new
+    weights; one_step_off: a separate rollout pool generates the next batch during the update; fully_async: it never stops. null
+    generates and trains in turn."""
+    max_staleness: int = 1
+    """Asynchronous training: updates that the policy may be ahead of the one that began a response; generation runs at most that
+    many batches ahead. 0 trains exactly as without `async_mode`."""
+    stale_samples: Literal["wait", "drop"] = "wait"
+    """Asynchronous training: wait for a response that would become older than `max_staleness`, or drop it with its group."""
     profile_steps: list[int] = field(default_factory=list)
     """Steps to profile (docs/profiling.md); `global_profiler.tool` says how."""
     max_restarts: int = 0

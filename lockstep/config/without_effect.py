@@ -136,6 +136,9 @@ def _reasons(config: PPOConfig, values: Values, models: Collection[str]) -> Iter
         ("reward_model.n_gpus_per_node", "reward_model.nnodes"),
     )
     yield controller_of(config) == "local", "the run does not use Ray", ("ray_init.",)
+    mode = values["trainer.async_mode"]
+    yield mode is None, "trainer.async_mode is null", ("trainer.max_staleness", "trainer.stale_samples")
+    yield mode == "one_step_off", "one_step_off always trains on the batch after", ("trainer.stale_samples",)
     sections = tuple(f"{section}.profiler" for section in (_ACTOR, _REF, "critic", "reward_model"))
     yield from profiler_reasons(values, sections, is_on_ray=controller_of(config) == "ray")
     separate = "rollout" in pools_of(config, models).role_pools

@@ -388,24 +388,31 @@ class DataProto:
         arrays = sum(v.nbytes for v in self.non_tensor_batch.values())
         logger.info("%s%d rows: tensors %.6f GB, arrays %.6f GB", prefix, len(self), tensors / 2**30, arrays / 2**30)
 
-    def save_to_disk(self, filepath: str | Path) -> None:
-        """Write the batch to one safetensors file. Objects must be plain data: text, numbers, lists, dicts, tensors, arrays."""
-        state = {
+    def to_state(self) -> dict[str, Any]:
+        """The batch as a dict for `utils.state_file`."""
+        return {
             "batch_size": None if self.batch is None else list(self.batch.batch_size),
             "batch": tensors_of(self.batch),
             "non_tensor_batch": self.non_tensor_batch,
             "meta_info": self.meta_info,
         }
-        Path(filepath).write_bytes(to_bytes(state, owner="DataProto.save_to_disk"))
+
+    @staticmethod
+    def from_state(state: dict[str, Any]) -> "DataProto":
+        """The inverse of `to_state`."""
+        size, tensors = state["batch_size"], state["batch"]
+        batch = None if size is None else TensorDict(tensors, batch_size=size)
+        return DataProto(batch, state["non_tensor_batch"], state["meta_info"])
+
+    def save_to_disk(self, filepath: str | Path) -> None:
+        """Write the batch to one safetensors file. Objects must be plain data: text, numbers, lists, dicts, tensors, arrays."""
+        Path(filepath).write_bytes(to_bytes(self.to_state(), owner="DataProto.save_to_disk"))
 
     @staticmethod
     def load_from_disk(filepath: str | Path) -> "DataProto":
         """Read a batch written by `save_to_disk`, on the CPU. The file is data: loading runs no code."""
         try:
-            state = from_bytes(Path(filepath).read_bytes())
-            size, tensors = state["batch_size"], state["batch"]
-            batch = None if size is None else TensorDict(tensors, batch_size=size)
-            return DataProto(batch, state["non_tensor_batch"], state["meta_info"])
+            return DataProto.from_state(from_bytes(Path(filepath).read_bytes()))
         except (ValueError, KeyError, TypeError, RuntimeError) as error:
             raise ValueError(f"{filepath} is not a DataProto that `save_to_disk` wrote ({error})") from error
 

@@ -53,8 +53,14 @@ _TABLE = (
         "all losses, advantages, metrics",
         "1 = the policy's own token, its EOS included; 0 = tool, user or padding",
     ),
+    BatchKey("policy_version", "B", _INT, "the rollout", "audit", "`policy_versions` of the row's first token"),
     BatchKey(
-        "policy_version", "B", _INT, "the rollout", "audit", "number of updates of the policy that generated the row"
+        "policy_versions",
+        "BR",
+        _INT,
+        "the rollout",
+        "metrics of asynchronous training",
+        "number of updates of the policy that sampled the token; -1 if none did",
     ),
     BatchKey("sampling_seed", "B", _INT, "the trainer", "rollout", "seed of the row's own random stream"),
     BatchKey(

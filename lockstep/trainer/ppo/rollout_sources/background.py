@@ -1,0 +1,203 @@
+"""Generates groups of samples in a thread with an event loop, while the main thread trains.
+
+    main thread                                    rollout thread
+    draw prompts ─► add ─────────────────────────► waiting ─► sampler.sample(prompt) … ─► finished, journalled
+    take         ◄───────────────────────────────── enough groups are finished
+    pause ─► send weights ─► resume                unfinished requests keep their tokens
+
+The schedule belongs to the rollout thread: a method that the main thread calls runs a coroutine there and waits for it.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack, suppress
+from typing import Any, Protocol, TypeVar
+
+from lockstep.protocol import DataProto
+from lockstep.trainer.ppo.rollout_sources.journal import Journal
+from lockstep.trainer.ppo.rollout_sources.schedule import Group, GroupId, GroupSchedule
+
+T = TypeVar("T")
+CLOSE_TIMEOUT_S = 10.0
+"""How long the thread may take to end: it does not if a worker never answers."""
+
+
+class Sampler(Protocol):
+    """See `GroupSampler`."""
+
+    async def sample(self, prompt: DataProto, *, step: int, draw: int, number: int) -> DataProto: ...
+
+
+class BackgroundRollout:
+    """client: a `RolloutClient`. keep: whether samples are worth training on (`algorithm.filter_groups`)."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        client: Any,
+        schedule: GroupSchedule,
+        journal: Journal,
+        keep: Callable[[DataProto], bool],
+    ) -> None:
+        self.sampler, self.client, self.schedule, self.journal, self.keep = sampler, client, schedule, journal, keep
+        self.num_dropped = {"stale": 0, "filtered": 0}
+        """Groups that were dropped, by reason."""
+        self._tasks: dict[GroupId, asyncio.Task[None]] = {}
+        self._failure: Exception | None = None
+        self._serving: AsyncExitStack | None = None
+        self._is_paused = True
+        self._busy_s, self._busy_since = 0.0, 0.0  # busy_since: 0 while nothing is generated
+        self._changed = asyncio.Event()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
+        self._thread.start()
+
+    def add(self, groups: list[Group]) -> None:
+        """Groups to sample when there is room."""
+        self._call(self._add(groups))
+
+    def start(self, step: int) -> None:
+        """Begin to sample as many groups as there is room for."""
+        self._call(self._start(step))
+
+    def take(self, step: int) -> list[Group] | None:
+        """Start groups and wait for those that the step trains on; None if more prompts are needed."""
+        return self._call(self._take(step))
+
+    def finish_all(self) -> None:
+        """Wait for every group that was started."""
+        self._call(self._finish_all())
+
+    def resume(self) -> None:
+        """Begin to generate, or go on with the requests that `pause` kept; no-op while generating."""
+        self._call(self._resume())
+
+    def pause(self) -> None:
+        """Stop generating; unfinished requests keep their tokens. No-op while paused."""
+        self._call(self._pause())
+
+    def groups(self) -> list[Group]:
+        """All groups that no step has trained on."""
+        return self._call(self._groups())
+
+    def take_busy_s(self) -> float:
+        """Seconds since the last call during which something was generated."""
+        return self._call(self._take_busy_s())
+
+    def close(self) -> None:
+        """End the thread; unfinished requests are aborted."""
+        if not self._thread.is_alive():
+            return
+        with suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(CLOSE_TIMEOUT_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    async def _add(self, groups: list[Group]) -> None:
+        self.schedule.waiting.extend(groups)
+
+    async def _start(self, step: int) -> None:
+        for group in self.schedule.start(step):
+            if (samples := self.journal.recover(group)) is not None:
+                self._end(group, samples)
+            else:
+                self.journal.note("start", group=group.id, step=step)
+                self._tasks[group.id] = self._loop.create_task(self._sample(group))
+        self._note_busy()
+
+    async def _sample(self, group: Group) -> None:
+        batch, row = group.id
+        try:
+            samples = await self.sampler.sample(group.prompt, step=batch, draw=0, number=row)
+            self._end(group, samples)
+            if group.samples is not None:
+                self.journal.finish(group)
+        except Exception as error:  # noqa: BLE001 - raised in the main thread
+            self._failure = self._failure or error
+        finally:
+            del self._tasks[group.id]
+            self._note_busy()
+            self._changed.set()
+
+    def _end(self, group: Group, samples: DataProto) -> None:
+        if self.keep(samples):
+            self.schedule.finish(group, samples)
+        else:
+            self._drop(group, group.started, "filtered")
+
+    def _drop(self, group: Group, step: int, reason: str) -> None:
+        self.schedule.drop(group)
+        self.num_dropped[reason] += 1
+        self.journal.note("drop", group=group.id, step=step, reason=reason)
+        if (task := self._tasks.get(group.id)) is not None and reason == "stale":
+            task.cancel()
+
+    async def _take(self, step: int) -> list[Group] | None:
+        while True:
+            self._raise_failure()
+            for group in self.schedule.too_old(step):
+                self._drop(group, step, "stale")
+            await self._start(step)
+            if (groups := self.schedule.take(step)) is not None:
+                return groups
+            if self.schedule.room(step) > 0 and not self.schedule.waiting:
+                return None
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _finish_all(self) -> None:
+        while self.schedule.running:
+            self._raise_failure()
+            self._changed.clear()
+            await self._changed.wait()
+        self._raise_failure()
+
+    async def _resume(self) -> None:
+        if self._serving is None:
+            self._serving = AsyncExitStack()
+            await self._serving.enter_async_context(self.client.running())
+        elif self._is_paused:
+            await self.client.resume()
+        self._is_paused = False
+        self._note_busy()
+
+    async def _pause(self) -> None:
+        if not self._is_paused:
+            await self.client.pause()
+            self._is_paused = True
+            self._note_busy()
+        self._raise_failure()
+
+    async def _groups(self) -> list[Group]:
+        schedule = self.schedule
+        return [*schedule.waiting, *schedule.running.values(), *schedule.finished.values()]
+
+    async def _take_busy_s(self) -> float:
+        self._note_busy()
+        seconds, self._busy_s = self._busy_s, 0.0
+        return seconds
+
+    async def _close(self) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._serving is not None:
+            await self._serving.aclose()
+
+    def _note_busy(self) -> None:
+        now = time.perf_counter()
+        if self._busy_since:
+            self._busy_s += now - self._busy_since
+        self._busy_since = now if self.schedule.running and not self._is_paused else 0.0
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure

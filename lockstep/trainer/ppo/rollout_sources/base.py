@@ -1,0 +1,186 @@
+"""Where a training step gets its samples from: the interface, and what asynchronous sources share."""
+
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+from lockstep.algorithms.filtering import keep_informative_groups
+from lockstep.config.ppo import PPOConfig
+from lockstep.protocol import DataProto, object_array
+from lockstep.trainer.ppo.rollout_sources.background import BackgroundRollout, Sampler
+from lockstep.trainer.ppo.rollout_sources.journal import Journal
+from lockstep.trainer.ppo.rollout_sources.schedule import Group, GroupSchedule
+from lockstep.trainer.ppo.sampling import concat_samples
+from lockstep.utils.state_file import has_state, load_state, save_state
+from lockstep.utils.timing import marked_timer
+from lockstep.weight_sync import WeightSync
+
+STATE = "rollouts"
+"""File of a checkpoint: groups that were drawn from the data and not trained on."""
+
+
+class RolloutSource(Protocol):
+    """keeps_prompts: prompts that a discarded step has drawn are still there for the next one."""
+
+    keeps_prompts: bool
+
+    def start(self, run_dir: Path, step: int, policy_version: int, checkpoint: Path | None) -> None:
+        """Begin after `step`, with weights of `policy_version`; checkpoint: the folder that the run goes on from."""
+
+    def collect(
+        self, prompts: Iterator[DataProto], *, step: int, timing: dict[str, float]
+    ) -> tuple[DataProto, dict[str, float]]:
+        """The scored samples that the step trains on, and metrics."""
+
+    def update_weights(self, policy_version: int) -> dict[str, float]:
+        """The actor has been updated: bring its weights to the rollout; returns metrics."""
+
+    def idle(self) -> AbstractContextManager[None]:
+        """Inside, the rollout has the actor's weights and generates nothing: others may use it."""
+
+    def save(self, folder: Path) -> None:
+        """Write the state into the folder of a checkpoint."""
+
+    def saved(self, step: int) -> None:
+        """The checkpoint of the step is complete."""
+
+    def close(self) -> None:
+        """Stop generating."""
+
+
+class AsyncSource:
+    """Groups of samples that are generated in the background.
+
+    sampler, client: a `GroupSampler` and its `RolloutClient`.
+    last_step:       of the run.
+    """
+
+    keeps_prompts = True
+    ahead: int | None = None
+    """See `GroupSchedule`."""
+
+    def __init__(
+        self, config: PPOConfig, sampler: Sampler, client: Any, weight_sync: WeightSync | None, last_step: int
+    ) -> None:
+        self.config, self.sampler, self.client, self.weight_sync = config, sampler, client, weight_sync
+        trainer = config.trainer
+        self.schedule = GroupSchedule(
+            config.data.train_batch_size, trainer.max_staleness, trainer.stale_samples, self.ahead, last_step
+        )
+        self.policy_version = 0
+        self.num_drawn = 0
+        """Batches of prompts drawn from the data."""
+        self.sync_metrics: dict[str, float] = {}
+        """Of weights that were sent within `collect`."""
+        self.rollout: BackgroundRollout | None = None
+
+    def start(self, run_dir: Path, step: int, policy_version: int, checkpoint: Path | None) -> None:
+        self.policy_version, self.num_drawn = policy_version, step
+        self.journal = Journal(run_dir, step, policy_version)
+        if checkpoint is not None and has_state(checkpoint / STATE):
+            state = load_state(checkpoint / STATE)
+            self.num_drawn = state["num_drawn"]
+            self.schedule.restore(map(_group_of, state["groups"]), step + 1)
+        self.rollout = BackgroundRollout(self.sampler, self.client, self.schedule, self.journal, self._is_informative)
+        self._last_collect = time.perf_counter()
+
+    def collect(
+        self, prompts: Iterator[DataProto], *, step: int, timing: dict[str, float]
+    ) -> tuple[DataProto, dict[str, float]]:
+        began = time.perf_counter()
+        dropped = dict(self._rollout.num_dropped)
+        with marked_timer("gen", timing):
+            groups = self._take(prompts, step)
+        self.journal.train(step, groups)
+        batch = _batch_of(groups, step)
+        elapsed_s, self._last_collect = time.perf_counter() - self._last_collect, time.perf_counter()
+        metrics = {f"async/{name}_groups": n - dropped[name] for name, n in self._rollout.num_dropped.items()}
+        metrics["async/trainer_wait_share"] = (self._last_collect - began) / elapsed_s
+        metrics["async/rollout_wait_share"] = max(0.0, 1 - self._rollout.take_busy_s() / elapsed_s)
+        metrics["async/queue_length"] = len(self.schedule.finished)
+        metrics["async/running_groups"] = len(self.schedule.running)
+        metrics |= self.sync_metrics | staleness_metrics(batch, self.policy_version)
+        self.sync_metrics = {}
+        return batch, metrics
+
+    def update_weights(self, policy_version: int) -> dict[str, float]:
+        self.policy_version = policy_version
+        return {} if self.weight_sync is None else self.weight_sync.run(policy_version)
+
+    def save(self, folder: Path) -> None:
+        state = {"num_drawn": self.num_drawn, "groups": [_state_of(group) for group in self._rollout.groups()]}
+        save_state(folder / STATE, state, owner="trainer.async_mode, of the prompts that are not trained on yet")
+
+    def saved(self, step: int) -> None:
+        self.journal.checkpoint(step)
+
+    def close(self) -> None:
+        if self.rollout is not None:
+            self.rollout.close()
+            self.journal.close()
+            self.rollout = None
+
+    @property
+    def _rollout(self) -> BackgroundRollout:
+        assert self.rollout is not None, "the source is not started"
+        return self.rollout
+
+    def _take(self, prompts: Iterator[DataProto], step: int) -> list[Group]:
+        """Wait for the groups of the step; draws prompts as long as there is room for more groups."""
+        rule, filtered = self.config.algorithm.filter_groups, self._rollout.num_dropped["filtered"]
+        while (groups := self._rollout.take(step)) is None:
+            num_filtered = self._rollout.num_dropped["filtered"] - filtered
+            if rule.enable and 0 < rule.max_num_gen_batches * self.schedule.per_step <= num_filtered:
+                raise ValueError(
+                    f"algorithm.filter_groups.max_num_gen_batches={rule.max_num_gen_batches}: the samples of {num_filtered} prompts "
+                    "had equal scores in one step; the prompts are too hard or too easy for the policy"
+                )
+            self._draw(prompts)
+        return groups
+
+    def _draw(self, prompts: Iterator[DataProto]) -> None:
+        batch = next(prompts)
+        self.num_drawn += 1
+        rows = range(len(batch))
+        self._rollout.add([Group((self.num_drawn, row), batch[row : row + 1]) for row in rows])
+
+    def _is_informative(self, samples: DataProto) -> bool:
+        rule = self.config.algorithm.filter_groups
+        return not rule.enable or bool(keep_informative_groups(samples, rule.metric))
+
+
+def staleness_metrics(batch: DataProto, policy_version: int) -> dict[str, float]:
+    """How many updates ago the tokens of a batch were sampled; policy_version: of the policy that trains on it."""
+    versions = batch.tensors["policy_versions"]
+    is_sampled = versions >= 0
+    age = (policy_version - versions)[is_sampled].float()
+    last = versions.max(-1).values
+    return {
+        "async/staleness/mean": float(age.mean()),
+        "async/staleness/max": float(age.max()),
+        "async/mixed_policy_share": float((last > batch.tensors["policy_version"]).float().mean()),
+    }
+
+
+def _batch_of(groups: list[Group], step: int) -> DataProto:
+    parts = []
+    for group in groups:
+        assert group.samples is not None
+        samples, (batch, row) = group.samples, group.id
+        samples.meta_info["global_steps"] = step
+        samples.non_tensor_batch["uid"] = object_array([str(uuid.UUID(int=(batch << 64) + row))] * len(samples))
+        parts.append(samples)
+    return concat_samples(parts)
+
+
+def _state_of(group: Group) -> dict[str, Any]:
+    samples = None if group.samples is None else group.samples.to_state()
+    return {"id": list(group.id), "started": group.started, "prompt": group.prompt.to_state(), "samples": samples}
+
+
+def _group_of(state: dict[str, Any]) -> Group:
+    samples = None if state["samples"] is None else DataProto.from_state(state["samples"])
+    return Group(tuple(state["id"]), DataProto.from_state(state["prompt"]), state["started"], samples)

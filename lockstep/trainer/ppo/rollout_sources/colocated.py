@@ -1,0 +1,26 @@
+"""Actor and rollout share their workers: a step ends when enough groups are finished, and the rest goes on after the update.
+
+    step 1   generate ████████ a b c d│e.. f.   pause │ train on a b c d │
+    step 2                              resume e f, start g h … │ generate ██████ │ pause │ train on e f g h │
+
+The slowest responses no longer hold up the step that began them. Their first tokens are of an earlier policy.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+from lockstep.protocol import DataProto
+from lockstep.trainer.ppo.rollout_sources.base import AsyncSource
+from lockstep.trainer.ppo.rollout_sources.schedule import Group
+
+
+class ColocatedSource(AsyncSource):
+    def _take(self, prompts: Iterator[DataProto], step: int) -> list[Group]:
+        self._rollout.resume()
+        try:
+            return super()._take(prompts, step)
+        finally:
+            self._rollout.pause()
+
+    def idle(self) -> AbstractContextManager[None]:
+        return nullcontext()  # paused outside of `collect`

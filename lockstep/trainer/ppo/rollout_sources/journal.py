@@ -1,0 +1,155 @@
+"""What became of every group of samples: an append-only journal in the run's folder.
+
+    rollout_journal/journal.jsonl            one event per line, for the whole run
+    rollout_journal/samples_after_N.bin      groups that finished after the checkpoint of step N, one safetensors blob each
+
+    {"event": "start", "group": [3, 0], "step": 2}
+    {"event": "finish", "group": [3, 0], "started": 2, "versions": [1, 2], "file": "samples_after_0.bin", "offset": 0, "size": 9000}
+    {"event": "train", "step": 3, "groups": [[2, 5], [3, 0]]}
+    {"event": "drop", "group": [3, 1], "step": 4, "reason": "stale"}
+    {"event": "checkpoint", "step": 4}
+    {"event": "resume", "step": 4}           undoes what was trained or dropped in later steps
+
+A line is written when its event happens, so that it survives the death of the process; files are synced to disk before a step
+trains on their groups.
+"""
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from lockstep.protocol import DataProto
+from lockstep.trainer.ppo.rollout_sources.schedule import Group, GroupId
+from lockstep.utils.state_file import from_bytes, to_bytes
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "rollout_journal"
+EVENTS = "journal.jsonl"
+
+
+class Journal:
+    """The journal of a run, which is in `run_dir`. Its methods may be called from several threads.
+
+    step, policy_version: of the checkpoint that the run goes on from; 0 to start over.
+    """
+
+    def __init__(self, run_dir: Path, step: int, policy_version: int = 0) -> None:
+        self.folder = run_dir / FOLDER
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = threading.Lock()
+        _cut_torn_line(self.folder / EVENTS)
+        if step == 0:
+            self._remove_samples()
+        earlier = list(read_events(run_dir))
+        # weights of later updates no longer exist, and neither does what they sampled
+        finished = _finished_since(earlier, step) if step > 0 else {}
+        self._recovered = {group: e for group, e in finished.items() if e["versions"][1] <= policy_version}
+        self._events: BinaryIO = open(self.folder / EVENTS, "ab")  # noqa: SIM115 - closed by `close`
+        self._samples = self._open_samples(step)
+        if earlier:
+            self.note("resume", step=step)
+
+    def note(self, event: str, **fields: Any) -> None:
+        line = json.dumps({"event": event, **fields}) + "\n"
+        with self._lock:
+            self._events.write(line.encode())
+            self._events.flush()
+
+    def finish(self, group: Group) -> None:
+        """Keep the samples of a group."""
+        assert group.samples is not None
+        content = to_bytes(group.samples.to_state(), owner="the samples of a prompt (trainer.async_mode keeps them)")
+        with self._lock:
+            place = {"file": Path(self._samples.name).name, "offset": self._samples.tell(), "size": len(content)}
+            self._samples.write(content)
+            self._samples.flush()
+        first, every = (group.samples.tensors[name] for name in ("policy_version", "policy_versions"))
+        versions = [int(first.min()), int(every.max())]
+        self.note("finish", group=group.id, started=group.started, versions=versions, **place)
+
+    def recover(self, group: Group) -> DataProto | None:
+        """The samples of a group that had finished before the run died; None if it must be sampled."""
+        event = self._recovered.pop(group.id, None)
+        if event is None:
+            return None
+        try:
+            with open(self.folder / event["file"], "rb") as file:
+                file.seek(event["offset"])
+                samples = DataProto.from_state(from_bytes(file.read(event["size"])))
+        except (OSError, ValueError, KeyError) as error:
+            logger.warning("%s: the samples of group %s are lost and sampled again (%s)", self.folder, group.id, error)
+            return None
+        prompts = (rows.non_tensor_batch["raw_prompt_ids"][0] for rows in (samples, group.prompt))
+        if list(next(prompts)) != list(next(prompts)):  # a sampler that learns from trained steps draws others
+            return None
+        group.started = min(group.started, event["started"])
+        return samples
+
+    def train(self, step: int, groups: list[Group]) -> None:
+        self.note("train", step=step, groups=[group.id for group in groups])
+        with self._lock:
+            os.fsync(self._samples.fileno())
+            os.fsync(self._events.fileno())
+
+    def checkpoint(self, step: int) -> None:
+        """The checkpoint of the step is complete: it holds the groups that finished until now."""
+        with self._lock:
+            self._samples.close()
+            self._samples = self._open_samples(step)
+        self.note("checkpoint", step=step)
+        self._remove_samples(Path(self._samples.name))
+
+    def close(self) -> None:
+        self._samples.close()
+        self._events.close()
+
+    def _remove_samples(self, used: Path | None = None) -> None:
+        for file in self.folder.glob("samples_after_*.bin"):
+            if file != used:
+                file.unlink()
+
+    def _open_samples(self, step: int) -> BinaryIO:
+        return open(self.folder / f"samples_after_{step}.bin", "ab")
+
+
+def read_events(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """The events of a run, first to last; a group is a (batch, row) tuple."""
+    file = run_dir / FOLDER / EVENTS
+    for line in file.read_bytes().splitlines(keepends=True) if file.exists() else ():
+        if line.endswith(b"\n"):  # else the process died while it wrote
+            event = json.loads(line)
+            if "group" in event:
+                event["group"] = tuple(event["group"])
+            if "groups" in event:
+                event["groups"] = [tuple(group) for group in event["groups"]]
+            yield event
+
+
+def trained_groups(run_dir: Path) -> dict[int, list[GroupId]]:
+    """The groups that made the run's weights, by step: without steps that a resumed run has trained again."""
+    trained: dict[int, list[GroupId]] = {}
+    for event in read_events(run_dir):
+        if event["event"] == "train":
+            trained[event["step"]] = event["groups"]
+        elif event["event"] == "resume":
+            trained = {step: groups for step, groups in trained.items() if step <= event["step"]}
+    return trained
+
+
+def _finished_since(events: list[dict[str, Any]], step: int) -> dict[GroupId, dict[str, Any]]:
+    """The groups that finished after the checkpoint of `step`, up to its death."""
+    marks = [i for i, event in enumerate(events) if event["event"] == "checkpoint" and event["step"] == step]
+    since = events[marks[-1] :] if marks else []
+    return {event["group"]: event for event in since if event["event"] == "finish"}
+
+
+def _cut_torn_line(file: Path) -> None:
+    """Remove what a dying process wrote of its last line."""
+    content = file.read_bytes() if file.exists() else b""
+    if content and not content.endswith(b"\n"):
+        os.truncate(file, content.rfind(b"\n") + 1)
