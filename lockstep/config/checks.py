@@ -559,6 +559,13 @@ def _runs_in_threads(config: PPOConfig) -> bool:
 
 def _async_training(pools: Pools, values: Values) -> Iterator[Problem]:
     mode, key = values["trainer.async_mode"], "trainer.async_mode"
+    if mode is None:
+        return
+    if values[f"{_ROLLOUT}.mode"] == "sync":
+        yield Problem(f"{_ROLLOUT}.mode", "sync", f"{key}={mode} generates by single requests; set async", also=(key,))
+    if pools.role_pools.get("rm") in [pool for role, pool in pools.role_pools.items() if role != "rm"]:
+        message = f"{key}={mode} scores during updates, so the reward model needs its own workers; set true"
+        yield Problem("reward_model.enable_resource_pool", False, message, also=(key,))
     has_own_pool = "rollout" in pools.role_pools
     if mode in SEPARATE and not has_own_pool:
         message = "needs a pool for the rollout; set trainer.placement=split and trainer.n_gpus_per_node=2 or more"

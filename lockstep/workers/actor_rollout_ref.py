@@ -292,8 +292,11 @@ class ActorRolloutRefWorker(WeightSyncWorker):
         self.actor.offload()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, local_path: str) -> None:
+    def load_checkpoint(self, local_path: str, policy_version: int = 0) -> None:
+        """policy_version: of the checkpoint's weights."""
         self.actor.onload(optimizer=True)
         self.actor.load(checkpoint_folder(local_path), self.config.actor.checkpoint.load_contents)
         self.has_trained = True
         self.actor.offload()
+        if self.is_rollout and self.rollout.shares_weights:
+            self.rollout.policy_version = policy_version

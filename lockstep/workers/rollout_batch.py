@@ -1,7 +1,8 @@
 """Conversion between batch and rollout engine: prompts to requests, completions to batch tensors.
 
 raw_prompt_ids, sampling_seed ──► GenerationRequest … Completion ──► prompts, responses, input_ids, attention_mask,
-                                                                     position_ids, response_mask, rollout_log_probs
+                                                                     position_ids, response_mask, policy_versions,
+                                                                     rollout_log_probs
 """
 
 from collections.abc import Sequence
@@ -52,6 +53,7 @@ def batch_of(
         "position_ids": (attention_mask.cumsum(1) - 1).clamp_min(0),
         "response_mask": response_mask,
         "policy_version": torch.tensor([c.policy_version for c in completions], dtype=torch.int64),
+        "policy_versions": _pad([c.policy_versions for c in completions], config.response_length, -1)[0],
     }
     if config.calculate_log_probs:
         log_probs, _ = _pad([c.log_probs for c in completions], config.response_length, 0.0)

@@ -107,6 +107,10 @@ class AsyncSampling(Sampling):
             metrics["train/num_unfinished_prompts"] = sum(not task.done() for task in waiting)
         return groups, metrics
 
+    def is_kept(self, samples: DataProto) -> bool:
+        """Whether `algorithm.filter_groups` keeps the samples of a prompt."""
+        return bool(self._kept_rows(samples))
+
     def _kept_rows(self, call: DataProto) -> set[int]:
         """The rows of the groups that may be trained on."""
         rule = self.config.algorithm.filter_groups

@@ -10,7 +10,7 @@ in this process or on many machines.
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -57,6 +57,7 @@ from lockstep.trainer.interrupt import Interrupt, StopRequested
 from lockstep.trainer.ppo.async_sampling import AsyncSampling
 from lockstep.trainer.ppo.metrics import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
 from lockstep.trainer.ppo.mini_batches import MiniBatches, Prepare, call_balanced, lay_out, spread
+from lockstep.trainer.ppo.rollout_sources import create_source
 from lockstep.trainer.ppo.sampling import RewardFn, Sampling, extra_metrics
 from lockstep.trainer.ppo.validation import Responses, prompt_batches
 from lockstep.trainer.run_config import FILE as CONFIG_FILE
@@ -141,6 +142,7 @@ class PPOTrainer:
         self.global_steps = 0
         self.epoch = 0
         self.num_updates = 0
+        self.max_staleness = config.trainer.max_staleness if config.trainer.async_mode is not None else 0
         self.loader_state: dict[str, Any] = {}
         """State of the data loader after the last complete step: the one that checkpoints save."""
         self.idle_steps, self.cut_responses = IdleSteps(), CutResponses(tokenizer.all_special_ids)
@@ -208,6 +210,7 @@ class PPOTrainer:
             dtypes = self.gap_bound.dtype, rollout_dtype(policy, device)
             bound = canary_bound(*dtypes, quantized=policy.rollout.quantization is not None)
             self.weight_sync = WeightSync(self.actor_rollout_wg, self.rollout_wg, transport, bound)
+        self.source = create_source(self.config, self.sampling, self.weight_sync, self.total_training_steps)
 
     def _sampling(self) -> Sampling:
         workers = self.config, self.rollout_wg, self.rm_wg, self.reward_fn
@@ -270,6 +273,9 @@ class PPOTrainer:
                 self.loader_state = deepcopy(self.train_dataloader.state_dict())
             if self.weight_sync is not None:
                 self.weight_sync.run(self.num_updates)
+            if not config.val_only:
+                closing.callback(self.source.close)
+                self.source.start(self.run_dir, self.global_steps, self.num_updates, self.last_checkpoint)
             write_run_config(self.run_dir, self.config, self.global_steps)
             self.tracking = Tracking(
                 project_name=config.project_name,
@@ -354,6 +360,8 @@ class PPOTrainer:
             timing: dict[str, float] = {}
             with self.profiler.step(self.global_steps), marked_timer("step", timing):
                 try:
+                    if interrupt.requested:
+                        raise StopRequested
                     batch, metrics = self._train_step(prompts, timing)
                 except StopRequested:
                     return self._stopped_mid_step(unsaved)
@@ -384,6 +392,8 @@ class PPOTrainer:
     def _stopped_mid_step(self, unsaved: dict[str, Any]) -> int:
         """Discard the step. unsaved: metrics of the last complete step, which is then saved; empty if it already is."""
         self.global_steps -= 1
+        if self.source.keeps_prompts:
+            self.loader_state = deepcopy(self.train_dataloader.state_dict())
         if unsaved:
             self._save_checkpoint(unsaved)
         return self._stopped()
@@ -410,8 +420,8 @@ class PPOTrainer:
         metrics: dict[str, Any] = {}
 
         # 1. and 2. generate and reward
-        batch, sampling_metrics = self.sampling.collect(prompts, step=self.global_steps, timing=timing)
-        check_policy_version(batch, self.num_updates)
+        batch, sampling_metrics = self.source.collect(prompts, step=self.global_steps, timing=timing)
+        check_policy_version(batch, self.num_updates, self.max_staleness)
         self.cut_responses.note(batch)
         metrics |= sampling_metrics | self._seqlen_metrics(batch)
 
@@ -424,7 +434,7 @@ class PPOTrainer:
             calls["values"] = (self.critic_wg, "critic", "compute_values")
         batch = self._with_outputs(use_rollout_log_probs(batch) if source == "rollout" else batch, calls, timing)
         corrected = correction.rollout_is is not None or correction.rollout_rs is not None
-        corrected |= has_cut_log_probs(self.config.actor_rollout_ref.rollout)
+        corrected |= self.max_staleness > 0 or has_cut_log_probs(self.config.actor_rollout_ref.rollout)
         if source == "pass":
             metrics |= self._entropy_metrics(batch) | rollout_gap(batch, self.gap_bound, corrected=corrected)
 
@@ -530,9 +540,9 @@ class PPOTrainer:
         for name, output in waiting.items():
             with marked_timer(name, timing):
                 metrics |= _reduced(output.get())
-        if self.weight_sync is not None and "update_actor" in waiting:
-            with marked_timer("update_weights", timing):
-                metrics |= self.weight_sync.run(self.num_updates)
+        if "update_actor" in waiting:
+            with marked_timer("update_weights", timing) if self.weight_sync is not None else nullcontext():
+                metrics |= self.source.update_weights(self.num_updates)
         return metrics
 
     def _laid_out(self, batch: DataProto, rule: MiniBatches, dp_size: int) -> DataProto:
@@ -576,7 +586,7 @@ class PPOTrainer:
         return self.val_reward_fn is not None and self.val_dataset is not None
 
     def _validate(self) -> dict[str, float]:
-        with phase("validation"):
+        with phase("validation"), self.source.idle():
             return self._validation_metrics()
 
     def _validation_metrics(self) -> dict[str, float]:
@@ -636,8 +646,10 @@ class PPOTrainer:
             if self.use_critic:
                 self.critic_wg.save_checkpoint(str(folder / "critic"), self.global_steps)
             save_state(folder / "data", self.loader_state, owner="the data loader")
+            self.source.save(folder)
             state = {
                 "global_steps": self.global_steps,
+                "num_updates": self.num_updates,
                 "kl_ctrl": self.config.algorithm.kl_ctrl.type,
                 "metrics": metrics,
             }
@@ -646,6 +658,7 @@ class PPOTrainer:
 
         self.tracking.sync()
         self.last_checkpoint = self.checkpoints.save(self.global_steps, write)
+        self.source.saved(self.global_steps)
         logger.info("saved %s", self.last_checkpoint)
 
     def _load_checkpoint(self, resume_from: Path | None) -> dict[str, Any]:
@@ -669,12 +682,13 @@ class PPOTrainer:
         logger.info("resuming from %s", folder)
         if not config.val_only:
             report_changes(saved, self.config, folder)
+        state = load_state(folder / "trainer_state")
+        self.num_updates = state.get("num_updates", max(0, self.global_steps - self.critic_warmup))
         if self.use_critic:
             self.critic_wg.load_checkpoint(str(folder / "critic"))
-        self.actor_rollout_wg.load_checkpoint(str(folder / "actor"))
+        self.actor_rollout_wg.load_checkpoint(str(folder / "actor"), self.num_updates)
         if self.train_dataloader is not None:
             self.train_dataloader.load_state_dict(load_state(folder / "data"))
-        state = load_state(folder / "trainer_state")
         if state.get("kl_ctrl", "adaptive") == self.config.algorithm.kl_ctrl.type == "adaptive":
             self.kl_ctrl_in_reward.value = state["kl_coef"]
         metrics: dict[str, Any] = state["metrics"]

@@ -13,9 +13,10 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from lockstep.protocol import DataProto
+from lockstep.trainer.ppo.group_sampler import GroupSampler
 from lockstep.trainer.ppo.rollout_sources.journal import Journal
 from lockstep.trainer.ppo.rollout_sources.schedule import Group, GroupId, GroupSchedule
 
@@ -24,24 +25,17 @@ CLOSE_TIMEOUT_S = 10.0
 """How long the thread may take to end: it does not if a worker never answers."""
 
 
-class Sampler(Protocol):
-    """See `GroupSampler`."""
-
-    async def sample(self, prompt: DataProto, *, step: int, draw: int, number: int) -> DataProto: ...
-
-
 class BackgroundRollout:
-    """client: a `RolloutClient`. keep: whether samples are worth training on (`algorithm.filter_groups`)."""
+    """is_kept: whether samples are worth training on (`algorithm.filter_groups`)."""
 
     def __init__(
         self,
-        sampler: Sampler,
-        client: Any,
+        sampler: GroupSampler,
         schedule: GroupSchedule,
         journal: Journal,
-        keep: Callable[[DataProto], bool],
+        is_kept: Callable[[DataProto], bool],
     ) -> None:
-        self.sampler, self.client, self.schedule, self.journal, self.keep = sampler, client, schedule, journal, keep
+        self.sampler, self.schedule, self.journal, self.is_kept = sampler, schedule, journal, is_kept
         self.num_dropped = {"stale": 0, "filtered": 0}
         """Groups that were dropped, by reason."""
         self._tasks: dict[GroupId, asyncio.Task[None]] = {}
@@ -127,7 +121,7 @@ class BackgroundRollout:
             self._changed.set()
 
     def _end(self, group: Group, samples: DataProto) -> None:
-        if self.keep(samples):
+        if self.is_kept(samples):
             self.schedule.finish(group, samples)
         else:
             self._drop(group, group.started, "filtered")
@@ -162,15 +156,15 @@ class BackgroundRollout:
     async def _resume(self) -> None:
         if self._serving is None:
             self._serving = AsyncExitStack()
-            await self._serving.enter_async_context(self.client.running())
+            await self._serving.enter_async_context(self.sampler.running())
         elif self._is_paused:
-            await self.client.resume()
+            await self.sampler.client.resume()
         self._is_paused = False
         self._note_busy()
 
     async def _pause(self) -> None:
         if not self._is_paused:
-            await self.client.pause()
+            await self.sampler.client.pause()
             self._is_paused = True
             self._note_busy()
         self._raise_failure()

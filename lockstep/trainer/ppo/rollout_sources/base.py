@@ -7,13 +7,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
-from lockstep.algorithms.filtering import keep_informative_groups
 from lockstep.config.ppo import PPOConfig
 from lockstep.protocol import DataProto, object_array
-from lockstep.trainer.ppo.rollout_sources.background import BackgroundRollout, Sampler
+from lockstep.trainer.ppo.async_sampling import AsyncSampling
+from lockstep.trainer.ppo.rollout_sources.background import BackgroundRollout
 from lockstep.trainer.ppo.rollout_sources.journal import Journal
 from lockstep.trainer.ppo.rollout_sources.schedule import Group, GroupSchedule
-from lockstep.trainer.ppo.sampling import concat_samples
+from lockstep.trainer.ppo.sampling import concat_scored
+from lockstep.utils.progress import phase
 from lockstep.utils.state_file import has_state, load_state, save_state
 from lockstep.utils.timing import marked_timer
 from lockstep.weight_sync import WeightSync
@@ -54,8 +55,7 @@ class RolloutSource(Protocol):
 class AsyncSource:
     """Groups of samples that are generated in the background.
 
-    sampler, client: a `GroupSampler` and its `RolloutClient`.
-    last_step:       of the run.
+    last_step: of the run.
     """
 
     keeps_prompts = True
@@ -63,9 +63,9 @@ class AsyncSource:
     """See `GroupSchedule`."""
 
     def __init__(
-        self, config: PPOConfig, sampler: Sampler, client: Any, weight_sync: WeightSync | None, last_step: int
+        self, config: PPOConfig, sampling: AsyncSampling, weight_sync: WeightSync | None, last_step: int
     ) -> None:
-        self.config, self.sampler, self.client, self.weight_sync = config, sampler, client, weight_sync
+        self.config, self.sampling, self.weight_sync = config, sampling, weight_sync
         trainer = config.trainer
         self.schedule = GroupSchedule(
             config.data.train_batch_size, trainer.max_staleness, trainer.stale_samples, self.ahead, last_step
@@ -84,7 +84,7 @@ class AsyncSource:
             state = load_state(checkpoint / STATE)
             self.num_drawn = state["num_drawn"]
             self.schedule.restore(map(_group_of, state["groups"]), step + 1)
-        self.rollout = BackgroundRollout(self.sampler, self.client, self.schedule, self.journal, self._is_informative)
+        self.rollout = BackgroundRollout(self.sampling.sampler, self.schedule, self.journal, self.sampling.is_kept)
         self._last_collect = time.perf_counter()
 
     def collect(
@@ -92,7 +92,7 @@ class AsyncSource:
     ) -> tuple[DataProto, dict[str, float]]:
         began = time.perf_counter()
         dropped = dict(self._rollout.num_dropped)
-        with marked_timer("gen", timing):
+        with marked_timer("gen", timing), phase("generate"):
             groups = self._take(prompts, step)
         self.journal.train(step, groups)
         batch = _batch_of(groups, step)
@@ -147,10 +147,6 @@ class AsyncSource:
         rows = range(len(batch))
         self._rollout.add([Group((self.num_drawn, row), batch[row : row + 1]) for row in rows])
 
-    def _is_informative(self, samples: DataProto) -> bool:
-        rule = self.config.algorithm.filter_groups
-        return not rule.enable or bool(keep_informative_groups(samples, rule.metric))
-
 
 def staleness_metrics(batch: DataProto, policy_version: int) -> dict[str, float]:
     """How many updates ago the tokens of a batch were sampled; policy_version: of the policy that trains on it."""
@@ -173,7 +169,7 @@ def _batch_of(groups: list[Group], step: int) -> DataProto:
         samples.meta_info["global_steps"] = step
         samples.non_tensor_batch["uid"] = object_array([str(uuid.UUID(int=(batch << 64) + row))] * len(samples))
         parts.append(samples)
-    return concat_samples(parts)
+    return concat_scored(parts)
 
 
 def _state_of(group: Group) -> dict[str, Any]:
