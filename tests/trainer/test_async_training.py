@@ -97,7 +97,10 @@ def test_without_staleness_training_is_bit_identical(
 def test_stale_samples_are_bounded_corrected_and_trained_on_once(
     overrides: list[str], tmp_path: Path, batches: list[DataProto], mode: str
 ) -> None:
-    assert main([*overrides, *GRPO, *MODES[mode], *LONG_TAIL, "trainer.test_freq=2", "trainer.total_training_steps=5"]) == 0
+    assert (
+        main([*overrides, *GRPO, *MODES[mode], *LONG_TAIL, "trainer.test_freq=2", "trainer.total_training_steps=5"])
+        == 0
+    )
     rows = metrics_of(tmp_path / "run")
     assert [row["step"] for row in rows] == list(range(1, 6))
     assert max(row["async/staleness/max"] for row in rows) == 1
@@ -122,9 +125,7 @@ def _max(values: torch.Tensor) -> float:
     return float(values.max()) if values.numel() else 0.0
 
 
-def test_stale_groups_can_be_dropped(
-    overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stale_groups_can_be_dropped(overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One response never ends: its group is dropped, and its request aborted, when it is two updates old."""
     sample = GroupSampler.sample
 
@@ -159,7 +160,10 @@ def test_filtered_groups_are_replaced(overrides: list[str], tmp_path: Path, batc
 
 
 def test_killed_and_resumed_run_loses_and_repeats_nothing(overrides: list[str], tmp_path: Path) -> None:
-    run, settings = tmp_path / "run", ["trainer.save_freq=2", "trainer.max_staleness=2", "trainer.total_training_steps=6"]
+    run, settings = (
+        tmp_path / "run",
+        ["trainer.save_freq=2", "trainer.max_staleness=2", "trainer.total_training_steps=6"],
+    )
     command = [*overrides, *GRPO, *MODES["fully_async"], *LONG_TAIL, *settings]
     program = Program("lockstep.trainer.main_ppo", command, tmp_path)
     assert program.until(lambda: 4 in trained_groups(run)), program.stderr

@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -52,7 +53,7 @@ class RolloutSource(Protocol):
         """Stop generating."""
 
 
-class AsyncSource:
+class AsyncSource(ABC):
     """Groups of samples that are generated in the background.
 
     last_step: of the run.
@@ -97,7 +98,9 @@ class AsyncSource:
         self.journal.train(step, groups)
         batch = _batch_of(groups, step)
         elapsed_s, self._last_collect = time.perf_counter() - self._last_collect, time.perf_counter()
-        metrics = {f"async/{name}_groups": n - dropped[name] for name, n in self._rollout.num_dropped.items()}
+        metrics: dict[str, float] = {
+            f"async/{name}_groups": n - dropped[name] for name, n in self._rollout.num_dropped.items()
+        }
         metrics["async/trainer_wait_share"] = (self._last_collect - began) / elapsed_s
         metrics["async/rollout_wait_share"] = max(0.0, 1 - self._rollout.take_busy_s() / elapsed_s)
         metrics["async/queue_length"] = len(self.schedule.finished)
@@ -109,6 +112,9 @@ class AsyncSource:
     def update_weights(self, policy_version: int) -> dict[str, float]:
         self.policy_version = policy_version
         return {} if self.weight_sync is None else self.weight_sync.run(policy_version)
+
+    @abstractmethod
+    def idle(self) -> AbstractContextManager[None]: ...
 
     def save(self, folder: Path) -> None:
         state = {"num_drawn": self.num_drawn, "groups": [_state_of(group) for group in self._rollout.groups()]}
@@ -135,8 +141,8 @@ class AsyncSource:
             num_filtered = self._rollout.num_dropped["filtered"] - filtered
             if rule.enable and 0 < rule.max_num_gen_batches * self.schedule.per_step <= num_filtered:
                 raise ValueError(
-                    f"algorithm.filter_groups.max_num_gen_batches={rule.max_num_gen_batches}: the samples of {num_filtered} prompts "
-                    "had equal scores in one step; the prompts are too hard or too easy for the policy"
+                    f"algorithm.filter_groups.max_num_gen_batches={rule.max_num_gen_batches}: the samples of {num_filtered} "
+                    "prompts had equal scores in one step; the prompts are too hard or too easy for the policy"
                 )
             self._draw(prompts)
         return groups
