@@ -92,6 +92,16 @@ GLOSSARY: dict[str, dict[str, str]] = {
         "rollout_corr/rollout_is_<statistic>": "importance weights (`rollout_correction.rollout_is`); `eff_sample_size` is the effective fraction of samples",
         "rollout_corr/rollout_rs_<statistic>": "rejection (`rollout_correction.rollout_rs`); `masked_fraction` is the fraction of rejected tokens",
     },
+    "Asynchronous training": {
+        "async/trainer_wait_share": "part of the time since the last step's samples in which training waited for samples",
+        "async/rollout_wait_share": "part of that time in which nothing was generated",
+        "async/staleness/<mean,max>": "updates between the policy that sampled a token and the one that trains on it",
+        "async/mixed_policy_share": "part of the responses with tokens of several policies",
+        "async/queue_length": "groups (samples of a prompt) that are finished and not trained on, after the step's were taken",
+        "async/running_groups": "groups in generation at that time",
+        "async/stale_groups": "groups that were dropped because of `trainer.max_staleness`",
+        "async/filtered_groups": "groups that `algorithm.filter_groups` dropped",
+    },
     "Time and memory": {
         "timing_s/step": "seconds of the step, with validation and without saving",
         "timing_s/gen": "seconds of generation; `gen_max` is the greedy baseline of ReMax (`rollout.mode=sync`)",

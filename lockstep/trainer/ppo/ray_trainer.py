@@ -313,6 +313,8 @@ class PPOTrainer:
             ", ".join(roles),
             config.actor_rollout_ref.model.path,
         )
+        if (mode := config.trainer.async_mode) is not None:
+            logger.info("asynchronous training: %s, at most %d update(s) behind", mode, self.max_staleness)
         if self.resource_pool_manager.get_n_gpus() > 1:
             logger.info("workers: %s", self._layout())
         logger.info("output folder: %s", self.run_dir)

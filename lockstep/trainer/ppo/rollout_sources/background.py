@@ -9,16 +9,19 @@ The schedule belongs to the rollout thread: a method that the main thread calls 
 """
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
 from lockstep.protocol import DataProto
 from lockstep.trainer.ppo.group_sampler import GroupSampler
 from lockstep.trainer.ppo.rollout_sources.journal import Journal
 from lockstep.trainer.ppo.rollout_sources.schedule import Group, GroupId, GroupSchedule
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 CLOSE_TIMEOUT_S = 10.0
@@ -84,8 +87,10 @@ class BackgroundRollout:
         """End the thread; unfinished requests are aborted."""
         if not self._thread.is_alive():
             return
-        with suppress(TimeoutError):
+        try:
             asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(CLOSE_TIMEOUT_S)
+        except Exception as error:  # noqa: BLE001 - the run ends, maybe because a worker is dead
+            logger.warning("the rollout did not end cleanly: %s", error or type(error).__name__)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_TIMEOUT_S)
         if not self._thread.is_alive():
@@ -99,7 +104,8 @@ class BackgroundRollout:
 
     async def _start(self, step: int) -> None:
         for group in self.schedule.start(step):
-            if (samples := self.journal.recover(group)) is not None:
+            samples = self.journal.recover(group)
+            if samples is not None and len(samples) == self.sampler.n:
                 self._end(group, samples)
             else:
                 self.journal.note("start", group=group.id, step=step)

@@ -84,7 +84,8 @@ class AsyncSource(ABC):
         if checkpoint is not None and has_state(checkpoint / STATE):
             state = load_state(checkpoint / STATE)
             self.num_drawn = state["num_drawn"]
-            self.schedule.restore(map(_group_of, state["groups"]), step + 1)
+            num_samples = self.config.actor_rollout_ref.rollout.n
+            self.schedule.restore([_group_of(group, num_samples) for group in state["groups"]], step + 1)
         self.rollout = BackgroundRollout(self.sampling.sampler, self.schedule, self.journal, self.sampling.is_kept)
         self._last_collect = time.perf_counter()
 
@@ -154,6 +155,11 @@ class AsyncSource(ABC):
         self._rollout.add([Group((self.num_drawn, row), batch[row : row + 1]) for row in rows])
 
 
+def num_groups(checkpoint: Path) -> int:
+    """Groups of a checkpoint that were drawn from the data and not trained on."""
+    return len(load_state(checkpoint / STATE)["groups"]) if has_state(checkpoint / STATE) else 0
+
+
 def staleness_metrics(batch: DataProto, policy_version: int) -> dict[str, float]:
     """How many updates ago the tokens of a batch were sampled; policy_version: of the policy that trains on it."""
     versions = batch.tensors["policy_versions"]
@@ -183,6 +189,9 @@ def _state_of(group: Group) -> dict[str, Any]:
     return {"id": list(group.id), "started": group.started, "prompt": group.prompt.to_state(), "samples": samples}
 
 
-def _group_of(state: dict[str, Any]) -> Group:
+def _group_of(state: dict[str, Any], num_samples: int) -> Group:
+    """num_samples: a group with another number, because the user changed it, is sampled again."""
     samples = None if state["samples"] is None else DataProto.from_state(state["samples"])
+    if samples is not None and len(samples) != num_samples:
+        samples = None
     return Group(tuple(state["id"]), DataProto.from_state(state["prompt"]), state["started"], samples)

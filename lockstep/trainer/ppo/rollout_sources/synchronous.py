@@ -1,12 +1,16 @@
 """Generate, score, train, in turn: every sample is of the current policy."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from lockstep.protocol import DataProto
+from lockstep.trainer.ppo.rollout_sources.base import num_groups
 from lockstep.trainer.ppo.sampling import Sampling
 from lockstep.weight_sync import WeightSync
+
+logger = logging.getLogger(__name__)
 
 
 class SynchronousSource:
@@ -16,7 +20,12 @@ class SynchronousSource:
         self.sampling, self.weight_sync = sampling, weight_sync
 
     def start(self, run_dir: Path, step: int, policy_version: int, checkpoint: Path | None) -> None:
-        """No-op: nothing is generated ahead."""
+        if checkpoint is not None and (num_ahead := num_groups(checkpoint)):
+            logger.warning(
+                "%s holds %d prompts that asynchronous training drew ahead; without trainer.async_mode they are skipped",
+                checkpoint,
+                num_ahead,
+            )
 
     def collect(
         self, prompts: Iterator[DataProto], *, step: int, timing: dict[str, float]
