@@ -145,10 +145,10 @@ class BackgroundRollout:
             for group in self.schedule.too_old(step):
                 self._drop(group, step, "stale")
             await self._start(step)
+            if self.schedule.room(step) > 0:
+                return None
             if (groups := self.schedule.take(step)) is not None:
                 return groups
-            if self.schedule.room(step) > 0 and not self.schedule.waiting:
-                return None
             self._changed.clear()
             await self._changed.wait()
 
