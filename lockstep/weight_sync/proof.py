@@ -31,6 +31,8 @@ def canary_prompt(token_ids: Collection[int], config: RolloutConfig) -> list[int
 
 def canary_bound(*dtypes: torch.dtype, quantized: bool = False) -> float:
     """The largest difference of log-probs that rounding explains, of engines that compute in these types."""
+    # vLLM in bfloat16 against the trainer, random weights: at most 0.02 (0.5B shape, 24 layers) and 0.09 (7B, 28 layers). Checksums
+    # find small errors of the weights; this finds that they are not those that compute.
     if quantized:
         return 1.0
     return 1e-3 if all(dtype == torch.float32 for dtype in dtypes) else 0.3
