@@ -171,6 +171,9 @@ PROGRAMS = {
         _main_of("lockstep.convert.program"), "PATH", "turn a checkpoint, a config or a command of verl into Lockstep's"
     ),
     "chat": Program(_main_of("lockstep.chat"), "RUN", "talk to a checkpoint or any other model"),
+    "serve": Program(
+        _main_of("lockstep.serve"), "MODEL", "serve a model over HTTP, with the protocols of OpenAI and Anthropic"
+    ),
     "compare": Program(
         _printing("lockstep.observability.compare"), "RUN RUN ...", "show settings and results of runs side by side"
     ),

@@ -1,0 +1,358 @@
+"""Answers to one prompt: sampling, stop strings, tool calls, streaming in pieces, recording.
+
+    prompt ─► generate(piece) ─► tokens so far ─► text ─► Delta, Delta, ...  ─► Answer
+                 ▲                    │
+                 └── until a stop token, a stop string or max_tokens
+
+Engines return whole completions. An answer that is streamed, or that a stop string may end, is generated in pieces, which gives the
+same tokens: a token depends only on its logits, the seed and its position.
+"""
+
+import asyncio
+import dataclasses
+import hashlib
+import json
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lockstep.agents.endpoint.errors import ApiError
+from lockstep.agents.endpoint.recorder import Prompt, SessionRecorder
+from lockstep.agents.endpoint.rendering import Message
+from lockstep.agents.schemas import OpenAIFunctionToolSchema
+from lockstep.agents.tool_parser import ToolParser
+from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
+
+Generate = Callable[[GenerationRequest], Awaitable[Completion]]
+
+FIRST_PIECE, LARGEST_PIECE = 16, 128
+"""Tokens of the first piece; each further one is twice as long, up to the largest, because each one prefills the prompt again."""
+
+
+@dataclass(frozen=True)
+class AnswerRequest:
+    """What a client asked for, in any protocol; None is the rollout's value.
+
+    max_tokens: cut to the room that the prompt leaves in the model's context.
+    stop:       texts that end the answer, and are not part of it.
+    tools:      in OpenAI's form.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    n: int = 1
+    tools: tuple[dict[str, Any], ...] = ()
+    stream: bool = False
+
+
+@dataclass(frozen=True)
+class Delta:
+    """The next part of an answer; its last tokens may belong to text that comes with the next part."""
+
+    text: str
+    token_ids: list[int]
+    log_probs: list[float]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A complete answer.
+
+    text:         without stop token, stop string and tool calls.
+    tool_calls:   as in a Message.
+    finish:       why it ended.
+    stop_string:  the one that ended it.
+    """
+
+    text: str
+    tool_calls: list[dict[str, Any]]
+    finish: Literal["stop", "length", "tool_calls"]
+    stop_string: str | None
+    prompt_ids: list[int]
+    token_ids: list[int]
+    log_probs: list[float]
+
+    @property
+    def message(self) -> Message:
+        calls = {"tool_calls": self.tool_calls} if self.tool_calls else {}
+        return {"role": "assistant", "content": self.text, **calls}
+
+
+@dataclass(frozen=True)
+class AnswerSettings:
+    """sampling:      the rollout's; its `max_tokens` is that of requests without one.
+    max_model_len:    most tokens of prompt and answer.
+    tool_format:      name of the parser of tool calls.
+    force_sampling:   use the rollout's sampling, and a seed that depends on the session, whatever a request asks for. Otherwise
+                      turns that were sampled differently are answered as asked, and marked as not trainable.
+    seed:             sampling depends on it, the name of the session, and the request's number in it or own seed.
+    """
+
+    sampling: SamplingParams
+    max_model_len: int
+    tool_format: str = "hermes"
+    force_sampling: bool = False
+    seed: int = 0
+
+
+@dataclass
+class Session:
+    """Requests that belong together: one record, one stream of seeds.
+
+    responses: the conversation up to each answer of the Responses API, by id.
+    """
+
+    name: str
+    recorder: SessionRecorder
+    generate: Generate
+    settings: AnswerSettings
+    num_requests: int = 0
+    num_running: int = 0
+    responses: dict[str, list[Message]] = field(default_factory=dict)
+
+    def prompt_for(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Prompt:
+        """`SessionRecorder.prompt_for`; ApiError if the chat template rejects the messages."""
+        from jinja2 import TemplateError
+
+        if getattr(self.recorder.renderer.tokenizer, "chat_template", None) is None:
+            raise ApiError(400, "this model has no chat template: use /v1/completions", param="messages")
+        if not messages:
+            raise ApiError(400, "there are no messages", param="messages")
+        try:
+            return self.recorder.prompt_for(messages, tools)
+        except (TemplateError, TypeError) as error:
+            raise ApiError(400, f"the model's chat template rejects the messages: {error}", param="messages") from error
+
+    def start(self, prompts: Sequence[Prompt], request: AnswerRequest) -> "list[AsyncIterator[Delta | Answer]]":
+        """`request.n` answers to each prompt; ApiError before the first token if the request cannot be served."""
+        for prompt in prompts:
+            self._check_length(prompt)
+        number = (
+            f"request {self.num_requests}" if request.seed is None or self.settings.force_sampling else request.seed
+        )
+        self.num_requests += 1
+        runs = [(prompt, sample) for prompt in prompts for sample in range(request.n)]
+        return [
+            _Run(self, prompt, request, seed=_seed(self.settings.seed, self.name, number, index)).stream()
+            for index, (prompt, _) in enumerate(runs)
+        ]
+
+    def _check_length(self, prompt: Prompt) -> None:
+        limit = self.settings.max_model_len
+        if not prompt.ids:
+            raise ApiError(400, "the prompt has no tokens", param="prompt")
+        if len(prompt.ids) >= limit:
+            raise ApiError(
+                400,
+                f"the prompt is too long: {len(prompt.ids)} tokens, but the model's context has {limit}, with the answer",
+                code="context_length_exceeded",
+                param="messages",
+            )
+
+
+class _Run:
+    """One answer that is being generated."""
+
+    def __init__(self, session: Session, prompt: Prompt, request: AnswerRequest, seed: int) -> None:
+        settings = session.settings
+        self.session, self.prompt, self.request, self.seed = session, prompt, request, seed
+        self.tokenizer = session.recorder.renderer.tokenizer
+        self.parser = ToolParser.get_tool_parser(settings.tool_format, self.tokenizer) if request.tools else None
+        wanted = settings.sampling if settings.force_sampling else _with_request(settings.sampling, request)
+        self.trainable = wanted == settings.sampling
+        stop_ids = (*wanted.stop_token_ids, *(self.parser.stop_token_ids if self.parser else ()))
+        self.max_tokens = min(
+            request.max_tokens or settings.sampling.max_tokens, settings.max_model_len - len(prompt.ids)
+        )
+        self.sampling = dataclasses.replace(wanted, stop_token_ids=stop_ids, max_tokens=self.max_tokens)
+        self.token_ids: list[int] = []
+        self.log_probs: list[float] = []
+        self.versions: list[int] = []
+        self.text = ""  # of token_ids, without the token that ended the answer
+        self.shown = ""  # sent so far
+        self.num_sent = 0  # tokens sent so far
+        self.is_recorded = False
+
+    async def stream(self) -> AsyncIterator[Delta | Answer]:
+        """Deltas if the request streams, then the answer."""
+        try:
+            async for _ in self._generate():
+                text = self._visible()
+                if self.request.stream and text != self.shown:
+                    yield self._delta(text)
+            answer = await self._finish()
+            if self.request.stream and (answer.text != self.shown or self.num_sent < len(self.token_ids)):
+                yield self._delta(answer.text)
+            yield answer
+        finally:
+            if self.num_sent and not self.is_recorded:  # the client has gone, or generation failed
+                self._record({"role": "assistant", "content": self.shown}, self.shown, self.num_sent, "abort")
+
+    async def _generate(self) -> AsyncIterator[None]:
+        """Generate piece by piece; yields after each piece but the last."""
+        in_pieces = self.request.stream or bool(self.request.stop)
+        size = FIRST_PIECE if in_pieces else self.max_tokens
+        while True:
+            sampling = dataclasses.replace(self.sampling, max_tokens=min(size, self.max_tokens - len(self.token_ids)))
+            request = GenerationRequest(self.prompt.ids + self.token_ids, sampling, self.seed)
+            completion = await self.session.generate(request)
+            if completion.stop_reason == "abort":
+                raise ApiError(503, "generation was stopped by the server")
+            start = len(self.token_ids)
+            self.token_ids += completion.token_ids
+            self.log_probs += completion.log_probs
+            self.versions += completion.policy_versions
+            self.stop_reason = completion.stop_reason
+            self.text = self._decode(self.token_ids[:-1] if self.stop_reason == "stop" else self.token_ids)
+            self.stop_string = self._cut_at_stop_string(start)
+            if self.stop_reason == "stop" or len(self.token_ids) >= self.max_tokens:
+                return
+            yield
+            size = min(2 * size, LARGEST_PIECE)
+
+    def _decode(self, ids: list[int]) -> str:
+        # calls may be written with special tokens
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=self.parser is None)
+        return text
+
+    def _cut_at_stop_string(self, start: int) -> str | None:
+        """If the text has a stop string, drop what follows it; the tokens up to the one that completes it stay.
+
+        start: number of tokens whose text had none.
+        """
+        found = [(self.text.find(stop), stop) for stop in self.request.stop if stop in self.text]
+        if not found:
+            return None
+        position, stop = min(found)
+        length = start + 1
+        while length < len(self.token_ids) and stop not in self._decode(self.token_ids[:length]):
+            length += 1
+        for tokens in (self.token_ids, self.log_probs, self.versions):
+            del tokens[length:]
+        self.text, self.stop_reason = self.text[:position], "stop"
+        return stop
+
+    def _visible(self) -> str:
+        """The text that later tokens cannot change; with tools, up to the first tag, which may begin a call."""
+        text = self.text.rstrip("\N{REPLACEMENT CHARACTER}")  # an incomplete character
+        if self.parser is not None:
+            text = text.partition("<")[0]
+            text = text if text.strip() else ""
+        begun = [k for stop in self.request.stop for k in range(1, len(stop)) if text.endswith(stop[:k])]
+        text = text[: len(text) - max(begun, default=0)]
+        return text if len(text) > len(self.shown) else self.shown
+
+    def _delta(self, text: str) -> Delta:
+        sent, self.num_sent = self.num_sent, len(self.token_ids)
+        part, self.shown = text.removeprefix(self.shown), text
+        return Delta(part, self.token_ids[sent:], self.log_probs[sent:])
+
+    async def _finish(self) -> Answer:
+        text, calls = (self.text, []) if self.parser is None else await self._tool_calls(self.parser)
+        finish: Any = "tool_calls" if calls else self.stop_reason
+        answer = Answer(
+            text, calls, finish, self.stop_string, self.prompt.ids, list(self.token_ids), list(self.log_probs)
+        )
+        self._record(answer.message, text, len(self.token_ids), self.stop_reason)
+        return answer
+
+    async def _tool_calls(self, parser: ToolParser) -> tuple[str, list[dict[str, Any]]]:
+        ended_by_token = self.stop_reason == "stop" and self.stop_string is None
+        ids = self.token_ids[:-1] if ended_by_token else self.token_ids
+        content, calls = await parser.extract_tool_calls(ids, _schemas(self.request.tools))
+        if self.stop_string is not None:
+            content = content.partition(self.stop_string)[0]
+        for token in self.tokenizer.all_special_tokens:
+            content = content.replace(token, "")
+        if calls and not content.strip():
+            content = ""
+        content = self.shown + content.removeprefix(self.shown)
+        return content, [_message_call(call.name, call.arguments) for call in calls]
+
+    def _record(self, message: Message, text: str, num_tokens: int, stop_reason: Any) -> None:
+        self.is_recorded = True
+        self.session.recorder.add(
+            self.prompt,
+            text if isinstance(self.prompt.key, str) else message,
+            token_ids=self.token_ids[:num_tokens],
+            log_probs=self.log_probs[:num_tokens],
+            policy_versions=self.versions[:num_tokens],
+            stop_reason=stop_reason,
+            trainable=self.trainable,
+        )
+
+
+def _with_request(sampling: SamplingParams, request: AnswerRequest) -> SamplingParams:
+    asked = {name: getattr(request, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+    try:
+        return dataclasses.replace(sampling, **{name: value for name, value in asked.items() if value is not None})
+    except ValueError as error:
+        raise ApiError(400, str(error)) from error
+
+
+def _seed(*parts: object) -> int:
+    words = "/".join(map(str, parts)).encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest()) >> 1
+
+
+def _message_call(name: str, arguments: str) -> dict[str, Any]:
+    """A call of a Message; arguments that are no JSON object become one, with their text as `arguments`."""
+    try:
+        value = json.loads(arguments)
+    except json.JSONDecodeError:
+        value = arguments
+    value = value if isinstance(value, dict) else {"arguments": value}
+    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": {"name": name, "arguments": value}}
+
+
+def _schemas(tools: Sequence[dict[str, Any]]) -> list[OpenAIFunctionToolSchema]:
+    """What parsers read of the tools: names, required arguments, and the types of those that have one."""
+    schemas = []
+    for tool in tools:
+        parameters = tool["function"].get("parameters") or {}
+        properties = {name: value for name, value in (parameters.get("properties") or {}).items() if "type" in value}
+        required = [name for name in parameters.get("required") or () if name in properties]
+        function = {
+            "name": tool["function"]["name"],
+            "description": tool["function"].get("description") or "",
+            "parameters": {"type": "object", "properties": properties, "required": required},
+        }
+        schemas.append(OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function}))
+    return schemas
+
+
+async def merged(streams: "Sequence[AsyncIterator[Delta | Answer]]") -> "AsyncIterator[tuple[int, Delta | Answer]]":
+    """The items of all streams with the number of their stream, as they come; the first error ends them all."""
+    queue: asyncio.Queue[tuple[int, Delta | Answer | BaseException | None]] = asyncio.Queue(maxsize=len(streams))
+
+    async def pump(number: int, stream: Any) -> None:
+        try:
+            async with aclosing(stream):
+                async for item in stream:
+                    await queue.put((number, item))
+            await queue.put((number, None))
+        except Exception as error:  # noqa: BLE001 - raised below
+            await queue.put((number, error))
+
+    tasks = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
+    running = len(tasks)
+    try:
+        while running:
+            number, item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield number, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

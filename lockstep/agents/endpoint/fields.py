@@ -1,0 +1,127 @@
+"""What the protocols share: validated request bodies, text of content parts, ids."""
+
+import json
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, Field, ValidationError
+
+from lockstep.agents.endpoint.answers import Answer, AnswerRequest, Delta, Session
+from lockstep.agents.endpoint.errors import ApiError, invalid
+from lockstep.agents.endpoint.recorder import Prompt
+
+Event = tuple[str | None, dict[str, Any] | str]
+"""The name (not in chat and plain completions) and data of a server-sent event."""
+Items = AsyncIterator[tuple[int, Delta | Answer]]
+
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+
+
+class Body(BaseModel):
+    """A request's body; unknown fields are ignored, unless they are in `only`.
+
+    only: fields that would change the answer but cannot be served, with the values that change nothing.
+    """
+
+    only: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    model: str
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = None
+    stream: bool = False
+
+    @classmethod
+    def read(cls, data: Any) -> Self:
+        """ApiError with the first wrong field."""
+        if not isinstance(data, dict):
+            raise invalid("the body must be a JSON object")
+        for name, neutral in cls.only.items():
+            if data.get(name) is not None and data[name] not in neutral:
+                raise invalid(f"{name}={json.dumps(data[name])[:200]} is not supported; leave it out", name)
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            raise invalid(f"{place}: {first['msg']}", place) from error
+
+    def answer_request(self, **more: Any) -> AnswerRequest:
+        names = ("temperature", "top_p", "top_k", "min_p", "seed", "stream")
+        return AnswerRequest(**{name: getattr(self, name) for name in names}, **more)
+
+
+class ProtocolCall(ABC):
+    """One request of a protocol: its prompts, and its answers in the protocol's form."""
+
+    body: Body
+    prompts: list[Prompt]
+    request: AnswerRequest
+
+    @abstractmethod
+    def __init__(self, data: Any, session: Session) -> None:
+        """ApiError if the request is wrong or cannot be served."""
+
+    @abstractmethod
+    def document(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The response; answers: `request.n` of each prompt."""
+
+    @abstractmethod
+    def events(self, items: Items) -> AsyncIterator[Event]:
+        """The events of a streamed response."""
+
+    def error_event(self, error: ApiError) -> Event:
+        """The event of an error in the middle of a stream."""
+        return None, error.openai()
+
+
+def text_of(content: str | Sequence[Mapping[str, Any]] | None, place: str) -> str:
+    """The text of a message's content; ApiError for images and other parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        kind = part.get("type")
+        if kind not in _TEXT_PARTS or not isinstance(part.get("text", part.get("refusal")), str):
+            raise invalid(f"{place}: only parts of text are supported, not {kind!r}", place)
+    return "".join(part.get("text", part.get("refusal")) for part in content)
+
+
+def arguments_of(text: str | None) -> Any:
+    """A call's arguments for the chat template: an object, or the text if it is none."""
+    try:
+        value = json.loads(text or "{}")
+    except json.JSONDecodeError:
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def function_tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
+    parameters = parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": {"name": name, "description": description or "", "parameters": parameters}}
+
+
+def allowed_tools(tools: list[dict[str, Any]], choice: Any) -> tuple[dict[str, Any], ...]:
+    """The tools to show to the model, by the request's tool_choice."""
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if kind == "none":
+        return ()
+    if kind not in (None, "auto"):
+        raise invalid(f"tool_choice={json.dumps(choice)} cannot be enforced; use auto or none", "tool_choice")
+    return tuple(tools)
+
+
+def json_arguments(call: Mapping[str, Any]) -> str:
+    return json.dumps(call["function"]["arguments"], ensure_ascii=False)
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}{uuid.uuid4().hex}"
+
+
+def now() -> int:
+    return int(time.time())

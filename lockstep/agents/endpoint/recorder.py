@@ -1,0 +1,188 @@
+"""The turns of one session: what the policy was given and what it sampled, token by token.
+
+    messages ─ prompt_for ─► prompt ids ─ generate ─► sampled ids ─ add ─► Turn
+                  ▲                                                         │
+                  └── tokens of the turn that the messages continue ◄───────┘
+
+A prompt that continues a recorded turn has its very tokens, followed by the template's bridge: sampled text is never tokenized
+again. If the client rewrote the history, the prompt is rendered from the messages, and a new branch begins.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lockstep.agents.endpoint.rendering import ChatRenderer, Message
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """One prompt and its sampled answer.
+
+    parent:          the turn that the prompt continues; None at the start of a branch.
+    added_ids:       the prompt's tokens after those of the parent; the whole prompt without one.
+    token_ids:       the sampled tokens, with the one that ended the answer.
+    log_probs:       of each sampled token, at the temperature that it was sampled with.
+    policy_versions: of the weights that sampled each token.
+    stop_reason:     "abort" if the client went away in the middle of a stream; the tokens are those that it was sent.
+    trainable:       false if the client asked for another distribution than the rollout's.
+    """
+
+    parent: "Turn | None"
+    added_ids: list[int]
+    token_ids: list[int]
+    log_probs: list[float]
+    policy_versions: list[int]
+    stop_reason: Literal["stop", "length", "abort"]
+    trainable: bool
+
+    @property
+    def path(self) -> "list[Turn]":
+        """The turns from the start of the branch to this one."""
+        turns, turn = [], self
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.parent  # type: ignore[assignment]
+        return turns[::-1]
+
+    @property
+    def all_ids(self) -> list[int]:
+        """The prompt and the sampled tokens."""
+        return [token for turn in self.path for part in (turn.added_ids, turn.token_ids) for token in part]
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        ids = self.all_ids
+        return ids[: len(ids) - len(self.token_ids)]
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A conversation as one sequence. Tokens that are not the policy's have mask and log-prob 0 and version -1.
+
+    A token that several branches share has mask 1 in the first of them only, so that the loss counts it once.
+    """
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    response_mask: list[int]
+    log_probs: list[float]
+    policy_versions: list[int]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """ids: what the policy is given. key: identifies the conversation so far, or the text of a plain completion."""
+
+    ids: list[int]
+    parent: Turn | None
+    key: "hashlib.blake2b | str | None"
+
+
+class SessionRecorder:
+    """Append-only. Several answers to one prompt and concurrent conversations are branches of a tree."""
+
+    def __init__(self, renderer: ChatRenderer) -> None:
+        self.renderer = renderer
+        self.turns: list[Turn] = []
+        self._conversations: dict[bytes, Turn] = {}
+        self._texts: dict[str, Turn] = {}
+
+    def prompt_for(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Prompt:
+        """The prompt of a conversation; it continues the recorded turn that covers most of the messages."""
+        keys = [hashlib.blake2b(_json(list(tools)), digest_size=16)]
+        for message in messages:
+            keys.append(_extended(keys[-1], message))
+        for at in range(len(messages) - 1, -1, -1):
+            turn = self._conversations.get(keys[at + 1].digest()) if messages[at]["role"] == "assistant" else None
+            if turn is not None and turn.token_ids:
+                bridge = self.renderer.bridge_ids(messages, at, tools, turn.token_ids[-1])
+                if bridge is not None:
+                    return Prompt(turn.all_ids + bridge, turn, keys[-1])
+                logger.warning(
+                    "the chat template does not show where an answer ends: the next turn begins a new branch"
+                )
+                break
+        return Prompt(self.renderer.prompt_ids(messages, tools), None, keys[-1])
+
+    def prompt_for_ids(self, ids: list[int]) -> Prompt:
+        """A prompt of tokens; it continues the longest recorded turn that it begins with."""
+        turns = [turn for turn in self.turns if (done := turn.all_ids) and ids[: len(done)] == done]
+        return Prompt(ids, max(turns, key=lambda turn: len(turn.all_ids), default=None), None)
+
+    def prompt_for_text(self, text: str) -> Prompt:
+        """A plain text; if it begins with a recorded text, with the tokens of that."""
+        done = max((known for known in self._texts if text.startswith(known)), key=len, default=None)
+        if done is None:
+            return Prompt(self.renderer.encode(text), None, text)
+        turn = self._texts[done]
+        return Prompt(turn.all_ids + self.renderer.encode(text[len(done) :]), turn, text)
+
+    def add(
+        self,
+        prompt: Prompt,
+        answer: Message | str,
+        *,
+        token_ids: list[int],
+        log_probs: list[float],
+        policy_versions: list[int],
+        stop_reason: Literal["stop", "length", "abort"],
+        trainable: bool,
+    ) -> Turn:
+        """Record a turn. answer: as the client was sent it, a message or the text of a completion."""
+        start = 0 if prompt.parent is None else len(prompt.parent.all_ids)
+        turn = Turn(prompt.parent, prompt.ids[start:], token_ids, log_probs, policy_versions, stop_reason, trainable)
+        self.turns.append(turn)
+        if isinstance(prompt.key, str):
+            self._texts[f"{prompt.key}{answer}"] = turn
+        elif prompt.key is not None and isinstance(answer, dict):
+            self._conversations[_extended(prompt.key, answer).digest()] = turn
+        return turn
+
+    @property
+    def num_untrainable(self) -> int:
+        """Turns that were not sampled from the rollout's distribution."""
+        return sum(not turn.trainable for turn in self.turns)
+
+    def branches(self) -> list[Branch]:
+        """The sequences for the loss: one per turn that no other turn continues."""
+        continued = {turn.parent for turn in self.turns}
+        counted: set[Turn] = set()
+        found = []
+        for leaf in self.turns:
+            if leaf not in continued:
+                found.append(_branch(leaf.path, counted))
+                counted.update(leaf.path)
+        return found
+
+
+def _branch(path: list[Turn], counted: set[Turn]) -> Branch:
+    branch = Branch(path[0].added_ids, [], [], [], [])
+    for number, turn in enumerate(path):
+        bridge = turn.added_ids if number else []
+        mask = int(turn.trainable and turn not in counted)
+        branch.response_ids.extend([*bridge, *turn.token_ids])
+        branch.response_mask.extend([0] * len(bridge) + [mask] * len(turn.token_ids))
+        branch.log_probs.extend([0.0] * len(bridge) + turn.log_probs)
+        branch.policy_versions.extend([-1] * len(bridge) + turn.policy_versions)
+    return branch
+
+
+def _extended(key: "hashlib.blake2b", message: Message) -> "hashlib.blake2b":
+    """The key of the conversation with one more message. Clients often trim answers, and drop or rename ids of calls."""
+    content = message.get("content") or ""
+    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls") or ()]
+    if message["role"] == "assistant":
+        content = content.strip()
+    longer = key.copy()
+    longer.update(_json([message["role"], content, calls]))
+    return longer
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")

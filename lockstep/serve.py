@@ -1,0 +1,211 @@
+"""`lockstep serve MODEL`: an HTTP server with the protocols of OpenAI and Anthropic over a checkpoint or any other model.
+
+HTTP ─► Endpoint ─► RolloutClient ─► one worker with a rollout engine, which batches the requests of all clients
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.utils.model_path import base_folder, is_model_folder, local_model_folder
+
+if TYPE_CHECKING:
+    from lockstep.agents.endpoint.server import Endpoint, ServerSettings
+    from lockstep.protocol.generation import Completion, GenerationRequest
+    from lockstep.workers.rollout_client import RolloutClient
+
+logger = logging.getLogger(__name__)
+
+TOKEN_VARIABLE = "LOCKSTEP_SERVE_TOKEN"
+LONGEST_BY_DEFAULT = 32768
+"""Tokens of prompt and answer, for models that have more positions."""
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    try:
+        service = Service(options)
+        return asyncio.run(service.run())
+    except ValueError as error:
+        sys.stderr.write(f"lockstep serve: {error}\n")
+        return 2
+    except KeyboardInterrupt:  # while the model was loaded
+        return 130
+
+
+class Service:
+    """The server of one command; creating it loads the model. failure: of the rollout; it ends the server."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.failure: Exception | None = None
+        self._stopping = asyncio.Event()
+        self.settings = self._server_settings()  # checked before the model is loaded
+        self.client, self.endpoint = self._load()
+
+    async def run(self) -> int:
+        """Serve until Ctrl-C or SIGTERM; the exit code."""
+        async with self.client.running(), self.endpoint.running():
+            self._stop_on_signals()
+            sys.stdout.write(f"serving {self.settings.models[0]} at {self.endpoint.url}/v1 (Ctrl-C stops)\n")
+            sys.stdout.flush()
+            await self._stopping.wait()
+        if self.failure is not None:
+            sys.stderr.write(f"lockstep serve: generation failed: {type(self.failure).__name__}: {self.failure}\n")
+            return 1
+        return 0
+
+    def _server_settings(self) -> "ServerSettings":
+        try:
+            from lockstep.agents.endpoint.server import ServerSettings
+        except ModuleNotFoundError as error:
+            raise ValueError(f"{error.name} is not installed: pip install 'lockstep-rl[serve]'") from error
+        options = self.options
+        names = (options.name or _default_name(options.model), *options.alias)
+        token = options.token or os.environ.get(TOKEN_VARIABLE) or None
+        try:
+            return ServerSettings(options.host, options.port, token, names, open_sessions=True)
+        except ValueError as error:
+            raise ValueError(f"{error} (--token, or the environment variable {TOKEN_VARIABLE})") from error
+
+    def _load(self) -> "tuple[RolloutClient, Endpoint]":
+        """The model in a worker of this process, and the endpoint over it."""
+        options = self.options
+        folder = local_model_folder(options.model, "MODEL")
+        if not is_model_folder(folder):
+            raise ValueError(f"{folder} is neither a model, a checkpoint nor a run: it has no config.json")
+        base = base_folder(folder, "MODEL")
+        max_model_len = _max_model_len(base, options.max_model_len)
+        logger.info("loading %s", folder)
+
+        from lockstep.agents.endpoint.answers import AnswerSettings
+        from lockstep.agents.endpoint.rendering import ChatRenderer
+        from lockstep.agents.endpoint.server import Endpoint
+        from lockstep.agents.tool_parser import ToolParser
+        from lockstep.models.tokenizer import eos_token_ids, hf_tokenizer
+        from lockstep.protocol.generation import SamplingParams
+        from lockstep.workers.rollout_client import RolloutClient
+
+        ToolParser.registry.get(options.tool_format)
+        sampling = SamplingParams(
+            options.temperature, options.top_k, options.top_p, max_tokens=min(options.max_tokens, max_model_len)
+        )
+        tokenizer = hf_tokenizer(folder, key="MODEL")
+        renderer = ChatRenderer(tokenizer, eos_token_ids(tokenizer, base))
+        answers = AnswerSettings(sampling, max_model_len, options.tool_format, seed=options.seed)
+        client = RolloutClient(_worker_group(options, max_model_len))
+
+        async def generate(request: "GenerationRequest") -> "Completion":
+            try:
+                return await client.generate(request)
+            except Exception as error:
+                self.failure = error
+                self._stopping.set()
+                raise
+
+        return client, Endpoint(generate, renderer, answers, self.settings)
+
+    def _stop_on_signals(self) -> None:
+        """The first signal lets running requests end, the second does not."""
+
+        def stop() -> None:
+            if self._stopping.is_set():
+                self.endpoint.stop_now()
+            else:
+                logger.info("stopping: running requests may end; press Ctrl-C again to drop them")
+                self._stopping.set()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop)
+
+
+def _worker_group(options: argparse.Namespace, max_model_len: int) -> Any:
+    from lockstep.config.generation import (
+        GenerationConfig,
+        GenerationDataConfig,
+        GenerationRolloutConfig,
+        as_validation,
+    )
+    from lockstep.config.model import HFModelConfig
+    from lockstep.single_controller import ClassWithInitArgs, ResourcePool
+    from lockstep.single_controller.local import LocalWorkerGroup
+    from lockstep.utils.device import resolve_device
+    from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
+
+    rollout = GenerationRolloutConfig(
+        name=options.engine,
+        max_model_len=max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+    )
+    data = GenerationDataConfig(max_prompt_length=max_model_len - 1, max_response_length=1)
+    config = as_validation(GenerationConfig(data=data, model=HFModelConfig(path=options.model), rollout=rollout))
+    init = ClassWithInitArgs(
+        ActorRolloutRefWorker,
+        config=config.actor_rollout_ref,
+        role="rollout",
+        device=resolve_device(options.device),
+    )
+    group: Any = LocalWorkerGroup(ResourcePool([1]), init)
+    group.init_model()
+    return group
+
+
+def _default_name(model: str) -> str:
+    """A folder's name; a name on the Hub as it is."""
+    return Path(model).resolve().name if Path(model).expanduser().exists() else model
+
+
+def _max_model_len(folder: Path, wanted: int | None) -> int:
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    settings |= settings.get("text_config") or {}
+    positions = settings.get("max_position_embeddings")
+    if wanted is None:
+        return min(positions or LONGEST_BY_DEFAULT, LONGEST_BY_DEFAULT)
+    if wanted < 2 or (positions is not None and wanted > positions):
+        raise ValueError(f"--max-model-len {wanted}: must be 2 to {positions or 'the positions of the model'}")
+    return wanted
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lockstep serve",
+        description="Serve a checkpoint or any other model over HTTP, with the protocols of OpenAI and Anthropic.",
+        epilog="docs/endpoint.md has the routes, and what is recorded per session.",
+    )
+    add = parser.add_argument
+    add(
+        "model",
+        metavar="MODEL",
+        help="a run's folder (its newest checkpoint), a global_step_N folder, or what model.path takes",
+    )
+    add("--host", default="127.0.0.1", help="address; default: %(default)s. Others than loopback need a token")
+    add("--port", type=int, default=8000, help="0 takes a free one; default: %(default)s")
+    add("--token", help=f"what clients must send as their API key; default: the variable {TOKEN_VARIABLE}")
+    add("--name", help="the model's name in requests; default: the name of its folder")
+    add("--alias", action="append", default=[], help="another name in requests; '*' is any; may be repeated")
+    add("--engine", choices=("embedded", "hf", "vllm"), default="embedded", help="default: %(default)s")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
+    add(
+        "--max-model-len",
+        type=int,
+        help=f"tokens of prompt and answer; default: the model's, up to {LONGEST_BY_DEFAULT}",
+    )
+    add("--max-num-seqs", type=int, default=256, help="requests that decode at once; default: %(default)s")
+    add("--gpu-memory-utilization", type=float, default=0.8, help="as in rollout.*; default: %(default)s")
+    add("--temperature", type=float, default=1.0, help="of requests without one; default: %(default)s")
+    add("--top-p", type=float, default=1.0, help="of requests without one; default: %(default)s")
+    add("--top-k", type=int, default=-1, help="of requests without one; default: %(default)s, all tokens")
+    add("--max-tokens", type=int, default=4096, help="of requests without one; default: %(default)s")
+    add("--tool-format", default="hermes", help="how the model writes tool calls; default: %(default)s")
+    add("--seed", type=int, default=0, help="of sampling; default: %(default)s")
+    return parser
