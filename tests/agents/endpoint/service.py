@@ -48,6 +48,10 @@ class ScriptedPolicy:
         self.gate: Callable[[int], asyncio.Event | None] = lambda number: None
         self._answers: dict[int, tuple[int, list[int]]] = {}
 
+    def restart(self) -> None:
+        """Forget all requests and answers."""
+        self.script, self.requests, self._answers = [], [], {}
+
     async def generate(self, request: GenerationRequest) -> Completion:
         number = len(self.requests)
         self.requests.append(request)
@@ -81,9 +85,7 @@ class ScriptedPolicy:
 
 
 @contextmanager
-def serving(
-    policy: ScriptedPolicy, *, server: dict[str, Any] | None = None, **answers: Any
-) -> Iterator[Endpoint]:
+def serving(policy: ScriptedPolicy, *, server: dict[str, Any] | None = None, **answers: Any) -> Iterator[Endpoint]:
     """The running endpoint, in a thread; server, answers: settings."""
     sampling = SamplingParams(temperature=0.8, max_tokens=400)
     settings = AnswerSettings(**{"sampling": sampling, "max_model_len": 2000} | answers)

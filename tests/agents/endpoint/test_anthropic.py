@@ -38,7 +38,7 @@ class Service:
 @pytest.fixture
 def service(running: tuple[Any, ScriptedPolicy]) -> Iterator[Service]:
     endpoint, policy = running
-    policy.requests.clear()
+    policy.restart()
     found = Service(endpoint, policy)
     with found.client:
         yield found

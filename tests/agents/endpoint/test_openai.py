@@ -1,7 +1,6 @@
 """OpenAI's own client against the endpoint: chat, completions, responses; whole and streamed."""
 
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,10 +16,10 @@ QUESTION: Any = [{"role": "user", "content": "1+2?"}]
 class Service:
     """One session of the endpoint, with OpenAI's client."""
 
-    def __init__(self, endpoint: Any, policy: ScriptedPolicy, name: str) -> None:
-        self.endpoint, self.policy, self.name = endpoint, policy, name
-        self.client = openai.OpenAI(base_url=endpoint.open_session(name), api_key="none", max_retries=0)
-        self.recorder = endpoint._sessions[name].recorder
+    def __init__(self, endpoint: Any, policy: ScriptedPolicy) -> None:
+        self.endpoint, self.policy = endpoint, policy
+        self.client = openai.OpenAI(base_url=endpoint.open_session("one"), api_key="none", max_retries=0)
+        self.recorder = endpoint._sessions["one"].recorder
 
     @property
     def turns(self) -> Any:
@@ -35,13 +34,13 @@ def running() -> Iterator[tuple[Any, ScriptedPolicy]]:
 
 
 @pytest.fixture
-def service(running: tuple[Any, ScriptedPolicy], request: pytest.FixtureRequest) -> Iterator[Service]:
+def service(running: tuple[Any, ScriptedPolicy]) -> Iterator[Service]:
     endpoint, policy = running
-    policy.requests.clear()
-    name = re.sub(r"\W", "-", request.node.name)[:100]
-    found = Service(endpoint, policy, name)
+    policy.restart()
+    found = Service(endpoint, policy)
     with found.client:
         yield found
+    endpoint._sessions.pop("one", None)
 
 
 def chat(service: Service, messages: Any = QUESTION, **more: Any) -> Any:
@@ -73,7 +72,9 @@ def test_streamed_chat_is_generated_in_pieces(service: Service) -> None:
     assert turn.token_ids == [*service.policy.ids(text), END]
     assert [r.sampling.max_tokens for r in service.policy.requests][:4] == [16, 32, 64, 128]
     assert turn.policy_versions == sorted(turn.policy_versions) and len(set(turn.policy_versions)) > 3
-    log_probs = [e.logprob for c in chunks if c.choices and c.choices[0].logprobs for e in c.choices[0].logprobs.content]
+    log_probs = [
+        e.logprob for c in chunks if c.choices and c.choices[0].logprobs for e in c.choices[0].logprobs.content
+    ]
     assert log_probs == turn.log_probs
     assert chunks[-1].usage.completion_tokens == len(turn.token_ids)
 
@@ -88,7 +89,7 @@ def test_next_turn_has_the_sampled_tokens(service: Service) -> None:
     assert two.prompt_ids == one.prompt_ids + one.token_ids + service.policy.ids(
         "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
     )
-    (branch,) = service.endpoint.close_session(service.name).branches()
+    (branch,) = service.endpoint.close_session("one").branches()
     assert branch.prompt_ids + branch.response_ids == two.all_ids
     sampled = [t for t, m in zip(branch.response_ids, branch.response_mask) if m]
     assert sampled == one.token_ids + two.token_ids
@@ -177,7 +178,11 @@ def test_other_sampling_is_not_trainable(service: Service) -> None:
     chat(service, temperature=0.2)
     chat(service, top_p=0.5)
     assert [turn.trainable for turn in service.turns] == [True, False, False]
-    assert [(r.sampling.temperature, r.sampling.top_p) for r in service.policy.requests] == [(0.8, 1), (0.2, 1), (0.8, 0.5)]
+    assert [(r.sampling.temperature, r.sampling.top_p) for r in service.policy.requests] == [
+        (0.8, 1),
+        (0.2, 1),
+        (0.8, 0.5),
+    ]
     assert service.recorder.num_untrainable == 2
     assert [sum(b.response_mask) for b in service.recorder.branches()] == [2, 0, 0]
 
@@ -245,7 +250,9 @@ def test_responses_with_tools(service: Service, stream: bool) -> None:
         events = list(create(input="1+2?", stream=True, **kwargs))
         assert [event.sequence_number for event in events] == list(range(len(events)))
         assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == "I add. "
-        assert [e.arguments for e in events if e.type == "response.function_call_arguments.done"] == ['{"a": 1, "b": 2}']
+        assert [e.arguments for e in events if e.type == "response.function_call_arguments.done"] == [
+            '{"a": 1, "b": 2}'
+        ]
         response = events[-1].response
         assert events[-1].type == "response.completed"
     else:
