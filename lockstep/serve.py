@@ -70,6 +70,11 @@ class Service:
         except ModuleNotFoundError as error:
             raise ValueError(f"{error.name} is not installed: pip install 'lockstep-rl[serve]'") from error
         options = self.options
+        for name, low, high in (("port", 0, 65535), ("max_num_seqs", 1, None)):
+            value = getattr(options, name)
+            if value < low or (high is not None and value > high):
+                allowed = f"at least {low}" if high is None else f"{low} to {high}"
+                raise ValueError(f"--{name.replace('_', '-')} {value}: must be {allowed}")
         names = (options.name or _default_name(options.model), *options.alias)
         token = options.token or os.environ.get(TOKEN_VARIABLE) or None
         try:
@@ -121,7 +126,7 @@ class Service:
             if self._stopping.is_set():
                 self.endpoint.stop_now()
             else:
-                logger.info("stopping: running requests may end; press Ctrl-C again to drop them")
+                logger.info("stopping when running requests end; press Ctrl-C again to drop them")
                 self._stopping.set()
 
         for number in (signal.SIGINT, signal.SIGTERM):

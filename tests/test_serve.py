@@ -1,0 +1,230 @@
+"""`lockstep serve` with a tiny model: tokens and log-probs, many clients at once, clients that go away, signals, errors."""
+
+import asyncio
+import json
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lockstep import cli
+from lockstep.serve import Service, _parser
+from tests.programs import Program
+from tests.tiny import save_tiny_model
+
+QUESTION = [{"role": "user", "content": "1+1?"}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("serve") / "model")
+
+
+@asynccontextmanager
+async def running(service: Service) -> AsyncIterator[httpx.AsyncClient]:
+    """The service in this process, and a client of the session `one`."""
+    async with (
+        service.client.running(),
+        service.endpoint.running(),
+        httpx.AsyncClient(base_url=f"{service.endpoint.url}/s/one/v1", timeout=60) as client,
+    ):
+        yield client
+
+
+@pytest.fixture(scope="module")
+def service(model: Path) -> Service:
+    return Service(_parser().parse_args([str(model), "--port", "0", "--name", "tiny", "--device", "cpu"]))
+
+
+async def ask(client: httpx.AsyncClient, messages: Any = QUESTION, **more: Any) -> Any:
+    body = {"model": "tiny", "messages": messages, "max_tokens": 40} | more
+    answer = await client.post("/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_recorded_log_probs_are_those_of_transformers(service: Service, model: Path) -> None:
+    async def talk() -> list[dict[str, Any]]:
+        async with running(service) as client:
+            first = (await ask(client))["choices"][0]["message"]
+            more = [*QUESTION, first, {"role": "user", "content": "Sure?"}]
+            async with client.stream(
+                "POST", "/chat/completions", json={"model": "tiny", "messages": more, "max_tokens": 40, "stream": True}
+            ) as stream:
+                assert len([line async for line in stream.aiter_lines() if line.startswith("data: ")]) > 4
+            turns: list[dict[str, Any]] = (await client.get(f"{service.endpoint.url}/s/one/turns")).json()["turns"]
+            return turns
+
+    one, two = asyncio.run(talk())
+    assert two["parent"] == 0
+    done = len(one["prompt_ids"]) + len(one["token_ids"])
+    assert two["prompt_ids"][:done] == one["prompt_ids"] + one["token_ids"]
+    ids = two["prompt_ids"] + two["token_ids"]
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(torch.tensor([ids])).logits[0]
+    expected = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    for turn in (one, two):
+        start = len(turn["prompt_ids"])
+        got = torch.tensor(turn["log_probs"])
+        torch.testing.assert_close(got, expected[start - 1 : start - 1 + len(got)], atol=1e-4, rtol=0)
+
+
+def test_a_stream_has_the_tokens_of_the_whole_answer(service: Service) -> None:
+    async def both() -> list[Any]:
+        async with running(service) as client:
+            options = {"seed": 5, "extra": 1, "return_token_ids": True, "max_tokens": 60}
+            whole = (await ask(client, **options))["choices"][0]
+            body = {"model": "tiny", "messages": QUESTION, "stream": True, **options}
+            async with client.stream("POST", "/chat/completions", json=body) as stream:
+                lines = [line.removeprefix("data: ") async for line in stream.aiter_lines() if line]
+            chunks = [json.loads(line)["choices"][0] for line in lines[:-1]]
+            text = "".join(chunk["delta"].get("content", "") for chunk in chunks)
+            ids = [token for chunk in chunks for token in chunk.get("token_ids", [])]
+            return [whole["message"]["content"], whole["token_ids"], text, ids]
+
+    text, ids, streamed_text, streamed_ids = asyncio.run(both())
+    assert (text, ids) == (streamed_text, streamed_ids) and len(ids) > 16
+
+
+def test_requests_of_clients_that_go_away_leave_the_engine(service: Service) -> None:
+    engine = service.client._group.workers[0].rollout
+    most = 0
+
+    async def leave() -> None:
+        nonlocal most
+        async with running(service) as client:
+            tasks = [asyncio.create_task(ask(client, max_tokens=200, n=2)) for _ in range(3)]
+            while len(engine.unfinished()) < 6:
+                await asyncio.sleep(0.001)
+            most = len(engine.unfinished())
+            for task in tasks:
+                task.cancel()
+            while engine.unfinished():
+                await asyncio.sleep(0.001)
+            assert (await ask(client, max_tokens=3))["usage"]["completion_tokens"] <= 3
+
+    asyncio.run(asyncio.wait_for(leave(), 60))
+    assert most == 6 and service.endpoint.counters.num_aborted == 3
+
+
+def memory_of(pid: int) -> float:
+    """In MiB."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 / 2**20
+
+
+def start(model: Path, folder: Path, *more: str) -> tuple[Program, str]:
+    """The program, and its base URL."""
+    folder.mkdir(exist_ok=True)
+    program = Program("lockstep.serve", [str(model), "--port", "0", "--device", "cpu", *more], folder)
+    assert program.until(lambda: "serving" in program.stdout), program.stderr
+    return program, program.stdout.split(" at ")[1].split()[0]
+
+
+def test_500_requests_at_once(model: Path, tmp_path: Path) -> None:
+    program, url = start(model, tmp_path / "out")
+    pid = program.process.pid
+    assert pid is not None
+
+    async def one(number: int) -> tuple[int, int]:
+        # plain sockets: httpx needs seconds for this many connections
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.split(":")[2].split("/")[0]))
+        body = json.dumps({"model": "model", "prompt": f"{number}+1=", "max_tokens": 6, "ignored": "x" * 2000})
+        writer.write(f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n".encode())
+        writer.write(f"Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        head, _, text = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+        assert head.startswith(b"HTTP/1.1 200 OK"), head + text
+        usage = json.loads(text)["usage"]
+        return usage["prompt_tokens"], usage["completion_tokens"]
+
+    async def wave() -> None:
+        found = await asyncio.gather(*(one(number) for number in range(500)))
+        assert [prompt for prompt, _ in found] == [len(f"{number}+1=") for number in range(500)]
+        assert all(1 <= length <= 6 for _, length in found)
+
+    asyncio.run(wave())
+    before = memory_of(pid)
+    asyncio.run(wave())
+    assert memory_of(pid) - before < 32
+    program.signal(signal.SIGTERM)
+    assert program.wait() == 0, program.stderr
+
+
+def test_the_first_signal_lets_requests_end_and_the_second_does_not(model: Path, tmp_path: Path) -> None:
+    for signals in (1, 2):
+        program, url = start(model, tmp_path / str(signals))
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
+        chunks: Any = client.completions.create(model="model", prompt="1", max_tokens=200, stream=True)
+        next(chunks)
+        for _ in range(signals):
+            program.signal(signal.SIGINT)
+            program.until(lambda: "stopping" in program.stderr)  # noqa: B023
+        if signals == 1:
+            assert list(chunks)[-1].choices[0].finish_reason is not None
+        assert program.wait() == 0, program.stderr
+        assert "Traceback" not in program.stderr
+        client.close()
+
+
+def test_a_failure_of_the_engine_ends_the_server(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service = Service(_parser().parse_args([str(model), "--port", "0", "--device", "cpu"]))
+
+    def broken(*arguments: Any) -> Any:
+        raise RuntimeError("no more memory")
+
+    monkeypatch.setattr(service.client, "_advance", broken)
+
+    async def run() -> int:
+        server = asyncio.create_task(service.run())
+        while not service.endpoint.url:
+            await asyncio.sleep(0.01)
+        async with httpx.AsyncClient(timeout=60) as client:
+            body = {"model": "model", "prompt": "1", "max_tokens": 4}
+            answer = await client.post(f"{service.endpoint.url}/v1/completions", json=body)
+        assert answer.status_code == 500 and "no more memory" in answer.json()["error"]["message"]
+        return await server
+
+    assert asyncio.run(run()) == 1
+    assert "generation failed: RuntimeError: no more memory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere/at/all"], "MODEL=nowhere/at/all: no such folder"),
+        (["{model}/.."], "is neither a model, a checkpoint nor a run"),
+        (["{model}", "--host", "0.0.0.0"], "host 0.0.0.0 is not loopback"),
+        (["{model}", "--max-model-len", "1000"], "--max-model-len 1000: must be 2 to 256"),
+        (["{model}", "--tool-format", "hermess"], "hermes"),
+        (["{model}", "--top-p", "2"], "top_p=2.0"),
+        (["{model}", "--port", "99999"], "--port 99999: must be 0 to 65535"),
+        (["{model}", "--max-num-seqs", "0"], "--max-num-seqs 0: must be at least 1"),
+        (["{model}", "--max-tokens", "0"], "max_tokens=0"),
+    ],
+)
+def test_bad_arguments(
+    arguments: list[str], message: str, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCKSTEP_SERVE_TOKEN", raising=False)
+    assert cli.main(["serve", *(word.format(model=model) for word in arguments)]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.startswith("lockstep serve: ") and error.count("\n") == 1
+
+
+def test_a_port_that_is_taken(model: Path, service: Service, capsys: pytest.CaptureFixture[str]) -> None:
+    async def run() -> int:
+        async with service.endpoint.running():
+            port = service.endpoint.url.rpartition(":")[2]
+            return await asyncio.to_thread(cli.main, ["serve", str(model), "--port", port, "--device", "cpu"])
+
+    assert asyncio.run(run()) == 2
+    assert "Address already in use" in capsys.readouterr().err
