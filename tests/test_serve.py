@@ -2,21 +2,20 @@
 
 import asyncio
 import json
+import os
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from lockstep import cli
 from lockstep.serve import Service, _parser
-from tests.programs import Program
 from tests.tiny import save_tiny_model
 
 QUESTION = [{"role": "user", "content": "1+1?"}]
@@ -114,29 +113,17 @@ def test_requests_of_clients_that_go_away_leave_the_engine(service: Service) -> 
     assert most == 6 and service.endpoint.counters.num_aborted == 3
 
 
-def memory_of(pid: int) -> float:
+def memory_used() -> float:
     """In MiB."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 / 2**20
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def start(model: Path, folder: Path, *more: str) -> tuple[Program, str]:
-    """The program, and its base URL."""
-    folder.mkdir(exist_ok=True)
-    program = Program("lockstep.serve", [str(model), "--port", "0", "--device", "cpu", *more], folder)
-    assert program.until(lambda: "serving" in program.stdout), program.stderr
-    return program, program.stdout.split(" at ")[1].split()[0]
-
-
-def test_500_requests_at_once(model: Path, tmp_path: Path) -> None:
-    program, url = start(model, tmp_path / "out")
-    pid = program.process.pid
-    assert pid is not None
-
+def test_500_requests_at_once(service: Service) -> None:
     async def one(number: int) -> tuple[int, int]:
         # plain sockets: httpx needs seconds for this many connections
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.split(":")[2].split("/")[0]))
-        body = json.dumps({"model": "model", "prompt": f"{number}+1=", "max_tokens": 6, "ignored": "x" * 2000})
-        writer.write(f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n".encode())
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(service.endpoint.url.rpartition(":")[2]))
+        body = json.dumps({"model": "tiny", "prompt": f"{number}+1=", "max_tokens": 6, "ignored": "x" * 2000})
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n")
         writer.write(f"Content-Length: {len(body)}\r\n\r\n{body}".encode())
         head, _, text = (await reader.read()).partition(b"\r\n\r\n")
         writer.close()
@@ -144,33 +131,46 @@ def test_500_requests_at_once(model: Path, tmp_path: Path) -> None:
         usage = json.loads(text)["usage"]
         return usage["prompt_tokens"], usage["completion_tokens"]
 
-    async def wave() -> None:
-        found = await asyncio.gather(*(one(number) for number in range(500)))
+    async def wave() -> float:
+        async with running(service):
+            found = await asyncio.gather(*(one(number) for number in range(500)))
         assert [prompt for prompt, _ in found] == [len(f"{number}+1=") for number in range(500)]
         assert all(1 <= length <= 6 for _, length in found)
+        return memory_used()
 
-    asyncio.run(wave())
-    before = memory_of(pid)
-    asyncio.run(wave())
-    assert memory_of(pid) - before < 32
-    program.signal(signal.SIGTERM)
-    assert program.wait() == 0, program.stderr
+    first, second = (asyncio.run(wave()) for _ in range(2))
+    assert second - first < 32
 
 
-def test_the_first_signal_lets_requests_end_and_the_second_does_not(model: Path, tmp_path: Path) -> None:
-    for signals in (1, 2):
-        program, url = start(model, tmp_path / str(signals))
-        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
-        chunks: Any = client.completions.create(model="model", prompt="1", max_tokens=200, stream=True)
-        next(chunks)
-        for _ in range(signals):
-            program.signal(signal.SIGINT)
-            program.until(lambda: "stopping" in program.stderr)  # noqa: B023
-        if signals == 1:
-            assert list(chunks)[-1].choices[0].finish_reason is not None
-        assert program.wait() == 0, program.stderr
-        assert "Traceback" not in program.stderr
-        client.close()
+@pytest.mark.parametrize("signals", [1, 2])
+def test_the_first_signal_lets_requests_end_and_the_second_does_not(
+    service: Service, signals: int, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    service._stopping = asyncio.Event()
+    service.endpoint.url = ""
+
+    async def run() -> tuple[int, list[str]]:
+        server = asyncio.create_task(service.run())
+        while not service.endpoint.url:
+            await asyncio.sleep(0.005)
+        body = {"model": "tiny", "prompt": "1", "max_tokens": 250, "stream": True, "seed": 3}
+        lines: list[str] = []
+        with suppress(httpx.RemoteProtocolError):
+            async with (
+                httpx.AsyncClient(timeout=60) as client,
+                client.stream("POST", f"{service.endpoint.url}/v1/completions", json=body) as stream,
+            ):
+                async for line in stream.aiter_lines():
+                    if not lines:
+                        for _ in range(signals):
+                            os.kill(os.getpid(), signal.SIGINT)
+                    lines += [line] if line else []
+        return await server, lines
+
+    code, lines = asyncio.run(run())
+    assert code == 0 and "serving tiny at http://127.0.0.1:" in capsys.readouterr().out
+    assert (lines[-1] == "data: [DONE]") == (signals == 1) and len(lines) >= 1
+    assert "press Ctrl-C again" in caplog.text and "Traceback" not in caplog.text
 
 
 def test_a_failure_of_the_engine_ends_the_server(

@@ -202,9 +202,7 @@ class _Run:
         while True:
             sampling = dataclasses.replace(self.sampling, max_tokens=min(size, self.max_tokens - len(self.token_ids)))
             request = GenerationRequest(self.prompt.ids + self.token_ids, sampling, self.seed)
-            completion = await self.session.generate(request)
-            if completion.stop_reason == "abort":
-                raise ApiError(503, "generation was stopped by the server")
+            completion = await self._complete(request)
             start = len(self.token_ids)
             self.token_ids += completion.token_ids
             self.log_probs += completion.log_probs
@@ -216,6 +214,19 @@ class _Run:
                 return
             yield
             size = min(2 * size, LARGEST_PIECE)
+
+    async def _complete(self, request: GenerationRequest) -> Completion:
+        stopped = ApiError(503, "generation was stopped by the server")
+        try:
+            completion = await self.session.generate(request)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise stopped from None  # by the rollout, not by this server
+        if completion.stop_reason == "abort":
+            raise stopped
+        return completion
 
     def _decode(self, ids: list[int]) -> str:
         # calls may be written with special tokens

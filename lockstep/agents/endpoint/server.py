@@ -91,6 +91,7 @@ class Endpoint:
         self.counters = Counters()
         self.url = ""
         self._sessions: OrderedDict[str, Session] = OrderedDict()
+        self._running: set[asyncio.Task[Any]] = set()
         self._server: _Server | None = None
         self._created = now()
         self.app = Starlette(routes=self._routes(), exception_handlers={HTTPException: self._http_error})
@@ -132,6 +133,29 @@ class Endpoint:
         finally:
             self._server.should_exit = True
             await task
+            for request in self._running:
+                request.cancel()
+            await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def _watched(self, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`; it is cancelled if the client goes away, which raises ClientGone."""
+
+        async def disconnected() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        task, watcher = asyncio.create_task(work), asyncio.create_task(disconnected())
+        self._running.add(task)
+        try:
+            await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done() or task.cancelled():
+                raise ClientGone
+            return task.result()
+        finally:
+            self._running.discard(task)
+            for each in (task, watcher):
+                each.cancel()
+            await asyncio.gather(task, watcher, return_exceptions=True)
 
     def stop_now(self) -> None:
         """Drop running requests when the server stops."""
@@ -200,7 +224,7 @@ class Endpoint:
             self.counters.num_requests += 1
             if call.request.stream:
                 return EventStream(self, session, call, items)
-            answers = await until_disconnected(request.receive, _collected(session, items))
+            answers = await self._watched(request.receive, _collected(session, items))
             return JSONResponse(call.document(answers))
 
         return answer
@@ -309,7 +333,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await until_disconnected(receive, self._send(send))
+            await self.endpoint._watched(receive, self._send(send))
         except ClientGone:
             self.endpoint.counters.num_aborted += 1
 
@@ -329,26 +353,7 @@ class EventStream(Response):
 
 
 class ClientGone(Exception):
-    """The client closed the connection."""
-
-
-async def until_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`; it is cancelled if the client goes away, which raises ClientGone."""
-
-    async def disconnected() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    task, watcher = asyncio.create_task(work), asyncio.create_task(disconnected())
-    try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
-    finally:
-        for each in (task, watcher):
-            each.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
+    """The client closed the connection, or the server stops at once."""
 
 
 async def _collected(session: Session, items: Items) -> list[Answer]:

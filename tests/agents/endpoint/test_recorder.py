@@ -12,11 +12,12 @@ START = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 TEMPLATES = {
     "chatml": TOOL_TEMPLATE,
     # reasoning of earlier answers is dropped, as in Qwen3
-    "reasoning": "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'].split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
-    + START,
+    "reasoning": "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{{ m['content'].split('</think>')[-1] }}<|im_end|>\n{% endfor %}" + START,
     # text of a call is dropped, as in Llama 3.1
     "calls alone": "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['tool_calls'] %}"
-    "{{ m['tool_calls'][-1]['function'] | tojson }}{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}" + START,
+    "{{ m['tool_calls'][-1]['function'] | tojson }}{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
+    + START,
     # blank before the end, as in Llama 2
     "blank": "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }} <|im_end|>\n{% endfor %}" + START,
 }
