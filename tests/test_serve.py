@@ -113,6 +113,28 @@ def test_requests_of_clients_that_go_away_leave_the_engine(service: Service) -> 
     assert most == 6 and service.endpoint.counters.num_aborted == 3
 
 
+def test_a_turn_goes_on_with_new_weights(service: Service) -> None:
+    """As in asynchronous training: generation is paused, the policy is updated, unfinished requests go on."""
+    engine = service.client._group.workers[0].rollout
+
+    async def update() -> list[Any]:
+        async with running(service) as client:
+            service.endpoint._sessions.clear()
+            answers = asyncio.create_task(ask(client, max_tokens=200, n=4))
+            while not engine.unfinished():
+                await asyncio.sleep(0.001)
+            await service.client.pause()
+            engine.policy_version += 1
+            await service.client.resume()
+            assert len((await answers)["choices"]) == 4
+        return [turn.policy_versions for turn in service.endpoint.close_session("one").turns]
+
+    versions = asyncio.run(update())
+    assert len(versions) == 4 and all(list(found) == sorted(found) for found in versions)
+    assert any(set(found) == {0, 1} for found in versions)
+    engine.policy_version = 0
+
+
 def memory_used() -> float:
     """In MiB."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20

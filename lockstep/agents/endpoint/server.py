@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -186,7 +186,7 @@ class Endpoint:
             try:
                 self._check_access(request)
                 return await handler(request)
-            except ClientGone:
+            except (ClientGone, ClientDisconnect):
                 self.counters.num_aborted += 1
                 return Response(status_code=499)  # nobody reads it
             except Exception as error:  # noqa: BLE001 - answered

@@ -3,6 +3,7 @@
 import asyncio
 import http.client
 import json
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -161,6 +162,15 @@ def test_a_client_that_goes_away_aborts_its_request(stream: bool) -> None:
             assert turns[0].stop_reason == "abort" and policy.text(turns[0].token_ids) == text == "one two three fo"
         else:
             assert turns == []
+
+
+def test_a_client_that_goes_away_while_it_sends(caplog: pytest.LogCaptureFixture) -> None:
+    with serving(ScriptedPolicy(), server={"open_sessions": True}) as endpoint:
+        address, port = endpoint.url.removeprefix("http://").split(":")
+        with socket.create_connection((address, int(port))) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+        wait_until(lambda: endpoint.counters.num_aborted == 1)
+    assert "a request failed" not in caplog.text
 
 
 def test_a_failing_policy_is_an_error_of_the_server() -> None:
