@@ -134,14 +134,12 @@ class Session:
         """`request.n` answers to each prompt; ApiError before the first token if the request cannot be served."""
         for prompt in prompts:
             self._check_length(prompt)
-        number = (
-            f"request {self.num_requests}" if request.seed is None or self.settings.force_sampling else request.seed
-        )
+        has_seed = request.seed is not None and not self.settings.force_sampling
+        number = request.seed if has_seed else f"request {self.num_requests}"
         self.num_requests += 1
-        runs = [(prompt, sample) for prompt in prompts for sample in range(request.n)]
         return [
             _Run(self, prompt, request, seed=_seed(self.settings.seed, self.name, number, index)).stream()
-            for index, (prompt, _) in enumerate(runs)
+            for index, prompt in enumerate(prompt for prompt in prompts for _ in range(request.n))
         ]
 
     def _check_length(self, prompt: Prompt) -> None:
@@ -275,9 +273,9 @@ class _Run:
         return answer
 
     async def _tool_calls(self, parser: ToolParser) -> tuple[str, list[dict[str, Any]]]:
-        ended_by_token = self.stop_reason == "stop" and self.stop_string is None
-        ids = self.token_ids[:-1] if ended_by_token else self.token_ids
-        content, calls = await parser.extract_tool_calls(ids, _schemas(self.request.tools))
+        content, calls = await parser.extract_tool_calls(self.token_ids, _schemas(self.request.tools))
+        if self.stop_reason == "stop":
+            content = content.removesuffix(self._decode(self.token_ids[-1:]))
         if self.stop_string is not None:
             content = content.partition(self.stop_string)[0]
         for token in self.tokenizer.all_special_tokens:

@@ -1,12 +1,14 @@
 """OpenAI's own client against the endpoint: chat, completions, responses; whole and streamed."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
+from lockstep.agents.tool_parser import FunctionCall, ToolParser
 from tests.agents.endpoint.service import ADD, CALL, END, ScriptedPolicy, serving
 
 TOOLS: Any = [{"type": "function", "function": ADD}]
@@ -129,6 +131,23 @@ def test_tool_calls(service: Service, stream: bool) -> None:
     assert two.parent is one and '"name": "add"' in service.policy.text(one.prompt_ids)
     bridge = "\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n"
     assert two.added_ids == service.policy.ids(bridge)
+
+
+class EndedCalls(ToolParser):
+    """Calls whose last token ends the answer, as in gpt-oss."""
+
+    def parse(self, text: str, tools: Any = None) -> Any:
+        calls = re.findall(r"<call>(\w+)<\|im_end\|>", text)
+        return re.sub(r"<call>\w+<\|im_end\|>", "", text), [FunctionCall(name=name, arguments="1") for name in calls]
+
+
+def test_calls_that_the_last_token_ends(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ToolParser, "get_tool_parser", lambda name, tokenizer: EndedCalls(tokenizer))
+    service.policy.script = ["I add. <call>add", "no call"]
+    message = chat(service, tools=TOOLS).choices[0].message
+    assert message.content == "I add. " and message.tool_calls[0].function.name == "add"
+    assert message.tool_calls[0].function.arguments == '{"arguments": 1}'  # no object
+    assert chat(service, tools=TOOLS).choices[0].message.content == "no call"
 
 
 def test_tool_choice_none_hides_the_tools(service: Service) -> None:
