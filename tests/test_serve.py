@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -27,12 +27,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def running(service: Service) -> AsyncIterator[httpx.AsyncClient]:
+async def running(service: Service) -> AsyncIterator[httpx2.AsyncClient]:
     """The service in this process, and a client of the session `one`."""
     async with (
         service.client.running(),
         service.endpoint.running(),
-        httpx.AsyncClient(base_url=f"{service.endpoint.url}/s/one/v1", timeout=60) as client,
+        httpx2.AsyncClient(base_url=f"{service.endpoint.url}/s/one/v1", timeout=60) as client,
     ):
         yield client
 
@@ -42,7 +42,7 @@ def service(model: Path) -> Service:
     return Service(_parser().parse_args([str(model), "--port", "0", "--name", "tiny", "--device", "cpu"]))
 
 
-async def ask(client: httpx.AsyncClient, messages: Any = QUESTION, **more: Any) -> Any:
+async def ask(client: httpx2.AsyncClient, messages: Any = QUESTION, **more: Any) -> Any:
     body = {"model": "tiny", "messages": messages, "max_tokens": 40} | more
     answer = await client.post("/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
@@ -142,7 +142,7 @@ def memory_used() -> float:
 
 def test_500_requests_at_once(service: Service) -> None:
     async def one(number: int) -> tuple[int, int]:
-        # plain sockets: httpx needs seconds for this many connections
+        # plain sockets: httpx2 needs seconds for this many connections
         reader, writer = await asyncio.open_connection("127.0.0.1", int(service.endpoint.url.rpartition(":")[2]))
         body = json.dumps({"model": "tiny", "prompt": f"{number}+1=", "max_tokens": 6, "ignored": "x" * 2000})
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n")
@@ -177,9 +177,9 @@ def test_the_first_signal_lets_requests_end_and_the_second_does_not(
             await asyncio.sleep(0.005)
         body = {"model": "tiny", "prompt": "1", "max_tokens": 250, "stream": True, "seed": 3}
         lines: list[str] = []
-        with suppress(httpx.RemoteProtocolError):
+        with suppress(httpx2.RemoteProtocolError):
             async with (
-                httpx.AsyncClient(timeout=60) as client,
+                httpx2.AsyncClient(timeout=60) as client,
                 client.stream("POST", f"{service.endpoint.url}/v1/completions", json=body) as stream,
             ):
                 async for line in stream.aiter_lines():
@@ -209,7 +209,7 @@ def test_a_failure_of_the_engine_ends_the_server(
         server = asyncio.create_task(service.run())
         while not service.endpoint.url:
             await asyncio.sleep(0.01)
-        async with httpx.AsyncClient(timeout=60) as client:
+        async with httpx2.AsyncClient(timeout=60) as client:
             body = {"model": "model", "prompt": "1", "max_tokens": 4}
             answer = await client.post(f"{service.endpoint.url}/v1/completions", json=body)
         assert answer.status_code == 500 and "no more memory" in answer.json()["error"]["message"]

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from lockstep.models.tokenizer import hf_tokenizer
@@ -46,7 +46,7 @@ def test_the_endpoint_of_a_training_run(tmp_path: Path) -> None:
         return Completion([5, tokenizer.eos_token_id], [-1.0, -2.0], "stop", [4, 4])
 
     async def agent(url: str) -> None:
-        async with httpx.AsyncClient(base_url=url) as client:
+        async with httpx2.AsyncClient(base_url=url) as client:
             body = {"model": "policy", "messages": [{"role": "user", "content": "1+1?"}]}
             assert (await client.post("/chat/completions", json=body)).status_code == 200
 
