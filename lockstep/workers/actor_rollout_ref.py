@@ -90,9 +90,8 @@ class ActorRolloutRefWorker(WeightSyncWorker):
             else:
                 self.rollout.load(config.model, _KEY, rollout_dtype(config, self.device), self.device)
                 self.memory.subtract(self.rollout.released_bytes)
-                if (
-                    self.is_actor
-                ):  # which sends its weights before the first request, and again whenever they were dropped
+                if self.is_actor:
+                    # It sends its weights before the first request, and again whenever they were dropped.
                     self.rollout.drops_weights = True
                     self.rollout.sleep()
             tp = config.rollout.tensor_model_parallel_size
