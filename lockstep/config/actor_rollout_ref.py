@@ -158,8 +158,8 @@ class ServerConfig:
     """Requests of one worker that a server has at once; the others wait."""
     weight_transfer: Literal["auto", "file", "tensor", "distributed"] = "auto"
     """How new weights reach the server. file: safetensors files in `weights_folder` (vllm); tensor: in the request (sglang);
-    distributed: a process group of worker and servers, NCCL or on CPU gloo (sglang). auto is file for vllm, for sglang
-    distributed on GPUs and tensor on CPU."""
+    distributed: broadcast in a process group of worker and servers, NCCL or on CPU gloo. auto is file for vllm on this machine or
+    with `weights_folder`, tensor for sglang on CPU, otherwise distributed."""
     weights_folder: str | None = None
     """Folder that workers and servers share, for weight_transfer=file; null is this machine's memory (/dev/shm), for servers on
     the same machine."""

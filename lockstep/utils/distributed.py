@@ -8,7 +8,7 @@ import atexit
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -87,6 +87,24 @@ def on_first_rank(call: Callable[[], T]) -> T:
     if isinstance(outcome[1], Exception):
         raise outcome[1]
     return outcome[0]  # type: ignore[return-value]
+
+
+def join_group(name: str, address: str, port: int, rank: int, size: int, backend: str, timeout_s: float) -> Any:
+    """Join a process group beside the default one, with processes that have other default groups; rank 0 opens the port.
+
+    Made in the way of SGLang, so that both sides find the same keys in the store.
+    """
+    from torch.distributed.distributed_c10d import _new_process_group_helper, _world, rendezvous
+
+    timeout = timedelta(seconds=timeout_s)
+    store, rank, size = next(rendezvous(f"tcp://{address}:{port}", rank, size, timeout=timeout))
+    store.set_timeout(timeout)
+    prefixed, group_name = dist.PrefixStore(name, store), cast(Any, name)
+    group, _ = _new_process_group_helper(
+        size, rank, [], dist.Backend(backend), prefixed, group_name=group_name, timeout=timeout
+    )
+    _world.pg_group_ranks[group] = {place: place for place in range(size)}
+    return group
 
 
 def get_mesh(device: torch.device, size: int) -> DeviceMesh:

@@ -177,7 +177,9 @@ def test_trains_with_a_vllm_server(folder: Path, served: str, tmp_path: Path) ->
 @pytest.mark.vllm
 @needs_vllm
 def test_the_documented_command(folder: Path, served: str, tmp_path: Path) -> None:
-    small = ["data.max_prompt_length=40", "data.max_response_length=6", "trainer.device=cpu"]
+    """With weights that are broadcast."""
+    small = [f"{ROLLOUT}.server.weight_transfer=distributed"]
+    small += ["data.max_prompt_length=40", "data.max_response_length=6", "trainer.device=cpu"]
     assert main([*documented("ppo", folder, tmp_path, served), *small]) == 0
     assert [row[CANARY_METRIC] < 1e-3 for row in rows_of(tmp_path / "server")] == [True, True]
 

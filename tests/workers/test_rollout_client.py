@@ -14,6 +14,7 @@ from lockstep.single_controller import ClassWithInitArgs, ResourcePool
 from lockstep.single_controller.local import LocalWorkerGroup
 from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
 from lockstep.workers.rollout_client import RolloutClient
+from tests.engines.rollout.fake_server import fake_servers
 from tests.tiny import save_tiny_model, write_rows
 
 
@@ -166,3 +167,37 @@ def test_request_that_is_too_long(group: Any) -> None:
     with pytest.raises(ValueError, match="exceed max_model_len=64"):
         asyncio.run(ask())
     group.end_generation()
+
+
+def test_requests_that_finish_during_a_pause_are_not_continued(tmp_path: Path) -> None:
+    """Servers go on while nobody asks them."""
+    save_tiny_model(tmp_path / "model")
+    with fake_servers("vllm", delay_s=0.002) as (server,):
+        overrides = [
+            f"actor_rollout_ref.model.path={tmp_path}/model",
+            f"data.train_files={write_rows(tmp_path / 'train.parquet')}",
+            "actor_rollout_ref.rollout.name=server",
+            f"actor_rollout_ref.rollout.server.urls=[{server.url}]",
+            "data.max_prompt_length=16",
+            "data.max_response_length=48",
+            "trainer.device=cpu",
+        ]
+        config = load_config(PPOConfig, overrides).actor_rollout_ref
+        init = ClassWithInitArgs(ActorRolloutRefWorker, config=config, role="rollout", device="cpu")
+        group: Any = LocalWorkerGroup(ResourcePool([1]), init)
+        group.init_model()
+        client = RolloutClient(group)
+        wanted = [*requests(4, max_tokens=4), *requests(4, max_tokens=40)]
+
+        async def ask() -> list[Completion]:
+            async with client.running():
+                tasks = [asyncio.create_task(client.generate(request)) for request in wanted]
+                for _ in range(4):
+                    await asyncio.sleep(0.015)
+                    await client.pause()
+                    await client.resume()
+                return list(await asyncio.gather(*tasks))
+
+        found = asyncio.run(ask())
+        assert [len(c.token_ids) for c in found] == [4] * 4 + [40] * 4
+        assert all(c.stop_reason == "length" and len(c.log_probs) == len(c.token_ids) for c in found)

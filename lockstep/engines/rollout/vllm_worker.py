@@ -12,9 +12,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from lockstep.utils.distributed import join_group
 from lockstep.utils.fingerprint import fingerprint
 
 
@@ -23,6 +25,8 @@ class WeightUpdates:
 
     vllm_config: Any
     model_runner: Any
+    rank: int
+    device: torch.device
 
     def lockstep_begin_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -43,6 +47,21 @@ class WeightUpdates:
     def lockstep_load_file(self, path: str) -> None:
         """Load the tensors of a safetensors file: for a server, which is handed nothing but text."""
         self.lockstep_load(list(load_file(path).items()))
+
+    def lockstep_join_group(
+        self, address: str, port: int, first_rank: int, size: int, backend: str, timeout_s: float
+    ) -> None:
+        """Join the process group in which rank 0 broadcasts weights to a server. first_rank: of this server's workers."""
+        rank = first_rank + self.rank
+        self.lockstep_group = join_group("lockstep_weights", address, port, rank, size, backend, timeout_s)
+
+    def lockstep_load_broadcast(self, tensors: list[tuple[str, str, list[int]]]) -> None:
+        """Load the tensors that rank 0 broadcasts: name, dtype and shape of each."""
+        received = []
+        for name, dtype, shape in tensors:
+            received.append((name, torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)))
+            dist.broadcast(received[-1][1], src=0, group=self.lockstep_group)
+        self.lockstep_load(received)
 
     def lockstep_finish_update(self) -> str:
         """What is wrong with the weights that the model computes with; empty if nothing is known to be."""

@@ -14,7 +14,7 @@ import torch
 
 from lockstep.config.actor_rollout_ref import RolloutConfig, ServerConfig
 from lockstep.config.model import HFModelConfig
-from lockstep.engines.rollout import GenerationRequest, SamplingParams, ServerEngine
+from lockstep.engines.rollout import Completion, GenerationRequest, SamplingParams, ServerEngine
 from lockstep.engines.rollout.server.engine import SglangEngine, share_of
 from lockstep.engines.rollout.server.http import ServerError
 from lockstep.utils.audit import AuditError
@@ -207,7 +207,7 @@ def test_death_and_return(vllm: FakeServer) -> None:
     with engine.serving():
         for place, request in enumerate(requests_with()):
             engine.add(place, request)
-        completions = {}
+        completions: dict[int, Completion] = {}
         while len(completions) < 6:
             completions |= engine.step()
             if vllm._http.socket.fileno() == -1:
@@ -242,7 +242,9 @@ def test_the_only_server_returns_with_old_weights(vllm: FakeServer) -> None:
 
 def test_groups_stay_on_one_server_and_load_is_spread() -> None:
     with fake_servers("vllm", "vllm", delay_s=0.002) as servers:
-        engine_of(*servers).generate(requests_with(12))
+        engine = engine_of(*servers)
+        engine.generate(requests_with(12))
+        assert not engine._pool._homes
         prompts = [{tuple(body["token_ids"]) for body in server.state.generated} for server in servers]
         assert len(prompts[0]) == len(prompts[1]) == 3 and not prompts[0] & prompts[1]
 
@@ -284,7 +286,7 @@ def test_shares_of_workers() -> None:
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_weight_update(kind: str, tmp_path: Path) -> None:
     with fake_servers(kind, kind) as servers:
-        engine = engine_of(*servers, **({"weights_folder": str(tmp_path)} if kind == "vllm" else {}))
+        engine = engine_of(*servers, weights_folder=str(tmp_path) if kind == "vllm" else None)
         for version in (1, 2):
             sent = update(engine, version, changed=float(version))
             assert engine.fingerprints(list(sent)) == sent
@@ -368,8 +370,8 @@ def test_sglang_speaks_its_own_protocol() -> None:
 
 
 def test_a_transfer_that_the_server_lacks(vllm: FakeServer) -> None:
-    engine = engine_of(vllm, weight_transfer="distributed")
-    with pytest.raises(ServerError, match=r"weight_transfer=distributed: .* takes weights by file"):
+    engine = engine_of(vllm, weight_transfer="tensor")
+    with pytest.raises(ServerError, match=r"weight_transfer=tensor: .* takes weights by file or distributed"):
         engine.begin_update()
 
 

@@ -118,9 +118,8 @@ class ServerEngine(RolloutEngine):
 
     def abort(self, request_ids: Collection[int]) -> dict[int, Completion]:
         chosen = [request_id for request_id in request_ids if request_id in self._answers]
-        if not chosen:
-            return {}
-        self._loop.run(self._ask_to_end([self._flights[request_id] for request_id in chosen]))
+        if chosen:
+            self._loop.run(self._ask_to_end([self._flights[request_id] for request_id in chosen]))
         wait([self._answers[name] for name in chosen if self._flights[name].is_aborted], ABORT_S)
         completions = {}
         for request_id in chosen:

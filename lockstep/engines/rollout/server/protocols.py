@@ -42,7 +42,7 @@ class ServerProtocol(ABC):
     generate_path: of requests.
     marker:        a path that servers of this protocol alone have; None if there is none.
     optional:      paths that not all of them have.
-    transfers:     forms of `weight_transfer` that it has; the first is the default on CPU.
+    transfers:     forms of `weight_transfer` that it has.
     """
 
     generate_path: str
@@ -122,7 +122,7 @@ PROTOCOLS: Registry[type[ServerProtocol]] = Registry("server protocol", key=f"{K
 @PROTOCOLS.register("vllm")
 class VllmProtocol(ServerProtocol):
     generate_path = marker = "/inference/v1/generate"
-    transfers = ("file",)
+    transfers = ("file", "distributed")
     _ABORT = "/inference/v1/abort_requests"
     _UPDATE = ("/collective_rpc", "/pause", "/resume", "/reset_prefix_cache", "/update_weight_version")
     optional = (_ABORT, *_UPDATE)
@@ -192,6 +192,23 @@ class VllmProtocol(ServerProtocol):
 
     async def load_file(self, server: Server, path: str) -> None:
         await self._on_workers(server, "lockstep_load_file", path)
+
+    async def join_group(
+        self, server: Server, address: str, port: int, first_rank: int, size: int, backend: str
+    ) -> None:
+        timeout_s = server.config.timeout_s
+        await self._on_workers(server, "lockstep_join_group", address, port, first_rank, size, backend, timeout_s)
+
+    async def load_broadcast(self, server: Server, tensors: Sequence[tuple[str, str, list[int]]]) -> None:
+        await self._on_workers(server, "lockstep_load_broadcast", tensors)
+
+    async def num_ranks(self, server: Server) -> int:
+        size, of_one = [
+            int((await server.get(f"/get_world_size?include_dp={flag}"))["world_size"]) for flag in ("true", "false")
+        ]
+        if size != of_one:
+            raise ServerError(f"{server.url} is data-parallel; start one server per copy and list all URLs")
+        return size
 
     async def finish_update(self, server: Server, label: str) -> None:
         wrong = [text for text in await self._on_workers(server, "lockstep_finish_update") if text]

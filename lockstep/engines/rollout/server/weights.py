@@ -10,9 +10,8 @@ import tempfile
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from lockstep.config.actor_rollout_ref import ServerConfig
 from lockstep.engines.rollout.server.http import KEY, Server, ServerError
+from lockstep.utils.distributed import join_group
 
 Bucket = list[tuple[str, Tensor]]
 ForEach = Callable[[Callable[[Server], Awaitable[None]]], Awaitable[None]]
@@ -92,7 +92,7 @@ class DistributedTransfer(WeightTransfer):
             for server, first in zip(servers, first_ranks)
         ]
         self._group, *_ = await asyncio.gather(
-            asyncio.to_thread(_join_group, address, port, size, backend, self._timeout_s), *joining
+            asyncio.to_thread(join_group, GROUP, address, port, 0, size, backend, self._timeout_s), *joining
         )
 
     async def send(self, tensors: Bucket, for_each: ForEach) -> None:
@@ -107,28 +107,13 @@ class DistributedTransfer(WeightTransfer):
             dist.broadcast(tensor.to(self._device).contiguous(), src=0, group=self._group)
 
 
-def _join_group(address: str, port: int, size: int, backend: str, timeout_s: float) -> Any:
-    """Rank 0 of a group beside the default one, made in the way of SGLang, so that both sides find the same keys in the store."""
-    from torch.distributed.distributed_c10d import _new_process_group_helper, _world, rendezvous
-
-    timeout = timedelta(seconds=timeout_s)
-    store, rank, size = next(rendezvous(f"tcp://{address}:{port}", 0, size, timeout=timeout))
-    store.set_timeout(timeout)
-    prefixed = dist.PrefixStore(GROUP, store)
-    group, _ = _new_process_group_helper(
-        size, rank, [], dist.Backend(backend), prefixed, group_name=cast(Any, GROUP), timeout=timeout
-    )
-    _world.pg_group_ranks[group] = {place: place for place in range(size)}
-    return group
-
-
 def transfer_of(servers: list[Server], config: ServerConfig, device: torch.device) -> WeightTransfer:
     """The form that the config names and all servers have."""
-    wanted = config.weight_transfer
-    offered = servers[0].protocol.transfers
+    wanted, offered = config.weight_transfer, servers[0].protocol.transfers
     if wanted == "auto":
-        on_gpu = device.type == "cuda" and "distributed" in offered
-        wanted = "distributed" if on_gpu else offered[0]  # type: ignore[assignment]
+        has_folder = config.weights_folder is not None or all(_is_local(server.url) for server in servers)
+        on_cpu = device.type == "cpu" and "tensor" in offered
+        wanted = "file" if "file" in offered and has_folder else "tensor" if on_cpu else "distributed"
     for server in servers:
         if wanted not in server.protocol.transfers:
             forms = " or ".join(server.protocol.transfers)
