@@ -49,11 +49,11 @@ class WeightUpdates:
         self.lockstep_load(list(load_file(path).items()))
 
     def lockstep_join_group(
-        self, address: str, port: int, first_rank: int, size: int, backend: str, timeout_s: float
+        self, name: str, address: str, port: int, first_rank: int, size: int, backend: str, timeout_s: float
     ) -> None:
         """Join the process group in which rank 0 broadcasts weights to a server. first_rank: of this server's workers."""
         rank = first_rank + self.rank
-        self.lockstep_group = join_group("lockstep_weights", address, port, rank, size, backend, timeout_s)
+        self.lockstep_group = join_group(name, address, port, rank, size, backend, timeout_s)
 
     def lockstep_load_broadcast(self, tensors: list[tuple[str, str, list[int]]]) -> None:
         """Load the tensors that rank 0 broadcasts: name, dtype and shape of each."""

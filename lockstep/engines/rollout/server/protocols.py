@@ -85,11 +85,12 @@ class ServerProtocol(ABC):
         raise NotImplementedError
 
     async def join_group(
-        self, server: Server, address: str, port: int, first_rank: int, size: int, backend: str
+        self, server: Server, name: str, address: str, port: int, first_rank: int, size: int, backend: str
     ) -> None:
+        """Let its ranks join the group of this name. first_rank: of the server's first one."""
         raise NotImplementedError
 
-    async def load_broadcast(self, server: Server, tensors: Sequence[tuple[str, str, list[int]]]) -> None:
+    async def load_broadcast(self, server: Server, group: str, tensors: Sequence[tuple[str, str, list[int]]]) -> None:
         """Load tensors that rank 0 of the group broadcasts: name, dtype and shape of each."""
         raise NotImplementedError
 
@@ -194,12 +195,12 @@ class VllmProtocol(ServerProtocol):
         await self._on_workers(server, "lockstep_load_file", path)
 
     async def join_group(
-        self, server: Server, address: str, port: int, first_rank: int, size: int, backend: str
+        self, server: Server, name: str, address: str, port: int, first_rank: int, size: int, backend: str
     ) -> None:
         timeout_s = server.config.timeout_s
-        await self._on_workers(server, "lockstep_join_group", address, port, first_rank, size, backend, timeout_s)
+        await self._on_workers(server, "lockstep_join_group", name, address, port, first_rank, size, backend, timeout_s)
 
-    async def load_broadcast(self, server: Server, tensors: Sequence[tuple[str, str, list[int]]]) -> None:
+    async def load_broadcast(self, server: Server, group: str, tensors: Sequence[tuple[str, str, list[int]]]) -> None:
         await self._on_workers(server, "lockstep_load_broadcast", tensors)
 
     async def num_ranks(self, server: Server) -> int:
@@ -247,7 +248,6 @@ class SglangProtocol(ServerProtocol):
     generate_path = "/generate"
     marker = "/update_weights_from_disk"
     transfers = ("tensor", "distributed")
-    _GROUP = "lockstep_weights"
 
     def body(
         self, request: GenerationRequest, request_id: str, model: str, stops: Sequence[int], salt: str
@@ -295,16 +295,14 @@ class SglangProtocol(ServerProtocol):
         await self._update(server, "/update_weights_from_tensor", {"serialized_named_tensors": ranks})
 
     async def join_group(
-        self, server: Server, address: str, port: int, first_rank: int, size: int, backend: str
+        self, server: Server, name: str, address: str, port: int, first_rank: int, size: int, backend: str
     ) -> None:
         place = {"master_address": address, "master_port": port, "rank_offset": first_rank, "world_size": size}
-        await self._update(
-            server, "/init_weights_update_group", {**place, "group_name": self._GROUP, "backend": backend}
-        )
+        await self._update(server, "/init_weights_update_group", {**place, "group_name": name, "backend": backend})
 
-    async def load_broadcast(self, server: Server, tensors: Sequence[tuple[str, str, list[int]]]) -> None:
+    async def load_broadcast(self, server: Server, group: str, tensors: Sequence[tuple[str, str, list[int]]]) -> None:
         names, dtypes, shapes = (list(column) for column in zip(*tensors))
-        body = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": self._GROUP, "flush_cache": False}
+        body = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": group, "flush_cache": False}
         await self._update(server, "/update_weights_from_distributed", body)
 
     async def num_ranks(self, server: Server) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,6 @@ from lockstep.utils.distributed import join_group
 Bucket = list[tuple[str, Tensor]]
 ForEach = Callable[[Callable[[Server], Awaitable[None]]], Awaitable[None]]
 """Calls a function for every server that takes part in the update."""
-GROUP = "lockstep_weights"
 
 
 class WeightTransfer(ABC):
@@ -81,6 +81,7 @@ class DistributedTransfer(WeightTransfer):
         self._device = device
         self._timeout_s = timeout_s
         self._group: Any = None
+        self._name = f"lockstep-{uuid4().hex[:12]}"  # a server keeps the groups of earlier runs
 
     async def open(self, servers: list[Server]) -> None:
         sizes = [await server.protocol.num_ranks(server) for server in servers]
@@ -88,18 +89,18 @@ class DistributedTransfer(WeightTransfer):
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         first_ranks = [1 + sum(sizes[:place]) for place in range(len(servers))]
         joining = [
-            server.protocol.join_group(server, address, port, first, size, backend)
+            server.protocol.join_group(server, self._name, address, port, first, size, backend)
             for server, first in zip(servers, first_ranks)
         ]
         self._group, *_ = await asyncio.gather(
-            asyncio.to_thread(join_group, GROUP, address, port, 0, size, backend, self._timeout_s), *joining
+            asyncio.to_thread(join_group, self._name, address, port, 0, size, backend, self._timeout_s), *joining
         )
 
     async def send(self, tensors: Bucket, for_each: ForEach) -> None:
         about = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors]
         await asyncio.gather(
             asyncio.to_thread(self._broadcast, tensors),
-            for_each(lambda server: server.protocol.load_broadcast(server, about)),
+            for_each(lambda server: server.protocol.load_broadcast(server, self._name, about)),
         )
 
     def _broadcast(self, tensors: Bucket) -> None:
