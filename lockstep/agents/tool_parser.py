@@ -2,8 +2,8 @@
 
     response ids --decode--> text --parse--> (content, [FunctionCall, ...])
 
-`content` is the text besides the calls. A malformed call is skipped and logged; parsers never raise, since the text comes
-from a model. `actor_rollout_ref.rollout.multi_turn.format` selects the parser.
+`content` is the text besides the calls. A malformed call is skipped, but counted by `count_calls`; parsers never raise, since the
+text comes from a model. `actor_rollout_ref.rollout.multi_turn.format` selects the parser.
 """
 
 import ast
@@ -40,6 +40,8 @@ class ToolParser:
     registry: ClassVar[Registry[type["ToolParser"]]] = Registry(
         "tool parser", key="actor_rollout_ref.rollout.multi_turn.format"
     )
+    opening: ClassVar[str] = "<tool_call>"
+    """Text that begins a call."""
     stop_token: ClassVar[str | None] = None
     """The token at which generation must stop, for models that do not stop after a call."""
 
@@ -69,6 +71,10 @@ class ToolParser:
 
     def parse(self, text: str, tools: Tools | None = None) -> Parsed:
         raise NotImplementedError(f"{type(self).__name__} must define `parse` or `extract_tool_calls`")
+
+    def count_calls(self, text: str) -> int:
+        """How many calls the text begins; more than are parsed if some are malformed."""
+        return text.count(self.opening)
 
     def _without_padding(self, text: str) -> str:
         padding = getattr(self.tokenizer, "pad_token", None)
@@ -100,7 +106,7 @@ class HermesToolParser(ToolParser):
                 call = json.loads(block)
                 name, arguments = call["name"], call["arguments"]
             except (json.JSONDecodeError, KeyError, TypeError) as error:
-                logger.warning("skipping a tool call that is not a JSON object with name and arguments: %r", error)
+                logger.debug("skipping a tool call that is not a JSON object with name and arguments: %r", error)
                 continue
             if isinstance(name, str):
                 calls.append(_call(name, arguments))
@@ -113,6 +119,8 @@ class GptOssToolParser(ToolParser):
 
     The analysis channel is the model's reasoning: it is removed, and calls in it are ignored.
     """
+
+    opening = "to=functions."
 
     ANALYSIS = re.compile(r"(?:<\|start\|>assistant)?<\|channel\|>analysis<\|message\|>.*?<\|end\|>", re.DOTALL)
     CALL = re.compile(
@@ -133,6 +141,8 @@ class Qwen3CoderToolParser(ToolParser):
     Values are bare text, so their types come from the tool's schema; without one they stay text. Truncated blocks are
     parsed as far as possible.
     """
+
+    opening = "<function="
 
     BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
     FUNCTION = re.compile(r"<function=(.*?)(?:</function>|$)", re.DOTALL)
@@ -253,6 +263,8 @@ class _InvokeParser(ToolParser):
 class SeedToolParser(_InvokeParser):
     """`<seed:tool_call><function=NAME><parameter=KEY>value</parameter></function></seed:tool_call>`, one per block."""
 
+    opening = "<seed:tool_call>"
+
     START = re.compile(r"<seed:tool_call>")
     BLOCK = re.compile(r"<seed:tool_call>(.*?)</seed:tool_call>", re.DOTALL)
     CALL = re.compile(r"<function=([^>\n]+)>\s*(.*?)</function>", re.DOTALL)
@@ -266,6 +278,8 @@ class SeedToolParser(_InvokeParser):
 class MiniMaxToolParser(_InvokeParser):
     """`<minimax:tool_call><invoke name="NAME"><parameter name="KEY">value</parameter></invoke></minimax:tool_call>`."""
 
+    opening = "<invoke name="
+
     START = re.compile(r"<minimax:tool_call>")
     BLOCK = re.compile(r"<minimax:tool_call>(.*?)</minimax:tool_call>", re.DOTALL)
     CALL = re.compile(r'<invoke name="([^"]+)">\s*(.*?)</invoke>', re.DOTALL)
@@ -278,6 +292,8 @@ class DeepSeekToolParser(_InvokeParser):
 
     `string` is true if the value is text, else it is JSON. V3.2 names the block `function_calls`.
     """
+
+    opening = "<｜DSML｜invoke name="
 
     START = re.compile(r"<｜DSML｜(?:tool|function)_calls>")
     BLOCK = re.compile(r"<｜DSML｜(?:tool|function)_calls>(.*?)</｜DSML｜(?:tool|function)_calls>", re.DOTALL)
@@ -296,6 +312,8 @@ class KimiToolParser(ToolParser):
 
     ID is `functions.NAME:INDEX`; models do not always follow this, so the name is matched against the tools.
     """
+
+    opening = "<|tool_call_begin|>"
 
     SECTION = "<|tool_calls_section_begin|>"
     CALL = re.compile(
@@ -317,7 +335,7 @@ class KimiToolParser(ToolParser):
         for call_id, body in self.CALL.findall(text):
             arguments = _json_or_text(body)
             if not isinstance(arguments, dict):
-                logger.warning("the arguments of tool call %r are not a JSON object; using none", call_id)
+                logger.debug("the arguments of tool call %r are not a JSON object; using none", call_id)
                 arguments = {}
             calls.append(_call(_kimi_name(call_id.strip(), arguments, tools), arguments))
             self.last_tool_call_ids.append(call_id.strip())
@@ -340,6 +358,8 @@ def _kimi_name(call_id: str, arguments: dict[str, Any], tools: Tools | None) -> 
 @ToolParser.register("gemma4")
 class Gemma4ToolParser(ToolParser):
     """`<|tool_call>call:NAME{key:<|"|>text<|"|>,key2:5}<tool_call|>`: Gemma 4; values nest in `{}` and `[]`."""
+
+    opening = "<|tool_call>"
 
     CALL = re.compile(r"<\|tool_call>call:(\w+)\{(.*?)\}<tool_call\|>", re.DOTALL)
     stop_token = "<tool_call|>"

@@ -173,6 +173,47 @@ SERVER_ENGINES = ("server", "sglang")
 
 
 @dataclass(frozen=True)
+class MultiTurnConfig:
+    """Conversations of several turns: tools and interactions (docs/agents.md)."""
+
+    enable: bool = False
+    """Requires that at least one row is served by a loop other than single_turn_agent; the rows' agent_name selects the loop."""
+    max_assistant_turns: int | None = None
+    """Turns of the policy after which a conversation ends; null is no limit."""
+    max_user_turns: int | None = None
+    """Turns of tools and users after which a conversation ends; null is no limit."""
+    max_parallel_calls: int = 1
+    """Tool calls of one turn that are executed; further ones are ignored."""
+    max_tool_response_length: int = 256
+    """Characters of a tool's response; longer ones are cut."""
+    tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
+    """What is kept of a longer response: its left part, its right part, or both ends without the middle."""
+    tool_config_path: str | None = None
+    """YAML file with tools (docs/tools.md)."""
+    function_tool_path: str | None = None
+    """Python functions as tools: a .py file (all of its public functions), or file.py:function or file.py:Class."""
+    interaction_config_path: str | None = None
+    """YAML file with interactions (docs/agents.md)."""
+    tool_timeout_s: float = 30.0
+    """Deadline of each call of a tool or an interaction, in seconds."""
+    format: str = "hermes"
+    """Format of the model's tool calls: a registered parser (docs/tools.md), or your own as file.py:Class."""
+    use_inference_chat_template: bool = False
+    """If the chat template changes earlier turns (it may drop their reasoning), true begins a new training sample with the
+    changed history, and false keeps the history as it was sampled."""
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """Agent loops (docs/agents.md)."""
+
+    default_agent_loop: str = "single_turn_agent"
+    """Loop of rows without agent_name."""
+    agent_loop_config_path: str | None = None
+    """YAML file with your own loops: a list of entries with `name`, `_target_` (a class) and its options."""
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     name: str = "embedded"
     """Rollout engine: embedded (decodes with the trainer's weights), hf (transformers' generate), vllm (holds a copy), or server
@@ -247,6 +288,8 @@ class RolloutConfig:
     val_kwargs: SamplingConfig = field(default_factory=SamplingConfig)
     checkpoint_engine: CheckpointEngineConfig = field(default_factory=CheckpointEngineConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
 
 
 def has_cut_log_probs(rollout: RolloutConfig) -> bool:

@@ -1,0 +1,136 @@
+"""The agent loops of a run: which row is served by which, and how a row becomes a conversation.
+
+row ─► agent_name ─► AgentLoop.run(Conversation) ─► trajectories, counts, rewards of tools and turns
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from lockstep.agents.conversation import Conversation, Generate
+from lockstep.agents.interactions.load import load_interactions
+from lockstep.agents.loops import AGENT_LOOPS, AgentLoop, Setup
+from lockstep.agents.renderer import Renderer
+from lockstep.agents.tool_parser import ToolParser
+from lockstep.agents.tools.load import load_tools, read_entries
+from lockstep.config.actor_rollout_ref import RolloutConfig
+from lockstep.protocol.generation import SamplingParams
+from lockstep.registry import load_plugin
+
+LOOPS_KEY = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
+DEFAULT_KEY = "actor_rollout_ref.rollout.agent.default_agent_loop"
+SINGLE_TURN = "single_turn_agent"
+
+
+class Agents:
+    """Reads the tools, interactions and loops of a config; ValueError with the key if something in them is wrong.
+
+    stop_ids:        tokens that end a response of the model.
+    template_kwargs: `data.apply_chat_template_kwargs`.
+    """
+
+    def __init__(
+        self,
+        rollout: RolloutConfig,
+        tokenizer: Any,
+        stop_ids: Sequence[int],
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.config = rollout
+        self.tokenizer = tokenizer
+        self._stop_ids = stop_ids
+        self._template_kwargs = template_kwargs
+        multi_turn = rollout.multi_turn
+        self.tools = load_tools(multi_turn.tool_config_path, multi_turn.function_tool_path)
+        self.interactions = load_interactions(multi_turn.interaction_config_path)
+        path = rollout.agent.agent_loop_config_path
+        self._entries = {} if path is None else _read_loops(path)
+        self._loops: dict[str, AgentLoop] = {}
+        self.schemas = [tool.tool_schema.model_dump(exclude_unset=True) for tool in self.tools.values()]
+
+    @cached_property
+    def renderer(self) -> Renderer:
+        parser = ToolParser.get_tool_parser(self.config.multi_turn.format, self.tokenizer)
+        stop_ids = {*self._stop_ids, *self.config.stop_token_ids, *parser.stop_token_ids}
+        return Renderer(self.tokenizer, sorted(stop_ids), self._template_kwargs)
+
+    def name_of(self, row: Mapping[str, Any]) -> str:
+        return row.get("agent_name") or self.config.agent.default_agent_loop
+
+    def loop_of(self, row: Mapping[str, Any]) -> AgentLoop:
+        """The row's loop; ValueError if there is none of that name."""
+        name = self.name_of(row)
+        if name not in self._loops:
+            cls, options = self._entries.get(name) or (self._class_of(name, bool(row.get("agent_name"))), {})
+            setup = Setup(self.config.multi_turn, self.renderer, self.tools, self.interactions)
+            try:
+                self._loops[name] = cls(setup, **options)
+            except TypeError as error:
+                raise ValueError(f"agent_name={name}: {error}") from error
+        return self._loops[name]
+
+    def _class_of(self, name: str, is_of_row: bool) -> type[AgentLoop]:
+        if name not in AGENT_LOOPS and ":" not in name:
+            known = ", ".join(sorted({*AGENT_LOOPS, *self._entries}))
+            where = f"agent_name={name!r}" if is_of_row else f"{DEFAULT_KEY}={name}"
+            raise ValueError(f"{where}: no such agent loop (known: {known}); see {LOOPS_KEY} for your own")
+        cls = AGENT_LOOPS.get(name)
+        if not (isinstance(cls, type) and issubclass(cls, AgentLoop)):
+            raise ValueError(f"agent_name={name!r} is not a subclass of lockstep.agents.AgentLoop")
+        return cls
+
+    def is_single_turn(self, row: Mapping[str, Any]) -> bool:
+        return self.name_of(row) == SINGLE_TURN
+
+    def tools_of(self, row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+        """The tools to render the row's prompt with."""
+        if self.is_single_turn(row) or not self.loop_of(row).uses_tools:
+            return None
+        return self.schemas or None
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """ValueError if the row asks for something that its loop does not do."""
+        if not self.is_single_turn(row):
+            self.loop_of(row).check_row(row)
+            return
+        wanted = [name for name in ("tools_kwargs", "interaction_kwargs") if row.get(name)]
+        wanted += ["need_tools_kwargs"] if (row.get("extra_info") or {}).get("need_tools_kwargs") else []
+        if wanted:
+            raise ValueError(
+                f"has {wanted[0]}, but its loop {SINGLE_TURN} uses neither tools nor interactions; add the column agent_name with "
+                f"tool_agent, set {DEFAULT_KEY}=tool_agent, or remove {wanted[0]}"
+            )
+
+    async def converse(
+        self, row: Mapping[str, Any], prompt_ids: Sequence[int], generate: Generate, sampling: SamplingParams, seed: int
+    ) -> Conversation:
+        """One sample of a row."""
+        loop = self.loop_of(row)
+        conversation = Conversation(
+            row,
+            prompt_ids,
+            generate=generate,
+            renderer=self.renderer,
+            sampling=sampling,
+            seed=seed,
+            response_length=self.config.response_length,
+            tools=self.tools_of(row) or (),
+            follows_template=self.config.multi_turn.use_inference_chat_template,
+        )
+        await loop.run(conversation)
+        if not conversation.num_assistant_turns:
+            raise ValueError(f"agent loop {self.name_of(row)} ended without a turn of the policy")
+        return conversation
+
+
+def _read_loops(path: str) -> dict[str, tuple[type[AgentLoop], dict[str, Any]]]:
+    """Name to class and options."""
+    loops: dict[str, tuple[type[AgentLoop], dict[str, Any]]] = {}
+    for number, entry in enumerate(read_entries(LOOPS_KEY, path, "agent_loops")):
+        where, options = f"{LOOPS_KEY}={path}, entry {number}", dict(entry)
+        name, target = options.pop("name", None), options.pop("_target_", None)
+        if not isinstance(name, str) or not isinstance(target, str):
+            raise ValueError(f"{where}: must have `name` and `_target_`")
+        reference = target if ":" in target else ":".join(target.rsplit(".", 1))
+        loops[name] = (load_plugin(where, reference, base=AgentLoop), options)
+    return loops

@@ -1,0 +1,162 @@
+"""A conversation with the policy: what an agent loop reads and writes.
+
+    turn = await conversation.generate()          the policy's turn
+    conversation.add([{"role": "user", ...}])     the answer of the environment
+
+Behind it is a trajectory that only grows. Loops never see token ids of context, so they cannot train on them by mistake.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from lockstep.agents.renderer import Message, Renderer
+from lockstep.agents.trajectory import Trajectory
+from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
+
+Generate = Callable[[GenerationRequest], Awaitable[Completion]]
+FinishReason = Literal["stop", "length", "turns", "abort"]
+"""stop: the last turn ended by itself. length: no room is left. turns: a limit on turns. abort: generation was aborted."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of the policy.
+
+    text:  without the token that ended it.
+    ended: whether it ended by itself; if not, no turn can follow.
+    """
+
+    text: str
+    token_ids: list[int]
+    ended: bool
+
+
+@dataclass
+class Counts:
+    """What happened in a conversation; each is a metric."""
+
+    tool_calls: int = 0
+    """Calls of existing tools."""
+    tool_errors: int = 0
+    """Calls that raised, exceeded their deadline or returned something that is not text."""
+    malformed_calls: int = 0
+    """Calls that could not be parsed, of unknown tools, or whose arguments are no JSON object."""
+    breaks: int = 0
+    """Turns before which the template rewrote the history, so that a new training sample begins."""
+
+
+class Conversation:
+    """One sample of one row.
+
+    row:             the row's columns, such as `extra_info` and `tools_kwargs`.
+    messages:        the conversation so far; assistant turns as text.
+    tools:           the tools that the prompt was rendered with, as schemas.
+    trajectories:    the training samples: one, and one more for each break.
+    response_length: most tokens after the prompt, context included.
+    follows_template: start a new sample if the chat template rewrites the history, instead of keeping it as it was sampled.
+    """
+
+    def __init__(
+        self,
+        row: Mapping[str, Any],
+        prompt_ids: Sequence[int],
+        *,
+        generate: Generate,
+        renderer: Renderer,
+        sampling: SamplingParams,
+        seed: int,
+        response_length: int,
+        tools: Sequence[Mapping[str, Any]] = (),
+        follows_template: bool = False,
+    ) -> None:
+        self.row = row
+        self.messages: list[Message] = list(row.get("raw_prompt") or [])
+        self.tools = list(tools)
+        self.trajectories = [Trajectory(list(prompt_ids))]
+        self.renderer = renderer
+        self.sampling = sampling
+        self.response_length = response_length
+        self.follows_template = follows_template
+        self.num_assistant_turns = self.num_user_turns = 0
+        self.counts = Counts()
+        self.tool_rewards: list[float] = []
+        self.turn_scores: list[float] = []
+        self.reward_scores: dict[str, float] = {}
+        self.finish_reason: FinishReason = "stop"
+        self._generate = generate
+        self._seed = seed
+        self._num_prompt_messages = len(self.messages)
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """The one that grows."""
+        return self.trajectories[-1]
+
+    @property
+    def room(self) -> int:
+        """Tokens left for the response."""
+        return self.response_length - len(self.trajectory.response_ids)
+
+    @property
+    def new_messages(self) -> list[Message]:
+        """The messages after the prompt."""
+        return self.messages[self._num_prompt_messages :]
+
+    @property
+    def num_turns(self) -> int:
+        """Of user and assistant, the prompt included."""
+        return 1 + self.num_assistant_turns + self.num_user_turns
+
+    async def generate(self, stop_token_ids: Sequence[int] = ()) -> Turn:
+        """Let the policy write a turn, at most until the response is full. stop_token_ids: further ends of a turn."""
+        if self.room < 1:
+            raise ValueError("the response is full: check `room`, or the result of `add`, before the next turn")
+        sampling = replace(
+            self.sampling,
+            max_tokens=min(self.sampling.max_tokens, self.room),
+            stop_token_ids=(*self.sampling.stop_token_ids, *stop_token_ids),
+        )
+        # A token depends on its request's seed and its position, and positions of one trajectory never come again.
+        seed = self._seed + len(self.trajectories) - 1
+        completion = await self._generate(GenerationRequest(self.trajectory.ids, sampling, seed))
+        self.trajectory.add_sampled(completion)
+        self.num_assistant_turns += 1
+        ended = completion.stop_reason == "stop"
+        if not ended:
+            self.finish_reason = "abort" if completion.stop_reason == "abort" else "length"
+        text_ids = completion.token_ids[:-1] if ended else completion.token_ids
+        text: str = self.renderer.tokenizer.decode(text_ids, skip_special_tokens=False)
+        self.messages.append({"role": "assistant", "content": text})
+        return Turn(text, completion.token_ids, ended)
+
+    def add(self, messages: Sequence[Message]) -> bool:
+        """Append tool or user messages; False if the last turn did not end or they leave no room for another turn.
+
+        Special tokens in their content are broken up.
+        """
+        if not self.trajectory.response_ids or self.messages[-1]["role"] != "assistant":
+            raise ValueError("messages can be added after a turn of the policy only")
+        last_id = self.trajectory.response_ids[-1]
+        if self.finish_reason != "stop":
+            return False
+        new = [m | {"content": self.renderer.as_plain_text(m["content"])} for m in messages]
+        if self.follows_template and self.renderer.is_rewritten(self.messages, new, self.tools):
+            ids = self.renderer.ids([*self.messages, *new], self.tools)
+            num_prompt = len(self.trajectory.prompt_ids)
+            trajectory = Trajectory(ids[:num_prompt])
+            trajectory.add_context(ids[num_prompt:])
+            if len(trajectory.response_ids) >= self.response_length:
+                self.finish_reason = "length"
+                return False
+            self.trajectories.append(trajectory)
+            self.counts.breaks += 1
+        else:
+            ids = self.renderer.bridge(new, last_id)
+            if len(ids) >= self.room:
+                self.finish_reason = "length"
+                return False
+            self.trajectory.add_context(ids)
+        self.messages += new
+        self.num_user_turns += 1
+        return True

@@ -1,0 +1,7 @@
+"""Agent loops; the built-in ones register here."""
+
+from lockstep.agents.loops.base import AGENT_LOOPS, AgentLoop, Setup, register
+from lockstep.agents.loops.single_turn import SingleTurnAgent
+from lockstep.agents.loops.tool_agent import AgentState, ToolAgent
+
+__all__ = ["AGENT_LOOPS", "AgentLoop", "AgentState", "Setup", "SingleTurnAgent", "ToolAgent", "register"]

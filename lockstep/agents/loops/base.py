@@ -1,0 +1,60 @@
+"""The interface of agent loops, and their registry. A row's `agent_name` selects its loop."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.agents.conversation import Conversation
+from lockstep.agents.interactions.base import BaseInteraction
+from lockstep.agents.renderer import Renderer
+from lockstep.agents.tools.base import BaseTool
+from lockstep.config.actor_rollout_ref import MultiTurnConfig
+from lockstep.registry import Registry
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What loops are built from, once per run."""
+
+    config: MultiTurnConfig
+    renderer: Renderer
+    tools: Mapping[str, BaseTool] = field(default_factory=dict)
+    interactions: Mapping[str, BaseInteraction] = field(default_factory=dict)
+
+
+class AgentLoop(ABC):
+    """Decides what follows each turn of the policy. One object serves all conversations, many of them at once.
+
+        @register("retry_once")
+        class RetryOnce(AgentLoop):
+            async def run(self, conversation: Conversation) -> None:
+                turn = await conversation.generate()
+                if "#### " not in turn.text and conversation.add([{"role": "user", "content": "Give the answer."}]):
+                    await conversation.generate()
+
+    uses_tools: whether prompts are rendered with the tools of the config.
+    """
+
+    uses_tools: bool = False
+
+    def __init__(self, setup: Setup, **options: Any) -> None:
+        """options: other keys of the loop's entry in `rollout.agent.agent_loop_config_path`."""
+        self.setup = setup
+        if options:
+            raise TypeError(f"{type(self).__name__} has no options {', '.join(sorted(options))}")
+
+    def check_row(self, row: Mapping[str, Any]) -> None:  # noqa: B027
+        """ValueError if the loop cannot serve a row; called for every row before training."""
+
+    @abstractmethod
+    async def run(self, conversation: Conversation) -> None:
+        """Hold the conversation."""
+
+
+AGENT_LOOPS: Registry[type[AgentLoop]] = Registry("agent loop", key="agent_name")
+
+
+def register(agent_name: str) -> Callable[[type[AgentLoop]], type[AgentLoop]]:
+    """Class decorator: the loop of rows with this `agent_name`."""
+    return AGENT_LOOPS.register(agent_name)

@@ -1,0 +1,178 @@
+"""`tool_agent`: the policy calls tools, and talks with the row's interaction when it calls none.
+
+    PENDING ─► GENERATING ─► PROCESSING_TOOLS ─► GENERATING   the turn has tool calls
+                         ├─► INTERACTING ─────► GENERATING   it has none, and the row has an interaction
+                         └─► TERMINATED                      neither; or a limit is reached
+"""
+
+import asyncio
+import uuid
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
+from enum import Enum
+from typing import Any, TypeVar
+
+from lockstep.agents.conversation import Conversation, Turn
+from lockstep.agents.interactions.base import BaseInteraction
+from lockstep.agents.loops.base import AgentLoop, Setup, register
+from lockstep.agents.tool_parser import FunctionCall, ToolParser
+from lockstep.agents.tools.calls import CallLimits, CallResult, ToolError, ToolSession, run_contained
+
+T = TypeVar("T")
+
+MALFORMED = "Error: the tool call could not be parsed; check its format and that it is complete"
+
+
+class AgentState(Enum):
+    PENDING = "pending"
+    GENERATING = "generating"
+    PROCESSING_TOOLS = "processing_tools"
+    INTERACTING = "interacting"
+    TERMINATED = "terminated"
+
+
+@register("tool_agent")
+class ToolAgent(AgentLoop):
+    uses_tools = True
+
+    def __init__(self, setup: Setup, **options: Any) -> None:
+        super().__init__(setup, **options)
+        config = setup.config
+        self.parser = ToolParser.get_tool_parser(config.format, setup.renderer.tokenizer)
+        self.schemas = [tool.tool_schema for tool in setup.tools.values()]
+        self.limits = CallLimits(
+            timeout_s=config.tool_timeout_s,
+            max_chars=config.max_tool_response_length,
+            side=config.tool_response_truncate_side,
+        )
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        name = (row.get("interaction_kwargs") or {}).get("name")
+        known = self.setup.interactions
+        if row.get("interaction_kwargs") and name not in known:
+            raise ValueError(
+                f"interaction_kwargs.name={name!r} is not an interaction of "
+                f"actor_rollout_ref.rollout.multi_turn.interaction_config_path (known: {', '.join(known) or 'none'})"
+            )
+        if not self.setup.tools and not name:
+            raise ValueError(
+                "agent_name='tool_agent' needs tools or an interaction: set actor_rollout_ref.rollout.multi_turn."
+                "tool_config_path, function_tool_path or interaction_config_path"
+            )
+        if unknown := sorted(set(row.get("tools_kwargs") or {}) - set(self.setup.tools)):
+            raise ValueError(
+                f"tools_kwargs has {', '.join(unknown)}, but the tools are {', '.join(self.setup.tools) or 'none'}; see "
+                "actor_rollout_ref.rollout.multi_turn.tool_config_path"
+            )
+
+    async def run(self, conversation: Conversation) -> None:
+        instance_id = str(uuid.uuid4())
+        session = ToolSession(
+            self.setup.tools, conversation.row.get("tools_kwargs") or {}, self.limits, instance_id=instance_id
+        )
+        kwargs = dict(conversation.row.get("interaction_kwargs") or {})
+        interaction = self.setup.interactions[kwargs.pop("name")] if kwargs else None
+        try:
+            if interaction is not None:
+                await self._contained(interaction, lambda: interaction.start_interaction(instance_id, **kwargs))
+            await self._run(conversation, session, interaction, instance_id)
+            conversation.reward_scores |= await session.close()
+        except ToolError:  # the interaction failed: nobody answers the policy any more
+            conversation.counts.tool_errors += 1
+        finally:
+            await session.release()
+            if interaction is not None:
+                with suppress(ToolError):
+                    await self._contained(interaction, lambda: interaction.finalize_interaction(instance_id))
+
+    async def _run(
+        self, conversation: Conversation, session: ToolSession, interaction: BaseInteraction | None, instance_id: str
+    ) -> None:
+        state = AgentState.PENDING
+        calls: list[FunctionCall] = []
+        num_malformed = 0
+        while state is not AgentState.TERMINATED:
+            if state is AgentState.PROCESSING_TOOLS:
+                goes_on = await self._call_tools(conversation, session, calls, num_malformed)
+                state = AgentState.GENERATING if goes_on else AgentState.TERMINATED
+            elif state is AgentState.INTERACTING:
+                assert interaction is not None
+                goes_on = await self._interact(conversation, interaction, instance_id)
+                state = AgentState.GENERATING if goes_on else AgentState.TERMINATED
+            else:
+                turn = await conversation.generate(self.parser.stop_token_ids)
+                calls, num_malformed = await self._parse(conversation, turn)
+                state = self._next_state(conversation, turn, bool(calls or num_malformed), interaction is not None)
+
+    def _next_state(
+        self, conversation: Conversation, turn: Turn, has_calls: bool, has_interaction: bool
+    ) -> AgentState:
+        config = self.setup.config
+        if not turn.ended or not (has_calls or has_interaction):
+            return AgentState.TERMINATED
+        if _reached(conversation.num_assistant_turns, config.max_assistant_turns) or _reached(
+            conversation.num_user_turns, config.max_user_turns
+        ):
+            conversation.finish_reason = "turns"
+            return AgentState.TERMINATED
+        return AgentState.PROCESSING_TOOLS if has_calls else AgentState.INTERACTING
+
+    async def _parse(self, conversation: Conversation, turn: Turn) -> tuple[list[FunctionCall], int]:
+        """The calls of a turn, and how many could not be parsed."""
+        if not self.setup.tools or not turn.ended:
+            return [], 0
+        content, calls = await self.parser.extract_tool_calls(turn.token_ids, self.schemas)
+        num_malformed = max(0, self.parser.count_calls(turn.text) - len(calls))
+        conversation.counts.malformed_calls += num_malformed
+        if calls:
+            message = conversation.messages[-1]
+            message["content"] = content.removesuffix(self._end_text(turn)) if content else ""
+            message["tool_calls"] = [
+                {"id": _call_id(number), "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+                for number, c in enumerate(calls)
+            ]
+        return calls, num_malformed
+
+    def _end_text(self, turn: Turn) -> str:
+        text: str = self.setup.renderer.tokenizer.decode(turn.token_ids[-1:], skip_special_tokens=False)
+        return text
+
+    async def _call_tools(
+        self, conversation: Conversation, session: ToolSession, calls: list[FunctionCall], num_malformed: int
+    ) -> bool:
+        """Answer the first `max_parallel_calls` calls of a turn; False if the conversation cannot go on."""
+        run = calls[: self.setup.config.max_parallel_calls]
+        results = list(await asyncio.gather(*(session.call(call) for call in run)))
+        counts = conversation.counts
+        for result in results:
+            counts.malformed_calls += result.failed == "malformed"
+            counts.tool_calls += result.failed != "malformed"
+            counts.tool_errors += result.failed == "error"
+            if result.reward is not None:
+                conversation.tool_rewards.append(result.reward)
+        if num_malformed:
+            results.append(CallResult(name="error", text=MALFORMED, failed="malformed"))
+        renderer = self.setup.renderer
+        return conversation.add(
+            renderer.tool_messages([(r.name, _call_id(number), r.text) for number, r in enumerate(results)])
+        )
+
+    async def _interact(self, conversation: Conversation, interaction: BaseInteraction, instance_id: str) -> bool:
+        messages = list(conversation.messages)
+        ends, text, score, _ = await self._contained(
+            interaction, lambda: interaction.generate_response(instance_id, messages)
+        )
+        conversation.turn_scores.append(float(score))
+        return not ends and conversation.add([{"role": "user", "content": text}])
+
+    async def _contained(self, interaction: BaseInteraction, start: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        return await run_contained(f"interaction {interaction.name}", start, self.limits.timeout_s)
+
+
+def _reached(count: int, limit: int | None) -> bool:
+    return limit is not None and count >= limit
+
+
+def _call_id(number: int) -> str:
+    """Nine characters, which some templates require."""
+    return f"call{number:05d}"

@@ -1,0 +1,8 @@
+"""Tools that the policy can call; the built-in ones register here."""
+
+from lockstep.agents.tools.base import TOOLS, BaseTool
+from lockstep.agents.tools.calculator import CalculatorTool
+from lockstep.agents.tools.gsm8k import Gsm8kTool
+from lockstep.agents.tools.python import PythonTool
+
+__all__ = ["TOOLS", "BaseTool", "CalculatorTool", "Gsm8kTool", "PythonTool"]

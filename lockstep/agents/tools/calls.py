@@ -1,0 +1,213 @@
+"""Calls of tools: a deadline on each, and every failure contained as a message to the policy."""
+
+import asyncio
+import json
+import logging
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from lockstep.agents.schemas import ToolResponse
+from lockstep.agents.tool_parser import FunctionCall
+from lockstep.agents.tools.base import BaseTool
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+TruncateSide = Literal["left", "middle", "right"]
+
+GRACE_S = 1.0
+"""Time after the deadline in which a tool that does not block can end by itself."""
+MAX_ERROR_CHARS = 300
+_logged: set[tuple[str, str]] = set()
+
+
+class ToolError(Exception):
+    """A call failed; the message is for the policy."""
+
+
+@dataclass(frozen=True)
+class CallLimits:
+    """timeout_s: of one call. max_chars: of a response; `side` is the part of a longer one that is kept."""
+
+    timeout_s: float = 30.0
+    max_chars: int = 256
+    side: TruncateSide = "middle"
+
+
+@dataclass(frozen=True)
+class CallResult:
+    """text: for the policy. failed: "malformed" if there was nothing to call, "error" if the tool failed."""
+
+    name: str
+    text: str
+    failed: Literal["", "malformed", "error"] = ""
+    reward: float | None = None
+
+
+class ToolSession:
+    """The tools of one conversation."""
+
+    def __init__(
+        self, tools: Mapping[str, BaseTool], tools_kwargs: Mapping[str, Any], limits: CallLimits, instance_id: str
+    ) -> None:
+        self.tools = tools
+        self.limits = limits
+        self.instance_id = instance_id
+        self._kwargs = tools_kwargs
+        self._created: dict[str, str] = {}
+        """Tool name to instance id."""
+
+    async def call(self, call: FunctionCall) -> CallResult:
+        """Answer one call; never raises, except if the conversation itself is cancelled."""
+        tool = self.tools.get(call.name)
+        if tool is None:
+            known = ", ".join(self.tools)
+            return CallResult(call.name, f"Error: there is no tool {call.name!r}; tools: {known}", "malformed")
+        try:
+            parameters = json.loads(call.arguments)
+        except ValueError as error:
+            return CallResult(call.name, f"Error: the arguments are not valid JSON: {error}", "malformed")
+        if not isinstance(parameters, dict):
+            return CallResult(call.name, "Error: the arguments must be a JSON object", "malformed")
+        try:
+            instance_id = await self._instance(tool)
+            response, reward, _ = await self._run(
+                tool, lambda: tool.execute(instance_id, parameters, **self._arguments(tool, "execute_kwargs"))
+            )
+            text = _text_of(response)
+        except ToolError as error:
+            return CallResult(call.name, truncate(f"Error: {error}", self.limits), "error")
+        return CallResult(call.name, truncate(text, self.limits), reward=None if reward is None else float(reward))
+
+    async def close(self) -> dict[str, float]:
+        """The rewards of the tools that were called, and release them."""
+        rewards = {}
+        for name, instance_id in self._created.items():
+            tool = self.tools[name]
+            try:
+                reward_kwargs = self._arguments(tool, "calc_reward_kwargs")
+                rewards[name] = float(await self._run(tool, _bound(tool.calc_reward, instance_id, reward_kwargs)))
+            except ToolError as error:
+                logger.warning("calc_reward of tool %s failed: %s", name, error)
+            await self._release(tool, instance_id)
+        self._created = {}
+        return rewards
+
+    async def release(self) -> None:
+        """Release the tools without rewards, because the conversation was cancelled."""
+        for name, instance_id in self._created.items():
+            await self._release(self.tools[name], instance_id)
+        self._created = {}
+
+    async def _release(self, tool: BaseTool, instance_id: str) -> None:
+        try:
+            await self._run(tool, _bound(tool.release, instance_id, self._arguments(tool, "release_kwargs")))
+        except ToolError as error:
+            logger.warning("release of tool %s failed: %s", tool.name, error)
+
+    async def _instance(self, tool: BaseTool) -> str:
+        if tool.name not in self._created:
+            create_kwargs = self._arguments(tool, "create_kwargs")
+            created = await self._run(tool, lambda: tool.create(self.instance_id, **create_kwargs))
+            self._created[tool.name] = created[0] if isinstance(created, tuple) else created
+        return self._created[tool.name]
+
+    def _arguments(self, tool: BaseTool, name: str) -> dict[str, Any]:
+        return dict((self._kwargs.get(tool.name) or {}).get(name) or {})
+
+    async def _run(self, tool: BaseTool, start: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        return await run_contained(f"tool {tool.name}", start, self.limits.timeout_s)
+
+
+async def run_contained(what: str, start: Callable[[], Coroutine[Any, Any, T]], timeout_s: float) -> T:
+    """Run a user's coroutine under a deadline; ToolError if it fails in any way."""
+    try:
+        return await run_in_thread(start, timeout_s)
+    except TimeoutError as error:
+        raise ToolError(str(error) or f"took longer than {timeout_s:g} s") from error
+    except Exception as error:
+        _log_once(what, error)
+        raise ToolError(f"{type(error).__name__}: {str(error)[:MAX_ERROR_CHARS]}") from error
+
+
+def _bound(method: Callable[..., Coroutine[Any, Any, T]], instance_id: str, kwargs: dict[str, Any]) -> Any:
+    return lambda: method(instance_id, **kwargs)
+
+
+async def run_in_thread(start: Callable[[], Coroutine[Any, Any, T]], timeout_s: float) -> T:
+    """Run a coroutine in a new thread with its own event loop; TimeoutError after `timeout_s`.
+
+    A thread that blocks is left behind: it cannot be killed, but holds up nothing else.
+    """
+    future: Future[T] = Future()
+
+    async def limited() -> T:
+        return await asyncio.wait_for(start(), timeout_s)
+
+    def work() -> None:
+        try:
+            result = asyncio.run(limited())
+        except BaseException as error:  # noqa: BLE001 - a tool may raise anything, SystemExit too
+            _settle(future, error=error if isinstance(error, Exception) else RuntimeError(repr(error)))
+        else:
+            _settle(future, result)
+
+    threading.Thread(target=work, name="tool", daemon=True).start()
+    return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s + GRACE_S)
+
+
+def _settle(future: "Future[Any]", result: Any = None, error: Exception | None = None) -> None:
+    """Set the outcome, unless the caller has given up."""
+    if not future.set_running_or_notify_cancel():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+def _text_of(response: Any) -> str:
+    if not isinstance(response, ToolResponse):
+        raise ToolError(f"the tool returned {type(response).__name__}, not a ToolResponse")
+    if response.image or response.video:
+        raise ToolError("the tool returned an image or a video; only text is supported")
+    text = response.text if response.text is not None else ""
+    if not isinstance(text, str):
+        raise ToolError(f"the tool returned {type(text).__name__}, not text")
+    if "\0" in text or any("\ud800" <= char <= "\udfff" for char in text):
+        raise ToolError("the tool returned binary data, not text")
+    return text
+
+
+def truncate(text: str, limits: CallLimits) -> str:
+    """At most `max_chars` characters of `text`, and a note if it was longer."""
+    size = limits.max_chars
+    if len(text) <= size:
+        return text
+    if limits.side == "left":
+        return text[:size] + "...(truncated)"
+    if limits.side == "right":
+        return "(truncated)..." + text[-size:]
+    half = size // 2
+    return text[:half] + "...(truncated)..." + text[-half:]
+
+
+def _log_once(name: str, error: Exception) -> None:
+    """The first error of each kind with its traceback; a tool that fails often must not flood the log."""
+    kind = (name, type(error).__name__)
+    if kind not in _logged:
+        _logged.add(kind)
+        logger.warning("%s failed; this costs its conversation only", name, exc_info=error)
+
+
+def by_name(tools: Sequence[BaseTool]) -> dict[str, BaseTool]:
+    """ValueError if two tools have the same name."""
+    named: dict[str, BaseTool] = {}
+    for tool in tools:
+        if tool.name in named:
+            raise ValueError(f"two tools are named {tool.name!r}; names must be unique")
+        named[tool.name] = tool
+    return named

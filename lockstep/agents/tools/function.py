@@ -1,0 +1,117 @@
+"""Plain Python as tools: functions, and classes whose public methods are the tools of one conversation.
+
+The schema comes from type hints and a docstring with an `Args:` section:
+
+    def multiply(a: int, b: int) -> int:
+        '''Multiply two numbers.
+
+        Args:
+            a: The first number.
+            b: The second number.
+        '''
+        return a * b
+"""
+
+import inspect
+import json
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.agents.schemas import OpenAIFunctionToolSchema, ToolResponse
+from lockstep.agents.tools.base import BaseTool
+from lockstep.registry import defined_at
+
+
+class FunctionTool(BaseTool):
+    """A function; a coroutine function is awaited."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        super().__init__({}, schema_of(function))
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
+        return await _answer(self.function, parameters), None, {}
+
+
+class Environment:
+    """A class whose public methods are tools; each conversation has an object of it.
+
+    reset(**kwargs): called before the first tool, with `create_kwargs` of the row's `tools_kwargs` for the class's name.
+    get_reward():    the conversation's reward, when it has ended. Both are optional and no tools.
+    """
+
+    NOT_TOOLS = ("reset", "get_reward")
+
+    def __init__(self, cls: type) -> None:
+        self.cls = cls
+        self._objects: dict[str, Any] = {}
+        names = [name for name, _ in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_")]
+        self.tools = [MethodTool(self, name) for name in names if name not in self.NOT_TOOLS]
+        if not self.tools:
+            raise ValueError(f"{cls.__qualname__} has no public methods, so it offers no tools")
+
+    def object_of(self, instance_id: str, kwargs: dict[str, Any]) -> Any:
+        if instance_id not in self._objects:
+            new = self.cls()
+            if hasattr(new, "reset"):
+                new.reset(**kwargs)
+            self._objects[instance_id] = new
+        return self._objects[instance_id]
+
+    def release(self, instance_id: str) -> None:
+        self._objects.pop(instance_id, None)
+
+
+class MethodTool(BaseTool):
+    """A method of an environment. The first tool of the environment gives its reward, so that it counts once."""
+
+    def __init__(self, environment: Environment, method: str) -> None:
+        self.environment, self.method = environment, method
+        super().__init__({}, schema_of(getattr(environment.cls, method)))
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+        instance_id = instance_id or str(uuid.uuid4())
+        self.environment.object_of(instance_id, kwargs)
+        return instance_id, ToolResponse()
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
+        method = getattr(self.environment.object_of(instance_id, {}), self.method)
+        return await _answer(method, parameters), None, {}
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        found = self.environment.object_of(instance_id, {})
+        is_first = self is self.environment.tools[0]
+        return float(found.get_reward()) if is_first and hasattr(found, "get_reward") else 0.0
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        self.environment.release(instance_id)
+
+
+async def _answer(function: Callable[..., Any], parameters: dict[str, Any]) -> ToolResponse:
+    result = function(**parameters)
+    if inspect.isawaitable(result):
+        result = await result
+    if isinstance(result, bytes | bytearray | memoryview):
+        raise TypeError("the tool returned bytes, not text")
+    return ToolResponse(text=result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str))
+
+
+def schema_of(function: Callable[..., Any]) -> OpenAIFunctionToolSchema:
+    """The schema of a function; ValueError if its type hints or docstring do not give one."""
+    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+
+    try:
+        schema = get_json_schema(function)
+    except (DocstringParsingException, TypeHintParsingException) as error:
+        raise ValueError(
+            f"{defined_at(function)} cannot be a tool: {error}. It needs type hints, and a docstring with a description and an "
+            "`Args:` section"
+        ) from error
+    schema["function"].pop("return", None)
+    return OpenAIFunctionToolSchema.model_validate(schema)

@@ -1,0 +1,104 @@
+"""The code tool: runs the policy's Python in the sandbox."""
+
+import os
+import select
+import time
+from pathlib import Path
+from typing import Any
+
+from lockstep.agents.schemas import OpenAIFunctionToolSchema, ToolResponse
+from lockstep.agents.tools.base import TOOLS, BaseTool
+from lockstep.rewards.sandbox import Limits, Sandbox, SandboxedProcess
+
+SERVER = Path(__file__).with_name("python_server.py").read_text()
+MAX_OUTPUT_BYTES = 1 << 18
+
+
+@TOOLS.register("python")
+class PythonTool(BaseTool):
+    """Runs `code` and returns what it prints, the value of a last expression, or the error.
+
+    config: `keep_state` (false) keeps variables and files over the calls of a conversation; `timeout_s` (10) limits a call,
+    `cpu_s` (10), `memory_mb` (512), `file_mb` (16) and `processes` (16) a sandbox. There is one sandbox per call, or per
+    conversation with `keep_state`; it has no network and sees none of the machine's files (docs/sandbox.md).
+    """
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+        super().__init__(config, tool_schema)
+        known = ("keep_state", "timeout_s", "cpu_s", "memory_mb", "file_mb", "processes", "type")
+        if unknown := sorted(set(config) - set(known)):
+            raise ValueError(f"the python tool has no setting {', '.join(unknown)}; known: {', '.join(known[:-1])}")
+        self.keep_state = bool(config.get("keep_state", False))
+        self.timeout_s = float(config.get("timeout_s", 10.0))
+        limits = Limits(
+            cpu_s=float(config.get("cpu_s", 10.0)),
+            wall_s=None if self.keep_state else self.timeout_s,
+            memory_mb=int(config.get("memory_mb", 512)),
+            file_mb=int(config.get("file_mb", 16)),
+            processes=int(config.get("processes", 16)),
+        )
+        self.sandbox = Sandbox(limits)  # raises if this machine has no isolation
+        self._processes: dict[str, SandboxedProcess] = {}
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        return OpenAIFunctionToolSchema.model_validate(
+            {
+                "type": "function",
+                "function": {
+                    "name": "python",
+                    "description": "Run Python code and return its output.",
+                    "parameters": {
+                        "type": "object",
+                        "properties": {"code": {"type": "string", "description": "The code; print what you need."}},
+                        "required": ["code"],
+                    },
+                },
+            }
+        )
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
+        process = self._processes.pop(instance_id, None) or self.sandbox.start_source(SERVER)
+        try:
+            text = _run(process, str(parameters["code"]), self.timeout_s)
+        except BaseException:
+            process.kill()
+            raise
+        if self.keep_state:
+            self._processes[instance_id] = process
+        else:
+            process.kill()
+        return ToolResponse(text=text), None, {}
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        if (process := self._processes.pop(instance_id, None)) is not None:
+            process.kill()
+
+
+def _run(process: SandboxedProcess, code: str, timeout_s: float) -> str:
+    """Send the code and receive its output; RuntimeError or TimeoutError if there is none."""
+    deadline = time.monotonic() + timeout_s
+    data = code.encode(errors="replace")
+    try:
+        process.stdin.write(len(data).to_bytes(8, "big") + data)
+        process.stdin.flush()
+        size = int.from_bytes(_read(process, 8, deadline), "big")
+        if size > MAX_OUTPUT_BYTES:
+            raise RuntimeError("the output is too long")
+        return _read(process, size, deadline).decode(errors="replace")
+    except (EOFError, BrokenPipeError) as error:
+        process.kill()
+        raise RuntimeError(f"the code ended its process: {process.error or 'exit code 0'}") from error
+
+
+def _read(process: SandboxedProcess, size: int, deadline: float) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        if not select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            raise TimeoutError("the code took too long")
+        chunk = os.read(process.stdout.fileno(), size - len(data))
+        if not chunk:
+            raise EOFError
+        data += chunk
+    return bytes(data)
