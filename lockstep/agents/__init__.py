@@ -1,1 +1,1 @@
-"""Tool use: tool schemas and parsers of a model's tool calls."""
+"""Agents: conversations of the policy with tools and users, as token-exact trajectories."""

@@ -19,6 +19,7 @@ Message = dict[str, Any]
 
 MARKER = "QXZJ7719MARKER"
 """Text that no template produces by itself."""
+PROBE = ("tool", "call00000", "RESULT7719")
 QUESTION: Message = {"role": "user", "content": "Hello"}
 
 
@@ -111,23 +112,24 @@ class Renderer:
             return self.text([QUESTION, {"role": "assistant", "content": MARKER}, *new])
         failure: Exception | None = None
         for form in self._call_forms:
-            calls = [_call(m.get("name") or "tool", m.get("tool_call_id") or "call00000", form) for m in called]
+            turn: Message = {"role": "assistant", "content": form["content"]}
+            if form["arguments"] is not None:
+                turn["tool_calls"] = [_call(message, form["arguments"]) for message in called]
             try:
-                rendered = self.text(
-                    [QUESTION, {"role": "assistant", "content": form["content"], "tool_calls": calls}, *new]
-                )
+                rendered = self.text([QUESTION, turn, *new])
             except (TemplateError, TypeError, ValueError) as error:
                 failure = error
                 continue
-            if MARKER in rendered:
+            is_known = len(self._call_forms) == 1
+            if MARKER in rendered and (is_known or new[0]["content"] in rendered[rendered.rindex(MARKER) :]):
                 self._call_forms = (form,)
                 return rendered
-        raise ValueError(f"the chat template cannot render tool calls: {failure or 'it leaves them out'}")
+        raise ValueError(f"the chat template cannot render tool results: {failure or 'it leaves them out'}")
 
     def _probe(self) -> None:
         """Find the role of tool results, and compare bridges with full renderings."""
         try:
-            self._after_turn(self.tool_messages([("tool", "call00000", "1")]))
+            self._after_turn(self.tool_messages([PROBE]))
         except (TemplateError, TypeError, ValueError) as error:
             self.tool_role, self._call_forms = "user", _CALL_FORMS
             logger.info("the chat template has no role for tool results (%s); they are sent as user messages", error)
@@ -135,7 +137,7 @@ class Renderer:
             self.exact[role] = self._is_exact(role)
 
     def _is_exact(self, role: str) -> bool:
-        new = self.tool_messages([("tool", "call00000", "1")]) if role == "tool" else [QUESTION]
+        new = self.tool_messages([PROBE]) if role == "tool" else [QUESTION]
         try:
             prompt, whole = self.text([QUESTION]), self._with_marker(new)
         except TemplateError:
@@ -146,16 +148,19 @@ class Renderer:
         return ids[len(ids) - len(bridge) :] == bridge and ids[: len(self._encode(prompt))] == self._encode(prompt)
 
 
-def _call(name: str, call_id: str, form: Mapping[str, Any]) -> dict[str, Any]:
-    function = {"name": name, "arguments": form["arguments"]}
-    return {"id": call_id, "type": "function", "function": function}
+def _call(result: Message, arguments: Any) -> dict[str, Any]:
+    """The call that a tool message answers."""
+    function = {"name": result["name"], "arguments": arguments}
+    return {"id": result["tool_call_id"], "type": "function", "function": function}
 
 
 _AS_OBJECT, _AS_TEXT = {"value": MARKER}, f'{{"value": "{MARKER}"}}'
-_CALL_FORMS: tuple[dict[str, Any], ...] = tuple(
-    {"content": content, "arguments": arguments} for arguments in (_AS_OBJECT, _AS_TEXT) for content in (None, "")
+_CALL_FORMS: tuple[dict[str, Any], ...] = (
+    *({"content": content, "arguments": arguments} for arguments in (_AS_OBJECT, _AS_TEXT) for content in (None, "")),
+    {"content": MARKER, "arguments": None},
 )
-"""How templates expect an assistant turn with calls: arguments as an object or as JSON text, content null or empty."""
+"""How templates expect an assistant turn with calls: arguments as an object or as JSON text, content null or empty. The last is for
+templates that render no calls: they are part of the turn's text."""
 
 
 def _added_special(tokenizer: Any) -> set[str]:

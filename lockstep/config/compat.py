@@ -141,13 +141,7 @@ _OWN_MANAGER = Unsupported(
 )
 
 UNSUPPORTED_KEYS: dict[str, Unsupported] = {
-    f"{_ARR}.rollout.multi_turn": Unsupported(
-        "responses are single-turn; set multi_turn.enable=false", switches=("enable",)
-    ),
-    f"{_ARR}.rollout.agent.default_agent_loop": Unsupported(
-        "responses are single-turn; set single_turn_agent", (None, "single_turn_agent")
-    ),
-    f"{_ARR}.rollout.agent.agent_loop_config_path": Unsupported("responses are single-turn; set null"),
+    f"{_ARR}.rollout.multi_turn.num_repeat_rollouts": Unsupported("set rollout.n"),
     f"{_ARR}.rollout.agent.custom_async_server": Unsupported(
         "responses are generated in the worker process; set path to null", switches=("path",)
     ),
@@ -188,7 +182,6 @@ UNSUPPORTED_KEYS: dict[str, Unsupported] = {
     ),
     "reward_model.max_length": Unsupported("the reward model reads the whole sequence; set null"),
     "reward_model.sandbox_fusion": Unsupported("code is run in local processes; set url to null", switches=("url",)),
-    "data.tool_config_path": Unsupported("responses are single-turn; set null"),
     "data.path": _OTHER_PROGRAM,
     "data.output_path": _OTHER_PROGRAM,
     "data.n_samples": _OTHER_PROGRAM,
@@ -273,7 +266,6 @@ _ALWAYS_CHUNKED = "entropy and log-probs are always computed in chunks"
 _NO_COMPILE = "torch.compile is not used"
 _FUSED = "log-probs are always computed without the full logits"
 _OTHER_ENGINE = "it tunes an engine with its own copy of the weights"
-_IN_WORKER = "all requests run in one event loop of the controller"
 _NO_SHM = "files are not copied to shared memory"
 _TEXT = "prompts are text only"
 _NPU = "training runs on cuda and cpu"
@@ -296,8 +288,10 @@ NO_EFFECT: dict[str, str] = {
     f"{_ARR}.rollout.cudagraph_capture_sizes": "CUDA graphs are captured when a batch size is first used",
     f"{_ARR}.rollout.logprobs_mode": "log-probs are always those of the policy at the sampling temperature",
     f"{_ARR}.rollout.skip_dump_dir": "it is used only with skip_rollout",
-    f"{_ARR}.rollout.agent.num_workers": _IN_WORKER,
-    f"{_ARR}.rollout.agent.max_concurrent_requests": _IN_WORKER,
+    f"{_ARR}.rollout.agent.num_workers": "conversations run in the controller's event loop",
+    f"{_ARR}.rollout.agent.max_concurrent_requests": f"{_ARR}.rollout.max_num_seqs limits how many sequences decode at once",
+    f"{_ARR}.rollout.multi_turn.tokenization_sanity_check_mode": "sampled tokens are never tokenized again",
+    "data.tool_config_path": f"prompts are rendered with the tools of {_ARR}.rollout.multi_turn.tool_config_path",
     "reward_model.launch_reward_fn_async": f"rewards are computed while others are generated ({_ARR}.rollout.mode=async)",
     "reward_model.use_reward_loop": "there is one reward implementation",
     "reward_model.num_workers": "set reward_model.reward_kwargs.num_workers instead",

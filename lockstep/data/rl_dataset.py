@@ -8,7 +8,7 @@ A row: `data_source`, `prompt` ([{role, content}, ...]), `reward_model` ({style,
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median_high
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,8 @@ MEDIA_COLUMNS = ("images", "videos", "audios")
 ENCODE_ROWS = 1024
 
 Messages = list[dict[str, Any]]
+ToolsOf = Callable[[Mapping[str, Any]], list[dict[str, Any]] | None]
+"""A row's columns -> the tools that its prompt is rendered with."""
 
 
 class RLHFDataset(Dataset[dict[str, Any]]):
@@ -53,7 +55,9 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         config: DataConfig | Mapping[str, Any],
         processor: Any = None,
         max_samples: int = -1,
+        tools_of: ToolsOf | None = None,
     ) -> None:
+        self.tools_of = tools_of
         self.limits_length = isinstance(config, DataConfig) or "truncation" in config
         if not isinstance(config, DataConfig):
             config = from_mapping(DataConfig, config, filter_overlong_prompts=True, shuffle=False)
@@ -111,9 +115,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
             ids = truncate_ids(ids, self.config.max_prompt_length, self.config.truncation)
         sample["raw_prompt_ids"] = ids
         sample["index"] = position if index is None else index
-        sample["tools_kwargs"] = drop_none(extra_info.get("tools_kwargs"))
-        sample["interaction_kwargs"] = drop_none(extra_info.get("interaction_kwargs"))
-        return sample
+        return sample | agent_kwargs(row.columns)
 
     def _messages(self, row: FileRow) -> Messages:
         return [drop_none(message, keep="content") for message in row.columns[self.config.prompt_key]]
@@ -125,6 +127,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
             try:
                 text = self.tokenizer.apply_chat_template(
                     self._messages(row),
+                    tools=self.tools_of(row.columns) if self.tools_of is not None else None,
                     add_generation_prompt=True,
                     tokenize=False,
                     **self.config.apply_chat_template_kwargs,
@@ -228,31 +231,10 @@ def _require(row: FileRow, name: str, remedy: str) -> None:
         )
 
 
-SINGLE_TURN_AGENTS = (None, "", "single_turn_agent")
-
-
-def check_single_turn(dataset: RLHFDataset) -> None:
-    """Reject rows that ask for an agent, tools or an interaction."""
-    for _, row in dataset.rows:
-        if wanted := _multi_turn_request(row.columns):
-            raise ValueError(
-                f"{row.location} has {wanted}, but there are no agents, tools or interactions: responses are single-turn. "
-                "Remove it from the rows, or set other files in data.train_files (data.val_files)"
-            )
-
-
-def _multi_turn_request(columns: Mapping[str, Any]) -> str | None:
-    """What a row asks for beyond one response, as `name=value`."""
+def agent_kwargs(columns: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The row's `tools_kwargs` and `interaction_kwargs`: columns, or fields of `extra_info`."""
     extra_info = columns.get("extra_info") or {}
-    if (agent := columns.get("agent_name")) not in SINGLE_TURN_AGENTS:
-        return f"agent_name={agent!r}"
-    if extra_info.get("need_tools_kwargs"):
-        return "extra_info.need_tools_kwargs=true"
-    for name in ("tools_kwargs", "interaction_kwargs"):
-        for prefix, place in (("", columns), ("extra_info.", extra_info)):
-            if kwargs := drop_none(place.get(name)):
-                return f"{prefix}{name}={kwargs!r}"
-    return None
+    return {name: drop_none(columns.get(name) or extra_info.get(name)) for name in ("tools_kwargs", "interaction_kwargs")}
 
 
 def check_ground_truths(rows: Sequence[FileRow], config: DataConfig) -> None:
@@ -317,11 +299,12 @@ def create_rl_dataset(
     config: DataConfig,
     max_samples: int = -1,
     use: Use = "train",
+    tools_of: ToolsOf | None = None,
 ) -> Dataset[dict[str, Any]]:
     """Build `RLHFDataset`, or the class named by `data.custom_cls`, with the same arguments.
 
     A custom class that does not derive from `RLHFDataset` gets `data_files` as they are. use: selects the split of folders and
-    of datasets on the Hub.
+    of datasets on the Hub. tools_of: passed on if it is not None.
     """
     custom = config.custom_cls
     cls: Any = RLHFDataset
@@ -329,7 +312,8 @@ def create_rl_dataset(
         cls = load_plugin("data.custom_cls.path", custom.path, custom.name, base=Dataset)
     if issubclass(cls, RLHFDataset):
         data_files = [str(file) for file in local_data_files(data_files, use, f"data.{use}_files")]
-    dataset = cls(data_files=data_files, tokenizer=tokenizer, config=config, max_samples=max_samples)
+    more = {} if tools_of is None else {"tools_of": tools_of}
+    dataset = cls(data_files=data_files, tokenizer=tokenizer, config=config, max_samples=max_samples, **more)
     if not hasattr(dataset, "fingerprint"):
         paths = [Path(f).expanduser() for f in ([data_files] if isinstance(data_files, str | Path) else data_files)]
         if all(path.is_file() for path in paths):

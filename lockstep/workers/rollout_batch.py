@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.agents.trajectory import Trajectory
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.protocol import DataProto, object_array
 from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
@@ -60,6 +61,28 @@ def batch_of(
         tensors["rollout_log_probs"] = log_probs
     reasons = object_array([c.stop_reason for c in completions])
     return DataProto.from_dict(tensors=tensors, non_tensors={"finish_reason": reasons})
+
+
+def batch_of_trajectories(
+    trajectories: Sequence[Trajectory], config: RolloutConfig, pad_token_id: int
+) -> dict[str, Tensor]:
+    """The same tensors for conversations: context between turns has `response_mask` 0."""
+    responses = [t.response_ids for t in trajectories]
+    prompts, prompt_mask = _pad([t.prompt_ids for t in trajectories], config.prompt_length, pad_token_id, left=True)
+    response_ids, is_token = _pad(responses, config.response_length, pad_token_id)
+    attention_mask = torch.cat([prompt_mask, is_token], 1)
+    tensors: dict[str, Tensor] = {
+        "prompts": prompts,
+        "responses": response_ids,
+        "input_ids": torch.cat([prompts, response_ids], 1),
+        "attention_mask": attention_mask,
+        "position_ids": (attention_mask.cumsum(1) - 1).clamp_min(0),
+        "response_mask": _pad([t.response_mask for t in trajectories], config.response_length, 0)[0],
+        "policy_version": torch.tensor([t.policy_version for t in trajectories], dtype=torch.int64),
+    }
+    if config.calculate_log_probs:
+        tensors["rollout_log_probs"] = _pad([t.log_probs for t in trajectories], config.response_length, 0.0)[0]
+    return tensors
 
 
 def _pad(rows: Sequence[Sequence[Any]], width: int, fill: float, *, left: bool = False) -> tuple[Tensor, Tensor]:

@@ -43,7 +43,13 @@ REWARD_MANAGERS: Registry[Callable[..., RewardFn]] = Registry(
 )
 
 
-ROLLOUT_COLUMNS = {"__num_turns__": "num_turns", "reward_scores": "rollout_reward_scores"}
+ROLLOUT_COLUMNS = {
+    "__num_turns__": "num_turns",
+    "reward_scores": "rollout_reward_scores",
+    "tool_rewards": "tool_rewards",
+    "turn_scores": "turn_scores",
+    "messages": "messages",
+}
 """Columns of a multi-turn rollout, and their names in `extra_info`."""
 
 

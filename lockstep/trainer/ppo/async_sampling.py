@@ -17,6 +17,7 @@ import torch
 from lockstep.algorithms.filtering import keep_informative_groups
 from lockstep.config.ppo import PPOConfig
 from lockstep.protocol import DataProto
+from lockstep.trainer.ppo.agent_rollout import AgentRollout
 from lockstep.trainer.ppo.group_sampler import GroupSampler
 from lockstep.trainer.ppo.group_scorer import ScoredGroup
 from lockstep.trainer.ppo.sampling import RewardFn, Sampling, concat_scored
@@ -40,7 +41,9 @@ class AsyncSampling(Sampling):
         self, config: PPOConfig, rollout_wg: Any, rm_wg: Any, reward_fn: RewardFn, *, pad_token_id: int
     ) -> None:
         super().__init__(config, rollout_wg, rm_wg, reward_fn)
-        self.sampler = GroupSampler(config, RolloutClient(rollout_wg), rm_wg, reward_fn, pad_token_id)
+        agents = rollout_wg if isinstance(rollout_wg, AgentRollout) else None
+        client = RolloutClient(rollout_wg) if agents is None else agents.client
+        self.sampler = GroupSampler(config, client, rm_wg, reward_fn, pad_token_id, agents)
         self._in_order = config.actor_rollout_ref.rollout.over_sample_rate == 0
 
     def collect(

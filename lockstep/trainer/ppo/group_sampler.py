@@ -15,7 +15,8 @@ import torch
 from lockstep.algorithms.advantages import required_inputs
 from lockstep.config.ppo import PPOConfig
 from lockstep.protocol import DataProto
-from lockstep.protocol.generation import Completion, GenerationRequest
+from lockstep.protocol.generation import GenerationRequest
+from lockstep.trainer.ppo.agent_rollout import AgentRollout
 from lockstep.trainer.ppo.group_scorer import GroupScorer, ScoredGroup
 from lockstep.trainer.ppo.sampling import RewardFn, training_rows
 from lockstep.workers.rollout_batch import batch_of, requests_of, sampling_params
@@ -48,14 +49,22 @@ class GroupSampler:
     """Generates through `client` and scores as `Sampling` does: the same tokens, log-probs and scores for the same prompt.
 
     rm_wg:     None without a reward model.
+    agents:    holds the conversations of the rows, with the same client; None if all responses are single-turn.
     generated: when each group had all of its samples since `running` was entered, by `time.perf_counter`.
     """
 
     def __init__(
-        self, config: PPOConfig, client: RolloutClient, rm_wg: Any, reward_fn: RewardFn, pad_token_id: int
+        self,
+        config: PPOConfig,
+        client: RolloutClient,
+        rm_wg: Any,
+        reward_fn: RewardFn,
+        pad_token_id: int,
+        agents: AgentRollout | None = None,
     ) -> None:
         self.config = config
         self.client = client
+        self.agents = agents
         self.pad_token_id = pad_token_id
         self.n = config.actor_rollout_ref.rollout.n
         self.needs_baselines = "reward_baselines" in required_inputs(config.algorithm.adv_estimator)
@@ -115,15 +124,20 @@ class GroupSampler:
     async def _respond(self, draw: Draw, number: int) -> ScoredGroup:
         places = draw.places(number)
         key = draw.rows.non_tensor_batch["uid"][places.start]
-        completions = await all_of([self.client.generate(draw.requests[place], key=key) for place in places])
+        if self.agents is not None:
+            responses: list[Any] = await all_of([self.agents.converse(draw.rows, p, draw.requests[p]) for p in places])
+        else:
+            responses = await all_of([self.client.generate(draw.requests[place], key=key) for place in places])
         self.generated.append(time.perf_counter())
-        return await self.scorer.score(draw, places, completions)
+        return await self.scorer.score(draw, places, responses)
 
-    def _with_responses(self, draw: Draw, places: Sequence[int], completions: Sequence[Completion]) -> DataProto:
-        """Rows of a draw with the responses to them."""
+    def _with_responses(self, draw: Draw, places: Sequence[int], responses: Sequence[Any]) -> DataProto:
+        """Rows of a draw with the responses to them: completions, or conversations of agents."""
+        if self.agents is not None:
+            return draw.rows[places].union(self.agents.batch(responses))
         requests = [draw.requests[place] for place in places]
         rollout = self.config.actor_rollout_ref.rollout
-        return draw.rows[places].union(batch_of(requests, completions, rollout, self.pad_token_id))
+        return draw.rows[places].union(batch_of(requests, responses, rollout, self.pad_token_id))
 
 
 async def all_of(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

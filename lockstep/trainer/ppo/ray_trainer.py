@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from lockstep.agents.agents import Agents
 from lockstep.algorithms.advantages import check_inputs, may_read, required_inputs
 from lockstep.algorithms.compute_advantage import compute_advantage
 from lockstep.algorithms.kl import apply_kl_penalty, get_kl_controller
@@ -54,6 +55,7 @@ from lockstep.trainer.audit import CutResponses, IdleSteps, check_finite, check_
 from lockstep.trainer.checkpoint import CheckpointStore, RunLock
 from lockstep.trainer.inputs import fetch_on_workers
 from lockstep.trainer.interrupt import Interrupt, StopRequested
+from lockstep.trainer.ppo.agent_rollout import AgentRollout
 from lockstep.trainer.ppo.async_sampling import AsyncSampling
 from lockstep.trainer.ppo.metrics import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
 from lockstep.trainer.ppo.mini_batches import MiniBatches, Prepare, call_balanced, lay_out, spread
@@ -79,6 +81,7 @@ from lockstep.utils.spans import span
 from lockstep.utils.state_file import load_state, save_state
 from lockstep.utils.timing import marked_timer
 from lockstep.weight_sync import Transport, WeightSync, canary_bound
+from lockstep.workers.rollout_client import RolloutClient
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +96,7 @@ class PPOTrainer:
     resource_pool_manager: the pool of each role.
     ray_worker_group_cls:  worker group class of the backend; class_with_init wraps a worker class with its arguments.
     reward_fn:             scores training rollouts; val_reward_fn those of validation (None: no validation).
+    agents:                the loops of the rows; None if all responses are single-turn.
     """
 
     def __init__(
@@ -110,6 +114,7 @@ class PPOTrainer:
         train_sampler: Any = None,
         device_name: str | None = None,
         class_with_init: Callable[..., ClassWithInitArgs] = ClassWithInitArgs,
+        agents: Agents | None = None,
     ) -> None:
         if (train_dataset is None and not config.trainer.val_only) or reward_fn is None:
             raise ValueError("PPOTrainer needs train_dataset (unless trainer.val_only=true) and reward_fn")
@@ -118,6 +123,7 @@ class PPOTrainer:
         self.role_worker_mapping = role_worker_mapping
         self.resource_pool_manager = resource_pool_manager
         self.worker_group_cls, self.class_with_init = ray_worker_group_cls, class_with_init
+        self.agents = agents
         self.device_name = device_name or resolve_device(config.trainer.device)
         self.reward_fn, self.val_reward_fn = reward_fn, val_reward_fn
         self.use_critic = need_critic(config)
@@ -213,10 +219,13 @@ class PPOTrainer:
         self.source = create_source(self.config, self.sampling, self.weight_sync, self.total_training_steps)
 
     def _sampling(self) -> Sampling:
-        workers = self.config, self.rollout_wg, self.rm_wg, self.reward_fn
+        rollout, pad_token_id = self.rollout_wg, self.tokenizer.pad_token_id
+        if self.agents is not None:
+            rollout = AgentRollout(self.agents, RolloutClient(rollout), pad_token_id)
+        workers = self.config, rollout, self.rm_wg, self.reward_fn
         if self.config.actor_rollout_ref.rollout.mode == "sync":
             return Sampling(*workers)
-        return AsyncSampling(*workers, pad_token_id=self.tokenizer.pad_token_id)
+        return AsyncSampling(*workers, pad_token_id=pad_token_id)
 
     def _weight_transport(self, *, is_colocated: bool) -> Transport:
         """How weights are sent to a rollout that holds a copy."""

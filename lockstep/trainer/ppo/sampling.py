@@ -15,6 +15,7 @@ from lockstep.algorithms.advantages import required_inputs
 from lockstep.algorithms.filtering import keep_informative_groups
 from lockstep.config.ppo import PPOConfig
 from lockstep.protocol import DataProto, object_array
+from lockstep.trainer.ppo.agent_rollout import AgentRollout
 from lockstep.trainer.ppo.metrics import is_numeric
 from lockstep.utils.progress import phase
 from lockstep.utils.timing import marked_timer
@@ -133,8 +134,9 @@ def generate_for_rows(
 
 def _generate(rollout_wg: Any, rows: DataProto) -> DataProto:
     """The rows with their responses."""
+    inputs = rows if isinstance(rollout_wg, AgentRollout) else rows.select(["sampling_seed"], ["raw_prompt_ids"])
     with phase("generate"):
-        return rows.union(rollout_wg.generate_sequences(rows.select(["sampling_seed"], ["raw_prompt_ids"])))
+        return rows.union(rollout_wg.generate_sequences(inputs))
 
 
 def training_rows(

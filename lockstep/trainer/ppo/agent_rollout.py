@@ -1,0 +1,78 @@
+"""Rollouts with agent loops, on the controller: conversations run concurrently in one event loop.
+
+rows ─► Agents.converse, all rows at once ─► RolloutClient ─► workers
+     ◄─ one row per conversation: response_mask from its trajectory, counts and rewards of tools and turns as columns
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from lockstep.agents.agents import Agents
+from lockstep.agents.conversation import Conversation, Counts
+from lockstep.protocol import DataProto, object_array
+from lockstep.protocol.generation import Completion, GenerationRequest
+from lockstep.workers.rollout_batch import batch_of_trajectories, requests_of, sampling_params
+from lockstep.workers.rollout_client import RolloutClient
+
+COUNT_COLUMNS = {
+    "tool_calls": "tool_call_counts",
+    "tool_errors": "tool_error_counts",
+    "malformed_calls": "malformed_call_counts",
+    "breaks": "trajectory_breaks",
+}
+"""Counts of a conversation, and their column in the batch."""
+
+
+class AgentRollout:
+    """Takes the place of the rollout's worker group in `generate_samples`."""
+
+    def __init__(self, agents: Agents, client: RolloutClient, pad_token_id: int) -> None:
+        self.agents = agents
+        self.client = client
+        self.pad_token_id = pad_token_id
+
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """One conversation per row of `prompts`; wakes the workers and lets them sleep afterwards."""
+        return asyncio.run(self._generate(prompts))
+
+    async def _generate(self, prompts: DataProto) -> DataProto:
+        info = prompts.meta_info
+        sampling = sampling_params(self.agents.config, validate=info["validate"], greedy=info["greedy"])
+        async with self.client.running():
+            tasks = [
+                asyncio.create_task(self.converse(prompts, row, request))
+                for row, request in enumerate(requests_of(prompts, sampling))
+            ]
+            try:
+                return self.batch(await asyncio.gather(*tasks))
+            finally:
+                for task in tasks:
+                    task.cancel()
+
+    async def converse(self, rows: DataProto, number: int, request: GenerationRequest) -> Conversation:
+        """The conversation of one row, while the client runs. request: for the first turn."""
+        row = {name: values[number] for name, values in rows.non_tensor_batch.items()}
+
+        async def generate(turn: GenerationRequest) -> Completion:
+            return await self.client.generate(turn, key=row["uid"])
+
+        return await self.agents.converse(row, request.prompt_ids, generate, request.sampling, request.seed)
+
+    def batch(self, conversations: Sequence[Conversation]) -> DataProto:
+        """What conversations add to their rows."""
+        trajectories = [conversation.trajectory for conversation in conversations]
+        tensors = batch_of_trajectories(trajectories, self.agents.config, self.pad_token_id)
+        columns: dict[str, list[Any]] = {
+            "finish_reason": [c.finish_reason for c in conversations],
+            "__num_turns__": [c.num_turns for c in conversations],
+            "messages": [c.new_messages for c in conversations],
+            "tool_rewards": [c.tool_rewards for c in conversations],
+            "turn_scores": [c.turn_scores for c in conversations],
+            "reward_scores": [c.reward_scores for c in conversations],
+        }
+        columns |= {COUNT_COLUMNS[f.name]: [getattr(c.counts, f.name) for c in conversations] for f in fields(Counts)}
+        return DataProto.from_dict(
+            tensors=tensors, non_tensors={name: object_array(values) for name, values in columns.items()}
+        )
