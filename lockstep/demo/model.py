@@ -1,14 +1,15 @@
 """The demo's model folder: a Qwen2 model with random weights and a character-level tokenizer."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-PAD, USER, ASSISTANT, END, UNKNOWN = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>", "<|unknown|>"
-CHARACTERS = "0123456789+="
+PAD, USER, ASSISTANT, END, UNKNOWN, TOOL = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>", "<|unknown|>", "<|tool|>"
+CHARACTERS = "0123456789+=*"
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|' + message['role'] + '|>' + message['content'] }}"
@@ -18,9 +19,12 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """The user message 47+85 is `<|user|> 4 7 + 8 5 <|assistant|>`: seven tokens."""
-    special = [PAD, USER, ASSISTANT, END, UNKNOWN]
+def make_tokenizer(phrases: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """The user message 47+85 is `<|user|> 4 7 + 8 5 <|assistant|>`: seven tokens.
+
+    phrases: texts that are one token each.
+    """
+    special = [PAD, USER, ASSISTANT, END, UNKNOWN, TOOL]
     vocabulary = {token: i for i, token in enumerate([*special, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
@@ -30,16 +34,17 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         pad_token=PAD,
         eos_token=END,
         unk_token=UNKNOWN,
-        additional_special_tokens=[USER, ASSISTANT],
+        additional_special_tokens=[USER, ASSISTANT, TOOL],
         clean_up_tokenization_spaces=False,
     )
+    fast.add_tokens([AddedToken(phrase, normalized=False) for phrase in phrases])
     fast.chat_template = CHAT_TEMPLATE
     return fast
 
 
-def make_model_folder(folder: Path, seed: int, **changes: Any) -> int:
+def make_model_folder(folder: Path, seed: int, phrases: Sequence[str] = (), **changes: Any) -> int:
     """Write config, random weights and tokenizer to `folder`; return the number of parameters. changes: of the config."""
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(phrases)
     sizes: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "hidden_size": 64,

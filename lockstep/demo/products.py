@@ -1,0 +1,86 @@
+"""The demo's task with a tool: products of two three-digit numbers, which the small model can only get from the calculator.
+
+warm-up rows: most guess an answer at once, the others call the calculator and copy its result
+"""
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+DATA_SOURCE = "products"
+NUM_TRAIN, NUM_VALIDATION = 16_384, 512
+CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "'
+CLOSE = '"}}</tool_call>'
+GUESSES = 4
+"""Of five warm-up rows, those that guess."""
+TOOLS_YAML = "tools:\n  - class_name: calculator\n    config: {type: native}\n"
+
+
+@dataclass(frozen=True)
+class Product:
+    """a * b, both from 100 to 999."""
+
+    a: int
+    b: int
+
+    @property
+    def question(self) -> str:
+        return f"{self.a}*{self.b}"
+
+    @property
+    def right_answer(self) -> int:
+        return self.a * self.b
+
+
+def parse_product(text: str) -> Product:
+    a, b = text.split("*")
+    return Product(int(a), int(b))
+
+
+def split_products(seed: int) -> tuple[list[Product], list[Product]]:
+    """Different problems, drawn by `seed`: (train, validation)."""
+    drawn = random.Random(seed).sample(range(900 * 900), NUM_TRAIN + NUM_VALIDATION)
+    problems = [Product(100 + number // 900, 100 + number % 900) for number in drawn]
+    return problems[:NUM_TRAIN], problems[NUM_TRAIN:]
+
+
+def write_products(path: Path, problems: list[Product], split: str) -> None:
+    """Write problems as rows for `data.train_files` and `data.val_files`, served by `tool_agent`."""
+    rows: list[dict[str, Any]] = [
+        {
+            "data_source": DATA_SOURCE,
+            "prompt": [{"role": "user", "content": problem.question}],
+            "ability": "math",
+            "agent_name": "tool_agent",
+            "reward_model": {"style": "rule", "ground_truth": str(problem.right_answer)},
+            "extra_info": {"split": split, "index": index},
+        }
+        for index, problem in enumerate(problems)
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def write_conversations(path: Path, problems: list[Product], num_rows: int, seed: int) -> int:
+    """Write the warm-up rows and return their number."""
+    rng = random.Random(seed)
+    rows = []
+    for number in range(num_rows):
+        problem = problems[number % len(problems)]
+        if number % (GUESSES + 1) < GUESSES:
+            answers = [("assistant", f"={rng.randrange(10_000, 999_999)}")]
+        else:
+            answers = [
+                ("assistant", f"{CALL}{problem.question}{CLOSE}"),
+                ("tool", str(problem.right_answer)),
+                ("assistant", f"={problem.right_answer}"),
+            ]
+        turns = [("user", problem.question), *answers]
+        rows.append({"messages": [{"role": role, "content": content} for role, content in turns]})
+    rng.shuffle(rows)
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return num_rows
