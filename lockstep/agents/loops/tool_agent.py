@@ -70,11 +70,9 @@ class ToolAgent(AgentLoop):
         session = ToolSession(
             self.setup.tools, conversation.row.get("tools_kwargs") or {}, self.limits, instance_id=instance_id
         )
-        kwargs = dict(conversation.row.get("interaction_kwargs") or {})
-        interaction = self.setup.interactions[kwargs.pop("name")] if kwargs else None
+        name = (conversation.row.get("interaction_kwargs") or {}).get("name")
+        interaction = self.setup.interactions[name] if name else None
         try:
-            if interaction is not None:
-                await self._contained(interaction, lambda: interaction.start_interaction(instance_id, **kwargs))
             await self._run(conversation, session, interaction, instance_id)
             conversation.reward_scores |= await session.close()
         except ToolError:  # the interaction failed: nobody answers the policy any more
@@ -159,6 +157,9 @@ class ToolAgent(AgentLoop):
 
     async def _interact(self, conversation: Conversation, interaction: BaseInteraction, instance_id: str) -> bool:
         messages = list(conversation.messages)
+        if not conversation.turn_scores:
+            kwargs = {k: v for k, v in conversation.row["interaction_kwargs"].items() if k != "name"}
+            await self._contained(interaction, lambda: interaction.start_interaction(instance_id, **kwargs))
         ends, text, score, _ = await self._contained(
             interaction, lambda: interaction.generate_response(instance_id, messages)
         )

@@ -114,4 +114,5 @@ def schema_of(function: Callable[..., Any]) -> OpenAIFunctionToolSchema:
             "`Args:` section"
         ) from error
     schema["function"].pop("return", None)
+    schema["function"]["parameters"].setdefault("required", [])
     return OpenAIFunctionToolSchema.model_validate(schema)
