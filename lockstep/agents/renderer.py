@@ -39,6 +39,7 @@ class Renderer:
         self.stop_ids = frozenset(stop_ids)
         self._kwargs = dict(template_kwargs or {})
         self._special = sorted({str(token) for token in tokenizer.all_special_tokens} | _added_special(tokenizer))
+        self._special_ids = frozenset(tokenizer.convert_tokens_to_ids(self._special))
         self._call_forms = _CALL_FORMS
         self.tool_role = "tool"
         self.exact: dict[str, bool] = {}
@@ -96,14 +97,15 @@ class Renderer:
         """Tokens from the end of the assistant turn on."""
         rendered = self._with_marker(new)
         ids = self._encode(rendered[rendered.rindex(MARKER) + len(MARKER) :])
-        end = next((number for number, token in enumerate(ids) if token in self.stop_ids), None)
-        if end is None:
-            raise ValueError(
-                "the chat template ends an assistant turn with none of the model's stop tokens "
-                f"({self.tokenizer.convert_ids_to_tokens(sorted(self.stop_ids))}), so it cannot be continued; add the token to "
-                "actor_rollout_ref.rollout.stop_token_ids or set actor_rollout_ref.model.custom_chat_template"
-            )
-        return ids[end:]
+        # a template may end earlier turns with another token than the last one, which the model samples
+        for ends in (self.stop_ids, self._special_ids):
+            for number, token in enumerate(ids):
+                if token in ends:
+                    return ids[number:]
+        raise ValueError(
+            "the chat template ends an assistant turn with no special token, so its end cannot be found; set "
+            "actor_rollout_ref.model.custom_chat_template"
+        )
 
     def _with_marker(self, new: Sequence[Message]) -> str:
         """The text of a conversation whose assistant turn has the marker, in the first form that the template accepts."""

@@ -55,9 +55,8 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         config: DataConfig | Mapping[str, Any],
         processor: Any = None,
         max_samples: int = -1,
-        tools_of: ToolsOf | None = None,
     ) -> None:
-        self.tools_of = tools_of
+        self.tools_of: ToolsOf | None = None
         self.limits_length = isinstance(config, DataConfig) or "truncation" in config
         if not isinstance(config, DataConfig):
             config = from_mapping(DataConfig, config, filter_overlong_prompts=True, shuffle=False)
@@ -75,6 +74,16 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         self.rows = list(enumerate(read_rows(self.data_files, max_samples, config.seed if config.shuffle else None)))
         self._check([row for _, row in self.rows])
         self._encoded: dict[int, np.ndarray] = {}  # token ids by position, of prompts that were measured
+        self._limit_lengths()
+
+    def use_tools(self, tools_of: ToolsOf) -> None:
+        """Render the prompts with the tools of their rows; they become longer, so their lengths are checked again."""
+        self.tools_of = tools_of
+        self._encoded = {}
+        self._limit_lengths()
+
+    def _limit_lengths(self) -> None:
+        config = self.config
         if config.filter_overlong_prompts:
             self.rows = self._without_overlong(self.rows)
         elif config.truncation == "error" and self.limits_length:
@@ -299,12 +308,11 @@ def create_rl_dataset(
     config: DataConfig,
     max_samples: int = -1,
     use: Use = "train",
-    tools_of: ToolsOf | None = None,
 ) -> Dataset[dict[str, Any]]:
     """Build `RLHFDataset`, or the class named by `data.custom_cls`, with the same arguments.
 
     A custom class that does not derive from `RLHFDataset` gets `data_files` as they are. use: selects the split of folders and
-    of datasets on the Hub. tools_of: passed on if it is not None.
+    of datasets on the Hub.
     """
     custom = config.custom_cls
     cls: Any = RLHFDataset
@@ -312,8 +320,7 @@ def create_rl_dataset(
         cls = load_plugin("data.custom_cls.path", custom.path, custom.name, base=Dataset)
     if issubclass(cls, RLHFDataset):
         data_files = [str(file) for file in local_data_files(data_files, use, f"data.{use}_files")]
-    more = {} if tools_of is None else {"tools_of": tools_of}
-    dataset = cls(data_files=data_files, tokenizer=tokenizer, config=config, max_samples=max_samples, **more)
+    dataset = cls(data_files=data_files, tokenizer=tokenizer, config=config, max_samples=max_samples)
     if not hasattr(dataset, "fingerprint"):
         paths = [Path(f).expanduser() for f in ([data_files] if isinstance(data_files, str | Path) else data_files)]
         if all(path.is_file() for path in paths):

@@ -1,7 +1,8 @@
 """`lockstep demo`: create a small model, warm it up, train it with RL, report the result.
 
 create (model.py) ─► `lockstep sft` (warmup.py) ─► `lockstep ppo` (program.py) ─► report (report.py)
-                                      the task: sums of two two-digit numbers (task.py, reward.py)
+                         tasks.py: sums of two two-digit numbers (task.py, reward.py), or
+                                   products by a calculator (products.py, products_reward.py)
 """
 
 import argparse
@@ -12,7 +13,8 @@ DESCRIPTION = """\
 Train a small language model from scratch with reinforcement learning on this machine: no download, no GPU needed.
 
 A model of 0.13 million parameters first learns sums from examples that mostly forget the carry, so it answers in the
-right format but is often wrong. RL then rewards only correct answers."""
+right format but is often wrong. RL then rewards only correct answers. With --task tools it learns to call a calculator
+for products that it cannot compute."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -23,6 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     from lockstep.demo.program import run_demo
 
     return run_demo(
+        task=options.task,
         algorithm=options.algorithm,
         seed=options.seed,
         out=options.out,
@@ -36,6 +39,9 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lockstep demo", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--task", choices=("sums", "tools"), default="sums", help="tools: products, by calling a calculator (sums)"
     )
     parser.add_argument("--algorithm", choices=("grpo", "ppo"), default="grpo", help="ppo adds a critic and GAE")
     parser.add_argument("--seed", type=_count, default=1, help="seed of the problems, the model and the sampling (1)")

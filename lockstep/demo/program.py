@@ -11,33 +11,23 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 
-from lockstep.demo import reward
-from lockstep.demo.model import make_model_folder
 from lockstep.demo.report import SUMMARY, show_report, write_summary
-from lockstep.demo.task import split_problems, write_rows
-from lockstep.demo.warmup import WarmUp, warm_up_settings, write_examples
+from lockstep.demo.tasks import SUMS, TASKS, Algorithm, DemoTask
+from lockstep.demo.warmup import WarmUp, warm_up_settings
 from lockstep.trainer import fsdp_sft_trainer, main_ppo
 from lockstep.trainer.interrupt import stop_on_sigterm
 from lockstep.utils.device import resolve_device
 from lockstep.utils.files import atomic_write_json
 
-Algorithm = Literal["grpo", "ppo"]
-
-TRAINING_STEPS: dict[Algorithm, int] = {"grpo": 60, "ppo": 40}
 OPTIONS = "demo.json"
 """File with the demo's options; locked while the demo runs."""
 
-WARMUP_NOTE = (
-    "Two thirds of the examples forget every carry (47+85=022), the rest are correct (47+85=132). "
-    "So the model learns the answer format and both ways to add, and prefers the wrong one."
-)
-
-
 def run_demo(
+    task: str,
     algorithm: Algorithm,
     seed: int,
     out: Path | None,
@@ -48,20 +38,22 @@ def run_demo(
 ) -> int:
     """Run the demo and return the exit code. started: `time.monotonic()` at the start."""
     console = Console(force_terminal=sys.stdout.isatty(), highlight=False)
-    recipe = WarmUp() if warmup_steps is None else dataclasses.replace(WarmUp(), steps=warmup_steps)
-    steps = TRAINING_STEPS[algorithm] if steps is None else steps
+    demo = TASKS[task]
+    recipe = demo.recipe if warmup_steps is None else dataclasses.replace(demo.recipe, steps=warmup_steps)
+    steps = demo.steps[algorithm] if steps is None else steps
     try:
         device = resolve_device(device)
-        options = {"algorithm": algorithm, "seed": seed, "device": device, "steps": steps, "warm_up": vars(recipe)}
-        folder, lock = demo_folder(out, Path("outputs") / f"demo-{algorithm}-seed{seed}", options)
+        options = {"task": task, "algorithm": algorithm, "seed": seed, "device": device, "steps": steps, "warm_up": vars(recipe)}
+        name = f"demo-{algorithm}-seed{seed}" if demo is SUMS else f"demo-{task}-{algorithm}-seed{seed}"
+        folder, lock = demo_folder(out, Path("outputs") / name, options)
     except ValueError as error:
         sys.stderr.write(f"lockstep demo: {error}\n")
         return 2
     try:
         with lock, stop_on_sigterm():
-            exit_code = _prepare(console, folder, recipe, seed, device)
+            exit_code = _prepare(console, folder, demo, recipe, seed, device)
             model = warm_model(folder, recipe)
-            return exit_code or _train(console, folder, model, algorithm, steps, seed, device, started)
+            return exit_code or _train(console, folder, demo, model, algorithm, steps, seed, device, started)
     except KeyboardInterrupt:
         console.print(f"\nStopped. Files so far: {folder}; the same command continues.", soft_wrap=True)
         return 130
@@ -116,30 +108,22 @@ def warm_model(folder: Path, recipe: WarmUp) -> Path:
     return folder / "warmup" / f"global_step_{recipe.steps}" / "huggingface"
 
 
-def _prepare(console: Console, folder: Path, recipe: WarmUp, seed: int, device: str) -> int:
+def _prepare(console: Console, folder: Path, demo: DemoTask, recipe: WarmUp, seed: int, device: str) -> int:
     """Write the problems and the reward function and warm up a model, unless an earlier process did; returns the exit code."""
     if warm_model(folder, recipe).exists():  # the checkpoint is renamed into place at the end
         console.print(f"Continuing the unfinished demo in {folder}", soft_wrap=True)
         return 0
-    data = folder / "data"
-    train, validation = split_problems(seed)
-    write_rows(data / "train.parquet", train, "train")
-    write_rows(data / "val.parquet", validation, "validation")
-    num_rows = write_examples(data / "warmup.parquet", train, recipe, seed)
-    shutil.copyfile(reward.__file__, folder / "reward.py")
-    num_parameters = make_model_folder(folder / "model", seed)
+    num_rows, description = demo.write(folder, recipe, seed)
+    shutil.copyfile(str(demo.reward.__file__), folder / "reward.py")
 
     console.rule("1  Problems and model", align="left")
-    console.print(
-        f"{len(train)} sums of two two-digit numbers for training, {len(validation)} for validation. "
-        f"A Qwen2 model of {num_parameters:,} parameters with random weights; one token per character."
-    )
+    console.print(description)
     console.rule(f"2  Warm-up: {recipe.steps} supervised steps on {device}", align="left")
-    console.print(WARMUP_NOTE)
+    console.print(demo.warmup_note)
     settings = warm_up_settings(
-        folder / "model", data / "warmup.parquet", num_rows, folder / "warmup", recipe, seed, device
+        folder / "model", folder / "data" / "warmup.parquet", num_rows, folder / "warmup", recipe, seed, device
     )
-    exit_code = fsdp_sft_trainer.main(as_overrides(settings))
+    exit_code = fsdp_sft_trainer.main(as_overrides(settings | {"data.max_length": demo.max_length}))
     if exit_code == 130:
         raise KeyboardInterrupt
     return exit_code
@@ -148,6 +132,7 @@ def _prepare(console: Console, folder: Path, recipe: WarmUp, seed: int, device: 
 def _train(
     console: Console,
     folder: Path,
+    demo: DemoTask,
     model: Path,
     algorithm: Algorithm,
     steps: int,
@@ -157,32 +142,37 @@ def _train(
 ) -> int:
     """Run the training command, then report."""
     console.rule(f"3  {algorithm.upper()}: {steps} steps of reinforcement learning on {device}", align="left")
-    overrides = training_overrides(folder, model, folder, algorithm, steps, seed, device)
+    overrides = training_overrides(folder, model, folder, algorithm, steps, seed, device, demo)
     console.print("Equivalent command:", style="dim")
     console.print(command_line(overrides), style="dim", soft_wrap=True, markup=False)
     elsewhere = folder.with_name(f"{folder.name}-again")
-    again = training_overrides(folder, model, elsewhere, algorithm, steps, seed, device)
+    again = training_overrides(folder, model, elsewhere, algorithm, steps, seed, device, demo)
     (folder / "train_again.sh").write_text(command_line(again) + "\n")
     exit_code = main_ppo.main(overrides)
     if exit_code != 0:
         console.print("Training did not finish; start the demo again with the same options to continue.")
         return exit_code
-    summary = write_summary(folder, started)
-    show_report(console, folder, summary)
+    summary = write_summary(folder, started, demo)
+    show_report(console, folder, summary, demo)
     return 0
 
 
 def training_overrides(
-    files: Path, model: Path, run_dir: Path, algorithm: Algorithm, steps: int, seed: int, device: str
+    files: Path,
+    model: Path,
+    run_dir: Path,
+    algorithm: Algorithm,
+    steps: int,
+    seed: int,
+    device: str,
+    demo: DemoTask = SUMS,
 ) -> list[str]:
     """The overrides of the training command. files: folder with problems and reward function."""
     settings: dict[str, object] = {
         "algorithm.adv_estimator": "gae" if algorithm == "ppo" else "grpo",
         "data.train_files": files / "data" / "train.parquet",
         "data.val_files": files / "data" / "val.parquet",
-        "data.train_batch_size": 128,
-        "data.max_prompt_length": 8,
-        "data.max_response_length": 6,
+        **demo.settings(files),
         "custom_reward_function.path": files / "reward.py",
         "actor_rollout_ref.model.path": model,
         "actor_rollout_ref.model.enable_gradient_checkpointing": "false",
@@ -207,9 +197,10 @@ def training_overrides(
     }
     if algorithm == "ppo":
         # With a critic, several samples per prompt add nothing over samples of other prompts.
+        num_prompts = 8 * int(str(settings["data.train_batch_size"]))
         settings |= {
-            "data.train_batch_size": 1024,
-            "actor_rollout_ref.actor.ppo_mini_batch_size": 512,
+            "data.train_batch_size": num_prompts,
+            "actor_rollout_ref.actor.ppo_mini_batch_size": num_prompts // 2,
             "actor_rollout_ref.rollout.n": 1,
             "critic.optim.lr": 1e-3,
             "critic.model.enable_gradient_checkpointing": "false",

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from lockstep.demo.task import DATA_SOURCE, Problem, answer_text, parse_question
+from lockstep.demo.tasks import DemoTask
 from lockstep.utils.files import atomic_write_json
 
-ACCURACY = f"val-core/{DATA_SOURCE}/acc/mean@1"
 REWARD = "critic/score/mean"
 BARS = " ▁▂▃▄▅▆▇█"
 PLOT_WIDTH, PLOT_HEIGHT = 64, 8
@@ -26,10 +26,11 @@ SUMMARY = "summary.json"
 Summary = dict[str, float]
 
 
-def write_summary(folder: Path, started: float) -> Summary:
+def write_summary(folder: Path, started: float, task: DemoTask) -> Summary:
     """`summary.json`: accuracy on the held-out problems before and after, training steps, seconds since `started`."""
     metrics = read_lines(folder / "metrics.jsonl")
-    accuracy = [line[ACCURACY] for line in metrics if ACCURACY in line]
+    name = f"val-core/{task.data_source}/acc/mean@1"
+    accuracy = [line[name] for line in metrics if name in line]
     summary: Summary = {
         "val_before": accuracy[0],
         "val_after": accuracy[-1],
@@ -40,15 +41,15 @@ def write_summary(folder: Path, started: float) -> Summary:
     return summary
 
 
-def show_report(console: Console, folder: Path, summary: Summary) -> None:
+def show_report(console: Console, folder: Path, summary: Summary, task: DemoTask) -> None:
     steps = int(summary["steps"])
     before = read_lines(folder / "validation" / "0.jsonl")
     after = read_lines(folder / "validation" / f"{steps}.jsonl")
     rewards = [line[REWARD] for line in read_lines(folder / "metrics.jsonl") if REWARD in line]
 
     console.rule("4  Result", align="left")
-    console.print(_comparison(before, after))
-    console.print(_samples(before, after))
+    console.print(_comparison(before, after, task))
+    console.print(_samples(before, after, task))
     console.print(f"Mean reward, steps 1 to {steps}")
     console.print(plot(rewards, PLOT_WIDTH, PLOT_HEIGHT, unicode=console.encoding.startswith("utf")), markup=False)
     console.print(_files(folder, steps))
@@ -64,43 +65,30 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def _comparison(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> Table:
+def _comparison(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]], task: DemoTask) -> Table:
     """Fractions of the greedy answers to the held-out problems."""
     table = Table(f"{len(before)} problems not seen in training", title="Before and after", title_justify="left")
     table.add_column("warm-up only", justify="right")
     table.add_column("trained", justify="right")
-    for name, share in (
-        ("correct", lambda row: row["acc"]),
-        ("wrong: carry forgotten", forgot_carry),
-        ("correct format", lambda row: row["form"]),
-    ):
+    for name, share in task.outcomes.items():
         table.add_row(name, *(f"{sum(map(share, rows)) / len(rows):.1%}" for rows in (before, after)))
     return table
 
 
-def forgot_carry(row: dict[str, Any]) -> bool:
-    problem = parse_question(row["input"])
-    return needs_carry(problem) and row["output"] == answer_text(problem.careless_answer)
-
-
-def needs_carry(problem: Problem) -> bool:
-    return problem.careless_answer != problem.right_answer
-
-
-def _samples(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> Table:
-    """The first held-out problems with a carry, and the model's answers."""
-    table = Table("problem", title="Three answers to problems with a carry", title_justify="left")
+def _samples(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]], task: DemoTask) -> Table:
+    """The first held-out problems of interest, and the model's answers."""
+    table = Table("problem", title=task.samples_title, title_justify="left")
     for column in ("correct answer", "warm-up only", "trained"):
         table.add_column(column)
-    pairs = [pair for pair in zip(before, after) if needs_carry(parse_question(pair[0]["input"]))]
+    pairs = [pair for pair in zip(before, after) if task.is_sample(pair[0])]
     for old, new in pairs[:NUM_SAMPLES]:
-        table.add_row(old["input"], answer_text(parse_question(old["input"]).right_answer), _mark(old), _mark(new))
+        table.add_row(old["input"], task.right_answer(old), _mark(old), _mark(new))
     return table
 
 
 def _mark(row: dict[str, Any]) -> str:
     color = "green" if row["acc"] else "red"
-    return f"[{color}]{row['output']}[/{color}]  {'right' if row['acc'] else 'wrong'}"
+    return f"[{color}]{escape(row['output'])}[/{color}]  {'right' if row['acc'] else 'wrong'}"
 
 
 def plot(values: Sequence[float], width: int, height: int, *, unicode: bool) -> str:

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -191,7 +191,7 @@ def test_long_responses_are_cut(tools: str, side: Any, expected: str) -> None:
 class Recorder(BaseTool):
     """Records its life."""
 
-    events: list[Any] = []
+    events: ClassVar[list[Any]] = []
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
         self.events.append(("create", kwargs))

@@ -282,7 +282,7 @@ def test_all_problems_are_reported_together(minimal: list[str]) -> None:
         f"{ACTOR}.use_dynamic_bsz=true",
         f"{ACTOR}.ppo_max_token_len_per_gpu=300",  # 900 for the three ranks of a sequence
         f"{ROLLOUT}.name=trtllm",
-        f"{ROLLOUT}.multi_turn.enable=true",
+        f"{ROLLOUT}.multi_turn.num_repeat_rollouts=2",
         f"{ACTOR}.ulysses_sequence_parallel_size=3",
         "trainer.n_gpus_per_node=8",
         "trainer.logger=[console,vemlp_wandb]",
@@ -297,7 +297,7 @@ def test_all_problems_are_reported_together(minimal: list[str]) -> None:
         f"{ACTOR}.ppo_mini_batch_size",
         f"{ACTOR}.ppo_max_token_len_per_gpu",
         f"{ROLLOUT}.name",
-        f"{ROLLOUT}.multi_turn.enable",
+        f"{ROLLOUT}.multi_turn.num_repeat_rollouts",
         f"{ACTOR}.ulysses_sequence_parallel_size",
         "trainer.logger",
         "actor_rollout_ref.model.lora_rank",
@@ -306,7 +306,7 @@ def test_all_problems_are_reported_together(minimal: list[str]) -> None:
     assert len(caught.value.problems) == 10
     unsupported = [problem.key for problem in caught.value.problems if "not supported" in problem.message]
     assert unsupported == [
-        "actor_rollout_ref.rollout.multi_turn.enable",
+        "actor_rollout_ref.rollout.multi_turn.num_repeat_rollouts",
         "actor_rollout_ref.rollout.name",
         "trainer.logger",
     ]

@@ -87,7 +87,7 @@ def test_unsupported_features_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         load(
             [
-                "multi_turn.enable=true",
+                "multi_turn.num_repeat_rollouts=4",
                 "+model.lora={rank: 8, alpha: 32}",
                 "actor.strategy=megatron",
                 "critic.strategy=deepspeed",
@@ -97,7 +97,7 @@ def test_unsupported_features_are_refused() -> None:
             ]
         )
     assert [str(problem) for problem in caught.value.problems] == [
-        "multi_turn.enable=true: not supported: responses are single-turn; set multi_turn.enable=false",
+        "multi_turn.num_repeat_rollouts=4: not supported: set rollout.n",
         "model.lora.rank=8: not supported: it is a section of verl's Megatron engine; set lora_rank, lora_alpha, target_modules "
         "and lora_adapter_path of the model",
         "actor_rollout_ref.actor.strategy=megatron: not supported: models are trained with FSDP2; set fsdp",
@@ -110,25 +110,20 @@ def test_unsupported_features_are_refused() -> None:
 
 
 def test_command_line_can_revert_an_unsupported_setting(tmp_path: Path) -> None:
-    (tmp_path / "my.yaml").write_text("rollout: {multi_turn: {enable: true}, quantization: fp8}\n")
-    load(["multi_turn.enable=false", "~rollout.quantization"], config_name="my", config_dir=tmp_path)
+    (tmp_path / "my.yaml").write_text("rollout: {multi_turn: {num_repeat_rollouts: 4}, quantization: fp8}\n")
+    load(["multi_turn.num_repeat_rollouts=null", "~rollout.quantization"], config_name="my", config_dir=tmp_path)
 
 
 def test_settings_without_effect_log_a_notice(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         load(["rollout.agent.num_workers=4", "actor_rollout_ref.actor.entropy_checkpointing=true"])
-    assert (
-        "rollout.agent.num_workers has no effect: all requests run in one event loop of the controller"
-        in caplog.messages
-    )
+    assert "rollout.agent.num_workers has no effect: conversations run in the controller's event loop" in caplog.messages
 
 
-def test_agents_are_refused() -> None:
-    load(["rollout.agent.default_agent_loop=single_turn_agent", "rollout.agent.custom_async_server.path=null"])
-    with pytest.raises(ConfigError, match=r"default_agent_loop=tool_agent: not supported: responses are single-turn"):
-        load(["rollout.agent.default_agent_loop=tool_agent"])
-    with pytest.raises(ConfigError, match=r"agent_loop_config_path=a\.yaml: not supported"):
-        load(["rollout.agent.agent_loop_config_path=a.yaml"])
+def test_servers_of_agents_are_refused() -> None:
+    load(["rollout.agent.default_agent_loop=tool_agent", "rollout.agent.custom_async_server.path=null"])
+    with pytest.raises(ConfigError, match=r"custom_async_server\.path=a\.py: not supported"):
+        load(["rollout.agent.custom_async_server.path=a.py"])
 
 
 def test_alias_that_interpolates_the_canonical_key_is_ignored() -> None:

@@ -161,7 +161,7 @@ ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollou
         ),
         (
             [f"{ROLLOUT}.agent.num_workers=8"],
-            f"{ROLLOUT}.agent.num_workers has no effect: all requests run in one event loop",
+            f"{ROLLOUT}.agent.num_workers has no effect: conversations run in the controller's",
         ),
     ],
 )

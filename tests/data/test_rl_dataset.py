@@ -12,7 +12,7 @@ import torch
 from omegaconf import OmegaConf
 
 from lockstep.config.data import CustomClassConfig, DataConfig
-from lockstep.data.rl_dataset import RLHFDataset, check_single_turn, collate_fn, create_rl_dataset
+from lockstep.data.rl_dataset import RLHFDataset, collate_fn, create_rl_dataset
 from tests.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -88,23 +88,14 @@ def test_nulls_added_by_parquet_are_dropped(tmp_path: Path) -> None:
     assert dataset[1]["interaction_kwargs"] == {}
 
 
-@pytest.mark.parametrize(
-    ("changes", "found"),
-    [
-        ({"agent_name": "tool_agent"}, "agent_name='tool_agent'"),
-        ({"extra_info": {"need_tools_kwargs": True}}, "extra_info.need_tools_kwargs=true"),
-        ({"extra_info": {"tools_kwargs": {"calc": {"k": 2}}}}, "extra_info.tools_kwargs={'calc': {'k': 2}}"),
-        ({"extra_info": {"interaction_kwargs": {"name": "gsm8k"}}}, "extra_info.interaction_kwargs={'name': 'gsm8k'}"),
-        ({"interaction_kwargs": {"name": "gsm8k"}}, "has interaction_kwargs={'name': 'gsm8k'}"),
-    ],
-)
-def test_rows_for_agents_are_refused_by_a_run(tmp_path: Path, changes: dict[str, Any], found: str) -> None:
-    rows = [make_row(), make_row(agent_name="single_turn_agent"), make_row(agent_name=None)]
-    check_single_turn(RLHFDataset(write(tmp_path / "single.jsonl", rows), TOKENIZER, DataConfig()))
-    mixed = RLHFDataset(write(tmp_path / "mixed.jsonl", [*rows, make_row() | changes]), TOKENIZER, DataConfig())
-    with pytest.raises(ValueError, match=r"mixed\.jsonl, row 3 has .* no agents.* data\.train_files") as caught:
-        check_single_turn(mixed)
-    assert found in str(caught.value)
+def test_prompts_are_rendered_with_the_tools_of_their_rows(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ tools | length if tools else 'no' }} tools, {{ messages[0]['content'] }}"
+    rows = [make_row("a", agent_name="tool_agent"), make_row("b")]
+    dataset = RLHFDataset(write(tmp_path / "rows.jsonl", rows), tokenizer, DataConfig(max_prompt_length=10))
+    assert tokenizer.decode(dataset[0]["raw_prompt_ids"]) == "no tools, a"[:11]
+    dataset.use_tools(lambda row: [{"type": "function"}] * 2 if row.get("agent_name") else None)
+    assert [tokenizer.decode(dataset[i]["raw_prompt_ids"]) for i in (0, 1)] == ["2 tools, a", "no tools, b"]
 
 
 def test_max_samples_is_a_seeded_draw_when_rows_are_shuffled(tmp_path: Path) -> None:

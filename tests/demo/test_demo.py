@@ -15,9 +15,10 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.demo import program
 from lockstep.demo.model import make_model_folder, make_tokenizer
 from lockstep.demo.program import Algorithm, as_overrides, command_line, demo_folder, training_overrides
-from lockstep.demo.report import forgot_carry, plot
+from lockstep.demo.report import plot
 from lockstep.demo.reward import compute_score
 from lockstep.demo.task import Problem, answer_text, parse_question, split_problems, write_rows
+from lockstep.demo.tasks import forgot_carry
 from lockstep.demo.warmup import WarmUp, warm_up_settings, write_examples
 from lockstep.trainer import fsdp_sft_trainer
 

@@ -51,11 +51,11 @@ def run(code: str, space: dict[str, object]) -> str:
             if last is not None:
                 value = eval(compile(ast.Expression(last.value), "code", "eval"), space)
                 if value is not None:
-                    print(repr(value))
-        except BaseException as error:
+                    printed.write(f"{value!r}\n")
+        except BaseException as error:  # noqa: BLE001 - the code may raise anything, SystemExit too
             frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "code"]
             line = f" (line {frames[-1].lineno})" if frames else ""
-            print("".join(traceback.format_exception_only(error)).strip() + line)
+            printed.write("".join(traceback.format_exception_only(error)).strip() + line)
     return printed.getvalue()
 
 

@@ -30,7 +30,7 @@ from lockstep.observability.jsonl import METRICS_FILE, last_step
 from lockstep.rewards.default import check_data_sources
 from lockstep.rewards.managers import RewardFn, load_reward_manager, uses_default_function
 from lockstep.single_controller import LOCAL, Backend, ResourcePoolManager, Role, Worker, WorkerDiedError
-from lockstep.trainer.agents import check_agents, make_agents
+from lockstep.trainer.agents import agents_for
 from lockstep.trainer.errors import RunError
 from lockstep.trainer.failures import cause_of, how_to_resume
 from lockstep.trainer.inputs import tokenizer_of
@@ -116,18 +116,16 @@ class TaskRunner:
         )
         train_files = [] if config.trainer.val_only else data.train_files
         logger.info("reading data: %s", ", ".join(map(str, [*train_files, *data.val_files])))
-        agents = make_agents(config, tokenizer)
-        tools_of = agents.tools_of if agents.tools else None
         val_dataset = None
         if data.val_files:
-            val_dataset = create_rl_dataset(data.val_files, tokenizer, data, data.val_max_samples, "val", tools_of)
+            val_dataset = create_rl_dataset(data.val_files, tokenizer, data, data.val_max_samples, use="val")
         train_dataset = train_sampler = None
         if not config.trainer.val_only:
-            train_dataset = create_rl_dataset(train_files, tokenizer, data, data.train_max_samples, tools_of=tools_of)
+            train_dataset = create_rl_dataset(train_files, tokenizer, data, data.train_max_samples)
             train_sampler = create_rl_sampler(data, cast(Sized, train_dataset))
         reward_fn = load_reward_manager(config, tokenizer, num_examine=0, in_training=True)
         check_rows(config, reward_fn, train_dataset, val_dataset, in_training=True)
-        needs_agents = check_agents(agents, train_dataset, val_dataset)
+        agents = agents_for(config, tokenizer, train_dataset, val_dataset)
         return PPOTrainer(
             config=config,
             tokenizer=tokenizer,
@@ -143,7 +141,7 @@ class TaskRunner:
             val_dataset=val_dataset,
             train_sampler=train_sampler,
             device_name=device,
-            agents=agents if needs_agents else None,
+            agents=agents,
         )
 
     def run(self, config: PPOConfig, interrupt: Interrupt | None = None) -> int:
@@ -263,9 +261,8 @@ def check_rows(config: PPOConfig, reward_fn: RewardFn, *datasets: Any, in_traini
     in_training: the default reward function gives partial credit.
     """
     for dataset in datasets:
-        if isinstance(dataset, RLHFDataset):
-            if uses_default_function(reward_fn) and not need_reward_model(config):
-                check_data_sources(config, dataset.data_sources, in_training)
+        if isinstance(dataset, RLHFDataset) and uses_default_function(reward_fn) and not need_reward_model(config):
+            check_data_sources(config, dataset.data_sources, in_training)
 
 
 def _is_finished(trainer: PPOTrainer) -> bool:

@@ -32,6 +32,7 @@ from lockstep.single_controller import Backend, ResourcePoolManager, Role, Worke
 from lockstep.trainer.checkpoint import RunLock
 from lockstep.trainer.ppo.ray_trainer import PPOTrainer
 from lockstep.trainer.ppo.sampling import Sampling
+from lockstep.trainer.agents import agents_for
 from lockstep.trainer.ppo.task_runner import check_rows, device_and_backend
 from lockstep.trainer.run_config import write_run_config
 from lockstep.verl._config import typed_config, view
@@ -180,6 +181,7 @@ class RayPPOTrainer(PPOTrainer):
             val_reward_fn=val_reward_fn,
             train_dataset=train_dataset,
             val_dataset=val_dataset,
+            agents=agents_for(typed, tokenizer, train_dataset, val_dataset),
             collate_fn=collate_fn,
             train_sampler=train_sampler,
             device_name=device if device_name in (None, "auto") else device_name,
