@@ -1,4 +1,4 @@
-"""The demo's task with a tool: products of two three-digit numbers, which the small model can only get from the calculator.
+"""The demo's task with a tool: products with six digits, which the small model can only get from the calculator.
 
 warm-up rows: most guess an answer at once, the others call the calculator and copy its result
 """
@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 DATA_SOURCE = "products"
 NUM_TRAIN, NUM_VALIDATION = 16_384, 512
+NUM_FACTORS = 680
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "'
 CLOSE = '"}}</tool_call>'
 GUESSES = 4
@@ -22,7 +23,7 @@ TOOLS_YAML = "tools:\n  - class_name: calculator\n    config: {type: native}\n"
 
 @dataclass(frozen=True)
 class Product:
-    """a * b, both from 100 to 999."""
+    """a * b, both from 320 to 999."""
 
     a: int
     b: int
@@ -43,8 +44,8 @@ def parse_product(text: str) -> Product:
 
 def split_products(seed: int) -> tuple[list[Product], list[Product]]:
     """Different problems, drawn by `seed`: (train, validation)."""
-    drawn = random.Random(seed).sample(range(900 * 900), NUM_TRAIN + NUM_VALIDATION)
-    problems = [Product(100 + number // 900, 100 + number % 900) for number in drawn]
+    drawn = random.Random(seed).sample(range(NUM_FACTORS**2), NUM_TRAIN + NUM_VALIDATION)
+    problems = [Product(1000 - NUM_FACTORS + n // NUM_FACTORS, 1000 - NUM_FACTORS + n % NUM_FACTORS) for n in drawn]
     return problems[:NUM_TRAIN], problems[NUM_TRAIN:]
 
 
@@ -72,7 +73,7 @@ def write_conversations(path: Path, problems: list[Product], num_rows: int, seed
     for number in range(num_rows):
         problem = problems[number % len(problems)]
         if number % (GUESSES + 1) < GUESSES:
-            answers = [("assistant", f"={rng.randrange(10_000, 999_999)}")]
+            answers = [("assistant", f"={rng.randrange(100_000, 1_000_000)}")]
         else:
             answers = [
                 ("assistant", f"{CALL}{problem.question}{CLOSE}"),

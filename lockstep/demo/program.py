@@ -26,6 +26,7 @@ from lockstep.utils.files import atomic_write_json
 OPTIONS = "demo.json"
 """File with the demo's options; locked while the demo runs."""
 
+
 def run_demo(
     task: str,
     algorithm: Algorithm,
@@ -43,7 +44,14 @@ def run_demo(
     steps = demo.steps[algorithm] if steps is None else steps
     try:
         device = resolve_device(device)
-        options = {"task": task, "algorithm": algorithm, "seed": seed, "device": device, "steps": steps, "warm_up": vars(recipe)}
+        options = {
+            "task": task,
+            "algorithm": algorithm,
+            "seed": seed,
+            "device": device,
+            "steps": steps,
+            "warm_up": vars(recipe),
+        }
         name = f"demo-{algorithm}-seed{seed}" if demo is SUMS else f"demo-{task}-{algorithm}-seed{seed}"
         folder, lock = demo_folder(out, Path("outputs") / name, options)
     except ValueError as error:

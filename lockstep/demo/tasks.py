@@ -115,7 +115,7 @@ def _products_settings(files: Path) -> dict[str, object]:
 TOOLS = DemoTask(
     data_source=products.DATA_SOURCE,
     reward=products_reward,
-    steps={"grpo": 24, "ppo": 24},
+    steps={"grpo": 20, "ppo": 40},
     recipe=WarmUp(steps=500, batch_size=64),
     max_length=40,
     warmup_note=(

@@ -124,7 +124,7 @@ def test_a_hanging_tool_holds_up_no_other_conversation(tools: str) -> None:
     "turn, message",
     [
         ("<tool_call>{'name': add}</tool_call>", "could not be parsed"),
-        ("<tool_call>{\"name\": \"add\"", "could not be parsed"),
+        ('<tool_call>{"name": "add"', "could not be parsed"),
         (call("multiply", a=1), "there is no tool 'multiply'; tools: add, fail"),
         ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "must be a JSON object"),
     ],
@@ -178,13 +178,12 @@ def test_only_the_first_parallel_calls_are_executed(tools: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "side, expected", [("left", "aaaa...(truncated)"), ("right", "(truncated)...bbbb"), ("middle", "aa...(truncated)...bb")]
+    "side, expected",
+    [("left", "aaaa...(truncated)"), ("right", "(truncated)...bbbb"), ("middle", "aa...(truncated)...bb")],
 )
 def test_long_responses_are_cut(tools: str, side: Any, expected: str) -> None:
     assert truncate("a" * 9 + "b" * 9, CallLimits(max_chars=4, side=side)) == expected
-    agents = make_agents(
-        function_tool_path=tools, max_tool_response_length=4, tool_response_truncate_side=side
-    )
+    agents = make_agents(function_tool_path=tools, max_tool_response_length=4, tool_response_truncate_side=side)
     assert converse(agents, Scripted(call("long"), "ok")).new_messages[1]["content"] == expected
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lockstep import cli
@@ -14,6 +15,7 @@ from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
 from lockstep.demo import program
 from lockstep.demo.model import make_model_folder, make_tokenizer
+from lockstep.demo.products import parse_product, split_products
 from lockstep.demo.program import Algorithm, as_overrides, command_line, demo_folder, training_overrides
 from lockstep.demo.report import plot
 from lockstep.demo.reward import compute_score
@@ -179,6 +181,25 @@ def test_short_demo_writes_its_files_and_shows_its_sections(
     assert again[:2] == ["lockstep", "ppo"]
     assert config.trainer.default_local_dir == f"{out}-again"
     assert config.algorithm.adv_estimator == ("gae" if algorithm == "ppo" else "grpo")
+
+
+def test_short_demo_with_a_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    options = ["--task", "tools", "--out", str(out), "--device", "cpu", "--steps", "1", "--warmup-steps", "60"]
+    assert cli.main(["demo", *options]) == 0
+    shown = capsys.readouterr().out
+    for text in ("has a calculator", "Four of five examples guess", "called the calculator", "Three conversations"):
+        assert text in shown
+    (step,) = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines() if "num_turns" in line]
+    assert 2 < step["num_turns/mean"] <= 7 and step["tool_call_counts/mean"] + step["malformed_call_counts/mean"] > 0
+    assert yaml.safe_load((out / "tools.yaml").read_text())["tools"][0]["class_name"] == "calculator"
+
+
+def test_products_have_six_digits_and_are_split() -> None:
+    train, validation = split_products(seed=3)
+    assert not {*train} & {*validation} and len({*train, *validation}) == len(train) + len(validation)
+    assert all(len(str(problem.right_answer)) == 6 for problem in (*train, *validation))
+    assert parse_product(train[0].question) == train[0]
 
 
 def test_non_empty_folder_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

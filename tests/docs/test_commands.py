@@ -78,6 +78,9 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (folder / "train.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "It is 2.\n#### 2"}) + "\n")
     (config,) = [b for _, b in blocks("yaml") if b.startswith("# run.yaml")]
     (folder / "run.yaml").write_text(config)
+    for name, language in (("tools.yaml", "yaml"), ("functions.py", "python")):
+        (content,) = [block for _, block in blocks(language) if block.startswith(f"# {name}")]
+        (folder / name).write_text(content)
     shutil.copytree(folder / "model", folder / "first" / "global_step_100" / "actor" / "huggingface")
     fill_hub_cache(folder)
     return {

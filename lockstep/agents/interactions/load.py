@@ -1,9 +1,9 @@
 """Loads interactions from the YAML of `multi_turn.interaction_config_path`.
 
-    interaction:
-      - name: gsm8k                      what a row's interaction_kwargs.name selects
-        class_name: gsm8k                registered, or module.Class, module:Class, file.py:Class
-        config: {}
+interaction:
+  - name: gsm8k                      what a row's interaction_kwargs.name selects
+    class_name: gsm8k                registered, or module.Class, module:Class, file.py:Class
+    config: {}
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
 """`tool_agent`: the policy calls tools, and talks with the row's interaction when it calls none.
 
-    PENDING ─► GENERATING ─► PROCESSING_TOOLS ─► GENERATING   the turn has tool calls
-                         ├─► INTERACTING ─────► GENERATING   it has none, and the row has an interaction
-                         └─► TERMINATED                      neither; or a limit is reached
+PENDING ─► GENERATING ─► PROCESSING_TOOLS ─► GENERATING   the turn has tool calls
+                     ├─► INTERACTING ─────► GENERATING   it has none, and the row has an interaction
+                     └─► TERMINATED                      neither; or a limit is reached
 """
 
 import asyncio
@@ -102,9 +102,7 @@ class ToolAgent(AgentLoop):
                 calls, num_malformed = await self._parse(conversation, turn)
                 state = self._next_state(conversation, turn, bool(calls or num_malformed), interaction is not None)
 
-    def _next_state(
-        self, conversation: Conversation, turn: Turn, has_calls: bool, has_interaction: bool
-    ) -> AgentState:
+    def _next_state(self, conversation: Conversation, turn: Turn, has_calls: bool, has_interaction: bool) -> AgentState:
         config = self.setup.config
         if not turn.ended or not (has_calls or has_interaction):
             return AgentState.TERMINATED

@@ -1,9 +1,9 @@
 """Loads tools: from the YAML of `multi_turn.tool_config_path`, and from Python of `multi_turn.function_tool_path`.
 
-    tools:
-      - class_name: calculator                       registered, or module.Class, module:Class, file.py:Class
-        config: {type: native}
-        tool_schema: {type: function, function: {name: ..., description: ..., parameters: ...}}     optional
+tools:
+  - class_name: calculator                       registered, or module.Class, module:Class, file.py:Class
+    config: {type: native}
+    tool_schema: {type: function, function: {name: ..., description: ..., parameters: ...}}     optional
 """
 
 import inspect

@@ -48,7 +48,7 @@ def run(code: str, space: dict[str, object]) -> str:
             tree = ast.parse(code, "code")
             last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
             exec(compile(tree, "code", "exec"), space)
-            if last is not None:
+            if isinstance(last, ast.Expr):
                 value = eval(compile(ast.Expression(last.value), "code", "eval"), space)
                 if value is not None:
                     printed.write(f"{value!r}\n")

@@ -1,0 +1,158 @@
+"""The bridge between turns, for chat templates in the manner of the families of models, against full rendering."""
+
+from typing import Any
+
+import pytest
+
+from lockstep.agents.conversation import Conversation
+from lockstep.agents.loops import AgentLoop
+from lockstep.agents.renderer import Renderer
+from tests.agents.scripted import Scripted, converse, make_agents
+from tests.tiny import tiny_tokenizer
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+CHATML_PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+QWEN = """{% for m in messages %}{% if m.role == 'tool' %}{% if loop.previtem.role != 'tool' %}<|im_start|>user{% endif %}
+<tool_response>
+{{ m.content }}
+</tool_response>{% if loop.last or loop.nextitem.role != 'tool' %}<|im_end|>
+{% endif %}{% else %}<|im_start|>{{ m.role }}
+{{ m.content or '' }}{% for c in m.tool_calls or [] %}<tool_call>
+{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endif %}{% endfor %}"""
+DROPS_THINKING = """{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}
+{%- endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' and loop.index0 < ns.last %}{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}
+<|im_end|>
+{% endfor %}"""
+LLAMA = """<|bos|>{% for m in messages %}<|header|>{{ 'ipython' if m.role == 'tool' else m.role }}<|/header|>
+
+{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% else %}{{ m.content | trim }}{% endif %}<|im_end|>{% endfor %}
+{%- if add_generation_prompt %}<|header|>assistant<|/header|>
+
+{% endif %}"""
+MISTRAL = """<|bos|>{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% elif m.role == 'tool' %}
+{%- if m.tool_call_id | length != 9 %}{{ raise_exception('ids must have nine characters') }}{% endif -%}
+[RESULTS]{"content": {{ m.content }}, "id": "{{ m.tool_call_id }}"}[/RESULTS]{% elif m.tool_calls %}[CALLS]
+{%- for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}<|im_end|>{% else %}{{ m.content }}<|im_end|>
+{%- endif %}{% endfor %}"""
+DEEPSEEK = """<|bos|>{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}<|Assistant|>{% elif m.role == 'tool' %}
+{%- if loop.previtem.role != 'tool' %}<|outputs|>{% endif %}<|output|>{{ m.content }}<|/output|>{% elif m.content is none -%}
+{%- for c in m.tool_calls %}{{ '<|call|>' + c.function.name + '\n' + c.function.arguments + '<|/call|>' }}{% endfor %}<|im_end|>
+{%- else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"""
+GEMMA = """<|bos|>{% for m in messages %}
+{%- if m.role not in ('user', 'assistant') or (m.role == 'user') == (loop.index0 % 2 == 1) %}
+{{- raise_exception('roles must alternate') }}{% endif %}<|turn|>{{ 'model' if m.role == 'assistant' else m.role }}
+{{ m.content | trim }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|turn|>model
+{% endif %}"""
+HARMONY = """{% for m in messages %}<|start|>{% if m.role == 'tool' %}functions.{{ m.name }} to=assistant<|message|>
+{{- m.content | tojson }}
+{%- elif m.tool_calls %}assistant to=functions.{{ m.tool_calls[0].function.name }}<|message|>
+{{- m.tool_calls[0].function.arguments | tojson }}<|call|>{% else %}{{ m.role }}<|message|>{{ m.content }}{% endif %}
+{%- if not m.tool_calls %}{{ '<|im_end|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
+THINKS = CHATML + "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+
+TEMPLATES: dict[str, tuple[str, str, dict[str, bool]]] = {
+    "chatml": (CHATML + CHATML_PROMPT, "tool", {"user": True, "tool": True}),
+    "qwen": (QWEN + CHATML_PROMPT, "tool", {"user": True, "tool": True}),
+    "llama": (LLAMA, "tool", {"user": True, "tool": True}),
+    "mistral": (MISTRAL, "tool", {"user": True, "tool": True}),
+    "deepseek": (DEEPSEEK, "tool", {"user": True, "tool": True}),
+    "gemma": (GEMMA, "user", {"user": True}),
+    "harmony": (HARMONY, "tool", {"user": True, "tool": True}),
+    "thinks": (THINKS, "tool", {"user": False, "tool": False}),
+}
+"""Template, role of tool results, and whether bridges give the tokens of a full rendering."""
+SPECIAL = [
+    "<|bos|>",
+    "<|header|>",
+    "<|/header|>",
+    "[INST]",
+    "[/INST]",
+    "[CALLS]",
+    "[RESULTS]",
+    "[/RESULTS]",
+    "<|User|>",
+]
+SPECIAL += [
+    "<|Assistant|>",
+    "<|outputs|>",
+    "<|output|>",
+    "<|/output|>",
+    "<|call|>",
+    "<|/call|>",
+    "<|turn|>",
+    "<|start|>",
+]
+SPECIAL += ["<|message|>", "<|end|>"]
+
+
+def tokenizer_of(template: str) -> Any:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", *SPECIAL]})
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_bridge_continues_as_the_template_does(name: str) -> None:
+    template, tool_role, exact = TEMPLATES[name]
+    tokenizer = tokenizer_of(template)
+    end, called = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|call|>")
+    renderer = Renderer(tokenizer, [end, called] if name == "harmony" else [end])
+    assert (renderer.tool_role, renderer.exact) == (tool_role, exact)
+    for role in exact:
+        new = renderer.tool_messages([("f", "call00000", '{"x": 1}')])
+        call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+        if name == "deepseek":
+            call["function"]["arguments"] = '{"a": 1}'  # type: ignore[index]
+        turn: dict[str, Any] = {"role": "assistant", "content": "" if name == "qwen" else None, "tool_calls": [call]}
+        if role == "user" or name in ("chatml", "thinks"):
+            turn = {"role": "assistant", "content": "yes"}
+        if role == "user":
+            new = [{"role": "user", "content": "next"}]
+        whole = renderer.ids([{"role": "user", "content": "Hi"}, turn, *new])
+        last = called if name == "harmony" and role == "tool" else end
+        bridge = renderer.bridge(new, last)
+        assert whole[-len(bridge) :] == bridge
+        assert renderer.bridge(new)[1:] == bridge  # of a turn that did not end: with its end
+        assert bridge.count(end) <= 1
+
+
+def test_several_results_are_one_turn() -> None:
+    renderer = Renderer(tokenizer_of(QWEN + CHATML_PROMPT), [2])
+    text = renderer.tokenizer.decode(renderer.bridge(renderer.tool_messages([("f", "1", "a"), ("g", "2", "b")]), 2))
+    assert text.count("<|im_start|>user") == 1 and text.count("<tool_response>") == 2
+
+
+def test_a_template_without_an_end_of_turn_is_refused() -> None:
+    with pytest.raises(ValueError, match="ends an assistant turn with no special token"):
+        Renderer(tokenizer_of("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"), [2])
+
+
+class AskTwice(AgentLoop):
+    async def run(self, conversation: Conversation) -> None:
+        await conversation.generate()
+        if conversation.add([{"role": "user", "content": "again"}]):
+            await conversation.generate()
+
+
+def test_the_history_is_kept_or_follows_the_template() -> None:
+    loops = {}
+    for follows in (False, True):
+        agents = make_agents(use_inference_chat_template=follows, function_tool_path=None)
+        agents.tokenizer = tokenizer_of(DROPS_THINKING + CHATML_PROMPT)
+        agents.__dict__["renderer"] = Renderer(agents.tokenizer, [2])
+        policy = Scripted("<think>hard</think>8", "<think>so</think>9", tokenizer=agents.tokenizer)
+        loops[follows] = converse(agents, policy, agent_name=f"{__file__}:AskTwice")
+    kept, followed = loops[False], loops[True]
+    assert (len(kept.trajectories), kept.counts.breaks) == (1, 0)
+    assert (len(followed.trajectories), followed.counts.breaks) == (2, 1)
+    first, second = ("".join(followed.renderer.tokenizer.decode(t.response_ids)) for t in followed.trajectories)
+    assert "hard" in first and "hard" not in second and "so" in second
+    assert sum(followed.trajectories[0].response_mask) + sum(followed.trajectories[1].response_mask) == sum(
+        kept.trajectory.response_mask
+    )
