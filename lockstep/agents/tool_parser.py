@@ -430,3 +430,100 @@ def _bare_value(value: str) -> Any:
         except ValueError:
             continue
     return value
+
+
+def _objects(text: str) -> list[tuple[int, int, Any]]:
+    """The outermost JSON objects and arrays of a text: start, end, value."""
+    decoder, found, at = json.JSONDecoder(), [], 0
+    while (match := re.compile(r"[{\[]").search(text, at)) is not None:
+        try:
+            value, end = decoder.raw_decode(text, match.start())
+        except (json.JSONDecodeError, RecursionError):
+            at = match.end()
+            continue
+        found.append((match.start(), end, value))
+        at = end
+    return found
+
+
+def _json_call(value: Any) -> FunctionCall | None:
+    """A call as an object with `name` and `arguments` or `parameters`, which may be JSON text themselves."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments = value.get("arguments", value.get("parameters"))
+    if isinstance(arguments, str):
+        return FunctionCall(name=value["name"], arguments=arguments)
+    return None if arguments is None else _call(value["name"], arguments)
+
+
+@ToolParser.register("llama3_json")
+class Llama3JsonToolParser(ToolParser):
+    """`{"name": NAME, "parameters": {...}}`, several with `;` between them, after an optional `<|python_tag|>`: Llama 3.1 to 3.3."""
+
+    opening = '"name"'
+
+    def parse(self, text: str, tools: Tools | None = None) -> Parsed:
+        found = [(start, call) for start, _, value in _objects(text) if (call := _json_call(value)) is not None]
+        content = text[: found[0][0]].replace("<|python_tag|>", "") if found else text
+        return content, [call for _, call in found]
+
+
+@ToolParser.register("mistral")
+class MistralToolParser(ToolParser):
+    """`[TOOL_CALLS] [{"name": NAME, "arguments": {...}}, ...]`, or `[TOOL_CALLS]NAME[ARGS]{...}` of later models."""
+
+    opening = "[TOOL_CALLS]"
+    LATER = re.compile(r"\s*([\w.-]+)\[ARGS\]")
+
+    def parse(self, text: str, tools: Tools | None = None) -> Parsed:
+        content, *parts = text.split(self.opening)
+        calls: list[FunctionCall | None] = []
+        for part in parts:
+            values = [value for _, _, value in _objects(part)][:1]
+            if name := self.LATER.match(part):
+                calls += [_call(name.group(1), value) for value in values if isinstance(value, dict)]
+            else:
+                calls += [
+                    _json_call(call) for value in values for call in (value if isinstance(value, list) else [value])
+                ]
+        return content, [call for call in calls if call is not None]
+
+
+@ToolParser.register("deepseek_v3")
+class DeepSeekV3ToolParser(ToolParser):
+    """`<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME` and the arguments in a JSON fence (V3, R1), or
+    `<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}` (V3.1), each up to `<｜tool▁call▁end｜>`."""
+
+    opening = "<｜tool▁call▁begin｜>"
+    CALL = re.compile(r"<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)<｜tool▁call▁end｜>", re.DOTALL)
+
+    def parse(self, text: str, tools: Tools | None = None) -> Parsed:
+        calls = []
+        for name, body in self.CALL.findall(text):
+            if "```" in body and name.strip() == "function":
+                name, body = body.split("```", 1)
+            values = [value for _, _, value in _objects(body) if isinstance(value, dict)]
+            if values:
+                calls.append(_call(name.strip(), values[0]))
+        start = min(
+            (at for mark in ("<｜tool▁calls▁begin｜>", self.opening) if (at := text.find(mark)) >= 0), default=None
+        )
+        return text[:start], calls
+
+
+@ToolParser.register("openai")
+class OpenAIToolParser(ToolParser):
+    """A message of OpenAI's API as text: `{"tool_calls": [{"function": {"name": NAME, "arguments": "{...}"}}]}`."""
+
+    opening = '"function"'
+
+    def parse(self, text: str, tools: Tools | None = None) -> Parsed:
+        calls: list[FunctionCall] = []
+        content = text
+        for start, _, value in _objects(text):
+            entries = value.get("tool_calls") if isinstance(value, dict) else None
+            found = [e.get("function") for e in entries if isinstance(e, dict)] if isinstance(entries, list) else []
+            if found and not calls:
+                content = text[:start] + str(value.get("content") or "")
+            calls += [call for function in found if (call := _json_call(function)) is not None]
+        return content, calls

@@ -219,3 +219,59 @@ def test_parsers_never_fail(parser: str) -> None:
             text += marks[(state >> 8) % len(marks)]
         content, calls = ToolParser.get_tool_parser(parser, Characters()).parse(text, [SEARCH])
         assert isinstance(content, str) and all(isinstance(call, FunctionCall) for call in calls)
+
+
+@pytest.mark.parametrize(
+    "name, text, content, calls",
+    [
+        ("llama3_json", 'I see. {"name": "f", "parameters": {"a": 1}}', "I see. ", [("f", {"a": 1})]),
+        (
+            "llama3_json",
+            '<|python_tag|>{"name": "f", "parameters": {"a": {"b": "}"}}}; {"name": "g", "parameters": {}}',
+            "",
+            [("f", {"a": {"b": "}"}}), ("g", {})],
+        ),
+        ("llama3_json", 'No call {"a": 1} {"name": 3}', 'No call {"a": 1} {"name": 3}', []),
+        (
+            "mistral",
+            'Hm.[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}, "id": "abc"}, {"name": "g", "arguments": {}}]',
+            "Hm.",
+            [("f", {"a": 1}), ("g", {})],
+        ),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}', "", [("f", {"a": 1}), ("g", {})]),
+        ("mistral", "[TOOL_CALLS] [{'name': f", "", []),
+        (
+            "deepseek_v3",
+            "So<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
+            '{"a": [1, 2]}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+            "So",
+            [("f", {"a": [1, 2]})],
+        ),
+        ("deepseek_v3", '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>', "", [("f", {"a": 1})]),
+        (
+            "openai",
+            '{"content": "ok", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "{\\"a\\": 1}"}}]}',
+            "ok",
+            [("f", {"a": 1})],
+        ),
+        (
+            "openai",
+            'x {"tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}, 3]}',
+            "x ",
+            [("f", {"a": 1})],
+        ),
+        ("openai", '{"tool_calls": 3}', '{"tool_calls": 3}', []),
+    ],
+)
+def test_further_formats(name: str, text: str, content: str, calls: list[tuple[str, dict[str, object]]]) -> None:
+    parser = ToolParser.get_tool_parser(name, None)
+    found_content, found = parser.parse(text)
+    assert (found_content, [(call.name, json.loads(call.arguments)) for call in found]) == (content, calls)
+
+
+@pytest.mark.parametrize("name", sorted(ToolParser.registry))
+def test_malformed_calls_are_counted(name: str) -> None:
+    parser = ToolParser.get_tool_parser(name, type("T", (), {"pad_token": None})())
+    broken = f"text {parser.opening} broken"
+    assert parser.count_calls(broken) == 1 and parser.parse(broken)[1] == []
+    assert parser.count_calls("plain text") == 0

@@ -1,0 +1,94 @@
+"""Conversations in a training run: which tokens are trained on, what the reward function gets, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from lockstep.trainer.main_ppo import main
+from tests.tiny import write_rows
+
+LOOP = """
+from lockstep.agents.loops import AgentLoop
+
+class OneToken(AgentLoop):
+    '''Two turns of one token each: every token ends a turn, since the untrained model ends none.'''
+
+    async def run(self, conversation):
+        await conversation.generate(stop_token_ids=range(259))
+        conversation.turn_scores.append(0.5)
+        if conversation.add([{"role": "user", "content": "again"}]):
+            await conversation.generate(stop_token_ids=range(259))
+"""
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    turns = extra_info["messages"]
+    assert [turn["role"] for turn in turns] == ["assistant", "user", "assistant"], turns
+    assert extra_info["turn_scores"] == [0.5] and extra_info["num_turns"] == 4
+    return sum(map(ord, turns[0]["content"] + turns[2]["content"])) % 7 / 7
+"""
+
+
+@pytest.fixture
+def agent_overrides(overrides: list[str], tmp_path: Path) -> list[str]:
+    (tmp_path / "loop.py").write_text(LOOP)
+    (tmp_path / "own_reward.py").write_text(REWARD)
+    return [
+        *overrides,
+        "data.max_response_length=60",
+        "trainer.total_training_steps=2",
+        "trainer.save_freq=0",
+        f"custom_reward_function.path={tmp_path}/own_reward.py",
+        f"actor_rollout_ref.rollout.agent.default_agent_loop={tmp_path}/loop.py:OneToken",
+    ]
+
+
+def run(arguments: list[str], folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Metrics of the steps, and the rollouts of the first one."""
+    dumps = [f"trainer.default_local_dir={folder}", f"trainer.rollout_data_dir={folder}/rollouts"]
+    assert main([*arguments, *dumps]) == 0
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rollouts = [json.loads(line) for line in (folder / "rollouts" / "1.jsonl").read_text().splitlines()]
+    return [step for step in steps if "actor/pg_loss" in step], rollouts
+
+
+@pytest.mark.usefixtures("no_registrations")
+def test_only_the_turns_of_the_policy_are_trained_on_in_both_modes(agent_overrides: list[str], tmp_path: Path) -> None:
+    mode = "actor_rollout_ref.rollout.mode"
+    steps, rollouts = run([*agent_overrides, f"{mode}=async"], tmp_path / "async")
+    assert [step["num_turns/mean"] for step in steps] == [4, 4]
+    assert all(step["tool_call_counts/max"] == step["trajectory_breaks/max"] == 0 for step in steps)
+    assert all("again" in rollout["output"] for rollout in rollouts)
+    # The rollout's log-probs agree with the trainer's at the sampled tokens (the audit would stop the run otherwise).
+    assert all(step["training/rollout_probs_diff_max"] < 1e-4 for step in steps)
+    assert all(step["actor/grad_norm"] > 0 for step in steps)
+    _, same = run([*agent_overrides, f"{mode}=sync"], tmp_path / "sync")
+    assert [(r["input"], r["output"], r["score"]) for r in same] == [
+        (r["input"], r["output"], r["score"]) for r in rollouts
+    ]
+
+
+@pytest.mark.usefixtures("no_registrations")
+@pytest.mark.parametrize(
+    "agent_name, settings, message",
+    [
+        ("tool_agnt", [], "agent_name='tool_agnt': no such agent loop"),
+        ("tool_agent", [], "needs tools or an interaction"),
+        (None, ["actor_rollout_ref.rollout.multi_turn.enable=true"], "every row is served by single_turn_agent"),
+    ],
+)
+def test_rows_that_no_loop_serves_end_the_run_before_training(
+    agent_name: str | None,
+    settings: list[str],
+    message: str,
+    overrides: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = pd.read_parquet(write_rows(tmp_path / "rows.parquet", 16))
+    rows["agent_name"] = agent_name
+    rows.to_parquet(tmp_path / "rows.parquet")
+    assert main([*overrides, f"data.train_files={tmp_path}/rows.parquet", *settings]) == 2
+    assert message in capsys.readouterr().err
