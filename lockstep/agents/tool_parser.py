@@ -458,7 +458,7 @@ def _json_call(value: Any) -> FunctionCall | None:
 
 @ToolParser.register("llama3_json")
 class Llama3JsonToolParser(ToolParser):
-    """`{"name": NAME, "parameters": {...}}`, several with `;` between them, after an optional `<|python_tag|>`: Llama 3.1 to 3.3."""
+    """`{"name": NAME, "parameters": {...}}`, several with `;` between them, after an optional `<|python_tag|>`: Llama 3.1+."""
 
     opening = '"name"'
 

@@ -56,6 +56,9 @@ GLOSSARY: dict[str, dict[str, str]] = {
         f"prompt_length/{LENGTHS}": "tokens of a prompt; `clip_ratio` is the fraction that reached `data.max_prompt_length`",
         f"num_turns/{MEAN_MAX_MIN}": "turns of a conversation with an agent",
         f"tool_call_counts/{MEAN_MAX_MIN}": "tool calls of a conversation",
+        f"tool_error_counts/{MEAN_MAX_MIN}": "tool calls of a conversation that failed: the policy got an error message",
+        f"malformed_call_counts/{MEAN_MAX_MIN}": "tool calls of a conversation that could not be parsed or name no tool",
+        f"trajectory_breaks/{MEAN_MAX_MIN}": "how often the chat template rewrote the history of a conversation (docs/agents.md)",
     },
     "Supervised fine-tuning": {
         "train/loss": "cross-entropy of the step's trained tokens, in nats; in `lockstep rm` and `dpo` the mean loss of a pair",

@@ -9,7 +9,7 @@ from typing import Any
 
 PACKAGE = "lockstep.verl"
 
-_AGENTS = "rollouts are single-turn; see docs/migrate_from_verl.md#not-served"
+_AGENTS = "derive your loop from lockstep.agents.loops.AgentLoop; see docs/agents.md"
 _MEGATRON = "models are trained with FSDP2; use the classes of {0}.workers.fsdp_workers"
 _ENGINE = (
     "the worker owns its training engine; choose the loss with actor_rollout_ref.actor.policy_loss.loss_mode "
@@ -33,7 +33,6 @@ NOT_SERVED: dict[str, str] = {
     "experimental.agent_loop.single_turn_agent_loop": _AGENTS,
     "experimental.agent_loop.tool_agent_loop": _AGENTS,
     "experimental.reward_loop": "write a reward manager ({0}.workers.reward_manager.register); async functions run concurrently",
-    "interactions": _AGENTS,
     "model_merger": "use `lockstep export` for checkpoints of Lockstep, `lockstep convert` for those of verl",
     "models": "models are transformers' own; lockstep.models.known_models lists the layers with fused kernels",
     "protocol.DataProtoConfig": "worker groups pad and unpad batches; pass auto_padding=True to DataProto.from_dict for chunk",
@@ -43,7 +42,6 @@ NOT_SERVED: dict[str, str] = {
     "single_controller.ray.megatron": _MEGATRON,
     "single_controller.ray.merge_resource_pool": "set resource_pool_spec and resource_pool_mapping",
     "single_controller.ray.split_resource_pool": "set resource_pool_spec and resource_pool_mapping",
-    "tools.base_tool": _AGENTS,
     "tools.utils": _AGENTS,
     "trainer.sft_trainer": _SFT,
     "trainer.main_generation_server": _GENERATION,

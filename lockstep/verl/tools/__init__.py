@@ -1,4 +1,4 @@
-"""verl.tools: the schemas of tools; tools are not served."""
+"""verl.tools: the base class and the schemas of tools."""
 
 from lockstep.verl._names import exports
 

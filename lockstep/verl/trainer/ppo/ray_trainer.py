@@ -29,10 +29,10 @@ from lockstep.observability.rollout_log import dump_generations
 from lockstep.protocol import DataProto, object_array, pad_dataproto_to_divisor, unpad_dataproto
 from lockstep.rewards.managers import RewardFn, load_reward_manager
 from lockstep.single_controller import Backend, ResourcePoolManager, Role, Worker, WorkerGroup
+from lockstep.trainer.agents import agents_for
 from lockstep.trainer.checkpoint import RunLock
 from lockstep.trainer.ppo.ray_trainer import PPOTrainer
 from lockstep.trainer.ppo.sampling import Sampling
-from lockstep.trainer.agents import agents_for
 from lockstep.trainer.ppo.task_runner import check_rows, device_and_backend
 from lockstep.trainer.run_config import write_run_config
 from lockstep.verl._config import typed_config, view
