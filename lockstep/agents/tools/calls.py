@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
+from weakref import WeakKeyDictionary
 
 from lockstep.agents.schemas import ToolResponse
 from lockstep.agents.tool_parser import FunctionCall
@@ -21,6 +22,8 @@ TruncateSide = Literal["left", "middle", "right"]
 GRACE_S = 1.0
 """Time after the deadline in which a tool that does not block can end by itself."""
 MAX_ERROR_CHARS = 300
+MAX_THREADS = 64
+_slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 _logged: set[tuple[str, str]] = set()
 
 
@@ -138,10 +141,15 @@ def _bound(method: Callable[..., Coroutine[Any, Any, T]], instance_id: str, kwar
 
 
 async def run_in_thread(start: Callable[[], Coroutine[Any, Any, T]], timeout_s: float) -> T:
-    """Run a coroutine in a new thread with its own event loop; TimeoutError after `timeout_s`.
+    """Run a coroutine in a new thread with its own event loop; TimeoutError `timeout_s` after its start.
 
-    A thread that blocks is left behind: it cannot be killed, but holds up nothing else.
+    A thread that blocks is left behind: it cannot be killed, but holds up nothing else. At most MAX_THREADS others run at a time.
     """
+    async with _slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_THREADS)):
+        return await _run_in_thread(start, timeout_s)
+
+
+async def _run_in_thread(start: Callable[[], Coroutine[Any, Any, T]], timeout_s: float) -> T:
     future: Future[T] = Future()
 
     async def limited() -> T:
