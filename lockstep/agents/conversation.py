@@ -118,14 +118,15 @@ class Conversation:
             stop_token_ids=(*self.sampling.stop_token_ids, *stop_token_ids),
         )
         # A token depends on its request's seed and its position, and positions of one trajectory never come again.
-        seed = self._seed + len(self.trajectories) - 1
+        seed = (self._seed + len(self.trajectories) - 1) % 2**63
         completion = await self._generate(GenerationRequest(self.trajectory.ids, sampling, seed))
         self.trajectory.add_sampled(completion)
         self.num_assistant_turns += 1
         ended = completion.stop_reason == "stop"
         if not ended:
             self.finish_reason = "abort" if completion.stop_reason == "abort" else "length"
-        text_ids = completion.token_ids[:-1] if ended else completion.token_ids
+        has_end = ended and completion.token_ids[-1] in self.renderer.stop_ids
+        text_ids = completion.token_ids[:-1] if has_end else completion.token_ids
         text: str = self.renderer.tokenizer.decode(text_ids, skip_special_tokens=False)
         self.messages.append({"role": "assistant", "content": text})
         return Turn(text, completion.token_ids, ended)
