@@ -40,7 +40,7 @@ from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
 NUM_ROWS = 8
 LARGE_LEARNING_RATE = 0.05
 """One step of AdamW moves every weight by as much: any model predicts something else afterwards."""
-SMALL_MODEL = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256}
+SMALL_MODEL: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256}
 """Changes of the demo's model: heads of 32, which all engines have kernels for, and room for the canary."""
 
 

@@ -35,7 +35,7 @@ MEDIA_COLUMNS = ("images", "videos", "audios")
 ENCODE_ROWS = 1024
 
 Messages = list[dict[str, Any]]
-ToolsOf = Callable[[Mapping[str, Any]], list[dict[str, Any]] | None]
+ToolsOf = Callable[[Mapping[str, Any]], list[Any] | None]
 """A row's columns -> the tools that its prompt is rendered with."""
 
 
@@ -243,7 +243,9 @@ def _require(row: FileRow, name: str, remedy: str) -> None:
 def agent_kwargs(columns: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The row's `tools_kwargs` and `interaction_kwargs`: columns, or fields of `extra_info`."""
     extra_info = columns.get("extra_info") or {}
-    return {name: drop_none(columns.get(name) or extra_info.get(name)) for name in ("tools_kwargs", "interaction_kwargs")}
+    return {
+        name: drop_none(columns.get(name) or extra_info.get(name)) for name in ("tools_kwargs", "interaction_kwargs")
+    }
 
 
 def check_ground_truths(rows: Sequence[FileRow], config: DataConfig) -> None:

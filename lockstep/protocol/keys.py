@@ -96,7 +96,9 @@ _TABLE = (
     BatchKey("agent_name", "B", None, "the data", "agents", "which agent loop answers the row"),
     BatchKey("tools_kwargs", "B", None, "the data", "agents", "arguments of the row's tools"),
     BatchKey("interaction_kwargs", "B", None, "the data", "agents", "arguments of the row's interaction"),
-    BatchKey("__num_turns__", "B", None, "agents", "reward, metrics", "turns of user and assistant, the prompt included"),
+    BatchKey(
+        "__num_turns__", "B", None, "agents", "reward, metrics", "turns of user and assistant, the prompt included"
+    ),
     BatchKey("messages", "B", None, "agents", "reward", "the turns after the prompt"),
     BatchKey("tool_rewards", "B", None, "agents", "reward", "rewards of tool calls, in order"),
     BatchKey("turn_scores", "B", None, "agents", "reward", "scores of turns by the interaction, in order"),

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.agents.trajectory import Trajectory
+from lockstep.agents.trajectory import NOT_SAMPLED, Trajectory
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.protocol import DataProto, object_array
 from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
@@ -42,46 +42,34 @@ def requests_of(prompts: DataProto, sampling: SamplingParams) -> list[Generation
 def batch_of(
     requests: Sequence[GenerationRequest], completions: Sequence[Completion], config: RolloutConfig, pad_token_id: int
 ) -> DataProto:
+    """One row per response."""
+    rows = [Trajectory(request.prompt_ids) for request in requests]
+    for row, completion in zip(rows, completions, strict=True):
+        row.add_sampled(completion)
+    reasons = object_array([c.stop_reason for c in completions])
+    return DataProto.from_dict(
+        tensors=trajectory_tensors(rows, config, pad_token_id), non_tensors={"finish_reason": reasons}
+    )
+
+
+def trajectory_tensors(rows: Sequence[Trajectory], config: RolloutConfig, pad_token_id: int) -> dict[str, Tensor]:
     """Prompts padded on the left to `rollout.prompt_length`, responses on the right to `rollout.response_length`."""
-    prompts, prompt_mask = _pad([r.prompt_ids for r in requests], config.prompt_length, pad_token_id, left=True)
-    responses, response_mask = _pad([c.token_ids for c in completions], config.response_length, pad_token_id)
-    attention_mask = torch.cat([prompt_mask, response_mask], 1)
+    length = config.response_length
+    prompts, prompt_mask = _pad([row.prompt_ids for row in rows], config.prompt_length, pad_token_id, left=True)
+    responses, is_token = _pad([row.response_ids for row in rows], length, pad_token_id)
+    attention_mask = torch.cat([prompt_mask, is_token], 1)
     tensors: dict[str, Tensor] = {
         "prompts": prompts,
         "responses": responses,
         "input_ids": torch.cat([prompts, responses], 1),
         "attention_mask": attention_mask,
         "position_ids": (attention_mask.cumsum(1) - 1).clamp_min(0),
-        "response_mask": response_mask,
-        "policy_version": torch.tensor([c.policy_version for c in completions], dtype=torch.int64),
-        "policy_versions": _pad([c.policy_versions for c in completions], config.response_length, -1)[0],
+        "response_mask": _pad([row.response_mask for row in rows], length, 0)[0],
+        "policy_version": torch.tensor([row.policy_version for row in rows], dtype=torch.int64),
+        "policy_versions": _pad([row.policy_versions for row in rows], length, NOT_SAMPLED)[0],
     }
     if config.calculate_log_probs:
-        log_probs, _ = _pad([c.log_probs for c in completions], config.response_length, 0.0)
-        tensors["rollout_log_probs"] = log_probs
-    reasons = object_array([c.stop_reason for c in completions])
-    return DataProto.from_dict(tensors=tensors, non_tensors={"finish_reason": reasons})
-
-
-def batch_of_trajectories(
-    trajectories: Sequence[Trajectory], config: RolloutConfig, pad_token_id: int
-) -> dict[str, Tensor]:
-    """The same tensors for conversations: context between turns has `response_mask` 0."""
-    responses = [t.response_ids for t in trajectories]
-    prompts, prompt_mask = _pad([t.prompt_ids for t in trajectories], config.prompt_length, pad_token_id, left=True)
-    response_ids, is_token = _pad(responses, config.response_length, pad_token_id)
-    attention_mask = torch.cat([prompt_mask, is_token], 1)
-    tensors: dict[str, Tensor] = {
-        "prompts": prompts,
-        "responses": response_ids,
-        "input_ids": torch.cat([prompts, response_ids], 1),
-        "attention_mask": attention_mask,
-        "position_ids": (attention_mask.cumsum(1) - 1).clamp_min(0),
-        "response_mask": _pad([t.response_mask for t in trajectories], config.response_length, 0)[0],
-        "policy_version": torch.tensor([t.policy_version for t in trajectories], dtype=torch.int64),
-    }
-    if config.calculate_log_probs:
-        tensors["rollout_log_probs"] = _pad([t.log_probs for t in trajectories], config.response_length, 0.0)[0]
+        tensors["rollout_log_probs"] = _pad([row.log_probs for row in rows], length, 0.0)[0]
     return tensors
 
 

@@ -11,7 +11,7 @@ from lockstep.agents.conversation import Conversation
 from lockstep.agents.renderer import Renderer
 from lockstep.agents.trajectory import NOT_SAMPLED, Trajectory
 from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
-from lockstep.workers.rollout_batch import batch_of_trajectories
+from lockstep.workers.rollout_batch import trajectory_tensors
 from tests.agents.scripted import END, TOKENIZER, make_agents
 
 RENDERER = Renderer(TOKENIZER, [END])
@@ -69,7 +69,7 @@ def test_masks_log_probs_versions_and_ids_line_up(turns: list[tuple[list[int], s
         assert len(request.prompt_ids) - 3 + request.sampling.max_tokens <= response_length
 
     config = make_agents(response_length).config
-    tensors: dict[str, Any] = batch_of_trajectories([trajectory], config, pad_token_id=0)
+    tensors: dict[str, Any] = trajectory_tensors([trajectory], config, pad_token_id=0)
     assert tensors["response_mask"].shape == tensors["responses"].shape == (1, response_length)
     assert tensors["responses"][0, :length].tolist() == trajectory.response_ids
     assert tensors["response_mask"].sum() == len(sampled)

@@ -13,7 +13,7 @@ from lockstep.agents.agents import Agents
 from lockstep.agents.conversation import Conversation, Counts
 from lockstep.protocol import DataProto, object_array
 from lockstep.protocol.generation import Completion, GenerationRequest
-from lockstep.workers.rollout_batch import batch_of_trajectories, requests_of, sampling_params
+from lockstep.workers.rollout_batch import trajectory_tensors, requests_of, sampling_params
 from lockstep.workers.rollout_client import RolloutClient
 
 COUNT_COLUMNS = {
@@ -63,7 +63,7 @@ class AgentRollout:
     def batch(self, conversations: Sequence[Conversation]) -> DataProto:
         """What conversations add to their rows."""
         trajectories = [conversation.trajectory for conversation in conversations]
-        tensors = batch_of_trajectories(trajectories, self.agents.config, self.pad_token_id)
+        tensors = trajectory_tensors(trajectories, self.agents.config, self.pad_token_id)
         columns: dict[str, list[Any]] = {
             "finish_reason": [c.finish_reason for c in conversations],
             "__num_turns__": [c.num_turns for c in conversations],

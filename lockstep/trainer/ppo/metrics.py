@@ -23,10 +23,7 @@ SEQUENCE_STAGES = ("ref", "values", "adv", "update_critic", "update_actor")
 
 AGENT_COLUMNS = {
     "__num_turns__": "num_turns",
-    **{
-        name: name
-        for name in ("tool_call_counts", "tool_error_counts", "malformed_call_counts", "trajectory_breaks")
-    },
+    **{name: name for name in ("tool_call_counts", "tool_error_counts", "malformed_call_counts", "trajectory_breaks")},
 }
 """Columns of conversations, and the names of their metrics."""
 
