@@ -1,7 +1,7 @@
 """Group ids."""
 
-from lockstep.trainer.ppo.sampling import group_id
+from lockstep.trainer.ppo.sampling import _uid
 
 
-def test_group_ids_are_unique_within_a_step() -> None:
-    assert len({group_id(draw, number) for draw in (0, 1, 2, 300) for number in (0, 1, 17, 5000)}) == 16
+def test__uids_are_unique_within_a_step() -> None:
+    assert len({_uid(draw, number) for draw in (0, 1, 2, 300) for number in (0, 1, 17, 5000)}) == 16
