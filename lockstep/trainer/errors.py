@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _NO_MEMORY = re.compile(
-    r"can't allocate memory|cannot allocate memory|out of memory|can't start new thread|failed to launch worker thread|"
+    r"can't allocate|cannot allocate memory|out of memory|can't start new thread|failed to launch worker thread|"
     r"ThreadPoolBuildError|bad_alloc|failed to map segment",
     re.I,
 )

@@ -132,7 +132,9 @@ class Bench:
 
 ABORTED = -signal.SIGABRT
 """How compiled libraries end a process that runs out of memory."""
-KILLED = (-signal.SIGKILL, ABORTED)
+CRASHED = -signal.SIGSEGV
+"""The same without a message: oneDNN uses the memory that it did not get."""
+KILLED = (-signal.SIGKILL, ABORTED, CRASHED)
 
 
 def _wrong_end(ended: Ended, kind: Kind) -> str:
@@ -277,7 +279,7 @@ KINDS: dict[str, Kind] = {
     "read-only folder": Kind(_at_event("read-only"), codes=DISK, says=(FOLDER_KEY,)),
     "file too large": Kind(_at_event("too large"), codes=DISK, says=(FOLDER_KEY,), weight=0.5),
     "folder in the way of a file": Kind(_in_the_way, codes=DISK, says=(FOLDER_KEY,)),
-    "memory limit": Kind(_memory_limit, codes=(0, 1, ABORTED), says=("memory", "bad_alloc")),
+    "memory limit": Kind(_memory_limit, codes=(0, 1, ABORTED, CRASHED), says=("memory", "bad_alloc")),
     "truncated checkpoint": Kind(_damage("truncated"), weight=0.7),
     "flipped byte in a checkpoint": Kind(_damage("flipped"), weight=0.7),
     "file missing in a checkpoint": Kind(_damage("missing"), weight=0.7),
