@@ -27,6 +27,11 @@ def stop_on_sigterm() -> Iterator[None]:
     atexit.register(_ignore_signals)
     try:
         yield
+    except KeyboardInterrupt:
+        # Python ends the process by SIGINT if the exception passed through `exec` or `eval`, even if it is caught later;
+        # the next `exec` resets that.
+        exec("")
+        raise
     finally:
         sys.unraisablehook = hook
         for number, handler in previous.items():

@@ -1,8 +1,11 @@
-"""Stop signals at moments when Python drops the exception that they raise."""
+"""Stop signals at moments when Python drops the exception that they raise, or acts on it itself."""
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -36,3 +39,20 @@ def test_stop_within_a_destructor_is_not_lost(number: int, capsys: pytest.Captur
     assert "Traceback" not in capsys.readouterr().err
     with stop_on_sigterm(), Interrupt() as interrupt:
         assert not interrupt.requested
+
+
+STOPPED_WITHIN_EVAL = """
+import os, signal, sys
+from lockstep.trainer.interrupt import stop_on_sigterm
+try:
+    with stop_on_sigterm():
+        eval("os.kill(os.getpid(), signal.SIGTERM)")
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+def test_stop_within_eval_keeps_the_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "stopped.py").write_text(STOPPED_WITHIN_EVAL)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    assert subprocess.run([sys.executable, "-m", "stopped"], env=environment, check=False).returncode == 130
