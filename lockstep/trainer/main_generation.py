@@ -19,6 +19,7 @@ from lockstep.trainer.generated_rows import GeneratedRows, job_of
 from lockstep.trainer.preflight import check_positions, check_weights
 from lockstep.utils.dataset_files import local_data_files
 from lockstep.utils.files import ensure_writable
+from lockstep.utils.imports import without_collections
 from lockstep.utils.model_path import base_folder, local_model_folder, weight_folders
 from lockstep.utils.progress import ProgressLog, phase
 
@@ -44,8 +45,8 @@ def run_generation(config: GenerationConfig) -> int:
         logger.info("connecting to Ray, or starting it on this machine")
         return run_on_ray(as_validation(config), partial(_runner, config, output))
     logger.info("loading torch and transformers")
-    start_gpu_warmup(config.trainer.device)
-    with ProgressLog(), phase("load torch and transformers"):
+    with ProgressLog(), phase("load torch and transformers"), without_collections():
+        start_gpu_warmup(config.trainer.device)
         runner = _runner(config, output)
     return runner.run(as_validation(config))
 

@@ -15,6 +15,7 @@ from lockstep.trainer.errors import RunError
 from lockstep.trainer.inputs import fetch_inputs
 from lockstep.trainer.memory_check import check_memory
 from lockstep.trainer.preflight import preflight
+from lockstep.utils.imports import without_collections
 from lockstep.utils.progress import ProgressLog, phase
 
 if TYPE_CHECKING:
@@ -49,8 +50,8 @@ def run_ppo(
         logger.info("connecting to Ray, or starting it on this machine")
         return run_on_ray(config, task_runner_class, on_step)
     logger.info("loading torch and transformers")
-    start_gpu_warmup(config.trainer.device)
-    with ProgressLog(), phase("load torch and transformers"):
+    with ProgressLog(), phase("load torch and transformers"), without_collections():
+        start_gpu_warmup(config.trainer.device)
         from lockstep.trainer.ppo.task_runner import TaskRunner
 
     runner = (task_runner_class or TaskRunner)()

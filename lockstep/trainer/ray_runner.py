@@ -27,6 +27,7 @@ from lockstep.observability.jsonl import METRICS_FILE, read_metrics
 from lockstep.trainer.errors import RunError
 from lockstep.trainer.interrupt import Interrupt, stop_on_sigterm
 from lockstep.trainer.step_profiler import nsys_environment, profile_folder
+from lockstep.utils.imports import without_collections
 from lockstep.utils.progress import ProgressLog, phase
 
 if TYPE_CHECKING:
@@ -325,7 +326,7 @@ class Runner:
         try:
             started = {} if task_runner_class else _start_workers(config)
             logger.info("loading torch and transformers")
-            with ProgressLog(), phase("load torch and transformers"):
+            with ProgressLog(), phase("load torch and transformers"), without_collections():
                 from lockstep.trainer.ppo.task_runner import TaskRunner
 
             runner: JobRunner = (task_runner_class or TaskRunner)()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.single_controller.ray_backend.cluster import ray
 from lockstep.single_controller.ray_backend.environment import ProcessEnvironment
+from lockstep.utils.imports import without_collections
 
 if TYPE_CHECKING:
     from lockstep.single_controller.worker import Place
@@ -36,8 +37,9 @@ class WorkerHost:
         if environment is not None:
             has_own = "working_dir" in ray.get_runtime_context().runtime_env  # a copy that Ray made on this machine
             environment.apply(change_dir=not has_own)
-        for module in preload:
-            importlib.import_module(module)
+        with without_collections():
+            for module in preload:
+                importlib.import_module(module)
         from lockstep.single_controller.worker import Place
 
         self._worker: Any = None

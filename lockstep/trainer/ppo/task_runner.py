@@ -200,7 +200,7 @@ class TaskRunner:
                     raise
                 where = next((f" ({n})" for n in getattr(error, "__notes__", []) if n.startswith("raised in")), "")
                 raise RunError(f"{error}{where} (LOCKSTEP_DEBUG=1 shows the traceback)", exit_code=2) from error
-            if not gc.get_freeze_count():  # else a caller has frozen objects, which `unfreeze` would undo
+            if not gc.get_freeze_count():  # else the modules, most of all objects, are frozen already
                 gc.collect()
                 gc.freeze()  # loaded models stay alive: do not scan them in every collection
                 closing.callback(gc.unfreeze)

@@ -19,6 +19,7 @@ from lockstep.trainer.errors import RunError, out_of_memory_as_run_error
 from lockstep.trainer.inputs import fetch_inputs
 from lockstep.trainer.interrupt import stop_on_sigterm
 from lockstep.trainer.preflight import preflight
+from lockstep.utils.imports import without_collections
 from lockstep.utils.progress import ProgressLog, phase
 
 logger = logging.getLogger(__name__)
@@ -36,10 +37,10 @@ def run_training(config: SupervisedConfig) -> int:
     except ValueError as error:
         raise RunError(str(error), exit_code=2) from error
     logger.info("loading torch and transformers")
-    if os.environ.get("WORLD_SIZE", "1") == "1":  # else each rank would open a context on the first GPU
-        start_gpu_warmup(config.trainer.device)
     with ProgressLog():
-        with phase("load torch and transformers"):
+        with phase("load torch and transformers"), without_collections():
+            if os.environ.get("WORLD_SIZE", "1") == "1":  # else each rank would open a context on the first GPU
+                start_gpu_warmup(config.trainer.device)
             from lockstep.trainer.supervised.program import run
         return run(config)
 
