@@ -4,10 +4,8 @@ import asyncio
 import base64
 import os
 import pickle
-import shutil
 import socket
 import tempfile
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -53,17 +51,14 @@ class FileTransfer(WeightTransfer):
                     f"{remote[0]} is on another machine; set {KEY}.weights_folder to a folder that it shares with the workers"
                 )
             folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
-        self._folder = Path(tempfile.mkdtemp(prefix="lockstep-weights-", dir=folder))
-        self._folder.chmod(0o755)  # the server may run as another user
-        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self._folder = folder
 
     async def send(self, tensors: Bucket, for_each: ForEach) -> None:
-        path = self._folder / "bucket.safetensors"
-        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors}, path)
-        try:
-            await for_each(lambda server: server.protocol.load_file(server, str(path)))
-        finally:
-            path.unlink(missing_ok=True)
+        with tempfile.TemporaryDirectory(prefix="lockstep-weights-", dir=self._folder) as folder:
+            Path(folder).chmod(0o755)  # the server may run as another user
+            path = f"{folder}/bucket.safetensors"
+            save_file({name: tensor.cpu().contiguous() for name, tensor in tensors}, path)
+            await for_each(lambda server: server.protocol.load_file(server, path))
 
 
 class TensorTransfer(WeightTransfer):
