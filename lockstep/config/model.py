@@ -37,6 +37,8 @@ class HFModelConfig:
     for all but the vocabulary head."""
     exclude_modules: str | list[str] | None = None
     """Layers without an adapter though `target_modules` selects them: a list of names or a regular expression."""
+    load_in_4bit: bool = False
+    """With `lora_rank`: hold the frozen linear layers in 4 bits (QLoRA: NF4 with double quantisation, by bitsandbytes)."""
     lora_adapter_path: str | None = None
     """Folder of a peft adapter to continue from; its rank must be `lora_rank`, its alpha and layers are taken over."""
 

@@ -24,7 +24,7 @@ _ENGINES = {
     "rm": "reward_model.model.fsdp_config",
 }
 
-LORA_SETTINGS = ("lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path")
+LORA_SETTINGS = ("lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path", "load_in_4bit")
 
 NEVER_READ = {
     **{f"{engine}.wrap_policy.min_num_params": "models are sharded layer by layer" for engine in _ENGINES.values()},

@@ -123,9 +123,10 @@ def _export(found: Found, folder: Path, options: argparse.Namespace, console: Co
 
     from lockstep.export.check import check_outputs, check_tensors
     from lockstep.export.outputs import text_rows
+    from lockstep.export.sources import dtype_name
 
-    dtype = None if options.dtype == "keep" else getattr(torch, options.dtype)
     source = _source(found, options)
+    dtype = source.own_dtype if options.dtype == "keep" else getattr(torch, options.dtype)
     if options.check == "log_probs" and 4 * source.num_parameters > (memory := _host_memory()):
         raise ValueError(
             f"the model has {4 * source.num_parameters / 1e9:.0f} GB in float32, but the host has {memory / 1e9:.0f} GB of memory; "
@@ -136,7 +137,7 @@ def _export(found: Found, folder: Path, options: argparse.Namespace, console: Co
     source.write(folder, dtype, options.max_shard_size)
     kind = {"is_scalar": source.is_scalar, "trust_remote_code": options.trust_remote_code}
     number = check_tensors(source.tensors(), folder, dtype, **kind)
-    console.print(f"{number} tensors are those of the checkpoint" + (f" in {options.dtype}" if dtype else ""))
+    console.print(f"{number} tensors are those of the checkpoint" + (f" in {dtype_name(dtype)}" if dtype else ""))
     if options.check == "log_probs":
         difference = check_outputs(expected, rows, folder, **kind)
         what = "scores" if source.is_scalar else "log-probs"

@@ -31,9 +31,11 @@ from lockstep.config.model import HFModelConfig
 from lockstep.engines.train.shard_reader import ShardTensors
 from lockstep.export.outputs import own_outputs, plain_outputs
 from lockstep.models.export import save_policy, save_scalar_model, save_tensors
+from lockstep.models.four_bit import linears_to_quantize, rounded_to_4bit
 from lockstep.models.known_models import install_decoder_layers
 from lockstep.models.loading import load_causal_lm, load_hf_config, load_reward_model, meta_model
 from lockstep.models.lora import SCORE_HEAD, file_name
+from lockstep.models.lora_identity import trained_on_4bit_base
 from lockstep.models.rope import fix_rope
 from lockstep.models.token_models import PolicyModel, ScalarModel, TokenModel
 from lockstep.models.tokenizer import hf_tokenizer
@@ -51,11 +53,13 @@ class Source(ABC):
 
     is_scalar: a critic or reward model, which has a head to one number instead of a language-model head.
     tokenizer: of the text that the check is computed on.
+    own_dtype: that `--dtype keep` writes; None is that of each tensor.
     """
 
     is_scalar: bool
     num_parameters: int
     tokenizer: PreTrainedTokenizerBase
+    own_dtype: torch.dtype | None = None
 
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -222,7 +226,7 @@ class _ShardWeights(FolderWeights):
 class Adapter(Source):
     """A LoRA adapter and its base model, merged by peft in float32. base: None is the one that the adapter names.
 
-    The adapter of a critic or reward model has the head with it.
+    The adapter of a critic or reward model has the head with it. One that was trained on a base in 4 bits is merged into that.
     """
 
     def __init__(self, folder: Path, base: str | None, trust_remote_code: bool) -> None:
@@ -251,6 +255,11 @@ class Adapter(Source):
                 local_files_only=True,
                 weights_only=True,
             )
+        of_base: Any = hf_config.dtype
+        self.own_dtype = of_base
+        if trained_on_4bit_base(folder):
+            for linear in linears_to_quantize(whole).values():
+                linear.weight.data = rounded_to_4bit(linear.weight.data)
         self._peft = PeftModel.from_pretrained(whole, str(folder), local_files_only=True).eval()
         if odd := sorted(get_peft_model_state_dict(self._peft).keys() ^ stored):  # peft only warns
             raise ValueError(f"{folder} does not fit its base model {whole_folder}: {odd[0]} is in one of them only")

@@ -21,7 +21,17 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lockstep.kernels.activation_memory import layer_bytes
-from lockstep.kernels.ops import Activation, NormKind, add_linear, gated_linear, joint_linear, norm, norm_stream, rotary
+from lockstep.kernels.ops import (
+    Activation,
+    NormKind,
+    add_linear,
+    gated_linear,
+    joint_linear,
+    linear_and_adapter,
+    norm,
+    norm_stream,
+    rotary,
+)
 from lockstep.models.attention import AttentionContext, LayerOptions
 
 Rope = tuple[Tensor, Tensor]
@@ -147,7 +157,8 @@ class DecoderLayer(GradientCheckpointingLayer):
     def _norm_stream(self, name: str, stream: Tensor) -> tuple[Tensor, Tensor]:
         """The norm before attention or MLP, and the stream to add to. OLMo 2 has none: the stream in the weights' dtype."""
         if self.form.order == "post":
-            return stream.to(self.self_attn.o_proj.weight.dtype), stream
+            after: Any = self.post_attention_layernorm
+            return stream.to(after.weight.dtype), stream
         module = getattr(self, name)
         return norm_stream(stream, module.weight, norm_eps(module), self.form.norm)
 
@@ -157,10 +168,10 @@ class DecoderLayer(GradientCheckpointingLayer):
         return x if module is None else norm(x, module.weight, norm_eps(module), self.form.norm)
 
     def activation_bytes(self, num_tokens: int, itemsize: int) -> int | None:
-        """What one forward keeps for the backward on CUDA without checkpointing; None for blocks that are not our MLP."""
-        if self.activation is None:
+        """What one forward keeps for the backward on CUDA without checkpointing; None if modules compute it their own way."""
+        if self.activation is None or linear_and_adapter(self.self_attn.o_proj) is None:
             return None
-        width: int = self.self_attn.o_proj.weight.shape[0]
+        width: int = self.self_attn.o_proj.out_features
         heads = (self.num_heads + self.num_key_heads) * self.head_dim
         return layer_bytes(num_tokens, width, heads, self.self_attn.config.intermediate_size, itemsize)
 

@@ -31,9 +31,11 @@ from transformers.utils import logging as hf_logging
 
 from lockstep.config.model import FSDPEngineConfig, HFModelConfig
 from lockstep.kernels.ops import Adapter
+from lockstep.models.four_bit import linears_to_quantize, rounded_to_4bit, use_4bit_linears
 from lockstep.models.known_models import attention_implementation, install_decoder_layers, why_own_forward
 from lockstep.models.log_probs import VocabularyHead
 from lockstep.models.lora import merged, read_adapter
+from lockstep.models.lora_identity import trained_on_4bit_base
 from lockstep.models.packed_weights import pack_weights
 from lockstep.models.rope import fix_rope
 from lockstep.models.weight_source import FolderWeights, MergedWeights, SentWeights, WeightSource, find_weights
@@ -215,7 +217,10 @@ def _open(
     weights: WeightSource
     _check_adapters(model, adapters, f"{key}.path={config.path!r}")
     if places is not None:
-        weights = MergedWeights(FolderWeights(places), adapters) if adapters else FolderWeights(places)
+        weights = FolderWeights(places)
+        if adapters:
+            in_4bit = linears_to_quantize(model) if _was_in_4bit(config, key) else {}
+            weights = MergedWeights(weights, adapters, in_4bit)
         weights.fill_buffers(model, device)
         if model.can_generate() and (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -228,6 +233,8 @@ def _open(
         weights = _sent_weights(model, cls, config, hf_config, key, dtype)
         weights.fill_buffers(model, device)
     install_decoder_layers(model)
+    if config.load_in_4bit:
+        use_4bit_linears(model, dtype)
     fix_rope(model, max_length)
     return model.eval(), weights
 
@@ -274,6 +281,9 @@ def _from_pretrained(
             local_files_only=True,
             weights_only=True,  # for a folder without safetensors
         )
+    if _was_in_4bit(config, key):
+        for linear in linears_to_quantize(model).values():
+            linear.weight.data = rounded_to_4bit(linear.weight.data)
     for path, adapter in _adapters_to_merge(config, key).items():
         weight = model.get_submodule(path).weight
         weight.data = merged(cast(Tensor, weight.data), adapter)
@@ -291,6 +301,11 @@ def _adapters_to_merge(config: HFModelConfig, key: str) -> dict[str, Adapter]:
             f"{key}.lora_adapter_path to it; {key}.lora_rank=0 trains the merged weights"
         )
     return read_adapter(folder, f"{key}.path={config.path!r}")[0]
+
+
+def _was_in_4bit(config: HFModelConfig, key: str) -> bool:
+    """Whether `path` is an adapter's folder whose base was in 4 bits."""
+    return trained_on_4bit_base(local_model_folder(config.path, f"{key}.path"))
 
 
 def _check_adapters(model: nn.Module, adapters: Mapping[str, Adapter], what: str) -> None:

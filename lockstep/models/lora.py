@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.config.model import HFModelConfig
 from lockstep.kernels.ops import Adapter
+from lockstep.models.four_bit import is_4bit
 from lockstep.utils.distributed import current_rank
 from lockstep.utils.model_path import is_adapter, local_model_folder, locate_model
 
@@ -304,7 +305,8 @@ def _inject(
             ) from error
         raise ValueError(f"{what} matches no linear layer of {name}; {known}") from error
     layers = adapter_layers(transformer)
-    if others := sorted({path.rpartition(".")[2] for path, layer in layers.items() if not isinstance(layer, Linear)}):
+    odd = [path for path, layer in layers.items() if not isinstance(layer, Linear) and not is_4bit(layer.weight)]
+    if others := sorted({path.rpartition(".")[2] for path in odd}):
         raise ValueError(f"{what}: {', '.join(others)} of {name} is not a linear layer; {known}")
     if isinstance(lora.target_modules, list | set) and isinstance(config.target_modules, list):
         wanted = [target for target in config.target_modules if target in lora.target_modules]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lockstep.models.four_bit import has_4bit_linears, is_4bit, use_4bit_linears
 from lockstep.models.known_models import install_decoder_layers
 from lockstep.models.lora import copy_adapters
 from lockstep.models.packed_weights import pack_weights
@@ -29,6 +30,8 @@ def rollout_module(model: PreTrainedModel) -> PreTrainedModel:
         )
     install_decoder_layers(module)
     copy_rope(model, module)
+    if has_4bit_linears(model):
+        use_4bit_linears(module, model.dtype)
     copy_adapters(model, module)
     return module.eval().requires_grad_(False)
 
@@ -41,7 +44,9 @@ def share_weights(module: nn.Module, model: nn.Module) -> None:
 
 
 def copy_gathered(module: nn.Module, weights: Iterable[tuple[str, Tensor]], model: nn.Module) -> None:
-    """Copy whole parameters into the rollout's own memory, which is allocated at the first call; buffers are shared.
+    """Copy whole parameters into the rollout's own memory, which is allocated at the first call.
+
+    Buffers and weights in 4 bits are shared.
 
     weights: every parameter once by its name in `model`, later only those that change; each tensor is valid until the next is
              asked for.
@@ -53,6 +58,9 @@ def copy_gathered(module: nn.Module, weights: Iterable[tuple[str, Tensor]], mode
     names = {group[0]: group for group in groups.values()}
     fresh = False
     for name, tensor in weights:
+        if is_4bit(tensor):  # never changes, and is not sharded
+            _set(module, name, tensor)
+            continue
         own = module.get_parameter(name)
         if own.is_meta:
             fresh = True

@@ -11,7 +11,7 @@ import json
 import logging
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from lockstep.kernels.ops import Adapter
+from lockstep.models.four_bit import is_4bit, quantized, rounded_to_4bit
 from lockstep.models.lora import base_name, merged
 from lockstep.utils.distributed import current_rank
 
@@ -58,11 +59,14 @@ class WeightSource(ABC):
     def fill(self, module: nn.Module, device: torch.device) -> None:
         """Give the parameters of `module` that are on the meta device their memory, on `device`, and their values."""
         filled: dict[Tensor, nn.Parameter] = {}
-        for name, parameter in module.named_parameters():
+        for name, parameter in list(module.named_parameters()):
             if parameter.is_meta:
                 like, start = _own_rows(parameter)
                 own = torch.empty(like.shape, dtype=like.dtype, device=device)
                 self._read(self._prefix + base_name(name), parameter.shape, own, start)
+                if is_4bit(parameter):
+                    _set_parameter(module, name, quantized(own))
+                    continue
                 if isinstance(parameter, DTensor):  # DTensor.from_local would move it to the device of the mesh
                     own = DTensor(own, parameter._spec, requires_grad=False)
                 filled[parameter] = nn.Parameter(own, parameter.requires_grad)
@@ -156,12 +160,17 @@ class SentWeights(WeightSource):
 
 
 class MergedWeights(WeightSource):
-    """Weights with adapters added to them. adapters: by the name of their linear layer."""
+    """Weights with adapters added to them.
 
-    def __init__(self, base: WeightSource, adapters: Mapping[str, Adapter]) -> None:
+    adapters: by the name of their linear layer.
+    in_4bit:  linear layers whose weights were in 4 bits when the adapters were trained.
+    """
+
+    def __init__(self, base: WeightSource, adapters: Mapping[str, Adapter], in_4bit: Collection[str] = ()) -> None:
         super().__init__()
         self._base = base
         self._adapters = adapters
+        self._in_4bit = in_4bit
 
     def close(self) -> None:
         self._base.close()
@@ -170,10 +179,15 @@ class MergedWeights(WeightSource):
         self._base.fill_buffers(model, device)
 
     def _read(self, name: str, shape: torch.Size, own: Tensor, start: int) -> None:
-        self._base._read(name, shape, own, start)
-        adapter = self._adapters.get(name.removesuffix(".weight"))
-        if adapter is not None and name.endswith(".weight"):
-            own.copy_(merged(own, adapter, start))
+        layer = name.removesuffix(".weight") if name.endswith(".weight") else ""
+        if layer in self._in_4bit:  # rows cannot be quantised alone: all scales of a weight share an offset
+            whole = torch.empty(shape, dtype=own.dtype, device=own.device)
+            self._base._read(name, shape, whole, 0)
+            own.copy_(rounded_to_4bit(whole)[start : start + len(own)])
+        else:
+            self._base._read(name, shape, own, start)
+        if layer in self._adapters:
+            own.copy_(merged(own, self._adapters[layer], start))
 
 
 def find_weights(
@@ -276,10 +290,14 @@ def safetensors_files(folder: Path) -> list[Path]:
 
 def untie(model: nn.Module, name: str, dtype: torch.dtype) -> None:
     """Give `name` its own parameter on the meta device."""
-    path, _, leaf = name.rpartition(".")
     before = model.get_parameter(name)
     fresh = torch.empty(before.shape, dtype=dtype, device="meta")
-    model.get_submodule(path)._parameters[leaf] = nn.Parameter(fresh, before.requires_grad)
+    _set_parameter(model, name, nn.Parameter(fresh, before.requires_grad))
+
+
+def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    path, _, leaf = name.rpartition(".")
+    model.get_submodule(path)._parameters[leaf] = parameter
 
 
 def _own_rows(parameter: Tensor) -> tuple[Tensor, int]:

@@ -1,4 +1,4 @@
-"""The LoRA adapters of a model: their parameters, and what they keep for the backward pass."""
+"""The LoRA adapters of a model: their parameters, what they keep for the backward pass, and a base in 4 bits."""
 
 import re
 from collections.abc import Sequence
@@ -18,6 +18,30 @@ class Adapters:
     parameters: int
     layer_entries: int
     moved_entries: int
+
+
+FOUR_BIT_BYTES = 0.5 + (1 + 4 / 256) / 64
+"""Per weight: 4 bits, an 8-bit scale for 64 of them and a float32 scale for 256 of those."""
+
+
+@dataclass(frozen=True)
+class FourBitBase:
+    """Linear layers in 4 bits. parameters: of all layers; largest: of one linear layer, which is dequantised to compute."""
+
+    parameters: int
+    largest: int
+
+    @property
+    def bytes(self) -> float:
+        return FOUR_BIT_BYTES * self.parameters
+
+
+def four_bit_base(model: HFModelConfig, shape: ModelShape) -> FourBitBase | None:
+    """None if the base is in the compute dtype. Experts stay in it: their weights are not linear layers in transformers."""
+    if not model.load_in_4bit:
+        return None
+    sizes = [inputs * outputs for inputs, outputs in _linear_layers(shape).values()]
+    return FourBitBase(shape.layers * sum(sizes), max(sizes))
 
 
 def adapters_of(model: HFModelConfig, shape: ModelShape) -> Adapters | None:

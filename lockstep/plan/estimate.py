@@ -28,6 +28,7 @@ _ADVICE = {
     "logits": "{micro}",
     "KV cache": "a smaller actor_rollout_ref.rollout.max_num_seqs or actor_rollout_ref.rollout.gpu_memory_utilization",
     "moment buckets": "more GPUs",
+    "dequantised weight": "{model}.load_in_4bit=false",
 }
 """Part of a phase's memory -> what to change if it is the largest."""
 

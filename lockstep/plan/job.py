@@ -9,7 +9,7 @@ from lockstep.config.actor_rollout_ref import SERVER_ENGINES, RolloutConfig
 from lockstep.config.model import FSDPEngineConfig, sequence_parallel_size
 from lockstep.config.placement import need_reference_policy, needed_models, pools_of
 from lockstep.config.ppo import PPOConfig
-from lockstep.plan.adapters import Adapters, adapters_of
+from lockstep.plan.adapters import Adapters, FourBitBase, adapters_of, four_bit_base
 from lockstep.plan.batch_units import BatchUnits, Lengths, batch_units, log_prob_limits, micro_limits
 from lockstep.plan.hardware import Device
 from lockstep.plan.model_shape import ModelShape
@@ -29,6 +29,7 @@ class Model:
     updates:         optimizer steps in a training step.
     decodes:         whether it generates the rollouts.
     adapters:        trained instead of its parameters.
+    four_bit:        the part of the frozen parameters that is in 4 bits.
     """
 
     role: str
@@ -46,6 +47,7 @@ class Model:
     updates: int = 0
     decodes: bool = False
     adapters: Adapters | None = None
+    four_bit: FourBitBase | None = None
 
     @property
     def is_sharded(self) -> bool:
@@ -67,10 +69,22 @@ class Model:
         """Parameters of the adapters."""
         return 0 if self.adapters is None else self.adapters.parameters
 
+    @property
+    def four_bit_bytes(self) -> float:
+        """Of the weights in 4 bits, which are not sharded."""
+        return 0.0 if self.four_bit is None else self.four_bit.bytes
+
+    @property
+    def num_wide(self) -> int:
+        """Parameters that are not in 4 bits, without adapters."""
+        return self.shape.parameters - (0 if self.four_bit is None else self.four_bit.parameters)
+
     def layer_bytes(self, num_tokens: int) -> int:
         """What the forward of one layer keeps for the backward."""
-        more = 0 if self.adapters is None else num_tokens * self.adapters.layer_entries * self.compute
-        return self.shape.activation_bytes(num_tokens, self.compute) + more
+        entries = 0 if self.adapters is None else self.adapters.layer_entries
+        if self.four_bit is not None:  # its modules keep the activated gate and its product with up, too
+            entries += 2 * self.shape.active_experts * self.shape.inner
+        return self.shape.activation_bytes(num_tokens, self.compute) + num_tokens * entries * self.compute
 
 
 @dataclass(frozen=True)
@@ -118,7 +132,7 @@ def job_of(config: PPOConfig, device: Device, lengths: Lengths, shape_of: Callab
     policy, data = config.actor_rollout_ref, config.data
     actor, rollout = policy.actor, policy.rollout
     shape = shape_of(policy.model.path, "actor_rollout_ref.model")
-    adapters = adapters_of(policy.model, shape)
+    adapters, four_bit = adapters_of(policy.model, shape), four_bit_base(policy.model, shape)
     roles = needed_models(config)
     pools = pools_of(config, roles)
     prompts, samples = data.train_batch_size, rollout.n
@@ -166,13 +180,13 @@ def job_of(config: PPOConfig, device: Device, lengths: Lengths, shape_of: Callab
             updates=updates,
             decodes=not own_pool and not is_remote,
             adapters=adapters,
+            four_bit=four_bit,
         )
     ]
     frozen: dict[str, Any] = {"checkpointing": False, "update": None}
     if own_pool and not is_remote:
-        models.append(
-            model("rollout", shape, actor, actor.fsdp_config, passes={}, decodes=True, adapters=adapters, **frozen)
-        )
+        own = {"adapters": adapters, "four_bit": None if rollout.name == "vllm" else four_bit, **frozen}
+        models.append(model("rollout", shape, actor, actor.fsdp_config, passes={}, decodes=True, **own))
     if "ref" in roles:
         forward = units(sequences, "ref", policy.ref, packed, **log_prob_limits(policy.ref))
         passes = {"reference log-probs": forward}
@@ -239,6 +253,7 @@ def _critic(config: PPOConfig, shape_of: Any, model: Any, units: Any, sequences:
         passes={"values": units(sequences, "critic", critic, packed, **forward)},
         updates=math.ceil(sequences / mini) * critic.ppo_epochs,
         adapters=adapters_of(critic.model, shape),
+        four_bit=four_bit_base(critic.model, shape),
     )
     return found
 

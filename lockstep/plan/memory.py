@@ -34,7 +34,10 @@ ORDER = (
     *("update critic", "update actor"),
 )
 """The phases of a step."""
-FIXED = ("weights", "moments", "weights of other models", "weights for decoding", "gradients", "gathered layers")
+FIXED = (
+    *("weights", "moments", "weights of other models", "weights for decoding", "gradients", "gathered layers"),
+    "dequantised weight",
+)
 """Parts that do not depend on the lengths of prompts and responses."""
 
 
@@ -87,9 +90,17 @@ def _between(job: Job, active: Model, activity: Activity) -> dict[str, float]:
         parts["weights" if is_active else "weights of other models"] += weights
         parts["moments"] += moments
         if model.decodes and _has_weights_for_decoding(job, model, decodes=decodes):
-            num_parameters = model.shape.parameters + (0 if job.rollout.is_vllm else model.num_adapters)
-            parts["weights for decoding"] = model.compute * num_parameters / job.rollout.tensor_parallel
+            parts["weights for decoding"] = _copy_for_decoding(job, model)
     return parts
+
+
+def _copy_for_decoding(job: Job, model: Model) -> float:
+    """Bytes. vLLM gets merged weights; the embedded engine shares those in 4 bits, unless it is alone in its pool."""
+    ranks = job.rollout.tensor_parallel
+    if job.rollout.is_vllm:
+        return model.compute * model.shape.parameters / ranks
+    own = model.four_bit_bytes if model.update is None else 0.0
+    return (own + model.compute * (model.num_wide + model.num_adapters)) / ranks
 
 
 def _has_vllm_copy(job: Job, model: Model) -> bool:
@@ -112,7 +123,9 @@ def _resident(model: Model, *, is_active: bool, updates: bool) -> tuple[float, f
         return 0.0, 0.0
     on_device = is_active or not engine.param_offload
     whole = model.update is None and model.decodes and model.ranks > 1  # a rollout in its own pool is not sharded
-    frozen = 0.0 if whole else on_device * model.compute * model.num_frozen / shards
+    frozen = 0.0
+    if not whole and model.num_frozen:
+        frozen = on_device * (model.compute * model.num_wide / shards + model.four_bit_bytes)
     copied = not model.is_sharded and model.master != model.compute
     masters_are_there = not engine.param_offload or (is_active and (updates or not copied))
     trained = masters_are_there * model.master * model.num_trained / shards
@@ -125,7 +138,10 @@ def _generation(job: Job, model: Model, others: float) -> dict[str, float]:
     shape, rollout = model.shape, job.rollout
     one_layer = (2 * shape.active_experts * shape.inner + 4 * shape.width) * model.compute + shape.width * STREAM_BYTES
     ranks, one_token = rollout.tensor_parallel, shape.kv_bytes(model.compute) / rollout.tensor_parallel
-    share = rollout.utilization * job.device.memory - model.compute * shape.parameters / ranks
+    weights: float = model.compute * shape.parameters
+    if not rollout.is_vllm:
+        weights = model.compute * model.num_wide + model.four_bit_bytes
+    share = rollout.utilization * job.device.memory - weights / ranks
     room, wanted = min(share, CACHE_SHARE_OF_FREE * (job.device.memory - others)), rollout.cache_tokens * one_token
     if rollout.is_vllm and not job.device.is_cpu:
         room = wanted = share
@@ -133,6 +149,7 @@ def _generation(job: Job, model: Model, others: float) -> dict[str, float]:
         "KV cache": min(wanted, max(room, job.lengths.total * one_token)),
         "activations": max(rollout.prefill_tokens, rollout.concurrent) * one_layer,
         "logits": 2 * rollout.concurrent * shape.vocabulary * 4,
+        "dequantised weight": 0.0 if rollout.is_vllm else _dequantised(model),
     }
 
 
@@ -142,6 +159,7 @@ def _forward(device: Device, model: Model, units: BatchUnits) -> dict[str, float
         "gathered layers": _gathered(model),
         "activations": model.layer_bytes(tokens),
         "logits": _logits(device, model, units, free=0.0),
+        "dequantised weight": _dequantised(model),
     }
 
 
@@ -153,11 +171,13 @@ def _update(device: Device, model: Model, units: BatchUnits, others: float) -> d
     kept = shape.layers
     if model.checkpointing:
         saves_memory = engine.param_offload or engine.optimizer_offload or engine.offload_policy or device.is_cpu
+        saves_memory = saves_memory or model.four_bit is not None
         room = 0.0 if saves_memory else device.memory * (1 - ACTIVATIONS_LEAVE_FREE) - others - gradients
         kept = min(shape.layers, int(max(0.0, room) // layer))
     again = layer if kept < shape.layers else 0
     activations = kept * layer + (shape.layers - kept) * stream + again
     parts = {"gradients": gradients, "gathered layers": _gathered(model, updates=True), "activations": activations}
+    parts["dequantised weight"] = _dequantised(model)
     free = device.memory - others - sum(parts.values())
     parts["logits"] = _logits(device, model, units, free)
     if engine.optimizer_offload and not engine.offload_policy and not device.is_cpu:
@@ -173,7 +193,13 @@ def _gathered(model: Model, *, updates: bool = False) -> float:
     outside = shape.parameters - shape.layers * shape.layer_parameters
     sends_layers = updates and model.adapters is None
     sending = GRADIENT_BYTES * max(shape.layer_parameters, outside) if sends_layers else 0
-    return model.compute * (2 * shape.layer_parameters + outside) + sending
+    per_layer = (model.num_wide - outside) / shape.layers
+    return model.compute * (2 * per_layer + outside) + sending
+
+
+def _dequantised(model: Model) -> float:
+    """The largest weight in 4 bits, in the compute dtype while its layer computes."""
+    return 0.0 if model.four_bit is None else model.compute * model.four_bit.largest
 
 
 def _logits(device: Device, model: Model, units: BatchUnits, free: float) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from lockstep.config.checks import NEEDS_VLLM
+from lockstep.config.checks import NEEDS_BITSANDBYTES, NEEDS_VLLM
 from lockstep.config.compat import NOT_SUPPORTED
 from lockstep.config.compose import load_config
 from lockstep.config.errors import ConfigError
@@ -30,6 +30,8 @@ NOT_NEEDED = (
     "actor_rollout_ref.model.tokenizer_path",
 )
 """Keys of files that a plan does not read."""
+NOT_INSTALLED = (NEEDS_VLLM, NEEDS_BITSANDBYTES)
+"""Problems of a machine that a plan does not run on."""
 SHOWN = 8
 """Candidates of a search."""
 FILE_WIDTH = 160
@@ -77,7 +79,7 @@ def _load(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[PPOCon
     try:
         return load(run_checks=True), []
     except ConfigError as error:
-        problems = [p for p in error.problems if p.key not in NOT_NEEDED and p.message != NEEDS_VLLM]
+        problems = [p for p in error.problems if p.key not in NOT_NEEDED and p.message not in NOT_INSTALLED]
         refused = [problem for problem in problems if NOT_SUPPORTED in problem.message]
         if len(refused) < len(problems):
             raise ConfigError(problems) from None
@@ -167,7 +169,8 @@ def _show_units(console: Console, plan: Plan) -> None:
 def _trained(model: Model) -> str:
     bits = {size: f"{8 * size}-bit" for size in (model.master, model.compute)}
     if model.adapters is not None:
-        return f", {bits[model.compute]} and frozen; {model.num_trained / 1e6:.3g}M of adapters are trained"
+        frozen = bits[model.compute] if model.four_bit is None else "linear layers in 4-bit"
+        return f", {frozen} and frozen; {model.num_trained / 1e6:.3g}M of adapters are trained"
     return f", {bits[model.master]} masters, computed in {bits[model.compute]}"
 
 

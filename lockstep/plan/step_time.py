@@ -63,6 +63,7 @@ def _generation(job: Job, phase: Phase) -> float:
     waves = rollout.sequences / concurrent
     context = lengths.prompt + lengths.response / 2
     weights = model.compute * (shape.layers * _touched_layer(model, concurrent) + shape.head_parameters)
+    weights += 0.0 if rollout.is_vllm else _dequantising(model)
     cache = concurrent * context * shape.kv_bytes(model.compute)
     products = 2 * concurrent * (shape.layers * shape.active_layer_parameters + shape.head_parameters)
     step = max((weights + cache) / device.bandwidth, products / _rate(device, shape.width)) / ranks
@@ -76,6 +77,11 @@ def _generation(job: Job, phase: Phase) -> float:
         changed = shape.parameters if model.engine.param_offload or rollout.is_vllm else model.num_trained
         gather = model.compute * changed / _link(device, model, model.shards)
     return gather + prefill + waves * lengths.response * step
+
+
+def _dequantising(model: Model) -> float:
+    """Bytes that move to dequantise all weights in 4 bits once: they are read, and written in the compute dtype."""
+    return 0.0 if model.four_bit is None else model.four_bit.bytes + model.compute * model.four_bit.parameters
 
 
 def _touched_layer(model: Model, num_tokens: float) -> float:
@@ -116,6 +122,7 @@ def _pass(job: Job, model: Model, units: BatchUnits, recomputed: float | None) -
     traffic = tokens * shape.layers * model.layer_bytes(1) * ACTIVATION_PASSES * passes / 3
     if model.adapters is not None:
         traffic += tokens * shape.layers * model.adapters.moved_entries * model.compute * passes
+    traffic += units.num_micro * passes * _dequantising(model)
     compute = (layers + head + adapters) / _rate(device, shape.width) + traffic / device.bandwidth
     if units.sequence_parallel > 1:  # queries, keys, values and outputs change owners
         exchanged = 2 * (shape.heads + shape.key_heads) * shape.head_dim * model.compute * tokens * shape.layers
@@ -127,7 +134,7 @@ def _pass(job: Job, model: Model, units: BatchUnits, recomputed: float | None) -
 
 def _communication(device: Device, model: Model, units: BatchUnits, *, updates: bool) -> float:
     """Gathers of the parameters and reductions of the gradients, which overlap with the computation."""
-    link, size = _link(device, model, model.shards), model.shape.parameters
+    link, size = _link(device, model, model.shards), model.num_wide
     gathers = units.num_micro * (2 if updates else 1) * model.compute * size
     if not updates:
         return gathers / link

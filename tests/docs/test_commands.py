@@ -155,6 +155,8 @@ def variables(places: dict[str, str]) -> dict[str, str]:
 def test_training_commands_train(
     page: str, command: str, places: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if "load_in_4bit=true" in command:
+        pytest.importorskip("bitsandbytes")
     monkeypatch.chdir(tmp_path)  # for relative output folders
     for name, value in variables(places).items():
         monkeypatch.setenv(name, value)

@@ -290,6 +290,16 @@ def test_adapter_is_merged_or_copied(
     assert "does not fit its base model" in capsys.readouterr().err
 
 
+def test_a_merged_adapter_has_the_dtype_of_its_base(adapter: Path, models: Path, tmp_path: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained(models / "base", dtype=torch.bfloat16)
+    save_policy(base, base.named_parameters(), tiny_tokenizer(), tmp_path / "half")
+    for dtype, expected in (("keep", torch.bfloat16), ("float32", torch.float32)):
+        out = tmp_path / dtype
+        assert export(adapter.parents[1], "-o", out, "--model", tmp_path / "half", "--dtype", dtype) == 0
+        assert {tensor.dtype for tensor in weights_of(out).values()} == {expected}
+        assert AutoModelForCausalLM.from_pretrained(out, dtype="auto").dtype == expected
+
+
 def test_adapter_of_a_critic(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(2)
     config = HFModelConfig(path=str(models / "base"), lora_rank=4)

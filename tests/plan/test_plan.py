@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -371,3 +372,24 @@ def test_gpu_with_unknown_rates(
     assert "fits on NVIDIA Quantum 9000" in shown and "s per step" not in shown
     assert main(["plan", "--search", *command("0.5b", 8, 64, 64)]) == 2
     assert "the rates of NVIDIA Quantum 9000 are not known" in capsys.readouterr().err
+
+
+def test_a_base_in_4_bits(command: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """7.07 of the 7.62 billion parameters at 0.516 bytes; those are not sharded."""
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)  # it need not be installed
+    model = "actor_rollout_ref.model"
+    lora = [f"{model}.lora_rank=32", f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=8192"]
+    settings = command("7b", 16, 256, 512, *lora, f"{model}.load_in_4bit=true")
+    assert main(["plan", "--device", "RTX4090", *settings]) == 0
+    shown = capsys.readouterr().out
+    assert "linear layers in 4-bit and frozen; 80.7M of adapters are trained" in shown and "fits on RTX4090" in shown
+    assert main(["plan", "--device", "RTX4090", *command("7b", 16, 256, 512, *lora)]) == 1
+    monkeypatch.undo()
+    if find_spec("bitsandbytes") is None:
+        return
+    linears, wide = 28 * (2 * 3584 * (3584 + 512) + 3 * 3584 * 18944), 2 * 152064 * 3584
+    for ranks in (1, 2):
+        job = plan([*settings, f"trainer.n_gpus_per_node={ranks}"])
+        weights = phases(job)[0].parts["weights"]
+        adapters = (4 + 2 * (ranks == 1)) * 80.7e6 / ranks
+        assert weights == pytest.approx(linears * (0.5 + 1 / 64) + 2 * wide / ranks + adapters, rel=0.01)

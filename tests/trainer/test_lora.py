@@ -66,6 +66,22 @@ def test_grpo_learns_and_resumes_bit_for_bit_without_a_second_model(
     assert not (adapters[0].parent / "huggingface").exists()
 
 
+def test_grpo_with_a_base_in_4_bits(overrides: list[str], tmp_path: Path) -> None:
+    """The reference is the quantised base: before the first update KL is 0."""
+    pytest.importorskip("bitsandbytes")
+    command = [*overrides, *GRPO, f"{MODEL}.lora_rank=8", f"{MODEL}.load_in_4bit=true", "trainer.save_freq=1"]
+    command += ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.optim.lr=1e-2"]
+    command += ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
+    assert main([*command, "trainer.total_training_steps=1"]) == 0
+    assert main([*command, "trainer.total_training_steps=2"]) == 0  # resumes
+    first, second = metrics_of(tmp_path / "run")
+    assert first["actor/kl_loss"] == 0 < second["actor/kl_loss"]
+    assert first["actor/grad_norm"] > 0
+    part = tmp_path / "run" / "global_step_2" / "actor"
+    assert json.loads((part / "lora.json").read_text())["load_in_4bit"] is True
+    assert not (part / "huggingface").exists() and (part / "lora_adapter" / "adapter_model.safetensors").is_file()
+
+
 def test_the_reference_of_a_run_is_the_base(overrides: list[str]) -> None:
     """Adapters that are not zero: `ref` log-probs are those of a separate reference worker, bit for bit."""
     asked = [*overrides, *GRPO, "actor_rollout_ref.actor.use_kl_loss=true"]
@@ -160,6 +176,19 @@ def test_sft_with_adapters(tmp_path: Path, tiny_run_files: Path) -> None:
             [f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules=[foo]"],
             "its linear layers are down_proj, gate_proj, k_proj",
         ),
+        (
+            [f"{MODEL}.load_in_4bit=true"],
+            f"{MODEL}.load_in_4bit=true: a model in 4 bits cannot be trained, only adapters on it; set {MODEL}.lora_rank",
+        ),
+        (
+            [
+                f"{MODEL}.load_in_4bit=true",
+                f"{MODEL}.lora_rank=8",
+                "actor_rollout_ref.actor.fsdp_config.offload_policy=true",
+            ],
+            "weights in 4 bits stay on the device; set false",
+        ),
+        ([f"{MODEL}.load_in_8bit=true"], "or in 4 bits with load_in_4bit; set false"),
     ],
 )
 def test_wrong_settings_are_one_message(

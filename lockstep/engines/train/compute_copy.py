@@ -12,17 +12,19 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from lockstep.models.four_bit import is_4bit
+
 M = TypeVar("M", bound=nn.Module)
 
 
 def copy_in(model: M, dtype: torch.dtype) -> M:
     """A copy with parameters in `dtype`; trained ones accumulate float32 gradients. Buffers keep their type.
 
-    Frozen parameters that are in `dtype` already (the base of a LoRA adapter) are shared, not copied.
+    Frozen parameters that are in `dtype` already (the base of a LoRA adapter) or in 4 bits are shared, not copied.
     """
     cast: dict[int, nn.Parameter] = {}
     for parameter in model.parameters():
-        if not parameter.requires_grad and parameter.dtype == dtype:
+        if not parameter.requires_grad and (parameter.dtype == dtype or is_4bit(parameter)):
             cast[id(parameter)] = parameter
             continue
         compute = nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)

@@ -28,6 +28,7 @@ from lockstep.engines.train.optimizer import PiecewiseAdamW, build_optimizer
 from lockstep.engines.train.schedule import build_schedule
 from lockstep.engines.train.state import load_extra, load_shards, save_extra, save_shards
 from lockstep.models.export import save_policy, save_scalar_model
+from lockstep.models.four_bit import dequantized, whole_shape
 from lockstep.models.known_models import computes_packed
 from lockstep.models.lora import (
     adapters_off,
@@ -245,7 +246,7 @@ class FsdpEngine(TrainEngine):
         for name, parameter in self.model.named_parameters():
             if trained and not parameter.requires_grad:
                 continue
-            weight = parameter.detach()
+            weight = dequantized(parameter)
             yield self.model.hf_name(name), sharding.whole(weight if self._streams else weight.to(self.device))
 
     def merged_weights(self) -> Generator[tuple[str, Tensor]]:
@@ -257,7 +258,7 @@ class FsdpEngine(TrainEngine):
         """Names and shapes of `merged_weights`, or of the trained `weights`."""
         shapes = [(self.model.hf_name(name), p) for name, p in self.model.named_parameters()]
         if merged:
-            return [(base_name(name), tuple(p.shape)) for name, p in shapes if not of_adapter(name)]
+            return [(base_name(name), whole_shape(p)) for name, p in shapes if not of_adapter(name)]
         return [(name, tuple(p.shape)) for name, p in shapes if p.requires_grad]
 
     def onload(self, *, optimizer: bool = False, ahead: bool = False) -> None:

@@ -2,6 +2,8 @@
 
 fsdp_size = -1 or all ranks   (world,)                        sharded over all ranks
 fsdp_size = n                 (world / n replicas, n shards)  hybrid: sharded over n ranks that follow each other
+
+Weights in 4 bits are not sharded: every rank has all of them.
 """
 
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.config.model import FSDPEngineConfig
 from lockstep.models.decoder_layer import DecoderLayer
+from lockstep.models.four_bit import is_4bit
 from lockstep.utils.distributed import current_world_size, get_mesh, init_single_process_group
 
 
@@ -25,6 +28,7 @@ def shard(model: nn.Module, config: FSDPEngineConfig, device: torch.device, comp
     # inputs keep their dtype: the residual stream is in float32
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     offload = CPUOffloadPolicy() if streams_from_host(config, device) else OffloadPolicy()
+    whole = {parameter for parameter in model.parameters() if is_4bit(parameter)}
     layers = _decoder_layers(model)
     for layer in layers:
         fully_shard(
@@ -33,8 +37,16 @@ def shard(model: nn.Module, config: FSDPEngineConfig, device: torch.device, comp
             mp_policy=precision,
             offload_policy=offload,
             reshard_after_forward=config.reshard_after_forward,
+            ignored_params=whole,
         )
-    fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
+    fully_shard(
+        model,
+        mesh=mesh,
+        mp_policy=precision,
+        offload_policy=offload,
+        reshard_after_forward=False,
+        ignored_params=whole,
+    )
     if config.forward_prefetch:
         for before, after in pairwise(cast(list[FSDPModule], layers)):
             before.set_modules_to_forward_prefetch([after])
@@ -52,13 +64,18 @@ def reshard(model: nn.Module) -> None:
 
 
 def whole_by_group(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter once by name, whole and in the compute dtype, with one FSDP group gathered at a time. Collective."""
+    """Every parameter once by name, whole and in the compute dtype, with one FSDP group gathered at a time. Collective.
+
+    Parameters in 4 bits, of which every rank has all, are given as they are.
+    """
     reshard(model)
+    yield from ((name, parameter) for name, parameter in model.named_parameters() if is_4bit(parameter))
     for prefix, module in model.named_modules():
         if isinstance(module, FSDPModule):
             module.unshard()
             for name, parameter in cast(nn.Module, module).named_parameters(prefix=prefix):
-                if not isinstance(parameter, DTensor):  # those of nested groups are still sharded
+                # those of nested groups are still sharded
+                if not isinstance(parameter, DTensor) and not is_4bit(parameter):
                     yield name, parameter.detach()
             module.reshard()
 

@@ -18,6 +18,7 @@ from lockstep.engines.train.base import MicroBatching
 from lockstep.engines.train.fsdp import FsdpEngine
 from lockstep.kernels.packed import packed_view
 from lockstep.models.attention import PackedAttention, no_mask
+from lockstep.models.four_bit import dequantized
 from lockstep.models.loading import load_value_model, open_causal_lm, open_value_model
 from lockstep.models.lora import adapter_layers, has_adapters, install_adapters
 from lockstep.models.shared_weights import rollout_module
@@ -50,6 +51,7 @@ class Case:
     num_real: int = NUM_REAL
     frozen: str = ""
     lora: int = 0
+    load_in_4bit: bool = False
     device: str = "cpu"
 
     def __str__(self) -> str:
@@ -80,7 +82,8 @@ def summed_loss(outputs: dict[str, Tensor], rows: TensorDict) -> Tensor:
 
 
 def open_model(folder: Path, case: Case) -> tuple[TokenModel, WeightSource]:
-    config, device = HFModelConfig(path=str(folder), lora_rank=case.lora), torch.device(case.device)
+    config = HFModelConfig(path=str(folder), lora_rank=case.lora, load_in_4bit=case.load_in_4bit)
+    device = torch.device(case.device)
     dtype = case.compute if case.lora else torch.float32
     model: TokenModel
     if case.kind == "policy":
@@ -195,9 +198,10 @@ def decode_then_train(folder: Path, case: Case) -> tuple[list[list[int]], tuple[
     with engine.lend_weights(module):
         assert [p.data_ptr() for p in module.parameters()] == addresses  # captured graphs remain valid
         attention = module.get_decoder().layers[0].self_attn
-        assert packed_view([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]) is not None
+        if not case.load_in_4bit:
+            assert packed_view([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]) is not None
         for name, weight in engine.weights():
-            assert torch.equal(module.get_parameter(name), weight), name
+            assert torch.equal(dequantized(module.get_parameter(name)), weight), name
     return tokens, step
 
 

@@ -125,6 +125,24 @@ def test_gathered_weights_generate_on_any_number_of_rows_a_rank(
         np.testing.assert_allclose(step, expected[1], atol=1e-5, rtol=1e-5)
 
 
+def test_ranks_have_the_whole_base_in_4_bits_and_shards_of_its_adapters(
+    folder: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    """Against one process, which tests/models/test_four_bit.py compares with peft."""
+    pytest.importorskip("bitsandbytes")
+    case, alone = (Case(world=world, lora=4, load_in_4bit=True) for world in (2, 1))
+    expected = cases.train(folder, alone)
+    for result in ranks.run(2, cases.train, folder, case):
+        np.testing.assert_allclose(result["steps"], expected["steps"], atol=1e-5, rtol=1e-5)
+        assert_same_weights(result["weights"], expected["weights"], 1e-5)
+    decoded = ranks.run(2, cases.decode_then_train, folder, case)
+    tokens, step = cases.decode_then_train(folder, alone)
+    assert [found[0] for found in decoded] == [tokens[:0], tokens[:1]]
+    np.testing.assert_allclose(decoded[0][1], step, atol=1e-5, rtol=1e-5)
+    saved = ranks.run(2, cases.save_and_go_on, folder, case, tmp_path)[0]
+    np.testing.assert_allclose(cases.load_and_go_on(folder, alone, tmp_path)["step"], saved["step"], rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
