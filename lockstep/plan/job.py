@@ -2,17 +2,23 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lockstep.config.actor_rollout_ref import SERVER_ENGINES, RolloutConfig
-from lockstep.config.model import FSDPEngineConfig, sequence_parallel_size
+from lockstep.config.model import FSDPEngineConfig, HFModelConfig, sequence_parallel_size
 from lockstep.config.placement import need_reference_policy, needed_models, pools_of
 from lockstep.config.ppo import PPOConfig
 from lockstep.plan.adapters import Adapters, FourBitBase, adapters_of, four_bit_base
 from lockstep.plan.batch_units import BatchUnits, Lengths, batch_units, log_prob_limits, micro_limits
 from lockstep.plan.hardware import Device
 from lockstep.plan.model_shape import ModelShape
+
+ShapeOf = Callable[[str, str], ModelShape]
+"""(path, config section) -> the model's sizes."""
+
+_SECTIONS = {"critic": "critic.model", "rm": "reward_model.model"}
+"""Role -> config section of its model, if it is not the actor's."""
 
 _ITEMSIZE = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "fp16": 2}
 
@@ -30,6 +36,7 @@ class Model:
     decodes:         whether it generates the rollouts.
     adapters:        trained instead of its parameters.
     four_bit:        the part of the frozen parameters that is in 4 bits.
+    is_scalar:       has a head to one number, not to the vocabulary.
     """
 
     role: str
@@ -42,12 +49,13 @@ class Model:
     shards: int
     engine: FSDPEngineConfig
     checkpointing: bool
-    update: BatchUnits | None
-    passes: dict[str, BatchUnits]
+    update: BatchUnits | None = None
+    passes: dict[str, BatchUnits] = field(default_factory=dict)
     updates: int = 0
     decodes: bool = False
     adapters: Adapters | None = None
     four_bit: FourBitBase | None = None
+    is_scalar: bool = False
 
     @property
     def is_sharded(self) -> bool:
@@ -127,84 +135,140 @@ class Job:
         return next(model for model in self.models if model.role == role)
 
 
-def job_of(config: PPOConfig, device: Device, lengths: Lengths, shape_of: Callable[[str, str], ModelShape]) -> Job:
-    """shape_of: (path, config section) -> the model's sizes."""
-    policy, data = config.actor_rollout_ref, config.data
-    actor, rollout = policy.actor, policy.rollout
-    shape = shape_of(policy.model.path, "actor_rollout_ref.model")
-    adapters, four_bit = adapters_of(policy.model, shape), four_bit_base(policy.model, shape)
-    roles = needed_models(config)
-    pools = pools_of(config, roles)
-    prompts, samples = data.train_batch_size, rollout.n
-    sequences = prompts * samples
-    mini = min(actor.ppo_mini_batch_size * samples, sequences)
-    updates = math.ceil(sequences / mini) * actor.ppo_epochs
-    old_log_probs = _needs_old_log_probs(config, updates)
+def job_of(config: PPOConfig, device: Device, lengths: Lengths, shape_of: ShapeOf) -> Job:
+    roles = _Roles(config, device, lengths, shape_of)
+    needed = needed_models(config)
+    models = [roles.actor()]
+    models += [roles.rollout()] if roles.has_rollout_pool and not roles.is_remote else []
+    models += [roles.reference()] if "ref" in needed else []
+    models += [roles.critic()] if "critic" in needed else []
+    models += [roles.reward_model()] if "rm" in needed else []
+    engine = _rollout(config.actor_rollout_ref.rollout, roles.sequences_per_engine(), lengths, device)
+    return Job(device, lengths, config.data.train_batch_size, config.actor_rollout_ref.rollout.n, models, engine)
 
-    def units(num_rows: int, role: str, section: Any, packed: bool, **limits: Any) -> BatchUnits:
-        return batch_units(
-            num_rows,
-            samples=samples,
-            lengths=lengths,
-            ranks=pools.world_size(role),
-            sequence_parallel=sequence_parallel_size(section),
-            packed=packed,
-            **limits,
+
+class _Roles:
+    """Models of RL by role."""
+
+    def __init__(self, config: PPOConfig, device: Device, lengths: Lengths, shape_of: ShapeOf) -> None:
+        self.config, self.device, self.lengths, self.shape_of = config, device, lengths, shape_of
+        self.policy = config.actor_rollout_ref
+        self.pools = pools_of(config, needed_models(config))
+        self.sequences = config.data.train_batch_size * self.policy.rollout.n
+        self.has_rollout_pool = "rollout" in self.pools.role_pools
+        self.is_remote = self.policy.rollout.name in SERVER_ENGINES
+        self.actor_role = "actor" if self.has_rollout_pool else "actor_rollout"
+
+    def actor(self) -> Model:
+        policy, actor = self.policy, self.policy.actor
+        mini = min(actor.ppo_mini_batch_size * policy.rollout.n, self.sequences)
+        updates = math.ceil(self.sequences / mini) * actor.ppo_epochs
+        limits = micro_limits(
+            actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu
         )
-
-    def model(role: str, shape: ModelShape, section: Any, engine: FSDPEngineConfig, **more: Any) -> Model:
-        ranks = pools.world_size(role)
-        master, compute = (_itemsize(name, device) for name in (engine.model_dtype, engine.dtype))
-        shards = ranks if engine.fsdp_size == -1 else engine.fsdp_size
-        pool = pools.role_pools[role]
-        return Model(role, pool, ranks, len(pools.spec[pool]), shape, master, compute, shards, engine, **more)
-
-    packed = policy.model.use_remove_padding
-    own_pool, is_remote = "rollout" in pools.role_pools, rollout.name in SERVER_ENGINES
-    role = "actor" if own_pool else "actor_rollout"
-    dynamic = micro_limits(actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu)
-    passes = {}
-    if old_log_probs:
-        passes["old log-probs"] = units(sequences, role, actor, packed, **log_prob_limits(rollout))
-    if adapters is not None and need_reference_policy(config):  # the same model without its adapters
-        passes["reference log-probs"] = units(sequences, role, actor, packed, **log_prob_limits(policy.ref))
-    models = [
-        model(
+        role, passes = self.actor_role, {}
+        if _needs_old_log_probs(self.config, updates):
+            passes["old log-probs"] = self._units(role, actor, policy.model, log_prob_limits(policy.rollout))
+        if policy.model.lora_rank and need_reference_policy(self.config):  # the same model without its adapters
+            passes["reference log-probs"] = self._units(role, actor, policy.model, log_prob_limits(policy.ref))
+        return self._model(
             role,
-            shape,
-            actor,
+            policy.model,
             actor.fsdp_config,
-            checkpointing=policy.model.enable_gradient_checkpointing,
-            update=units(mini, role, actor, packed, **dynamic),
+            update=self._units(role, actor, policy.model, limits, mini),
             passes=passes,
             updates=updates,
-            decodes=not own_pool and not is_remote,
-            adapters=adapters,
-            four_bit=four_bit,
+            decodes=not self.has_rollout_pool and not self.is_remote,
         )
-    ]
-    frozen: dict[str, Any] = {"checkpointing": False, "update": None}
-    if own_pool and not is_remote:
-        own = {"adapters": adapters, "four_bit": None if rollout.name == "vllm" else four_bit, **frozen}
-        models.append(model("rollout", shape, actor, actor.fsdp_config, passes={}, decodes=True, **own))
-    if "ref" in roles:
-        forward = units(sequences, "ref", policy.ref, packed, **log_prob_limits(policy.ref))
-        passes = {"reference log-probs": forward}
-        models.append(model("ref", shape, policy.ref, policy.ref.fsdp_config, passes=passes, **frozen))
-    if "critic" in roles:
-        models.append(_critic(config, shape_of, model, units, sequences))
-    if "rm" in roles:
-        reward = config.reward_model
+
+    def rollout(self) -> Model:
+        found = self._model("rollout", self.policy.model, self.policy.actor.fsdp_config, decodes=True)
+        return replace(found, four_bit=None) if self.policy.rollout.name == "vllm" else found
+
+    def reference(self) -> Model:
+        ref = self.policy.ref
+        units = self._units("ref", ref, self.policy.model, log_prob_limits(ref))
+        found = self._model("ref", self.policy.model, ref.fsdp_config, passes={"reference log-probs": units})
+        return replace(found, adapters=None, four_bit=None)
+
+    def critic(self) -> Model:
+        critic = self.config.critic
+        mini = min(critic.ppo_mini_batch_size * critic.rollout_n, self.sequences)
+        dynamic = critic.use_dynamic_bsz
+        update = micro_limits(critic.ppo_micro_batch_size_per_gpu, dynamic, critic.ppo_max_token_len_per_gpu)
+        forward = micro_limits(critic.forward_micro_batch_size_per_gpu, dynamic, critic.forward_max_token_len_per_gpu)
+        return self._model(
+            "critic",
+            critic.model,
+            critic.model.fsdp_config,
+            update=self._units("critic", critic, critic.model, update, mini),
+            passes={"values": self._units("critic", critic, critic.model, forward)},
+            updates=math.ceil(self.sequences / mini) * critic.ppo_epochs,
+            is_scalar=True,
+        )
+
+    def reward_model(self) -> Model:
+        reward = self.config.reward_model
         limits = micro_limits(
             reward.micro_batch_size_per_gpu, reward.use_dynamic_bsz, reward.forward_max_token_len_per_gpu
         )
-        forward = units(sequences, "rm", reward, reward.model.use_remove_padding, **limits)
-        shape = shape_of(reward.model.path, "reward_model.model")
-        passes = {"reward model": forward}
-        models.append(model("rm", shape, reward, reward.model.fsdp_config, passes=passes, **frozen))
-    num_engines = max(1, pools.world_size("rollout" if own_pool else role) // rollout.tensor_model_parallel_size)
-    engine = _rollout(rollout, math.ceil(sequences / num_engines), lengths, device)
-    return Job(device, lengths, prompts, samples, models, engine)
+        passes = {"reward model": self._units("rm", reward, reward.model, limits)}
+        found = self._model("rm", reward.model, reward.model.fsdp_config, passes=passes, is_scalar=True)
+        return replace(found, adapters=None, four_bit=None)
+
+    def sequences_per_engine(self) -> int:
+        ranks = self.pools.world_size("rollout" if self.has_rollout_pool else self.actor_role)
+        return math.ceil(self.sequences / max(1, ranks // self.policy.rollout.tensor_model_parallel_size))
+
+    def _units(
+        self, role: str, section: Any, model: HFModelConfig, limits: dict[str, Any], sequences: int | None = None
+    ) -> BatchUnits:
+        """sequences: of a mini-batch; None is all of a step. section: with the role's `ulysses_sequence_parallel_size`."""
+        return batch_units(
+            self.sequences if sequences is None else sequences,
+            samples=self.policy.rollout.n,
+            lengths=self.lengths,
+            ranks=self.pools.world_size(role),
+            sequence_parallel=sequence_parallel_size(section),
+            packed=model.use_remove_padding,
+            **limits,
+        )
+
+    def _model(self, role: str, section: HFModelConfig, engine: FSDPEngineConfig, **more: Any) -> Model:
+        pool = self.pools.role_pools[role]
+        shape = self.shape_of(section.path, _SECTIONS.get(role, "actor_rollout_ref.model"))
+        ranks, machines = self.pools.world_size(role), len(self.pools.spec[pool])
+        return model_of(role, pool, ranks, machines, shape, section, engine, self.device, **more)
+
+
+def model_of(
+    role: str,
+    pool: str,
+    ranks: int,
+    machines: int,
+    shape: ModelShape,
+    section: HFModelConfig,
+    engine: FSDPEngineConfig,
+    device: Device,
+    **more: Any,
+) -> Model:
+    """section, engine: of its config. more: other fields of `Model`."""
+    master, compute = (_itemsize(name, device) for name in (engine.model_dtype, engine.dtype))
+    return Model(
+        role,
+        pool,
+        ranks,
+        machines,
+        shape,
+        master,
+        compute,
+        ranks if engine.fsdp_size == -1 else engine.fsdp_size,
+        engine,
+        checkpointing=section.enable_gradient_checkpointing,
+        adapters=adapters_of(section, shape),
+        four_bit=four_bit_base(section, shape),
+        **more,
+    )
 
 
 def _needs_old_log_probs(config: PPOConfig, updates: int) -> bool:
@@ -233,29 +297,6 @@ def _rollout(config: RolloutConfig, sequences: int, lengths: Lengths, device: De
         is_remote=config.name in SERVER_ENGINES,
         sleeps=config.free_cache_engine and not device.is_cpu,
     )
-
-
-def _critic(config: PPOConfig, shape_of: Any, model: Any, units: Any, sequences: int) -> Model:
-    critic = config.critic
-    packed, mini = critic.model.use_remove_padding, min(critic.ppo_mini_batch_size * critic.rollout_n, sequences)
-    update = micro_limits(critic.ppo_micro_batch_size_per_gpu, critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu)
-    forward = micro_limits(
-        critic.forward_micro_batch_size_per_gpu, critic.use_dynamic_bsz, critic.forward_max_token_len_per_gpu
-    )
-    shape = shape_of(critic.model.path, "critic.model")
-    found: Model = model(
-        "critic",
-        shape,
-        critic,
-        critic.model.fsdp_config,
-        checkpointing=critic.model.enable_gradient_checkpointing,
-        update=units(mini, "critic", critic, packed, **update),
-        passes={"values": units(sequences, "critic", critic, packed, **forward)},
-        updates=math.ceil(sequences / mini) * critic.ppo_epochs,
-        adapters=adapters_of(critic.model, shape),
-        four_bit=four_bit_base(critic.model, shape),
-    )
-    return found
 
 
 def _itemsize(name: str, device: Device) -> int:

@@ -204,7 +204,7 @@ def _dequantised(model: Model) -> float:
 
 def _logits(device: Device, model: Model, units: BatchUnits, free: float) -> float:
     """free: bytes on the device, of which the head's forward may keep a share for its backward."""
-    if model.role in ("critic", "rm"):
+    if model.is_scalar:
         return units.tokens_per_device * model.shape.width * 4  # hidden states in float32
     entries = units.targets_per_device * model.shape.vocabulary
     if device.is_cpu:

@@ -117,7 +117,7 @@ def _pass(job: Job, model: Model, units: BatchUnits, recomputed: float | None) -
     products = passes if recomputed is None or model.adapters is None else passes - 1
     attention = 4 * shape.heads * shape.head_dim * lengths.total / 2
     layers = tokens * shape.layers * (2 * shape.active_layer_parameters * products + attention * passes)
-    head = 0 if model.role in ("critic", "rm") else 2 * targets * shape.head_parameters * min(products, 3)
+    head = 0 if model.is_scalar else 2 * targets * shape.head_parameters * min(products, 3)
     adapters = 2 * tokens * model.num_adapters * passes
     traffic = tokens * shape.layers * model.layer_bytes(1) * ACTIVATION_PASSES * passes / 3
     if model.adapters is not None:
