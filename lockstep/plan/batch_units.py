@@ -79,8 +79,12 @@ def batch_units(
     packed: bool,
     micro_rows: int | None,
     max_tokens: int | None,
+    group: int = 1,
 ) -> BatchUnits:
-    """micro_rows, max_tokens: limits of a micro-batch; the latter is one device's, so `sequence_parallel` devices have more."""
+    """micro_rows, max_tokens: limits of a micro-batch; the latter is one device's, so `sequence_parallel` devices have more.
+
+    group: sequences that stay in one micro-batch.
+    """
     rows = math.ceil(sequences / (ranks // sequence_parallel))
     fitting = min(micro_rows or rows, rows)
     if max_tokens is not None:
@@ -88,6 +92,7 @@ def batch_units(
         fitting = max(
             1, bisect_right(range(1, rows + 1), limit, key=lambda n: work(n, samples, lengths, packed).tokens)
         )
+    fitting = max(group, fitting - fitting % group)
     return BatchUnits(
         ranks,
         sequence_parallel,

@@ -11,7 +11,7 @@ STAGES = {
     "generation": ("generate",),
     "rewards": ("reward model",),
     "preparation": ("old log-probs", "reference log-probs", "values"),
-    "training": ("update critic", "update actor"),
+    "training": ("update critic", "update actor", "update"),
 }
 """Stage -> its phases. The reward model scores before anything else starts."""
 

@@ -1,11 +1,13 @@
 """The plan of a config on a device, and what it tells the user: `plan_of`, `summary`, `advice`."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 from lockstep.config.ppo import PPOConfig
+from lockstep.config.sft import SupervisedConfig
 from lockstep.plan.batch_units import Lengths
 from lockstep.plan.dataflow import stage_times
 from lockstep.plan.hardware import Device
@@ -13,6 +15,7 @@ from lockstep.plan.job import Job, job_of
 from lockstep.plan.memory import RESERVED, Phase, phases
 from lockstep.plan.model_shape import ModelShape
 from lockstep.plan.step_time import step_times, transfer_time
+from lockstep.plan.supervised import supervised_job
 from lockstep.utils.model_path import base_folder, local_model_folder
 
 GB = 1e9
@@ -46,8 +49,9 @@ _SECTIONS = {
     "ref": Sections("actor_rollout_ref.ref", "actor_rollout_ref.ref.fsdp_config", "actor_rollout_ref.model"),
     "critic": Sections("critic", "critic.model.fsdp_config", "critic.model"),
     "rm": Sections("reward_model", "reward_model.model.fsdp_config", "reward_model.model"),
+    "model": Sections("model.fsdp_config", "model.fsdp_config", "model"),
 }
-"""Of the roles besides actor and rollout."""
+"""Of the roles besides actor and rollout; `model` is that of SFT, reward models and DPO."""
 
 MICRO_BATCH_KEYS = {
     "reward model": ("reward_model.micro_batch_size_per_gpu", "reward_model.forward_max_token_len_per_gpu"),
@@ -58,6 +62,7 @@ MICRO_BATCH_KEYS = {
         f"actor_rollout_ref.ref.log_prob_{end}_per_gpu" for end in ("micro_batch_size", "max_token_len")
     ),
     "values": ("critic.forward_micro_batch_size_per_gpu", "critic.forward_max_token_len_per_gpu"),
+    "update": ("data.micro_batch_size_per_gpu", "data.max_token_len_per_gpu"),
     "update critic": ("critic.ppo_micro_batch_size_per_gpu", "critic.ppo_max_token_len_per_gpu"),
     "update actor": tuple(
         f"actor_rollout_ref.actor.ppo_{end}_per_gpu" for end in ("micro_batch_size", "max_token_len")
@@ -101,17 +106,34 @@ class Plan:
         return sum(self.stages.values())
 
 
-def plan_of(config: PPOConfig, device: Device, typical: Lengths | None = None) -> Plan:
-    """Memory for the longest sequences, time for typical ones. ValueError if a model's sizes are not known."""
+def plan_of(
+    config: PPOConfig | SupervisedConfig,
+    device: Device,
+    typical: Lengths | None = None,
+    machines: Sequence[int] = (1,),
+) -> Plan:
+    """Memory for the longest sequences, time for typical ones. ValueError if a model's sizes are not known.
+
+    machines: processes on each, for a config that does not say so: of torchrun.
+    """
+
+    def job_with(lengths: Lengths) -> Job:
+        if isinstance(config, PPOConfig):
+            return job_of(config, device, lengths, model_shape)
+        return supervised_job(config, device, lengths, model_shape, list(machines))
+
     longest = longest_lengths(config)
-    job = job_of(config, device, longest, model_shape)
+    job = job_with(longest)
     memory = phases(job)
-    timed = job_of(config, device, typical or longest, model_shape)
+    timed = job_with(typical or longest)
     times = step_times(timed, memory) if device.is_timed else {phase.name: math.nan for phase in memory}
     return Plan(job, timed.lengths, memory, times, stage_times(memory, times, transfer_time(device, timed.models)))
 
 
-def longest_lengths(config: PPOConfig) -> Lengths:
+def longest_lengths(config: PPOConfig | SupervisedConfig) -> Lengths:
+    """Of supervised data all tokens may be trained on."""
+    if isinstance(config, SupervisedConfig):
+        return Lengths(0, config.data.max_length)
     return Lengths(config.data.max_prompt_length, config.data.max_response_length)
 
 
@@ -127,7 +149,7 @@ def summary(plan: Plan) -> str:
     device, worst = plan.job.device, plan.worst
     peak = f"{worst.peak / GB:.1f} of {device.memory / GB:.1f} GB in {worst.name}"
     if plan.fits:
-        tokens = f"{plan.typical.prompt} + {plan.typical.response} tokens"
+        tokens = f"{show_lengths(plan.typical)} tokens"
         seconds = (
             f"; about {show_seconds(plan.step_s)} s per step with {tokens} per sequence" if device.is_timed else ""
         )
@@ -153,6 +175,10 @@ def _smaller_micro_batches(plan: Plan, phase: Phase, section: str) -> str:
     if units.micro.rows == 1:
         return f"a larger {section}.ulysses_sequence_parallel_size"
     return f"a smaller {MICRO_BATCH_KEYS[phase.name][units.by_tokens]}"
+
+
+def show_lengths(lengths: Lengths) -> str:
+    return f"{lengths.prompt} + {lengths.response}" if lengths.prompt else str(lengths.response)
 
 
 def show_seconds(value: float) -> str:

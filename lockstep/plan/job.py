@@ -118,8 +118,14 @@ class Rollout:
     sleeps: bool = False
 
 
+NO_ROLLOUT = Rollout(tensor_parallel=1, sequences=0, concurrent=0, cache_tokens=0, prefill_tokens=0, utilization=0.0)
+"""Of a job that does not generate."""
+
+
 @dataclass(frozen=True)
 class Job:
+    """samples: sequences of each of the `prompts`, or of each row."""
+
     device: Device
     lengths: Lengths
     prompts: int

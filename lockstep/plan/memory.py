@@ -31,9 +31,11 @@ RESERVED = 2.5e9
 
 ORDER = (
     *("generate", "reward model", "old log-probs", "reference log-probs", "values"),
-    *("update critic", "update actor"),
+    *("update critic", "update actor", "update"),
 )
 """The phases of a step."""
+UPDATES = {"critic": "update critic", "model": "update"}
+"""Role -> the phase that trains it, if it is not an actor."""
 FIXED = (
     *("weights", "moments", "weights of other models", "weights for decoding", "gradients", "gathered layers"),
     "dequantised weight",
@@ -70,7 +72,7 @@ def phases(job: Job) -> list[Phase]:
         for name, units in model.passes.items():
             found.append(_phase(name, model, _between(job, model, "forward"), _forward(job.device, model, units)))
         if model.update is not None:
-            name = "update critic" if model.role == "critic" else "update actor"
+            name = UPDATES.get(model.role, "update actor")
             others = _between(job, model, "update")
             found.append(_phase(name, model, others, _update(job.device, model, model.update, sum(others.values()))))
     return sorted(found, key=lambda phase: ORDER.index(phase.name))

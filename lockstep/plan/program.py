@@ -1,11 +1,14 @@
-"""`lockstep plan key=value …`: what a training command would need, without loading a model."""
+"""`lockstep plan [PROGRAM] key=value …`: what a training command would need, without loading a model."""
 
 import argparse
+import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -16,18 +19,30 @@ from lockstep.config.compose import load_config
 from lockstep.config.errors import ConfigError
 from lockstep.config.placement import ROLES
 from lockstep.config.ppo import PPOConfig
+from lockstep.config.preference import DPOConfig, RMConfig
+from lockstep.config.sft import SFTConfig, SupervisedConfig
 from lockstep.plan.batch_units import BatchUnits, Lengths
 from lockstep.plan.dataflow import STAGES
-from lockstep.plan.estimate import GB, Plan, longest_lengths, model_shape, plan_of, show_seconds, summary
+from lockstep.plan.estimate import GB, Plan, longest_lengths, model_shape, plan_of, show_lengths, show_seconds, summary
 from lockstep.plan.hardware import DEVICES, Device, find_device
-from lockstep.plan.job import Model
+from lockstep.plan.job import NO_ROLLOUT, Model
+from lockstep.plan.memory import UPDATES
 from lockstep.plan.search import Pool, as_arguments, overrides_of, search
 
+PROGRAMS: dict[str, type] = {
+    "ppo": PPOConfig,
+    "grpo": PPOConfig,
+    "sft": SFTConfig,
+    "rm": RMConfig,
+    "dpo": DPOConfig,
+}
+"""Training programs and their configs."""
 NOT_NEEDED = (
     "data.train_files",
     "data.val_files",
     "custom_reward_function.path",
     "actor_rollout_ref.model.tokenizer_path",
+    "model.tokenizer_path",
 )
 """Keys of files that a plan does not read."""
 NOT_INSTALLED = (NEEDS_VLLM, NEEDS_BITSANDBYTES)
@@ -42,15 +57,18 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_intermixed_args(list(argv))
     console = Console() if sys.stdout.isatty() else Console(width=FILE_WIDTH)
     try:
-        config, refused = _load(options, options.overrides)
-        longest = longest_lengths(config)
-        typical = Lengths(options.prompt_tokens or longest.prompt, options.response_tokens or longest.response)
+        machines = _take_program(options)
+        with _processes(sum(machines)):
+            config, refused = _load(options, options.overrides)
+        typical = _typical_lengths(config, options)
         device = find_device(options.device)
         if options.network is not None:
             device = replace(device, network=options.network * 1e9 / 8)
         if options.search:
+            if not isinstance(config, PPOConfig):
+                raise ValueError(f"--search places the models of RL; {options.program} has one")
             return _search(console, config, device, typical, options)
-        plan = plan_of(config, device, typical)
+        plan = plan_of(config, device, typical, machines)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 2
@@ -59,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     if refused:
         lines = [
-            "lockstep ppo refuses these settings; this is the plan without them:",
+            f"lockstep {options.program} refuses these settings; this is the plan without them:",
             *(f"  {one}" for one in refused),
         ]
         console.print("\n".join([*lines, ""]), markup=False, highlight=False, soft_wrap=True)
@@ -69,12 +87,49 @@ def main(argv: Sequence[str]) -> int:
     return 0 if plan.fits and not refused else 1
 
 
-def _load(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[PPOConfig, list[str]]:
+def _take_program(options: argparse.Namespace) -> list[int]:
+    """Set `options.program` to the first word, if it is a program's; returns the processes of each machine."""
+    given = bool(options.overrides) and options.overrides[0] in PROGRAMS
+    options.program = options.overrides.pop(0) if given else "ppo"
+    if options.program == "grpo":
+        options.program, options.overrides = "ppo", ["algorithm=grpo", *options.overrides]
+    given_sizes = [size for size in (options.nnodes, options.nproc_per_node) if size is not None]
+    if options.program == "ppo" and given_sizes:
+        raise ValueError(
+            "--nnodes and --nproc-per-node are for sft, rm and dpo; set trainer.nnodes, trainer.n_gpus_per_node"
+        )
+    if any(size < 1 for size in given_sizes):
+        raise ValueError("--nnodes and --nproc-per-node must be 1 or more")
+    return [options.nproc_per_node or 1] * (options.nnodes or 1)
+
+
+@contextmanager
+def _processes(number: int) -> Iterator[None]:
+    """The checks of SFT count processes as torchrun says."""
+    before = os.environ.get("WORLD_SIZE")
+    os.environ["WORLD_SIZE"] = str(number)
+    try:
+        yield
+    finally:
+        del os.environ["WORLD_SIZE"]
+        if before is not None:
+            os.environ["WORLD_SIZE"] = before
+
+
+def _typical_lengths(config: PPOConfig | SupervisedConfig, options: argparse.Namespace) -> Lengths:
+    longest = longest_lengths(config)
+    prompt = options.prompt_tokens or longest.prompt
+    rest = longest.response if isinstance(config, PPOConfig) else max(1, longest.total - prompt)
+    return Lengths(prompt, options.response_tokens or rest)
+
+
+def _load(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[Any, list[str]]:
     """The config without the settings that are not supported, and what is wrong with them. Data files need not exist."""
 
-    def load(run_checks: bool) -> PPOConfig:
+    def load(run_checks: bool) -> Any:
         name, folder = options.config_name, options.config_path
-        return load_config(PPOConfig, overrides, config_name=name, config_dir=folder, run_checks=run_checks)
+        cls = PROGRAMS[options.program]
+        return load_config(cls, overrides, config_name=name, config_dir=folder, run_checks=run_checks)
 
     try:
         return load(run_checks=True), []
@@ -156,12 +211,17 @@ def _show_units(console: Console, plan: Plan) -> None:
     table = Table("a training step", "", box=None, pad_edge=False, title_justify="left")
     shape = actor.shape
     table.add_row("model", f"{shape.model_type}, {shape.parameters / 1e9:.3g}B parameters{_trained(actor)}")
-    table.add_row("rollout", f"{job.prompts} prompts x {job.samples} samples = {job.sequences} sequences")
-    table.add_row("lengths", f"up to {lengths.prompt} + {lengths.response} tokens")
-    table.add_row("decoding", _decoding(plan))
+    if job.rollout is NO_ROLLOUT:
+        pairs = f"{job.prompts} pairs = " if job.samples > 1 else ""
+        table.add_row("batch", f"{pairs}{job.sequences} sequences")
+    else:
+        table.add_row("rollout", f"{job.prompts} prompts x {job.samples} samples = {job.sequences} sequences")
+    table.add_row("lengths", f"up to {show_lengths(lengths)} tokens")
+    if job.rollout is not NO_ROLLOUT:
+        table.add_row("decoding", _decoding(plan))
     for model in job.models:
         if model.update is not None:
-            table.add_row(f"update of {'critic' if model.role == 'critic' else 'actor'}", _units(model, model.update))
+            table.add_row(UPDATES.get(model.role, "update actor"), _units(model, model.update))
     console.print(table)
     console.print()
 
@@ -222,11 +282,13 @@ def _show_memory(console: Console, plan: Plan) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lockstep plan",
-        usage="%(prog)s [options] key=value ...",
+        usage="%(prog)s [ppo | grpo | sft | rm | dpo] [options] key=value ...",
         description="Show the batch units, the memory of every phase and the time per step of a training command, without "
-        "loading a model. Takes the settings of `lockstep ppo`. Exit code 1 if it does not fit.",
+        "loading a model. Takes the program (default: ppo) and its settings. Exit code 1 if it does not fit.",
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the training command")
+    parser.add_argument("--nproc-per-node", type=int, metavar="N", help="sft, rm, dpo: as for torchrun (default: 1)")
+    parser.add_argument("--nnodes", type=int, metavar="N", help="sft, rm, dpo: as for torchrun (default: 1)")
     parser.add_argument("--device", help=f"plan for this device instead of this machine's: {', '.join(DEVICES)}, cpu")
     parser.add_argument(
         "--search", action="store_true", help="find placement, parallel sizes and offload for the cluster"
