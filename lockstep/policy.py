@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from lockstep.utils.fs import is_remote
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -22,7 +24,7 @@ class Policy:
     `unload`."""
 
     def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
+        self.path = path if is_remote(str(path)) else Path(path)
         self._loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase, list[int]] | None = None
         self._engine: RolloutEngine | None = None
         self._lengths = (0, 0)

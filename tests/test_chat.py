@@ -3,6 +3,7 @@
 import io
 from pathlib import Path
 
+import fsspec
 import pytest
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
@@ -93,3 +94,11 @@ def test_bad_arguments(
 ) -> None:
     assert chat(monkeypatch, [], *(word.format(model=model) for word in arguments)) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_policy_behind_a_url_keeps_it(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
+    fsspec.filesystem("memory").put(str(model), "/bucket/policy", recursive=True)
+    policy = Policy("memory://bucket/policy")
+    assert str(policy.path) == "memory://bucket/policy" and repr(policy) == "Policy('memory://bucket/policy')"
+    assert policy.num_tokens("1+1?") > 1

@@ -4,6 +4,7 @@ What is outside the config (folders, logins, the user's code) is checked by `tra
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -315,6 +316,8 @@ def adapters(values: Values, section: str) -> Iterator[Problem]:
     path, rank = values[name], values[f"{section}.lora_rank"]
     if values[f"{section}.load_in_4bit"]:
         yield from _4bit_base(values, section)
+    if rank:
+        yield from _base_of_new_adapters(values, section)
     if path is None:
         return
     if not rank:
@@ -327,6 +330,18 @@ def adapters(values: Values, section: str) -> Iterator[Problem]:
             yield Problem(name, path, "not a peft adapter: the folder has no adapter_config.json")
     except ValueError as error:
         yield Problem(name, path, str(error))
+
+
+def _base_of_new_adapters(values: Values, section: str) -> Iterator[Problem]:
+    name = f"{section}.path"
+    with suppress(ValueError):  # a wrong path is reported by `model`
+        place = locate_model(values[name], name)
+        if isinstance(place, Path) and is_adapter(place):
+            message = (
+                f"is an adapter: to go on training it, set {name} to its base model and {section}.lora_adapter_path to it; "
+                f"{section}.lora_rank=0 trains the merged weights"
+            )
+            yield Problem(name, values[name], message, also=(f"{section}.lora_rank",))
 
 
 def _4bit_base(values: Values, section: str) -> Iterator[Problem]:

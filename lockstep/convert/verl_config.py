@@ -48,6 +48,8 @@ _PATHS = ("path", "_files", "tokenizer", "_dir")
 """Endings of keys that name files."""
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.S)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
+_ARGUMENTS = ("$@", "$*", "${@}", "${*}")
+"""The arguments of a script, which it passes on."""
 _QUOTED = re.compile(r"[\w./@%+=:,~^-]+")
 
 
@@ -141,7 +143,8 @@ def convert_script(path: Path) -> tuple[str, Report]:
 
 def convert_command(command: Command) -> tuple[str, Report]:
     program, module, cls = PROGRAMS[command.module]
-    options, overrides = _split(command.words)
+    passed_on = [word for word in command.words if word in _ARGUMENTS]
+    options, overrides = _split([word for word in command.words if word not in _ARGUMENTS])
     settings, report = _translated(cls, {}, overrides)
     for name, value in VERL_DEFAULTS.get(cls, {}).items():
         if name not in settings and "--config-name" not in " ".join(options):
@@ -150,6 +153,7 @@ def convert_command(command: Command) -> tuple[str, Report]:
     start = [*command.launcher, "-m", module] if command.launcher else ["lockstep", program]
     words = [_quoted(word) for word in (*start, *options)]
     lines = [" ".join(words), *(f"    {_quoted(f'{name}={_written(value)}')}" for name, value in settings.items())]
+    lines += ['    "$@"'] if passed_on else []
     return "\n".join([*report.comments(), " \\\n".join(lines)]), report
 
 
@@ -172,7 +176,7 @@ def commands_of(script: str) -> Iterator[Command]:
             launcher = words[:at] if any(word.endswith("torchrun") for word in words[:at]) else []
             rest = words[at + 2 :]
             end = next((i for i, word in enumerate(rest) if re.fullmatch(r"[|&;]+|\d?>+.*|<.*", word)), len(rest))
-            yield Command(words[at + 1], launcher, [word for word in rest[:end] if word not in ("$@", "$*")])
+            yield Command(words[at + 1], launcher, rest[:end])
 
 
 def _translated(cls: type, tree: Mapping[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], Report]:

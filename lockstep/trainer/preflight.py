@@ -11,6 +11,7 @@ from typing import Any
 
 from lockstep.config.placement import controller_of, num_workers
 from lockstep.config.ppo import PPOConfig
+from lockstep.config.preference import RMConfig
 from lockstep.config.sft import SupervisedConfig
 from lockstep.observability.trackers import TRACKERS
 from lockstep.registry import check_signature, find_registered, load_object
@@ -20,6 +21,7 @@ from lockstep.trainer.checkpoint import CheckpointStore, RunLock
 from lockstep.trainer.run_config import check_same_experiment, saved_config
 from lockstep.utils.checkpoint_folder import read_manifest
 from lockstep.utils.files import ensure_writable
+from lockstep.utils.model_path import ADAPTER_CONFIG, is_adapter, locate_model
 
 logger = logging.getLogger(__name__)
 
@@ -104,8 +106,9 @@ def _check_call(key: str, function: Any, arguments: tuple[str, ...]) -> None:
 
 
 def _model(config: PPOConfig) -> None:
-    """A local folder must have weights, and what `check_positions` asks for."""
+    """A local folder must have weights of a language model, and what `check_positions` asks for."""
     model = config.actor_rollout_ref.model
+    refuse_scalar_model("actor_rollout_ref.model.path", model.path)
     folder = Path(model.path).expanduser()
     if not (folder / "config.json").is_file():
         return
@@ -114,8 +117,29 @@ def _model(config: PPOConfig) -> None:
 
 
 def _supervised_model(config: SupervisedConfig) -> None:
+    if not isinstance(config, RMConfig):
+        refuse_scalar_model("model.path", config.model.path)
     if (Path(config.model.path).expanduser() / "config.json").is_file():
         check_weights("model.path", config.model.path)
+
+
+def refuse_scalar_model(key: str, path: str) -> None:
+    """ValueError if a local folder or checkpoint is a critic or reward model by its config."""
+    place = locate_model(path, key)
+    if not isinstance(place, Path):
+        return
+    try:
+        if is_adapter(place):
+            kind = json.loads((place / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("task_type")
+            is_scalar = kind == "SEQ_CLS"
+        else:
+            settings = json.loads((place / "config.json").read_text(encoding="utf-8"))
+            kind = ", ".join(settings.get("architectures") or [])
+            is_scalar = kind.endswith("ForSequenceClassification")
+    except (OSError, ValueError, AttributeError, TypeError):
+        return  # reported when the file is read for its settings
+    if is_scalar:
+        raise ValueError(f"{key}={path} is a critic or reward model ({kind}), not a language model")
 
 
 def check_weights(key: str, path: str) -> None:

@@ -98,13 +98,14 @@ def check_same_experiment(
         if saved and get_in(saved, key, None) != get_in(now, key, None)
     ]
     if changed:
-        model, weights = "actor_rollout_ref.model.path", "actor/huggingface"
-        if isinstance(config, SupervisedConfig):
-            model, weights = "model.path", "huggingface"
+        section = "model" if isinstance(config, SupervisedConfig) else "actor_rollout_ref.model"
+        rank = f"{section}.lora_rank"
+        goes_on = get_in(saved, rank, 0) and get_in(now, rank, 0)  # with its adapter; otherwise that would be merged
         raise ValueError(
             f"trainer.default_local_dir={run_dir} has checkpoints of another experiment: {'; '.join(changed)}. "
             "Set another trainer.default_local_dir; or trainer.resume_mode=disable to start from scratch; or, to start from "
-            f"its weights, another trainer.default_local_dir and {model} set to a checkpoint's {weights}"
+            f"its weights, another trainer.default_local_dir and {section}.{'lora_adapter_path' if goes_on else 'path'} set to one "
+            "of its checkpoints (global_step_N)"
         )
 
 

@@ -52,8 +52,8 @@ def test_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert comments[4] == "# renamed: model.partial_pretrain is read as model.path"
     commands = re.sub(r"\\\n", " ", printed.out).replace("$DATA", "/data")
     ppo, sft = (shlex.split(line) for line in commands.splitlines() if line and not line.startswith("#"))
-    assert ppo[:2] == ["lockstep", "ppo"]
-    config = load_config(PPOConfig, ppo[2:], run_checks=False)
+    assert ppo[:2] == ["lockstep", "ppo"] and ppo[-1] == "$@" and "$@" not in sft
+    config = load_config(PPOConfig, ppo[2:-1], run_checks=False)
     assert config.data.train_files == ["/data/train.parquet", "/a b/c.parquet"]
     assert config.actor_rollout_ref.actor.grad_clip == 0.5 and config.actor_rollout_ref.rollout.n == 4
     assert config.actor_rollout_ref.model.path == "Qwen/Qwen2.5-0.5B" and config.trainer.logger == ["console"]
@@ -128,7 +128,7 @@ def test_config_of_sft_and_of_a_program(tmp_path: Path, capsys: pytest.CaptureFi
 def test_commands_of_a_script() -> None:
     script = "A=1\nB=${A}2\nG=7 python -m x.y k=$B/$C 'q=${D:-d e}' \"$@\" # k=3\nexport E=5 F=6\n"
     (first, second) = commands_of(script + "python3 -u -m z f=$F$E > log")
-    assert (first.module, first.launcher, first.words) == ("x.y", [], ["k=12/$C", "q=d e"])
+    assert (first.module, first.launcher, first.words) == ("x.y", [], ["k=12/$C", "q=d e", "$@"])
     assert (second.module, second.words) == ("z", ["f=65"])
 
 

@@ -1,5 +1,6 @@
 """The timeline of a run: its file, the HTML page and the Chrome trace."""
 
+import asyncio
 import json
 import re
 import shutil
@@ -136,6 +137,26 @@ def test_folder_without_a_timeline(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_steps_on_the_command_line() -> None:
     assert parse_steps("3") == {3}
     assert parse_steps("1, 3-5") == {1, 3, 4, 5}
+
+
+def test_spans_of_concurrent_tasks_keep_their_own_rank() -> None:
+    spans.set_track("controller", 0)
+    take_spans()
+
+    async def call(rank: int) -> None:
+        with span("generate", ("rollout", rank)):
+            await asyncio.sleep(0)
+            with span("decode"):
+                await asyncio.sleep(0)
+
+    async def both() -> None:
+        with span("gen"):
+            await asyncio.gather(call(1), call(2))
+
+    asyncio.run(both())
+    found = [(s.name, s.role, s.rank) for s in take_spans()]
+    assert found[-1] == ("gen", "controller", 0)
+    assert sorted(found[:-1]) == [(name, "rollout", rank) for name in ("decode", "generate") for rank in (1, 2)]
 
 
 def test_spans_nest_and_inherit_the_workers_rank() -> None:

@@ -188,6 +188,10 @@ def test_sft_with_adapters(tmp_path: Path, tiny_run_files: Path) -> None:
             ],
             "weights in 4 bits stay on the device; set false",
         ),
+        (
+            [f"{MODEL}.lora_rank=8", f"{MODEL}.path=ADAPTER"],
+            f"is an adapter: to go on training it, set {MODEL}.path to its base model and {MODEL}.lora_adapter_path to it",
+        ),
         ([f"{MODEL}.load_in_8bit=true"], "or in 4 bits with load_in_4bit; set false"),
     ],
 )
@@ -196,9 +200,16 @@ def test_wrong_settings_are_one_message(
     message: str,
     overrides: list[str],
     tiny_run_files: Path,
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    settings = [setting.replace("=MODEL", f"={tiny_run_files}/model") for setting in settings]
+    adapter = tmp_path / "earlier" / "global_step_3" / "actor" / "lora_adapter"
+    adapter.mkdir(parents=True)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (adapter / name).write_text("{}")
+    places = {"=MODEL": f"={tiny_run_files}/model", "=ADAPTER": f"={adapter.parents[1]}"}
+    for name, place in places.items():
+        settings = [setting.replace(name, place) for setting in settings]
     try:
         code = main([*overrides, *GRPO, *settings])
     except SystemExit as end:

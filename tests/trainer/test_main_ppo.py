@@ -4,6 +4,7 @@ import itertools
 import json
 import logging
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,15 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from lockstep.config.compose import load_config
+from lockstep.config.ppo import PPOConfig
 from lockstep.observability.trackers import Tracking
+from lockstep.single_controller import Role
 from lockstep.trainer.main_ppo import main
 from lockstep.trainer.ppo.group_sampler import GroupSampler
 from lockstep.trainer.ppo.group_scorer import GroupScorer
 from lockstep.trainer.ppo.ray_trainer import PPOTrainer
+from lockstep.trainer.ppo.task_runner import _models
 from tests.programs import Program
 
 pytestmark = pytest.mark.slow
@@ -289,3 +294,16 @@ def test_finished_run_exits_without_loading_a_model(
     assert main(command) == 0
     assert "nothing to do: the run is already at step 1 of 1" in caplog.text
     assert main([*command, "algorithm.adv_estimator=rloo"]) == 2  # another experiment
+
+
+def test_the_start_line_names_the_folder_of_each_role(
+    overrides: list[str], tiny_run_files: Path, tmp_path: Path
+) -> None:
+    step = tmp_path / "earlier" / "global_step_3"
+    for part in ("actor", "critic"):
+        shutil.copytree(tiny_run_files / "model", step / part / "huggingface")
+    config = load_config(PPOConfig, [*overrides, f"actor_rollout_ref.model.path={step}"])
+    size = (tiny_run_files / "model" / "model.safetensors").stat().st_size / 1e6
+    places = [f"{step}/{part}/huggingface ({size:.3g} MB)" for part in ("actor", "critic")]
+    roles = [Role.ActorRollout, Role.RefPolicy, Role.Critic]
+    assert _models(config, roles) == f"{places[0]} as {roles[0]}, {roles[1]}; {places[1]} as {roles[2]}"

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -200,3 +201,36 @@ def test_missing_package(monkeypatch: pytest.MonkeyPatch, problems: Any) -> None
     monkeypatch.setitem(sys.modules, "wandb", None)
     (problem,) = problems("trainer.logger=[console,wandb]")
     assert 'pip install "lockstep-rl[wandb]"' in problem
+
+
+def test_a_reward_model_is_no_policy(problems: Any, tiny_run_files: Path, tmp_path: Path) -> None:
+    """By its config, before torch is imported: a folder, a critic's checkpoint, and their adapter."""
+    head = tmp_path / "first" / "global_step_3" / "critic" / "huggingface"
+    shutil.copytree(tiny_run_files / "model", head)
+    settings = json.loads((head / "config.json").read_text())
+    architecture = {"architectures": ["Qwen2ForSequenceClassification"]}
+    (head / "config.json").write_text(json.dumps(settings | architecture))
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"task_type": "SEQ_CLS", "peft_type": "LORA"}))
+    for path, kind in (
+        (head, architecture["architectures"][0]),
+        (head.parent, architecture["architectures"][0]),
+        (adapter, "SEQ_CLS"),
+    ):
+        (problem,) = problems(f"actor_rollout_ref.model.path={path}")
+        assert problem == (
+            f"actor_rollout_ref.model.path={path} is a critic or reward model ({kind}), not a language model"
+        )
+
+
+def test_hint_of_another_experiment_with_lora(problems: Any, tmp_path: Path) -> None:
+    """Adapters go on as adapters; a run without them starts from the merged weights."""
+    step = tmp_path / "run" / "global_step_1"
+    step.mkdir(parents=True)
+    (step / "manifest.json").write_text(json.dumps({"step": 1, "sequence": 1, "saved_at": 0, "files": {}}))
+    (step / "config.yaml").write_text("actor_rollout_ref: {model: {path: /other/model, lora_rank: 8}}\n")
+    hints = {8: "actor_rollout_ref.model.lora_adapter_path", 0: "actor_rollout_ref.model.path"}
+    for rank, key in hints.items():
+        (problem,) = problems(f"actor_rollout_ref.model.lora_rank={rank}")
+        assert f"another trainer.default_local_dir and {key} set to one of its checkpoints (global_step_N)" in problem

@@ -237,22 +237,20 @@ def _models(config: PPOConfig, roles: Iterable[Role]) -> str:
         Role.Critic: ("critic.model.path", config.critic.model.path),
         Role.RewardModel: ("reward_model.model.path", config.reward_model.model.path),
     }
-    by_path: dict[str, list[str]] = {}
-    sizes: dict[str, str] = {}
+    found: dict[str, list[str]] = {}
     for role in roles:
-        key, path = others.get(role, actor)
-        by_path.setdefault(path, []).append(str(role))
-        sizes[path] = _size(key, path)
-    return "; ".join(f"{path}{sizes[path]} as {', '.join(names)}" for path, names in by_path.items())
+        found.setdefault(_place(*others.get(role, actor)), []).append(str(role))
+    return "; ".join(f"{place} as {', '.join(names)}" for place, names in found.items())
 
 
-def _size(key: str, path: str) -> str:
+def _place(key: str, path: str) -> str:
+    """The folder, which differs between roles if `path` is a checkpoint, and its size; or the path of a model elsewhere."""
     place = locate_model(path, key)
     if not isinstance(place, Path):
-        return ""
+        return path
     num_bytes = sum(file.stat().st_size for file in base_folder(place, key).glob("*.safetensors"))
     unit, name = (1e9, "GB") if num_bytes >= 1e9 else (1e6, "MB")
-    return f" ({num_bytes / unit:.3g} {name})" if num_bytes else ""
+    return f"{place} ({num_bytes / unit:.3g} {name})" if num_bytes else str(place)
 
 
 def check_rows(config: PPOConfig, reward_fn: RewardFn, *datasets: Any, in_training: bool = False) -> None:
