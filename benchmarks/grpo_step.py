@@ -15,9 +15,7 @@ peer fails, Lockstep's figures are still printed and the exit code is 1.
 """
 
 import argparse
-import importlib.util
 import json
-import os
 import random
 import statistics
 import string
@@ -30,6 +28,7 @@ from pathlib import Path
 
 import pandas as pd
 import torch
+from peers import Figures, finish, in_turn, medians, run_script
 from rich.console import Console
 from rich.table import Table
 from shapes import SHAPES
@@ -98,10 +97,6 @@ trainer.train()
 peak = torch.cuda.max_memory_allocated() / 1e9 if cuda else 0.0
 print("RESULT", json.dumps({"start": start, "ends": ends, "peak_gb": peak}))
 """
-
-
-class PeerError(Exception):
-    """A peer's run failed; the message is the end of its output."""
 
 
 def make_model(folder: Path, shape: str) -> None:
@@ -206,22 +201,8 @@ def run_trl(folder: Path, model: Path, texts: list[str], args: argparse.Namespac
         "vllm": vllm,
         "output": str(folder / "trl"),
     }
-    script = folder / "trl_side.py"
-    script.write_text(TRL)
-    command = [args.peer_python, str(script), json.dumps(options)]
     start = time.time()
-    done = subprocess.run(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if not lines:
-        raise PeerError(done.stdout[-4000:].strip() or f"exit code {done.returncode}")
-    result = json.loads(lines[0].removeprefix("RESULT "))
+    result = run_script(args.peer_python, TRL, options, folder)
     return {
         "step_s": median_step(result["ends"]),
         "start_s": result["ends"][0] - start,
@@ -235,33 +216,24 @@ def median_step(ends: list[float]) -> float:
     return statistics.median(steps[1:] or steps)
 
 
-def median_of(rounds: list[dict[str, float]]) -> dict[str, float]:
-    return {name: statistics.median(found[name] for found in rounds) for name in rounds[0]}
-
-
-def measure(args: argparse.Namespace, console: Console) -> tuple[dict[str, list[dict[str, float]]], dict[str, str]]:
+def measure(args: argparse.Namespace, console: Console) -> tuple[dict[str, list[Figures]], dict[str, str]]:
     """Results of all rounds by side, and the output of peers that failed."""
-    peers = args.peer if args.peer is not None else ["trl"] if importlib.util.find_spec("trl") else []
-    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in ("lockstep", *peers)}
-    failures: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = args.model or make_model_in_subprocess(folder / "model", args.shape)
         texts = make_prompts(model, 4 * args.prompts, args.prompt_tokens)
-        for number in range(args.rounds):
-            round_folder = folder / f"round{number}"
-            round_folder.mkdir()
-            ours = run_lockstep(round_folder, model, texts, args)
-            rounds["lockstep"].append(ours)
+
+        def show(number: int, ours: Figures) -> None:
             console.print(f"round {number + 1}: lockstep {ours['step_s']:.3f} s per step, {ours['peak_gb']:.1f} GB")
-            for peer in peers:
-                if peer in failures:
-                    continue
-                try:
-                    rounds[peer].append(run_trl(round_folder, model, texts, args, vllm=peer == "trl+vllm"))
-                except PeerError as error:
-                    failures[peer] = str(error)
-    return rounds, failures
+
+        return in_turn(
+            args.rounds,
+            args.peer,
+            folder,
+            lambda own: run_lockstep(own, model, texts, args),
+            lambda peer, own: run_trl(own, model, texts, args, vllm=peer == "trl+vllm"),
+            show,
+        )
 
 
 def main() -> None:
@@ -293,7 +265,7 @@ def main() -> None:
         return make_model(args.make_model, args.shape)
     console = Console()
     rounds, failures = measure(args, console)
-    results = {name: median_of(found) for name, found in rounds.items() if found}
+    results = medians(rounds)
     table = Table("", "step s", "Lockstep is faster by", "start-up s", "peak GB")
     ours = results["lockstep"]
     for name, result in results.items():
@@ -302,13 +274,7 @@ def main() -> None:
     console.print(table)
     phases = {name: round(value, 3) for name, value in ours.items() if name not in ("step_s", "start_s", "peak_gb")}
     console.print("Lockstep by phase:", phases)
-    if args.json:
-        content = {"arguments": vars(args), "results": results, "rounds": rounds, "failures": failures}
-        args.json.write_text(json.dumps(content, indent=1, default=str))
-    for peer, output in failures.items():
-        console.print(f"{peer} failed: {output.splitlines()[-1]}", markup=False, soft_wrap=True)
-    if failures:
-        raise SystemExit(1)
+    finish(args, console, results, rounds, failures)
 
 
 if __name__ == "__main__":

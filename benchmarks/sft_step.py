@@ -18,10 +18,8 @@ packing. If a peer fails, Lockstep's figures are still printed and the exit code
 """
 
 import argparse
-import importlib.util
 import json
 import math
-import os
 import random
 import statistics
 import string
@@ -32,7 +30,8 @@ import time
 from pathlib import Path
 
 import torch
-from grpo_step import PeerError, make_model_in_subprocess
+from grpo_step import make_model_in_subprocess
+from peers import Figures, finish, in_turn, medians, run_script
 from rich.console import Console
 from rich.table import Table
 from shapes import SHAPES
@@ -167,21 +166,8 @@ def run_trl(folder: Path, model: Path, rows: Path, mean_tokens: float, args: arg
         "settings": json.loads(args.peer_settings),
         "output": str(folder / "trl"),
     }
-    script = folder / "trl_side.py"
-    script.write_text(TRL)
     start = time.time()
-    done = subprocess.run(
-        [args.peer_python, str(script), json.dumps(options)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf")},
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if not lines:
-        raise PeerError(done.stdout[-4000:].strip() or f"exit code {done.returncode}")
-    result = json.loads(lines[0].removeprefix("RESULT "))
+    result = run_script(args.peer_python, TRL, options, folder)
     return figures(result["ends"], result["tokens"], start, result["peak_gb"])
 
 
@@ -199,11 +185,8 @@ def figures(ends: list[float], tokens: list[int], start: float, peak_gb: float) 
     }
 
 
-def measure(args: argparse.Namespace, console: Console) -> tuple[dict[str, list[dict[str, float]]], dict[str, str]]:
+def measure(args: argparse.Namespace, console: Console) -> tuple[dict[str, list[Figures]], dict[str, str]]:
     """Results of all rounds by side, and the output of peers that failed."""
-    peers = args.peer if args.peer is not None else ["trl"] if importlib.util.find_spec("trl") else []
-    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in ("lockstep", *peers)}
-    failures: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = args.model
@@ -212,23 +195,21 @@ def measure(args: argparse.Namespace, console: Console) -> tuple[dict[str, list[
             (model / "chat_template.jinja").write_text(TEMPLATE)
         rows = folder / "rows.jsonl"
         mean_tokens = args.batch * statistics.fmean(write_rows(rows, model, args))
-        for number in range(args.rounds):
-            round_folder = folder / f"round{number}"
-            round_folder.mkdir()
-            ours = run_lockstep(round_folder, model, rows, args)
-            rounds["lockstep"].append(ours)
+
+        def show(number: int, ours: Figures) -> None:
             console.print(
                 f"round {number + 1}: lockstep {ours['tokens_per_s']:,.0f} tokens/s, {ours['step_s']:.3f} s per step, "
                 f"{ours['peak_gb']:.1f} GB"
             )
-            for peer in peers:
-                if peer in failures:
-                    continue
-                try:
-                    rounds[peer].append(run_trl(round_folder, model, rows, mean_tokens, args))
-                except (PeerError, OSError, ValueError, KeyError, IndexError, ZeroDivisionError) as error:
-                    failures[peer] = str(error) or repr(error)
-    return rounds, failures
+
+        return in_turn(
+            args.rounds,
+            args.peer,
+            folder,
+            lambda own: run_lockstep(own, model, rows, args),
+            lambda _, own: run_trl(own, model, rows, mean_tokens, args),
+            show,
+        )
 
 
 def main() -> None:
@@ -255,11 +236,7 @@ def main() -> None:
     args = parser.parse_args()
     console = Console()
     rounds, failures = measure(args, console)
-    results = {
-        name: {key: statistics.median(found[key] for found in runs) for key in runs[0]}
-        for name, runs in rounds.items()
-        if runs
-    }
+    results = medians(rounds)
     table = Table("", "tokens/s", "Lockstep is faster by", "step s", "tokens per step", "start-up s", "peak GB")
     ours = results["lockstep"]
     for name, result in results.items():
@@ -274,13 +251,7 @@ def main() -> None:
             f"{result['peak_gb']:.1f}",
         )
     console.print(table)
-    if args.json:
-        content = {"arguments": vars(args), "results": results, "rounds": rounds, "failures": failures}
-        args.json.write_text(json.dumps(content, indent=1, default=str))
-    for peer, output in failures.items():
-        console.print(f"{peer} failed: {output.splitlines()[-1]}", markup=False, soft_wrap=True)
-    if failures:
-        raise SystemExit(1)
+    finish(args, console, results, rounds, failures)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,19 +19,12 @@ from lockstep.trainer.main_ppo import main
 from lockstep.trainer.ppo.ray_trainer import PPOTrainer
 from lockstep.weight_sync import WeightSync, canary_bound
 from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
+from tests.metrics import metrics_of, numbers_of
 from tests.tiny import random_batch
 from tests.weight_sync.test_weight_sync import OneWorker
 
 MODEL = "actor_rollout_ref.model"
 GRPO = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8", "trainer.val_before_train=false"]
-
-
-def metrics_of(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in r.items() if not k.startswith(("time", "timing", "perf/"))} for r in rows]
 
 
 def test_grpo_learns_and_resumes_bit_for_bit_without_a_second_model(
@@ -59,7 +51,7 @@ def test_grpo_learns_and_resumes_bit_for_bit_without_a_second_model(
     parts = [*command, f"trainer.default_local_dir={tmp_path}/parts"]
     assert main([*parts, "trainer.total_training_steps=3"]) == 0
     assert main([*parts, "trainer.total_training_steps=6"]) == 0
-    assert untimed(metrics_of(tmp_path / "parts")) == untimed(rows)
+    assert numbers_of(tmp_path / "parts") == numbers_of(tmp_path / "whole")
     adapters = [tmp_path / run / "global_step_6" / "actor" / "lora_adapter" for run in ("whole", "parts")]
     first, second = ((folder / "adapter_model.safetensors").read_bytes() for folder in adapters)
     assert first == second

@@ -32,6 +32,7 @@ from lockstep.trainer import main_dpo, main_ppo, main_rm
 from lockstep.trainer.supervised.batches import collate_pairs, share_of_pairs
 from lockstep.trainer.supervised.program import build
 from lockstep.trainer.supervised.trainer import SupervisedTrainer
+from tests.metrics import metrics_of, numbers_of
 from tests.tiny import save_tiny_model, small_run, write_rows
 
 ROOT = Path(__file__).parents[2]
@@ -79,18 +80,6 @@ def trainer_of(program: str, *overrides: str) -> SupervisedTrainer:
     trainer = build(load_config(CONFIGS[program], overrides), rank=0, world_size=1)
     trainer.load_model()
     return trainer
-
-
-def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def numbers_of(folder: Path) -> list[dict[str, Any]]:
-    """The metrics without times."""
-    return [
-        {name: value for name, value in step.items() if name != "time" and not name.startswith(("timing_s/", "perf/"))}
-        for step in metrics_of(folder)
-    ]
 
 
 def plain_loop(

@@ -25,6 +25,7 @@ from lockstep.trainer.supervised.command import run_training
 from lockstep.trainer.supervised.program import build
 from lockstep.trainer.supervised.trainer import SupervisedTrainer
 from tests.hub import use_hub, write_cache
+from tests.metrics import metrics_of, numbers_of
 from tests.programs import Program
 from tests.tiny import save_tiny_model
 
@@ -64,18 +65,6 @@ def trainer_of(*overrides: str) -> SupervisedTrainer:
     trainer = build(load_config(SFTConfig, overrides), rank=0, world_size=1)
     trainer.load_model()
     return trainer
-
-
-def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def numbers_of(folder: Path) -> list[dict[str, Any]]:
-    """The metrics without times."""
-    return [
-        {name: value for name, value in step.items() if name != "time" and not name.startswith(("timing_s/", "perf/"))}
-        for step in metrics_of(folder)
-    ]
 
 
 def plain_loop(model_path: Path, trainer: SupervisedTrainer, num_steps: int) -> list[float]:
