@@ -1,6 +1,7 @@
 """Settings that a run accepts but does not read: `without_effect` gives one notice per reason."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from lockstep.config.actor_rollout_ref import SERVER_ENGINES
@@ -93,7 +94,16 @@ _BATCHES = {
 def without_effect(config: PPOConfig, values: Values, models: Collection[str]) -> Iterator[str]:
     """Settings that differ from their default but that nothing reads in this run. models: see `needed_models`."""
     never_read = ((True, why, (key,)) for key, why in NEVER_READ.items())
-    yield from notices((*_reasons(config, values, models), *never_read), values, defaults(PPOConfig))
+    reasons = chain(
+        _roles(config, values, models),
+        _workers(config, values, models),
+        _algorithm(values),
+        _policy_loss(values),
+        _batches(values),
+        _optimizers(values),
+        never_read,
+    )
+    yield from notices(reasons, values, defaults(PPOConfig))
 
 
 def notices(reasons: Iterable[Reason], values: Values, tree: Mapping[str, Any]) -> Iterator[str]:
@@ -111,10 +121,10 @@ def notices(reasons: Iterable[Reason], values: Values, tree: Mapping[str, Any]) 
             yield f"{listed}{more} {'has' if len(changed) == 1 else 'have'} no effect: {reason}"
 
 
-def _reasons(config: PPOConfig, values: Values, models: Collection[str]) -> Iterator[Reason]:
-    """The broader reason first: a key is reported once."""
-    estimator, loss = values["algorithm.adv_estimator"], values[f"{_ACTOR}.policy_loss.loss_mode"]
-    built_in, known_loss = estimator in set(AdvantageEstimator), loss in _LOSSES
+def _roles(config: PPOConfig, values: Values, models: Collection[str]) -> Iterator[Reason]:
+    """Models that the run does not have. The broader reason first: a key is reported once."""
+    estimator = values["algorithm.adv_estimator"]
+    built_in = estimator in set(AdvantageEstimator)
     critic = tuple(key for key in values if key.startswith("critic.") and key != "critic.enable")
     no_critic = ("trainer.critic_warmup", "trainer.max_critic_ckpt_to_keep", *critic)
     yield built_in and "critic" not in models, f"{estimator} has no critic", no_critic
@@ -135,6 +145,10 @@ def _reasons(config: PPOConfig, values: Values, models: Collection[str]) -> Iter
         no_pool,
         ("reward_model.n_gpus_per_node", "reward_model.nnodes"),
     )
+
+
+def _workers(config: PPOConfig, values: Values, models: Collection[str]) -> Iterator[Reason]:
+    """Ray, profiles, and the rollout's engine and place."""
     yield controller_of(config) == "local", "the run does not use Ray", ("ray_init.",)
     mode = values["trainer.async_mode"]
     yield mode is None, "trainer.async_mode is null", ("trainer.max_staleness", "trainer.stale_samples")
@@ -154,6 +168,11 @@ def _reasons(config: PPOConfig, values: Values, models: Collection[str]) -> Iter
     is_hf = name == "hf"
     yield is_hf, f"{_ROLLOUT}.name is hf", tuple(f"{_ROLLOUT}.{name}" for name in _EMBEDDED)
 
+
+def _algorithm(values: Values) -> Iterator[Reason]:
+    """What the estimator and the switches of `algorithm` do not use; nothing is known of an estimator of the user's."""
+    estimator = values["algorithm.adv_estimator"]
+    built_in = estimator in set(AdvantageEstimator)
     yield built_in and estimator not in _GAMMA, f"{estimator} does not discount", ("algorithm.gamma",)
     yield built_in and estimator != "gae", f"{estimator} does not use it", ("algorithm.lam",)
     yield built_in and estimator not in _STD, f"{estimator} does not use it", ("algorithm.norm_adv_by_std_in_grpo",)
@@ -171,7 +190,17 @@ def _reasons(config: PPOConfig, values: Values, models: Collection[str]) -> Iter
         yield not values[switch], f"{switch} is false", names
     adaptive = ("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl")
     yield values["algorithm.kl_ctrl.type"] != "adaptive", "algorithm.kl_ctrl.type is not adaptive", adaptive
+    correction = "algorithm.rollout_correction"
+    by_weights = (f"{correction}.rollout_is_threshold", f"{correction}.rollout_is_batch_normalize")
+    yield values[f"{correction}.rollout_is"] is None, f"{correction}.rollout_is is null", by_weights
+    no_criteria = f"{correction}.rollout_rs is null"
+    yield values[f"{correction}.rollout_rs"] is None, no_criteria, (f"{correction}.rollout_rs_threshold",)
+    yield not values[f"{correction}.bypass_mode"], f"{correction}.bypass_mode is false", (f"{correction}.loss_type",)
 
+
+def _policy_loss(values: Values) -> Iterator[Reason]:
+    loss = values[f"{_ACTOR}.policy_loss.loss_mode"]
+    known_loss = loss in _LOSSES
     of_loss = f"{_ACTOR}.policy_loss.loss_mode is {loss}"
     for name, keys in {
         "clip_cov": tuple(f"{_ACTOR}.policy_loss.clip_cov_{part}" for part in ("ratio", "lb", "ub")),
@@ -183,26 +212,26 @@ def _reasons(config: PPOConfig, values: Values, models: Collection[str]) -> Iter
     clip_keys = tuple(f"{_ACTOR}.clip_ratio{end}" for end in ("", "_low", "_high"))
     yield known_loss and loss not in _CLIPPED, of_loss, clip_keys
     yield known_loss and loss not in _DUAL_CLIPPED, of_loss, (f"{_ACTOR}.clip_ratio_c",)
+    normalized = values[f"{_ACTOR}.loss_agg_mode"] == "seq-mean-token-sum-norm"
+    other_mode = f"{_ACTOR}.loss_agg_mode is not seq-mean-token-sum-norm"
+    yield known_loss and not normalized, other_mode, (f"{_ACTOR}.loss_scale_factor",)
 
+
+def _batches(values: Values) -> Iterator[Reason]:
+    """The limit of a micro-batch is in tokens or in sequences."""
     for switch, (with_it, without_it) in _BATCHES.items():
         yield bool(values[switch]), f"{switch} is true", (without_it,)
         followers = [other for other, (key, _) in _BATCHES.items() if values[other] and values[key] == values[with_it]]
         yield not values[switch] and not followers, f"{switch} is false", (with_it,)
-    correction = "algorithm.rollout_correction"
-    by_weights = (f"{correction}.rollout_is_threshold", f"{correction}.rollout_is_batch_normalize")
-    yield values[f"{correction}.rollout_is"] is None, f"{correction}.rollout_is is null", by_weights
-    no_criteria = f"{correction}.rollout_rs is null"
-    yield values[f"{correction}.rollout_rs"] is None, no_criteria, (f"{correction}.rollout_rs_threshold",)
-    yield not values[f"{correction}.bypass_mode"], f"{correction}.bypass_mode is false", (f"{correction}.loss_type",)
+
+
+def _optimizers(values: Values) -> Iterator[Reason]:
     for section in (f"{_ACTOR}.optim", "critic.optim"):
         schedule = values[f"{section}.lr_scheduler_type"]
         yield schedule == "constant", f"{section}.lr_scheduler_type is constant", (f"{section}.min_lr_ratio",)
         yield schedule != "cosine", f"{section}.lr_scheduler_type is {schedule}", (f"{section}.num_cycles",)
         ratio = (f"{section}.lr_warmup_steps_ratio",)
         yield values[f"{section}.lr_warmup_steps"] >= 0, f"{section}.lr_warmup_steps is set", ratio
-    normalized = values[f"{_ACTOR}.loss_agg_mode"] == "seq-mean-token-sum-norm"
-    other_mode = f"{_ACTOR}.loss_agg_mode is not seq-mean-token-sum-norm"
-    yield known_loss and not normalized, other_mode, (f"{_ACTOR}.loss_scale_factor",)
 
 
 def profiler_reasons(values: Values, sections: Collection[str], is_on_ray: bool) -> Iterator[Reason]:
