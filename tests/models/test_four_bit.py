@@ -13,13 +13,14 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from lockstep.cli import main
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.model import HFModelConfig
-from lockstep.engines.rollout.base import GenerationRequest, SamplingParams, create_rollout_engine
+from lockstep.engines.rollout.base import create_rollout_engine
 from lockstep.engines.train.fsdp import FsdpEngine
 from lockstep.engines.train.shard_reader import ShardReader
 from lockstep.models.four_bit import dequantized, is_4bit
 from lockstep.models.loading import load_causal_lm
 from lockstep.models.lora import adapter_layers
 from lockstep.models.shared_weights import rollout_module
+from lockstep.protocol.generation import GenerationRequest, SamplingParams
 from tests.engines.train import cases
 from tests.models.test_lora import log_probs, plain_log_probs, policy_engine, train
 from tests.tiny import random_batch, save_tiny_model, tiny_tokenizer
