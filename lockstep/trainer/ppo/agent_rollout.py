@@ -13,7 +13,7 @@ from lockstep.agents.agents import Agents
 from lockstep.agents.conversation import Conversation, Counts
 from lockstep.protocol import DataProto, object_array
 from lockstep.protocol.generation import Completion, GenerationRequest
-from lockstep.workers.rollout_batch import trajectory_tensors, requests_of, sampling_params
+from lockstep.workers.rollout_batch import requests_of, sampling_params, trajectory_tensors
 from lockstep.workers.rollout_client import RolloutClient
 
 COUNT_COLUMNS = {
