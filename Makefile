@@ -54,7 +54,7 @@ $(VLLM_READY): pyproject.toml constraints.txt
 
 test-vllm: export OMP_NUM_THREADS := 1
 test-vllm: $(VLLM_READY)
-	$(VLLM_VENV)/bin/pytest -m vllm tests/engines/rollout tests/weight_sync tests/trainer/test_vllm.py tests/trainer/test_server.py tests/test_engine_check.py
+	$(VLLM_VENV)/bin/pytest -m vllm tests/engines/rollout tests/weight_sync tests/workers tests/trainer/test_vllm.py tests/trainer/test_server.py tests/test_engine_check.py
 
 chaos: export OMP_NUM_THREADS := 1
 chaos: setup
