@@ -59,7 +59,7 @@ class TorchTrace:
 
     def begin(self) -> None:
         import torch
-        from torch.profiler import ProfilerActivity, profile
+        from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else Kineto prints a line at each begin and end
         asked = self._contents & {"cpu", "cuda"} or {"cpu", "cuda"}
@@ -71,6 +71,7 @@ class TorchTrace:
             profile_memory="memory" in self._contents,
             record_shapes="shapes" in self._contents,
             with_stack="stack" in self._contents,
+            experimental_config=_ExperimentalConfig(profile_all_threads=True),  # a local rollout runs in its own thread
         )
         self._profile.start()
 

@@ -24,8 +24,9 @@ from lockstep.utils.audit import AuditError
 
 _ARR = "actor_rollout_ref"
 _SUPERVISED = "data.max_token_len_per_gpu (data.micro_batch_size_per_gpu without data.use_dynamic_bsz)"
+GENERATION = ("generate_sequences", "begin_generation", "advance_generation")
 LOWER = {
-    "generate_sequences": f"{_ARR}.rollout.max_num_seqs or {_ARR}.rollout.gpu_memory_utilization",
+    **dict.fromkeys(GENERATION, f"{_ARR}.rollout.max_num_seqs or {_ARR}.rollout.gpu_memory_utilization"),
     "train_batch": f"{_SUPERVISED}, or set model.fsdp_config.optimizer_offload=true",
     "validate": _SUPERVISED,
     "prepare": _SUPERVISED,
@@ -157,7 +158,7 @@ def _allocated(message: str) -> str:
 
 def _expected(method: str | None, config: PPOConfig) -> tuple[str, str]:
     """What the plan expected of the phase, and which keys to set for it; empty without a plan of the phase."""
-    name = "generate" if method == "generate_sequences" else MICRO_BATCHES.get(str(method), ("", ""))[1]
+    name = "generate" if method in GENERATION else MICRO_BATCHES.get(str(method), ("", ""))[1]
     plan = planned(config)
     phase = next((phase for phase in plan.phases if phase.name == name), None) if plan else None
     if plan is None or phase is None:

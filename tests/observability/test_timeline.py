@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -190,3 +191,32 @@ def test_spans_that_nobody_takes_are_bounded() -> None:
             pass
     taken = take_spans()
     assert (len(taken), taken[0].name) == (spans.MAX_SPANS, "10")
+
+
+def test_spans_of_threads_keep_their_own_track() -> None:
+    """A call of rewards ends while a worker's call goes on, and the other way round."""
+    take_spans()
+    began, leave = threading.Event(), threading.Event()
+
+    def rewards() -> None:
+        with span("reward", ("rewards", 0)):
+            began.set()
+            leave.wait()
+
+    thread = threading.Thread(target=rewards)
+    with span("advance_generation", ("rollout", 1)):
+        thread.start()
+        began.wait()
+        with span("decode"):
+            pass
+    leave.set()
+    thread.join()
+    with span("adv"):
+        pass
+    tracks = {taken.name: (taken.role, taken.rank) for taken in take_spans()}
+    assert tracks == {
+        "decode": ("rollout", 1),
+        "advance_generation": ("rollout", 1),
+        "reward": ("rewards", 0),
+        "adv": ("controller", 0),
+    }

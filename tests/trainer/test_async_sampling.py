@@ -250,6 +250,13 @@ def test_step_ends_when_enough_prompts_are_complete(sampling: Any) -> None:
     assert made.sampler.client.aborted == {10, 12, 13, 16} and metrics["train/num_unfinished_prompts"] == 4
 
 
+def test_too_few_rows_for_over_sampling(overrides: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*overrides, "actor_rollout_ref.rollout.over_sample_rate=0.8"]) == 2
+    assert (
+        "over_sample_rate=0.8: a step generates 20 prompts, but the dataset has only 16 rows" in capsys.readouterr().err
+    )
+
+
 def test_sample_returns_one_prompt_with_all_keys(sampling: Any) -> None:
     made = sampling(delay=lambda number: SECONDS * (number == 10))
     (prompts,) = prompts_of(range(10, 14))

@@ -47,7 +47,7 @@ def inside(inner: Span, outer: Span) -> bool:
 
 
 CALLS = {
-    "gen": ("actor_rollout", "generate_sequences"),
+    "gen": ("actor_rollout", "advance_generation"),
     "ref": ("ref", "compute_ref_log_prob"),
     "old_log_prob": ("actor_rollout", "compute_log_prob"),
     "values": ("critic", "compute_values"),
@@ -66,7 +66,7 @@ def test_profile_and_timeline_of_a_run(overrides: list[str], tmp_path: Path, cap
     assert sorted(path.name for path in (run / "profile").rglob("*")) == [name, "step_2", "timeline.json"]
     assert f"profiled step 2: {name} in {folder}; open the .json.gz files at" in caplog.text
     labels = {f"{role}.{method}" for role, method in CALLS.values()}
-    assert labels | CALLS.keys() | {"step", "reward", "adv", "forward_backward"} <= ranges(folder / name)
+    assert labels | CALLS.keys() | {"step", "rewards.reward", "adv", "forward_backward"} <= ranges(folder / name)
 
     steps = read_steps(run)
     assert list(steps) == [0, 1, 2]
@@ -77,10 +77,11 @@ def test_profile_and_timeline_of_a_run(overrides: list[str], tmp_path: Path, cap
         assert {span.name for span in after} == ({"save_checkpoint"} if step == 2 else set())
         assert all(inside(span, whole) for span in spans if span not in after)
         phases = {span.name for span in spans if span.role == "controller"} - {"save_checkpoint"}
-        assert phases == CALLS.keys() | {"step", "reward", "adv"}
+        assert phases == CALLS.keys() | {"step", "adv"}
         for phase, (role, method) in CALLS.items():
-            (call,) = [span for span in spans if (span.name, span.role, span.rank) == (method, role, 0)]
-            assert any(inside(call, span) for span in spans if span.name == phase and span.role == "controller")
+            calls = [span for span in spans if (span.name, span.role, span.rank) == (method, role, 0)]
+            own = [span for span in spans if span.name == phase and span.role == "controller"]
+            assert calls and all(any(inside(call, span) for span in own) for call in calls)
         updates = [span for span in spans if span.name == "optimizer_step"]
         assert {span.role for span in updates} == {"actor_rollout", "critic"}
     assert {span.name for span in steps[0]} == {"testing", "generate_sequences"}

@@ -1,6 +1,7 @@
 """Phases and counts of what a process does, and the log lines of those that take long."""
 
 import logging
+import threading
 import time
 
 import pytest
@@ -30,6 +31,28 @@ def test_an_exception_ends_the_phases_within() -> None:
             count(3, 4, "micro-batches")
             assert describe()[0] == "update actor, mini-batch 1 of 2: 3/4 micro-batches"
             raise KeyError
+    assert describe()[0] == ""
+
+
+def test_threads_have_their_own_phases() -> None:
+    """Rewards are computed while samples are generated."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def rewards() -> None:
+        with phase("rewards"):
+            count(3, 8)
+            entered.set()
+            leave.wait()
+
+    thread = threading.Thread(target=rewards)
+    with phase("generate"):
+        thread.start()
+        entered.wait()
+        count(5, 16, "prompts")
+        assert describe()[0] == "generate 5/16 prompts, rewards 3/8"
+        leave.set()
+        thread.join()
+        assert describe()[0] == "generate 5/16 prompts"
     assert describe()[0] == ""
 
 

@@ -9,13 +9,13 @@ in this process or on many machines.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import ExitStack, nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import Dataset
@@ -164,9 +164,16 @@ class PPOTrainer:
 
     def _train_dataloader(self, dataset: Dataset[Any], sampler: Any, collate_fn: Any) -> StatefulLoader:
         data, seed = self.config.data, self.config.trainer.seed
+        batch_size, num_rows = prompts_per_batch(self.config), len(cast(Sized, dataset))
+        if (data.gen_batch_size or data.train_batch_size) <= num_rows < batch_size:
+            rate = self.config.actor_rollout_ref.rollout.over_sample_rate
+            raise ValueError(
+                f"actor_rollout_ref.rollout.over_sample_rate={rate:g}: a step generates {batch_size} prompts, but the dataset has "
+                f"only {num_rows} rows; lower it, or data.train_batch_size={data.train_batch_size}"
+            )
         return create_dataloader(
             dataset,
-            batch_size=prompts_per_batch(self.config),
+            batch_size=batch_size,
             shuffle=data.shuffle,
             seed=seed if data.seed is None else data.seed,
             num_workers=data.dataloader_num_workers,
