@@ -250,6 +250,19 @@ def test_step_ends_when_enough_prompts_are_complete(sampling: Any) -> None:
     assert made.sampler.client.aborted == {10, 12, 13, 16} and metrics["train/num_unfinished_prompts"] == 4
 
 
+def test_function_of_a_whole_batch_gets_the_whole_batch(overrides: list[str], tmp_path: Path) -> None:
+    (tmp_path / "ranks.py").write_text(
+        "def compute_score(data_sources, solution_strs, ground_truths, extra_infos):\n"
+        "    return [{'score': i / len(solution_strs), 'rows': len(solution_strs)} for i in range(len(solution_strs))]\n"
+    )
+    settings = ["reward_model.reward_manager=batch", f"custom_reward_function.path={tmp_path}/ranks.py"]
+    settings += ["trainer.val_before_train=false", "trainer.test_freq=-1", f"trainer.rollout_data_dir={tmp_path}/rows"]
+    settings += ["algorithm.adv_estimator=grpo", f"actor_rollout_ref.rollout.n={N}", "trainer.total_training_steps=1"]
+    assert main([*overrides, *settings]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "rows" / "1.jsonl").read_text().splitlines()]
+    assert {row["rows"] for row in rows} == {len(rows)}
+
+
 def test_too_few_rows_for_over_sampling(overrides: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*overrides, "actor_rollout_ref.rollout.over_sample_rate=0.8"]) == 2
     assert (

@@ -18,6 +18,7 @@ class BatchRewardManager(NaiveRewardManager):
     """
 
     score_arguments: ClassVar[tuple[str, ...]] = BATCH_ARGUMENTS
+    scores_rows_alone = False
 
     def __init__(
         self,

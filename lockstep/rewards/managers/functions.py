@@ -46,6 +46,7 @@ class FunctionsRewardManager(NaiveRewardManager):
             name: (function_name(call), make_caller(call, timeout_s))
             for name, call in compute_score.per_batch().items()
         }
+        self.scores_rows_alone = not self.batch_callers
 
     def _rows(self, data: DataProto) -> list[ScoringRow]:
         columns = {name: values for name, values in data.non_tensor_batch.items() if name not in NOT_COLUMNS}

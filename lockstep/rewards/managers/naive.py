@@ -84,6 +84,8 @@ class NaiveRewardManager:
     score_arguments: ClassVar[tuple[str, ...]] = ARGUMENTS
     """Arguments of the reward function; its signature is checked at the start of a run."""
     always_workers: ClassVar[bool] = False
+    scores_rows_alone: bool = True
+    """Whether a score depends on its row only, so that a batch can be scored in parts."""
 
     def __init__(
         self,

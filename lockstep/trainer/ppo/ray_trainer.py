@@ -230,7 +230,10 @@ class PPOTrainer:
         if self.agents is not None:
             rollout = AgentRollout(self.agents, RolloutClient(rollout), pad_token_id)
         workers = self.config, rollout, self.rm_wg, self.reward_fn
-        if self.config.actor_rollout_ref.rollout.mode == "sync":
+        settings = self.config.actor_rollout_ref.rollout
+        in_parts = getattr(self.reward_fn, "scores_rows_alone", False)
+        in_parts |= settings.over_sample_rate > 0 or self.config.trainer.async_mode is not None
+        if settings.mode == "sync" or not in_parts:
             return Sampling(*workers)
         return AsyncSampling(*workers, pad_token_id=pad_token_id)
 
