@@ -164,7 +164,7 @@ class EngineCheck:
 def _config(options: argparse.Namespace, folder: Path) -> PPOConfig:
     (folder / "none.jsonl").touch()
     if options.model is None:
-        make_model_folder(folder / "model", 0, tie_word_embeddings=True, **SMALL_MODEL)
+        make_model_folder(folder / "model", 0, (), tie_word_embeddings=True, **SMALL_MODEL)
     return load_config(PPOConfig, [*_overrides(options, folder), *options.overrides])
 
 

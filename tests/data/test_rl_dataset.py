@@ -92,8 +92,8 @@ def test_prompts_are_rendered_with_the_tools_of_their_rows(tmp_path: Path) -> No
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ tools | length if tools else 'no' }} tools, {{ messages[0]['content'] }}"
     rows = [make_row("a", agent_name="tool_agent"), make_row("b")]
-    dataset = RLHFDataset(write(tmp_path / "rows.jsonl", rows), tokenizer, DataConfig(max_prompt_length=10))
-    assert tokenizer.decode(dataset[0]["raw_prompt_ids"]) == "no tools, a"[:11]
+    dataset = RLHFDataset(write(tmp_path / "rows.jsonl", rows), tokenizer, DataConfig(max_prompt_length=11))
+    assert tokenizer.decode(dataset[0]["raw_prompt_ids"]) == "no tools, a"
     dataset.use_tools(lambda row: [{"type": "function"}] * 2 if row.get("agent_name") else None)
     assert [tokenizer.decode(dataset[i]["raw_prompt_ids"]) for i in (0, 1)] == ["2 tools, a", "no tools, b"]
 
