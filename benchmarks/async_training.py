@@ -9,7 +9,7 @@ as many slots as a batch has samples, in every mode: no mode gains from generati
 update that takes less than `--update-s` is filled up to that, so that the result does not depend on the machine.
 
 What staleness costs in learning is measured by a longer run of `--learning-steps`, whose simulated times are a tenth: the samples
-until the mean reward of five steps reaches `--reward`.
+until the mean reward of five steps reaches `--reward`; 0 leaves it out. A busy machine needs larger `--median-s` and `--update-s`.
 
 The exit code is 1 if a bar is missed: colocated 1.3, one_step_off 1.4, fully_async 1.8 times the synchronous samples per second,
 with at most 10 % more samples.
@@ -159,10 +159,11 @@ class Benchmark:
         for mode, settings in modes.items():
             set_times(self.args.median_s, self.args.update_s)
             results[mode] = self._speed(self.run(mode, self.args.steps, *settings))
-            set_times(self.args.median_s / 10, self.args.update_s / 10)
-            results[mode] |= self._learning(self.run(f"{mode}_learning", self.args.learning_steps, *settings))
             results[mode]["speed"] = results[mode]["samples_per_s"] / results["synchronous"]["samples_per_s"]
-            results[mode]["samples_ratio"] = results[mode]["samples"] / results["synchronous"]["samples"]
+            if self.args.learning_steps:
+                set_times(self.args.median_s / 10, self.args.update_s / 10)
+                results[mode] |= self._learning(self.run(f"{mode}_learning", self.args.learning_steps, *settings))
+                results[mode]["samples_ratio"] = results[mode]["samples"] / results["synchronous"]["samples"]
         return results
 
     def _speed(self, rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -197,7 +198,7 @@ def main() -> int:
     parser.add_argument("--lr", type=float, default=6e-5)
     parser.add_argument("--reward", type=float, default=0.7)
     parser.add_argument("--max-staleness", type=int, default=2)
-    parser.add_argument("--median-s", type=float, default=0.4)
+    parser.add_argument("--median-s", type=float, default=0.5)
     parser.add_argument("--update-s", type=float, default=2.0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -207,17 +208,15 @@ def main() -> int:
     ActorRolloutRefWorker.update_actor = SimulatedUpdate.of(ActorRolloutRefWorker.update_actor)  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as folder:
         results = Benchmark(Path(folder), args).measure()
-    table = Table(
-        "mode", "samples/s", "speed", f"samples to {args.reward}", "ratio", "last reward", "staleness", "trainer waits"
-    )
-    for mode, r in results.items():
-        figures = (r["samples_per_s"], r["speed"], r["samples"], r["samples_ratio"], r["last_reward"], r["staleness"])
-        table.add_row(mode, *(f"{figure:.3g}" for figure in figures), f"{r['trainer_waits']:.0%}")
-    Console().print(table)
+    columns = ("samples_per_s", "speed", "staleness", "trainer_waits", "samples", "samples_ratio", "last_reward")
+    table = Table("mode", *columns)
+    for mode, result in results.items():
+        table.add_row(mode, *(f"{result[name]:.3g}" if name in result else "" for name in columns))
+    Console(width=120).print(table)
     if args.json:
         args.json.write_text(json.dumps(results, indent=2))
     missed = [mode for mode, bar in BARS.items() if results[mode]["speed"] < bar]
-    missed += [f"learning of {mode}" for mode in BARS if not results[mode]["samples_ratio"] <= MOST_SAMPLES]
+    missed += [f"learning of {mode}" for mode in BARS if not results[mode].get("samples_ratio", 1.0) <= MOST_SAMPLES]
     for name in missed:
         sys.stderr.write(f"bar missed: {name}\n")
     return 1 if missed else 0
