@@ -163,12 +163,11 @@ def num_groups(checkpoint: Path) -> int:
 def staleness_metrics(batch: DataProto, policy_version: int) -> dict[str, float]:
     """How many updates ago the tokens of a batch were sampled; policy_version: of the policy that trains on it."""
     versions = batch.tensors["policy_versions"]
-    is_sampled = versions >= 0
-    age = (policy_version - versions)[is_sampled].float()
+    age = (policy_version - versions)[versions >= 0].float()
     last = versions.max(-1).values
     return {
-        "async/staleness/mean": float(age.mean()),
-        "async/staleness/max": float(age.max()),
+        "async/staleness/mean": float(age.mean()) if len(age) else 0.0,
+        "async/staleness/max": float(age.max()) if len(age) else 0.0,
         "async/mixed_policy_share": float((last > batch.tensors["policy_version"]).float().mean()),
     }
 
