@@ -218,9 +218,10 @@ class RolloutConfig:
     name: str = "embedded"
     """Rollout engine: embedded (decodes with the trainer's weights), hf (transformers' generate), vllm (holds a copy), or server
     and sglang (running servers, see `server`)."""
-    mode: Literal["sync", "async"] = "async"
-    """async generates the samples of a step as independent requests and scores each prompt's samples while others still generate;
-    sync generates all, then scores all. Both give the same batch."""
+    mode: Literal["sync", "async"] = "sync"
+    """async generates the samples of a step as independent requests and scores each prompt's samples while others still generate,
+    for slow rewards; sync generates all, then scores all. Both give the same batch. Default async with trainer.async_mode or
+    over_sample_rate."""
     over_sample_rate: float = 0.0
     """async: fraction of the prompts in generation that a step does not wait for. A step generates train_batch_size / (1 - rate)
     prompts and ends when train_batch_size of them are complete."""

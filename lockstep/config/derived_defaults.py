@@ -14,7 +14,8 @@ from lockstep.config.schema import keys, set_in
 from lockstep.config.sft import SFTConfig
 
 _CLIP_LOW, _CLIP_HIGH = "actor_rollout_ref.actor.clip_ratio_low", "actor_rollout_ref.actor.clip_ratio_high"
-_FREE_CACHE = "actor_rollout_ref.rollout.free_cache_engine"
+_ROLLOUT = "actor_rollout_ref.rollout"
+_FREE_CACHE = f"{_ROLLOUT}.free_cache_engine"
 
 _CORRECTION = "algorithm.rollout_correction"
 
@@ -53,6 +54,9 @@ def derived_defaults(cls: type, values: Mapping[str, Any]) -> tuple[dict[str, An
         )
     if values.get("trainer.placement") in ("split", "standalone") and _FREE_CACHE not in values:
         derived[_FREE_CACHE] = False  # nobody else uses the memory
+    single = values.get("trainer.async_mode") is not None or values.get(f"{_ROLLOUT}.over_sample_rate")
+    if single and f"{_ROLLOUT}.mode" not in values:
+        derived[f"{_ROLLOUT}.mode"] = "async"  # both need single requests
     stale = values.get("trainer.async_mode") is not None and values.get("trainer.max_staleness", 1) != 0
     if stale and not any(f"{_CORRECTION}.{name}" in values for name in ("rollout_is", "bypass_mode")):
         derived[f"{_CORRECTION}.rollout_is"] = "token"

@@ -255,7 +255,11 @@ def test_function_of_a_whole_batch_gets_the_whole_batch(overrides: list[str], tm
         "def compute_score(data_sources, solution_strs, ground_truths, extra_infos):\n"
         "    return [{'score': i / len(solution_strs), 'rows': len(solution_strs)} for i in range(len(solution_strs))]\n"
     )
-    settings = ["reward_model.reward_manager=batch", f"custom_reward_function.path={tmp_path}/ranks.py"]
+    settings = [
+        "actor_rollout_ref.rollout.mode=async",
+        "reward_model.reward_manager=batch",
+        f"custom_reward_function.path={tmp_path}/ranks.py",
+    ]
     settings += ["trainer.val_before_train=false", "trainer.test_freq=-1", f"trainer.rollout_data_dir={tmp_path}/rows"]
     settings += ["algorithm.adv_estimator=grpo", f"actor_rollout_ref.rollout.n={N}", "trainer.total_training_steps=1"]
     assert main([*overrides, *settings]) == 0
