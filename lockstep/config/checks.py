@@ -599,6 +599,9 @@ def _async_training(pools: Pools, values: Values) -> Iterator[Problem]:
         return
     if values[f"{_ROLLOUT}.mode"] == "sync":
         yield Problem(f"{_ROLLOUT}.mode", "sync", f"{key}={mode} generates by single requests; set async", also=(key,))
+    if values[f"{_ROLLOUT}.over_sample_rate"]:
+        message = f"{key}={mode} keeps unfinished responses for later steps instead of aborting them; set 0"
+        yield Problem(f"{_ROLLOUT}.over_sample_rate", values[f"{_ROLLOUT}.over_sample_rate"], message, also=(key,))
     if pools.role_pools.get("rm") in [pool for role, pool in pools.role_pools.items() if role != "rm"]:
         message = f"{key}={mode} scores during updates, so the reward model needs its own workers; set true"
         yield Problem("reward_model.enable_resource_pool", False, message, also=(key,))

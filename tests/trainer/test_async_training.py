@@ -236,6 +236,7 @@ def test_failure_of_a_background_sample_ends_the_run(
         (["trainer.async_mode=colocated", *SPLIT[1:]], "set one_step_off or fully_async"),
         ([*MODES["one_step_off"], "trainer.max_staleness=2"], "set 1, or trainer.async_mode=fully_async"),
         ([*MODES["colocated"], f"{ROLLOUT}.mode=sync"], "generates by single requests; set async"),
+        ([*MODES["colocated"], f"{ROLLOUT}.over_sample_rate=0.1"], "instead of aborting them; set 0"),
         ([*MODES["colocated"], "trainer.max_staleness=-1"], "must be 0 or more"),
         ([*MODES["colocated"], f"{ROLLOUT}.calculate_log_probs=false"], f"{ROLLOUT}.calculate_log_probs=true"),
     ],
