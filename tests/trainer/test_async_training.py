@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from lockstep.trainer.ppo.group_sampler import GroupSampler
 from lockstep.trainer.ppo.ray_trainer import PPOTrainer
 from lockstep.trainer.ppo.rollout_sources.journal import read_events, trained_groups
 from lockstep.trainer.ppo.task_runner import TaskRunner
+from lockstep.workers.rollout_client import RolloutClient
 from tests.programs import Program
 
 pytestmark = pytest.mark.slow
@@ -101,7 +103,8 @@ def test_stale_samples_are_bounded_corrected_and_trained_on_once(
     assert main([*overrides, *GRPO, *settings]) == 0
     rows = metrics_of(tmp_path / "run")
     assert [row["step"] for row in rows] == list(range(1, 6))
-    assert max(row["async/staleness/max"] for row in rows) == 1
+    stalest = max(row["async/staleness/max"] for row in rows)
+    assert stalest == 1 if mode == "one_step_off" else stalest <= 1
     assert all("rollout_corr/rollout_is_mean" in row for row in rows), "importance weights are on by default"
     assert all("val-core/openai/gsm8k/reward/mean@1" in row for row in rows if row["step"] in (2, 4, 5))
     assert all(0 <= row[f"async/{side}_wait_share"] <= 1 for row in rows for side in ("trainer", "rollout"))
@@ -114,11 +117,30 @@ def test_stale_samples_are_bounded_corrected_and_trained_on_once(
         gap = (batch.tensors["rollout_log_probs"] - batch.tensors["old_log_probs"]).abs()
         fresh_gap = max(fresh_gap, _max(gap[versions == update]))
         stale_gap = max(stale_gap, _max(gap[mask & (versions < update)]))
-    assert fresh_gap < 1e-4 < stale_gap, "a token has the log-prob of the policy that its version names"
-    mixed = max(row["async/mixed_policy_share"] for row in rows)
-    assert mixed == 0 if mode == "one_step_off" else mixed > 0 or mode == "fully_async"  # which depends on the time
+    assert fresh_gap < 1e-4, "a token has the log-prob of the policy that its version names"
+    assert stale_gap > 1e-4 or stalest == 0
+    assert mode != "one_step_off" or all(row["async/mixed_policy_share"] == 0 for row in rows)
     ahead = [row["async/queue_length"] + row["async/running_groups"] for row in rows]
     assert ahead == [PER_STEP] * 4 + [0], "one batch ahead, and none after the last step"
+
+
+def test_responses_go_on_with_the_new_weights(
+    overrides: list[str], tmp_path: Path, batches: list[DataProto], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine is slow, so that responses are unfinished when the step has enough groups."""
+    advance = RolloutClient._advance
+
+    def slow(self: RolloutClient, *args: Any) -> Any:
+        time.sleep(0.3)
+        return advance(self, *args)
+
+    monkeypatch.setattr(RolloutClient, "_advance", slow)
+    assert main([*overrides, *GRPO, *MODES["colocated"], *LONG_TAIL, "trainer.total_training_steps=2"]) == 0
+    assert metrics_of(tmp_path / "run")[1]["async/mixed_policy_share"] > 0
+    versions, tensors = batches[1].tensors["policy_versions"], batches[1].tensors
+    mixed = (versions == 0).any(-1) & (versions == 1).any(-1)
+    gap = (tensors["rollout_log_probs"] - tensors["old_log_probs"]).abs()[mixed]
+    assert _max(gap[versions[mixed] == 1]) < 1e-4 < _max(gap[versions[mixed] == 0])
 
 
 def _max(values: torch.Tensor) -> float:
@@ -218,8 +240,6 @@ def test_ctrl_c_stops_after_the_step(overrides: list[str], tmp_path: Path) -> No
 def test_failure_of_a_background_sample_ends_the_run(
     overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lockstep.workers.rollout_client import RolloutClient
-
     def fail(*args: Any, **kwargs: Any) -> None:
         raise ValueError("the engine is broken")
 
