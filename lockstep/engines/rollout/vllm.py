@@ -106,11 +106,12 @@ class VllmEngine(RolloutEngine):
     def abort(self, request_ids: Collection[int]) -> dict[int, Completion]:
         chosen = self._unfinished.intersection(request_ids)
         self._unfinished -= chosen
-        names, last_outputs = {str(request_id) for request_id in chosen}, _LastOutputs()
+        # Tensor-parallel ranks must free blocks in the same order, or they find different prefixes in their caches.
+        names, last_outputs = [str(request_id) for request_id in sorted(chosen)], _LastOutputs()
         for state in self._engine.output_processor.request_states.values():
             if state.external_req_id in names:
                 state.queue = last_outputs
-        self._engine.abort_request(list(names))
+        self._engine.abort_request(names)
         return dict(map(self._completion, last_outputs))
 
     def begin_update(self) -> None:
