@@ -22,11 +22,14 @@ class AllRowsFailedError(RewardError):
         self.function, self.data_source, self.errors, self.where = function, data_source, errors, where
 
     def __str__(self) -> str:
+        return f"{self.what}. There is nothing to train on: fix custom_reward_function"
+
+    @property
+    def what(self) -> str:
         (error, count), num_rows = next(iter(self.errors.items())), self.num_rows
         return (
             f"the reward function {self.function} failed on {num_rows} of {num_rows} samples, first on one of data_source "
-            f"{self.data_source!r}; {count} of them with {error}{self.where and f' at {self.where}'}. There is nothing to train "
-            "on: fix custom_reward_function"
+            f"{self.data_source!r}; {count} of them with {error}{self.where and f' at {self.where}'}"
         )
 
     @property

@@ -22,6 +22,13 @@ class OneToken(AgentLoop):
         if conversation.add([{"role": "user", "content": "again"}]):
             await conversation.generate(stop_token_ids=range(259))
 """
+SHORT_IN_VALIDATION = """
+from lockstep.agents.loops import AgentLoop
+
+class ShortInValidation(AgentLoop):
+    async def run(self, conversation):
+        await conversation.generate(range(259) if conversation.sampling.greedy else ())
+"""
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     turns = extra_info["messages"]
@@ -68,6 +75,18 @@ def test_only_the_turns_of_the_policy_are_trained_on_in_both_modes(agent_overrid
     assert [(r["input"], r["output"], r["score"]) for r in same] == [
         (r["input"], r["output"], r["score"]) for r in rollouts
     ]
+
+
+@pytest.mark.usefixtures("no_registrations")
+def test_validation_leaves_the_requests_of_asynchronous_training_alone(overrides: list[str], tmp_path: Path) -> None:
+    """A step ends with 8 requests unfinished; the conversations of validation end long before those would."""
+    (tmp_path / "loop.py").write_text(SHORT_IN_VALIDATION)
+    loop = f"actor_rollout_ref.rollout.agent.default_agent_loop={tmp_path}/loop.py:ShortInValidation"
+    settings = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", "trainer.async_mode=colocated", loop]
+    settings += ["data.max_response_length=60", "actor_rollout_ref.rollout.max_num_seqs=9", "trainer.test_freq=1"]
+    steps, _ = run([*overrides, *settings, "trainer.total_training_steps=2", "trainer.save_freq=0"], tmp_path / "run")
+    assert [step["async/mixed_policy_share"] > 0 for step in steps] == [False, True]
+    assert all("val-core/openai/gsm8k/reward/mean@1" in step for step in steps)
 
 
 @pytest.mark.usefixtures("no_registrations")

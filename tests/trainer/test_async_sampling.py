@@ -21,7 +21,7 @@ from lockstep.rewards.errors import AllRowsFailedError
 from lockstep.trainer.main_ppo import main
 from lockstep.trainer.ppo import async_sampling
 from lockstep.trainer.ppo.async_sampling import AsyncSampling
-from lockstep.trainer.ppo.group_sampler import all_of
+from lockstep.utils.event_loop import all_of
 
 N = 2
 SECONDS = 0.05
@@ -167,6 +167,15 @@ def test_prompts_after_the_last_needed_one_are_aborted(sampling: Any) -> None:
     assert made.sampler.client.aborted == {29}
 
 
+def test_groups_are_judged_one_by_one(sampling: Any) -> None:
+    """Each is scored by its own call, whose rows are freed if it is dropped: the next ones may have the same address."""
+    made = sampling(
+        *FILTER, "data.train_batch_size=8", "data.gen_batch_size=16", delay=lambda n: (n - 10) * SECONDS / 5
+    )
+    batch, _, _ = collect(made, range(10, 26), range(30, 46))
+    assert numbers_of(batch)[::N] == list(range(11, 26, 2))
+
+
 def test_too_many_batches(sampling: Any) -> None:
     made = sampling(*FILTER, "algorithm.filter_groups.max_num_gen_batches=2")
     with pytest.raises(
@@ -215,13 +224,14 @@ def failing(numbers: set[int]) -> Callable[..., dict[str, Any]]:
     return reward
 
 
-def test_a_prompt_whose_samples_all_fail_scores_zero(sampling: Any) -> None:
+def test_a_prompt_whose_samples_all_fail_scores_zero(sampling: Any, caplog: pytest.LogCaptureFixture) -> None:
     """As in one call for the whole batch, also if the prompt is scored alone."""
     made = sampling(reward=failing({10}), delay=lambda number: SECONDS * (number > 10))
     batch, _, _ = collect(made, range(10, 14))
     assert batch.tensors["token_level_scores"].sum(-1).tolist() == [0, 0, 1, 1, 1, 1, 1, 1]
     assert list(batch.non_tensor_batch["reward_failed"]) == [1, 1, 0, 0, 0, 0, 0, 0]
     assert list(batch.non_tensor_batch["acc"]) == [0, 0, 0, 1, 0, 1, 0, 1]
+    assert "f failed on 2 of 2 samples" in caplog.text and caplog.text.rstrip().endswith("these samples score 0")
 
 
 def test_a_batch_whose_samples_all_fail_stops_the_run(sampling: Any) -> None:
@@ -248,6 +258,22 @@ def test_step_ends_when_enough_prompts_are_complete(sampling: Any) -> None:
     batch, metrics, _ = collect(made, range(10, 18))
     assert numbers_of(batch)[::N] == [11, 14, 15, 17]
     assert made.sampler.client.aborted == {10, 12, 13, 16} and metrics["train/num_unfinished_prompts"] == 4
+
+
+def test_step_leaves_no_call_of_the_reward_function_behind(sampling: Any) -> None:
+    """The next one may use the same workers, or a function that must not be called twice at a time."""
+    running: set[int] = set()
+
+    def slow(data: DataProto, return_dict: bool) -> dict[str, Any]:
+        numbers = set(numbers_of(data))
+        running.update(numbers)
+        time.sleep(4 * SECONDS)
+        running.difference_update(numbers)
+        return by_number(data, return_dict)
+
+    delays = {14: SECONDS, 15: 100.0, 16: 100.0, 17: 100.0}  # the call for 14 begins when the step is complete
+    batch, _, _ = collect(sampling(*OVER, reward=slow, delay=lambda number: delays.get(number, 0.0)), range(10, 18))
+    assert numbers_of(batch)[::N] == [10, 11, 12, 13] and not running
 
 
 def test_function_of_a_whole_batch_gets_the_whole_batch(overrides: list[str], tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ rows ─► Agents.converse, all rows at once ─► RolloutClient ─► worker
      ◄─ one row per conversation: response_mask from its trajectory, counts and rewards of tools and turns as columns
 """
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
@@ -13,6 +12,8 @@ from lockstep.agents.agents import Agents
 from lockstep.agents.conversation import Conversation, Counts
 from lockstep.protocol import DataProto, object_array
 from lockstep.protocol.generation import Completion, GenerationRequest
+from lockstep.utils import event_loop
+from lockstep.utils.event_loop import all_of
 from lockstep.workers.rollout_batch import requests_of, sampling_params, trajectory_tensors
 from lockstep.workers.rollout_client import RolloutClient
 
@@ -26,37 +27,37 @@ COUNT_COLUMNS = {
 
 
 class AgentRollout:
-    """Takes the place of the rollout's worker group in `generate_samples`."""
+    """Takes the place of the rollout's worker group in `generate_samples`.
 
-    def __init__(self, agents: Agents, client: RolloutClient, pad_token_id: int) -> None:
+    rollout_wg: that group. A batch has its own client: requests of asynchronous training may wait in another one meanwhile.
+    """
+
+    def __init__(self, agents: Agents, rollout_wg: Any, pad_token_id: int) -> None:
         self.agents = agents
-        self.client = client
+        self.rollout_wg = rollout_wg
         self.pad_token_id = pad_token_id
+        self._client = RolloutClient(rollout_wg)
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """One conversation per row of `prompts`; wakes the workers and lets them sleep afterwards."""
-        return asyncio.run(self._generate(prompts))
+        return event_loop.run(lambda: self._generate(prompts))
 
     async def _generate(self, prompts: DataProto) -> DataProto:
         info = prompts.meta_info
         sampling = sampling_params(self.agents.config, validate=info["validate"], greedy=info["greedy"])
-        async with self.client.running():
-            tasks = [
-                asyncio.create_task(self.converse(prompts, row, request))
-                for row, request in enumerate(requests_of(prompts, sampling))
-            ]
-            try:
-                return self.batch(await asyncio.gather(*tasks))
-            finally:
-                for task in tasks:
-                    task.cancel()
+        requests = requests_of(prompts, sampling)
+        async with self._client.running() as client:
+            conversations = [self.converse(client, prompts, row, request) for row, request in enumerate(requests)]
+            return self.batch(await all_of(conversations))
 
-    async def converse(self, rows: DataProto, number: int, request: GenerationRequest) -> Conversation:
+    async def converse(
+        self, client: RolloutClient, rows: DataProto, number: int, request: GenerationRequest
+    ) -> Conversation:
         """The conversation of one row, while the client runs. request: for the first turn."""
         row = {name: values[number] for name, values in rows.non_tensor_batch.items()}
 
         async def generate(turn: GenerationRequest) -> Completion:
-            return await self.client.generate(turn, key=row["uid"])
+            return await client.generate(turn, key=row["uid"])
 
         return await self.agents.converse(row, request.prompt_ids, generate, request.sampling, request.seed)
 

@@ -7,10 +7,9 @@ The batch is that of `Sampling`: the same rows, tokens and scores in the same or
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -21,11 +20,10 @@ from lockstep.trainer.ppo.agent_rollout import AgentRollout
 from lockstep.trainer.ppo.group_sampler import GroupSampler
 from lockstep.trainer.ppo.group_scorer import ScoredGroup
 from lockstep.trainer.ppo.sampling import RewardFn, Sampling, concat_scored
+from lockstep.utils import event_loop
 from lockstep.utils.progress import count, phase
 from lockstep.utils.spans import span
 from lockstep.workers.rollout_client import RolloutClient
-
-T = TypeVar("T")
 
 Place = tuple[int, int]
 """Of a prompt: its batch within the step, and its row in that."""
@@ -42,7 +40,8 @@ class AsyncSampling(Sampling):
     ) -> None:
         super().__init__(config, rollout_wg, rm_wg, reward_fn)
         agents = rollout_wg if isinstance(rollout_wg, AgentRollout) else None
-        client = RolloutClient(rollout_wg) if agents is None else agents.client
+        client = RolloutClient(rollout_wg if agents is None else agents.rollout_wg)
+        self.submission = client.submission
         self.sampler = GroupSampler(config, client, rm_wg, reward_fn, pad_token_id, agents)
         self._in_order = config.actor_rollout_ref.rollout.over_sample_rate == 0
 
@@ -50,7 +49,7 @@ class AsyncSampling(Sampling):
         self, prompts: Iterator[DataProto], *, step: int, timing: dict[str, float]
     ) -> tuple[DataProto, dict[str, float]]:
         with span("gen"), phase("generate"):
-            return outside_of_loops(lambda: asyncio.run(self._collect(prompts, step, timing)))
+            return event_loop.run(lambda: self._collect(prompts, step, timing))
 
     async def _collect(
         self, prompts: Iterator[DataProto], step: int, timing: dict[str, float]
@@ -81,7 +80,6 @@ class AsyncSampling(Sampling):
         waiting: dict[asyncio.Task[ScoredGroup], Place] = {}
         finished: asyncio.Queue[asyncio.Task[ScoredGroup]] = asyncio.Queue()
         selection = Selection(self.config.data.train_batch_size, self._in_order)
-        kept_rows: dict[int, set[int]] = {}  # by id of the call
         try:
             while (groups := selection.complete()) is None:
                 if selection.num_kept + len(waiting) < selection.num_needed:
@@ -96,32 +94,25 @@ class AsyncSampling(Sampling):
                     draws += 1
                 task = await finished.get()
                 group = task.result()
-                if id(group.call) not in kept_rows:
-                    kept_rows[id(group.call)] = self._kept_rows(group.call)
-                selection.add(waiting.pop(task), group if group.rows.start in kept_rows[id(group.call)] else None)
+                selection.add(waiting.pop(task), group if self.is_kept(group.call[group.rows]) else None)
                 count(selection.num_finished, selection.num_finished + len(waiting), "prompts")
         finally:
-            for task in waiting:
-                task.cancel()
+            await event_loop.cancelled(list(waiting))
         metrics: dict[str, float] = (
             {"train/num_gen_batches": draws} if self.config.algorithm.filter_groups.enable else {}
         )
         if not self._in_order:
-            metrics["train/num_unfinished_prompts"] = sum(not task.done() for task in waiting)
+            metrics["train/num_unfinished_prompts"] = sum(task.cancelled() for task in waiting)
         return groups, metrics
 
     def is_kept(self, samples: DataProto) -> bool:
         """Whether `algorithm.filter_groups` keeps the samples of a prompt."""
-        return bool(self._kept_rows(samples))
-
-    def _kept_rows(self, call: DataProto) -> set[int]:
-        """The rows of the groups that may be trained on."""
         rule = self.config.algorithm.filter_groups
         if not rule.enable:
-            return set(range(len(call)))
-        if all(call.non_tensor_batch.get("reward_failed", [False])):  # it has none of the function's columns
-            return set(range(len(call))) if self.n == 1 else set()
-        return set(keep_informative_groups(concat_scored([call]), rule.metric))
+            return True
+        if all(samples.non_tensor_batch.get("reward_failed", [False])):  # they may have none of the function's columns
+            return self.n == 1
+        return bool(keep_informative_groups(concat_scored([samples]), rule.metric))
 
     def _joined(self, groups: dict[Place, ScoredGroup]) -> DataProto:
         calls = list({id(group.call): group.call for group in groups.values()}.values())
@@ -170,13 +161,3 @@ class Selection:
             self._decided.append(place)
         chosen = [place for place in self._decided if place in kept][: self.num_needed]
         return {place: kept[place] for place in chosen} if len(chosen) == self.num_needed else None
-
-
-def outside_of_loops(call: Callable[[], T]) -> T:
-    """Make a call that runs an event loop, in another thread if this one already runs one, as in a notebook."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return call()
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(call).result()

@@ -3,12 +3,11 @@
 prompts ─► Draw ─► respond: n requests per prompt ─► RolloutClient ─► GroupScorer: rows with responses, token_level_scores
 """
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 
@@ -19,10 +18,9 @@ from lockstep.protocol.generation import GenerationRequest
 from lockstep.trainer.ppo.agent_rollout import AgentRollout
 from lockstep.trainer.ppo.group_scorer import GroupScorer, ScoredGroup
 from lockstep.trainer.ppo.sampling import RewardFn, training_rows
+from lockstep.utils.event_loop import all_of
 from lockstep.workers.rollout_batch import batch_of, requests_of, sampling_params
 from lockstep.workers.rollout_client import RolloutClient
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +47,7 @@ class GroupSampler:
     """Generates through `client` and scores as `Sampling` does: the same tokens, log-probs and scores for the same prompt.
 
     rm_wg:     None without a reward model.
-    agents:    holds the conversations of the rows, with the same client; None if all responses are single-turn.
+    agents:    holds the conversations of the rows; None if all responses are single-turn.
     generated: when each group had all of its samples since `running` was entered, by `time.perf_counter`.
     """
 
@@ -79,6 +77,7 @@ class GroupSampler:
         self.scorer.begin()
         async with self.client.running():
             yield self
+            await self.scorer.end()
 
     async def sample(self, prompt: DataProto, *, step: int, draw: int, number: int) -> DataProto:
         """The scored samples of one prompt; cancelling this call aborts their generation.
@@ -125,7 +124,8 @@ class GroupSampler:
         places = draw.places(number)
         key = draw.rows.non_tensor_batch["uid"][places.start]
         if self.agents is not None:
-            responses: list[Any] = await all_of([self.agents.converse(draw.rows, p, draw.requests[p]) for p in places])
+            converse, client = self.agents.converse, self.client
+            responses: list[Any] = await all_of([converse(client, draw.rows, p, draw.requests[p]) for p in places])
         else:
             responses = await all_of([self.client.generate(draw.requests[place], key=key) for place in places])
         self.generated.append(time.perf_counter())
@@ -138,13 +138,3 @@ class GroupSampler:
         requests = [draw.requests[place] for place in places]
         rollout = self.config.actor_rollout_ref.rollout
         return draw.rows[places].union(batch_of(requests, responses, rollout, self.pad_token_id))
-
-
-async def all_of(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all calls, in their order; if one fails, the others are cancelled and its exception is raised."""
-    tasks = [asyncio.create_task(call) for call in calls]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()

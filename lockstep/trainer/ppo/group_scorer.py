@@ -6,6 +6,7 @@ All groups that wait are scored in one call: the reward function is never called
 """
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,9 +18,11 @@ import torch
 
 from lockstep.protocol import DataProto
 from lockstep.rewards.errors import AllRowsFailedError
-from lockstep.trainer.ppo.sampling import RewardFn, with_scores
+from lockstep.trainer.ppo.sampling import RewardFn, with_rm_scores, with_scores
 from lockstep.utils.progress import phase
 from lockstep.utils.spans import span
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -76,6 +79,12 @@ class GroupScorer:
         self._failures: list[AllRowsFailedError] = []  # of the latest calls, since a row was scored
         self._waiting: list[_Waiting] = []
         self._calling = False
+        self._in_progress: asyncio.Future[DataProto] | None = None
+
+    async def end(self) -> None:
+        """Wait for the call in progress, also if its groups were cancelled: nothing else may call the function or the workers."""
+        if self._in_progress is not None:
+            await asyncio.wait([self._in_progress])
 
     async def score(self, draw: Any, places: Sequence[int], responses: Sequence[Any]) -> ScoredGroup:
         """Score a group: the rows of a draw at `places`, whose responses are complete."""
@@ -95,8 +104,8 @@ class GroupScorer:
         self._waiting = [group for group in waiting if group.draw.rows.meta_info != meta]
         if taken:
             taken.sort(key=lambda group: id(group.draw))
-            call = in_thread(lambda: self._scored(taken))
-            call.add_done_callback(lambda call: self._hand_out(taken, call))
+            self._in_progress = in_thread(lambda: self._scored(taken))
+            self._in_progress.add_done_callback(lambda call: self._hand_out(taken, call))
 
     def _hand_out(self, taken: list[_Waiting], call: "asyncio.Future[DataProto]") -> None:
         if call.cancelled():
@@ -126,11 +135,7 @@ class GroupScorer:
         began = time.perf_counter()
         batch = self._rows(taken)
         with span("reward", ("rewards", 0)):
-            if self.rm_wg is not None:
-                with phase("reward model"):
-                    with self._submission:
-                        scores = self.rm_wg.compute_rm_score(batch)
-                    batch = batch.union(scores.get())
+            batch = with_rm_scores(batch, self.rm_wg, self._submission)
             with phase("rewards"):
                 result = self._result(batch)
         self.busy_s += time.perf_counter() - began
@@ -141,6 +146,7 @@ class GroupScorer:
             result = self.reward_fn(batch, return_dict=True)
         except AllRowsFailedError as error:
             self._failures.append(error)
+            logger.warning("%s; these samples score 0", error.what)
             if sum(failure.num_rows for failure in self._failures) >= self._batch_rows:
                 raise AllRowsFailedError.of_calls(self._failures) from error.__cause__
             scores = torch.zeros(batch.tensors["responses"].shape, dtype=torch.float32)

@@ -81,7 +81,6 @@ from lockstep.utils.spans import span
 from lockstep.utils.state_file import load_state, save_state
 from lockstep.utils.timing import marked_timer
 from lockstep.weight_sync import Transport, WeightSync, canary_bound
-from lockstep.workers.rollout_client import RolloutClient
 
 logger = logging.getLogger(__name__)
 
@@ -228,7 +227,7 @@ class PPOTrainer:
     def _sampling(self) -> Sampling:
         rollout, pad_token_id = self.rollout_wg, self.tokenizer.pad_token_id
         if self.agents is not None:
-            rollout = AgentRollout(self.agents, RolloutClient(rollout), pad_token_id)
+            rollout = AgentRollout(self.agents, rollout, pad_token_id)
         workers = self.config, rollout, self.rm_wg, self.reward_fn
         settings = self.config.actor_rollout_ref.rollout
         in_parts = getattr(self.reward_fn, "scores_rows_alone", False)

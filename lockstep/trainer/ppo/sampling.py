@@ -6,6 +6,7 @@ prompts ─► n rows each, with uid and seed ─► generate ─► reward mode
 import logging
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,9 @@ class Sampling:
     rm_wg:     None without a reward model.
     reward_fn: scores training samples; validation passes its own.
     """
+
+    submission: AbstractContextManager[Any] = nullcontext()
+    """See `with_rm_scores`."""
 
     def __init__(self, config: PPOConfig, rollout_wg: Any, rm_wg: Any, reward_fn: RewardFn) -> None:
         self.config = config
@@ -103,9 +107,7 @@ class Sampling:
 
     def score(self, batch: DataProto, reward_fn: RewardFn) -> DataProto:
         """Write `token_level_scores` and the extra columns of the reward function."""
-        if self.rm_wg is not None:
-            with phase("reward model"):
-                batch = batch.union(self.rm_wg.compute_rm_score(batch).get())
+        batch = with_rm_scores(batch, self.rm_wg, self.submission)
         with phase("rewards"):
             result = reward_fn(batch, return_dict=True)
         return _with_failed_filled(with_scores(batch, result))
@@ -191,6 +193,19 @@ def fill_failed(extra_info: dict[str, list[Any]]) -> dict[str, list[Any]]:
         rows = zip(values, failed)
         filled[name] = [0.0 if v is None and fail else v for v, fail in rows] if is_numeric(values) else values
     return filled
+
+
+def with_rm_scores(batch: DataProto, rm_wg: Any, submission: AbstractContextManager[Any]) -> DataProto:
+    """The rows with the reward model's scores, if there is one.
+
+    submission: held while the call is submitted, so that all ranks get the calls of several threads in the same order.
+    """
+    if rm_wg is None:
+        return batch
+    with phase("reward model"):
+        with submission:
+            scores = rm_wg.compute_rm_score(batch)
+        return batch.union(scores.get())
 
 
 def with_scores(batch: DataProto, result: Any) -> DataProto:

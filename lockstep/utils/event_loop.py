@@ -1,0 +1,37 @@
+"""Calls in an event loop: many at once, and from code that may already run in one."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def all_of(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all calls, in their order; if one fails, the others are cancelled and its exception is raised.
+
+    None is still running afterwards: cancelled calls have released what they hold.
+    """
+    tasks = [asyncio.create_task(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await cancelled(tasks)
+
+
+async def cancelled(tasks: Sequence["asyncio.Task[Any]"]) -> None:
+    """Cancel the tasks that are not done, and wait for their end."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def run(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """`asyncio.run`, in another thread if this one already runs an event loop, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(main())
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: asyncio.run(main())).result()
