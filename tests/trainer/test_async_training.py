@@ -16,6 +16,7 @@ from lockstep.config.compose import load_config
 from lockstep.config.errors import ConfigError
 from lockstep.config.ppo import PPOConfig
 from lockstep.protocol import DataProto
+from lockstep.trainer.interrupt import Interrupt
 from lockstep.trainer.main_ppo import main
 from lockstep.trainer.ppo.group_sampler import GroupSampler
 from lockstep.trainer.ppo.ray_trainer import PPOTrainer
@@ -224,6 +225,27 @@ def test_step_that_a_stop_discards_loses_no_prompt(overrides: list[str], tmp_pat
     assert (run / "global_step_2").is_dir()
     assert run_until(config) == 0
     assert_each_group_is_trained_on_once(run, steps=4)
+
+
+def test_stop_while_prompts_are_drawn_loses_none(
+    overrides: list[str], tmp_path: Path, batches: list[DataProto], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stop comes within the second step, before it draws prompts; four steps are one epoch."""
+    settings = [*overrides, *GRPO, *MODES["colocated"], "trainer.save_freq=-1", "trainer.total_training_steps=4"]
+    config, run = load_config(PPOConfig, settings), tmp_path / "run"
+    interrupt, train_step = Interrupt(), PPOTrainer._train_step
+
+    def stopping(self: PPOTrainer, *args: Any) -> tuple[DataProto, dict[str, Any]]:
+        interrupt.requested |= self.global_steps == 2
+        return train_step(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PPOTrainer, "_train_step", stopping)
+        assert TaskRunner().run(config, interrupt) == 130
+    assert list(trained_groups(run)) == [1]
+    assert run_until(config) == 0
+    rows = [row for batch in batches for row in batch.non_tensor_batch["index"][::2]]
+    assert sorted(rows) == list(range(4 * PER_STEP))
 
 
 def test_ctrl_c_stops_after_the_step(overrides: list[str], tmp_path: Path) -> None:

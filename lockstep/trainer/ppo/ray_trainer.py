@@ -426,13 +426,13 @@ class PPOTrainer:
         return frequency > 0 and (is_last or self.global_steps % frequency == 0)
 
     def _prompts(self, interrupt: Interrupt) -> Iterator[DataProto]:
-        """Batches of prompts, epoch after epoch; raises StopRequested if a stop was requested."""
+        """Batches of prompts, epoch after epoch; raises StopRequested, before it draws another, if a stop was requested."""
         while True:
             self.epoch = self.train_dataloader.epoch
             for batch_dict in self.train_dataloader:
+                yield DataProto.from_single_dict(batch_dict)
                 if interrupt.requested:
                     raise StopRequested
-                yield DataProto.from_single_dict(batch_dict)
 
     def _train_step(self, prompts: Iterator[DataProto], timing: dict[str, float]) -> tuple[DataProto, dict[str, Any]]:
         """One step of the algorithm as a list of calls."""
