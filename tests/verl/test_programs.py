@@ -16,9 +16,11 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
+from lockstep.protocol import DataProto
 from lockstep.trainer.errors import RunError
 from lockstep.verl._config import default_tree
 from lockstep.verl.trainer.main_ppo import TaskRunner, run_ppo
+from lockstep.verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from tests.tiny import save_tiny_model, small_run, write_rows
 
 ROOT = Path(__file__).parents[2]
@@ -165,6 +167,43 @@ def test_rows_are_checked(files: Path, tmp_path: Path) -> None:
     rows.write_text(rows.read_text().replace('"ability"', '"agent_name": "tool_agent", "ability"'))
     with pytest.raises(ValueError, match=r"rows.jsonl.*agent_name='tool_agent'"):
         run_ppo(config_of(files, *changes))
+
+
+LOOP = """
+from lockstep.agents.loops import AgentLoop
+
+class TwoTurns(AgentLoop):
+    async def run(self, conversation):
+        await conversation.generate(stop_token_ids=range(259))
+        conversation.add([{"role": "user", "content": "again"}])
+        await conversation.generate(stop_token_ids=range(259))
+"""
+
+
+@pytest.mark.usefixtures("no_registrations")
+def test_rows_are_served_by_their_agents(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the trainer's loop, and if a program calls the rollout itself."""
+    (tmp_path / "loop.py").write_text(LOOP)
+    loop = f"actor_rollout_ref.rollout.agent.default_agent_loop={tmp_path}/loop.py:TwoTurns"
+    changes = [f"trainer.default_local_dir={tmp_path}/run", loop, "data.max_response_length=60"]
+    fit, found = RayPPOTrainer.fit, []
+
+    def asks(self: RayPPOTrainer) -> Any:
+        prompts = DataProto.from_single_dict(next(iter(self.train_dataloader)))
+        found.append(self.async_rollout_manager.generate_sequences(prompts))
+        return fit(self)
+
+    monkeypatch.setattr(RayPPOTrainer, "fit", asks)
+    run_ppo(config_of(files, *changes, "trainer.total_training_steps=1"))
+    assert metrics_of(tmp_path / "run")[-1]["num_turns/mean"] == 4
+    assert list(found[0].non_tensor_batch["__num_turns__"]) == [4] * 4
+
+
+def test_settings_of_single_requests_are_refused(files: Path, tmp_path: Path) -> None:
+    folder = f"trainer.default_local_dir={tmp_path}/run"
+    for setting in ("trainer.async_mode=colocated", "actor_rollout_ref.rollout.over_sample_rate=0.2"):
+        with pytest.raises(ValueError, match=f"{setting}: programs written for verl generate whole batches"):
+            run_ppo(config_of(files, folder, setting))
 
 
 def test_validation_needs_no_training_data(files: Path, tmp_path: Path) -> None:

@@ -224,17 +224,20 @@ class PPOTrainer:
             self.weight_sync = WeightSync(self.actor_rollout_wg, self.rollout_wg, transport, bound)
         self.source = create_source(self.config, self.sampling, self.weight_sync, self.total_training_steps)
 
+    def _rollout(self) -> Any:
+        """What answers prompts: the rollout's workers, or agents that use them."""
+        if self.agents is None:
+            return self.rollout_wg
+        return AgentRollout(self.agents, self.rollout_wg, self.tokenizer.pad_token_id)
+
     def _sampling(self) -> Sampling:
-        rollout, pad_token_id = self.rollout_wg, self.tokenizer.pad_token_id
-        if self.agents is not None:
-            rollout = AgentRollout(self.agents, rollout, pad_token_id)
-        workers = self.config, rollout, self.rm_wg, self.reward_fn
+        workers = self.config, self._rollout(), self.rm_wg, self.reward_fn
         settings = self.config.actor_rollout_ref.rollout
         in_parts = getattr(self.reward_fn, "scores_rows_alone", False)
         in_parts |= settings.over_sample_rate > 0 or self.config.trainer.async_mode is not None
         if settings.mode == "sync" or not in_parts:
             return Sampling(*workers)
-        return AsyncSampling(*workers, pad_token_id=pad_token_id)
+        return AsyncSampling(*workers, pad_token_id=self.tokenizer.pad_token_id)
 
     def _weight_transport(self, *, is_colocated: bool) -> Transport:
         """How weights are sent to a rollout that holds a copy."""

@@ -103,7 +103,12 @@ class WholeBatchGroup:
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """One response per row. meta_info: `validate` samples as validation does, `do_sample=False` greedily."""
-        output: DataProto = self._group.generate_sequences(self._trainer.rollout_inputs(prompts))
+        rollout, inputs = self._group, self._trainer.rollout_inputs(prompts)
+        if self._trainer.agents is not None:
+            rollout = self._trainer.sampling.rollout_wg
+            ids = {"uid": object_array([str(row) for row in range(len(prompts))])}
+            inputs.non_tensor_batch = ids | prompts.non_tensor_batch | inputs.non_tensor_batch
+        output: DataProto = rollout.generate_sequences(inputs)
         output.meta_info.setdefault("timing", {})
         return output
 
@@ -216,7 +221,14 @@ class RayPPOTrainer(PPOTrainer):
 
     def _sampling(self) -> Sampling:
         """One call of `generate_sequences` per batch in both modes: workers may override it."""
-        return PromptTensorSampling(self.config, self.rollout_wg, self.rm_wg, self.reward_fn)
+        trainer, rollout = self.config.trainer, self.config.actor_rollout_ref.rollout
+        for key, value in {
+            "trainer.async_mode": trainer.async_mode,
+            "actor_rollout_ref.rollout.over_sample_rate": rollout.over_sample_rate,
+        }.items():
+            if value:
+                raise ValueError(f"{key}={value}: programs written for verl generate whole batches; use lockstep ppo")
+        return PromptTensorSampling(self.config, self._rollout(), self.rm_wg, self.reward_fn)
 
     def start(self, resume_from: Path | None = None) -> None:
         with self._typed_config():
