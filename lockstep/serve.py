@@ -93,19 +93,19 @@ class Service:
         logger.info("loading %s", folder)
 
         from lockstep.agents.endpoint.answers import AnswerSettings
-        from lockstep.agents.endpoint.rendering import ChatRenderer
         from lockstep.agents.endpoint.server import Endpoint
+        from lockstep.agents.renderer import Renderer
         from lockstep.agents.tool_parser import ToolParser
         from lockstep.models.tokenizer import eos_token_ids, hf_tokenizer
         from lockstep.protocol.generation import SamplingParams
         from lockstep.workers.rollout_client import RolloutClient
 
-        ToolParser.registry.get(options.tool_format)
         sampling = SamplingParams(
             options.temperature, options.top_k, options.top_p, max_tokens=min(options.max_tokens, max_model_len)
         )
         tokenizer = hf_tokenizer(folder, key="MODEL")
-        renderer = ChatRenderer(tokenizer, eos_token_ids(tokenizer, base))
+        parser = ToolParser.get_tool_parser(options.tool_format, tokenizer)
+        renderer = Renderer(tokenizer, [*eos_token_ids(tokenizer, base), *parser.stop_token_ids])
         answers = AnswerSettings(sampling, max_model_len, options.tool_format, seed=options.seed)
         client = RolloutClient(_worker_group(options, max_model_len))
 

@@ -127,7 +127,7 @@ def test_a_turn_goes_on_with_new_weights(service: Service) -> None:
             engine.policy_version += 1
             await service.client.resume()
             assert len((await answers)["choices"]) == 4
-        return [turn.policy_versions for turn in service.endpoint.close_session("one").turns]
+        return [turn.completion.policy_versions for turn in service.endpoint.close_session("one").turns]
 
     versions = asyncio.run(update())
     assert len(versions) == 4 and all(list(found) == sorted(found) for found in versions)

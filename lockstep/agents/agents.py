@@ -52,7 +52,9 @@ class Agents:
     def renderer(self) -> Renderer:
         parser = ToolParser.get_tool_parser(self.config.multi_turn.format, self.tokenizer)
         stop_ids = {*self._stop_ids, *self.config.stop_token_ids, *parser.stop_token_ids}
-        return Renderer(self.tokenizer, sorted(stop_ids), self._template_kwargs)
+        renderer = Renderer(self.tokenizer, sorted(stop_ids), self._template_kwargs)
+        renderer.check()
+        return renderer
 
     def name_of(self, row: Mapping[str, Any]) -> str:
         return row.get("agent_name") or self.config.agent.default_agent_loop

@@ -153,11 +153,13 @@ class Conversation:
             self.trajectories.append(trajectory)
             self.counts.breaks += 1
         else:
-            ids = self.renderer.bridge(new, last_id)
-            if len(ids) >= self.room:
+            bridge = self.renderer.bridge(self.messages, new, last_id, self.tools)
+            if bridge is None:
+                raise ValueError(f"the chat template cannot render messages of the role {new[0]['role']} after a turn")
+            if len(bridge) >= self.room:
                 self.finish_reason = "length"
                 return False
-            self.trajectory.add_context(ids)
+            self.trajectory.add_context(bridge)
         self.messages += new
         self.num_user_turns += 1
         return True

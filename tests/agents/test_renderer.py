@@ -116,21 +116,57 @@ def test_a_bridge_continues_as_the_template_does(name: str) -> None:
             new = [{"role": "user", "content": "next"}]
         whole = renderer.ids([{"role": "user", "content": "Hi"}, turn, *new])
         last = called if name == "harmony" and role == "tool" else end
-        bridge = renderer.bridge(new, last)
-        assert whole[-len(bridge) :] == bridge
-        assert renderer.bridge(new)[1:] == bridge  # of a turn that did not end: with its end
+        bridge = renderer.bridge([turn], new, last)
+        assert bridge and whole[-len(bridge) :] == bridge
+        unended = renderer.bridge([turn], new)
+        assert unended and unended[1:] == bridge  # of a turn that did not end: with its end
         assert bridge.count(end) <= 1
 
 
 def test_several_results_are_one_turn() -> None:
     renderer = Renderer(tokenizer_of(QWEN + CHATML_PROMPT), [2])
-    text = renderer.tokenizer.decode(renderer.bridge(renderer.tool_messages([("f", "1", "a"), ("g", "2", "b")]), 2))
+    text = renderer.tokenizer.decode(renderer.bridge([], renderer.tool_messages([("f", "1", "a"), ("g", "2", "b")]), 2))
     assert text.count("<|im_start|>user") == 1 and text.count("<tool_response>") == 2
 
 
-def test_a_template_without_an_end_of_turn_is_refused() -> None:
-    with pytest.raises(ValueError, match="ends an assistant turn with no special token"):
-        Renderer(tokenizer_of("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"), [2])
+def test_a_template_may_end_turns_with_text() -> None:
+    renderer = Renderer(
+        tokenizer_of("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "), [2]
+    )
+    renderer.check()
+    for last in (2, None):
+        assert renderer.bridge([], [{"role": "user", "content": "x"}], last) == renderer.encode(
+            "\nuser: x\nassistant: "
+        )
+
+
+def test_a_template_that_hides_turns_is_refused() -> None:
+    template = "{% for m in messages if m.role == 'user' %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    renderer = Renderer(tokenizer_of(template), [2])
+    assert renderer.bridge([], [{"role": "user", "content": "x"}], 2) is None and renderer.tool_role == "user"
+    with pytest.raises(ValueError, match="does not show where an assistant turn ends"):
+        renderer.check()
+
+
+def test_tools_and_system_message_of_the_conversation_are_rendered() -> None:
+    """Some templates repeat the tools before the last user message; others end turns as the system message says."""
+    template = """{% for m in messages %}{% if tools and loop.last %}<|start|>{{ tools[0].name }}{% endif %}<|im_start|>{{ m.role }}
+{{ m.content }}{% if messages[0].role == 'system' %}<|end|>{% endif %}<|im_end|>{% endfor %}"""
+    renderer = Renderer(tokenizer_of(template), [2])
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "Q" * 99}, {"role": "assistant"}]
+    bridge = renderer.bridge(messages, [{"role": "user", "content": "x"}], 2, [{"name": "f"}])
+    assert renderer.tokenizer.decode(bridge) == "<|start|>f<|im_start|>user\nx<|end|><|im_end|>"
+
+
+def test_names_of_calls_that_a_client_left_out() -> None:
+    renderer = Renderer(
+        tokenizer_of(HARMONY.replace("m.name", "messages[loop.index0 - 1].tool_calls[0].function.name")), [2]
+    )
+    calls = [{"id": str(i), "type": "function", "function": {"name": f"f{i}", "arguments": {}}} for i in range(2)]
+    turn = {"role": "assistant", "content": "", "tool_calls": calls}
+    for result, name in (({"tool_call_id": "1"}, "f1"), ({}, "f0"), ({"name": "g", "tool_call_id": "1"}, "g")):
+        bridge = renderer.bridge([turn], [{"role": "tool", "content": "3", **result}], 2)
+        assert f"functions.{name} to=assistant" in renderer.tokenizer.decode(bridge)
 
 
 class AskTwice(AgentLoop):

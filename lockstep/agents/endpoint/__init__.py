@@ -3,7 +3,6 @@
     HTTP ─► server.py ─► chat | completions | responses | messages ─► answers.py ─► generate(GenerationRequest)
                           (request and response of one protocol)        │
                                                             recorder.py ◄┘  turns of the session, token by token
-                                                            rendering.py    messages to tokens
 
-Sessions, recorder and rendering need no further package; `server.py` needs the extra `serve`.
+Sessions and recorder need no further package; `server.py` needs the extra `serve`.
 """

@@ -13,19 +13,18 @@ import dataclasses
 import hashlib
 import json
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lockstep.agents.conversation import Generate
 from lockstep.agents.endpoint.errors import ApiError
 from lockstep.agents.endpoint.recorder import Prompt, SessionRecorder
-from lockstep.agents.endpoint.rendering import Message
+from lockstep.agents.renderer import Message
 from lockstep.agents.schemas import OpenAIFunctionToolSchema
 from lockstep.agents.tool_parser import ToolParser
 from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
-
-Generate = Callable[[GenerationRequest], Awaitable[Completion]]
 
 FIRST_PIECE, LARGEST_PIECE = 16, 128
 """Tokens of the first piece; each further one is twice as long, up to the largest, because each one prefills the prompt again."""
@@ -287,15 +286,11 @@ class _Run:
 
     def _record(self, message: Message, text: str, num_tokens: int, stop_reason: Any) -> None:
         self.is_recorded = True
-        self.session.recorder.add(
-            self.prompt,
-            text if isinstance(self.prompt.key, str) else message,
-            token_ids=self.token_ids[:num_tokens],
-            log_probs=self.log_probs[:num_tokens],
-            policy_versions=self.versions[:num_tokens],
-            stop_reason=stop_reason,
-            trainable=self.trainable,
+        completion = Completion(
+            self.token_ids[:num_tokens], self.log_probs[:num_tokens], stop_reason, self.versions[:num_tokens]
         )
+        answer = text if isinstance(self.prompt.key, str) else message
+        self.session.recorder.add(self.prompt, answer, completion, trainable=self.trainable)
 
 
 def _with_request(sampling: SamplingParams, request: AnswerRequest) -> SamplingParams:

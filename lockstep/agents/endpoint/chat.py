@@ -20,7 +20,7 @@ from lockstep.agents.endpoint.fields import (
     now,
     text_of,
 )
-from lockstep.agents.endpoint.rendering import Message
+from lockstep.agents.renderer import Message
 
 
 class Function(BaseModel):

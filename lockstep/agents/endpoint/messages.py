@@ -19,7 +19,7 @@ from lockstep.agents.endpoint.fields import (
     new_id,
     text_of,
 )
-from lockstep.agents.endpoint.rendering import Message
+from lockstep.agents.renderer import Message
 
 
 class MessageParam(BaseModel):

@@ -12,10 +12,13 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from lockstep.agents.endpoint.rendering import ChatRenderer, Message
+from lockstep.agents.renderer import Message, Renderer
+from lockstep.agents.trajectory import Trajectory
+from lockstep.protocol.generation import Completion
 
 logger = logging.getLogger(__name__)
 
@@ -24,22 +27,21 @@ logger = logging.getLogger(__name__)
 class Turn:
     """One prompt and its sampled answer.
 
-    parent:          the turn that the prompt continues; None at the start of a branch.
-    added_ids:       the prompt's tokens after those of the parent; the whole prompt without one.
-    token_ids:       the sampled tokens, with the one that ended the answer.
-    log_probs:       of each sampled token, at the temperature that it was sampled with.
-    policy_versions: of the weights that sampled each token.
-    stop_reason:     "abort" if the client went away in the middle of a stream; the tokens are those that it was sent.
-    trainable:       false if the client asked for another distribution than the rollout's.
+    parent:     the turn that the prompt continues; None at the start of a branch.
+    added_ids:  the prompt's tokens after those of the parent; the whole prompt without one.
+    completion: what was sampled. Its stop_reason is "abort" if the client went away in the middle of a stream; the tokens are
+                those that it was sent.
+    trainable:  false if the client asked for another distribution than the rollout's.
     """
 
     parent: "Turn | None"
     added_ids: list[int]
-    token_ids: list[int]
-    log_probs: list[float]
-    policy_versions: list[int]
-    stop_reason: Literal["stop", "length", "abort"]
+    completion: Completion
     trainable: bool
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.completion.token_ids
 
     @property
     def path(self) -> "list[Turn]":
@@ -62,20 +64,6 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Branch:
-    """A conversation as one sequence. Tokens that are not the policy's have mask and log-prob 0 and version -1.
-
-    A token that several branches share has mask 1 in the first of them only, so that the loss counts it once.
-    """
-
-    prompt_ids: list[int]
-    response_ids: list[int]
-    response_mask: list[int]
-    log_probs: list[float]
-    policy_versions: list[int]
-
-
-@dataclass(frozen=True)
 class Prompt:
     """ids: what the policy is given. key: identifies the conversation so far, or the text of a plain completion."""
 
@@ -87,7 +75,7 @@ class Prompt:
 class SessionRecorder:
     """Append-only. Several answers to one prompt and concurrent conversations are branches of a tree."""
 
-    def __init__(self, renderer: ChatRenderer) -> None:
+    def __init__(self, renderer: Renderer) -> None:
         self.renderer = renderer
         self.turns: list[Turn] = []
         self._conversations: dict[bytes, Turn] = {}
@@ -101,14 +89,14 @@ class SessionRecorder:
         for at in range(len(messages) - 1, -1, -1):
             turn = self._conversations.get(keys[at + 1].digest()) if messages[at]["role"] == "assistant" else None
             if turn is not None and turn.token_ids:
-                bridge = self.renderer.bridge_ids(messages, at, tools, turn.token_ids[-1])
+                bridge = self.renderer.bridge(messages[: at + 1], messages[at + 1 :], turn.token_ids[-1], tools)
                 if bridge is not None:
                     return Prompt(turn.all_ids + bridge, turn, keys[-1])
                 logger.warning(
                     "the chat template does not show where an answer ends: the next turn begins a new branch"
                 )
                 break
-        return Prompt(self.renderer.prompt_ids(messages, tools), None, keys[-1])
+        return Prompt(self.renderer.ids(messages, tools), None, keys[-1])
 
     def prompt_for_ids(self, ids: list[int]) -> Prompt:
         """A prompt of tokens; it continues the longest recorded turn that it begins with."""
@@ -123,20 +111,10 @@ class SessionRecorder:
         turn = self._texts[done]
         return Prompt(turn.all_ids + self.renderer.encode(text[len(done) :]), turn, text)
 
-    def add(
-        self,
-        prompt: Prompt,
-        answer: Message | str,
-        *,
-        token_ids: list[int],
-        log_probs: list[float],
-        policy_versions: list[int],
-        stop_reason: Literal["stop", "length", "abort"],
-        trainable: bool,
-    ) -> Turn:
+    def add(self, prompt: Prompt, answer: Message | str, completion: Completion, *, trainable: bool) -> Turn:
         """Record a turn. answer: as the client was sent it, a message or the text of a completion."""
         start = 0 if prompt.parent is None else len(prompt.parent.all_ids)
-        turn = Turn(prompt.parent, prompt.ids[start:], token_ids, log_probs, policy_versions, stop_reason, trainable)
+        turn = Turn(prompt.parent, prompt.ids[start:], completion, trainable)
         self.turns.append(turn)
         if isinstance(prompt.key, str):
             self._texts[f"{prompt.key}{answer}"] = turn
@@ -149,28 +127,33 @@ class SessionRecorder:
         """Turns that were not sampled from the rollout's distribution."""
         return sum(not turn.trainable for turn in self.turns)
 
-    def branches(self) -> list[Branch]:
-        """The sequences for the loss: one per turn that no other turn continues."""
+    def leaves(self) -> list[Turn]:
+        """The last turn of each branch: those that no other turn continues."""
         continued = {turn.parent for turn in self.turns}
+        return [turn for turn in self.turns if turn not in continued]
+
+    def branches(self) -> list[Trajectory]:
+        """The sequences for the loss. A token that several branches share is context in all but the first of them."""
         counted: set[Turn] = set()
         found = []
-        for leaf in self.turns:
-            if leaf not in continued:
-                found.append(_branch(leaf.path, counted))
-                counted.update(leaf.path)
+        for leaf in self.leaves():
+            found.append(trajectory_of(leaf, counted))
+            counted.update(leaf.path)
         return found
 
 
-def _branch(path: list[Turn], counted: set[Turn]) -> Branch:
-    branch = Branch(path[0].added_ids, [], [], [], [])
-    for number, turn in enumerate(path):
-        bridge = turn.added_ids if number else []
-        mask = int(turn.trainable and turn not in counted)
-        branch.response_ids.extend([*bridge, *turn.token_ids])
-        branch.response_mask.extend([0] * len(bridge) + [mask] * len(turn.token_ids))
-        branch.log_probs.extend([0.0] * len(bridge) + turn.log_probs)
-        branch.policy_versions.extend([-1] * len(bridge) + turn.policy_versions)
-    return branch
+def trajectory_of(leaf: Turn, counted: AbstractSet[Turn] = frozenset()) -> Trajectory:
+    """The branch that ends with a turn. counted: turns that another trajectory has as sampled tokens."""
+    first, *others = leaf.path
+    trajectory = Trajectory(list(first.added_ids))
+    for turn in (first, *others):
+        if turn is not first:
+            trajectory.add_context(turn.added_ids)
+        if turn.trainable and turn not in counted:
+            trajectory.add_sampled(turn.completion)
+        else:
+            trajectory.add_context(turn.token_ids)
+    return trajectory
 
 
 def _extended(key: "hashlib.blake2b", message: Message) -> "hashlib.blake2b":

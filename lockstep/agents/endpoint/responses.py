@@ -21,7 +21,7 @@ from lockstep.agents.endpoint.fields import (
     now,
     text_of,
 )
-from lockstep.agents.endpoint.rendering import Message
+from lockstep.agents.renderer import Message
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 

@@ -24,15 +24,16 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from lockstep.agents.conversation import Generate
 from lockstep.agents.endpoint import messages
-from lockstep.agents.endpoint.answers import Answer, AnswerSettings, Generate, Session, merged
+from lockstep.agents.endpoint.answers import Answer, AnswerSettings, Session, merged
 from lockstep.agents.endpoint.chat import ChatCompletions
 from lockstep.agents.endpoint.completions import Completions
 from lockstep.agents.endpoint.errors import ApiError, invalid
 from lockstep.agents.endpoint.fields import Event, Items, ProtocolCall, now
 from lockstep.agents.endpoint.recorder import SessionRecorder
-from lockstep.agents.endpoint.rendering import ChatRenderer
 from lockstep.agents.endpoint.responses import Responses
+from lockstep.agents.renderer import Renderer
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -84,9 +85,7 @@ class Endpoint:
     renderer: of the policy's tokenizer.
     """
 
-    def __init__(
-        self, generate: Generate, renderer: ChatRenderer, answers: AnswerSettings, server: ServerSettings
-    ) -> None:
+    def __init__(self, generate: Generate, renderer: Renderer, answers: AnswerSettings, server: ServerSettings) -> None:
         self.generate, self.renderer, self.answers, self.settings = generate, renderer, answers, server
         self.counters = Counters()
         self.url = ""
@@ -287,10 +286,11 @@ class Endpoint:
             raise ApiError(404, f"there is no session {name!r}")
         turns = self._sessions[name].recorder.turns
         numbers = {turn: number for number, turn in enumerate(turns)}
-        fields = ("token_ids", "log_probs", "policy_versions", "stop_reason", "trainable")
+        fields = ("token_ids", "log_probs", "policy_versions", "stop_reason")
         rows = [
             {"parent": numbers.get(turn.parent) if turn.parent else None, "prompt_ids": turn.prompt_ids}
-            | {field: getattr(turn, field) for field in fields}
+            | {field: getattr(turn.completion, field) for field in fields}
+            | {"trainable": turn.trainable}
             for turn in turns
         ]
         return JSONResponse({"turns": rows})

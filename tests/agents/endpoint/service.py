@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from lockstep.agents.endpoint.answers import AnswerSettings
-from lockstep.agents.endpoint.rendering import ChatRenderer
 from lockstep.agents.endpoint.server import Endpoint, ServerSettings
+from lockstep.agents.renderer import Renderer
 from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
 from tests.tiny import tiny_tokenizer
 
@@ -89,9 +89,7 @@ def serving(policy: ScriptedPolicy, *, server: dict[str, Any] | None = None, **a
     """The running endpoint, in a thread; server, answers: settings."""
     sampling = SamplingParams(temperature=0.8, max_tokens=400)
     settings = AnswerSettings(**{"sampling": sampling, "max_model_len": 2000} | answers)
-    endpoint = Endpoint(
-        policy.generate, ChatRenderer(policy.tokenizer, [END]), settings, ServerSettings(**(server or {}))
-    )
+    endpoint = Endpoint(policy.generate, Renderer(policy.tokenizer, [END]), settings, ServerSettings(**(server or {})))
     ready, stop = threading.Event(), asyncio.Event()
     loop = asyncio.new_event_loop()
 

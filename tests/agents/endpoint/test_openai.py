@@ -59,7 +59,7 @@ def test_chat(service: Service) -> None:
     assert request.sampling.temperature == 0.8 and turn.trainable
     assert turn.prompt_ids == request.prompt_ids == answer.prompt_token_ids
     assert turn.token_ids == [*service.policy.ids("It is 3."), END] == choice.token_ids
-    assert [entry.logprob for entry in choice.logprobs.content] == turn.log_probs
+    assert [entry.logprob for entry in choice.logprobs.content] == turn.completion.log_probs
     assert answer.usage.prompt_tokens == len(turn.prompt_ids) and answer.usage.completion_tokens == len(turn.token_ids)
 
 
@@ -73,11 +73,14 @@ def test_streamed_chat_is_generated_in_pieces(service: Service) -> None:
     (turn,) = service.turns
     assert turn.token_ids == [*service.policy.ids(text), END]
     assert [r.sampling.max_tokens for r in service.policy.requests][:4] == [16, 32, 64, 128]
-    assert turn.policy_versions == sorted(turn.policy_versions) and len(set(turn.policy_versions)) > 3
+    assert (
+        turn.completion.policy_versions == sorted(turn.completion.policy_versions)
+        and len(set(turn.completion.policy_versions)) > 3
+    )
     log_probs = [
         e.logprob for c in chunks if c.choices and c.choices[0].logprobs for e in c.choices[0].logprobs.content
     ]
-    assert log_probs == turn.log_probs
+    assert log_probs == turn.completion.log_probs
     assert chunks[-1].usage.completion_tokens == len(turn.token_ids)
 
 
@@ -164,7 +167,9 @@ def test_stop_strings(service: Service, stream: bool) -> None:
     text = "".join(c.choices[0].delta.content or "" for c in answer) if stream else answer.choices[0].message.content
     (turn,) = service.turns
     assert text == "I look. " and service.policy.text(turn.token_ids) == "I look. Observation:"
-    assert turn.stop_reason == "stop" and len(turn.log_probs) == len(turn.token_ids) == len(turn.policy_versions)
+    assert turn.completion.stop_reason == "stop" and len(turn.completion.log_probs) == len(turn.token_ids) == len(
+        turn.completion.policy_versions
+    )
 
 
 def test_length_and_the_bridge_of_a_cut_answer(service: Service) -> None:
@@ -221,7 +226,10 @@ def test_completions(service: Service) -> None:
     service.policy.script = [" 3", " 4", " 5"]
     create: Any = service.client.completions.create
     answer = create(model="policy", prompt="1+2=", logprobs=0)
-    assert answer.choices[0].text == " 3" and answer.choices[0].logprobs.token_logprobs == service.turns[0].log_probs
+    assert (
+        answer.choices[0].text == " 3"
+        and answer.choices[0].logprobs.token_logprobs == service.turns[0].completion.log_probs
+    )
     assert answer.choices[0].logprobs.text_offset[:2] == [0, 1]
     create(model="policy", prompt="1+2= 3\n2+2=")
     assert service.turns[1].parent is service.turns[0]

@@ -1,11 +1,11 @@
 """Turns, branches and bridges, with the forms that chat templates have."""
 
-from typing import Any
-
 import pytest
 
 from lockstep.agents.endpoint.recorder import SessionRecorder, Turn
-from lockstep.agents.endpoint.rendering import ChatRenderer, Message
+from lockstep.agents.renderer import Message, Renderer
+from lockstep.agents.trajectory import NOT_SAMPLED
+from lockstep.protocol.generation import Completion
 from tests.agents.endpoint.service import END, TOOL_TEMPLATE, tokenizer
 
 START = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -28,19 +28,14 @@ MORE: Message = {"role": "user", "content": "Sure?"}
 def recorder(template: str) -> SessionRecorder:
     found = tokenizer()
     found.chat_template = template
-    return SessionRecorder(ChatRenderer(found, [END]))
+    return SessionRecorder(Renderer(found, [END]))
 
 
-def add(record: SessionRecorder, messages: list[Message], answer: Message, ids: list[int], **more: Any) -> Turn:
-    prompt = record.prompt_for(messages)
-    values: dict[str, Any] = {
-        "token_ids": ids,
-        "log_probs": [-0.5] * len(ids),
-        "policy_versions": [3] * len(ids),
-        "stop_reason": "stop",
-        "trainable": True,
-    }
-    return record.add(prompt, answer, **values | more)
+def add(
+    record: SessionRecorder, messages: list[Message], answer: Message, ids: list[int], trainable: bool = True
+) -> Turn:
+    completion = Completion(ids, [-0.5] * len(ids), "stop", [3] * len(ids))
+    return record.add(record.prompt_for(messages), answer, completion, trainable=trainable)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -109,6 +104,7 @@ def test_branches_count_each_sampled_token_once() -> None:
     bridge = len(two.added_ids)
     assert a.response_ids == one.token_ids + two.added_ids + two.token_ids
     assert a.response_mask == [1] * 2 + [0] * bridge + [1] * 4
+    assert b.log_probs[:2] == [0.0, 0.0] and b.policy_versions[:2] == [NOT_SAMPLED] * 2
     assert b.response_mask == [0] * 2 + [0] * bridge + [1] * 3 and b.response_ids[-3:] == three.token_ids
     assert c.response_mask == [0, 0] and record.num_untrainable == 1
     assert a.policy_versions == [3] * 2 + [-1] * bridge + [3] * 4

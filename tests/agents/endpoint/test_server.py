@@ -159,7 +159,10 @@ def test_a_client_that_goes_away_aborts_its_request(stream: bool) -> None:
         turns = endpoint.close_session("one").turns
         assert policy.num_running == 0
         if stream:  # it received the first piece
-            assert turns[0].stop_reason == "abort" and policy.text(turns[0].token_ids) == text == "one two three fo"
+            assert (
+                turns[0].completion.stop_reason == "abort"
+                and policy.text(turns[0].token_ids) == text == "one two three fo"
+            )
         else:
             assert turns == []
 
