@@ -3,7 +3,10 @@
 row ─► agent_name ─► AgentLoop.run(Conversation) ─► trajectories, counts, rewards of tools and turns
 """
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from copy import copy
 from functools import cached_property
 from typing import Any
 
@@ -46,6 +49,9 @@ class Agents:
         path = rollout.agent.agent_loop_config_path
         self._entries = {} if path is None else _read_loops(path)
         self._loops: dict[str, AgentLoop] = {}
+        self._running: set[AgentLoop] = set()
+        self._stack: AsyncExitStack
+        self._entering: asyncio.Lock
         self.schemas = [tool.tool_schema.model_dump(exclude_unset=True) for tool in self.tools.values()]
 
     @cached_property
@@ -64,7 +70,7 @@ class Agents:
         name = self.name_of(row)
         if name not in self._loops:
             cls, options = self._entries.get(name) or (self._class_of(name, bool(row.get("agent_name"))), {})
-            setup = Setup(self.config.multi_turn, self.renderer, self.tools, self.interactions)
+            setup = Setup(self.config, self.renderer, self.tools, self.interactions)
             try:
                 self._loops[name] = cls(setup, **options)
             except TypeError as error:
@@ -103,11 +109,28 @@ class Agents:
                 f"tool_agent, set {DEFAULT_KEY}=tool_agent, or remove {wanted[0]}"
             )
 
+    def separate(self) -> "Agents":
+        """The same agents with their own loops, for another event loop."""
+        other = copy(self)
+        other._loops = {}
+        return other
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Conversations are held inside, on one event loop."""
+        self._running, self._entering = set(), asyncio.Lock()
+        async with AsyncExitStack() as self._stack:
+            yield
+
     async def converse(
         self, row: Mapping[str, Any], prompt_ids: Sequence[int], generate: Generate, sampling: SamplingParams, seed: int
     ) -> Conversation:
         """One sample of a row."""
         loop = self.loop_of(row)
+        async with self._entering:
+            if loop not in self._running:
+                await self._stack.enter_async_context(loop.running())
+                self._running.add(loop)
         conversation = Conversation(
             row,
             prompt_ids,
@@ -120,7 +143,7 @@ class Agents:
             follows_template=self.config.multi_turn.use_inference_chat_template,
         )
         await loop.run(conversation)
-        if not conversation.num_assistant_turns:
+        if not conversation.num_assistant_turns and not conversation.counts.program_errors:
             raise ValueError(f"agent loop {self.name_of(row)} ended without a turn of the policy")
         return conversation
 

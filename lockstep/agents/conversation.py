@@ -43,12 +43,15 @@ class Counts:
     malformed_calls: int = 0
     """Calls that could not be parsed, of unknown tools, or whose arguments are no JSON object."""
     breaks: int = 0
-    """Turns before which the template rewrote the history, so that a new training sample begins."""
+    """Turns before which the history was rewritten, so that a new training sample begins."""
+    program_errors: int = 0
+    """1 if the program that held the conversation failed, exceeded its deadline or made no request."""
 
 
 class Conversation:
     """One sample of one row.
 
+    sample, seed:    the policy, and the seed of its tokens; `generate` uses both.
     row:             the row's columns, such as `extra_info` and `tools_kwargs`.
     messages:        the conversation so far; assistant turns as text.
     tools:           the tools that the prompt was rendered with, as schemas.
@@ -84,8 +87,8 @@ class Conversation:
         self.turn_scores: list[float] = []
         self.reward_scores: dict[str, float] = {}
         self.finish_reason: FinishReason = "stop"
-        self._generate = generate
-        self._seed = seed
+        self.sample = generate
+        self.seed = seed
         self._num_prompt_messages = len(self.messages)
 
     @property
@@ -108,6 +111,10 @@ class Conversation:
         """Of user and assistant, the prompt included."""
         return 1 + self.num_assistant_turns + self.num_user_turns
 
+    def set_messages(self, messages: Sequence[Message], num_prompt: int) -> None:
+        """For a conversation that was held elsewhere. num_prompt: messages before the first turn of the policy."""
+        self.messages, self._num_prompt_messages = list(messages), num_prompt
+
     async def generate(self, stop_token_ids: Sequence[int] = ()) -> Turn:
         """Let the policy write a turn, at most until the response is full. stop_token_ids: further ends of a turn."""
         if self.room < 1:
@@ -118,8 +125,8 @@ class Conversation:
             stop_token_ids=(*self.sampling.stop_token_ids, *stop_token_ids),
         )
         # A token depends on its request's seed and its position, and positions of one trajectory never come again.
-        seed = (self._seed + len(self.trajectories) - 1) % 2**63
-        completion = await self._generate(GenerationRequest(self.trajectory.ids, sampling, seed))
+        seed = (self.seed + len(self.trajectories) - 1) % 2**63
+        completion = await self.sample(GenerationRequest(self.trajectory.ids, sampling, seed))
         self.trajectory.add_sampled(completion)
         self.num_assistant_turns += 1
         ended = completion.stop_reason == "stop"

@@ -204,6 +204,21 @@ class MultiTurnConfig:
 
 
 @dataclass(frozen=True)
+class ProgramConfig:
+    """An outside program that holds the conversations of rows with agent_name=program_agent (docs/agents.md)."""
+
+    command: list[str] = field(default_factory=list)
+    """The program and its arguments; it talks to the policy at OPENAI_BASE_URL or ANTHROPIC_BASE_URL."""
+    timeout_s: float = 600.0
+    """Deadline of a conversation, in seconds; then the program is killed."""
+    max_concurrent: int = 64
+    """Programs that run at once; further conversations wait."""
+    force_sampling: bool = True
+    """Sample as the rollout does even if a request asks for another temperature, top_p, ...; false samples as asked and does not
+    train on such turns."""
+
+
+@dataclass(frozen=True)
 class AgentConfig:
     """Agent loops (docs/agents.md)."""
 
@@ -211,6 +226,7 @@ class AgentConfig:
     """Loop of rows without agent_name."""
     agent_loop_config_path: str | None = None
     """YAML file with your own loops: a list of entries with `name`, `_target_` (a class) and its options."""
+    program: ProgramConfig = field(default_factory=ProgramConfig)
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,12 @@ def converse(
     row = {"raw_prompt": [{"role": "user", "content": "Q"}], "agent_name": agent_name, **row}
     prompt_ids = agents.renderer.ids(row["raw_prompt"], agents.tools_of(row))
     sampling = SamplingParams(max_tokens=agents.config.response_length)
-    return asyncio.run(agents.converse(row, prompt_ids, policy, sampling, seed=7))
+
+    async def run() -> Conversation:
+        async with agents.running():
+            return await agents.converse(row, prompt_ids, policy, sampling, seed=7)
+
+    return asyncio.run(run())
 
 
 def sampled_texts(conversation: Conversation) -> list[str]:

@@ -59,7 +59,7 @@ def test_a_loop_can_be_registered() -> None:
     finally:
         del AGENT_LOOPS._entries["once_for_this_test"]
     with pytest.raises(TypeError, match="Once has no options x"):
-        Once(Setup(make_agents().config.multi_turn, make_agents().renderer), x=1)
+        Once(Setup(make_agents().config, make_agents().renderer), x=1)
 
 
 def test_single_turn_is_the_default() -> None:

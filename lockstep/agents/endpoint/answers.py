@@ -88,6 +88,7 @@ class Answer:
 class AnswerSettings:
     """sampling:      the rollout's; its `max_tokens` is that of requests without one.
     max_model_len:    most tokens of prompt and answer.
+    max_response_len: most tokens after the first prompt of a conversation; None is no limit.
     tool_format:      name of the parser of tool calls.
     force_sampling:   use the rollout's sampling, and a seed that depends on the session, whatever a request asks for. Otherwise
                       turns that were sampled differently are answered as asked, and marked as not trainable.
@@ -99,6 +100,7 @@ class AnswerSettings:
     tool_format: str = "hermes"
     force_sampling: bool = False
     seed: int = 0
+    max_response_len: int | None = None
 
 
 @dataclass
@@ -141,8 +143,16 @@ class Session:
             for index, prompt in enumerate(prompt for prompt in prompts for _ in range(request.n))
         ]
 
+    def limit_of(self, prompt: Prompt) -> int:
+        """Most tokens of the prompt and its answer."""
+        settings = self.settings
+        if settings.max_response_len is None:
+            return settings.max_model_len
+        first_ids = prompt.ids if prompt.parent is None else prompt.parent.path[0].added_ids
+        return min(settings.max_model_len, len(first_ids) + settings.max_response_len)
+
     def _check_length(self, prompt: Prompt) -> None:
-        limit = self.settings.max_model_len
+        limit = self.limit_of(prompt)
         if not prompt.ids:
             raise ApiError(400, "the prompt has no tokens", param="prompt")
         if len(prompt.ids) >= limit:
@@ -165,9 +175,8 @@ class _Run:
         wanted = settings.sampling if settings.force_sampling else _with_request(settings.sampling, request)
         self.trainable = wanted == settings.sampling
         stop_ids = (*wanted.stop_token_ids, *(self.parser.stop_token_ids if self.parser else ()))
-        self.max_tokens = min(
-            request.max_tokens or settings.sampling.max_tokens, settings.max_model_len - len(prompt.ids)
-        )
+        room = session.limit_of(prompt) - len(prompt.ids)
+        self.max_tokens = min(request.max_tokens or settings.sampling.max_tokens, room)
         self.sampling = dataclasses.replace(wanted, stop_token_ids=stop_ids, max_tokens=self.max_tokens)
         self.token_ids: list[int] = []
         self.log_probs: list[float] = []

@@ -29,6 +29,7 @@ class Turn:
 
     parent:     the turn that the prompt continues; None at the start of a branch.
     added_ids:  the prompt's tokens after those of the parent; the whole prompt without one.
+    messages:   the conversation with the answer.
     completion: what was sampled. Its stop_reason is "abort" if the client went away in the middle of a stream; the tokens are
                 those that it was sent.
     trainable:  false if the client asked for another distribution than the rollout's.
@@ -36,6 +37,7 @@ class Turn:
 
     parent: "Turn | None"
     added_ids: list[int]
+    messages: list[Message]
     completion: Completion
     trainable: bool
 
@@ -70,6 +72,7 @@ class Prompt:
     ids: list[int]
     parent: Turn | None
     key: "hashlib.blake2b | str | None"
+    messages: Sequence[Message] = ()
 
 
 class SessionRecorder:
@@ -91,12 +94,12 @@ class SessionRecorder:
             if turn is not None and turn.token_ids:
                 bridge = self.renderer.bridge(messages[: at + 1], messages[at + 1 :], turn.token_ids[-1], tools)
                 if bridge is not None:
-                    return Prompt(turn.all_ids + bridge, turn, keys[-1])
+                    return Prompt(turn.all_ids + bridge, turn, keys[-1], messages)
                 logger.warning(
                     "the chat template does not show where an answer ends: the next turn begins a new branch"
                 )
                 break
-        return Prompt(self.renderer.ids(messages, tools), None, keys[-1])
+        return Prompt(self.renderer.ids(messages, tools), None, keys[-1], messages)
 
     def prompt_for_ids(self, ids: list[int]) -> Prompt:
         """A prompt of tokens; it continues the longest recorded turn that it begins with."""
@@ -107,14 +110,17 @@ class SessionRecorder:
         """A plain text; if it begins with a recorded text, with the tokens of that."""
         done = max((known for known in self._texts if text.startswith(known)), key=len, default=None)
         if done is None:
-            return Prompt(self.renderer.encode(text), None, text)
+            return Prompt(self.renderer.encode(text), None, text, [{"role": "user", "content": text}])
         turn = self._texts[done]
-        return Prompt(turn.all_ids + self.renderer.encode(text[len(done) :]), turn, text)
+        new = text[len(done) :]
+        messages = [*turn.messages, {"role": "user", "content": new}]
+        return Prompt(turn.all_ids + self.renderer.encode(new), turn, text, messages)
 
     def add(self, prompt: Prompt, answer: Message | str, completion: Completion, *, trainable: bool) -> Turn:
         """Record a turn. answer: as the client was sent it, a message or the text of a completion."""
+        message = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
         start = 0 if prompt.parent is None else len(prompt.parent.all_ids)
-        turn = Turn(prompt.parent, prompt.ids[start:], completion, trainable)
+        turn = Turn(prompt.parent, prompt.ids[start:], [*prompt.messages, message], completion, trainable)
         self.turns.append(turn)
         if isinstance(prompt.key, str):
             self._texts[f"{prompt.key}{answer}"] = turn
@@ -142,10 +148,15 @@ class SessionRecorder:
         return found
 
 
-def trajectory_of(leaf: Turn, counted: AbstractSet[Turn] = frozenset()) -> Trajectory:
-    """The branch that ends with a turn. counted: turns that another trajectory has as sampled tokens."""
+def trajectory_of(leaf: Turn, counted: AbstractSet[Turn] = frozenset(), *, max_prompt: int | None = None) -> Trajectory:
+    """The branch that ends with a turn.
+
+    counted:    turns that another trajectory has as sampled tokens.
+    max_prompt: tokens of the prompt; the rest of a longer one is context of the response.
+    """
     first, *others = leaf.path
-    trajectory = Trajectory(list(first.added_ids))
+    trajectory = Trajectory(first.added_ids[:max_prompt])
+    trajectory.add_context(first.added_ids[len(trajectory.prompt_ids) :])
     for turn in (first, *others):
         if turn is not first:
             trajectory.add_context(turn.added_ids)

@@ -82,10 +82,13 @@ class Counters:
 class Endpoint:
     """Serves `generate` while `running()`, on the event loop that enters it.
 
-    renderer: of the policy's tokenizer.
+    generate, answers: of sessions that are not opened with their own; None if all are.
+    renderer:          of the policy's tokenizer.
     """
 
-    def __init__(self, generate: Generate, renderer: Renderer, answers: AnswerSettings, server: ServerSettings) -> None:
+    def __init__(
+        self, generate: Generate | None, renderer: Renderer, answers: AnswerSettings | None, server: ServerSettings
+    ) -> None:
         self.generate, self.renderer, self.answers, self.settings = generate, renderer, answers, server
         self.counters = Counters()
         self.url = ""
@@ -95,13 +98,19 @@ class Endpoint:
         self._created = now()
         self.app = Starlette(routes=self._routes(), exception_handlers={HTTPException: self._http_error})
 
-    def open_session(self, name: str, generate: Generate | None = None) -> str:
-        """Create a session; returns its base URL for OpenAI's clients. generate: of this session, instead of the endpoint's."""
+    def has_session(self, name: str) -> bool:
+        return name in self._sessions
+
+    def open_session(self, name: str, generate: Generate | None = None, answers: AnswerSettings | None = None) -> str:
+        """Create a session; returns its base URL for OpenAI's clients.
+
+        generate, answers: of this session, instead of the endpoint's.
+        """
         if not SESSION_NAME.fullmatch(name):
             raise ValueError(f"session name {name!r}: must be 1 to 128 letters, digits, '.', '_' or '-'")
         if name in self._sessions:
             raise ValueError(f"session {name!r} exists already")
-        self._sessions[name] = self._session(name, generate)
+        self._sessions[name] = self._session(name, generate, answers)
         return f"{self.url}/s/{name}/v1"
 
     def close_session(self, name: str) -> SessionRecorder:
@@ -253,8 +262,11 @@ class Endpoint:
             message = f"the model {name!r} does not exist; this server has {', '.join(known)}"
             raise ApiError(404, message, code="model_not_found", param="model")
 
-    def _session(self, name: str, generate: Generate | None = None) -> Session:
-        return Session(name, SessionRecorder(self.renderer), generate or self.generate, self.answers)
+    def _session(self, name: str, generate: Generate | None = None, answers: AnswerSettings | None = None) -> Session:
+        generate, answers = generate or self.generate, answers or self.answers
+        if generate is None or answers is None:
+            raise ValueError(f"session {name!r} needs generate and answers: the endpoint has none")
+        return Session(name, SessionRecorder(self.renderer), generate, answers)
 
     def _session_of(self, request: Request) -> Session:
         name = request.path_params.get("session")

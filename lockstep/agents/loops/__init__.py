@@ -1,7 +1,17 @@
 """Agent loops; the built-in ones register here."""
 
 from lockstep.agents.loops.base import AGENT_LOOPS, AgentLoop, Setup, register
+from lockstep.agents.loops.program_agent import ProgramAgent
 from lockstep.agents.loops.single_turn import SingleTurnAgent
 from lockstep.agents.loops.tool_agent import AgentState, ToolAgent
 
-__all__ = ["AGENT_LOOPS", "AgentLoop", "AgentState", "Setup", "SingleTurnAgent", "ToolAgent", "register"]
+__all__ = [
+    "AGENT_LOOPS",
+    "AgentLoop",
+    "AgentState",
+    "ProgramAgent",
+    "Setup",
+    "SingleTurnAgent",
+    "ToolAgent",
+    "register",
+]

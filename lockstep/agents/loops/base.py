@@ -1,7 +1,8 @@
 """The interface of agent loops, and their registry. A row's `agent_name` selects its loop."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +10,7 @@ from lockstep.agents.conversation import Conversation
 from lockstep.agents.interactions.base import BaseInteraction
 from lockstep.agents.renderer import Renderer
 from lockstep.agents.tools.base import BaseTool
-from lockstep.config.actor_rollout_ref import MultiTurnConfig
+from lockstep.config.actor_rollout_ref import MultiTurnConfig, RolloutConfig
 from lockstep.registry import Registry
 
 
@@ -17,10 +18,14 @@ from lockstep.registry import Registry
 class Setup:
     """What loops are built from, once per run."""
 
-    config: MultiTurnConfig
+    rollout: RolloutConfig
     renderer: Renderer
     tools: Mapping[str, BaseTool] = field(default_factory=dict)
     interactions: Mapping[str, BaseInteraction] = field(default_factory=dict)
+
+    @property
+    def config(self) -> MultiTurnConfig:
+        return self.rollout.multi_turn
 
 
 class AgentLoop(ABC):
@@ -46,6 +51,11 @@ class AgentLoop(ABC):
 
     def check_row(self, row: Mapping[str, Any]) -> None:  # noqa: B027
         """ValueError if the loop cannot serve a row; called for every row before training."""
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Conversations are held inside; entered once per rollout, on its event loop."""
+        yield
 
     @abstractmethod
     async def run(self, conversation: Conversation) -> None:

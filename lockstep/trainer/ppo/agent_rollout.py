@@ -4,7 +4,8 @@ rows ─► Agents.converse, all rows at once ─► RolloutClient ─► worker
      ◄─ one row per conversation: response_mask from its trajectory, counts and rewards of tools and turns as columns
 """
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import fields
 from typing import Any
 
@@ -22,21 +23,23 @@ COUNT_COLUMNS = {
     "tool_errors": "tool_error_counts",
     "malformed_calls": "malformed_call_counts",
     "breaks": "trajectory_breaks",
+    "program_errors": "program_error_counts",
 }
 """Counts of a conversation, and their column in the batch."""
 
 
 class AgentRollout:
-    """Takes the place of the rollout's worker group in `generate_samples`.
-
-    rollout_wg: that group. A batch has its own client: requests of asynchronous training may wait in another one meanwhile.
-    """
+    """Takes the place of `rollout_wg`, the rollout's worker group."""
 
     def __init__(self, agents: Agents, rollout_wg: Any, pad_token_id: int) -> None:
         self.agents = agents
         self.rollout_wg = rollout_wg
         self.pad_token_id = pad_token_id
-        self._client = RolloutClient(rollout_wg)
+        self.client = RolloutClient(rollout_wg)
+
+    def separate(self) -> "AgentRollout":
+        """Another one, for conversations that wait while this one generates a batch."""
+        return AgentRollout(self.agents.separate(), self.rollout_wg, self.pad_token_id)
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """One conversation per row of `prompts`; wakes the workers and lets them sleep afterwards."""
@@ -46,18 +49,21 @@ class AgentRollout:
         info = prompts.meta_info
         sampling = sampling_params(self.agents.config, validate=info["validate"], greedy=info["greedy"])
         requests = requests_of(prompts, sampling)
-        async with self._client.running() as client:
-            conversations = [self.converse(client, prompts, row, request) for row, request in enumerate(requests)]
-            return self.batch(await all_of(conversations))
+        async with self.running():
+            return self.batch(await all_of([self.converse(prompts, row, r) for row, r in enumerate(requests)]))
 
-    async def converse(
-        self, client: RolloutClient, rows: DataProto, number: int, request: GenerationRequest
-    ) -> Conversation:
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Conversations are held inside."""
+        async with self.client.running(), self.agents.running():
+            yield
+
+    async def converse(self, rows: DataProto, number: int, request: GenerationRequest) -> Conversation:
         """The conversation of one row, while the client runs. request: for the first turn."""
         row = {name: values[number] for name, values in rows.non_tensor_batch.items()}
 
         async def generate(turn: GenerationRequest) -> Completion:
-            return await client.generate(turn, key=row["uid"])
+            return await self.client.generate(turn, key=row["uid"])
 
         return await self.agents.converse(row, request.prompt_ids, generate, request.sampling, request.seed)
 

@@ -39,8 +39,8 @@ class AsyncSampling(Sampling):
         self, config: PPOConfig, rollout_wg: Any, rm_wg: Any, reward_fn: RewardFn, *, pad_token_id: int
     ) -> None:
         super().__init__(config, rollout_wg, rm_wg, reward_fn)
-        agents = rollout_wg if isinstance(rollout_wg, AgentRollout) else None
-        client = RolloutClient(rollout_wg if agents is None else agents.rollout_wg)
+        agents = rollout_wg.separate() if isinstance(rollout_wg, AgentRollout) else None
+        client = RolloutClient(rollout_wg) if agents is None else agents.client
         self.submission = client.submission
         self.sampler = GroupSampler(config, client, rm_wg, reward_fn, pad_token_id, agents)
         self._in_order = config.actor_rollout_ref.rollout.over_sample_rate == 0

@@ -75,7 +75,7 @@ class GroupSampler:
         """Prompts are sampled inside."""
         self.generated = []
         self.scorer.begin()
-        async with self.client.running():
+        async with self.client.running() if self.agents is None else self.agents.running():
             yield self
             await self.scorer.end()
 

@@ -24,6 +24,7 @@ SEQUENCE_STAGES = ("ref", "values", "adv", "update_critic", "update_actor")
 AGENT_COLUMNS = {
     "__num_turns__": "num_turns",
     **{name: name for name in ("tool_call_counts", "tool_error_counts", "malformed_call_counts", "trajectory_breaks")},
+    "program_error_counts": "program_error_counts",
 }
 """Columns of conversations, and the names of their metrics."""
 

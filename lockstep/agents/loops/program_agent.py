@@ -1,0 +1,215 @@
+"""`program_agent`: an outside program holds the row's conversation, over HTTP with the policy's endpoint.
+
+row ─► command: JSON on stdin, OPENAI_BASE_URL and ANTHROPIC_BASE_URL of the row's session ─► requests ─► endpoint ─► policy
+    ◄─ the session's longest branch as trajectory; the numbers of the program's last line as rewards
+
+The program needs no change: it speaks one of these protocols and reads its base URL from the environment. Each runs in its own
+process group, which is killed when it ends or exceeds its deadline.
+"""
+
+import asyncio
+import json
+import logging
+import math
+import os
+import secrets
+import shutil
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict
+from typing import IO, TYPE_CHECKING, Any
+
+from lockstep.agents.conversation import Conversation
+from lockstep.agents.loops.base import AgentLoop, Setup, register
+from lockstep.config.actor_rollout_ref import ProgramConfig
+
+if TYPE_CHECKING:
+    from lockstep.agents.endpoint.recorder import SessionRecorder
+    from lockstep.agents.endpoint.server import Endpoint
+
+logger = logging.getLogger(__name__)
+
+KEY = "actor_rollout_ref.rollout.agent.program"
+TAIL_BYTES = 16384
+"""What is read of a program's output, from its end."""
+LOGGED_CHARS = 2000
+
+
+class ProgramError(Exception):
+    """The program failed; the message says how."""
+
+
+@register("program_agent")
+class ProgramAgent(AgentLoop):
+    """options: of `ProgramConfig`, for programs other than that of `rollout.agent.program`."""
+
+    def __init__(self, setup: Setup, **options: Any) -> None:
+        super().__init__(setup)
+        self.config = ProgramConfig(**asdict(setup.rollout.agent.program) | options)
+        command = self.config.command
+        if not command or not all(isinstance(word, str) for word in command):
+            raise ValueError(
+                f"program_agent needs {KEY}.command, a list of words such as [python, agent.py]; got {command}"
+            )
+        if shutil.which(command[0]) is None:
+            raise ValueError(f"{KEY}.command={command}: there is no program {command[0]!r}")
+        if self.config.timeout_s <= 0 or self.config.max_concurrent < 1:
+            raise ValueError(f"{KEY}: timeout_s must be above 0 and max_concurrent at least 1")
+        self._endpoint: Endpoint
+        self._slots: asyncio.Semaphore
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Serve the policy on a free port of loopback; clients need a random token."""
+        try:
+            from lockstep.agents.endpoint.server import Endpoint, ServerSettings
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"program_agent: {error.name} is not installed: pip install 'lockstep-rl[serve]'"
+            ) from error
+        settings = ServerSettings(token=secrets.token_hex(16), models=("policy", "*"))
+        self._slots = asyncio.Semaphore(self.config.max_concurrent)
+        self._endpoint = Endpoint(None, self.setup.renderer, None, settings)
+        async with self._endpoint.running():
+            try:
+                yield
+            finally:
+                self._endpoint.stop_now()
+
+    async def run(self, conversation: Conversation) -> None:
+        async with self._slots:
+            name = self._open_session(conversation)
+            try:
+                output = await self._run_program(conversation.row, name)
+                conversation.reward_scores |= rewards_of(output)
+                error = ""
+            except ProgramError as failure:
+                error = str(failure)
+            finally:
+                recorder = self._endpoint.close_session(name)
+        if not recorder.turns:
+            error = error or "it made no request that was answered"
+        if error:
+            conversation.counts.program_errors += 1
+            logger.error("the program %s failed: %s", self.config.command, error)
+        self._take_longest(conversation, recorder)
+
+    def _open_session(self, conversation: Conversation) -> str:
+        from lockstep.agents.endpoint.answers import AnswerSettings
+
+        rollout = self.setup.rollout
+        answers = AnswerSettings(
+            sampling=conversation.sampling,
+            max_model_len=rollout.prompt_length + rollout.response_length,
+            max_response_len=rollout.response_length,
+            tool_format=rollout.multi_turn.format,
+            force_sampling=self.config.force_sampling,
+            seed=conversation.seed,
+        )
+        # Seeds depend on the name, so it must be the same in every run.
+        name = f"{conversation.seed:x}"
+        while self._endpoint.has_session(name):
+            name += "-again"
+        self._endpoint.open_session(name, conversation.sample, answers)
+        return name
+
+    def _take_longest(self, conversation: Conversation, recorder: "SessionRecorder") -> None:
+        from lockstep.agents.endpoint.recorder import trajectory_of
+
+        leaves = recorder.leaves()
+        if not leaves:
+            conversation.finish_reason = "abort"
+            return
+        leaf = max(leaves, key=lambda turn: len(turn.all_ids))
+        path = leaf.path
+        # what exceeds the prompt's place in the batch is context of the response
+        conversation.trajectories = [trajectory_of(leaf, max_prompt=self.setup.rollout.prompt_length)]
+        conversation.counts.breaks += len(leaves) - 1
+        conversation.set_messages(leaf.messages, num_prompt=len(path[0].messages) - 1)
+        conversation.num_assistant_turns, conversation.num_user_turns = len(path), len(path) - 1
+        conversation.finish_reason = leaf.completion.stop_reason
+
+    async def _run_program(self, row: Mapping[str, Any], session: str) -> str:
+        """The end of the program's output; ProgramError if it fails or exceeds its deadline."""
+        with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+            stdin.write(json.dumps(_input_of(row), default=_plain).encode())
+            stdin.seek(0)
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *self.config.command,
+                    stdin=stdin,
+                    stdout=stdout,
+                    stderr=stderr,
+                    env=self._environment(session),
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise ProgramError(f"it cannot be started: {error}") from error
+            try:
+                code = await asyncio.wait_for(process.wait(), self.config.timeout_s)
+            except TimeoutError:
+                raise ProgramError(
+                    f"it exceeded {KEY}.timeout_s={self.config.timeout_s:g}{_logged(stdout, stderr)}"
+                ) from None
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # also what the program left behind
+                await process.wait()
+            if code != 0:
+                raise ProgramError(f"exit code {code}{_logged(stdout, stderr)}")
+            return _tail(stdout)
+
+    def _environment(self, session: str) -> dict[str, str]:
+        url, token = f"{self._endpoint.url}/s/{session}", self._endpoint.settings.token or ""
+        local = ",".join(filter(None, (os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1")))
+        return os.environ | {
+            "OPENAI_BASE_URL": f"{url}/v1",
+            "OPENAI_API_KEY": token,
+            "ANTHROPIC_BASE_URL": url,
+            "ANTHROPIC_API_KEY": token,
+            "NO_PROXY": local,
+            "no_proxy": local,
+        }
+
+
+def rewards_of(output: str) -> dict[str, float]:
+    """The numbers of the last line: a number is `reward`, a JSON object has one or more by name. Other output has none."""
+    lines = output.strip().splitlines()
+    try:
+        last = json.loads(lines[-1]) if lines else None
+    except ValueError:
+        return {}
+    values: dict[str, Any] = last if isinstance(last, dict) else {"reward": last}
+    return {str(name): float(value) for name, value in values.items() if _is_number(value)}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _input_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What the program is told about its row."""
+    return {
+        "prompt": row.get("raw_prompt") or [],
+        "data_source": row.get("data_source"),
+        "ground_truth": (row.get("reward_model") or {}).get("ground_truth"),
+        "extra_info": row.get("extra_info") or {},
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Arrays and their scalars as lists and numbers; others as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def _tail(file: IO[bytes]) -> str:
+    file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+    return file.read().decode(errors="replace")
+
+
+def _logged(stdout: IO[bytes], stderr: IO[bytes]) -> str:
+    """The end of what it wrote, for the log."""
+    text = (_tail(stderr).strip() or _tail(stdout).strip())[-LOGGED_CHARS:]
+    return f"; its output ends with:\n{text}" if text else ""
