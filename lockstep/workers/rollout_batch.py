@@ -39,6 +39,11 @@ def requests_of(prompts: DataProto, sampling: SamplingParams) -> list[Generation
     return [GenerationRequest(prompt_ids=list(p), sampling=sampling, seed=s) for p, s in zip(ids, seeds)]
 
 
+def group_key(rows: DataProto, number: int) -> str:
+    """The same for all samples of a prompt, and for no other prompt in generation: uids are unique within a step."""
+    return f"{rows.meta_info['global_steps']} {rows.non_tensor_batch['uid'][number]}"
+
+
 def batch_of(
     requests: Sequence[GenerationRequest], completions: Sequence[Completion], config: RolloutConfig, pad_token_id: int
 ) -> DataProto:

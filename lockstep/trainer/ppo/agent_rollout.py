@@ -15,7 +15,7 @@ from lockstep.protocol import DataProto, object_array
 from lockstep.protocol.generation import Completion, GenerationRequest
 from lockstep.utils import event_loop
 from lockstep.utils.event_loop import all_of
-from lockstep.workers.rollout_batch import requests_of, sampling_params, trajectory_tensors
+from lockstep.workers.rollout_batch import group_key, requests_of, sampling_params, trajectory_tensors
 from lockstep.workers.rollout_client import RolloutClient
 
 COUNT_COLUMNS = {
@@ -63,7 +63,7 @@ class AgentRollout:
         row = {name: values[number] for name, values in rows.non_tensor_batch.items()}
 
         async def generate(turn: GenerationRequest) -> Completion:
-            return await self.client.generate(turn, key=row["uid"])
+            return await self.client.generate(turn, key=group_key(rows, number))
 
         return await self.agents.converse(row, request.prompt_ids, generate, request.sampling, request.seed)
 

@@ -19,7 +19,7 @@ from lockstep.trainer.ppo.agent_rollout import AgentRollout
 from lockstep.trainer.ppo.group_scorer import GroupScorer, ScoredGroup
 from lockstep.trainer.ppo.sampling import RewardFn, training_rows
 from lockstep.utils.event_loop import all_of
-from lockstep.workers.rollout_batch import batch_of, requests_of, sampling_params
+from lockstep.workers.rollout_batch import batch_of, group_key, requests_of, sampling_params
 from lockstep.workers.rollout_client import RolloutClient
 
 
@@ -122,11 +122,10 @@ class GroupSampler:
 
     async def _respond(self, draw: Draw, number: int) -> ScoredGroup:
         places = draw.places(number)
-        key = draw.rows.non_tensor_batch["uid"][places.start]
         if self.agents is not None:
-            converse, client = self.agents.converse, self.client
-            responses: list[Any] = await all_of([converse(client, draw.rows, p, draw.requests[p]) for p in places])
+            responses: list[Any] = await all_of([self.agents.converse(draw.rows, p, draw.requests[p]) for p in places])
         else:
+            key = group_key(draw.rows, places.start)
             responses = await all_of([self.client.generate(draw.requests[place], key=key) for place in places])
         self.generated.append(time.perf_counter())
         return await self.scorer.score(draw, places, responses)
