@@ -62,6 +62,16 @@ def test_a_program_holds_the_conversation(tmp_path: Path) -> None:
     assert [request.seed for request in again.requests] == [request.seed for request in policy.requests]
 
 
+def test_the_program_of_the_docs(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()
+    (program,) = re.findall(r"```python\n# agent.py\n(.*?)```", page, flags=re.S)
+    agents = agents_for(tmp_path, "")
+    (tmp_path / "agent.py").write_text(program)
+    done = converse(agents, Scripted("8", "9"), "program_agent", reward_model={"ground_truth": "9"})
+    assert sampled_texts(done) == ["8<|im_end|>", "9<|im_end|>"] and done.reward_scores == {"reward": 1.0}
+    assert [message["content"] for message in done.new_messages] == ["8", "Check your answer.", "9"]
+
+
 def test_turns_of_another_distribution_are_not_trained_on(tmp_path: Path) -> None:
     agents = agents_for(tmp_path, TWO_TURNS, force_sampling=False)
     done = converse(agents, Scripted("one", "two"), "program_agent", extra_info={"then": ["more"]})

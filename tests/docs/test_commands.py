@@ -5,6 +5,7 @@ and are not run.
 """
 
 import json
+import os
 import re
 import runpy
 import shlex
@@ -78,7 +79,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (folder / "train.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "It is 2.\n#### 2"}) + "\n")
     (config,) = [b for _, b in blocks("yaml") if b.startswith("# run.yaml")]
     (folder / "run.yaml").write_text(config)
-    for name, language in (("tools.yaml", "yaml"), ("functions.py", "python")):
+    for name, language in (("tools.yaml", "yaml"), ("functions.py", "python"), ("agent.py", "python")):
         (content,) = [block for _, block in blocks(language) if block.startswith(f"# {name}")]
         (folder / name).write_text(content)
     shutil.copytree(folder / "model", folder / "first" / "global_step_100" / "actor" / "huggingface")
@@ -160,6 +161,7 @@ def test_training_commands_train(
     monkeypatch.chdir(tmp_path)  # for relative output folders
     for name, value in variables(places).items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")  # for programs of commands
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "copies"))
     use_hub(monkeypatch, Path(places["$DATA"]) / "hub", offline=True)
     command = command.replace("profile_steps=[3]", "profile_steps=[1]")
@@ -219,7 +221,7 @@ def test_yaml_blocks_are_yaml_and_pools_compose(places: dict[str, str]) -> None:
     pools = 0
     for page, text in blocks("yaml"):
         tree = yaml.safe_load(text)
-        assert isinstance(tree, dict), page
+        assert isinstance(tree, dict | list), page
         if "resource_pool_spec" in tree:
             paths = [
                 f"actor_rollout_ref.model.path={places['$MODEL']}",
