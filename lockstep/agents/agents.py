@@ -25,6 +25,21 @@ DEFAULT_KEY = "actor_rollout_ref.rollout.agent.default_agent_loop"
 SINGLE_TURN = "single_turn_agent"
 
 
+class _Running:
+    """The loops that are running on an event loop."""
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self._stack = stack
+        self._entered: set[AgentLoop] = set()
+        self._lock = asyncio.Lock()
+
+    async def enter(self, loop: AgentLoop) -> None:
+        async with self._lock:
+            if loop not in self._entered:
+                await self._stack.enter_async_context(loop.running())
+                self._entered.add(loop)
+
+
 class Agents:
     """Reads the tools, interactions and loops of a config; ValueError with the key if something in them is wrong.
 
@@ -49,9 +64,7 @@ class Agents:
         path = rollout.agent.agent_loop_config_path
         self._entries = {} if path is None else _read_loops(path)
         self._loops: dict[str, AgentLoop] = {}
-        self._running: set[AgentLoop] = set()
-        self._stack: AsyncExitStack
-        self._entering: asyncio.Lock
+        self._running: dict[asyncio.AbstractEventLoop, _Running] = {}
         self.schemas = [tool.tool_schema.model_dump(exclude_unset=True) for tool in self.tools.values()]
 
     @cached_property
@@ -117,20 +130,21 @@ class Agents:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Conversations are held inside, on one event loop."""
-        self._running, self._entering = set(), asyncio.Lock()
-        async with AsyncExitStack() as self._stack:
-            yield
+        """Conversations of this event loop are held inside."""
+        event_loop = asyncio.get_running_loop()
+        async with AsyncExitStack() as stack:
+            self._running[event_loop] = _Running(stack)
+            try:
+                yield
+            finally:
+                del self._running[event_loop]
 
     async def converse(
         self, row: Mapping[str, Any], prompt_ids: Sequence[int], generate: Generate, sampling: SamplingParams, seed: int
     ) -> Conversation:
         """One sample of a row."""
         loop = self.loop_of(row)
-        async with self._entering:
-            if loop not in self._running:
-                await self._stack.enter_async_context(loop.running())
-                self._running.add(loop)
+        await self._running[asyncio.get_running_loop()].enter(loop)
         conversation = Conversation(
             row,
             prompt_ids,

@@ -114,7 +114,8 @@ def test_a_hanging_tool_holds_up_no_other_conversation(tools: str) -> None:
         finished.append(name)
 
     async def both() -> None:
-        await asyncio.gather(one("hang"), *(one("add", a=1, b=2) for _ in range(20)))
+        async with agents.running():
+            await asyncio.gather(one("hang"), *(one("add", a=1, b=2) for _ in range(20)))
 
     asyncio.run(both())
     assert finished == ["add"] * 20 + ["hang"]

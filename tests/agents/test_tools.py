@@ -84,7 +84,8 @@ def test_attacks_through_the_code_tool_cost_their_conversation_only(python_tool:
         return await agents.converse(row, [1, 2], policy, sampling, 0)
 
     async def all_at_once() -> list[Any]:
-        return await asyncio.gather(*(one(code) for code in [*ATTACKS, *["print(6 * 7)"] * 3]))
+        async with agents.running():
+            return await asyncio.gather(*(one(code) for code in [*ATTACKS, *["print(6 * 7)"] * 3]))
 
     *attacks, a, b, c = asyncio.run(all_at_once())
     for conversation in (a, b, c):

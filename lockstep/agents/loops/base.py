@@ -54,7 +54,7 @@ class AgentLoop(ABC):
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Conversations are held inside; entered once per rollout, on its event loop."""
+        """Conversations of this event loop are held inside; entered once per rollout."""
         yield
 
     @abstractmethod

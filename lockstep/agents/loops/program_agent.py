@@ -18,7 +18,7 @@ import signal
 import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 from lockstep.agents.conversation import Conversation
@@ -41,6 +41,14 @@ class ProgramError(Exception):
     """The program failed; the message says how."""
 
 
+@dataclass(frozen=True)
+class _Running:
+    """slots: for the programs that run at once."""
+
+    endpoint: "Endpoint"
+    slots: asyncio.Semaphore
+
+
 @register("program_agent")
 class ProgramAgent(AgentLoop):
     """options: of `ProgramConfig`, for programs other than that of `rollout.agent.program`."""
@@ -57,8 +65,7 @@ class ProgramAgent(AgentLoop):
             raise ValueError(f"{KEY}.command={command}: there is no program {command[0]!r}")
         if self.config.timeout_s <= 0 or self.config.max_concurrent < 1:
             raise ValueError(f"{KEY}: timeout_s must be above 0 and max_concurrent at least 1")
-        self._endpoint: Endpoint
-        self._slots: asyncio.Semaphore
+        self._running: dict[asyncio.AbstractEventLoop, _Running] = {}
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -70,25 +77,28 @@ class ProgramAgent(AgentLoop):
                 f"program_agent: {error.name} is not installed: pip install 'lockstep-rl[serve]'"
             ) from error
         settings = ServerSettings(token=secrets.token_hex(16), models=("policy", "*"))
-        self._slots = asyncio.Semaphore(self.config.max_concurrent)
-        self._endpoint = Endpoint(None, self.setup.renderer, None, settings)
-        async with self._endpoint.running():
+        event_loop = asyncio.get_running_loop()
+        async with Endpoint(None, self.setup.renderer, None, settings).running() as endpoint:
+            self._running[event_loop] = _Running(endpoint, asyncio.Semaphore(self.config.max_concurrent))
             try:
                 yield
             finally:
-                self._endpoint.stop_now()
+                del self._running[event_loop]
+                endpoint.stop_now()
 
     async def run(self, conversation: Conversation) -> None:
-        async with self._slots:
-            name = self._open_session(conversation)
+        running = self._running[asyncio.get_running_loop()]
+        endpoint = running.endpoint
+        async with running.slots:
+            name = self._open_session(endpoint, conversation)
             try:
-                output = await self._run_program(conversation.row, name)
+                output = await self._run_program(conversation.row, _environment(endpoint, name))
                 conversation.reward_scores |= rewards_of(output)
                 error = ""
             except ProgramError as failure:
                 error = str(failure)
             finally:
-                recorder = self._endpoint.close_session(name)
+                recorder = endpoint.close_session(name)
         if not recorder.turns:
             error = error or "it made no request that was answered"
         if error:
@@ -96,7 +106,7 @@ class ProgramAgent(AgentLoop):
             logger.error("the program %s failed: %s", self.config.command, error)
         self._take_longest(conversation, recorder)
 
-    def _open_session(self, conversation: Conversation) -> str:
+    def _open_session(self, endpoint: "Endpoint", conversation: Conversation) -> str:
         from lockstep.agents.endpoint.answers import AnswerSettings
 
         rollout = self.setup.rollout
@@ -110,9 +120,9 @@ class ProgramAgent(AgentLoop):
         )
         # Seeds depend on the name, so it must be the same in every run.
         name = f"{conversation.seed:x}"
-        while self._endpoint.has_session(name):
+        while endpoint.has_session(name):
             name += "-again"
-        self._endpoint.open_session(name, conversation.sample, answers)
+        endpoint.open_session(name, conversation.sample, answers)
         return name
 
     def _take_longest(self, conversation: Conversation, recorder: "SessionRecorder") -> None:
@@ -131,7 +141,7 @@ class ProgramAgent(AgentLoop):
         conversation.num_assistant_turns, conversation.num_user_turns = len(path), len(path) - 1
         conversation.finish_reason = leaf.completion.stop_reason
 
-    async def _run_program(self, row: Mapping[str, Any], session: str) -> str:
+    async def _run_program(self, row: Mapping[str, Any], environment: dict[str, str]) -> str:
         """The end of the program's output; ProgramError if it fails or exceeds its deadline."""
         with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
             stdin.write(json.dumps(_input_of(row), default=_plain).encode())
@@ -142,7 +152,7 @@ class ProgramAgent(AgentLoop):
                     stdin=stdin,
                     stdout=stdout,
                     stderr=stderr,
-                    env=self._environment(session),
+                    env=environment,
                     start_new_session=True,
                 )
             except OSError as error:
@@ -161,17 +171,19 @@ class ProgramAgent(AgentLoop):
                 raise ProgramError(f"exit code {code}{_logged(stdout, stderr)}")
             return _tail(stdout)
 
-    def _environment(self, session: str) -> dict[str, str]:
-        url, token = f"{self._endpoint.url}/s/{session}", self._endpoint.settings.token or ""
-        local = ",".join(filter(None, (os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1")))
-        return os.environ | {
-            "OPENAI_BASE_URL": f"{url}/v1",
-            "OPENAI_API_KEY": token,
-            "ANTHROPIC_BASE_URL": url,
-            "ANTHROPIC_API_KEY": token,
-            "NO_PROXY": local,
-            "no_proxy": local,
-        }
+
+def _environment(endpoint: "Endpoint", session: str) -> dict[str, str]:
+    """That of this process, with the address of the session."""
+    url, token = f"{endpoint.url}/s/{session}", endpoint.settings.token or ""
+    not_by_proxy = ",".join(filter(None, (os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1")))
+    return os.environ | {
+        "OPENAI_BASE_URL": f"{url}/v1",
+        "OPENAI_API_KEY": token,
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_API_KEY": token,
+        "NO_PROXY": not_by_proxy,
+        "no_proxy": not_by_proxy,
+    }
 
 
 def rewards_of(output: str) -> dict[str, float]:
