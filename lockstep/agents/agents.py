@@ -6,7 +6,6 @@ row ─► agent_name ─► AgentLoop.run(Conversation) ─► trajectories, co
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from copy import copy
 from functools import cached_property
 from typing import Any
 
@@ -121,12 +120,6 @@ class Agents:
                 f"has {wanted[0]}, but its loop {SINGLE_TURN} uses neither tools nor interactions; add the column agent_name with "
                 f"tool_agent, set {DEFAULT_KEY}=tool_agent, or remove {wanted[0]}"
             )
-
-    def separate(self) -> "Agents":
-        """The same agents with their own loops, for another event loop."""
-        other = copy(self)
-        other._loops = {}
-        return other
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

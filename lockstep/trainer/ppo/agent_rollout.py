@@ -38,8 +38,8 @@ class AgentRollout:
         self.client = RolloutClient(rollout_wg)
 
     def separate(self) -> "AgentRollout":
-        """Another one, for conversations that wait while this one generates a batch."""
-        return AgentRollout(self.agents.separate(), self.rollout_wg, self.pad_token_id)
+        """Another one with its own client, for conversations that wait while this one generates a batch."""
+        return AgentRollout(self.agents, self.rollout_wg, self.pad_token_id)
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """One conversation per row of `prompts`; wakes the workers and lets them sleep afterwards."""
