@@ -175,7 +175,7 @@ def test_the_first_signal_lets_requests_end_and_the_second_does_not(
         server = asyncio.create_task(service.run())
         while not service.endpoint.url:
             await asyncio.sleep(0.005)
-        body = {"model": "tiny", "prompt": "1", "max_tokens": 250, "stream": True, "seed": 3}
+        body = {"model": "tiny", "prompt": "1", "max_tokens": 250, "stream": True, "seed": 4}
         lines: list[str] = []
         with suppress(httpx2.RemoteProtocolError):
             async with (

@@ -273,11 +273,7 @@ def test_dapo_run_of_8_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     code = main(["plan", "--device", "A100-80G", f"actor_rollout_ref.model.path={model}", *SEED_RUN.split()])
     assert time.process_time() - start < 2
     shown = capsys.readouterr().out
-    assert code == 1 and shown.startswith("lockstep ppo refuses these settings; this is the plan without them:")
-    refused = shown.splitlines()[1 : shown.splitlines().index("")]
-    assert [line.partition(": not supported")[0] for line in refused] == [
-        "  actor_rollout_ref.rollout.multi_turn.enable=true"
-    ]
+    assert code == 0 and "refuses" not in shown
     shown = " ".join(shown.split())
     assert "64 prompts x 16 samples = 1024 sequences" in shown
     assert "4 optimizer steps of 256 sequences, over 2 data-parallel ranks of 4 devices each, 128 on each" in shown

@@ -124,7 +124,7 @@ def test_rows_for_agents(overrides: list[str], tmp_path: Path, capsys: pytest.Ca
         "".join(json.dumps(json.loads(line) | {"agent_name": "tool_agent"}) + "\n" for line in files.open())
     )
     message = error_of(overrides, capsys, f"data.train_files={files}")
-    assert f"{files}, row 0 has agent_name='tool_agent', but there are no agents" in message
+    assert f"{files}, row 0: agent_name='tool_agent' needs" in message and "multi_turn.tool_config_path" in message
 
 
 def test_another_experiment_in_the_folder(overrides: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,6 +59,7 @@ CALLS = {
 
 def test_profile_and_timeline_of_a_run(overrides: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     more = ["trainer.total_training_steps=2", f"{ACTOR}.use_kl_loss=true", "trainer.profile_steps=[2]"]
+    more += ["actor_rollout_ref.rollout.mode=async"]
     with caplog.at_level(logging.INFO):
         assert cli.main(["ppo", *overrides, *more]) == 0
     run = tmp_path / "run"
