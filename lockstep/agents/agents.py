@@ -137,6 +137,10 @@ class Agents:
     ) -> Conversation:
         """One sample of a row."""
         loop = self.loop_of(row)
+        if not self.is_single_turn(row) and not row.get("raw_prompt"):
+            raise ValueError(
+                f"agent loop {self.name_of(row)} needs the messages of the prompt: the dataset must return `raw_prompt`"
+            )
         await self._running[asyncio.get_running_loop()].enter(loop)
         conversation = Conversation(
             row,

@@ -35,7 +35,11 @@ def agents_for(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, *datasets:
             "actor_rollout_ref.rollout.multi_turn.enable=true, but every row is served by single_turn_agent: add the column "
             f"agent_name to the rows (tool_agent), or set {DEFAULT_KEY}=tool_agent"
         )
-    return agents if is_needed or (others and enabled) else None
+    if not (is_needed or (others and enabled)):
+        return None
+    if not config.data.return_raw_chat:
+        raise ValueError("data.return_raw_chat=false: agents read the messages of the prompts; set true")
+    return agents
 
 
 def _make(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Agents:

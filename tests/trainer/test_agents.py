@@ -96,6 +96,11 @@ def test_validation_leaves_the_requests_of_asynchronous_training_alone(overrides
         ("tool_agnt", [], "agent_name='tool_agnt': no such agent loop"),
         ("tool_agent", [], "needs tools or an interaction"),
         (None, ["actor_rollout_ref.rollout.multi_turn.enable=true"], "every row is served by single_turn_agent"),
+        (
+            "tool_agent",
+            ["data.return_raw_chat=false", "actor_rollout_ref.rollout.multi_turn.function_tool_path={folder}/tool.py"],
+            "data.return_raw_chat=false: agents read the messages",
+        ),
     ],
 )
 def test_rows_that_no_loop_serves_end_the_run_before_training(
@@ -109,5 +114,7 @@ def test_rows_that_no_loop_serves_end_the_run_before_training(
     rows = pd.read_parquet(write_rows(tmp_path / "rows.parquet", 16))
     rows["agent_name"] = agent_name
     rows.to_parquet(tmp_path / "rows.parquet")
+    (tmp_path / "tool.py").write_text("def now() -> str:\n    'The time.'\n    return 'noon'\n")
+    settings = [setting.format(folder=tmp_path) for setting in settings]
     assert main([*overrides, f"data.train_files={tmp_path}/rows.parquet", *settings]) == 2
     assert message in capsys.readouterr().err

@@ -173,6 +173,9 @@ class ServerEngine(RolloutEngine):
         self._received = {}
         if self._leads:
             self._wake("weights")
+        for server in self._pool.servers:
+            server.is_current, server.weights_label = True, None
+        if self._leads:
             self._loop.run(self._begin())
 
     async def _begin(self) -> None:
@@ -180,7 +183,6 @@ class ServerEngine(RolloutEngine):
             if server.no_updates is not None:
                 nothing = "trainer.val_only=true, actor_rollout_ref.actor.optim.lr=0"
                 raise ServerError(f"{server.no_updates}, or train nothing ({nothing})")
-            server.is_current, server.weights_label = True, None
         if self._transfer is None:
             self._transfer = transfer_of(self._pool.servers, self.config.server, self.device)
             await self._transfer.open(self._pool.servers)
