@@ -78,13 +78,15 @@ class RewardModelWorker(Worker):
     def _reencode(self, data: DataProto, policy_tokenizer: PreTrainedTokenizerBase) -> TensorDict:
         """The conversation in the reward model's tokens and chat template, if its tokenizer is not the policy's."""
         require(data, "raw_prompt")
+        columns, has_turns = data.non_tensor_batch, "__num_turns__" in data.non_tensor_batch
         sequences = []
-        for prompt, response, mask in zip(
-            data.non_tensor_batch["raw_prompt"], data.tensors["responses"], data.tensors["response_mask"]
-        ):
-            answer = policy_tokenizer.decode(response[mask.bool()], skip_special_tokens=True)
-            messages = [*prompt, {"role": "assistant", "content": answer}]
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False)
+        for row, (response, mask) in enumerate(zip(data.tensors["responses"], data.tensors["response_mask"])):
+            if has_turns:  # of an agent: tool and user messages are part of the response
+                turns = list(columns["messages"][row])
+            else:
+                answer = policy_tokenizer.decode(response[mask.bool()], skip_special_tokens=True)
+                turns = [{"role": "assistant", "content": answer}]
+            text = self.tokenizer.apply_chat_template([*columns["raw_prompt"][row], *turns], tokenize=False)
             sequences.append(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         width = max(map(len, sequences))
         input_ids = torch.full((len(sequences), width), self.tokenizer.pad_token_id)

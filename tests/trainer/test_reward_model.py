@@ -10,7 +10,9 @@ import torch
 from lockstep.config.model import HFModelConfig
 from lockstep.models.export import save_scalar_model
 from lockstep.models.loading import load_value_model
+from lockstep.protocol import DataProto, object_array
 from lockstep.trainer.main_ppo import main
+from lockstep.workers.reward_model import RewardModelWorker
 from tests.tiny import tiny_tokenizer
 
 
@@ -44,6 +46,22 @@ def test_own_tokenizer(overrides: list[str], tmp_path: Path, reward_model: Path,
     own = f"reward_model.model.input_tokenizer={tiny_run_files}/model"
     rows = run(overrides, tmp_path, f"reward_model.model.path={reward_model}", own)
     assert rows[1]["critic/score/max"] > rows[1]["critic/score/min"]
+
+
+def test_own_tokenizer_gets_all_turns_of_a_conversation() -> None:
+    turns = [{"role": role, "content": text} for role, text in (("assistant", "ab"), ("user", "cd"), ("assistant", "e"))]
+    worker = object.__new__(RewardModelWorker)
+    worker.tokenizer = tokenizer = tiny_tokenizer()
+    rows = DataProto.from_dict(
+        tensors={"responses": torch.ones(1, 4, dtype=torch.int64), "response_mask": torch.tensor([[1, 0, 0, 1]])},
+        non_tensors={
+            "raw_prompt": object_array([[{"role": "user", "content": "Q"}]]),
+            "messages": object_array([turns]),
+            "__num_turns__": object_array([4]),
+        },
+    )
+    text = tokenizer.decode(worker._reencode(rows, tokenizer)["input_ids"][0])
+    assert text == tokenizer.apply_chat_template([{"role": "user", "content": "Q"}, *turns], tokenize=False)
 
 
 def test_folder_without_a_score_head_is_refused(
