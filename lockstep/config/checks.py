@@ -411,11 +411,8 @@ def _algorithm(values: Values, inputs: Collection[str]) -> Iterator[Problem]:
 
 
 def _over_sampling(values: Values) -> Iterator[Problem]:
-    rate, mode = f"{_ROLLOUT}.over_sample_rate", values["trainer.async_mode"]
-    if values[rate] and mode is not None:
-        message = f"with trainer.async_mode={mode} unfinished samples go on in the next step; set 0"
-        yield Problem(rate, values[rate], message, also=("trainer.async_mode",))
-    elif values[rate] and values[f"{_ROLLOUT}.mode"] == "sync":
+    rate = f"{_ROLLOUT}.over_sample_rate"
+    if values[rate] and values[f"{_ROLLOUT}.mode"] == "sync":
         message = f"a synchronous step waits for all samples; set {_ROLLOUT}.mode=async"
         yield Problem(rate, values[rate], message, also=(f"{_ROLLOUT}.mode",))
 

@@ -84,9 +84,7 @@ _TABLE = (
     BatchKey("returns", "BR", _FLOAT, "the controller", "value loss", "target of the value estimate"),
     BatchKey("mini_batch", "B", _INT, "the trainer's layout of an update", "updates", "mini-batch the row is in"),
     BatchKey("uid", "B", None, "the trainer", "advantages by group", "one id per prompt, shared by its samples"),
-    BatchKey(
-        "finish_reason", "B", None, "the rollout", "dumps", "stop at a stop token, length at the longest response"
-    ),
+    BatchKey("finish_reason", "B", None, "the rollout", "dumps", "stop, length, turns (a limit of agents) or abort"),
     BatchKey("index", "B", None, "the data", "metrics, filtering", "number of the row in its data set"),
     BatchKey("data_source", "B", None, "the data", "reward, validation", "name that selects the scorer"),
     BatchKey("reward_model", "B", None, "the data", "reward", '{"style", "ground_truth"}'),

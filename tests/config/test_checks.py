@@ -109,7 +109,7 @@ REF = "actor_rollout_ref.ref"
         ([f"{ROLLOUT}.tensor_model_parallel_size=2"], "not supported: each worker holds the whole rollout model"),
         ([f"{ROLLOUT}.over_sample_rate=1"], "over_sample_rate=1.0: must be at least 0 and below 1"),
         ([f"{ROLLOUT}.over_sample_rate=0.1", f"{ROLLOUT}.mode=sync"], f"set {ROLLOUT}.mode=async"),
-        ([f"{ROLLOUT}.over_sample_rate=0.1", "trainer.async_mode=colocated"], "go on in the next step; set 0"),
+        ([f"{ROLLOUT}.over_sample_rate=0.1", "trainer.async_mode=colocated"], "instead of aborting them; set 0"),
         (["reward_model.enable=true"], "reward_model.model.path: must be the reward model; give a local folder"),
         (["custom_reward_function.path=nowhere.py"], "custom_reward_function.path=nowhere.py: no such file"),
         (["data.custom_cls.path=pkg://m"], "data.custom_cls.name: must name the class"),

@@ -276,6 +276,25 @@ def test_step_leaves_no_call_of_the_reward_function_behind(sampling: Any) -> Non
     assert numbers_of(batch)[::N] == [10, 11, 12, 13] and not running
 
 
+def test_validation_submits_in_turn_to_the_reward_model(sampling: Any) -> None:
+    """Asynchronous training may score at the same time: ranks that get two calls in different orders wait for each other."""
+    made = sampling()
+    batch, _, _ = collect(made, range(10, 14))
+    lock = made.sampler.client.submission
+
+    class RewardModel:
+        def compute_rm_score(self, data: DataProto) -> "RewardModel":
+            assert lock.locked()
+            return self
+
+        def get(self) -> DataProto:
+            assert not lock.locked()
+            return DataProto.from_dict(tensors={"rm_scores": torch.ones(batch.tensors["responses"].shape)})
+
+    made.rm_wg = RewardModel()
+    assert made.score(batch, by_number).tensors["rm_scores"].all()
+
+
 def test_function_of_a_whole_batch_gets_the_whole_batch(overrides: list[str], tmp_path: Path) -> None:
     (tmp_path / "ranks.py").write_text(
         "def compute_score(data_sources, solution_strs, ground_truths, extra_infos):\n"

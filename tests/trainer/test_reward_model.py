@@ -49,7 +49,9 @@ def test_own_tokenizer(overrides: list[str], tmp_path: Path, reward_model: Path,
 
 
 def test_own_tokenizer_gets_all_turns_of_a_conversation() -> None:
-    turns = [{"role": role, "content": text} for role, text in (("assistant", "ab"), ("user", "cd"), ("assistant", "e"))]
+    turns = [
+        {"role": role, "content": text} for role, text in (("assistant", "ab"), ("user", "cd"), ("assistant", "e"))
+    ]
     worker = object.__new__(RewardModelWorker)
     worker.tokenizer = tokenizer = tiny_tokenizer()
     rows = DataProto.from_dict(
