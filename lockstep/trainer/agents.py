@@ -1,16 +1,22 @@
 """The agents of a run: built from its config, and checked against the rows before training."""
 
+import logging
+from dataclasses import fields
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.agents.agents import DEFAULT_KEY, Agents
+from lockstep.agents.renderer import QUESTION
+from lockstep.config.actor_rollout_ref import MultiTurnConfig
 from lockstep.config.ppo import PPOConfig
 from lockstep.data.files import FileRow
 from lockstep.data.rl_dataset import RLHFDataset, agent_kwargs
 from lockstep.models.tokenizer import eos_token_ids
 from lockstep.rewards import sandbox
 from lockstep.utils.model_path import base_folder, local_model_folder
+
+logger = logging.getLogger(__name__)
 
 
 def agents_for(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, *datasets: Any) -> Agents | None:
@@ -20,26 +26,45 @@ def agents_for(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, *datasets:
     here on. Rows of datasets of other classes are not read: `multi_turn.enable=true` says that they need agents.
     """
     agents = _make(config, tokenizer)
-    is_needed, others = not agents.is_single_turn({}), False
+    is_needed, uses_tools, others = not agents.is_single_turn({}), False, False
     for dataset in datasets:
         if isinstance(dataset, RLHFDataset):
             for _, row in dataset.rows:
                 is_needed |= _is_multi_turn(agents, row)
+                uses_tools |= agents.tools_of(row.columns) is not None
             if is_needed and agents.tools:
                 dataset.use_tools(agents.tools_of)
         else:
             others |= dataset is not None
     enabled = agents.config.multi_turn.enable
-    if enabled and not is_needed and not others:
-        raise ValueError(
-            "actor_rollout_ref.rollout.multi_turn.enable=true, but every row is served by single_turn_agent: add the column "
-            f"agent_name to the rows (tool_agent), or set {DEFAULT_KEY}=tool_agent"
+    if not is_needed and not others:
+        _report_unused(agents.config.multi_turn)
+    if uses_tools and agents.renderer.text([QUESTION], agents.schemas) == agents.renderer.text([QUESTION]):
+        logger.warning(
+            "the model's chat template does not render tools, so prompts do not say that there are any (%s); use a model whose "
+            "template does, or describe them in the rows' system messages",
+            ", ".join(agents.tools),
         )
     if not (is_needed or (others and enabled)):
         return None
     if not config.data.return_raw_chat:
         raise ValueError("data.return_raw_chat=false: agents read the messages of the prompts; set true")
     return agents
+
+
+def _report_unused(config: MultiTurnConfig) -> None:
+    """ValueError if `multi_turn.enable` asks for conversations that no row has; a warning about other settings of them."""
+    key = "actor_rollout_ref.rollout.multi_turn"
+    reason = (
+        "every row is served by single_turn_agent: add the column agent_name to the rows (tool_agent), or set "
+        f"{DEFAULT_KEY}=tool_agent"
+    )
+    if config.enable:
+        raise ValueError(f"{key}.enable=true, but {reason}")
+    changed = [f for f in fields(config) if getattr(config, f.name) != f.default]
+    if changed:
+        listed = ", ".join(f"{key}.{f.name}={getattr(config, f.name)}" for f in changed)
+        logger.warning("%s %s no effect: %s", listed, "has" if len(changed) == 1 else "have", reason)
 
 
 def _make(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Agents:

@@ -36,6 +36,15 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     assert extra_info["turn_scores"] == [0.5] and extra_info["num_turns"] == 4
     return sum(map(ord, turns[0]["content"] + turns[2]["content"])) % 7 / 7
 """
+TOOL = """
+def double(x: int) -> int:
+    '''Double a number.
+
+    Args:
+        x: The number.
+    '''
+    return 2 * x
+"""
 
 
 @pytest.fixture
@@ -118,3 +127,30 @@ def test_rows_that_no_loop_serves_end_the_run_before_training(
     settings = [setting.format(folder=tmp_path) for setting in settings]
     assert main([*overrides, f"data.train_files={tmp_path}/rows.parquet", *settings]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_registrations")
+@pytest.mark.parametrize(
+    "loop, warning",
+    [
+        (
+            "single_turn_agent",
+            "multi_turn.function_tool_path={path} has no effect: every row is served by single_turn_agent",
+        ),
+        ("tool_agent", "chat template does not render tools, so prompts do not say that there are any (double)"),
+    ],
+)
+def test_tools_that_the_policy_cannot_know_are_reported(
+    loop: str, warning: str, overrides: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "tools.py"
+    path.write_text(TOOL)
+    settings = [
+        f"actor_rollout_ref.rollout.multi_turn.function_tool_path={path}",
+        f"actor_rollout_ref.rollout.agent.default_agent_loop={loop}",
+        "trainer.total_training_steps=1",
+        "trainer.save_freq=0",
+        f"trainer.default_local_dir={tmp_path}/run",
+    ]
+    assert main([*overrides, *settings]) == 0
+    assert warning.format(path=path) in caplog.text
