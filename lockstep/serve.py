@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.registry import did_you_mean
 from lockstep.utils.model_path import base_folder, is_model_folder, local_model_folder
 
 if TYPE_CHECKING:
@@ -100,6 +101,9 @@ class Service:
         from lockstep.protocol.generation import SamplingParams
         from lockstep.workers.rollout_client import RolloutClient
 
+        if ":" not in options.tool_format and options.tool_format not in ToolParser.registry:
+            hint = did_you_mean(options.tool_format, list(ToolParser.registry))
+            raise ValueError(f"--tool-format {options.tool_format}: no such tool parser. {hint}")
         sampling = SamplingParams(
             options.temperature, options.top_k, options.top_p, max_tokens=min(options.max_tokens, max_model_len)
         )

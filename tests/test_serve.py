@@ -226,7 +226,7 @@ def test_a_failure_of_the_engine_ends_the_server(
         (["{model}/.."], "is neither a model, a checkpoint nor a run"),
         (["{model}", "--host", "0.0.0.0"], "host 0.0.0.0 is not loopback"),
         (["{model}", "--max-model-len", "1000"], "--max-model-len 1000: must be 2 to 256"),
-        (["{model}", "--tool-format", "hermess"], "hermes"),
+        (["{model}", "--tool-format", "hermess"], "--tool-format hermess: no such tool parser. Did you mean 'hermes'?"),
         (["{model}", "--top-p", "2"], "top_p=2.0"),
         (["{model}", "--port", "99999"], "--port 99999: must be 0 to 65535"),
         (["{model}", "--max-num-seqs", "0"], "--max-num-seqs 0: must be at least 1"),
