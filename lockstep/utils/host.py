@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")  # else oneDNN leaves /tmp/perf-PID.map behind on ARM
+
 SMALL_MODEL = 5_000_000
 """Parameters below which tensors are so small that threads would mostly wait for each other, spinning."""
 

@@ -1,5 +1,6 @@
 """Threads of a process that computes on the CPU."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -36,3 +37,7 @@ def test_the_users_number_of_threads_is_respected(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("OMP_NUM_THREADS")
     torch.set_num_threads(2)
     assert threads_for(1000) == 2
+
+
+def test_onednn_writes_no_profiles() -> None:
+    assert os.environ["ONEDNN_JIT_PROFILE"] == "0"
