@@ -122,7 +122,7 @@ def test_api_key_comes_from_the_environment_and_is_not_shown(
     with fake_servers("vllm", api_key="secret-1") as (server,):
         with pytest.raises(ServerError, match=r"answered 401: Unauthorized"):
             engine_of(server)
-        with pytest.raises(ServerError, match=r"api_key_env=ROLLOUT_KEY: this environment variable is not set"):
+        with pytest.raises(ValueError, match=r"api_key_env=ROLLOUT_KEY: this environment variable is not set"):
             engine_of(server, api_key_env="ROLLOUT_KEY")
         monkeypatch.setenv("ROLLOUT_KEY", "secret-1")
         with caplog.at_level(logging.DEBUG):
@@ -139,12 +139,14 @@ def test_refused_connection() -> None:
 
 @pytest.mark.parametrize("fault", ["500", "drop", "abort", "stall"])
 def test_a_fault_that_passes_is_retried(fault: str, server: FakeServer) -> None:
-    engine = engine_of(server, timeout_s=0.5)
+    engine = engine_of(server, timeout_s=0.5 if fault == "stall" else 30)
     expected = engine.generate(requests_with())
     num_before = len(server.state.generated)
     server.state.faults.extend([fault, fault])
     assert engine.generate(requests_with()) == expected
-    assert len(server.state.generated) == num_before + 6 + 2
+    num_sent = len(server.state.generated) - num_before
+    # On a slow machine the short deadline may pass for other requests too.
+    assert num_sent >= 6 + 2 if fault == "stall" else num_sent == 6 + 2
 
 
 @pytest.mark.parametrize(
@@ -371,7 +373,7 @@ def test_sglang_speaks_its_own_protocol() -> None:
 
 def test_a_transfer_that_the_server_lacks(vllm: FakeServer) -> None:
     engine = engine_of(vllm, weight_transfer="tensor")
-    with pytest.raises(ServerError, match=r"weight_transfer=tensor: .* takes weights by file or distributed"):
+    with pytest.raises(ValueError, match=r"weight_transfer=tensor: .* takes weights by file or distributed"):
         engine.begin_update()
 
 

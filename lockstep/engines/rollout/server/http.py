@@ -116,7 +116,7 @@ def _headers(config: ServerConfig) -> dict[str, str]:
         return {}
     value = os.environ.get(config.api_key_env)
     if not value:
-        raise ServerError(f"{KEY}.api_key_env={config.api_key_env}: this environment variable is not set on the worker")
+        raise ValueError(f"{KEY}.api_key_env={config.api_key_env}: this environment variable is not set on the worker")
     return {"Authorization": f"Bearer {value}"}
 
 

@@ -113,7 +113,9 @@ def transfer_of(servers: list[Server], config: ServerConfig, device: torch.devic
     for server in servers:
         if wanted not in server.protocol.transfers:
             forms = " or ".join(server.protocol.transfers)
-            raise ServerError(f"{KEY}.weight_transfer={wanted}: {server.url} takes weights by {forms}")
+            raise ValueError(
+                f"{KEY}.weight_transfer={wanted}: {server.url} takes weights by {forms}; set one of these, or auto"
+            )
     if wanted == "file":
         return FileTransfer(config)
     return TensorTransfer() if wanted == "tensor" else DistributedTransfer(device, config.timeout_s)
