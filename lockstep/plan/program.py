@@ -117,10 +117,25 @@ def _processes(number: int) -> Iterator[None]:
 
 
 def _typical_lengths(config: PPOConfig | SupervisedConfig, options: argparse.Namespace) -> Lengths:
-    longest = longest_lengths(config)
-    prompt = options.prompt_tokens or longest.prompt
-    rest = longest.response if isinstance(config, PPOConfig) else max(1, longest.total - prompt)
-    return Lengths(prompt, options.response_tokens or rest)
+    """ValueError if they exceed the lengths of the config."""
+    longest, is_rl = longest_lengths(config), isinstance(config, PPOConfig)
+    prompt = longest.prompt if options.prompt_tokens is None else options.prompt_tokens
+    rest = longest.response if is_rl else max(1, longest.total - prompt)
+    typical = Lengths(prompt, rest if options.response_tokens is None else options.response_tokens)
+    limits = (
+        [
+            ("--prompt-tokens", prompt, "data.max_prompt_length", longest.prompt),
+            ("--response-tokens", typical.response, "data.max_response_length", longest.response),
+        ]
+        if is_rl
+        else [("--prompt-tokens + --response-tokens", typical.total, "data.max_length", longest.total)]
+    )
+    for option, value, key, limit in limits:
+        if value > limit:
+            raise ValueError(f"{option}: {value} tokens are more than {key}={limit}")
+    if prompt < 0 or typical.response < 1:
+        raise ValueError("--prompt-tokens must be 0 or more, and --response-tokens 1 or more")
+    return typical
 
 
 def _load(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[Any, list[str]]:

@@ -333,6 +333,9 @@ def test_program(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert last.startswith("does not fit on RTX4090") and f"{ACTOR}.fsdp_config.optimizer_offload=true" in last
     assert main(["plan", "--device", "abacus", *command("7b", 16, 512, 1024)]) == 2
     assert "known devices are H200" in capsys.readouterr().err
+    for wrong in (["--prompt-tokens", "513"], ["--response-tokens", "2000"], ["--response-tokens", "0"]):
+        assert main(["plan", "--device", "H200", *wrong, *command("7b", 16, 512, 1024)]) == 2
+        assert wrong[0] in capsys.readouterr().err
     assert main(["plan", "trainer.total_epoch=1"]) == 2
     assert "did you mean trainer.total_epochs" in capsys.readouterr().err.lower()
 
