@@ -22,7 +22,7 @@ class CompletionBody(Body):
         "best_of": (1,),
         "echo": (False,),
         "suffix": ("",),
-        "logprobs": (0,),
+        "logprobs": (0, 1),
     }
 
     prompt: str | list[int] | list[str] | list[list[int]]

@@ -43,7 +43,8 @@ class Body(BaseModel):
             raise invalid("the body must be a JSON object")
         for name, neutral in cls.only.items():
             if data.get(name) is not None and data[name] not in neutral:
-                raise invalid(f"{name}={json.dumps(data[name])[:200]} is not supported; leave it out", name)
+                allowed = "".join(f"set {json.dumps(value)}, or " for value in neutral[:1])
+                raise invalid(f"{name}={json.dumps(data[name])[:200]} is not supported; {allowed}leave it out", name)
         try:
             return cls.model_validate(data)
         except ValidationError as error:

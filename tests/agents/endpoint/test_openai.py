@@ -225,11 +225,9 @@ def test_forced_sampling_ignores_the_request() -> None:
 def test_completions(service: Service) -> None:
     service.policy.script = [" 3", " 4", " 5"]
     create: Any = service.client.completions.create
-    answer = create(model="policy", prompt="1+2=", logprobs=0)
-    assert (
-        answer.choices[0].text == " 3"
-        and answer.choices[0].logprobs.token_logprobs == service.turns[0].completion.log_probs
-    )
+    answer = create(model="policy", prompt="1+2=", logprobs=1)
+    assert answer.choices[0].text == " 3"
+    assert answer.choices[0].logprobs.token_logprobs == service.turns[0].completion.log_probs
     assert answer.choices[0].logprobs.text_offset[:2] == [0, 1]
     create(model="policy", prompt="1+2= 3\n2+2=")
     assert service.turns[1].parent is service.turns[0]
@@ -311,7 +309,7 @@ def test_models(service: Service) -> None:
     [
         ({"frequency_penalty": 0.5}, "frequency_penalty=0.5 is not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format="),
-        ({"top_logprobs": 3, "logprobs": True}, "top_logprobs=3"),
+        ({"top_logprobs": 3, "logprobs": True}, "top_logprobs=3 is not supported; set 0, or leave it out"),
         ({"tool_choice": "required", "tools": TOOLS}, "cannot be enforced"),
         ({"temperature": -1}, "temperature: Input should be greater than or equal to 0"),
         ({"max_tokens": 0}, "max_tokens: "),
