@@ -37,14 +37,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-@pytest.mark.usefixtures("no_registrations")
-def test_a_program_as_agent_in_both_modes(
-    overrides: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture
+def arguments(overrides: list[str], tmp_path: Path) -> list[str]:
     (tmp_path / "agent.py").write_text(PROGRAM)
     (tmp_path / "own_reward.py").write_text(REWARD)
     (tmp_path / "pids").mkdir()
-    arguments = [
+    return [
         *overrides,
         "data.shuffle=false",
         "data.max_response_length=60",
@@ -57,6 +55,12 @@ def test_a_program_as_agent_in_both_modes(
         "actor_rollout_ref.rollout.agent.default_agent_loop=program_agent",
         f"actor_rollout_ref.rollout.agent.program.command=[{sys.executable},{tmp_path}/agent.py]",
     ]
+
+
+@pytest.mark.usefixtures("no_registrations")
+def test_a_program_as_agent_in_both_modes(
+    arguments: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     steps, rollouts = run([*arguments, "trainer.total_training_steps=2"], tmp_path / "async")
     # The program's rows end with the two turns of the policy, 4 tokens each; those of the failed row are empty.
     assert [step["program_error_counts/mean"] for step in steps] == [0.25, 0]
@@ -74,3 +78,13 @@ def test_a_program_as_agent_in_both_modes(
     sync = ["trainer.total_training_steps=1", "actor_rollout_ref.rollout.mode=sync"]
     _, same = run([*arguments, *sync], tmp_path / "sync")
     assert json.dumps([r["output"] for r in same]) == json.dumps([r["output"] for r in rollouts])
+
+
+@pytest.mark.usefixtures("no_registrations")
+def test_validation_while_conversations_of_training_are_paused(arguments: list[str], tmp_path: Path) -> None:
+    """Both hold conversations, on two event loops; with two sequences at a time, some of training are half done."""
+    more = ["trainer.async_mode=colocated", "trainer.test_freq=1", "trainer.total_training_steps=2"]
+    more += ["actor_rollout_ref.rollout.max_num_seqs=2"]
+    steps, _ = run([*arguments, *more], tmp_path / "run")
+    assert [any(name.startswith("val-") for name in step) for step in steps] == [True, True]
+    assert sum(step["program_error_counts/mean"] for step in steps) <= 0.25
