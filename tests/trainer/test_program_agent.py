@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.trainer.ppo.agent_rollout import AgentRollout
+from lockstep.trainer.ppo.group_sampler import GroupSampler
 from tests.trainer.test_agents import run
 
 PROGRAM = """
@@ -81,10 +83,16 @@ def test_a_program_as_agent_in_both_modes(
 
 
 @pytest.mark.usefixtures("no_registrations")
-def test_validation_while_conversations_of_training_are_paused(arguments: list[str], tmp_path: Path) -> None:
-    """Both hold conversations, on two event loops; with two sequences at a time, some of training are half done."""
+def test_validation_while_conversations_of_training_are_paused(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both hold conversations, on two event loops and with two clients: the end of a validation cancels its client's requests."""
+    validating, training = [], []
+    generate, running = AgentRollout._generate, GroupSampler.running
+    monkeypatch.setattr(AgentRollout, "_generate", lambda self, p: validating.append(self.client) or generate(self, p))
+    monkeypatch.setattr(GroupSampler, "running", lambda self: training.append(self.client) or running(self))
     more = ["trainer.async_mode=colocated", "trainer.test_freq=1", "trainer.total_training_steps=2"]
-    more += ["actor_rollout_ref.rollout.max_num_seqs=2"]
     steps, _ = run([*arguments, *more], tmp_path / "run")
     assert [any(name.startswith("val-") for name in step) for step in steps] == [True, True]
     assert sum(step["program_error_counts/mean"] for step in steps) <= 0.25
+    assert validating and training and not set(validating) & set(training)
