@@ -57,6 +57,11 @@ class GenerationRequest:
     sampling: SamplingParams
     seed: int = 0
 
+    @property
+    def stream_seed(self) -> int:
+        """For engines whose random stream starts with each request: the rest of a response must not repeat that of its start."""
+        return (self.seed + len(self.prompt_ids) * 0x9E37_79B9_7F4A_7C15) % 2**63
+
     def after(self, token_ids: list[int]) -> "GenerationRequest":
         """The request for the rest of the response, whose first tokens are `token_ids`."""
         sampling = replace(self.sampling, max_tokens=self.sampling.max_tokens - len(token_ids))

@@ -90,9 +90,7 @@ class VllmEngine(RolloutEngine):
         prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids}
         if self.config.enable_prefix_caching:
             prompt["cache_salt"] = self._salt()
-        # vLLM's random stream starts again with each request; that of the rest of a response must not repeat the first one's
-        seed = request.seed ^ len(request.prompt_ids)
-        self._engine.add_request(str(request_id), prompt, self._sampling(request.sampling, seed))
+        self._engine.add_request(str(request_id), prompt, self._sampling(request.sampling, request.stream_seed))
         self._unfinished.add(request_id)
 
     def step(self) -> dict[int, Completion]:

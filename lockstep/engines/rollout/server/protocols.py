@@ -145,7 +145,7 @@ class VllmProtocol(ServerProtocol):
                 "max_tokens": sampling.max_tokens,
                 "stop_token_ids": list(stops),
                 "ignore_eos": sampling.ignore_eos,
-                "seed": seed_of(request),
+                "seed": request.stream_seed,
                 "logprobs": 0,  # of the sampled token alone
                 "detokenize": False,
             },
@@ -266,7 +266,7 @@ class SglangProtocol(ServerProtocol):
                 "max_new_tokens": sampling.max_tokens,
                 "stop_token_ids": list(stops),
                 "ignore_eos": sampling.ignore_eos,
-                "sampling_seed": seed_of(request),
+                "sampling_seed": request.stream_seed,
                 "skip_special_tokens": False,
                 "no_stop_trim": True,
             },
@@ -350,7 +350,7 @@ class OpenAIProtocol(ServerProtocol):
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "seed": seed_of(request),
+            "seed": request.stream_seed,
             "logprobs": 1,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
@@ -365,11 +365,6 @@ class OpenAIProtocol(ServerProtocol):
         if token_ids is None:
             token_ids = [int(text.removeprefix("token_id:")) for text in choice["logprobs"]["tokens"]]
         return Answer(token_ids, choice["logprobs"]["token_logprobs"], choice["finish_reason"])
-
-
-def seed_of(request: GenerationRequest) -> int:
-    """Differs after each position, so that the rest of an aborted response does not repeat its random numbers."""
-    return (request.seed + len(request.prompt_ids) * 0x9E37_79B9_7F4A_7C15) % 2**63
 
 
 async def open_server(server: Server, config: RolloutConfig, kind: str) -> None:
