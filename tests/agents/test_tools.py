@@ -138,6 +138,42 @@ def test_the_methods_of_a_class_are_the_tools_of_a_conversation(tmp_path: Path) 
         assert sum(done.reward_scores.values()) == 1.0
 
 
+@pytest.mark.parametrize("order", [("read", "increase"), ("increase", "read"), ("read",)])
+def test_the_reward_of_a_class_does_not_depend_on_which_methods_were_called(
+    tmp_path: Path, order: tuple[str, ...]
+) -> None:
+    (tmp_path / "env.py").write_text(ENVIRONMENT)
+    agents = make_agents(function_tool_path=f"{tmp_path}/env.py:Counter")
+    calls = {"read": call("read"), "increase": call("increase", by=0)}
+    kwargs = {name: {"create_kwargs": {"start": 5}} for name in calls}
+    done = converse(agents, Scripted(*(calls[name] for name in order), "5"), tools_kwargs=kwargs)
+    assert [message["content"] for message in done.new_messages[1::2]] == ["5"] * len(order)
+    assert sum(done.reward_scores.values()) == 1.0
+
+
+COUNTED = '''
+import time
+
+class Counted:
+    resets = 0
+
+    def reset(self) -> None:
+        time.sleep(0.05)
+        Counted.resets += 1
+
+    def number_of_resets(self) -> int:
+        """How often a conversation began."""
+        return Counted.resets
+'''
+
+
+def test_calls_of_one_turn_begin_one_conversation(tmp_path: Path) -> None:
+    (tmp_path / "env.py").write_text(COUNTED)
+    agents = make_agents(function_tool_path=f"{tmp_path}/env.py:Counted", max_parallel_calls=4)
+    done = converse(agents, Scripted(4 * call("number_of_resets"), "1"))
+    assert [message["content"] for message in done.new_messages[1:-1]] == ["1"] * 4
+
+
 @pytest.mark.parametrize(
     "text, message",
     [

@@ -62,6 +62,7 @@ class ToolSession:
         self._kwargs = tools_kwargs
         self._created: dict[str, str] = {}
         """Tool name to instance id."""
+        self._creating = asyncio.Lock()
 
     async def call(self, call: FunctionCall) -> CallResult:
         """Answer one call; never raises, except if the conversation itself is cancelled."""
@@ -95,12 +96,11 @@ class ToolSession:
                 rewards[name] = float(await self._run(tool, _bound(tool.calc_reward, instance_id, reward_kwargs)))
             except ToolError as error:
                 logger.warning("calc_reward of tool %s failed: %s", name, error)
-            await self._release(tool, instance_id)
-        self._created = {}
+        await self.release()
         return rewards
 
     async def release(self) -> None:
-        """Release the tools without rewards, because the conversation was cancelled."""
+        """Release the tools that were called; no-op if they are released already."""
         for name, instance_id in self._created.items():
             await self._release(self.tools[name], instance_id)
         self._created = {}
@@ -112,10 +112,11 @@ class ToolSession:
             logger.warning("release of tool %s failed: %s", tool.name, error)
 
     async def _instance(self, tool: BaseTool) -> str:
-        if tool.name not in self._created:
-            create_kwargs = self._arguments(tool, "create_kwargs")
-            created = await self._run(tool, lambda: tool.create(self.instance_id, **create_kwargs))
-            self._created[tool.name] = created[0] if isinstance(created, tuple) else created
+        async with self._creating:  # calls of one turn run at the same time
+            if tool.name not in self._created:
+                create_kwargs = self._arguments(tool, "create_kwargs")
+                created = await self._run(tool, lambda: tool.create(self.instance_id, **create_kwargs))
+                self._created[tool.name] = created[0] if isinstance(created, tuple) else created
         return self._created[tool.name]
 
     def _arguments(self, tool: BaseTool, name: str) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class FunctionTool(BaseTool):
 class Environment:
     """A class whose public methods are tools; each conversation has an object of it.
 
-    reset(**kwargs): called before the first tool, with `create_kwargs` of the row's `tools_kwargs` for the class's name.
+    reset(**kwargs): called before the first tool, with its `create_kwargs` in the row's `tools_kwargs`.
     get_reward():    the conversation's reward, when it has ended. Both are optional and no tools.
     """
 
@@ -48,6 +48,7 @@ class Environment:
     def __init__(self, cls: type) -> None:
         self.cls = cls
         self._objects: dict[str, Any] = {}
+        self._rewarded: set[str] = set()
         names = [name for name, _ in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_")]
         self.tools = [MethodTool(self, name) for name in names if name not in self.NOT_TOOLS]
         if not self.tools:
@@ -61,12 +62,21 @@ class Environment:
             self._objects[instance_id] = new
         return self._objects[instance_id]
 
+    def reward_of(self, instance_id: str) -> float:
+        """The conversation's reward; 0 for all but the first of its tools that ask, so that it counts once."""
+        found = self._objects[instance_id]
+        if instance_id in self._rewarded or not hasattr(found, "get_reward"):
+            return 0.0
+        self._rewarded.add(instance_id)
+        return float(found.get_reward())
+
     def release(self, instance_id: str) -> None:
         self._objects.pop(instance_id, None)
+        self._rewarded.discard(instance_id)
 
 
 class MethodTool(BaseTool):
-    """A method of an environment. The first tool of the environment gives its reward, so that it counts once."""
+    """A method of an environment."""
 
     def __init__(self, environment: Environment, method: str) -> None:
         self.environment, self.method = environment, method
@@ -84,9 +94,7 @@ class MethodTool(BaseTool):
         return await _answer(method, parameters), None, {}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
-        found = self.environment.object_of(instance_id, {})
-        is_first = self is self.environment.tools[0]
-        return float(found.get_reward()) if is_first and hasattr(found, "get_reward") else 0.0
+        return self.environment.reward_of(instance_id)
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         self.environment.release(instance_id)
