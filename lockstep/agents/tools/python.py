@@ -65,10 +65,8 @@ class PythonTool(BaseTool):
         except BaseException:
             process.kill()
             raise
-        if self.keep_state:
-            self._processes[instance_id] = process
-        else:
-            process.kill()
+        if not self.keep_state or self._processes.setdefault(instance_id, process) is not process:
+            process.kill()  # a call at the same time keeps its own
         return ToolResponse(text=text), None, {}
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
