@@ -90,13 +90,16 @@ class Agents:
         return self._loops[name]
 
     def _class_of(self, name: str, is_of_row: bool) -> type[AgentLoop]:
-        if name not in AGENT_LOOPS and ":" not in name:
+        if name not in AGENT_LOOPS and ":" in name:
+            own: type[AgentLoop] = load_plugin("agent_name" if is_of_row else DEFAULT_KEY, name, base=AgentLoop)
+            return own
+        where = f"agent_name={name!r}" if is_of_row else f"{DEFAULT_KEY}={name}"
+        if name not in AGENT_LOOPS:
             known = ", ".join(sorted({*AGENT_LOOPS, *self._entries}))
-            where = f"agent_name={name!r}" if is_of_row else f"{DEFAULT_KEY}={name}"
             raise ValueError(f"{where}: no such agent loop (known: {known}); see {LOOPS_KEY} for your own")
         cls = AGENT_LOOPS.get(name)
         if not (isinstance(cls, type) and issubclass(cls, AgentLoop)):
-            raise ValueError(f"agent_name={name!r} is not a subclass of lockstep.agents.AgentLoop")
+            raise ValueError(f"{where} is not a subclass of lockstep.agents.AgentLoop")
         return cls
 
     def is_single_turn(self, row: Mapping[str, Any]) -> bool:

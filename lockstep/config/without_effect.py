@@ -152,7 +152,7 @@ def _workers(config: PPOConfig, values: Values, models: Collection[str]) -> Iter
     yield controller_of(config) == "local", "the run does not use Ray", ("ray_init.",)
     mode = values["trainer.async_mode"]
     yield mode is None, "trainer.async_mode is null", ("trainer.max_staleness", "trainer.stale_samples")
-    yield mode == "one_step_off", "one_step_off always trains on the batch after", ("trainer.stale_samples",)
+    yield mode == "one_step_off", "one_step_off drops no samples", ("trainer.stale_samples",)
     sections = tuple(f"{section}.profiler" for section in (_ACTOR, _REF, "critic", "reward_model"))
     yield from profiler_reasons(values, sections, is_on_ray=controller_of(config) == "ray")
     separate = "rollout" in pools_of(config, models).role_pools

@@ -71,7 +71,7 @@ def test_single_turn_is_the_default() -> None:
     "row, message",
     [
         ({"agent_name": "tool_agnt"}, r"agent_name='tool_agnt': no such agent loop \(known: .*tool_agent"),
-        ({"agent_name": "json:JSONDecoder"}, "is not a subclass of"),
+        ({"agent_name": "json:JSONDecoder"}, "agent_name=json:JSONDecoder: must be a subclass of"),
         ({"agent_name": "tool_agent"}, "needs tools or an interaction"),
         ({"tools_kwargs": {"calc": {}}}, "has tools_kwargs, but its loop single_turn_agent"),
         ({"interaction_kwargs": {"name": "gsm8k"}}, "has interaction_kwargs, but its loop single_turn_agent"),

@@ -7,6 +7,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from lockstep.agents.agents import DEFAULT_KEY
 from lockstep.trainer.main_ppo import main
 from tests.tiny import write_rows
 
@@ -104,6 +105,7 @@ def test_validation_leaves_the_requests_of_asynchronous_training_alone(overrides
     [
         ("tool_agnt", [], "agent_name='tool_agnt': no such agent loop"),
         ("tool_agent", [], "needs tools or an interaction"),
+        (None, [f"{DEFAULT_KEY}=json:Nope"], f"{DEFAULT_KEY}=json:Nope: 'json' has no attribute 'Nope'"),
         (None, ["actor_rollout_ref.rollout.multi_turn.enable=true"], "every row is served by single_turn_agent"),
         (
             "tool_agent",
