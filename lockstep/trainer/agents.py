@@ -41,8 +41,8 @@ def agents_for(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, *datasets:
         _report_unused(agents.config.multi_turn)
     if uses_tools and agents.renderer.text([QUESTION], agents.schemas) == agents.renderer.text([QUESTION]):
         logger.warning(
-            "the model's chat template does not render tools, so prompts do not say that there are any (%s); use a model whose "
-            "template does, or describe them in the rows' system messages",
+            "the model's chat template does not render tools: prompts do not mention %s, and a model that was not trained to call "
+            "them will not; use a model whose template does, or describe them in the rows' system messages",
             ", ".join(agents.tools),
         )
     if not (is_needed or (others and enabled)):

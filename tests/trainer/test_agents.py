@@ -139,7 +139,7 @@ def test_rows_that_no_loop_serves_end_the_run_before_training(
             "single_turn_agent",
             "multi_turn.function_tool_path={path} has no effect: every row is served by single_turn_agent",
         ),
-        ("tool_agent", "chat template does not render tools, so prompts do not say that there are any (double)"),
+        ("tool_agent", "chat template does not render tools: prompts do not mention double,"),
     ],
 )
 def test_tools_that_the_policy_cannot_know_are_reported(
