@@ -236,7 +236,7 @@ def test_yaml_blocks_are_yaml_and_pools_compose(places: dict[str, str]) -> None:
 def test_templates_are_valid_shell() -> None:
     for page, text in blocks("sh"):
         subprocess.run(["bash", "-n", "-c", text], check=True)
-        assert page in ("cluster.md", "endpoint.md", "lora.md", "rollout.md")
+        assert page in ("async_rollout.md", "cluster.md", "endpoint.md", "lora.md", "rollout.md", "servers.md")
 
 
 RAW_ROWS = {

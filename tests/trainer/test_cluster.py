@@ -156,7 +156,7 @@ def test_job_behaves_like_a_local_run(small_run: list[str], tmp_path: Path) -> N
     assert list(timeline) == steps
     for spans in timeline.values():
         (whole,) = [span for span in spans if span.name == "step"]
-        names = ("begin_generation", "update_actor")
+        names = ("generate_sequences", "update_actor")
         calls = [span for span in spans if span.role == "actor_rollout" and span.name in names]
         assert sorted(span.rank for span in calls) == [0, 0, 1, 1]
         assert all(whole.begin_us <= span.begin_us <= span.end_us <= whole.end_us for span in calls)

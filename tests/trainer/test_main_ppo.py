@@ -20,6 +20,7 @@ from lockstep.trainer.main_ppo import main
 from lockstep.trainer.ppo.group_sampler import GroupSampler
 from lockstep.trainer.ppo.group_scorer import GroupScorer
 from lockstep.trainer.ppo.ray_trainer import PPOTrainer
+from lockstep.trainer.ppo.sampling import Sampling
 from lockstep.trainer.ppo.task_runner import _models
 from tests.programs import Program
 
@@ -151,8 +152,10 @@ def test_ctrl_c_saves_and_the_same_command_resumes(overrides: list[str], tmp_pat
 
 
 STAGES = {
-    "generation": (GroupSampler, "sample", 9),
-    "scoring": (GroupScorer, "_scored", 4),
+    "generation": (Sampling, "generate", 3),
+    "scoring": (Sampling, "score", 4),
+    "async-generation": (GroupSampler, "respond", 9),
+    "async-scoring": (GroupScorer, "_scored", 4),
     "update": (PPOTrainer, "_update", 2),
     "validation": (PPOTrainer, "_validate", 1),
     "saving": (PPOTrainer, "_save_checkpoint", 1),
@@ -189,12 +192,13 @@ def test_stop_during_any_stage_resumes_bit_for_bit(
                 os.kill(os.getpid(), signal.SIGTERM)
             return _method(*args, **kwargs)
 
-        folder = f"trainer.default_local_dir={tmp_path}/{stage}"
+        mode = "async" if stage.startswith("async") else "sync"
+        settings = [*command, f"trainer.default_local_dir={tmp_path}/{stage}", f"actor_rollout_ref.rollout.mode={mode}"]
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, stopped)
-            assert main([*command, folder]) == 130, stage
+            assert main(settings) == 130, stage
         saved = {path: path.read_bytes() for path in (tmp_path / stage).glob("global_step_2/manifest.json")}
-        assert main([*command, folder]) == 0, stage
+        assert main(settings) == 0, stage
         assert result(stage) == result("whole"), stage
         assert all(path.read_bytes() == before for path, before in saved.items()), stage
 

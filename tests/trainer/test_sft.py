@@ -303,7 +303,7 @@ def test_another_experiment_in_the_folder_is_refused(
     assert main([*overrides, f"data.train_files={tmp_path}/other.jsonl"]) == 2
     shown = capsys.readouterr().err
     assert "has checkpoints of another experiment: data.train_files was" in shown
-    assert "model.path set to a checkpoint's huggingface" in shown
+    assert "model.path set to one of its checkpoints (global_step_N)" in shown
 
 
 def test_model_and_data_by_name(
