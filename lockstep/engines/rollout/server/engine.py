@@ -68,6 +68,7 @@ class ServerEngine(RolloutEngine):
 
     async def _open(self, urls: list[str]) -> ServerPool:
         servers = [Server(url, self.config.server) for url in urls]
+        self._loop.closing += [server.close for server in servers]
         pool = ServerPool(servers, self.config.server)
         await asyncio.gather(*(self._retried(server, self._probe(pool)) for server in servers))
         return pool
@@ -267,11 +268,12 @@ class SglangEngine(ServerEngine):
 
 
 class EventLoop:
-    """An event loop in a thread, which ends with this object."""
+    """An event loop in a thread, which ends with this object. closing: called in the loop at its end."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="rollout servers", daemon=True).start()
+        self.closing: list[Callable[[], Awaitable[None]]] = []
+        threading.Thread(target=_serve, args=(self._loop, self.closing), name="rollout servers", daemon=True).start()
         weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
 
     def start(self, call: Coroutine[Any, Any, T]) -> Future[T]:
@@ -279,6 +281,15 @@ class EventLoop:
 
     def run(self, call: Coroutine[Any, Any, T]) -> T:
         return self.start(call).result()
+
+
+def _serve(loop: asyncio.AbstractEventLoop, closing: list[Callable[[], Awaitable[None]]]) -> None:
+    async def close() -> None:
+        await asyncio.gather(*(call() for call in closing), return_exceptions=True)
+
+    loop.run_forever()
+    loop.run_until_complete(close())
+    loop.close()
 
 
 def share_of(urls: list[str], rank: int, world_size: int) -> list[str]:
