@@ -1,4 +1,4 @@
-"""`lockstep doctor --engine NAME`: start a rollout engine beside an actor and prove that it takes the actor's weights.
+"""`lockstep doctor --engine NAME`: start a rollout engine next to an actor and prove that it takes the actor's weights.
 
 start           both, with a small random model or a given one
 weights         an update: checksums of every tensor on both sides, then the canary
@@ -86,7 +86,7 @@ class EngineCheck:
         self.device = device
 
     def start(self) -> str:
-        # An engine that shares the actor's tensors has nothing to prove: it gets a copy, as in a process of its own.
+        # An engine that shares the actor's tensors has nothing to prove: it gets a copy, as in a separate process.
         engine = ROLLOUT_ENGINES.get(self.config.rollout.name)
         roles = ("actor", "rollout") if engine.shares_weights else ("actor_rollout",)
         groups = [self._group(role) for role in roles]

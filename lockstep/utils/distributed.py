@@ -90,7 +90,7 @@ def on_first_rank(call: Callable[[], T]) -> T:
 
 
 def join_group(name: str, address: str, port: int, rank: int, size: int, backend: str, timeout_s: float) -> Any:
-    """Join a process group beside the default one, with processes that have other default groups; rank 0 opens the port.
+    """Join a process group in addition to the default one, with processes that have other default groups; rank 0 opens the port.
 
     Made in the way of SGLang, so that both sides find the same keys in the store.
     """

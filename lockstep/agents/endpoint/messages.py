@@ -155,7 +155,7 @@ def _assistant(blocks: list[dict[str, Any]], place: str) -> Message:
 
 
 def _user(role: str, blocks: list[dict[str, Any]], place: str) -> list[Message]:
-    """Results of tools are messages of their own, before the rest."""
+    """Results of tools are separate messages, before the rest."""
     results = [
         {
             "role": "tool",

@@ -15,7 +15,7 @@ class BaseTool:
 
         create ─► execute, as often as the policy calls it ─► calc_reward ─► release
 
-    `create` runs before the first call of a conversation. Each method runs in a thread of its own with its own event loop and
+    `create` runs before the first call of a conversation. Each method runs in its own thread and event loop and
     under a deadline (`multi_turn.tool_timeout_s`), so a tool may block; it must not keep objects that belong to an event loop.
     What a method raises ends no other conversation: the policy reads it as an error message.
     """
@@ -29,7 +29,7 @@ class BaseTool:
         """The schema, if the config has none."""
         schema: OpenAIFunctionToolSchema | None = getattr(self, "tool_schema", None)
         if schema is None:
-            raise ValueError(f"{type(self).__name__} has no schema of its own: add tool_schema to its entry")
+            raise ValueError(f"{type(self).__name__} has no schema: add tool_schema to its entry")
         return schema
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:

@@ -35,7 +35,7 @@ class RolloutEngine(ABC):
 
     shares_weights: whether it decodes with the trainer's tensors (`bind`). Otherwise it holds a copy (`load`), which every
                     update replaces: `begin_update`, `update_weights` with one bucket after another, `finish_update`.
-    takes_adapters: whether updates are the trained parameters alone, such as LoRA adapters beside the base that was loaded;
+    takes_adapters: whether updates are the trained parameters alone, such as LoRA adapters on the base that was loaded;
                     otherwise all weights, with adapters merged.
     policy_version: of the weights.
     drops_weights:  set by the owner, who then sends all weights again before the next request: `sleep` may drop them.
