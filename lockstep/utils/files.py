@@ -93,8 +93,10 @@ def ensure_writable(folder: Path | str, key: str) -> Path:
     probe = path / f".writable-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         path.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"")
-        probe.unlink(missing_ok=True)  # a run that starts here at the same time may have removed it as stale
+        try:
+            probe.write_bytes(b"")
+        finally:  # also if a stop signal comes in between
+            probe.unlink(missing_ok=True)  # a run that starts here at the same time may have removed it as stale
     except OSError as error:
         reason = error.strerror or str(error)
         raise ValueError(f"{key}={folder}: cannot write there ({reason}); set {key} to a writable folder") from error
