@@ -299,7 +299,7 @@ def test_vllm_has_a_copy_of_the_weights_while_it_is_awake(
     copy = 2 * job.models[0].shape.parameters
     assert found["generate"]["weights for decoding"] == copy
     assert found["generate"]["KV cache"] == pytest.approx(0.5 * job.device.memory - copy)
-    assert found["generate"]["weights"] == found["update actor"]["weights"], "the trainer's stay beside it"
+    assert found["generate"]["weights"] == found["update actor"]["weights"], "the trainer's stay in memory"
     assert found["update actor"].get("weights for decoding") == (None if sleeps else copy)
 
 

@@ -94,7 +94,7 @@ def test_resumed_run_equals_an_uninterrupted_one(
 
 
 def test_adapters_are_merged_in_training_and_in_generation(base: list[str], tmp_path: Path) -> None:
-    """Greedy responses to a checkpoint of an adapter are those of the embedded engine, which computes it beside the base."""
+    """Greedy responses to a checkpoint of an adapter are those of the embedded engine, which adds it to the base in each layer."""
     model = "actor_rollout_ref.model"
     lora = [f"{model}.lora_rank=4", "actor_rollout_ref.actor.optim.lr=0.05", "actor_rollout_ref.actor.use_kl_loss=true"]
     steps = ["trainer.total_training_steps=3", "trainer.save_freq=3", f"trainer.default_local_dir={tmp_path}/run"]

@@ -128,7 +128,7 @@ def test_tensor_that_arrived_but_was_not_loaded(hybrid: Hybrid, monkeypatch: pyt
 
 def test_head_left_tied_to_the_old_embedding(hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch) -> None:
     if not is_tied(hybrid):
-        pytest.skip("the head is a parameter of its own")
+        pytest.skip("the head is not tied")
     with monkeypatch.context() as planted:
         planted.setattr(in_vllm.WeightUpdates, "lockstep_tie_head", lambda self, model: None)
         hybrid.train()

@@ -39,8 +39,12 @@ def group(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         "data.max_response_length=48",
         "trainer.device=cpu",
     ]
+    return worker_group(overrides, "actor_rollout")
+
+
+def worker_group(overrides: list[str], role: str) -> Any:
     config = load_config(PPOConfig, overrides).actor_rollout_ref
-    init = ClassWithInitArgs(ActorRolloutRefWorker, config=config, role="actor_rollout", device="cpu")
+    init = ClassWithInitArgs(ActorRolloutRefWorker, config=config, role=role, device="cpu")
     group: Any = LocalWorkerGroup(ResourcePool([1]), init)
     group.init_model()
     return group
@@ -190,11 +194,7 @@ def test_requests_that_finish_during_a_pause_are_not_continued(tmp_path: Path) -
             "data.max_response_length=48",
             "trainer.device=cpu",
         ]
-        config = load_config(PPOConfig, overrides).actor_rollout_ref
-        init = ClassWithInitArgs(ActorRolloutRefWorker, config=config, role="rollout", device="cpu")
-        group: Any = LocalWorkerGroup(ResourcePool([1]), init)
-        group.init_model()
-        client = RolloutClient(group)
+        client = RolloutClient(worker_group(overrides, "rollout"))
         wanted = [*requests(4, max_tokens=4), *requests(4, max_tokens=40)]
 
         async def ask() -> list[Completion]:

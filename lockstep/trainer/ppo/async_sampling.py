@@ -1,6 +1,6 @@
 """The first two stages of a step as independent requests (`rollout.mode=async`): groups are scored as they are completed.
 
-prompts ─► GroupSampler.sample, all at once ─► filter_groups ─► the groups of the step, in the order of their prompts
+prompts ─► GroupSampler.respond, all at once ─► filter_groups ─► the groups of the step, in the order of their prompts
 
 The batch is that of `Sampling`: the same rows, tokens and scores in the same order.
 """

@@ -3,7 +3,7 @@
 Every request is checked against the published protocol: unknown or missing fields are answered with 422. Tokens depend on the
 prompt, the seed and the position alone.
 
-`python -m tests.engines.rollout.fake_server sglang` runs one in a process of its own, which prints its URL.
+`python -m tests.engines.rollout.fake_server sglang` runs one in a separate process, which prints its URL.
 """
 
 import base64
