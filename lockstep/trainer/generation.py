@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lockstep.agents.agents import SINGLE_TURN
 from lockstep.config.generation import GenerationConfig, with_own_keys
 from lockstep.config.ppo import PPOConfig
 from lockstep.data.rl_dataset import PromptDataset
@@ -72,6 +73,7 @@ class GenerationRunner:
             files = local_data_files(config.data.val_files, "val", "data.path")
             tokenizer = self._tokenizer(config)
             dataset = PromptDataset(files, tokenizer, config.data, max_samples=config.data.val_max_samples)
+            _warn_of_agents(dataset)
             table = read_table(files, [position for position, _ in dataset.rows])
             closing.enter_context(RunLock(output.folder, "data.output_path"))
             output.open()
@@ -130,6 +132,14 @@ class GenerationRunner:
             trust_remote_code=model.trust_remote_code,
             custom_chat_template=model.custom_chat_template,
             key=key.removeprefix("actor_rollout_ref."),
+        )
+
+
+def _warn_of_agents(dataset: PromptDataset) -> None:
+    names = {str(name) for _, row in dataset.rows if (name := row.columns.get("agent_name"))} - {SINGLE_TURN}
+    if names:
+        logger.warning(
+            "rows with agent_name=%s get one response, without tools or further turns", ", ".join(sorted(names))
         )
 
 

@@ -196,16 +196,20 @@ def test_bad_input_is_one_message(
     assert not (tmp_path / "out.parquet").exists()
 
 
-def test_rows_keep_their_columns_and_overlong_ones_can_be_dropped(command: list[str], tmp_path: Path) -> None:
+def test_rows_keep_their_columns_and_overlong_ones_can_be_dropped(
+    command: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     contents = ["1+1=", "x" * 60, "2+2="]
     rows: list[dict[str, Any]] = [
-        {"prompt": [{"role": "user", "content": c}], "note": {"n": i}} for i, c in enumerate(contents)
+        {"prompt": [{"role": "user", "content": c}], "note": {"n": i}, "agent_name": "tool_agent"}
+        for i, c in enumerate(contents)
     ]
     rows[2]["later"] = "only here"
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     own = [f"data.path={data}", "data.filter_overlong_prompts=true", "rollout.name=hf"]
     assert main_generation.main([*command, *own]) == 0
+    assert "rows with agent_name=tool_agent get one response" in caplog.text
     written = rows_of(tmp_path / "out.parquet")
     added = ("responses", "response_lengths", "finish_reasons")
     assert [{n: v for n, v in row.items() if n not in added} for row in written] == [rows[0] | {"later": None}, rows[2]]
