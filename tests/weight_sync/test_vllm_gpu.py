@@ -100,6 +100,7 @@ def test_weights_come_back_without_an_update(hybrid: Hybrid) -> None:
 
 
 def test_aborted_requests_go_on(hybrid: Hybrid) -> None:
+    """With their tokens kept. vLLM draws the rest from another random stream, so only the first part is the same."""
     hybrid.worker.restore_weights()
     engine = hybrid.engine
     whole = engine.generate(requests())
@@ -114,7 +115,8 @@ def test_aborted_requests_go_on(hybrid: Hybrid) -> None:
         part = parts[place]
         assert part.stop_reason == "abort" and 0 < len(part.token_ids) < 24
         rest = engine.generate([request.after(part.token_ids)])[0]
-        assert part.token_ids + rest.token_ids == whole[place].token_ids
+        assert part.token_ids == whole[place].token_ids[: len(part.token_ids)]
+        assert rest.stop_reason == "length" and len(part.token_ids) + len(rest.token_ids) == 24
 
 
 @pytest.mark.parametrize("name", ["model.layers.1.self_attn.k_proj.weight", "model.norm.weight"])

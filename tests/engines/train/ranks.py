@@ -1,5 +1,6 @@
 """Processes that live for a whole test module and run functions as the ranks of a process group."""
 
+import multiprocessing
 import os
 import socket
 import traceback
@@ -37,7 +38,8 @@ class Ranks:
 
 class _ProcessSet:
     def __init__(self, size: int) -> None:
-        context = forking_context()
+        # CUDA does not survive a fork
+        context = multiprocessing.get_context("spawn") if torch.cuda.is_available() else forking_context()
         port = _free_port()
         self._pipes: list[Connection] = []
         self._processes = []
