@@ -12,6 +12,7 @@ like one in a single process. The driver only waits, and shuts everything down a
 
 import logging
 import os
+import signal
 import sys
 import time
 import traceback
@@ -120,7 +121,8 @@ def _connect(config: PPOConfig) -> bool:
             min_cpus=num_workers(config),
             runtime_env=setup.runtime_env,
         )
-    except SystemExit:  # how Ray ends on SIGTERM
+    except (SystemExit, KeyboardInterrupt):  # Ray's handler of SIGTERM exits, or calls ours
+        signal.alarm(0)  # and sets an alarm that aborts the process after 3 s
         raise KeyboardInterrupt from None
     except ValueError:
         raise

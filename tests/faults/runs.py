@@ -76,7 +76,9 @@ class Ended:
 
     @cached_property
     def errors(self) -> list[str]:
-        return [line for line in self.stderr.splitlines() if line.startswith("error:")]
+        """Ray's core ends a program by itself if it loses its processes while it connects."""
+        lines = self.stderr.splitlines()
+        return [line for line in lines if line.startswith("error:") or "Failed to register worker to Raylet" in line]
 
 
 class Lab:

@@ -1,11 +1,13 @@
 """The driver of a job on Ray, without Ray: what it does if Ray's head process dies."""
 
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from lockstep.config.ppo import PPOConfig
 from lockstep.observability.jsonl import truncate_after
 from lockstep.observability.trackers import Tracking
 from lockstep.trainer import ray_runner
@@ -44,6 +46,20 @@ def test_dead_head_process(messages: list[bytes], code: int, monkeypatch: pytest
         return
     with pytest.raises(RunError, match=r"head process \(GCS\).*the same command resumes"):
         ray_runner._wait("ref", console)
+
+
+def test_sigterm_while_ray_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's handler calls ours and sets an alarm; stopping its processes may take longer than that."""
+    from lockstep.single_controller.ray_backend import cluster
+
+    def connect(**settings: Any) -> bool:
+        signal.alarm(100)
+        raise SystemExit(1)
+
+    monkeypatch.setattr(cluster, "connect", connect)
+    with pytest.raises(KeyboardInterrupt):
+        ray_runner._connect(PPOConfig())
+    assert signal.alarm(0) == 0
 
 
 def test_steps_are_read_from_the_metrics_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
