@@ -159,6 +159,7 @@ class Agents:
         await loop.run(conversation)
         if not conversation.num_assistant_turns and not conversation.counts.program_errors:
             raise ValueError(f"agent loop {self.name_of(row)} ended without a turn of the policy")
+        conversation.drop_unanswered()
         return conversation
 
 

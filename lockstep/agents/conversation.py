@@ -115,6 +115,12 @@ class Conversation:
         """For a conversation that was held elsewhere. num_prompt: messages before the first turn of the policy."""
         self.messages, self._num_prompt_messages = list(messages), num_prompt
 
+    def drop_unanswered(self) -> None:
+        """Remove a trajectory that began with the last `add` and has no turn."""
+        is_unanswered = self.messages[-1]["role"] != "assistant" and not any(self.trajectory.response_mask)
+        if len(self.trajectories) > 1 and is_unanswered:
+            self.trajectories.pop()
+
     async def generate(self, stop_token_ids: Sequence[int] = ()) -> Turn:
         """Let the policy write a turn, at most until the response is full. stop_token_ids: further ends of a turn."""
         if self.room < 1:

@@ -39,8 +39,13 @@ def compute_pf_ppo_reweight_data(
     If every score is 0, all rows are equally likely. Call it after the advantages are computed, which need complete groups.
     Without a `seed`, torch's global generator is used.
     """
+    return data.select_idxs(pf_ppo_rows(data, reweight_method, weight_pow, seed))
+
+
+def pf_ppo_rows(data: DataProto, reweight_method: str, weight_pow: float, seed: int | None) -> list[int]:
+    """The rows of `compute_pf_ppo_reweight_data`."""
     scores_B = data.tensors["token_level_scores"].sum(dim=-1).cpu()
     weights_B = pf_ppo_weights(scores_B, reweight_method, weight_pow)
     generator = None if seed is None else torch.Generator().manual_seed(seed)
-    rows = torch.multinomial(weights_B, len(weights_B), replacement=True, generator=generator)
-    return data.select_idxs(rows)
+    rows: list[int] = torch.multinomial(weights_B, len(weights_B), replacement=True, generator=generator).tolist()
+    return rows

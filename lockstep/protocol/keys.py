@@ -83,6 +83,9 @@ _TABLE = (
     BatchKey("advantages", "BR", _FLOAT, "the controller", "policy loss", "advantage of each token"),
     BatchKey("returns", "BR", _FLOAT, "the controller", "value loss", "target of the value estimate"),
     BatchKey("mini_batch", "B", _INT, "the trainer's layout of an update", "updates", "mini-batch the row is in"),
+    BatchKey(
+        "conversation", "B", _INT, "the trainer", "advantages, mini-batches", "row of the conversation's last trajectory"
+    ),
     BatchKey("uid", "B", None, "the trainer", "advantages by group", "one id per prompt, shared by its samples"),
     BatchKey("finish_reason", "B", None, "the rollout", "dumps", "stop, length, turns (a limit of agents) or abort"),
     BatchKey("index", "B", None, "the data", "metrics, filtering", "number of the row in its data set"),
@@ -100,6 +103,9 @@ _TABLE = (
     BatchKey("messages", "B", None, "agents", "reward", "the turns after the prompt"),
     BatchKey("tool_rewards", "B", None, "agents", "reward", "rewards of tool calls, in order"),
     BatchKey("turn_scores", "B", None, "agents", "reward", "scores of turns by the interaction, in order"),
+    BatchKey(
+        "earlier_trajectories", "B", None, "agents", "the trainer", "trajectories before the history was rewritten"
+    ),
     BatchKey("reward_scores", "B", None, "agents", "reward", "reward of the conversation by each tool, by name"),
     BatchKey("is_padding", "B", None, "the dispatch", "losses", "True for rows added so that the batch divides evenly"),
 )

@@ -140,12 +140,17 @@ class SessionRecorder:
 
     def branches(self) -> list[Trajectory]:
         """The sequences for the loss. A token that several branches share is context in all but the first of them."""
-        counted: set[Turn] = set()
-        found = []
-        for leaf in self.leaves():
-            found.append(trajectory_of(leaf, counted))
-            counted.update(leaf.path)
-        return found
+        return trajectories_of(self.leaves())
+
+
+def trajectories_of(leaves: Sequence[Turn], *, max_prompt: int | None = None) -> list[Trajectory]:
+    """The branches that end with these turns; a token that several share is context in all but the first of them."""
+    counted: set[Turn] = set()
+    found = []
+    for leaf in leaves:
+        found.append(trajectory_of(leaf, counted, max_prompt=max_prompt))
+        counted.update(leaf.path)
+    return found
 
 
 def trajectory_of(leaf: Turn, counted: AbstractSet[Turn] = frozenset(), *, max_prompt: int | None = None) -> Trajectory:

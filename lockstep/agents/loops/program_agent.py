@@ -1,7 +1,7 @@
 """`program_agent`: an outside program holds the row's conversation, over HTTP with the policy's endpoint.
 
 row ─► command: JSON on stdin, OPENAI_BASE_URL and ANTHROPIC_BASE_URL of the row's session ─► requests ─► endpoint ─► policy
-    ◄─ the session's longest branch as trajectory; the numbers of the program's last line as rewards
+    ◄─ the session's branches as trajectories, the longest one last; the numbers of the program's last line as rewards
 
 The program needs no change: it speaks one of these protocols and reads its base URL from the environment. Each runs in its own
 process group, which is killed when it ends or exceeds its deadline.
@@ -104,7 +104,7 @@ class ProgramAgent(AgentLoop):
         if error:
             conversation.counts.program_errors += 1
             logger.error("the program %s failed: %s", self.config.command, error)
-        self._take_longest(conversation, recorder)
+        self._take_branches(conversation, recorder)
 
     def _open_session(self, endpoint: "Endpoint", conversation: Conversation) -> str:
         from lockstep.agents.endpoint.answers import AnswerSettings
@@ -125,8 +125,9 @@ class ProgramAgent(AgentLoop):
         endpoint.open_session(name, conversation.sample, answers)
         return name
 
-    def _take_longest(self, conversation: Conversation, recorder: "SessionRecorder") -> None:
-        from lockstep.agents.endpoint.recorder import trajectory_of
+    def _take_branches(self, conversation: Conversation, recorder: "SessionRecorder") -> None:
+        """The longest branch is the conversation; answers that the program did not wait for are left out of the others."""
+        from lockstep.agents.endpoint.recorder import trajectories_of
 
         leaves = recorder.leaves()
         if not leaves:
@@ -134,8 +135,10 @@ class ProgramAgent(AgentLoop):
             return
         leaf = max(leaves, key=lambda turn: len(turn.all_ids))
         path = leaf.path
+        others = [turn for turn in leaves if turn is not leaf and turn.completion.stop_reason != "abort"]
         # what exceeds the prompt's place in the batch is context of the response
-        conversation.trajectories = [trajectory_of(leaf, max_prompt=self.setup.rollout.prompt_length)]
+        last, *earlier = trajectories_of([leaf, *others], max_prompt=self.setup.rollout.prompt_length)
+        conversation.trajectories = [*earlier, last]
         conversation.counts.breaks += len(leaves) - 1
         conversation.set_messages(leaf.messages, num_prompt=len(path[0].messages) - 1)
         conversation.num_assistant_turns, conversation.num_user_turns = len(path), len(path) - 1

@@ -1,18 +1,20 @@
 """Rollouts with agent loops, on the controller: conversations run concurrently in one event loop.
 
 rows ─► Agents.converse, all rows at once ─► RolloutClient ─► workers
-     ◄─ one row per conversation: response_mask from its trajectory, counts and rewards of tools and turns as columns
+     ◄─ one row per conversation: response_mask from its last trajectory, the earlier ones (see `forks`), counts and rewards of
+        tools and turns as columns
 """
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 from lockstep.agents.agents import Agents
 from lockstep.agents.conversation import Conversation, Counts
 from lockstep.protocol import DataProto, object_array
 from lockstep.protocol.generation import Completion, GenerationRequest
+from lockstep.trainer.ppo.forks import EARLIER
 from lockstep.utils import event_loop
 from lockstep.utils.event_loop import all_of
 from lockstep.workers.rollout_batch import group_key, requests_of, sampling_params, trajectory_tensors
@@ -78,6 +80,7 @@ class AgentRollout:
             "tool_rewards": [c.tool_rewards for c in conversations],
             "turn_scores": [c.turn_scores for c in conversations],
             "reward_scores": [c.reward_scores for c in conversations],
+            EARLIER: [[asdict(t) for t in c.trajectories[:-1] if any(t.response_mask)] for c in conversations],
         }
         columns |= {COUNT_COLUMNS[f.name]: [getattr(c.counts, f.name) for c in conversations] for f in fields(Counts)}
         return DataProto.from_dict(

@@ -3,7 +3,7 @@
     rows of a step ─► mini-batches ─► rows of each one distributed over the data-parallel ranks ─► one batch whose
                                                                                                    r-th part is rank r's
 
-Mini-batch statistics for the loss (counts, and the result of `prepare_policy_loss`) are computed here too. Every rank gets the
+A mini-batch counts conversations: all rows of one are in it (see `forks`). Mini-batch statistics for the loss (counts, and the result of `prepare_policy_loss`) are computed here too. Every rank gets the
 same number of rows of every mini-batch; padding rows with one token and no loss are added if they do not divide.
 """
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lockstep.models.packing import prompt_owners
 from lockstep.protocol import DataProto
+from lockstep.trainer.ppo.forks import OWNER, rows_of
 from lockstep.utils.seqlen import get_group_balanced_partitions, get_seqlen_balanced_partitions
 
 Prepare = Callable[[Mapping[str, Tensor], int], dict[str, Tensor]]
@@ -29,7 +30,7 @@ Prepare = Callable[[Mapping[str, Tensor], int], dict[str, Tensor]]
 class MiniBatches:
     """How a step's rows are split into mini-batches.
 
-    size:    rows per mini-batch; the last one of a pass may be smaller.
+    size:    conversations per mini-batch; the last one of a pass may be smaller.
     epochs:  passes over the rows.
     seed:    for shuffling before each pass; None keeps the order, so that every pass has the same mini-batches.
     prepare: computes extra columns for the loss; None if it needs none.
@@ -41,7 +42,7 @@ class MiniBatches:
     prepare: Prepare | None = None
 
     def split(self, num_rows: int) -> Iterator[list[int]]:
-        """Row indices of the mini-batches, over all distinct passes."""
+        """The numbers below `num_rows` in mini-batches, over all distinct passes."""
         generator = None if self.seed is None else torch.Generator().manual_seed(self.seed)
         for _ in range(self.num_passes):
             order = range(num_rows) if generator is None else torch.randperm(num_rows, generator=generator).tolist()
@@ -69,7 +70,9 @@ def lay_out(batch: DataProto, rule: MiniBatches, dp_size: int, *, balance: bool)
     per_rank: list[list[int]] = [[] for _ in range(dp_size)]  # positions in `rows_in_order`
     padding: list[list[bool]] = [[] for _ in range(dp_size)]
     num_tokens = batch.tensors["response_mask"].numpy().sum(-1)
-    for number, rows in enumerate(rule.split(len(batch))):
+    of_conversation = rows_of(batch)
+    for number, chosen in enumerate(rule.split(len(of_conversation))):
+        rows = [row for conversation in chosen for row in of_conversation[conversation]]
         tokens = num_tokens[rows]
         counts.append({"batch_num_tokens": int(tokens.sum()), "global_batch_size": int((tokens > 0).sum())})
         if rule.prepare is not None:
@@ -89,6 +92,7 @@ def lay_out(batch: DataProto, rule: MiniBatches, dp_size: int, *, balance: bool)
     order = torch.tensor(rows_in_order)[positions]
     unchanged = torch.equal(order, torch.arange(len(batch)))
     laid_out = batch.select(None, [])
+    laid_out.tensors.pop(OWNER, None)
     laid_out = (laid_out if unchanged else laid_out.select_idxs(order)).union(DataProto.from_dict(tensors=tensors))
     clear_rows(laid_out.tensors, torch.tensor(list(chain.from_iterable(padding))))
     num_repeats = rule.epochs // rule.num_passes

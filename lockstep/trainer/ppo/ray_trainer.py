@@ -27,7 +27,7 @@ from lockstep.algorithms.compute_advantage import compute_advantage
 from lockstep.algorithms.kl import apply_kl_penalty, get_kl_controller
 from lockstep.algorithms.losses.aggregate import agg_loss
 from lockstep.algorithms.losses.policy import PREPARATIONS, get_policy_loss_fn, policy_loss_mode, prepare_policy_loss
-from lockstep.algorithms.pf_ppo import compute_pf_ppo_reweight_data
+from lockstep.algorithms.pf_ppo import pf_ppo_rows
 from lockstep.algorithms.rollout_correction import apply_rollout_correction, use_rollout_log_probs
 from lockstep.config.actor_rollout_ref import ActorConfig, has_cut_log_probs
 from lockstep.config.critic import CriticConfig
@@ -55,6 +55,7 @@ from lockstep.trainer.audit import CutResponses, IdleSteps, check_finite, check_
 from lockstep.trainer.checkpoint import CheckpointStore, RunLock
 from lockstep.trainer.inputs import fetch_on_workers
 from lockstep.trainer.interrupt import Interrupt, StopRequested
+from lockstep.trainer.ppo import forks
 from lockstep.trainer.ppo.agent_rollout import AgentRollout
 from lockstep.trainer.ppo.async_sampling import AsyncSampling
 from lockstep.trainer.ppo.metrics import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
@@ -388,7 +389,7 @@ class PPOTrainer:
                     batch, metrics = self._train_step(prompts, timing)
                 except StopRequested:
                     return self._stopped_mid_step(unsaved)
-                self.train_dataloader.on_batch_end(batch)
+                self.train_dataloader.on_batch_end(forks.conversations(batch))
                 self.loader_state = deepcopy(self.train_dataloader.state_dict())
                 if self._can_validate and self._is_due(config.test_freq, is_last):
                     with marked_timer("testing", timing):
@@ -444,13 +445,14 @@ class PPOTrainer:
 
         # 1. and 2. generate and reward
         batch, sampling_metrics = self.source.collect(prompts, step=self.global_steps, timing=timing)
-        check_policy_version(batch, self.num_updates, self.max_staleness)
         self.cut_responses.note(batch)
+        batch = forks.add_rows(batch, self.config.actor_rollout_ref.rollout, self.tokenizer.pad_token_id)
+        check_policy_version(batch, self.num_updates, self.max_staleness)
         metrics |= sampling_metrics | self._seqlen_metrics(batch)
 
         # 3. and 4. log-probs of policy and reference, and values; concurrent if their workers are separate
         calls = {"ref": (self.ref_policy_wg, "ref", "compute_ref_log_prob")} if self.use_reference_policy else {}
-        source = self._old_log_probs_source(len(batch))
+        source = self._old_log_probs_source(forks.num_conversations(batch))
         if source == "pass":
             calls = {"old_log_prob": (self.actor_rollout_wg, "actor", "compute_log_prob")} | calls
         if self.use_critic:
@@ -473,10 +475,10 @@ class PPOTrainer:
         metrics |= self._update(chosen, timing)
 
         if (folder := self.config.trainer.rollout_data_dir) is not None:
-            self._dump_responses(self._responses([batch]), folder)
+            self._dump_responses(self._responses([forks.conversations(batch)]), folder)
         return batch, metrics
 
-    def _old_log_probs_source(self, num_rows: int) -> str:
+    def _old_log_probs_source(self, num_samples: int) -> str:
         """Source of this step's old log-probs: a separate `pass`, the `rollout`, or the `update` itself."""
         algorithm, actor = self.config.algorithm, self.config.actor_rollout_ref.actor
         correction = algorithm.rollout_correction
@@ -485,7 +487,7 @@ class PPOTrainer:
         one_update = (
             self.global_steps > self.critic_warmup
             and actor.ppo_epochs == 1
-            and num_rows <= actor.ppo_mini_batch_size * actor.rollout_n
+            and num_samples <= actor.ppo_mini_batch_size * actor.rollout_n
         )
         read_before = (
             algorithm.use_kl_in_reward
@@ -501,16 +503,17 @@ class PPOTrainer:
         """KL penalty, rollout correction, advantages: (the batch, the rows to train on, metrics)."""
         algorithm = self.config.algorithm
         metrics: dict[str, Any] = {}
+        rows = forks.joined(batch)
         if algorithm.use_kl_in_reward:
-            batch, metrics = apply_kl_penalty(batch, self.kl_ctrl_in_reward, algorithm.kl_penalty)
+            rows, metrics = apply_kl_penalty(rows, self.kl_ctrl_in_reward, algorithm.kl_penalty)
         else:
-            batch.tensors["token_level_rewards"] = batch.tensors["token_level_scores"]
-        all_tokens = batch.tensors["response_mask"]
-        batch, correction_metrics = apply_rollout_correction(batch, algorithm.rollout_correction)
+            rows.tensors["token_level_rewards"] = rows.tensors["token_level_scores"]
+        all_tokens = rows.tensors["response_mask"]
+        rows, correction_metrics = apply_rollout_correction(rows, algorithm.rollout_correction)
         # rejected tokens have no loss, but their reward still belongs to the tokens before them
-        kept_tokens, batch.tensors["response_mask"] = batch.tensors["response_mask"], all_tokens
-        batch = compute_advantage(
-            batch,
+        kept_tokens, rows.tensors["response_mask"] = rows.tensors["response_mask"], all_tokens
+        rows = compute_advantage(
+            rows,
             adv_estimator=algorithm.adv_estimator,
             gamma=algorithm.gamma,
             lam=algorithm.lam,
@@ -518,11 +521,14 @@ class PPOTrainer:
             norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
             config=algorithm,
         )
-        batch.tensors["response_mask"] = kept_tokens
+        rows.tensors["response_mask"] = kept_tokens
+        batch = forks.split(batch, rows)
         chosen = batch
         if algorithm.use_pf_ppo:
             rule = algorithm.pf_ppo
-            chosen = compute_pf_ppo_reweight_data(batch, rule.reweight_method, rule.weight_pow, self.global_steps)
+            chosen = forks.choose(
+                batch, pf_ppo_rows(rows, rule.reweight_method, rule.weight_pow, self.global_steps)
+            )
         return batch, chosen, metrics | correction_metrics
 
     def _with_outputs(
@@ -599,7 +605,8 @@ class PPOTrainer:
             "training/global_step": self.global_steps,
             "training/epoch": self.epoch,
         }
-        metrics |= extra_metrics(batch) | compute_data_metrics(batch, use_critic=self.use_critic)
+        samples = forks.conversations(batch)
+        metrics |= extra_metrics(samples) | compute_data_metrics(samples, use_critic=self.use_critic)
         metrics |= compute_timing_metrics(batch, timing)
         metrics |= compute_throughout_metrics(batch, timing, n_gpus=self.resource_pool_manager.get_n_gpus())
         return metrics
