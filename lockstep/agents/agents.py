@@ -84,7 +84,7 @@ class Agents:
             cls, options = self._entries.get(name) or (self._class_of(name, bool(row.get("agent_name"))), {})
             setup = Setup(self.config, self.renderer, self.tools, self.interactions)
             try:
-                self._loops[name] = cls(setup, **options)
+                self._loops[name] = cls.create(setup, **options)
             except TypeError as error:
                 raise ValueError(f"agent_name={name}: {error}") from error
         return self._loops[name]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lockstep.agents.renderer import Message, Renderer
+from lockstep.agents.tools.calls import CallResult
 from lockstep.agents.trajectory import Trajectory
 from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
 
@@ -115,10 +116,18 @@ class Conversation:
         """For a conversation that was held elsewhere. num_prompt: messages before the first turn of the policy."""
         self.messages, self._num_prompt_messages = list(messages), num_prompt
 
+    def note_call(self, result: CallResult) -> None:
+        """Count a tool call and keep its reward."""
+        self.counts.malformed_calls += result.failed == "malformed"
+        self.counts.tool_calls += result.failed != "malformed"
+        self.counts.tool_errors += result.failed == "error"
+        if result.reward is not None:
+            self.tool_rewards.append(result.reward)
+
     def drop_unanswered(self) -> None:
         """Remove a trajectory that began with the last `add` and has no turn."""
-        is_unanswered = self.messages[-1]["role"] != "assistant" and not any(self.trajectory.response_mask)
-        if len(self.trajectories) > 1 and is_unanswered:
+        is_new = len(self.trajectories) > 1 and self.messages[-1]["role"] != "assistant"
+        if is_new and not any(self.trajectory.response_mask):
             self.trajectories.pop()
 
     async def generate(self, stop_token_ids: Sequence[int] = ()) -> Turn:

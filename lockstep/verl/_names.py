@@ -9,7 +9,7 @@ from typing import Any
 
 PACKAGE = "lockstep.verl"
 
-_AGENTS = "derive your loop from lockstep.agents.loops.AgentLoop; see docs/agents.md"
+_AGENTS = "the run starts and serves agent loops; derive yours from AgentLoopBase or lockstep.agents.loops.AgentLoop, see docs/agents.md"
 _MEGATRON = "models are trained with FSDP2; use the classes of {0}.workers.fsdp_workers"
 _ENGINE = (
     "the worker owns its training engine; choose the loss with actor_rollout_ref.actor.policy_loss.loss_mode "
@@ -24,12 +24,11 @@ _GENERATION = "use {0}.trainer.main_generation (`lockstep generate`), which gene
 
 NOT_SERVED: dict[str, str] = {
     "experimental.agent_loop.AgentLoopManager": _AGENTS,
-    "experimental.agent_loop.AgentLoopBase": _AGENTS,
-    "experimental.agent_loop.AgentLoopOutput": _AGENTS,
     "experimental.agent_loop.AgentLoopWorker": _AGENTS,
     "experimental.agent_loop.AsyncLLMServerManager": _AGENTS,
-    "experimental.agent_loop.register": _AGENTS,
-    "experimental.agent_loop.agent_loop": _AGENTS,
+    "experimental.agent_loop.agent_loop.AgentLoopManager": _AGENTS,
+    "experimental.agent_loop.agent_loop.AgentLoopWorker": _AGENTS,
+    "experimental.agent_loop.agent_loop.AsyncLLMServerManager": _AGENTS,
     "experimental.agent_loop.single_turn_agent_loop": _AGENTS,
     "experimental.agent_loop.tool_agent_loop": _AGENTS,
     "experimental.reward_loop": "write a reward manager ({0}.workers.reward_manager.register); async functions run concurrently",

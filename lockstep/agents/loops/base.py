@@ -49,6 +49,11 @@ class AgentLoop(ABC):
         if options:
             raise TypeError(f"{type(self).__name__} has no options {', '.join(sorted(options))}")
 
+    @classmethod
+    def create(cls, setup: Setup, **options: Any) -> "AgentLoop":
+        """The loop of a run."""
+        return cls(setup, **options)
+
     def check_row(self, row: Mapping[str, Any]) -> None:  # noqa: B027
         """ValueError if the loop cannot serve a row; called for every row before training."""
 

@@ -23,10 +23,10 @@ from typing import IO, TYPE_CHECKING, Any
 
 from lockstep.agents.conversation import Conversation
 from lockstep.agents.loops.base import AgentLoop, Setup, register
+from lockstep.agents.loops.recorded import answer_settings, take_branches
 from lockstep.config.actor_rollout_ref import ProgramConfig
 
 if TYPE_CHECKING:
-    from lockstep.agents.endpoint.recorder import SessionRecorder
     from lockstep.agents.endpoint.server import Endpoint
 
 logger = logging.getLogger(__name__)
@@ -104,45 +104,16 @@ class ProgramAgent(AgentLoop):
         if error:
             conversation.counts.program_errors += 1
             logger.error("the program %s failed: %s", self.config.command, error)
-        self._take_branches(conversation, recorder)
+        take_branches(conversation, recorder, max_prompt=self.setup.rollout.prompt_length)
 
     def _open_session(self, endpoint: "Endpoint", conversation: Conversation) -> str:
-        from lockstep.agents.endpoint.answers import AnswerSettings
-
-        rollout = self.setup.rollout
-        answers = AnswerSettings(
-            sampling=conversation.sampling,
-            max_model_len=rollout.prompt_length + rollout.response_length,
-            max_response_len=rollout.response_length,
-            tool_format=rollout.multi_turn.format,
-            force_sampling=self.config.force_sampling,
-            seed=conversation.seed,
-        )
+        answers = answer_settings(conversation, self.setup.rollout, force_sampling=self.config.force_sampling)
         # Seeds depend on the name, so it must be the same in every run.
         name = f"{conversation.seed:x}"
         while endpoint.has_session(name):
             name += "-again"
         endpoint.open_session(name, conversation.sample, answers)
         return name
-
-    def _take_branches(self, conversation: Conversation, recorder: "SessionRecorder") -> None:
-        """The longest branch is the conversation; answers that the program did not wait for are left out of the others."""
-        from lockstep.agents.endpoint.recorder import trajectories_of
-
-        leaves = recorder.leaves()
-        if not leaves:
-            conversation.finish_reason = "abort"
-            return
-        leaf = max(leaves, key=lambda turn: len(turn.all_ids))
-        path = leaf.path
-        others = [turn for turn in leaves if turn is not leaf and turn.completion.stop_reason != "abort"]
-        # what exceeds the prompt's place in the batch is context of the response
-        last, *earlier = trajectories_of([leaf, *others], max_prompt=self.setup.rollout.prompt_length)
-        conversation.trajectories = [*earlier, last]
-        conversation.counts.breaks += len(leaves) - 1
-        conversation.set_messages(leaf.messages, num_prompt=len(path[0].messages) - 1)
-        conversation.num_assistant_turns, conversation.num_user_turns = len(path), len(path) - 1
-        conversation.finish_reason = leaf.completion.stop_reason
 
     async def _run_program(self, row: Mapping[str, Any], environment: dict[str, str]) -> str:
         """The end of the program's output; ProgramError if it fails or exceeds its deadline."""

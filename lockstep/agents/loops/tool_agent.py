@@ -16,6 +16,7 @@ from lockstep.agents.conversation import Conversation, Turn
 from lockstep.agents.interactions.base import BaseInteraction
 from lockstep.agents.loops.base import AgentLoop, Setup, register
 from lockstep.agents.tool_parser import FunctionCall, ToolParser
+from lockstep.agents.tools.base import BaseTool
 from lockstep.agents.tools.calls import CallLimits, CallResult, ToolError, ToolSession, run_contained
 
 T = TypeVar("T")
@@ -40,11 +41,7 @@ class ToolAgent(AgentLoop):
         config = setup.config
         self.parser = ToolParser.get_tool_parser(config.format, setup.renderer.tokenizer)
         self.schemas = [tool.tool_schema for tool in setup.tools.values()]
-        self.limits = CallLimits(
-            timeout_s=config.tool_timeout_s,
-            max_chars=config.max_tool_response_length,
-            side=config.tool_response_truncate_side,
-        )
+        self.limits = CallLimits.of(config)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         name = (row.get("interaction_kwargs") or {}).get("name")
@@ -59,11 +56,7 @@ class ToolAgent(AgentLoop):
                 "agent_name='tool_agent' needs tools or an interaction: set actor_rollout_ref.rollout.multi_turn."
                 "tool_config_path, function_tool_path or interaction_config_path"
             )
-        if unknown := sorted(set(row.get("tools_kwargs") or {}) - set(self.setup.tools)):
-            raise ValueError(
-                f"tools_kwargs has {', '.join(unknown)}, but the tools are {', '.join(self.setup.tools) or 'none'}; see "
-                "actor_rollout_ref.rollout.multi_turn.tool_config_path"
-            )
+        check_tools_kwargs(row, self.setup.tools)
 
     async def run(self, conversation: Conversation) -> None:
         instance_id = str(uuid.uuid4())
@@ -139,13 +132,8 @@ class ToolAgent(AgentLoop):
         """Answer the first `max_parallel_calls` calls of a turn; False if the conversation cannot go on."""
         run = calls[: self.setup.config.max_parallel_calls]
         results = list(await asyncio.gather(*(session.call(call) for call in run)))
-        counts = conversation.counts
         for result in results:
-            counts.malformed_calls += result.failed == "malformed"
-            counts.tool_calls += result.failed != "malformed"
-            counts.tool_errors += result.failed == "error"
-            if result.reward is not None:
-                conversation.tool_rewards.append(result.reward)
+            conversation.note_call(result)
         if num_malformed:
             results.append(CallResult(name="error", text=MALFORMED, failed="malformed"))
         renderer = self.setup.renderer
@@ -166,6 +154,15 @@ class ToolAgent(AgentLoop):
 
     async def _contained(self, interaction: BaseInteraction, start: Callable[[], Coroutine[Any, Any, T]]) -> T:
         return await run_contained(f"interaction {interaction.name}", start, self.limits.timeout_s)
+
+
+def check_tools_kwargs(row: Mapping[str, Any], tools: Mapping[str, BaseTool]) -> None:
+    """ValueError if the row has arguments for a tool that is not there."""
+    if unknown := sorted(set(row.get("tools_kwargs") or {}) - set(tools)):
+        raise ValueError(
+            f"tools_kwargs has {', '.join(unknown)}, but the tools are {', '.join(tools) or 'none'}; see "
+            "actor_rollout_ref.rollout.multi_turn.tool_config_path"
+        )
 
 
 def _reached(count: int, limit: int | None) -> bool:

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 from lockstep.agents.schemas import ToolResponse
 from lockstep.agents.tool_parser import FunctionCall
 from lockstep.agents.tools.base import BaseTool
+from lockstep.config.actor_rollout_ref import MultiTurnConfig
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,10 @@ class CallLimits:
     timeout_s: float = 30.0
     max_chars: int = 256
     side: TruncateSide = "middle"
+
+    @classmethod
+    def of(cls, config: MultiTurnConfig) -> "CallLimits":
+        return cls(config.tool_timeout_s, config.max_tool_response_length, config.tool_response_truncate_side)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
-"""verl.experimental.agent_loop: the parsers of tool calls; agent loops are not served."""
+"""verl.experimental.agent_loop: the base class of loops, and the parsers of tool calls."""
 
 from lockstep.verl._names import exports
 
-__getattr__ = exports(__name__)
+NAMES = ("AgentLoopBase", "AgentLoopMetrics", "AgentLoopOutput", "register")
+
+__getattr__ = exports(__name__, {"lockstep.agents.loops": NAMES})

@@ -1,0 +1,189 @@
+"""The policy as a chat model of LangChain, and the run's tools as its tools. Needs the extra `langgraph`.
+
+    graph ─► PolicyChatModel.ainvoke(messages) ─► Held.answer ─► session ─► policy
+                                                               recorder ◄┘  turns, token by token
+
+One model object serves all conversations: `held` is the one of the current task.
+"""
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models.chat_models import BaseChatModel
+from langchain_core.messages import AIMessage, BaseMessage, convert_to_openai_messages
+from langchain_core.outputs import ChatGeneration, ChatResult
+from langchain_core.runnables import Runnable
+from langchain_core.tools import BaseTool as LangChainTool
+from langchain_core.tools import StructuredTool
+from langchain_core.utils.function_calling import convert_to_openai_tool
+
+from lockstep.agents.conversation import Conversation, FinishReason
+from lockstep.agents.endpoint.answers import Answer, AnswerRequest, Session
+from lockstep.agents.endpoint.errors import ApiError
+from lockstep.agents.renderer import Message, Renderer
+from lockstep.agents.tool_parser import FunctionCall, ToolParser
+from lockstep.agents.tools.base import BaseTool
+from lockstep.agents.tools.calls import ToolSession
+from lockstep.config.actor_rollout_ref import MultiTurnConfig
+
+
+class LimitReachedError(Exception):
+    """The policy writes no further turn."""
+
+    def __init__(self, reason: FinishReason) -> None:
+        super().__init__(f"the conversation ends: {reason}")
+        self.reason: FinishReason = reason
+
+
+@dataclass
+class Held:
+    """A conversation that a graph holds."""
+
+    conversation: Conversation
+    session: Session
+    tools: ToolSession
+    limits: MultiTurnConfig
+
+    async def answer(self, messages: Sequence[Message], request: AnswerRequest) -> Answer:
+        """The policy's turn; LimitReachedError if there is no room for one, or there were enough."""
+        done = len(self.session.recorder.turns)
+        for count, limit in ((done, self.limits.max_assistant_turns), (done - 1, self.limits.max_user_turns)):
+            if limit is not None and count >= limit:
+                raise LimitReachedError("turns")
+        try:
+            (stream,) = self.session.start([self.session.prompt_for(messages, request.tools)], request)
+        except ApiError as error:
+            if error.code == "context_length_exceeded":
+                raise LimitReachedError("length") from error
+            raise
+        async for item in stream:
+            answer = item
+        assert isinstance(answer, Answer)
+        return answer
+
+    def num_malformed(self, answer: Answer) -> int:
+        """Calls that could not be parsed."""
+        tokenizer = self.session.recorder.renderer.tokenizer
+        parser = ToolParser.get_tool_parser(self.session.settings.tool_format, tokenizer)
+        text = tokenizer.decode(answer.token_ids, skip_special_tokens=False)
+        number = max(0, parser.count_calls(text) - len(answer.tool_calls))
+        self.conversation.counts.malformed_calls += number
+        return number
+
+
+held: ContextVar[Held] = ContextVar("held")
+
+
+class PolicyChatModel(BaseChatModel):
+    """schemas: of the run's tools by name, as the prompts of the rows were rendered with them.
+
+    Sampling is that of the rollout, whatever options are bound; `max_tokens` and `stop` are respected.
+    """
+
+    schemas: dict[str, dict[str, Any]] = {}
+
+    @property
+    def _llm_type(self) -> str:
+        return "lockstep"
+
+    def bind_tools(self, tools: Sequence[Any], **kwargs: Any) -> Runnable[Any, BaseMessage]:
+        """tools: LangChain tools, functions, or schemas. ValueError for a tool_choice that forces a call."""
+        if kwargs.pop("tool_choice", None) not in (None, "auto"):
+            raise ValueError("tool_choice cannot be enforced on the policy; use auto")
+        named = [self.schemas.get(getattr(tool, "name", "")) or convert_to_openai_tool(tool) for tool in tools]
+        return self.bind(tools=named, **kwargs)
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        raise NotImplementedError("the policy answers in an event loop: call `ainvoke`, in an async node of the graph")
+
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        own = held.get()
+        request = AnswerRequest(
+            tools=tuple(kwargs.get("tools") or ()), stop=tuple(stop or ()), max_tokens=kwargs.get("max_tokens")
+        )
+        num_prompt = len(own.conversation.row["raw_prompt"])
+        plain = plain_messages(messages, own.session.recorder.renderer, num_prompt)
+        answer = await own.answer(plain, request)
+        num_malformed = own.num_malformed(answer) if request.tools else 0
+        message = AIMessage(
+            content=answer.text,
+            tool_calls=[
+                {"name": c["function"]["name"], "args": c["function"]["arguments"], "id": c["id"], "type": "tool_call"}
+                for c in answer.tool_calls
+            ],
+            invalid_tool_calls=[
+                {"name": None, "args": None, "id": str(uuid.uuid4()), "error": "malformed", "type": "invalid_tool_call"}
+                for _ in range(num_malformed)
+            ],
+            usage_metadata={
+                "input_tokens": len(answer.prompt_ids),
+                "output_tokens": len(answer.token_ids),
+                "total_tokens": len(answer.prompt_ids) + len(answer.token_ids),
+            },
+            response_metadata={"finish_reason": answer.finish},
+        )
+        return ChatResult(generations=[ChatGeneration(message=message)])
+
+
+def plain_messages(messages: Sequence[BaseMessage], renderer: Renderer, num_prompt: int) -> list[Message]:
+    """Messages as the renderer takes them. num_prompt: messages of the row, whose special tokens stay."""
+    found: list[Message] = []
+    for number, message in enumerate(convert_to_openai_messages(list(messages), text_format="string")):
+        plain: Message = message | {"content": message.get("content") or ""}
+        if plain["role"] in ("user", "tool") and number >= num_prompt:
+            plain["content"] = renderer.as_plain_text(plain["content"])
+        if "tool_calls" in plain:
+            plain["tool_calls"] = [_call(call) for call in plain["tool_calls"]]
+        if plain["role"] == "tool" and renderer.tool_role == "user":
+            plain = {"role": "user", "content": plain["content"]}
+            if found and found[-1].get("is_result"):
+                found[-1]["content"] += "\n" + plain["content"]
+                continue
+            plain["is_result"] = True
+        found.append(plain)
+    return [{key: value for key, value in message.items() if key != "is_result"} for message in found]
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {
+        "id": call["id"],
+        "type": "function",
+        "function": {"name": function["name"], "arguments": json.loads(function["arguments"])},
+    }
+
+
+def as_langchain(tool: BaseTool) -> LangChainTool:
+    """A tool of the run: calls have its deadline and limits, and are counted in their conversation."""
+    function = tool.tool_schema.function
+    schema = tool.tool_schema.model_dump(exclude_unset=True)["function"]
+
+    async def call(**arguments: Any) -> str:
+        own = held.get()
+        result = await own.tools.call(FunctionCall(arguments=json.dumps(arguments), name=tool.name))
+        own.conversation.note_call(result)
+        return result.text
+
+    return StructuredTool.from_function(
+        coroutine=call,
+        name=tool.name,
+        description=function.description,
+        args_schema=schema["parameters"],
+    )
