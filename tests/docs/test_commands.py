@@ -158,6 +158,8 @@ def test_training_commands_train(
 ) -> None:
     if "load_in_4bit=true" in command:
         pytest.importorskip("bitsandbytes")
+    if "react_agent" in command:
+        pytest.importorskip("langgraph")
     monkeypatch.chdir(tmp_path)  # for relative output folders
     for name, value in variables(places).items():
         monkeypatch.setenv(name, value)

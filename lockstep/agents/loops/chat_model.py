@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -25,6 +26,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from lockstep.agents.conversation import Conversation, FinishReason
 from lockstep.agents.endpoint.answers import Answer, AnswerRequest, Session
 from lockstep.agents.endpoint.errors import ApiError
+from lockstep.agents.loops.tool_agent import call_id_of
 from lockstep.agents.renderer import Message, Renderer
 from lockstep.agents.tool_parser import FunctionCall, ToolParser
 from lockstep.agents.tools.base import BaseTool
@@ -121,7 +123,7 @@ class PolicyChatModel(BaseChatModel):
         num_prompt = len(own.conversation.row["raw_prompt"])
         plain = plain_messages(messages, own.session.recorder.renderer, num_prompt)
         answer = await own.answer(plain, request)
-        num_malformed = own.num_malformed(answer) if request.tools else 0
+        num_malformed = own.num_malformed(answer) if request.tools and answer.finish != "length" else 0
         message = AIMessage(
             content=answer.text,
             tool_calls=[
@@ -145,35 +147,34 @@ class PolicyChatModel(BaseChatModel):
 def plain_messages(messages: Sequence[BaseMessage], renderer: Renderer, num_prompt: int) -> list[Message]:
     """Messages as the renderer takes them. num_prompt: messages of the row, whose special tokens stay."""
     found: list[Message] = []
-    for number, message in enumerate(convert_to_openai_messages(list(messages), text_format="string")):
-        plain: Message = message | {"content": message.get("content") or ""}
-        if plain["role"] in ("user", "tool") and number >= num_prompt:
-            plain["content"] = renderer.as_plain_text(plain["content"])
-        if "tool_calls" in plain:
-            plain["tool_calls"] = [_call(call) for call in plain["tool_calls"]]
-        if plain["role"] == "tool" and renderer.tool_role == "user":
-            plain = {"role": "user", "content": plain["content"]}
-            if found and found[-1].get("is_result"):
-                found[-1]["content"] += "\n" + plain["content"]
+    call_ids: dict[str, str] = {}
+    converted = enumerate(convert_to_openai_messages(list(messages), text_format="string"))
+    for is_result, group in groupby(converted, key=lambda pair: pair[1]["role"] == "tool"):
+        results = []
+        for number, message in group:
+            content = message.get("content") or ""
+            if message["role"] in ("user", "tool") and number >= num_prompt:
+                content = renderer.as_plain_text(content)
+            if is_result:
+                results.append((message.get("name") or "", call_ids.get(message["tool_call_id"], call_id_of(0)), content))
                 continue
-            plain["is_result"] = True
-        found.append(plain)
-    return [{key: value for key, value in message.items() if key != "is_result"} for message in found]
+            plain: Message = {"role": message["role"], "content": content}
+            if message.get("tool_calls"):
+                call_ids = {call["id"]: call_id_of(place) for place, call in enumerate(message["tool_calls"])}
+                plain["tool_calls"] = [_call(call["function"], call_ids[call["id"]]) for call in message["tool_calls"]]
+            found.append(plain)
+        found += renderer.tool_messages(results) if results else []
+    return found
 
 
-def _call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    return {
-        "id": call["id"],
-        "type": "function",
-        "function": {"name": function["name"], "arguments": json.loads(function["arguments"])},
-    }
+def _call(function: Mapping[str, Any], call_id: str) -> dict[str, Any]:
+    named = {"name": function["name"], "arguments": json.loads(function["arguments"])}
+    return {"id": call_id, "type": "function", "function": named}
 
 
 def as_langchain(tool: BaseTool) -> LangChainTool:
     """A tool of the run: calls have its deadline and limits, and are counted in their conversation."""
     function = tool.tool_schema.function
-    schema = tool.tool_schema.model_dump(exclude_unset=True)["function"]
 
     async def call(**arguments: Any) -> str:
         own = held.get()
@@ -185,5 +186,5 @@ def as_langchain(tool: BaseTool) -> LangChainTool:
         coroutine=call,
         name=tool.name,
         description=function.description,
-        args_schema=schema["parameters"],
+        args_schema=function.parameters.model_dump(exclude_none=True),
     )

@@ -117,7 +117,7 @@ class ToolAgent(AgentLoop):
             message = conversation.messages[-1]
             message["content"] = content.removesuffix(self._end_text(turn)) if content else ""
             message["tool_calls"] = [
-                {"id": _call_id(number), "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+                {"id": call_id_of(number), "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
                 for number, c in enumerate(calls)
             ]
         return calls, num_malformed
@@ -138,7 +138,7 @@ class ToolAgent(AgentLoop):
             results.append(CallResult(name="error", text=MALFORMED, failed="malformed"))
         renderer = self.setup.renderer
         return conversation.add(
-            renderer.tool_messages([(r.name, _call_id(number), r.text) for number, r in enumerate(results)])
+            renderer.tool_messages([(r.name, call_id_of(number), r.text) for number, r in enumerate(results)])
         )
 
     async def _interact(self, conversation: Conversation, interaction: BaseInteraction, instance_id: str) -> bool:
@@ -169,6 +169,6 @@ def _reached(count: int, limit: int | None) -> bool:
     return limit is not None and count >= limit
 
 
-def _call_id(number: int) -> str:
+def call_id_of(number: int) -> str:
     """Nine characters, which some templates require."""
     return f"call{number:05d}"
