@@ -78,7 +78,7 @@ def test_turns_of_another_distribution_are_not_trained_on(tmp_path: Path) -> Non
     assert sampled_texts(done) == ["two<|im_end|>"]
 
 
-def test_the_longest_branch_is_kept_whole(tmp_path: Path) -> None:
+def test_branches_are_trajectories_and_the_longest_is_the_last(tmp_path: Path) -> None:
     program = """
 first = row["prompt"] + [ask(row["prompt"])]
 ask(first + [{"role": "user", "content": "a"}])
@@ -86,6 +86,10 @@ ask(first + [{"role": "user", "content": "longer"}])
 """
     done = converse(agents_for(tmp_path, program), Scripted("1", "2", "3"), "program_agent")
     assert sampled_texts(done) == ["1<|im_end|>", "3<|im_end|>"] and done.counts.breaks == 1
+    other, last = done.trajectories
+    assert other.ids[: len(other.prompt_ids) + 2] == last.ids[: len(last.prompt_ids) + 2]
+    assert sum(other.response_mask) == 2 and other.response_mask[:2] == [0, 0]  # "1" is trained on once
+    assert TOKENIZER.decode(other.response_ids[-2:]) == "2<|im_end|>"
 
 
 def test_prompts_and_responses_fit_the_batch(tmp_path: Path) -> None:

@@ -222,9 +222,21 @@ def naive_gradients(folder: Path, lists: list[list[Trajectory]], advantages: lis
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+ACTOR = "actor_rollout_ref.actor"
+MICRO = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
+
+
+@pytest.mark.parametrize(
+    "mode, split",
+    [
+        ("token-mean", [f"{MICRO}=1"]),
+        ("token-mean", [f"{MICRO}=null", f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=40"]),
+        ("seq-mean-token-mean", [f"{MICRO}=4"]),
+    ],
+    ids=["one-row", "by-tokens", "sequences"],
+)
 def test_the_gradient_is_that_of_a_loop_over_the_trajectories(
-    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str, split: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_tiny_model(tmp_path / "model", tie_word_embeddings=False)
     write_rows(tmp_path / "train.parquet")
@@ -235,29 +247,27 @@ def test_the_gradient_is_that_of_a_loop_over_the_trajectories(
     batch = expanded()
     owner = batch.tensors[forks.OWNER]
     batch.tensors["advantages"] = torch.tensor(advantages)[owner][:, None] * batch.tensors["response_mask"]
-    actor = "actor_rollout_ref.actor"
-    for split in (["1"], ["4"], ["100"], ["null", f"{actor}.use_dynamic_bsz=true", f"{actor}.ppo_max_token_len_per_gpu=40"]):
-        micro = [f"{actor}.ppo_micro_batch_size_per_gpu={split[0]}", *split[1:], f"{actor}.loss_agg_mode={mode}"]
-        config = load_config(PPOConfig, [*paths, *lengths, *micro]).actor_rollout_ref
-        init = ClassWithInitArgs(ActorRolloutRefWorker, config=config, role="actor_rollout", device="cpu")
-        group: Any = LocalWorkerGroup(ResourcePool([1]), init)
-        group.init_model()
-        engine = group.workers[0].actor
-        found: dict[str, Tensor] = {}
+    settings = [*paths, *lengths, *split, f"{ACTOR}.loss_agg_mode={mode}"]
+    config = load_config(PPOConfig, settings).actor_rollout_ref
+    init = ClassWithInitArgs(ActorRolloutRefWorker, config=config, role="actor_rollout", device="cpu")
+    group: Any = LocalWorkerGroup(ResourcePool([1]), init)
+    group.init_model()
+    engine = group.workers[0].actor
+    found: dict[str, Tensor] = {}
 
-        def keep(engine: Any = engine, found: dict[str, Tensor] = found) -> float:
-            named = engine.model.named_parameters()
-            found.update({n.removeprefix("model."): p.grad.clone() for n, p in named if p.grad is not None})
-            return 0.0
+    def keep() -> float:
+        named = engine.model.named_parameters()
+        found.update({n.removeprefix("model."): p.grad.clone() for n, p in named if p.grad is not None})
+        return 0.0
 
-        monkeypatch.setattr(engine, "optimizer_step", keep)
-        monkeypatch.setattr(engine, "schedule_step", lambda: None)
-        laid_out = lay_out(batch, MiniBatches(6), 1, balance=False)
-        laid_out.meta_info["rollout_gap"] = "none"
-        group.update_actor(laid_out).get()
-        assert found.keys() == expected.keys()
-        for name, gradient in expected.items():
-            assert torch.allclose(found[name], gradient, atol=1e-6, rtol=1e-4), (name, split)
+    monkeypatch.setattr(engine, "optimizer_step", keep)
+    monkeypatch.setattr(engine, "schedule_step", lambda: None)
+    laid_out = lay_out(batch, MiniBatches(6), 1, balance=False)
+    laid_out.meta_info["rollout_gap"] = "none"
+    group.update_actor(laid_out).get()
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert torch.allclose(found[name], gradient, atol=1e-6, rtol=1e-4), name
 
 
 TEMPLATE = (
@@ -325,7 +335,7 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("no_registrations")
-def test_a_run_trains_on_every_turn(arguments: list[str], tmp_path: Path, batches: list[DataProto]) -> None:
+def test_a_run_trains_on_every_turn_in_every_mode(arguments: list[str], tmp_path: Path, batches: list[DataProto]) -> None:
     dumped = [f"trainer.rollout_data_dir={tmp_path}/rollouts", "trainer.test_freq=1"]
     assert main([*arguments, *dumped]) == 0
     steps = metrics_of(tmp_path / "run")
@@ -352,26 +362,13 @@ def test_a_run_trains_on_every_turn(arguments: list[str], tmp_path: Path, batche
         assert step["response_length/mean"] == pytest.approx(float(lengths.mean()))
         assert step["perf/total_num_tokens"] == int(batch.tensors["attention_mask"].sum())
         assert len((tmp_path / "rollouts" / f"{number}.jsonl").read_text().splitlines()) == 8
-
-
-@pytest.mark.usefixtures("no_registrations")
-def test_weights_depend_on_neither_mode_nor_micro_batches(arguments: list[str], tmp_path: Path) -> None:
+    expected = weights_of(tmp_path / "run")
     split = ["trainer.controller=local", "trainer.placement=split", "trainer.n_gpus_per_node=2"]
     fully_async = ["trainer.async_mode=fully_async", "trainer.max_staleness=0", *split]
-    runs = {
-        "async": [],
-        "sync": [f"{ROLLOUT}.mode=sync"],
-        "micro": ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"],
-        "fully": fully_async,
-    }
-    found = {}
-    for name, settings in runs.items():
+    for name, settings in {"sync": [f"{ROLLOUT}.mode=sync", f"{MICRO}=1"], "fully_async": fully_async}.items():
         assert main([*arguments, *settings, f"trainer.default_local_dir={tmp_path}/{name}"]) == 0
-        found[name] = weights_of(tmp_path / name)
-    for name, weights in found.items():
-        for key, expected in found["async"].items():
-            tolerance = 3e-5 if name == "micro" else 0.0
-            assert float((weights[key] - expected).abs().max()) <= tolerance, (name, key)
+        for key, weights in weights_of(tmp_path / name).items():
+            assert float((weights - expected[key]).abs().max()) <= (3e-5 if name == "sync" else 0.0), (name, key)
 
 
 @pytest.mark.usefixtures("no_registrations")
@@ -385,7 +382,7 @@ def test_weights_depend_on_neither_mode_nor_micro_batches(arguments: list[str], 
     ids=["critic", "pf-ppo", "stale"],
 )
 def test_other_settings_train_on_forks(settings: list[str], arguments: list[str], batches: list[DataProto]) -> None:
-    assert main([*arguments, *settings, "trainer.save_freq=0"]) == 0
+    assert main([*arguments, *settings, "trainer.save_freq=0", f"{ACTOR}.ppo_mini_batch_size=4"]) == 0
     for batch in batches:
         rows = forks.rows_of(batch)
         assert max(map(len, rows)) == 3
