@@ -4,9 +4,9 @@ from collections import deque
 
 from lockstep.config.placement import controller_of
 from lockstep.config.ppo import PPOConfig
+from lockstep.single_controller.environment import ProcessEnvironment
 from lockstep.single_controller.ray_backend import RayWorkerGroup
 from lockstep.single_controller.ray_backend.cluster import ray
-from lockstep.single_controller.ray_backend.environment import ProcessEnvironment
 from lockstep.single_controller.ray_backend.group import Processes
 from lockstep.single_controller.ray_backend.host import WorkerHost
 from lockstep.trainer.ppo.ray_trainer import PPOTrainer

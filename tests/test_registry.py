@@ -1,5 +1,6 @@
 """User code by reference: one error each, and the way to other processes."""
 
+import pickle
 import re
 import subprocess
 import sys
@@ -104,9 +105,8 @@ assert "torch" not in sys.modules
 
 
 @pytest.mark.usefixtures("no_registrations")
-def test_user_code_of_a_program_reaches_the_processes_of_ray(tmp_path: Path) -> None:
-    ray = pytest.importorskip("ray", reason='needs Ray: pip install "lockstep-rl[ray]"')
-    from lockstep.single_controller.ray_backend.environment import ProcessEnvironment
+def test_user_code_of_a_program_reaches_its_other_processes(tmp_path: Path) -> None:
+    from lockstep.single_controller.environment import ProcessEnvironment
 
     (tmp_path / "scorers.py").write_text(
         "from lockstep.rewards.default import SCORERS\n\n\n"
@@ -117,9 +117,9 @@ def test_user_code_of_a_program_reaches_the_processes_of_ray(tmp_path: Path) -> 
     exec(OF_MAIN, program)
     with ObjectReferences() as objects:
         assert objects.add(program["reward"]) == "python://reward"
-        environment = ray.cloudpickle.dumps(ProcessEnvironment.capture())
+        environment = pickle.dumps(ProcessEnvironment.capture())
         assert objects.add(threading.Lock()) == "python://lock"
-        with pytest.raises(ValueError, match=r"python://lock.* cannot be sent to the processes of Ray"):
+        with pytest.raises(ValueError, match=r"python://lock.* cannot be sent to other processes"):
             ProcessEnvironment.capture()
     done = subprocess.run([sys.executable, "-c", RECEIVER], input=environment, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cached_property
 from typing import Any
 
-from lockstep.agents.conversation import Conversation, Generate
+from lockstep.agents.conversation import Conversation, ConversationResult, Generate
 from lockstep.agents.interactions.load import load_interactions
 from lockstep.agents.loops import AGENT_LOOPS, AgentLoop, Setup
 from lockstep.agents.renderer import Renderer
@@ -134,6 +134,12 @@ class Agents:
                 yield
             finally:
                 del self._running[event_loop]
+
+    async def hold(
+        self, row: Mapping[str, Any], prompt_ids: Sequence[int], generate: Generate, sampling: SamplingParams, seed: int
+    ) -> ConversationResult:
+        """See `converse`."""
+        return (await self.converse(row, prompt_ids, generate, sampling, seed)).result
 
     async def converse(
         self, row: Mapping[str, Any], prompt_ids: Sequence[int], generate: Generate, sampling: SamplingParams, seed: int

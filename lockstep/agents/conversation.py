@@ -7,7 +7,7 @@ Behind it is a trajectory that only grows. Loops never see token ids of context,
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from lockstep.agents.renderer import Message, Renderer
@@ -47,6 +47,24 @@ class Counts:
     """Turns before which the history was rewritten, so that a new training sample begins."""
     program_errors: int = 0
     """1 if the program that held the conversation failed, exceeded its deadline or made no request."""
+
+
+@dataclass(frozen=True)
+class ConversationResult:
+    """What a conversation has when it ends, as `Conversation` describes it; can be sent to another process."""
+
+    trajectories: list[Trajectory]
+    new_messages: list[Message]
+    num_turns: int
+    counts: Counts
+    tool_rewards: list[float]
+    turn_scores: list[float]
+    reward_scores: dict[str, float]
+    finish_reason: FinishReason
+
+    @property
+    def trajectory(self) -> Trajectory:
+        return self.trajectories[-1]
 
 
 class Conversation:
@@ -106,6 +124,10 @@ class Conversation:
     def new_messages(self) -> list[Message]:
         """The messages after the prompt."""
         return self.messages[self._num_prompt_messages :]
+
+    @property
+    def result(self) -> ConversationResult:
+        return ConversationResult(**{field.name: getattr(self, field.name) for field in fields(ConversationResult)})
 
     @property
     def num_turns(self) -> int:

@@ -226,6 +226,8 @@ class AgentConfig:
     """Loop of rows without agent_name."""
     agent_loop_config_path: str | None = None
     """YAML file with your own loops: a list of entries with `name`, `_target_` (a class) and its options."""
+    num_workers: int = 0
+    """Processes that hold the conversations; 0 holds them in the controller's process."""
     program: ProgramConfig = field(default_factory=ProgramConfig)
 
 

@@ -129,6 +129,7 @@ RANGES: dict[str, Range] = {
     "temperature": NOT_NEGATIVE,
     "critic_warmup": NOT_NEGATIVE,
     "dataloader_num_workers": NOT_NEGATIVE,
+    "num_workers": NOT_NEGATIVE,
     "log_val_generations": NOT_NEGATIVE,
     "max_num_gen_batches": NOT_NEGATIVE,
     "egpo_lambda": NOT_NEGATIVE,

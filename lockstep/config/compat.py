@@ -289,7 +289,6 @@ NO_EFFECT: dict[str, str] = {
     f"{_ARR}.rollout.cudagraph_capture_sizes": "CUDA graphs are captured when a batch size is first used",
     f"{_ARR}.rollout.logprobs_mode": "log-probs are always those of the policy at the sampling temperature",
     f"{_ARR}.rollout.skip_dump_dir": "it is used only with skip_rollout",
-    f"{_ARR}.rollout.agent.num_workers": "conversations run in the controller's event loop",
     f"{_ARR}.rollout.agent.max_concurrent_requests": f"{_ARR}.rollout.max_num_seqs limits how many sequences decode at once",
     f"{_ARR}.rollout.multi_turn.tokenization_sanity_check_mode": "sampled tokens are never tokenized again",
     "data.tool_config_path": f"prompts are rendered with the tools of {_ARR}.rollout.multi_turn.tool_config_path",

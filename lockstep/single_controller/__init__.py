@@ -5,6 +5,8 @@ worker.py        Worker: base of every worker class
 worker_group.py  WorkerGroup: call → dispatch → execute → collect
 local.py         backend in this process
 ray_backend/     backend of processes on a Ray cluster; imported, with Ray, on first use
+environment.py   working directory, module path and user code in another process
+message_process.py  one object in another process, with messages each way
 colocated.py     several roles in one process
 placement.py     roles to resource pools
 """

@@ -1,5 +1,7 @@
-"""Futures returned by non-blocking calls, and the error of a dead worker."""
+"""Futures returned by non-blocking calls, and how exceptions of workers reach the caller."""
 
+import pickle
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +20,24 @@ def worker_report(error: BaseException) -> str | None:
     notes: list[str] = getattr(error, "__notes__", [])
     tracebacks = [note.removeprefix(ON_WORKER) for note in notes if note.startswith(ON_WORKER)]
     return "\n".join([n for n in notes if not n.startswith(ON_WORKER)] + tracebacks) if tracebacks else None
+
+
+class WorkerError(RuntimeError):
+    """Replaces an exception that cannot be pickled; the message begins with its type."""
+
+
+def picklable(error: Exception, note: str) -> Exception:
+    """The exception in picklable form with notes. Called on the worker, which has the traceback."""
+    is_forwarded = worker_report(error) is not None  # raised by another worker, whose output this one waited for
+    text = "".join(traceback.format_exception(error))
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - pickling runs user code, which may raise anything
+        error = WorkerError(f"{type(error).__qualname__}: {error}")
+    error.add_note(note)
+    if not is_forwarded:
+        error.add_note(ON_WORKER + text.rstrip())
+    return error
 
 
 class Future(ABC):

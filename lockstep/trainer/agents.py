@@ -1,5 +1,6 @@
 """The agents of a run: built from its config, and checked against the rows before training."""
 
+import functools
 import logging
 from dataclasses import fields
 from typing import Any
@@ -9,12 +10,14 @@ from transformers import PreTrainedTokenizerBase
 from lockstep.agents.agents import DEFAULT_KEY, Agents
 from lockstep.agents.renderer import QUESTION
 from lockstep.config.actor_rollout_ref import MultiTurnConfig
+from lockstep.config.placement import controller_of
 from lockstep.config.ppo import PPOConfig
 from lockstep.data.files import FileRow
 from lockstep.data.rl_dataset import RLHFDataset, agent_kwargs
-from lockstep.models.tokenizer import eos_token_ids
-from lockstep.rewards import sandbox
-from lockstep.utils.model_path import base_folder, local_model_folder
+from lockstep.single_controller.message_process import ChildProcess, MessageProcess
+from lockstep.trainer.inputs import tokenizer_arguments
+from lockstep.workers.agent_client import AgentClient
+from lockstep.workers.agent_worker import NAME, AgentSetup, AgentWorker
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +28,7 @@ def agents_for(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, *datasets:
     ValueError if a loop, a tool or an interaction that a row asks for is missing. Prompts are rendered with their tools from
     here on. Rows of datasets of other classes are not read: `multi_turn.enable=true` says that they need agents.
     """
-    agents = _make(config, tokenizer)
+    agents = agent_setup(config).make_agents(tokenizer)
     is_needed, uses_tools, others = not agents.is_single_turn({}), False, False
     for dataset in datasets:
         if isinstance(dataset, RLHFDataset):
@@ -67,16 +70,30 @@ def _report_unused(config: MultiTurnConfig) -> None:
         logger.warning("%s %s no effect: %s", listed, "has" if len(changed) == 1 else "have", reason)
 
 
-def _make(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Agents:
-    key, path = "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path
-    folder = base_folder(local_model_folder(path, key, weights=False), key, weights=False)
-    sandbox.configure(config.reward_model.sandbox)  # for tools that run code
-    return Agents(
-        config.actor_rollout_ref.rollout,
-        tokenizer,
-        eos_token_ids(tokenizer, folder),
-        config.data.apply_chat_template_kwargs,
+def agent_setup(config: PPOConfig) -> AgentSetup:
+    return AgentSetup(
+        rollout=config.actor_rollout_ref.rollout,
+        tokenizer=tokenizer_arguments(config),
+        model=config.actor_rollout_ref.model.path,
+        template_kwargs=config.data.apply_chat_template_kwargs,
+        sandbox=config.reward_model.sandbox,
     )
+
+
+def start_agent_workers(config: PPOConfig) -> AgentClient:
+    """`rollout.agent.num_workers` processes, on Ray spread over its machines; `wait_ready` waits for them."""
+    setup, num_workers = agent_setup(config), config.actor_rollout_ref.rollout.agent.num_workers
+
+    def start(number: int) -> MessageProcess:
+        name = f"{NAME} {number} of {num_workers}"
+        make_worker = functools.partial(AgentWorker, name, setup)
+        if controller_of(config) == "local":
+            return ChildProcess(name, make_worker)
+        from lockstep.single_controller.ray_backend.message_process import RayProcess
+
+        return RayProcess(name, number, make_worker)
+
+    return AgentClient(setup.rollout, start)
 
 
 def _is_multi_turn(agents: Agents, row: FileRow) -> bool:

@@ -21,6 +21,7 @@ from lockstep.single_controller.futures import worker_report
 from lockstep.trainer.errors import is_out_of_memory
 from lockstep.trainer.memory_check import planned
 from lockstep.utils.audit import AuditError
+from lockstep.workers.agent_worker import NAME as AGENT_WORKER
 
 _ARR = "actor_rollout_ref"
 _SUPERVISED = "data.max_token_len_per_gpu (data.micro_batch_size_per_gpu without data.use_dynamic_bsz)"
@@ -101,7 +102,9 @@ def explain(error: BaseException, config: PPOConfig | SupervisedConfig) -> str |
         return " ".join(str(error).split()) if error.errno is None else _os_error(error, config)
     if inner := _OS_ERROR.search(str(error)):  # of a compiled library
         return _os_error(OSError(int(inner["code"]), os.strerror(int(inner["code"]))), config)
-    if isinstance(error, ValueError) and worker_report(error) is None:
+    # the exceptions of agents are the same in agent workers and in the controller
+    of_agents = any(note.startswith(f"raised in {AGENT_WORKER} ") for note in _notes(error))
+    if isinstance(error, ValueError) and (of_agents or worker_report(error) is None):
         return str(error)
     return None
 

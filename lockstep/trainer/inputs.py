@@ -63,6 +63,17 @@ def tokenizer_of(config: PPOConfig) -> tuple[str, str]:
     return "actor_rollout_ref.model.path", model.path
 
 
+def tokenizer_arguments(config: PPOConfig) -> dict[str, Any]:
+    """The arguments of `hf_tokenizer` for it."""
+    model, (key, path) = config.actor_rollout_ref.model, tokenizer_of(config)
+    return {
+        "path": path,
+        "trust_remote_code": model.trust_remote_code or config.data.trust_remote_code,
+        "custom_chat_template": model.custom_chat_template,
+        "key": key,
+    }
+
+
 def _models(config: PPOConfig | SupervisedConfig) -> Iterator[tuple[str, str]]:
     if isinstance(config, SupervisedConfig):
         yield "model.path", config.model.path

@@ -32,8 +32,8 @@ from lockstep.utils.imports import without_collections
 from lockstep.utils.progress import ProgressLog, phase
 
 if TYPE_CHECKING:
+    from lockstep.single_controller.environment import ProcessEnvironment
     from lockstep.single_controller.ray_backend.console import DriverConsole
-    from lockstep.single_controller.ray_backend.environment import ProcessEnvironment
     from lockstep.single_controller.ray_backend.reservation import StartedProcesses
     from lockstep.trainer.ppo.ray_trainer import OnStep
 
@@ -179,9 +179,9 @@ def _on_gpus(config: PPOConfig) -> bool:
 
 
 def _run(config: PPOConfig, task_runner_class: "Callable[[], JobRunner] | None", on_step: "OnStep | None") -> int:
+    from lockstep.single_controller.environment import ProcessEnvironment
     from lockstep.single_controller.ray_backend.cluster import head_answers, ray, this_machine
     from lockstep.single_controller.ray_backend.console import DriverConsole
-    from lockstep.single_controller.ray_backend.environment import ProcessEnvironment
 
     console = DriverConsole()
     # reserve no CPU: the cluster needs only as many as there are workers

@@ -160,8 +160,8 @@ ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollou
             "critic.ppo_mini_batch_size=128 has no",
         ),
         (
-            [f"{ROLLOUT}.agent.num_workers=8"],
-            f"{ROLLOUT}.agent.num_workers has no effect: conversations run in the controller's",
+            [f"{ROLLOUT}.agent.max_concurrent_requests=8"],
+            f"{ROLLOUT}.agent.max_concurrent_requests has no effect: {ROLLOUT}.max_num_seqs limits",
         ),
     ],
 )

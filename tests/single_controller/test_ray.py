@@ -12,6 +12,7 @@ import torch
 
 from lockstep.protocol import DataProto
 from lockstep.single_controller import Backend, Dispatch, Worker, create_colocated_worker_cls, register
+from lockstep.single_controller.futures import WorkerError
 from tests.single_controller.contract import Scaler, batch, make_group
 
 pytest.importorskip("ray", reason='needs Ray: pip install "lockstep-rl[ray]"')
@@ -21,7 +22,6 @@ from lockstep.single_controller.ray_backend import (
     RayResourcePool,
     RayWorkerGroup,
     WorkerDiedError,
-    WorkerError,
     futures,
 )
 from lockstep.single_controller.ray_backend import group as group_module

@@ -2,12 +2,12 @@
 
 cluster.py       connect to Ray or start it; resources of the cluster
 console.py       the driver's console in another process
-environment.py   working directory and module path in another process
 reservation.py   placement groups and worker processes in them
 pool.py          RayResourcePool: the machines of worker groups
 host.py          WorkerHost: the actor class
 group.py         RayWorkerGroup: starts and calls the processes
 futures.py       RayFuture, and how failures reach the caller
+message_process.py  RayProcess: one object in a process that needs no reservation
 serialize.py     DataProto in the object store
 
 Worker methods read their argument batches directly from the object store, so a method must clone a tensor before writing
@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep.single_controller.ray_backend.cluster import connect, disconnect, has_gpus
-    from lockstep.single_controller.ray_backend.futures import RayFuture, WorkerDiedError, WorkerError
+    from lockstep.single_controller.ray_backend.futures import RayFuture, WorkerDiedError
     from lockstep.single_controller.ray_backend.group import RayClassWithInitArgs, RayWorkerGroup, make_ray_backend
     from lockstep.single_controller.ray_backend.pool import RayResourcePool
 
 _EXPORTS = {
     "cluster": ("connect", "disconnect", "has_gpus"),
-    "futures": ("RayFuture", "WorkerDiedError", "WorkerError"),
+    "futures": ("RayFuture", "WorkerDiedError"),
     "group": ("RayClassWithInitArgs", "RayWorkerGroup", "make_ray_backend"),
     "pool": ("RayResourcePool",),
 }
@@ -37,7 +37,6 @@ __all__ = [
     "RayResourcePool",
     "RayWorkerGroup",
     "WorkerDiedError",
-    "WorkerError",
     "connect",
     "disconnect",
     "has_gpus",

@@ -117,6 +117,12 @@ def this_machine() -> Any:
     return ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=False)
 
 
+def node_of(number: int) -> Any:
+    """Scheduling strategy that spreads numbered actors over the live machines; another one takes the place of a lost one."""
+    nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
+    return ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id=nodes[number % len(nodes)], soft=True)
+
+
 def has_gpus() -> bool:
     """Whether the cluster has a GPU."""
     return bool(ray.cluster_resources().get("GPU", 0))

@@ -4,15 +4,13 @@ An exception keeps its type if it can be pickled; notes say which worker raised 
 If a worker's process has died, WorkerDiedError is raised.
 """
 
-import pickle
 import re
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.single_controller.futures import ON_WORKER, Future, WorkerDiedError, worker_report
+from lockstep.single_controller.futures import Future, WorkerDiedError
 from lockstep.single_controller.ray_backend.cluster import ray, session
 from lockstep.single_controller.ray_backend.serialize import unpack
 
@@ -40,24 +38,6 @@ DEATH_ERRORS = (
 """Ray's errors for a lost process or machine."""
 
 DIED = "the worker's process died"
-
-
-class WorkerError(RuntimeError):
-    """Replaces an exception that cannot be pickled; the message begins with its type."""
-
-
-def picklable(error: Exception, note: str) -> Exception:
-    """The exception in picklable form with notes. Called on the worker, which has the traceback."""
-    is_forwarded = worker_report(error) is not None  # raised by another worker, whose output this one waited for
-    text = "".join(traceback.format_exception(error))
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 - pickling runs user code, which may raise anything
-        error = WorkerError(f"{type(error).__qualname__}: {error}")
-    error.add_note(note)
-    if not is_forwarded:
-        error.add_note(ON_WORKER + text.rstrip())
-    return error
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lockstep.single_controller.environment import ProcessEnvironment
 from lockstep.single_controller.ray_backend.cluster import ray
-from lockstep.single_controller.ray_backend.environment import ProcessEnvironment
 from lockstep.utils.imports import without_collections
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class WorkerHost:
 
     def construct(self, construct: Callable[[], Any], place: "Place", environment: dict[str, str], note: str) -> None:
         """Set the environment variables of `torch.distributed`, then construct the worker."""
-        from lockstep.single_controller.ray_backend.futures import picklable
+        from lockstep.single_controller.futures import picklable
         from lockstep.single_controller.worker import worker_place
 
         os.environ.update(environment)
@@ -78,7 +78,7 @@ class WorkerHost:
 
     def call(self, method: str, note: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the worker on batches in the object store; its exception gets `note`."""
-        from lockstep.single_controller.ray_backend.futures import picklable
+        from lockstep.single_controller.futures import picklable
         from lockstep.single_controller.ray_backend.serialize import check_unwritten, pack, tensors_in, unpack
 
         try:
@@ -93,7 +93,7 @@ class WorkerHost:
 
     def call_on_copies(self, method: str, note: str, /, *args: Any, **kwargs: Any) -> Any:
         """Like `call`, but the method may write into its arguments, and `ray.get` returns its output."""
-        from lockstep.single_controller.ray_backend.futures import picklable
+        from lockstep.single_controller.futures import picklable
         from lockstep.single_controller.ray_backend.serialize import unpack
 
         try:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.single_controller.environment import ProcessEnvironment
 from lockstep.single_controller.ray_backend.cluster import Bundle, ray
-from lockstep.single_controller.ray_backend.environment import ProcessEnvironment
 from lockstep.single_controller.ray_backend.host import WorkerHost
 
 

@@ -1,6 +1,6 @@
-"""Rollouts with agent loops, on the controller: conversations run concurrently in one event loop.
+"""Rollouts with agent loops: conversations run concurrently, in an event loop of the controller or in agent workers.
 
-rows ─► Agents.converse, all rows at once ─► RolloutClient ─► workers
+rows ─► hold, all rows at once: Agents (here) or AgentClient (agent workers) ─► RolloutClient ─► workers
      ◄─ one row per conversation: response_mask from its last trajectory, the earlier ones (see `forks`), counts and rewards of
         tools and turns as columns
 """
@@ -11,12 +11,13 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from lockstep.agents.agents import Agents
-from lockstep.agents.conversation import Conversation, Counts
+from lockstep.agents.conversation import ConversationResult, Counts
 from lockstep.protocol import DataProto, object_array
 from lockstep.protocol.generation import Completion, GenerationRequest
 from lockstep.trainer.ppo.forks import EARLIER
 from lockstep.utils import event_loop
 from lockstep.utils.event_loop import all_of
+from lockstep.workers.agent_client import AgentClient
 from lockstep.workers.rollout_batch import group_key, requests_of, sampling_params, trajectory_tensors
 from lockstep.workers.rollout_client import RolloutClient
 
@@ -31,9 +32,9 @@ COUNT_COLUMNS = {
 
 
 class AgentRollout:
-    """Takes the place of `rollout_wg`, the rollout's worker group."""
+    """Takes the place of `rollout_wg`, the rollout's worker group. agents: holds the conversations."""
 
-    def __init__(self, agents: Agents, rollout_wg: Any, pad_token_id: int) -> None:
+    def __init__(self, agents: Agents | AgentClient, rollout_wg: Any, pad_token_id: int) -> None:
         self.agents = agents
         self.rollout_wg = rollout_wg
         self.pad_token_id = pad_token_id
@@ -60,16 +61,16 @@ class AgentRollout:
         async with self.client.running(), self.agents.running():
             yield
 
-    async def converse(self, rows: DataProto, number: int, request: GenerationRequest) -> Conversation:
+    async def converse(self, rows: DataProto, number: int, request: GenerationRequest) -> ConversationResult:
         """The conversation of one row, while the client runs. request: for the first turn."""
         row = {name: values[number] for name, values in rows.non_tensor_batch.items()}
 
         async def generate(turn: GenerationRequest) -> Completion:
             return await self.client.generate(turn, key=group_key(rows, number))
 
-        return await self.agents.converse(row, request.prompt_ids, generate, request.sampling, request.seed)
+        return await self.agents.hold(row, request.prompt_ids, generate, request.sampling, request.seed)
 
-    def batch(self, conversations: Sequence[Conversation]) -> DataProto:
+    def batch(self, conversations: Sequence[ConversationResult]) -> DataProto:
         """What conversations add to their rows."""
         trajectories = [conversation.trajectory for conversation in conversations]
         tensors = trajectory_tensors(trajectories, self.agents.config, self.pad_token_id)

@@ -51,6 +51,7 @@ from lockstep.single_controller import (
     WorkerGroup,
     create_colocated_worker_cls,
 )
+from lockstep.trainer.agents import start_agent_workers
 from lockstep.trainer.audit import CutResponses, IdleSteps, check_finite, check_policy_version, rollout_gap
 from lockstep.trainer.checkpoint import CheckpointStore, RunLock
 from lockstep.trainer.inputs import fetch_on_workers
@@ -82,6 +83,7 @@ from lockstep.utils.spans import span
 from lockstep.utils.state_file import load_state, save_state
 from lockstep.utils.timing import marked_timer
 from lockstep.weight_sync import Transport, WeightSync, canary_bound
+from lockstep.workers.agent_client import AgentClient
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +158,7 @@ class PPOTrainer:
         self.gap_bound = GapBound(compute_dtype)
         roles = profiled_roles(config, map(str, role_worker_mapping))
         self.profiler = StepProfiler(config, roles, self.total_training_steps, self.device_name)
+        self.agent_workers: AgentClient | None = None
         self._groups: dict[str, WorkerGroup] = {}
         self._processes: list[WorkerGroup] = []
         """The groups of all roles of a pool: each worker process is in one."""
@@ -193,6 +196,8 @@ class PPOTrainer:
 
     def init_workers(self) -> None:
         """Create the worker groups (roles of a pool share processes) and load the models."""
+        if self.agents is not None and self.config.actor_rollout_ref.rollout.agent.num_workers:
+            self.agent_workers = start_agent_workers(self.config)
         self.resource_pool_manager.create_resource_pool()
         if (count := self.resource_pool_manager.get_n_gpus()) > 1:
             logger.info("starting %d workers", count)
@@ -224,12 +229,14 @@ class PPOTrainer:
             bound = canary_bound(*dtypes, quantized=policy.rollout.quantization is not None)
             self.weight_sync = WeightSync(self.actor_rollout_wg, self.rollout_wg, transport, bound)
         self.source = create_source(self.config, self.sampling, self.weight_sync, self.total_training_steps)
+        if self.agent_workers is not None:
+            self.agent_workers.wait_ready()
 
     def _rollout(self) -> Any:
         """What answers prompts: the rollout's workers, or agents that use them."""
         if self.agents is None:
             return self.rollout_wg
-        return AgentRollout(self.agents, self.rollout_wg, self.tokenizer.pad_token_id)
+        return AgentRollout(self.agent_workers or self.agents, self.rollout_wg, self.tokenizer.pad_token_id)
 
     def _sampling(self) -> Sampling:
         workers = self.config, self._rollout(), self.rm_wg, self.reward_fn
@@ -251,6 +258,8 @@ class PPOTrainer:
 
     def close(self) -> None:
         """Shut down the workers."""
+        if self.agent_workers is not None:
+            self.agent_workers.close()
         for group in self._groups.values():
             group.shutdown()
         self._groups, self._processes = {}, []

@@ -33,7 +33,7 @@ from lockstep.single_controller import LOCAL, Backend, ResourcePoolManager, Role
 from lockstep.trainer.agents import agents_for
 from lockstep.trainer.errors import RunError
 from lockstep.trainer.failures import cause_of, how_to_resume
-from lockstep.trainer.inputs import tokenizer_of
+from lockstep.trainer.inputs import tokenizer_arguments
 from lockstep.trainer.interrupt import Interrupt
 from lockstep.trainer.ppo.ray_trainer import OnStep, PPOTrainer
 from lockstep.trainer.run_config import check_same_experiment
@@ -106,14 +106,7 @@ class TaskRunner:
         self.add_critic_worker(config, pools)
         self.add_reward_model_worker(config, pools)
         self.add_ref_policy_worker(config, pools)
-        model, data = config.actor_rollout_ref.model, config.data
-        key, path = tokenizer_of(config)
-        tokenizer = hf_tokenizer(
-            path,
-            trust_remote_code=model.trust_remote_code or data.trust_remote_code,
-            custom_chat_template=model.custom_chat_template,
-            key=key,
-        )
+        data, tokenizer = config.data, hf_tokenizer(**tokenizer_arguments(config))
         train_files = [] if config.trainer.val_only else data.train_files
         logger.info("reading data: %s", ", ".join(map(str, [*train_files, *data.val_files])))
         val_dataset = None

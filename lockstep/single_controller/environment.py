@@ -1,4 +1,4 @@
-"""Working directory, module path, environment variables and user code of the controller, to apply in processes that Ray starts."""
+"""Working directory, module path, environment variables and user code of the controller, to apply in other processes of a run."""
 
 import logging
 import os
@@ -6,8 +6,9 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+import cloudpickle
+
 from lockstep.registry import UserCode
-from lockstep.single_controller.ray_backend.cluster import ray
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +58,10 @@ def _pickled(items: dict[Any, Any]) -> dict[Any, bytes]:
     pickled = {}
     for name, item in items.items():
         try:
-            pickled[name] = ray.cloudpickle.dumps(item)
+            pickled[name] = cloudpickle.dumps(item)
         except Exception as error:
             what = name if isinstance(name, str) else " ".join(name)
-            raise ValueError(f"{what} cannot be sent to the processes of Ray: {error}") from error
+            raise ValueError(f"{what} cannot be sent to other processes: {error}") from error
     return pickled
 
 
@@ -68,7 +69,7 @@ def _unpickled(items: dict[Any, bytes]) -> dict[Any, Any]:
     found = {}
     for name, item in items.items():
         try:
-            found[name] = ray.cloudpickle.loads(item)
+            found[name] = cloudpickle.loads(item)
         except ImportError as error:
             logger.warning("%s is not available on this machine: %s", name, error)
     return found

@@ -1,0 +1,149 @@
+"""One object in another process, with a stream of messages each way.
+
+    controller                     the object in the process
+    send(messages)  ─────────────► push(messages)
+    receive()       ◄───────────── pull(), which waits for some
+    close()         ─────────────► close()
+
+`ChildProcess` is a child of this process; `ray_backend/message_process.py` has the same on a Ray cluster.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+from lockstep.single_controller.environment import ProcessEnvironment
+from lockstep.single_controller.futures import WorkerDiedError
+
+CLOSE_TIMEOUT_S = 5.0
+"""How long a process may take to end."""
+
+
+class Peer(Protocol):
+    """What runs in the process. Its constructor must not fail: it reports problems as messages."""
+
+    def push(self, messages: list[Any]) -> None:
+        """Take messages; returns at once."""
+
+    def pull(self) -> list[Any]:
+        """Wait for messages to the controller."""
+
+    def close(self) -> None:
+        """End what runs."""
+
+
+class MessageProcess(ABC):
+    """`send` and `receive` are called by one thread each; both raise WorkerDiedError if the process is dead."""
+
+    @abstractmethod
+    def send(self, messages: list[Any]) -> None: ...
+
+    @abstractmethod
+    def receive(self) -> list[Any]:
+        """Wait for messages."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the process, gracefully if it does so in CLOSE_TIMEOUT_S; a second call is a no-op."""
+
+
+class ChildProcess(MessageProcess):
+    """Ends with this process, also if that is killed: its connection breaks.
+
+    name:      for error messages.
+    make_peer: called in the process.
+    """
+
+    def __init__(self, name: str, make_peer: Callable[[], Peer]) -> None:
+        self.name = name
+        self._connection, remote = Pipe()
+        with remote:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, str(remote.fileno())],
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+                pass_fds=(remote.fileno(),),
+                start_new_session=True,  # Ctrl-C is for the controller
+            )
+        with suppress(OSError):  # `receive` reports a process that died at once
+            self._connection.send(ProcessEnvironment.capture(with_variables=True))
+            self._connection.send(make_peer)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, messages: list[Any]) -> None:
+        try:
+            self._connection.send(messages)
+        except OSError as error:
+            raise WorkerDiedError(self._how_it_died()) from error
+
+    def receive(self) -> list[Any]:
+        try:
+            messages: list[Any] = self._connection.recv()
+            return messages
+        except (OSError, EOFError) as error:
+            raise WorkerDiedError(self._how_it_died()) from error
+
+    def close(self) -> None:
+        if self._connection.closed:
+            return
+        with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as stream:
+            stream.shutdown(socket.SHUT_WR)  # the child reads the end, also if a message was cut
+        try:
+            self._process.wait(CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._connection.close()
+
+    def _how_it_died(self) -> str:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(CLOSE_TIMEOUT_S)
+        code = self._process.returncode
+        if code is None:
+            how = "closed its connection"
+        elif code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        else:
+            how = f"exited with code {code}"
+        return f"the process of {self.name} (pid {self.pid}) {how}"
+
+
+def main() -> None:
+    """The child. Its connection is the file descriptor that the last argument names."""
+    connection = Connection(int(sys.argv[-1]))
+    del os.environ["PYTHONPATH"]  # set for this process alone
+    connection.recv().apply()
+    peer: Peer = connection.recv()()
+    forward = threading.Thread(target=_forward, args=(connection, peer), daemon=True)
+    forward.start()
+    with suppress(OSError):
+        while True:
+            connection.send(peer.pull())
+    forward.join()
+
+
+def _forward(connection: Connection, peer: Peer) -> None:
+    """Messages of the controller to the object, until the connection ends."""
+    with suppress(EOFError, OSError):
+        while True:
+            peer.push(connection.recv())
+    peer.close()
+    # Threads of tools that hang would keep the interpreter from ending.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
