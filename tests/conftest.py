@@ -26,6 +26,7 @@ hypothesis.settings.load_profile("lockstep")
 ON_SHARED_RAY = (
     "tests/docs/test_commands.py::test_one_command_per_page_trains_on_ray",
     "tests/single_controller/test_contract.py",
+    "tests/single_controller/test_message_process.py",
     "tests/single_controller/test_ray.py",
     "tests/single_controller/test_verl_groups.py",
     "tests/trainer/test_async_on_ray.py",

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
@@ -134,15 +135,19 @@ def main() -> None:
 
 
 def _forward(connection: Connection, peer: Peer) -> None:
-    """Messages of the controller to the object, until the connection ends."""
-    with suppress(EOFError, OSError):
-        while True:
-            peer.push(connection.recv())
-    peer.close()
-    # Threads of tools that hang would keep the interpreter from ending.
+    """Messages of the controller to the object, until the connection ends; then ends the process."""
+    code = 0
+    try:
+        with suppress(EOFError, OSError):
+            while True:
+                peer.push(connection.recv())
+        peer.close()
+    except BaseException:  # noqa: BLE001 - a process that takes no messages would leave the controller waiting
+        traceback.print_exc()
+        code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)  # at a normal exit, Python would wait for threads, such as those of tools that hang
 
 
 if __name__ == "__main__":
