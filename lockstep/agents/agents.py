@@ -14,7 +14,7 @@ from lockstep.agents.interactions.load import load_interactions
 from lockstep.agents.loops import AGENT_LOOPS, AgentLoop, Setup
 from lockstep.agents.renderer import Renderer
 from lockstep.agents.tool_parser import ToolParser
-from lockstep.agents.tools.load import load_tools, read_entries
+from lockstep.agents.tools.load import close_tools, load_tools, read_entries
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.protocol.generation import SamplingParams
 from lockstep.registry import load_plugin
@@ -58,13 +58,18 @@ class Agents:
         self._stop_ids = stop_ids
         self._template_kwargs = template_kwargs
         multi_turn = rollout.multi_turn
-        self.tools = load_tools(multi_turn.tool_config_path, multi_turn.function_tool_path)
         self.interactions = load_interactions(multi_turn.interaction_config_path)
         path = rollout.agent.agent_loop_config_path
         self._entries = {} if path is None else _read_loops(path)
         self._loops: dict[str, AgentLoop] = {}
         self._running: dict[asyncio.AbstractEventLoop, _Running] = {}
+        # last: if something else is wrong, no server of tools is left running
+        self.tools = load_tools(multi_turn.tool_config_path, multi_turn.function_tool_path)
         self.schemas = [tool.tool_schema.model_dump(exclude_unset=True) for tool in self.tools.values()]
+
+    def close(self) -> None:
+        """End what the tools keep, such as sessions of MCP servers."""
+        close_tools(self.tools.values())
 
     @cached_property
     def renderer(self) -> Renderer:

@@ -70,18 +70,23 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+TYPE_KEYS = {"anyOf", "oneOf", "allOf", "$ref", "const"}
+"""Keys of JSON schema that say which values are allowed, in place of `type`."""
+
+
 @dataclass
 class OpenAIFunctionPropertySchema(Schema):
-    """One parameter of a function."""
+    """One parameter of a function; `type` may be missing only if another key says it, such as `anyOf`."""
 
-    type: str | list[str]
+    type: str | list[str] | None = None
     description: str | None = None
     enum: list[Any] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     """Further JSON-schema keys (`items`, `properties`, `default`, ...), passed on to the model."""
 
     def __post_init__(self) -> None:
-        _require(isinstance(self.type, str | list), f"a parameter's `type` must be text, not {self.type!r}")
+        is_given = isinstance(self.type, str | list) or (self.type is None and bool(TYPE_KEYS & {*self.extra}))
+        _require(is_given or self.enum is not None, f"a parameter's `type` must be text, not {self.type!r}")
 
 
 @dataclass

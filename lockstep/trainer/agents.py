@@ -29,6 +29,17 @@ def agents_for(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, *datasets:
     here on. Rows of datasets of other classes are not read: `multi_turn.enable=true` says that they need agents.
     """
     agents = agent_setup(config).make_agents(tokenizer)
+    is_needed = False
+    try:
+        is_needed = _prepare(agents, config, datasets)
+    finally:
+        if not is_needed:
+            agents.close()
+    return agents if is_needed else None
+
+
+def _prepare(agents: Agents, config: PPOConfig, datasets: tuple[Any, ...]) -> bool:
+    """Check the rows and render prompts with tools; False if all responses are single-turn."""
     is_needed, uses_tools, others = not agents.is_single_turn({}), False, False
     for dataset in datasets:
         if isinstance(dataset, RLHFDataset):
@@ -49,10 +60,10 @@ def agents_for(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, *datasets:
             ", ".join(agents.tools),
         )
     if not (is_needed or (others and enabled)):
-        return None
+        return False
     if not config.data.return_raw_chat:
         raise ValueError("data.return_raw_chat=false: agents read the messages of the prompts; set true")
-    return agents
+    return True
 
 
 def _report_unused(config: MultiTurnConfig) -> None:

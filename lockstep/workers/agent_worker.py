@@ -165,6 +165,7 @@ class AgentWorker:
             self._outgoing.put(Ready())
             await self._closing.wait()
             await cancelled(list(self._conversations.values()))
+        self._agents.close()
 
     def _take(self, messages: list[ToWorker]) -> None:
         for message in messages:

@@ -3,6 +3,7 @@
 from lockstep.agents.tools.base import TOOLS, BaseTool
 from lockstep.agents.tools.calculator import CalculatorTool
 from lockstep.agents.tools.gsm8k import Gsm8kTool
+from lockstep.agents.tools.mcp import McpTool
 from lockstep.agents.tools.python import PythonTool
 
-__all__ = ["TOOLS", "BaseTool", "CalculatorTool", "Gsm8kTool", "PythonTool"]
+__all__ = ["TOOLS", "BaseTool", "CalculatorTool", "Gsm8kTool", "McpTool", "PythonTool"]

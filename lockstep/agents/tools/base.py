@@ -49,5 +49,8 @@ class BaseTool:
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         """End the conversation. kwargs: the row's `release_kwargs`."""
 
+    def close(self) -> None:
+        """Free what the tool itself keeps, at the end of the run."""
+
 
 TOOLS: Registry[type[BaseTool]] = Registry("tool", key="class_name")

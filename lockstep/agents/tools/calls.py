@@ -29,7 +29,7 @@ _logged: set[tuple[str, str]] = set()
 
 
 class ToolError(Exception):
-    """A call failed; the message is for the policy."""
+    """A call failed; the message is for the policy. A tool may raise it to choose the message."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,8 @@ async def run_contained(what: str, start: Callable[[], Coroutine[Any, Any, T]], 
     """Run a user's coroutine under a deadline; ToolError if it fails in any way."""
     try:
         return await run_in_thread(start, timeout_s)
+    except ToolError:
+        raise
     except TimeoutError as error:
         raise ToolError(str(error) or f"took longer than {timeout_s:g} s") from error
     except Exception as error:

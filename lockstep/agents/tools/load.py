@@ -7,7 +7,7 @@ tools:
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from lockstep.agents.schemas import OpenAIFunctionToolSchema
 from lockstep.agents.tools.base import TOOLS, BaseTool
 from lockstep.agents.tools.calls import by_name
 from lockstep.agents.tools.function import Environment, FunctionTool
+from lockstep.agents.tools.mcp import McpTool, load_mcp_tools
 from lockstep.registry import load_module, load_plugin
 
 TOOL_KEY = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
@@ -24,20 +25,28 @@ FUNCTION_KEY = "actor_rollout_ref.rollout.multi_turn.function_tool_path"
 
 VERL_TOOLS = {
     "verl.tools.gsm8k_tool.Gsm8kTool": "gsm8k",
+    "verl.tools.mcp_base_tool.MCPBaseTool": "mcp",
+    "verl.tools.mcp_search_tool.MCPSearchTool": "mcp",
 }
 """verl's classes that have a counterpart here."""
 
 
 def load_tools(config_path: str | None, function_path: str | None) -> dict[str, BaseTool]:
     """The tools of both keys by name; ValueError with the key if something in them is wrong."""
-    tools = [] if config_path is None else _from_yaml(config_path)
-    tools += [] if function_path is None else _from_python(function_path)
-    return by_name(tools)
+    tools: list[BaseTool] = []
+    try:
+        for number, entry in enumerate([] if config_path is None else read_entries(TOOL_KEY, config_path, "tools")):
+            tools += _tools_of(f"{TOOL_KEY}={config_path}, tools[{number}]", entry)
+        tools += [] if function_path is None else _from_python(function_path)
+        return by_name(tools)
+    except ValueError:
+        close_tools(tools)
+        raise
 
 
-def _from_yaml(path: str) -> list[BaseTool]:
-    entries = read_entries(TOOL_KEY, path, "tools")
-    return [_tool(f"{TOOL_KEY}={path}, tools[{number}]", entry) for number, entry in enumerate(entries)]
+def close_tools(tools: Iterable[BaseTool]) -> None:
+    for tool in tools:
+        tool.close()
 
 
 def read_entries(key: str, path: str, section: str) -> list[Mapping[str, Any]]:
@@ -55,14 +64,20 @@ def read_entries(key: str, path: str, section: str) -> list[Mapping[str, Any]]:
     return entries
 
 
-def _tool(where: str, entry: Mapping[str, Any]) -> BaseTool:
+def _tools_of(where: str, entry: Mapping[str, Any]) -> list[BaseTool]:
+    """One tool, or those of the entry's MCP servers."""
     config = entry.get("config") or {}
-    if config.get("type", "native") != "native":
-        raise ValueError(f"{where}: config.type={config['type']} is not supported; use native")
     cls = find_class(where, entry.get("class_name"), TOOLS, BaseTool, VERL_TOOLS)
+    is_mcp = issubclass(cls, McpTool)
+    if (kind := config.get("type", "mcp" if is_mcp else "native")) != ("mcp" if is_mcp else "native"):
+        raise ValueError(
+            f"{where}: config.type={kind} does not fit class_name={entry['class_name']}; allowed: native, or mcp with McpTool"
+        )
     schema = entry.get("tool_schema")
     try:
-        return cls(config, OpenAIFunctionToolSchema.model_validate(schema) if schema else None)
+        if is_mcp:
+            return load_mcp_tools(cls, entry)
+        return [cls(config, OpenAIFunctionToolSchema.model_validate(schema) if schema else None)]
     except (ValueError, TypeError) as error:
         raise ValueError(f"{where}: {error}") from error
 

@@ -1,0 +1,192 @@
+"""Tools of real MCP servers: over stdio, streamable HTTP and SSE."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.agents.agents import Agents
+from lockstep.agents.tools.load import load_tools
+from lockstep.agents.tools.mcp_server import CHILD
+from lockstep.protocol.generation import SamplingParams
+from tests.agents.scripted import Scripted, call, converse, make_agents
+
+pytest.importorskip("mcp")
+
+SERVER = Path(__file__).with_name("mcp_tools_server.py")
+
+
+def write_yaml(folder: Path, servers: dict[str, Any], config: dict[str, Any] | None = None, **section: Any) -> str:
+    config = {"type": "mcp", **(config or {})}
+    entry = {"class_name": "mcp", "config": config, "mcp": {"servers": servers, **section}}
+    (folder / "tools.yaml").write_text(json.dumps({"tools": [entry]}))  # JSON is YAML
+    return str(folder / "tools.yaml")
+
+
+def answer(agents: Agents, name: str, **arguments: Any) -> str:
+    """What the policy reads after a call."""
+    conversation = converse(agents, Scripted(call(name, **arguments), "done"))
+    return conversation.new_messages[1]["content"]
+
+
+@contextmanager
+def http_server(folder: Path, kind: str, port: str = "") -> Iterator[str]:
+    """Its port on loopback."""
+    ready = folder / "ready"
+    ready.unlink(missing_ok=True)
+    process = subprocess.Popen([sys.executable, str(SERVER), kind, str(ready), *([port] if port else [])])
+    try:
+        while not ready.exists() or not (found := ready.read_text()):
+            assert process.poll() is None
+            time.sleep(0.02)
+        yield found
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_for_port(port: str) -> None:
+    import socket
+
+    while True:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", int(port))) == 0:
+                return
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_stdio_server_is_shared_by_conversations_and_started_again_after_its_death(tmp_path: Path) -> None:
+    servers = {"t": {"command": sys.executable, "args": [str(SERVER)]}}
+    agents = make_agents(tool_config_path=write_yaml(tmp_path, servers), response_length=2000, tool_timeout_s=20)
+    add = agents.tools["add"].tool_schema.model_dump(exclude_unset=True)["function"]
+    assert add["description"] == "Add two numbers." and add["parameters"]["required"] == ["a", "b"]
+    assert add["parameters"]["properties"]["note"]["anyOf"] == [{"type": "string"}, {"type": "null"}]
+
+    assert answer(agents, "add", a=2, b=3) == "5"
+    assert answer(agents, "fail") == "Error: Error executing tool fail: no such city"
+    assert answer(agents, "add", a="x").startswith("Error: Error executing tool add: 2 validation errors")
+    first = answer(agents, "count")
+    assert first.startswith("1 of ")
+    assert answer(agents, "count") == first.replace("1 of", "2 of")  # another conversation, the same server
+
+    assert answer(agents, "die") == "Error: the MCP server t ended during the call"
+    again = answer(agents, "count")
+    assert again.startswith("1 of ") and again != first
+    child = int(answer(agents, "leave_a_child"))
+    assert is_alive(child)
+    agents.close()
+    assert not is_alive(int(again.split()[-1])) and not is_alive(child)
+
+
+@pytest.mark.parametrize("kind", ["http", "sse"])
+def test_a_server_over_http(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MCP_TOKEN", "secret")
+    with http_server(tmp_path, kind) as port:
+        wait_for_port(port)
+        address = {"url": f"http://127.0.0.1:{port}/{'sse' if kind == 'sse' else 'mcp'}", "auth_token": "${MCP_TOKEN}"}
+        servers = {"t": {**address, "type": "sse"} if kind == "sse" else address}
+        config = write_yaml(tmp_path, servers, {"timeout": 1, "connect_timeout": 10})
+        agents = make_agents(tool_config_path=config, response_length=2000, tool_timeout_s=20)
+        assert asyncio.run(_hang_and_add(agents)) == ["Error: took longer than 1 s", *["5"] * 8]
+        if kind == "sse":
+            agents.close()
+            return
+        with pytest.raises(ValueError, match="tool_selected_list: no server offers weather; offered: add, count"):
+            load_tools(write_yaml(tmp_path, servers, tool_selected_list=["add", "weather"]), None)
+        (tmp_path / "servers.json").write_text(json.dumps({"mcpServers": servers}))
+        verl = {"mcp_servers_config_path": str(tmp_path / "servers.json"), "tool_selected_list": ["count"]}
+        entry = {"class_name": "verl.tools.mcp_search_tool.MCPSearchTool", "mcp": verl}
+        entry["config"] = {"rate_limit": 120, "timeout": 120, "type": "mcp"}
+        (tmp_path / "verl.yaml").write_text(json.dumps({"tools": [entry]}))
+        (only,) = load_tools(str(tmp_path / "verl.yaml"), None).values()
+        assert only.name == "count"
+        only.close()
+    gone = answer(agents, "add", a=2, b=3)
+    assert gone.startswith("Error: ") and ("cannot be reached" in gone or "ended during the call" in gone)
+    with http_server(tmp_path, kind, port):
+        wait_for_port(port)
+        time.sleep(1.0)  # the pause after a failed connection
+        assert answer(agents, "add", a=2, b=3) == "5"
+        agents.close()
+
+
+async def _hang_and_add(agents: Agents) -> list[str]:
+    """A call that hangs, and others at the same time."""
+    row = {"raw_prompt": [{"role": "user", "content": "Q"}], "agent_name": "tool_agent"}
+    prompt = agents.renderer.ids(row["raw_prompt"], agents.tools_of(row))
+    policies = [Scripted(call("hang"), "x"), *(Scripted(call("add", a=2, b=3), "x") for _ in range(8))]
+    async with agents.running():
+        found = await asyncio.gather(
+            *(agents.converse(row, prompt, policy, SamplingParams(max_tokens=2000), seed=7) for policy in policies)
+        )
+    return [conversation.new_messages[1]["content"] for conversation in found]
+
+
+@pytest.mark.parametrize(
+    "servers, message",
+    [
+        ({"t": {"url": "http://127.0.0.1:9/mcp"}}, r"t cannot be reached \(http://127.0.0.1:9/mcp\): ConnectError"),
+        ({"t": {"command": "false"}}, r"t cannot be reached \(false\)"),
+        (
+            {"t": {"command": sys.executable, "args": ["-c", "raise SystemExit('no key')"]}},
+            "its stderr ends with: no key",
+        ),
+        ({"t": {"command": "no-such-program"}}, "there is no program 'no-such-program'"),
+        ({"t": {"command": "false", "url": "x"}}, "unknown url; a stdio server has command, args, env, cwd"),
+        ({"t": {"args": []}}, "unknown args; a http server has url"),
+        ({"t": {"type": "smoke", "url": "x"}}, "type=smoke; allowed: stdio, http, sse"),
+        ({"t": {"url": "x", "auth_token": "${NO_SUCH_KEY}"}}, "t: the environment variable NO_SUCH_KEY is not set"),
+        ({}, "mcp names no servers: set mcp.mcp_servers_config_path or mcp.servers"),
+    ],
+)
+def test_wrong_servers_are_refused_with_their_key(tmp_path: Path, servers: dict[str, Any], message: str) -> None:
+    path = write_yaml(tmp_path, servers)
+    with pytest.raises(ValueError, match=message) as error:
+        load_tools(path, None)
+    assert str(error.value).startswith(f"actor_rollout_ref.rollout.multi_turn.tool_config_path={path}, tools[0]: ")
+
+
+def test_a_server_that_does_not_answer_is_refused_and_ended(tmp_path: Path) -> None:
+    servers = {"t": {"command": "sh", "args": ["-c", f"echo $$ > {tmp_path}/pid; exec sleep 600"]}}
+    with pytest.raises(ValueError, match="no answer within 1 s"):
+        load_tools(write_yaml(tmp_path, servers, {"connect_timeout": 1}), None)
+    assert not is_alive(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells of a parent's death on Linux only")
+def test_a_server_that_ignores_its_stdin_ends_with_the_run(tmp_path: Path) -> None:
+    source = (
+        "import os, subprocess, sys, time\n"
+        "command = 'sleep 600 & echo $$ $! > pids; wait'\n"
+        f"subprocess.Popen([sys.executable, {CHILD!r}, str(os.getpid()), 'sh', '-c', command], start_new_session=True)\n"
+        "time.sleep(600)"
+    )
+    run = subprocess.Popen([sys.executable, "-S", "-c", source], cwd=tmp_path)
+    try:
+        while not (tmp_path / "pids").exists() or not (text := (tmp_path / "pids").read_text()):
+            time.sleep(0.02)
+        pids = [int(pid) for pid in text.split()]
+        assert all(is_alive(pid) for pid in pids)
+    finally:
+        os.kill(run.pid, signal.SIGKILL)
+        run.wait()
+    deadline = time.monotonic() + 10
+    while any(is_alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(is_alive(pid) for pid in pids)
