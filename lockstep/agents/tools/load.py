@@ -25,6 +25,9 @@ FUNCTION_KEY = "actor_rollout_ref.rollout.multi_turn.function_tool_path"
 
 VERL_TOOLS = {
     "verl.tools.gsm8k_tool.Gsm8kTool": "gsm8k",
+    "verl.tools.search_tool.SearchTool": "search",
+    "verl.tools.sandbox_fusion_tools.SandboxFusionTool": "sandbox_fusion",
+    "recipe.retool.retool.CustomSandboxFusionTool": "sandbox_fusion",
     "verl.tools.mcp_base_tool.MCPBaseTool": "mcp",
     "verl.tools.mcp_search_tool.MCPSearchTool": "mcp",
 }
