@@ -2,5 +2,6 @@
 
 from lockstep.agents.interactions.base import INTERACTIONS, BaseInteraction
 from lockstep.agents.interactions.gsm8k import Gsm8kInteraction
+from lockstep.agents.interactions.simulated_user import SimulatedUser
 
-__all__ = ["INTERACTIONS", "BaseInteraction", "Gsm8kInteraction"]
+__all__ = ["INTERACTIONS", "BaseInteraction", "Gsm8kInteraction", "SimulatedUser"]

@@ -19,6 +19,9 @@ class BaseInteraction:
         self.config = dict(config)
         self.name: str = config.get("name", "interaction")
 
+    def check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
+        """ValueError if a row's `interaction_kwargs` lack something; called for every row before training."""
+
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
         """Begin a conversation. kwargs: the row's `interaction_kwargs` without `name`."""
         return instance_id or str(uuid.uuid4())

@@ -18,11 +18,14 @@ class Gsm8kInteraction(BaseInteraction):
         super().__init__(config)
         self._truths: dict[str, str] = {}
 
+    def check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
+        if kwargs.get("ground_truth") is None:
+            raise ValueError("the row has no interaction_kwargs.ground_truth")
+
     async def start_interaction(
         self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
     ) -> str:
-        if ground_truth is None:
-            raise ValueError("the row has no interaction_kwargs.ground_truth")
+        self.check_kwargs({"ground_truth": ground_truth})
         instance_id = await super().start_interaction(instance_id)
         self._truths[instance_id] = str(ground_truth)
         return instance_id

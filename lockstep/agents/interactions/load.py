@@ -26,7 +26,10 @@ def load_interactions(path: str | None) -> dict[str, BaseInteraction]:
         name = entry.get("name") or _default_name(cls)
         if name in found:
             raise ValueError(f"{where}: the name {name!r} is taken")
-        found[name] = cls({**(entry.get("config") or {}), "name": name})
+        try:
+            found[name] = cls({**(entry.get("config") or {}), "name": name})
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{where}: {error}") from error
     return found
 
 

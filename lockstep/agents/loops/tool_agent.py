@@ -51,6 +51,8 @@ class ToolAgent(AgentLoop):
                 f"interaction_kwargs.name={name!r} is not an interaction of "
                 f"actor_rollout_ref.rollout.multi_turn.interaction_config_path (known: {', '.join(known) or 'none'})"
             )
+        if name:
+            known[name].check_kwargs({key: value for key, value in row["interaction_kwargs"].items() if key != "name"})
         if not self.setup.tools and not name:
             raise ValueError(
                 "agent_name='tool_agent' needs tools or an interaction: set actor_rollout_ref.rollout.multi_turn."
