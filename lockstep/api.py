@@ -13,6 +13,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from lockstep.agents.tools.calls import by_name
+from lockstep.agents.tools.function import ToolList, tools_of
+from lockstep.agents.tools.load import FUNCTION_KEY
 from lockstep.config.compose import PRESETS, load_config
 from lockstep.config.data import DataConfig
 from lockstep.config.ppo import PPOConfig
@@ -90,6 +93,7 @@ def train(
     *,
     val_data: Any = None,
     tokenizer: Any = None,
+    tools: Any = None,
     callbacks: Callback | Sequence[Callback] = (),
     config: Mapping[str, Any] | str | Path | None = None,
     **overrides: Any,
@@ -104,6 +108,7 @@ def train(
     algorithm: a preset (`grpo`, `ppo`), an advantage estimator by name or `file.py:function`, or a function.
     val_data:  validation prompts, given like `data`.
     tokenizer: a loaded tokenizer or a folder; None is the model's.
+    tools:     functions that the policy can call, classes whose public methods are tools, or a list of them (docs/tools.md).
     callbacks: functions that are called after each step with (step, metrics); see `Callback`.
     config:    settings by key, nested or dotted, or a YAML file.
     overrides: `run_dir` (a new folder in `runs/` by default), `steps`, `batch_size`, `n`, `lr`, `max_prompt_length`,
@@ -129,9 +134,13 @@ def train(
         presets = [f"algorithm={algorithm}"]
     else:
         settings = {"algorithm.adv_estimator": algorithm} | settings
-    rewards, functions = _reward_settings(reward)
+    tool_list = _tool_list(tools)
+    rewards, functions = _reward_settings(reward, tool_list)
+    if tool_list is not None:
+        defaults["actor_rollout_ref.rollout.agent.default_agent_loop"] = "tool_agent"
     with ObjectReferences() as objects:
-        layers = [_plain(layer, objects) for layer in (defaults, given, rewards, settings)]
+        called = {} if tool_list is None else {FUNCTION_KEY: objects.add(tool_list)}
+        layers = [_plain(layer, objects) for layer in (defaults, given, rewards, called, settings)]
         unchecked = load_config(PPOConfig, presets, config_name=file, layers=layers, run_checks=False)
         run_dir = Path(unchecked.trainer.default_local_dir).expanduser().absolute()
         layers += [_plain({RUN_DIR: run_dir} | inputs.settings(run_dir / "inputs"), objects)]
@@ -245,8 +254,22 @@ def _new_run_dir() -> Path:
     return folder
 
 
-def _reward_settings(reward: Any) -> tuple[Settings, RewardFunctions | None]:
+def _tool_list(tools: Any) -> ToolList | None:
+    """`tools` as one object; ValueError if one of them cannot be a tool."""
+    if tools is None:
+        return None
+    items = tuple(tools) if isinstance(tools, list | tuple) else (tools,)
+    try:
+        by_name(tools_of(found := ToolList(items)))
+    except ValueError as error:
+        raise ValueError(f"tools: {error}") from error
+    return found
+
+
+def _reward_settings(reward: Any, tools: ToolList | None = None) -> tuple[Settings, RewardFunctions | None]:
     """The keys of `reward`, and the adapter if it is a function (or several) of another signature than `compute_score`."""
+    if reward is None and tools is not None and any(hasattr(item, "get_reward") for item in tools.items):
+        reward = "environment_reward"
     if reward is None:
         return {}, None
     if isinstance(reward, str | Path):

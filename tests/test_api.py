@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lockstep
 from lockstep import api
+from lockstep.agents.conversation import Conversation
+from lockstep.agents.tool_parser import FunctionCall, HermesToolParser
 from lockstep.config.ppo import PPOConfig
 from lockstep.observability.jsonl import read_metrics
 from lockstep.trainer.checkpoint import CheckpointStore, RunLock
@@ -101,6 +103,66 @@ def test_objects_train_and_the_policy_generates(files: Path, tmp_path: Path) -> 
     trained = AutoModelForCausalLM.from_pretrained(saved)
     assert not torch.equal(trained.lm_head.weight, before["lm_head.weight"])
     check_greedy(lockstep.Policy(result.run_dir), trained, AutoTokenizer.from_pretrained(saved))
+
+
+class Cell:
+    """An environment: one number, which the row gives."""
+
+    seen: ClassVar[list[str]] = []
+
+    def reset(self, answer: str, level: int) -> None:
+        self.answer = answer
+        self.seen.append(answer)
+
+    def read(self) -> str:
+        """Read the cell."""
+        return self.answer
+
+    def get_reward(self) -> float:
+        return 0.25 + int(self.answer) / 100
+
+
+def test_tools_are_functions_and_classes(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policy calls both in every conversation, so that the environment's reward is the score."""
+    calls: list[int] = []
+
+    def double(number: int) -> int:
+        """Double a number.
+
+        Args:
+            number: The number.
+        """
+        calls.append(number)
+        return 2 * number
+
+    async def always(self: Any, turn: Any, *schemas: Any) -> Any:
+        return "", [
+            FunctionCall(name="read", arguments="{}"),
+            FunctionCall(name="double", arguments='{"number": 4}'),
+        ]
+
+    monkeypatch.setattr(HermesToolParser, "extract_tool_calls", always)
+    monkeypatch.setattr(Conversation, "add", lambda self, messages: False)
+    # the tiny model rarely ends its turn by itself
+    generate = Conversation.generate
+    monkeypatch.setattr(Conversation, "generate", lambda *a: _ended(generate(*a)))
+    limits = {"actor_rollout_ref.rollout.multi_turn.max_parallel_calls": 2}
+    run = tmp_path / "run"
+    result = lockstep.train(files / "model", ROWS[1:], tools=[double, Cell], run_dir=run, steps=1, **SMALL, **limits)
+    assert result.finished and calls == [4] * 8 and len(Cell.seen) == 8
+    (metrics,) = [row for row in result.history if row["step"] == 1]
+    expected = [0.25 + int(answer) / 100 for answer in Cell.seen]
+    assert metrics["critic/score/mean"] == pytest.approx(sum(expected) / 8)
+    assert metrics["tool_call_counts/mean"] == 2
+
+    with pytest.raises(ValueError, match=r"^tools: .*lambda.* cannot be a tool"):
+        lockstep.train(files / "model", ROWS, tools=lambda x: x, run_dir=tmp_path / "other", **SMALL)
+    with pytest.raises(ValueError, match=r"^tools: two tools are named 'double'"):
+        lockstep.train(files / "model", ROWS, tools=[double, double], run_dir=tmp_path / "other", **SMALL)
+
+
+async def _ended(generated: Any) -> Any:
+    return dataclasses.replace(await generated, ended=True)
 
 
 def check_greedy(policy: Any, model: Any, tokenizer: Any) -> None:

@@ -138,6 +138,21 @@ def test_the_methods_of_a_class_are_the_tools_of_a_conversation(tmp_path: Path) 
         assert sum(done.reward_scores.values()) == 1.0
 
 
+def test_an_environment_is_reset_with_the_rows_fields(tmp_path: Path) -> None:
+    (tmp_path / "env.py").write_text(ENVIRONMENT)
+    agents = make_agents(function_tool_path=f"{tmp_path}/env.py:Counter")
+    row = {"extra_info": {"start": 7, "other": 1}, "reward_model": {"ground_truth": "5"}}
+    assert converse(agents, Scripted(call("read"), "x"), **row).new_messages[1]["content"] == "7"
+    kwargs = {"read": {"create_kwargs": {"start": 8}}}
+    done = converse(agents, Scripted(call("read"), "x"), tools_kwargs=kwargs, **row)
+    assert done.new_messages[1]["content"] == "8"
+    everything = "class All:\n    def reset(self, **fields):\n        self.fields = fields\n\n"
+    read = '    def read(self) -> dict:\n        """Read."""\n        return sorted(self.fields)\n'
+    (tmp_path / "env.py").write_text(everything + read)
+    done = converse(make_agents(function_tool_path=f"{tmp_path}/env.py:All"), Scripted(call("read"), "x"), **row)
+    assert done.new_messages[1]["content"] == '["data_source", "ground_truth", "other", "prompt", "start"]'
+
+
 @pytest.mark.parametrize("order", [("read", "increase"), ("increase", "read"), ("read",)])
 def test_the_reward_of_a_class_does_not_depend_on_which_methods_were_called(
     tmp_path: Path, order: tuple[str, ...]
@@ -184,7 +199,10 @@ def test_calls_of_one_turn_begin_one_conversation(tmp_path: Path) -> None:
         ("tools: [{class_name: json.JSONDecoder}]", "must be a subclass of .*BaseTool"),
         ("tools: [{class_name: calculator}, {class_name: calculator}]", "two tools are named 'calculator'"),
         ("tools: [{class_name: python, config: {time: 3}}]", "has no setting time"),
-        ("tools: [{class_name: calculator, config: {type: mcp}}]", "config.type=mcp is not supported"),
+        (
+            "tools: [{class_name: calculator, config: {type: mcp}}]",
+            "config.type=mcp does not fit class_name=calculator",
+        ),
         ("tools: [", "not valid YAML"),
     ],
 )

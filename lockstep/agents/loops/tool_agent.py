@@ -62,9 +62,8 @@ class ToolAgent(AgentLoop):
 
     async def run(self, conversation: Conversation) -> None:
         instance_id = str(uuid.uuid4())
-        session = ToolSession(
-            self.setup.tools, conversation.row.get("tools_kwargs") or {}, self.limits, instance_id=instance_id
-        )
+        row = conversation.row
+        session = ToolSession(self.setup.tools, row.get("tools_kwargs") or {}, self.limits, instance_id, row)
         name = (conversation.row.get("interaction_kwargs") or {}).get("name")
         interaction = self.setup.interactions[name] if name else None
         try:

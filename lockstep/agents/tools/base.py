@@ -32,6 +32,10 @@ class BaseTool:
             raise ValueError(f"{type(self).__name__} has no schema: add tool_schema to its entry")
         return schema
 
+    def create_arguments(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of `create` that come from the row itself; its `create_kwargs` override them."""
+        return {}
+
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
         """Begin a conversation. kwargs: `create_kwargs` of the row's `tools_kwargs`."""
         return instance_id or str(uuid.uuid4()), ToolResponse()

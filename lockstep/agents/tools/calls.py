@@ -59,12 +59,19 @@ class ToolSession:
     """The tools of one conversation."""
 
     def __init__(
-        self, tools: Mapping[str, BaseTool], tools_kwargs: Mapping[str, Any], limits: CallLimits, instance_id: str
+        self,
+        tools: Mapping[str, BaseTool],
+        tools_kwargs: Mapping[str, Any],
+        limits: CallLimits,
+        instance_id: str,
+        row: Mapping[str, Any] | None = None,
     ) -> None:
+        """tools_kwargs: arguments of the tools' methods, by tool. row: for tools that take arguments from it."""
         self.tools = tools
         self.limits = limits
         self.instance_id = instance_id
         self._kwargs = tools_kwargs
+        self._row = row or {}
         self._created: dict[str, str] = {}
         """Tool name to instance id."""
         self._creating = asyncio.Lock()
@@ -119,7 +126,7 @@ class ToolSession:
     async def _instance(self, tool: BaseTool) -> str:
         async with self._creating:  # calls of one turn run at the same time
             if tool.name not in self._created:
-                create_kwargs = self._arguments(tool, "create_kwargs")
+                create_kwargs = tool.create_arguments(self._row) | self._arguments(tool, "create_kwargs")
                 created = await self._run(tool, lambda: tool.create(self.instance_id, **create_kwargs))
                 self._created[tool.name] = created[0] if isinstance(created, tuple) else created
         return self._created[tool.name]

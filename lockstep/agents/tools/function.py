@@ -15,7 +15,8 @@ The schema comes from type hints and a docstring with an `Args:` section:
 import inspect
 import json
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from lockstep.agents.schemas import OpenAIFunctionToolSchema, ToolResponse
@@ -39,7 +40,8 @@ class FunctionTool(BaseTool):
 class Environment:
     """A class whose public methods are tools; each conversation has an object of it.
 
-    reset(**kwargs): called before the first tool, with its `create_kwargs` in the row's `tools_kwargs`.
+    reset(**kwargs): called before the first tool, with those fields of the row that it has parameters for (`ground_truth`,
+                     `data_source`, `prompt` and the fields of `extra_info`), and the tool's `create_kwargs`.
     get_reward():    the conversation's reward, when it has ended. Both are optional and no tools.
     """
 
@@ -53,6 +55,19 @@ class Environment:
         self.tools = [MethodTool(self, name) for name in names if name not in self.NOT_TOOLS]
         if not self.tools:
             raise ValueError(f"{cls.__qualname__} has no public methods, so it offers no tools")
+
+    def reset_arguments(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of a row that `reset` has parameters for."""
+        fields = {
+            **(row.get("extra_info") or {}),
+            "ground_truth": (row.get("reward_model") or {}).get("ground_truth"),
+            "data_source": row.get("data_source"),
+            "prompt": row.get("raw_prompt"),
+        }
+        parameters = inspect.signature(getattr(self.cls, "reset", lambda: None)).parameters
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            return fields
+        return {name: value for name, value in fields.items() if name in parameters}
 
     def object_of(self, instance_id: str, kwargs: dict[str, Any]) -> Any:
         if instance_id not in self._objects:
@@ -82,6 +97,9 @@ class MethodTool(BaseTool):
         self.environment, self.method = environment, method
         super().__init__({}, schema_of(getattr(environment.cls, method)))
 
+    def create_arguments(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        return self.environment.reset_arguments(row)
+
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
         instance_id = instance_id or str(uuid.uuid4())
         self.environment.object_of(instance_id, kwargs)
@@ -98,6 +116,22 @@ class MethodTool(BaseTool):
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         self.environment.release(instance_id)
+
+
+@dataclass(frozen=True)
+class ToolList:
+    """Functions and classes that are the tools of a run, as `lockstep.train` passes them."""
+
+    items: tuple[Callable[..., Any], ...]
+
+
+def tools_of(found: Any) -> list[BaseTool]:
+    """The tools of a function, a class or a list of them."""
+    if isinstance(found, ToolList):
+        return [tool for item in found.items for tool in tools_of(item)]
+    if not callable(found):
+        raise ValueError(f"must be a function or a class, not {found!r}")
+    return list(Environment(found).tools) if inspect.isclass(found) else [FunctionTool(found)]
 
 
 async def _answer(function: Callable[..., Any], parameters: dict[str, Any]) -> ToolResponse:

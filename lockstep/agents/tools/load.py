@@ -16,9 +16,9 @@ import yaml
 from lockstep.agents.schemas import OpenAIFunctionToolSchema
 from lockstep.agents.tools.base import TOOLS, BaseTool
 from lockstep.agents.tools.calls import by_name
-from lockstep.agents.tools.function import Environment, FunctionTool
+from lockstep.agents.tools.function import FunctionTool, tools_of
 from lockstep.agents.tools.mcp import McpTool, load_mcp_tools
-from lockstep.registry import load_module, load_plugin
+from lockstep.registry import load_module, load_object, load_plugin
 
 TOOL_KEY = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
 FUNCTION_KEY = "actor_rollout_ref.rollout.multi_turn.function_tool_path"
@@ -102,8 +102,7 @@ def _from_python(reference: str) -> list[BaseTool]:
     """All public functions of a file or module, or the function or class after the colon."""
     try:
         if ":" in reference:
-            found = load_plugin(None, reference)
-            return list(Environment(found).tools) if inspect.isclass(found) else [FunctionTool(found)]
+            return tools_of(load_object(reference))
         module = load_module(reference)
         functions = [
             item
