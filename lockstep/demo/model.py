@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 PAD, USER, ASSISTANT, END, UNKNOWN, TOOL = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>", "<|unknown|>", "<|tool|>"
 CHARACTERS = "0123456789+=*"
 CHAT_TEMPLATE = (
+    "{# tools are not described: the warm-up teaches their calls #}"
     "{% for message in messages %}"
     "{{ '<|' + message['role'] + '|>' + message['content'] }}"
     "{% if message['role'] == 'assistant' %}<|end|>{% endif %}"

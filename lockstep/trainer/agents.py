@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -16,6 +17,7 @@ from lockstep.data.files import FileRow
 from lockstep.data.rl_dataset import RLHFDataset, agent_kwargs
 from lockstep.single_controller.message_process import ChildProcess, MessageProcess
 from lockstep.trainer.inputs import tokenizer_arguments
+from lockstep.trainer.ppo.agent_rollout import AGENT_COLUMNS
 from lockstep.workers.agent_client import AgentClient
 from lockstep.workers.agent_worker import NAME, AgentSetup, AgentWorker
 
@@ -53,7 +55,7 @@ def _prepare(agents: Agents, config: PPOConfig, datasets: tuple[Any, ...]) -> bo
     enabled = agents.config.multi_turn.enable
     if not is_needed and not others:
         _report_unused(agents.config.multi_turn)
-    if uses_tools and agents.renderer.text([QUESTION], agents.schemas) == agents.renderer.text([QUESTION]):
+    if uses_tools and not _renders_tools(agents):
         logger.warning(
             "the model's chat template does not render tools: prompts do not mention %s, and a model that was not trained to call "
             "them will not; use a model whose template does, or describe them in the rows' system messages",
@@ -61,9 +63,21 @@ def _prepare(agents: Agents, config: PPOConfig, datasets: tuple[Any, ...]) -> bo
         )
     if not (is_needed or (others and enabled)):
         return False
+    _check_columns([row for dataset in datasets if isinstance(dataset, RLHFDataset) for _, row in dataset.rows], config)
     if not config.data.return_raw_chat:
         raise ValueError("data.return_raw_chat=false: agents read the messages of the prompts; set true")
     return True
+
+
+def _check_columns(rows: Sequence[FileRow], config: PPOConfig) -> None:
+    """ValueError if the data has a column that agents add."""
+    names = [name for name in AGENT_COLUMNS if name != config.data.prompt_key]
+    for row in rows:
+        if taken := [name for name in names if name in row.columns]:
+            raise ValueError(
+                f"{row.location}: the column {taken[0]!r} has the name of one that agents add to the rows; rename or remove it "
+                f"(columns of agents: {', '.join(AGENT_COLUMNS)})"
+            )
 
 
 def _report_unused(config: MultiTurnConfig) -> None:
@@ -105,6 +119,13 @@ def start_agent_workers(config: PPOConfig) -> AgentClient:
         return RayProcess(name, number, make_worker)
 
     return AgentClient(setup.rollout, start)
+
+
+def _renders_tools(agents: Agents) -> bool:
+    """Whether prompts mention the tools. A template that refers to `tools` but renders nothing does so on purpose."""
+    renderer = agents.renderer
+    is_rendered = renderer.text([QUESTION], agents.schemas) != renderer.text([QUESTION])
+    return is_rendered or "tools" in str(agents.tokenizer.chat_template)
 
 
 def _is_multi_turn(agents: Agents, row: FileRow) -> bool:

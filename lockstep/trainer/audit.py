@@ -1,7 +1,6 @@
 """Cheap checks on every step: a run that would silently train wrongly stops instead."""
 
 import logging
-from collections.abc import Sequence
 
 import torch
 
@@ -45,27 +44,20 @@ class IdleSteps:
 
 
 class CutResponses:
-    """Counts consecutive steps in which every response was cut at the maximum length, so that no answer is complete.
+    """Counts consecutive steps in which every response was cut at the maximum length, so that no answer is complete."""
 
-    end_ids: tokens that end a response.
-    """
-
-    def __init__(self, end_ids: Sequence[int]) -> None:
+    def __init__(self) -> None:
         self.count = 0
-        self._end_ids = torch.tensor(end_ids, dtype=torch.long)
 
     def note(self, batch: DataProto) -> None:
         """Warn at the 2nd, 4th, 8th … such step."""
-        responses = batch.tensors["responses"]
-        width = responses.shape[1]
-        is_full = batch.tensors["attention_mask"][:, -1].bool()
-        is_cut = is_full & ~torch.isin(responses[:, -1], self._end_ids)
-        self.count = self.count + 1 if bool(is_cut.all()) else 0
+        is_cut = [reason == "length" for reason in batch.non_tensor_batch["finish_reason"]]
+        self.count = self.count + 1 if all(is_cut) else 0
         if self.count > 1 and self.count.bit_count() == 1:
             logger.warning(
                 "every response was cut at data.max_response_length=%d for %d steps: none ends by itself, and most scorers find no "
                 "answer. Raise data.max_response_length, or check that the model and its chat template have an end token",
-                width,
+                batch.tensors["responses"].shape[1],
                 self.count,
             )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.agents.agents import SINGLE_TURN
+from lockstep.agents.agents import Agents
 from lockstep.config.generation import GenerationConfig, with_own_keys
 from lockstep.config.ppo import PPOConfig
 from lockstep.data.rl_dataset import PromptDataset
@@ -19,12 +19,14 @@ from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.observability.batch_progress import BatchProgress
 from lockstep.protocol import DataProto
 from lockstep.single_controller import ResourcePoolManager, Role, WorkerGroup, create_colocated_worker_cls
+from lockstep.trainer.agents import agents_for
 from lockstep.trainer.checkpoint import RunLock
 from lockstep.trainer.errors import RunError
 from lockstep.trainer.failures import cause_of
 from lockstep.trainer.generated_rows import GeneratedRows, read_table
 from lockstep.trainer.inputs import fetch_on_workers, tokenizer_of
 from lockstep.trainer.interrupt import Interrupt
+from lockstep.trainer.ppo.agent_rollout import AgentRollout
 from lockstep.trainer.ppo.ray_trainer import OnStep
 from lockstep.trainer.ppo.sampling import generate_for_rows
 from lockstep.trainer.ppo.task_runner import device_and_backend
@@ -73,7 +75,9 @@ class GenerationRunner:
             files = local_data_files(config.data.val_files, "val", "data.path")
             tokenizer = self._tokenizer(config)
             dataset = PromptDataset(files, tokenizer, config.data, max_samples=config.data.val_max_samples)
-            _warn_of_agents(dataset)
+            agents = agents_for(config, tokenizer, dataset)
+            if agents is not None:
+                closing.callback(agents.close)
             table = read_table(files, [position for position, _ in dataset.rows])
             closing.enter_context(RunLock(output.folder, "data.output_path"))
             output.open()
@@ -82,7 +86,7 @@ class GenerationRunner:
         if missing:
             if finished:
                 logger.info("%d of %d prompts are finished already", len(finished), len(dataset))
-            self._generate(config, dataset, missing, tokenizer, closing)
+            self._generate(config, dataset, missing, tokenizer, agents, closing)
         output.finish(table)
         logger.info("wrote %s: %d prompts, %d responses each", output.output, len(dataset), self.config.data.n_samples)
         self.on_end(0)
@@ -94,11 +98,14 @@ class GenerationRunner:
         dataset: PromptDataset,
         missing: list[int],
         tokenizer: PreTrainedTokenizerBase,
+        agents: Agents | None,
         closing: ExitStack,
     ) -> None:
         logger.info("loading %s", self.config.model.path)
         with phase("load the model"):
             workers = self._workers(config, closing)
+        if agents is not None:
+            workers = AgentRollout(agents, workers, tokenizer.pad_token_id)
         n, seed = self.config.data.n_samples, self.config.rollout.seed
         with BatchProgress(len(dataset), done=len(dataset) - len(missing)) as progress:
             for rows, prompts in prompt_batches(dataset, missing, self.config.data.batch_size):
@@ -132,14 +139,6 @@ class GenerationRunner:
             trust_remote_code=model.trust_remote_code,
             custom_chat_template=model.custom_chat_template,
             key=key.removeprefix("actor_rollout_ref."),
-        )
-
-
-def _warn_of_agents(dataset: PromptDataset) -> None:
-    names = {str(name) for _, row in dataset.rows if (name := row.columns.get("agent_name"))} - {SINGLE_TURN}
-    if names:
-        logger.warning(
-            "rows with agent_name=%s get one response, without tools or further turns", ", ".join(sorted(names))
         )
 
 

@@ -183,7 +183,9 @@ def test_short_demo_writes_its_files_and_shows_its_sections(
     assert config.algorithm.adv_estimator == ("gae" if algorithm == "ppo" else "grpo")
 
 
-def test_short_demo_with_a_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_short_demo_with_a_tool(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     out = tmp_path / "run"
     options = ["--task", "tools", "--out", str(out), "--device", "cpu", "--steps", "1", "--warmup-steps", "60"]
     assert cli.main(["demo", *options]) == 0
@@ -193,6 +195,7 @@ def test_short_demo_with_a_tool(tmp_path: Path, capsys: pytest.CaptureFixture[st
     (step,) = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines() if "num_turns" in line]
     assert 2 < step["num_turns/mean"] <= 7 and step["tool_call_counts/mean"] + step["malformed_call_counts/mean"] > 0
     assert yaml.safe_load((out / "tools.yaml").read_text())["tools"][0]["class_name"] == "calculator"
+    assert not [r for r in caplog.records if r.levelname == "WARNING" and "template" in r.getMessage()]
 
 
 def test_products_have_six_digits_and_are_split() -> None:

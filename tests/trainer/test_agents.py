@@ -132,6 +132,18 @@ def test_rows_that_no_loop_serves_end_the_run_before_training(
 
 
 @pytest.mark.usefixtures("no_registrations")
+def test_a_column_that_agents_add_is_refused_before_training(
+    agent_overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = pd.read_parquet(write_rows(tmp_path / "rows.parquet", 16))
+    rows["messages"] = "x"
+    rows.to_parquet(tmp_path / "rows.parquet")
+    assert main([*agent_overrides, f"data.train_files={tmp_path}/rows.parquet"]) == 2
+    error = capsys.readouterr().err
+    assert "rows.parquet, row 0: the column 'messages' has the name of one that agents add to the rows; rename" in error
+
+
+@pytest.mark.usefixtures("no_registrations")
 @pytest.mark.parametrize(
     "loop, warning",
     [

@@ -1,5 +1,6 @@
 """The audits find what they are there for."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -98,16 +99,17 @@ def test_steps_that_teach_nothing_are_told(batch: DataProto, caplog: pytest.LogC
 
 
 def test_steps_whose_every_response_is_cut_are_told(batch: DataProto, caplog: pytest.LogCaptureFixture) -> None:
-    cut, width = CutResponses(end_ids=[2]), batch.tensors["responses"].shape[1]
+    cut, width = CutResponses(), batch.tensors["responses"].shape[1]
+    reasons = batch.non_tensor_batch["finish_reason"] = np.array(["length"] * len(batch), dtype=object)
+    reasons[-1] = "stop"
     cut.note(batch)
     cut.note(batch)
-    assert cut.count == 0 and not caplog.records  # some responses end by themselves
-    batch.tensors["attention_mask"][:, -width:] = 1
-    batch.tensors["responses"][:, -1] = 5
+    assert cut.count == 0 and not caplog.records  # a response ends by itself
+    reasons[-1] = "length"  # of agents: also if a message of a tool did not fit, and the response is shorter
     cut.note(batch)
     assert not caplog.records
     cut.note(batch)
     assert f"every response was cut at data.max_response_length={width} for 2 steps" in caplog.text
-    batch.tensors["responses"][0, -1] = 2  # ends exactly at the limit
+    reasons[0] = "turns"
     cut.note(batch)
     assert cut.count == 0

@@ -196,12 +196,36 @@ def test_bad_input_is_one_message(
     assert not (tmp_path / "out.parquet").exists()
 
 
-def test_rows_keep_their_columns_and_overlong_ones_can_be_dropped(
-    command: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+ASK_AGAIN = """
+from lockstep.agents.loops import AgentLoop
+
+
+class AskAgain(AgentLoop):
+    async def run(self, conversation):
+        await conversation.generate(stop_token_ids=range(259))
+        conversation.add([{"role": "user", "content": "again"}])
+        await conversation.generate()
+"""
+
+
+@pytest.mark.usefixtures("no_registrations")
+def test_rows_of_agents_get_conversations(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "loop.py").write_text(ASK_AGAIN)
+    write_rows(tmp_path / "rows.parquet", 4)
+    own = [f"data.path={tmp_path}/rows.parquet", "data.max_response_length=60"]
+    assert main_generation.main([*command, *own, "rollout.agent.default_agent_loop=tool_agent"]) == 2
+    assert "needs tools or an interaction: set rollout.multi_turn.tool_config_path" in capsys.readouterr().err
+    assert main_generation.main([*command, *own, f"rollout.agent.default_agent_loop={tmp_path}/loop.py:AskAgain"]) == 0
+    responses = [text for row in rows_of(tmp_path / "out.parquet") for text in row["responses"]]
+    assert len(responses) == 8 and all("again" in text for text in responses)
+
+
+def test_rows_keep_their_columns_and_overlong_ones_can_be_dropped(command: list[str], tmp_path: Path) -> None:
     contents = ["1+1=", "x" * 60, "2+2="]
     rows: list[dict[str, Any]] = [
-        {"prompt": [{"role": "user", "content": c}], "note": {"n": i}, "agent_name": "tool_agent"}
+        {"prompt": [{"role": "user", "content": c}], "note": {"n": i}, "agent_name": "single_turn_agent"}
         for i, c in enumerate(contents)
     ]
     rows[2]["later"] = "only here"
@@ -209,7 +233,6 @@ def test_rows_keep_their_columns_and_overlong_ones_can_be_dropped(
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     own = [f"data.path={data}", "data.filter_overlong_prompts=true", "rollout.name=hf"]
     assert main_generation.main([*command, *own]) == 0
-    assert "rows with agent_name=tool_agent get one response" in caplog.text
     written = rows_of(tmp_path / "out.parquet")
     added = ("responses", "response_lengths", "finish_reasons")
     assert [{n: v for n, v in row.items() if n not in added} for row in written] == [rows[0] | {"later": None}, rows[2]]

@@ -29,6 +29,11 @@ COUNT_COLUMNS = {
     "program_errors": "program_error_counts",
 }
 """Counts of a conversation, and their column in the batch."""
+AGENT_COLUMNS = (
+    *("finish_reason", "__num_turns__", "messages", "tool_rewards", "turn_scores", "reward_scores", EARLIER),
+    *COUNT_COLUMNS.values(),
+)
+"""Columns that a rollout with agents adds to its rows."""
 
 
 class AgentRollout:

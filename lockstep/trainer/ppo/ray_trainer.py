@@ -153,7 +153,7 @@ class PPOTrainer:
         self.max_staleness = config.trainer.max_staleness if config.trainer.async_mode is not None else 0
         self.loader_state: dict[str, Any] = {}
         """State of the data loader after the last complete step: the one that checkpoints save."""
-        self.idle_steps, self.cut_responses = IdleSteps(), CutResponses(tokenizer.all_special_ids)
+        self.idle_steps, self.cut_responses = IdleSteps(), CutResponses()
         compute_dtype = resolve_dtype(config.actor_rollout_ref.actor.fsdp_config.dtype, torch.device(self.device_name))
         self.gap_bound = GapBound(compute_dtype)
         roles = profiled_roles(config, map(str, role_worker_mapping))
@@ -537,9 +537,7 @@ class PPOTrainer:
         chosen = batch
         if algorithm.use_pf_ppo:
             rule = algorithm.pf_ppo
-            chosen = forks.choose(
-                batch, pf_ppo_rows(rows, rule.reweight_method, rule.weight_pow, self.global_steps)
-            )
+            chosen = forks.choose(batch, pf_ppo_rows(rows, rule.reweight_method, rule.weight_pow, self.global_steps))
         return batch, chosen, metrics | correction_metrics
 
     def _with_outputs(
