@@ -109,6 +109,9 @@ class Conversation:
         self.sample = generate
         self.seed = seed
         self._num_prompt_messages = len(self.messages)
+        self._turn_starts: list[
+            tuple[int, int, int]
+        ] = []  # trajectory, and tool_rewards and turn_scores before the turn
 
     @property
     def trajectory(self) -> Trajectory:
@@ -124,6 +127,19 @@ class Conversation:
     def new_messages(self) -> list[Message]:
         """The messages after the prompt."""
         return self.messages[self._num_prompt_messages :]
+
+    def turn_rewards(self, number: int = -1) -> list[float]:
+        """For each turn of a trajectory, a run of sampled tokens, the sum of the `tool_rewards` and `turn_scores` that followed it.
+
+        number: which trajectory.
+        """
+        ends = [*self._turn_starts[1:], (0, len(self.tool_rewards), len(self.turn_scores))]
+        number %= len(self.trajectories)
+        return [
+            sum(self.tool_rewards[tools:end_tools]) + sum(self.turn_scores[scores:end_scores])
+            for (trajectory, tools, scores), (_, end_tools, end_scores) in zip(self._turn_starts, ends)
+            if trajectory == number
+        ]
 
     @property
     def result(self) -> ConversationResult:
@@ -164,6 +180,8 @@ class Conversation:
         # A token depends on its request's seed and its position, and positions of one trajectory never come again.
         seed = (self.seed + len(self.trajectories) - 1) % 2**63
         completion = await self.sample(GenerationRequest(self.trajectory.ids, sampling, seed))
+        if completion.token_ids and not any(self.trajectory.response_mask[-1:]):  # else it continues the turn before
+            self._turn_starts.append((len(self.trajectories) - 1, len(self.tool_rewards), len(self.turn_scores)))
         self.trajectory.add_sampled(completion)
         self.num_assistant_turns += 1
         ended = completion.stop_reason == "stop"

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from lockstep.config import names
 from lockstep.config.actor_rollout_ref import SERVER_ENGINES, has_cut_log_probs
 from lockstep.config.compat import NOT_SUPPORTED
+from lockstep.config.ensemble import reward_problems
 from lockstep.config.errors import NO_VALUE, ConfigError, Problem, nearest
 from lockstep.config.estimators import BATCH_INPUTS, PARAMETERS, required_inputs
 from lockstep.config.placement import ROLES, Pools, TooFewWorkers, controller_of, needed_models, num_workers, pools_of
@@ -116,6 +117,11 @@ RANGES: dict[str, Range] = {
     "max_retries": NOT_NEGATIVE,
     "retry_backoff_s": POSITIVE,
     "max_outstanding": POSITIVE,
+    "max_concurrent": POSITIVE,
+    "max_rpm": POSITIVE,
+    "max_tpm": POSITIVE,
+    "estimated_tokens_per_request": POSITIVE,
+    "max_tokens": POSITIVE,
     "clip_grad": POSITIVE,
     "grad_clip": POSITIVE,
     "lr": NOT_NEGATIVE,
@@ -437,6 +443,7 @@ def _names(values: Values) -> Iterator[Problem]:
 
 def reward_manager(values: Values) -> Iterator[Problem]:
     yield from _name(values, "reward_model.reward_manager", names.REWARD_MANAGERS)
+    yield from reward_problems(values)
 
 
 def _name(values: Values, key: str, known: Collection[str]) -> Iterator[Problem]:

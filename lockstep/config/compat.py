@@ -64,6 +64,12 @@ ALIASES: dict[str, str] = {
     "reward.custom_reward_function": "custom_reward_function",
     "reward.reward_manager.name": "reward_model.reward_manager",
     "reward_manager.name": "reward_model.reward_manager",
+    "reward_model.timeout": "reward_model.timeout_s",
+    **{
+        f"reward.{name}": f"reward_model.{name}"
+        for name in ("max_concurrent", "max_rpm", "max_tpm", "estimated_tokens_per_request")
+    },
+    "reward.timeout": "reward_model.timeout_s",
     "data.test_files": "data.val_files",
     f"{_ARR}.rollout.max_new_tokens": "data.max_response_length",
     f"{_ARR}.actor.max_grad_norm": f"{_ARR}.actor.grad_clip",

@@ -38,13 +38,7 @@ class EvaluationConfig:
 
 def as_validation(config: EvaluationConfig) -> PPOConfig:
     """The training configuration whose validation scores responses in the same way."""
-    own = config.reward_model
-    scoring = RewardModelConfig(
-        reward_manager=own.reward_manager,
-        reward_kwargs=own.reward_kwargs,
-        sandbox=own.sandbox,
-        timeout_s=own.timeout_s,
-    )
+    scoring = RewardModelConfig(**vars(config.reward_model))
     data = DataConfig(
         reward_fn_key=config.data.data_source_key,
         max_response_length=config.data.max_response_length or 0,

@@ -20,9 +20,60 @@ class RewardModelModelConfig(HFModelConfig):
 
 
 @dataclass(frozen=True)
+class JudgeConfig:
+    enable: bool = False
+    """Score responses with a generative judge; not needed if `reward_model.ensemble` has one."""
+    base_url: str | None = None
+    """OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1."""
+    model: str | None = None
+    """Name of the model there."""
+    api_key_env: str | None = None
+    """Environment variable that holds the API key; null sends none."""
+    prompt_path: str | None = None
+    """File with the prompt, a Jinja template; null is a general one. Variables: `prompt`, `response`, `answer`, `ground_truth`,
+    `data_source`, `extra_info`, `low`, `high`."""
+    score_range: tuple[float, float] = (0.0, 10.0)
+    """Lowest and highest score that the judge may give; the reward is its place between them, from 0 to 1."""
+    response_format: Literal["json_schema", "json_object", "none"] = "json_schema"
+    """How the endpoint is asked for a JSON object; `none` only says so in the prompt."""
+    answer_regex: str | None = None
+    """For judges that do not write JSON: the last line of the answer must match this as a whole; its first group is the score."""
+    temperature: float = 0.0
+    max_tokens: int = 512
+    """Longest answer."""
+    timeout_s: float = 60.0
+    """Deadline of one request; that of a row, retries included, is `reward_model.timeout_s`."""
+    max_retries: int = 5
+    """How often a request is sent again after an error of the server, a timeout or an answer without a valid score."""
+    retry_backoff_s: float = 1.0
+    """Pause before the first retry; it doubles each time."""
+    cache: bool = True
+    """Do not send a request again that was answered before."""
+    cache_path: str | None = None
+    """SQLite file that keeps the answers for later runs; null keeps them in memory."""
+
+
+@dataclass(frozen=True)
+class RewardPartConfig:
+    """One entry of `reward_model.ensemble`."""
+
+    source: str = ""
+    """`scorer` (by `data_source`), `judge`, `reward_model`, `turn_rewards` or `rollout_reward_scores` (of conversations), or a
+    function as `file.py:function` or `pkg.module:function`."""
+    weight: float = 1.0
+    """Factor of the value in the score; 0 leaves the entry out."""
+    clip: tuple[float, float] | None = None
+    """Limits of the value."""
+    normalize: Literal["group"] | None = None
+    """`group`: subtract the mean and divide by the standard deviation of the prompt's samples, in training."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the function or the scorers; keys of `reward_model.judge` that differ for this judge."""
+
+
+@dataclass(frozen=True)
 class RewardFunctionConfig:
     reward_manager: str = "naive"
-    """Reward manager: `naive`, `batch`, `dapo`, `prime`, or your own as `module:Class` or `file.py:Class`."""
+    """Reward manager: `naive`, `batch`, `dapo`, `prime`, `rate_limited`, or your own as `module:Class` or `file.py:Class`."""
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
     """Extra arguments of the reward manager, such as `overlong_buffer_cfg` or `num_workers`, the most worker processes (number of
     cores, at most 16; set 1 for a function that loads a model)."""
@@ -32,6 +83,18 @@ class RewardFunctionConfig:
     timeout_s: float | None = 300.0
     """Timeout in seconds of one reward function call; on timeout the sample fails (score 0, counted), and three in a row stop the
     run. null has no timeout and calls the function in the trainer's process."""
+    max_concurrent: int | None = None
+    """Calls of coroutine reward functions, and requests of judges, at once; null is 64."""
+    max_rpm: int | None = None
+    """Such calls and requests per minute; null has no limit."""
+    max_tpm: int | None = None
+    """Tokens of these per minute; null has no limit."""
+    estimated_tokens_per_request: int = 2000
+    """Tokens that one call of a coroutine function counts for `max_tpm`; requests of judges are estimated by their length."""
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    ensemble: dict[str, Any] = field(default_factory=dict)
+    """Several rewards, each under a name of your choice: `{correct: {source: scorer}, style: {source: judge, weight: 0.2}}`. The
+    score is their weighted sum. Keys of an entry: `source`, `weight`, `clip`, `normalize`, `kwargs`; see docs/rewards.md."""
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,7 @@ _TABLE = (
     BatchKey(
         "earlier_trajectories", "B", None, "agents", "the trainer", "trajectories before the history was rewritten"
     ),
+    BatchKey("turn_rewards", "B", None, "agents", "reward", "sum of tool_rewards and turn_scores of each turn"),
     BatchKey("reward_scores", "B", None, "agents", "reward", "reward of the conversation by each tool, by name"),
     BatchKey("is_padding", "B", None, "the dispatch", "losses", "True for rows added so that the batch divides evenly"),
 )

@@ -2,6 +2,7 @@
 
 How a function is called (`make_caller`):
 
+    ensemble                       each of its functions in its own way, all at once
     coroutine function             concurrently in one event loop, each call limited to `timeout_s`
     built in                       inline, or in threads if that takes long: the built-in scorers have their own time limits
     no timeout                     inline, one row after another
@@ -18,15 +19,18 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
 from lockstep.registry import USER_MODULE
 from lockstep.rewards.default import default_compute_score, default_compute_scores, external_scorers
+from lockstep.rewards.ensemble import Ensemble
 from lockstep.rewards.errors import RewardHangError
 from lockstep.rewards.monitor import CallMonitor, place, raised_at
+from lockstep.rewards.rate_limit import RateLimiter
 from lockstep.rewards.worker_pool import WorkerPool, worker_task
 
 logger = logging.getLogger(__name__)
@@ -49,12 +53,25 @@ def make_caller(
     num_workers: int | None = None,
     max_concurrency: int = 64,
     always_workers: bool = False,
+    limiter: RateLimiter | None = None,
 ) -> Caller:
     """Choose how to call `function`.
 
     num_workers:    most worker processes or threads; None is the number of cores, at most 16.
     always_workers: require worker processes.
+    limiter:        each call of a coroutine function begins in one of its slots.
     """
+    if isinstance(function, Ensemble):
+        parts = [part.function for part in function.parts.values()]
+        check_limited(parts, limiter)
+
+        def make(part: Callable[..., Any]) -> Caller:
+            return make_caller(
+                part, timeout_s, num_workers, max_concurrency, always_workers, limiter if is_async(part) else None
+            )
+
+        return function.caller(make)
+    check_limited([function], limiter)
     if timeout_s is not None and timeout_s <= 0:
         raise ValueError(f"reward_model.timeout_s={timeout_s:g}: must be above 0, or null for no limit")
     num_workers = default_num_workers() if num_workers is None else num_workers
@@ -70,12 +87,23 @@ def make_caller(
                 "level of a module, or set reward_model.reward_manager=naive"
             )
     if is_async(function):
-        return partial(_call_concurrently, function, timeout_s, max_concurrency)
+        if getattr(function, "limits_itself", False):
+            timeout_s = limiter = None
+        return partial(_call_concurrently, function, timeout_s, max_concurrency, limiter)
     if _has_own_limit(function):
         return partial(_call_built_in, function, num_workers)
     if timeout_s is None:
         return partial(_call_inline, function)
     return partial(_call_in_thread, function, timeout_s)
+
+
+def check_limited(functions: list[Callable[..., Any]], limiter: RateLimiter | None) -> None:
+    """ValueError if there are limits on calls, and no function that they apply to."""
+    if limiter is not None and not any(map(is_async, functions)):
+        raise ValueError(
+            "reward_model.max_concurrent, max_rpm and max_tpm limit coroutine functions and judges; define "
+            f"{function_name(functions[0])} with `async def`, or set them to null"
+        )
 
 
 def default_num_workers() -> int:
@@ -174,10 +202,14 @@ def _place(thread: threading.Thread) -> str:
 
 
 def _call_concurrently(
-    function: Callable[..., Any], timeout_s: float | None, max_concurrency: int, rows: list[Arguments]
+    function: Callable[..., Any],
+    timeout_s: float | None,
+    max_concurrency: int,
+    limiter: RateLimiter | None,
+    rows: list[Arguments],
 ) -> list[Outcome]:
     """Run the event loop in a separate thread, since the caller may be inside a running loop."""
-    calls = _ConcurrentCalls(function, timeout_s, max_concurrency, rows)
+    calls = _ConcurrentCalls(function, timeout_s, max_concurrency, limiter, rows)
     thread = threading.Thread(target=calls.run, name="rewards", daemon=True)
     thread.start()
     while thread.is_alive() and calls.error is None:
@@ -202,11 +234,17 @@ class _ConcurrentCalls:
     """
 
     def __init__(
-        self, function: Callable[..., Any], timeout_s: float | None, max_concurrency: int, rows: list[Arguments]
+        self,
+        function: Callable[..., Any],
+        timeout_s: float | None,
+        max_concurrency: int,
+        limiter: RateLimiter | None,
+        rows: list[Arguments],
     ) -> None:
         self.function = function
         self.timeout_s = timeout_s
         self.max_concurrency = max_concurrency
+        self.limiter = limiter
         self.rows = rows
         self.monitor = CallMonitor(function_name(function), rows, timeout_s)
         self.outcomes: list[Outcome] = [None] * len(rows)
@@ -223,12 +261,13 @@ class _ConcurrentCalls:
     async def _call_all(self) -> None:
         slots = asyncio.Semaphore(self.max_concurrency)
         watch = asyncio.create_task(self._watch())
-        tasks = [asyncio.create_task(self._call(number, slots)) for number in range(len(self.rows))]
-        try:
-            await asyncio.gather(*tasks)
-        except RewardHangError as error:
-            self.error = error  # set now: a coroutine may ignore that it is cancelled
-            raise
+        async with _running(self.function):
+            tasks = [asyncio.create_task(self._call(number, slots)) for number in range(len(self.rows))]
+            try:
+                await asyncio.gather(*tasks)
+            except RewardHangError as error:
+                self.error = error  # set now: a coroutine may ignore that it is cancelled
+                raise
         watch.cancel()
 
     async def _watch(self) -> None:
@@ -238,7 +277,7 @@ class _ConcurrentCalls:
             await asyncio.sleep(LOOP_CHECK_S)
 
     async def _call(self, number: int, slots: asyncio.Semaphore) -> None:
-        async with slots:
+        async with slots if self.limiter is None else self.limiter.slot():
             self.loop_seen = self.began[number] = time.monotonic()
             limit = asyncio.timeout(self.timeout_s)
             try:
@@ -255,6 +294,16 @@ class _ConcurrentCalls:
                 self.outcomes[number] = self.monitor.timed_out(number, began, num_waiting, where)
             else:
                 self.monitor.finished()
+
+
+@asynccontextmanager
+async def _running(function: Callable[..., Any]) -> AsyncIterator[None]:
+    """For a function that needs something in the event loop, such as connections."""
+    if hasattr(function, "running"):
+        async with function.running():
+            yield
+    else:
+        yield
 
 
 def is_async(function: Any) -> bool:

@@ -17,20 +17,20 @@ BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_info
 
 
 def get_custom_reward_fn(
-    config: CustomRewardFunctionConfig, arguments: tuple[str, ...] = ARGUMENTS
+    config: CustomRewardFunctionConfig,
+    arguments: tuple[str, ...] = ARGUMENTS,
+    key: str = "custom_reward_function.path",
+    kwargs_key: str = "custom_reward_function.reward_kwargs",
 ) -> ComputeScore | None:
-    """The user's function with its `reward_kwargs` bound; None if `custom_reward_function.path` is null."""
+    """The user's function with its `reward_kwargs` bound; None if the path is null. key, kwargs_key: for messages."""
     if config.path is None:
         return None
-    where = f"custom_reward_function.path={config.path}"
-    function = load_plugin("custom_reward_function.path", config.path, config.name)
+    function = load_plugin(key, config.path, config.name)
     clash = set(config.reward_kwargs) & set(arguments)
     if clash:
-        raise ValueError(
-            f"custom_reward_function.reward_kwargs may not set {', '.join(sorted(clash))}: they come from the rows"
-        )
+        raise ValueError(f"{kwargs_key} may not set {', '.join(sorted(clash))}: they come from the rows")
     try:
         check_signature(function, (*arguments, *config.reward_kwargs))
     except ValueError as error:
-        raise ValueError(f"{where}: {error}; set others in custom_reward_function.reward_kwargs") from error
+        raise ValueError(f"{key}={config.path}: {error}; set others in {kwargs_key}") from error
     return functools.partial(function, **config.reward_kwargs) if config.reward_kwargs else function

@@ -12,7 +12,6 @@ from fnmatch import fnmatchcase
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config.ppo import PPOConfig
 from lockstep.registry import Registry, did_you_mean, load_plugin
 from lockstep.rewards import scorers
 from lockstep.rewards.scorers import (
@@ -101,14 +100,14 @@ def find_scorer(data_source: str) -> Scorer:
     )
 
 
-def check_data_sources(config: PPOConfig, first_rows: "Mapping[str, FileRow]", in_training: bool = False) -> None:
+def check_data_sources(
+    options: Mapping[str, Any], first_rows: "Mapping[str, FileRow]", in_training: bool = False
+) -> None:
     """Raise UnknownDataSourceError if a data source has no scorer.
 
-    first_rows: the first row of each data source. in_training: partial credit is given, which is logged.
+    options: of the default function. first_rows: the first row of each data source. in_training: partial credit is given, which
+    is logged.
     """
-    if config.custom_reward_function.path is not None:
-        return
-    options = config.custom_reward_function.reward_kwargs
     for source, row in first_rows.items():
         try:
             scorer = choose_scorer(source, options.get("scorer"))
@@ -201,15 +200,13 @@ def default_compute_scores(
     return [default_compute_score(*row, **kwargs) for row in rows]
 
 
-def check_scorer_options(options: dict[str, Any]) -> None:
-    """Reject a scorer that does not exist and an option that no scorer accepts."""
+def check_scorer_options(options: dict[str, Any], key: str = "custom_reward_function.reward_kwargs") -> None:
+    """Reject a scorer that does not exist and an option that no scorer accepts. key: of the options, for messages."""
     functions = _scorers_in_use(options.get("scorer"))
     known = {"scorer", *(name for function in functions for name in _parameters(function))} - set(ROW_ARGUMENTS)
     for name in options:
         if name not in known:
-            raise ValueError(
-                f"custom_reward_function.reward_kwargs.{name}: no built-in scorer accepts it. {did_you_mean(name, known)}"
-            )
+            raise ValueError(f"{key}.{name}: no built-in scorer accepts it. {did_you_mean(name, known)}")
 
 
 def external_scorers(scorer: str | Mapping[str, str] | None = None) -> list[Scorer]:

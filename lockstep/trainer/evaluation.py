@@ -16,8 +16,7 @@ from lockstep.config.evaluation import EvaluationConfig, as_validation
 from lockstep.data.files import FileRow, read_rows
 from lockstep.observability.rollout_log import write_generations
 from lockstep.observability.step_line import format_number
-from lockstep.rewards.default import check_data_sources
-from lockstep.rewards.managers import DapoRewardManager, NaiveRewardManager, load_reward_manager, uses_default_function
+from lockstep.rewards.managers import DapoRewardManager, NaiveRewardManager, check_scorers, load_reward_manager
 from lockstep.rewards.managers.naive import ScoringRow
 from lockstep.trainer.accuracy import Intervals, accuracy, prompts_of
 from lockstep.trainer.ppo.sampling import fill_failed
@@ -41,6 +40,8 @@ def evaluate(config: EvaluationConfig) -> dict[str, float]:
     logger.info("scoring %d responses to %d prompts", len(scoring), len(rows))
     with phase("rewards"):
         scores, extra = manager.score_rows(scoring)
+    for number, rewards in enumerate(extra.pop("turn_rewards", ())):
+        scores[number] += sum(rewards or ())
     responses.scores = np.asarray(scores, dtype=np.float32).tolist()  # as in a validation's batch
     responses.extra = fill_failed(extra)
     metrics, intervals = accuracy(responses, config.data.correct_score)
@@ -67,11 +68,10 @@ def load_manager(config: EvaluationConfig, rows: Sequence[FileRow]) -> NaiveRewa
                     f"{row.location} has no {LENGTHS!r}, which the overlong penalty needs; add the column, or set "
                     "reward_model.reward_kwargs.overlong_buffer_cfg.enable=false"
                 )
-    if uses_default_function(manager):
-        first: dict[str, FileRow] = {}
-        for row in rows:
-            first.setdefault(str(row.columns[config.data.data_source_key]), row)
-        check_data_sources(as_validation(config), first)
+    first: dict[str, FileRow] = {}
+    for row in rows:
+        first.setdefault(str(row.columns[config.data.data_source_key]), row)
+    check_scorers(manager, first)
     return manager
 
 

@@ -15,8 +15,8 @@ from lockstep.config.preference import RMConfig
 from lockstep.config.sft import SupervisedConfig
 from lockstep.observability.trackers import TRACKERS
 from lockstep.registry import check_signature, find_registered, load_object
-from lockstep.rewards.custom import ARGUMENTS, BATCH_ARGUMENTS, get_custom_reward_fn
-from lockstep.rewards.default import check_scorer_options
+from lockstep.rewards.custom import ARGUMENTS, BATCH_ARGUMENTS
+from lockstep.rewards.load import load_compute_score
 from lockstep.trainer.checkpoint import CheckpointStore, RunLock
 from lockstep.trainer.run_config import check_same_experiment, saved_config
 from lockstep.utils.checkpoint_folder import read_manifest
@@ -66,8 +66,7 @@ def check_reward_function(config: PPOConfig) -> None:
         _check_call("reward_model.reward_manager", manager, (*MANAGER_ARGUMENTS, *config.reward_model.reward_kwargs))
     of_name = BATCH_ARGUMENTS if name == "batch" else ARGUMENTS
     arguments = getattr(manager, "score_arguments", of_name)
-    if get_custom_reward_fn(config.custom_reward_function, arguments) is None:
-        check_scorer_options(config.custom_reward_function.reward_kwargs)
+    load_compute_score(config, arguments)
 
 
 def _policy_loss(config: PPOConfig) -> None:

@@ -1,18 +1,26 @@
 """Reward managers by name; `load_reward_manager` builds the one set in `reward_model.reward_manager`."""
 
 import inspect
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.config.ppo import PPOConfig
 from lockstep.rewards import sandbox
-from lockstep.rewards.custom import ARGUMENTS, BATCH_ARGUMENTS, get_custom_reward_fn
-from lockstep.rewards.default import check_scorer_options, default_compute_score, default_compute_scores
+from lockstep.rewards.custom import ARGUMENTS
+from lockstep.rewards.default import check_data_sources, default_compute_score, default_compute_scores
+from lockstep.rewards.ensemble import Ensemble
+from lockstep.rewards.load import load_compute_score
 from lockstep.rewards.managers.batch import BatchRewardManager
 from lockstep.rewards.managers.dapo import DapoRewardManager, OverlongBuffer
 from lockstep.rewards.managers.functions import FunctionsRewardManager
 from lockstep.rewards.managers.naive import REWARD_MANAGERS, NaiveRewardManager, RewardFn, RewardResult
 from lockstep.rewards.managers.prime import PrimeRewardManager
+from lockstep.rewards.managers.rate_limited import RateLimitedRewardManager
+from lockstep.rewards.rate_limit import has_limits, limits_of, shared_limiter
+
+if TYPE_CHECKING:
+    from lockstep.data.files import FileRow
 
 __all__ = [
     "REWARD_MANAGERS",
@@ -22,10 +30,12 @@ __all__ = [
     "NaiveRewardManager",
     "OverlongBuffer",
     "PrimeRewardManager",
+    "RateLimitedRewardManager",
     "RewardFn",
     "RewardResult",
+    "check_scorers",
     "load_reward_manager",
-    "uses_default_function",
+    "scorer_options",
 ]
 
 
@@ -39,19 +49,22 @@ def load_reward_manager(config: PPOConfig, tokenizer: Any, num_examine: int, in_
     """
     name, reward_kwargs = config.reward_model.reward_manager, config.reward_model.reward_kwargs
     manager = REWARD_MANAGERS.get(name)
-    score_arguments = getattr(manager, "score_arguments", ARGUMENTS)
-    compute_score = get_custom_reward_fn(config.custom_reward_function, score_arguments)
     sandbox.configure(config.reward_model.sandbox)
-    if compute_score is None:
+    compute_score = load_compute_score(config, getattr(manager, "score_arguments", ARGUMENTS), in_training)
+    if scorer_options(compute_score):
         sandbox.announce()
-        options = config.custom_reward_function.reward_kwargs
-        check_scorer_options(options)
-        default = default_compute_scores if score_arguments == BATCH_ARGUMENTS else default_compute_score
-        if in_training:
-            options = {"in_training": True, **options}
-        compute_score = partial(default, **options) if options else default
     signature = inspect.signature(manager)
-    settings = {"timeout_s": config.reward_model.timeout_s, "max_resp_len": config.data.max_response_length}
+    settings: dict[str, Any] = {
+        "timeout_s": config.reward_model.timeout_s,
+        "max_resp_len": config.data.max_response_length,
+    }
+    if has_limits(config.reward_model):
+        if "limiter" not in signature.parameters:
+            raise ValueError(
+                f"reward_model.reward_manager={name} has no limits on calls; set rate_limited, or reward_model.max_concurrent, "
+                "max_rpm and max_tpm to null"
+            )
+        settings["limiter"] = shared_limiter(limits_of(config.reward_model))
     arguments = {
         "tokenizer": tokenizer,
         "num_examine": num_examine,
@@ -69,12 +82,18 @@ def load_reward_manager(config: PPOConfig, tokenizer: Any, num_examine: int, in_
     return manager(**arguments)
 
 
-def uses_default_function(reward_fn: RewardFn) -> bool:
-    """Whether it is a built-in manager that scores by `data_source`."""
-    if not isinstance(reward_fn, NaiveRewardManager):
-        return False
-    function = reward_fn.compute_score
-    return (function.func if isinstance(function, partial) else function) in (
-        default_compute_score,
-        default_compute_scores,
-    )
+def scorer_options(function: Any) -> list[dict[str, Any]]:
+    """The options of the default function, if `function` is or contains it."""
+    if isinstance(function, Ensemble):
+        return [options for part in function.parts.values() for options in scorer_options(part.function)]
+    inner, options = (function.func, function.keywords) if isinstance(function, partial) else (function, {})
+    return [dict(options)] if inner in (default_compute_score, default_compute_scores) else []
+
+
+def check_scorers(reward_fn: RewardFn, first_rows: "Mapping[str, FileRow]", in_training: bool = False) -> None:
+    """UnknownDataSourceError if a built-in manager scores by `data_source` and a row has no scorer.
+
+    first_rows: the first row of each data source. in_training: partial credit is given, which is logged.
+    """
+    for options in scorer_options(reward_fn.compute_score) if isinstance(reward_fn, NaiveRewardManager) else ():
+        check_data_sources(options, first_rows, in_training)

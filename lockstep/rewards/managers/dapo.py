@@ -8,6 +8,7 @@ from lockstep.registry import did_you_mean
 from lockstep.rewards.calls import Outcome
 from lockstep.rewards.custom import ComputeScore
 from lockstep.rewards.managers.naive import REWARD_MANAGERS, NaiveRewardManager, ScoringRow
+from lockstep.rewards.rate_limit import RateLimiter
 
 KEY = "reward_model.reward_kwargs.overlong_buffer_cfg"
 
@@ -48,8 +49,11 @@ class DapoRewardManager(NaiveRewardManager):
         overlong_buffer_cfg: Mapping[str, Any] | OverlongBuffer | None = None,
         max_concurrency: int = 64,
         num_workers: int | None = None,
+        limiter: RateLimiter | None = None,
     ) -> None:
-        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key, timeout_s, max_concurrency, num_workers)
+        super().__init__(
+            *(tokenizer, num_examine, compute_score, reward_fn_key, timeout_s, max_concurrency, num_workers, limiter)
+        )
         self.overlong = read_overlong_buffer(overlong_buffer_cfg)
         if self.overlong.enable:
             if max_resp_len is None:

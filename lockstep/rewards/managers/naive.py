@@ -1,6 +1,7 @@
 """The naive reward manager: calls one function per response and fills the (B, R) reward tensor.
 
 DataProto --rows--> compute_score per row --check--> score at the last response token, other results by name
+                                                   turn_rewards at the last token of each turn
 """
 
 import logging
@@ -23,6 +24,7 @@ from lockstep.rewards.custom import ARGUMENTS, ComputeScore
 from lockstep.rewards.default import UnknownDataSourceError, default_compute_score
 from lockstep.rewards.errors import AllRowsFailedError, RewardError
 from lockstep.rewards.monitor import raised_at
+from lockstep.rewards.rate_limit import RateLimiter
 from lockstep.utils.decoding import decode_all
 
 logger = logging.getLogger(__name__)
@@ -30,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 class RewardResult(TypedDict):
     reward_tensor: torch.Tensor
-    """(B, R) float32: the score at each response's last token, 0 elsewhere."""
+    """(B, R) float32: the score at each response's last token, turn rewards at the last token of each turn, 0 elsewhere."""
     reward_extra_info: dict[str, list[Any]]
     """One value per row for each name; None if a row has none."""
 
@@ -48,6 +50,7 @@ ROLLOUT_COLUMNS = {
     "reward_scores": "rollout_reward_scores",
     "tool_rewards": "tool_rewards",
     "turn_scores": "turn_scores",
+    "turn_rewards": "turn_rewards",
     "messages": "messages",
 }
 """Columns of a multi-turn rollout, and their names in `extra_info`."""
@@ -96,28 +99,38 @@ class NaiveRewardManager:
         timeout_s: float | None = None,
         max_concurrency: int = 64,
         num_workers: int | None = None,
+        limiter: RateLimiter | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.num_examine = num_examine
         self._failure_logged = False
         self.compute_score: ComputeScore = compute_score or default_compute_score
         self.reward_fn_key = reward_fn_key
-        self.call_all = make_caller(self.compute_score, timeout_s, num_workers, max_concurrency, self.always_workers)
+        self.call_all = make_caller(
+            self.compute_score, timeout_s, num_workers, max_concurrency, self.always_workers, limiter
+        )
+        self._reads_rm_scores = getattr(self.compute_score, "uses_reward_model", False)
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | RewardResult:
         assert data.batch is not None
-        if "rm_scores" in data.batch.keys():  # noqa: SIM118 (a TensorDict is not a mapping of its keys)
+        if "rm_scores" in data.batch.keys() and not self._reads_rm_scores:  # noqa: SIM118 (a TensorDict is not a mapping)
             result = RewardResult(reward_tensor=data.batch["rm_scores"], reward_extra_info={})
             return result if return_dict else result["reward_tensor"]
         rows = self._rows(data)
         scores, extra_info = self.score_rows(rows)
+        turn_rewards = extra_info.pop("turn_rewards", None)
         self._log_examples(data, rows, scores)
         reward_tensor = place_scores(scores, last_token_positions(data), data.batch["responses"].shape[1])
+        if turn_rewards is not None:
+            add_turn_rewards(reward_tensor, turn_rewards, turn_ends(data), function_name(self.compute_score))
         result = RewardResult(reward_tensor=reward_tensor, reward_extra_info=extra_info)
         return result if return_dict else reward_tensor
 
     def score_rows(self, rows: list[ScoringRow]) -> tuple[list[float], dict[str, list[Any]]]:
-        """The score of each row, and the function's other results by name, with None for rows that have none."""
+        """The score of each row, and the function's other results by name, with None for rows that have none.
+
+        Scores are without `turn_rewards`, which are among the other results.
+        """
         outcomes = self._score_all(rows)
         self._report_failures(rows, outcomes)
         scores, extra_info = self._read_outcomes(rows, outcomes)
@@ -133,12 +146,13 @@ class NaiveRewardManager:
                 )
         sources, reward_models = data.non_tensor_batch[self.reward_fn_key], data.non_tensor_batch["reward_model"]
         extra_infos = data.non_tensor_batch.get("extra_info", [None] * len(data))
-        added = {
-            name: data.non_tensor_batch[column]
-            for column, name in ROLLOUT_COLUMNS.items()
-            if column in data.non_tensor_batch
+        wanted = ROLLOUT_COLUMNS | getattr(self.compute_score, "columns", {})
+        added: dict[str, Any] = {
+            name: data.non_tensor_batch[column] for column, name in wanted.items() if column in data.non_tensor_batch
         }
         assert data.batch is not None
+        if self._reads_rm_scores:
+            added["rm_score"] = data.batch["rm_scores"].sum(-1).tolist()
         num_prompt = data.batch["prompts"].shape[1]
         attended = data.batch["attention_mask"].bool()
         responses = self._texts(data.batch["responses"], attended[:, num_prompt:])
@@ -196,6 +210,8 @@ class NaiveRewardManager:
                 extra_info["reward_failed"][number] = 1.0
                 continue
             result = outcome if isinstance(outcome, dict) else {"score": outcome}
+            if result.get("turn_rewards") is not None:
+                result = {"score": 0.0, **result}
             scores.append(score_of(result, row, self.compute_score))
             for name, value in result.items():
                 if name != "score":
@@ -248,6 +264,33 @@ def last_token_positions(data: DataProto) -> list[int]:
         mask = data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :]
     positions: list[int] = (mask.bool().cpu().numpy() * np.arange(mask.shape[1])).max(1).tolist()
     return positions
+
+
+def turn_ends(data: DataProto) -> list[list[int]]:
+    """Response indices of the last token of each turn of the policy: a turn is a run of 1 in `response_mask`."""
+    mask = data.tensors["response_mask"].bool().cpu().numpy()
+    is_end = mask & ~np.pad(mask, ((0, 0), (0, 1)))[:, 1:]
+    return [np.flatnonzero(row).tolist() for row in is_end]
+
+
+def add_turn_rewards(
+    rewards: torch.Tensor, turn_rewards: list[list[float] | None], ends: list[list[int]], function: str
+) -> None:
+    """Add each row's turn rewards to (B, R) `rewards`, at the end of their turns. function: its name, for messages."""
+    for row, (values, places) in enumerate(zip(turn_rewards, ends)):
+        if not values:
+            continue
+        if len(values) != len(places):
+            raise ValueError(
+                f"the reward function {function} returned {len(values)} turn_rewards for a response of {len(places)} turns; "
+                "return one number per turn of the policy (assistant messages in extra_info['messages'])"
+            )
+        for place, value in zip(places, values):
+            if not math.isfinite(value):
+                raise ValueError(
+                    f"the reward function {function} returned the turn reward {value!r}; it must be finite"
+                )
+            rewards[row, place] += float(value)
 
 
 def place_scores(scores: list[float], positions: list[int], response_length: int) -> torch.Tensor:

@@ -85,6 +85,7 @@ class AgentRollout:
             "messages": [c.new_messages for c in conversations],
             "tool_rewards": [c.tool_rewards for c in conversations],
             "turn_scores": [c.turn_scores for c in conversations],
+            "turn_rewards": [c.turn_rewards() for c in conversations],
             "reward_scores": [c.reward_scores for c in conversations],
             EARLIER: [[asdict(t) for t in c.trajectories[:-1] if any(t.response_mask)] for c in conversations],
         }

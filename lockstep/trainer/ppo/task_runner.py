@@ -27,8 +27,7 @@ from lockstep.data.rl_dataset import RLHFDataset, create_rl_dataset
 from lockstep.data.sampler import create_rl_sampler
 from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.observability.jsonl import METRICS_FILE, last_step
-from lockstep.rewards.default import check_data_sources
-from lockstep.rewards.managers import RewardFn, load_reward_manager, uses_default_function
+from lockstep.rewards.managers import RewardFn, check_scorers, load_reward_manager
 from lockstep.single_controller import LOCAL, Backend, ResourcePoolManager, Role, Worker, WorkerDiedError
 from lockstep.trainer.agents import agents_for
 from lockstep.trainer.errors import RunError
@@ -251,9 +250,11 @@ def check_rows(config: PPOConfig, reward_fn: RewardFn, *datasets: Any, in_traini
 
     in_training: the default reward function gives partial credit.
     """
+    if need_reward_model(config) and not config.reward_model.ensemble:
+        return
     for dataset in datasets:
-        if isinstance(dataset, RLHFDataset) and uses_default_function(reward_fn) and not need_reward_model(config):
-            check_data_sources(config, dataset.data_sources, in_training)
+        if isinstance(dataset, RLHFDataset):
+            check_scorers(reward_fn, dataset.data_sources, in_training)
 
 
 def _is_finished(trainer: PPOTrainer) -> bool:
