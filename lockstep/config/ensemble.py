@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from lockstep.config.errors import ConfigError, Problem
+from lockstep.config.errors import NO_VALUE, ConfigError, Problem
 from lockstep.config.reward import JudgeConfig, RewardPartConfig
 from lockstep.config.schema import to_dataclass, to_plain
 
@@ -12,6 +12,12 @@ ENSEMBLE_KEY, JUDGE_KEY = "reward_model.ensemble", "reward_model.judge"
 BUILT_IN_SOURCES = ("scorer", "judge", "reward_model", "turn_rewards", "rollout_reward_scores")
 OPTIONS = {"turn_rewards": ("reduce",), "rollout_reward_scores": ("name",), "reward_model": ()}
 """Keys of `kwargs`, for the sources whose options are not checked elsewhere."""
+RESERVED = {
+    *("score", "reward_failed", "uid", "finish_reason", "index", "data_source", "reward_model", "extra_info"),
+    *("raw_prompt", "raw_prompt_ids", "agent_name", "tools_kwargs", "interaction_kwargs", "__num_turns__", "messages"),
+    *("tool_rewards", "turn_scores", "turn_rewards", "reward_scores", "is_padding"),
+}
+"""Names of columns that a part's value would replace."""
 
 
 def reward_parts(ensemble: Mapping[str, Any]) -> dict[str, RewardPartConfig]:
@@ -37,6 +43,8 @@ def reward_parts(ensemble: Mapping[str, Any]) -> dict[str, RewardPartConfig]:
 
 def _part_problems(key: str, part: RewardPartConfig) -> list[Problem]:
     found = []
+    if (name := key.rpartition(".")[2]) in RESERVED:
+        found.append(Problem(key, NO_VALUE, f"the batch has a column {name!r} already; choose another name"))
     if part.source not in BUILT_IN_SOURCES and ":" not in part.source:
         allowed = f"must be one of {', '.join(BUILT_IN_SOURCES)}, or a function as file.py:function"
         found.append(Problem(f"{key}.source", part.source, allowed))

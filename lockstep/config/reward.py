@@ -14,8 +14,8 @@ class RewardModelModelConfig(HFModelConfig):
     path: str = ""
     """A sequence classifier with one label, in the same forms as the actor's path."""
     input_tokenizer: str | None = None
-    """The policy's tokenizer, if the reward model's differs: responses are then decoded and encoded again; null if they are the
-    same."""
+    """The policy's tokenizer, if the reward model's tokens or chat template differ: conversations are then rendered and encoded
+    again as the reward model expects them; null if they are the same."""
     fsdp_config: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
 
 

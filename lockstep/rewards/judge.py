@@ -101,6 +101,8 @@ class Judge:
         self._template = _template(config, key)
         self._regex = _regex(config, key)
         self._cache = AnswerCache(config.cache_path, key) if config.cache else None
+        # made once: reading the certificates takes as long as a short request
+        self._tls = httpx2.create_ssl_context() if str(config.base_url).startswith("https:") else False
         self._clients: dict[asyncio.AbstractEventLoop, httpx2.AsyncClient] = {}
         self._random = random.Random(0)
         self._broken: RewardError | None = None
@@ -112,6 +114,7 @@ class Judge:
         loop = asyncio.get_running_loop()
         async with httpx2.AsyncClient(
             headers=self._headers,
+            verify=self._tls,
             timeout=httpx2.Timeout(None, connect=self.config.timeout_s),
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=self.limiter.limits.max_concurrent),
             trust_env=self.config.base_url is not None and not _is_local(self.config.base_url),

@@ -15,6 +15,7 @@ from lockstep.protocol.keys import require
 from lockstep.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 from lockstep.utils.distributed import join_process_group
 from lockstep.utils.model_path import revision_of
+from lockstep.workers.reward_text import token_ids
 from lockstep.workers.updates import micro_batching
 
 _KEY = "reward_model.model"
@@ -58,6 +59,18 @@ class RewardModelWorker(Worker):
         )
         self._register_dispatch_collect_info("reward", self.engine.dp_rank, self.engine.sp_rank == 0)
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def check_tokenizer(self, vocabulary: dict[str, int]) -> None:
+        """ValueError if the policy's tokens have other ids here, and responses are not encoded again."""
+        if self.policy_tokenizer is not None:
+            return
+        own = self.tokenizer.get_vocab()
+        if other := next((token for token, number in vocabulary.items() if own.get(token) != number), None):
+            raise ValueError(
+                f"{_KEY}.path={self.config.model.path}: its tokenizer is not the policy's (the token {other!r} is "
+                f"{vocabulary[other]} there and {own.get(other, 'none')} here); set {_KEY}.input_tokenizer to that of the policy"
+            )
+
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("reward"), blocking=False)
     def compute_rm_score(self, data: DataProto) -> DataProto:
         require(data, "input_ids", "attention_mask", "position_ids", "responses", "response_mask")
@@ -86,8 +99,7 @@ class RewardModelWorker(Worker):
             else:
                 answer = policy_tokenizer.decode(response[mask.bool()], skip_special_tokens=True)
                 turns = [{"role": "assistant", "content": answer}]
-            text = self.tokenizer.apply_chat_template([*columns["raw_prompt"][row], *turns], tokenize=False)
-            sequences.append(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+            sequences.append(token_ids(self.tokenizer, [*columns["raw_prompt"][row], *turns]))
         width = max(map(len, sequences))
         input_ids = torch.full((len(sequences), width), self.tokenizer.pad_token_id)
         attention_mask = torch.zeros_like(input_ids)

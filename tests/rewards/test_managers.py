@@ -20,7 +20,7 @@ from lockstep.rewards.managers import (
     NaiveRewardManager,
     PrimeRewardManager,
     load_reward_manager,
-    uses_default_function,
+    scorer_options,
 )
 from tests.tiny import tiny_tokenizer
 
@@ -429,6 +429,37 @@ def test_which_managers_score_by_data_source() -> None:
     batch = PPOConfig(reward_model=RewardModelConfig(reward_manager="batch"))
     for config in (PPOConfig(), batch):
         for in_training in (True, False):
-            assert uses_default_function(load_reward_manager(config, TOKENIZER, 0, in_training))
-    assert not uses_default_function(NaiveRewardManager(TOKENIZER, 0, lambda **row: 1.0))
-    assert not uses_default_function(lambda data, return_dict=False: data)
+            assert scorer_options(load_reward_manager(config, TOKENIZER, 0, in_training).compute_score)
+    assert not scorer_options(lambda **row: 1.0)
+
+
+def turns_batch() -> DataProto:
+    """Turns of the policy at the tokens 0-1, 4-5 and 9; another row with one turn at 0-6."""
+    data = make_batch(["abcdefghi", "abcdef"])
+    data.batch["response_mask"][0] = torch.tensor([1, 1, 0, 0, 1, 1, 0, 0, 0, 1])
+    return data
+
+
+def test_turn_rewards_are_at_the_end_of_their_turns() -> None:
+    results = [{"score": 1.0, "turn_rewards": [0.25, -0.5, 0.125], "acc": 1.0}, {"turn_rewards": [2.0]}]
+    manager = NaiveRewardManager(TOKENIZER, 0, lambda extra_info, **_: results[extra_info["index"]])
+    result = manager(turns_batch(), return_dict=True)
+    expected = torch.zeros(2, RESPONSE_LENGTH)
+    expected[0, 1], expected[0, 5], expected[0, 9] = 0.25, -0.5, 1.125  # the score is at the last token too
+    expected[1, 6] = 2.0
+    assert torch.equal(result["reward_tensor"], expected)
+    assert result["reward_tensor"].sum(-1).tolist() == [0.875, 2.0]  # what outcome estimators use: nothing counts twice
+    assert result["reward_extra_info"] == {"reward_failed": [0.0, 0.0], "acc": [1.0, None]}
+
+
+@pytest.mark.parametrize(
+    "rewards, message",
+    [
+        ([1.0], "returned 1 turn_rewards for a response of 3 turns"),
+        ([0.0, float("nan"), 0.0], "the turn reward nan; it must be finite"),
+    ],
+)
+def test_turn_rewards_that_do_not_fit_stop_the_run(rewards: list[float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(lambda **_: {"turn_rewards": rewards}, turns_batch())
+    assert run(lambda **_: {"turn_rewards": [], "score": 1.0}, turns_batch())["reward_tensor"].sum() == 2

@@ -220,6 +220,8 @@ class PPOTrainer:
         self.ref_policy_wg: Any = self.actor_rollout_wg if has_adapters else groups.get(str(Role.RefPolicy))
         self.critic_wg: Any = groups.get(str(Role.Critic))
         self.rm_wg: Any = groups.get(str(Role.RewardModel))
+        if hasattr(self.rm_wg, "check_tokenizer"):  # not None, nor a class of the user's without it
+            self.rm_wg.check_tokenizer(self.tokenizer.get_vocab())
         self.sampling = self._sampling()
         self.weight_sync = None
         policy, device = self.config.actor_rollout_ref, torch.device(self.device_name)

@@ -1,0 +1,136 @@
+"""Limits on remote calls: no window has more than allowed, in whatever order calls end, in one event loop or several."""
+
+import asyncio
+import threading
+import time
+from itertools import pairwise
+
+import pytest
+
+from lockstep.config.ppo import PPOConfig
+from lockstep.config.reward import RewardModelConfig
+from lockstep.rewards.managers import NaiveRewardManager, RateLimitedRewardManager, load_reward_manager
+from lockstep.rewards.managers.naive import ScoringRow
+from lockstep.rewards.rate_limit import RateLimiter, RateLimits, limits_of, shared_limiter
+
+ROWS = [ScoringRow("s", str(i), "t", {"index": i}, 1) for i in range(8)]
+
+
+def starts(limiter: RateLimiter, num_calls: int, tokens: int | None = None, call_s: float = 0.0) -> list[float]:
+    """When each of many concurrent calls began."""
+    began: list[float] = []
+
+    async def call() -> None:
+        async with limiter.slot(tokens):
+            began.append(time.monotonic())
+            await asyncio.sleep(call_s)
+
+    async def main() -> None:
+        await asyncio.gather(*(call() for _ in range(num_calls)))
+
+    asyncio.run(main())
+    return sorted(began)
+
+
+def most_in_a_window(times: list[float], window_s: float) -> int:
+    return max(sum(begin <= t < begin + window_s for t in times) for begin in times)
+
+
+def test_no_window_has_more_calls_than_allowed() -> None:
+    times = starts(RateLimiter(RateLimits(max_rpm=3, window_s=0.2)), 8)
+    assert most_in_a_window(times, 0.19) == 3
+    assert 0.39 < times[-1] - times[0] < 1.0
+
+
+def test_no_window_has_more_tokens_than_allowed() -> None:
+    times = starts(RateLimiter(RateLimits(max_tpm=100, window_s=0.2)), 5, tokens=40)
+    assert most_in_a_window(times, 0.19) == 2
+    alone = starts(RateLimiter(RateLimits(max_tpm=100, window_s=0.2)), 2, tokens=500)  # more than a window allows
+    assert all(later - earlier > 0.19 for earlier, later in pairwise(alone))
+
+
+def test_calls_at_once_in_several_event_loops() -> None:
+    limiter, running, most = RateLimiter(RateLimits(max_concurrent=3)), [0], [0]
+    lock = threading.Lock()
+
+    async def call() -> None:
+        async with limiter.slot():
+            with lock:
+                running[0] += 1
+                most[0] = max(most[0], running[0])
+            await asyncio.sleep(0.01)
+            with lock:
+                running[0] -= 1
+
+    async def main() -> None:
+        await asyncio.gather(*(call() for _ in range(10)))
+
+    threads = [threading.Thread(target=asyncio.run, args=(main(),)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert most == [3] and limiter._num_running == 0
+
+
+def test_a_cancelled_call_gives_its_slot_back() -> None:
+    limiter = RateLimiter(RateLimits(max_concurrent=1))
+
+    async def main() -> None:
+        async def hold() -> None:
+            async with limiter.slot():
+                await asyncio.sleep(60)
+
+        holder, waiter = asyncio.create_task(hold()), asyncio.create_task(hold())
+        await asyncio.sleep(0.01)
+        waiter.cancel()
+        holder.cancel()
+        await asyncio.gather(holder, waiter, return_exceptions=True)
+        async with asyncio.timeout(1), limiter.slot():
+            pass
+
+    asyncio.run(main())
+    assert limiter._num_running == 0
+
+
+def test_a_pause_holds_all_calls() -> None:
+    limiter = RateLimiter(RateLimits())
+    limiter.pause(0.15)
+    began = time.monotonic()
+    assert min(starts(limiter, 3)) - began >= 0.14
+
+
+def test_the_manager_limits_coroutine_functions_and_waiting_is_no_timeout() -> None:
+    began: list[float] = []
+
+    async def remote(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, int]) -> float:
+        began.append(time.monotonic())
+        if solution_str == "3":
+            raise ConnectionError("the service answered 500")
+        return float(solution_str)
+
+    limiter = RateLimiter(RateLimits(max_concurrent=4, max_rpm=4, window_s=0.3))
+    scores, extra = RateLimitedRewardManager(None, 0, remote, timeout_s=0.2, limiter=limiter).score_rows(ROWS)
+    assert scores == [0, 1, 2, 0, 4, 5, 6, 7]
+    assert extra["reward_failed"] == [0, 0, 0, 1, 0, 0, 0, 0]  # the failed row is counted
+    assert most_in_a_window(began, 0.29) == 4
+
+
+def test_settings_of_the_config() -> None:
+    settings = RewardModelConfig(reward_manager="rate_limited", max_concurrent=2, max_rpm=600, max_tpm=9000)
+    assert limits_of(settings) == RateLimits(2, 600, 9000, 2000)
+    # training and validation share one
+    assert shared_limiter(limits_of(settings)) is shared_limiter(limits_of(settings))
+    with pytest.raises(
+        ValueError, match=r"limit coroutine functions and judges; define .*default_compute_score with `async def`"
+    ):
+        load_reward_manager(PPOConfig(reward_model=settings), None, 0)
+    prime = RewardModelConfig(reward_manager="prime", max_rpm=1)
+    with pytest.raises(ValueError, match="reward_manager=prime has no limits on calls; set rate_limited"):
+        load_reward_manager(PPOConfig(reward_model=prime), None, 0)
+
+
+def test_rate_limited_needs_a_coroutine_function() -> None:
+    assert isinstance(NaiveRewardManager(None, 0, lambda **row: 1.0), NaiveRewardManager)
+    with pytest.raises(ValueError, match="with `async def`"):
+        RateLimitedRewardManager(None, 0, lambda **row: 1.0)
