@@ -220,7 +220,7 @@ class PPOTrainer:
         self.ref_policy_wg: Any = self.actor_rollout_wg if has_adapters else groups.get(str(Role.RefPolicy))
         self.critic_wg: Any = groups.get(str(Role.Critic))
         self.rm_wg: Any = groups.get(str(Role.RewardModel))
-        if hasattr(self.rm_wg, "check_tokenizer"):  # not None, nor a class of the user's without it
+        if self.rm_wg is not None and hasattr(self.rm_wg, "check_tokenizer"):  # a class of the user's may have none
             self.rm_wg.check_tokenizer(self.tokenizer.get_vocab())
         self.sampling = self._sampling()
         self.weight_sync = None
