@@ -249,7 +249,7 @@ def test_load_reward_manager_rejects_unknown_names() -> None:
     odd = PPOConfig(reward_model=RewardModelConfig(reward_kwargs={"workers": 3}))
     with pytest.raises(ValueError, match=r"reward_model\.reward_kwargs=.*unexpected keyword argument 'workers'"):
         load_reward_manager(odd, TOKENIZER, 0)
-    assert list(REWARD_MANAGERS) == ["batch", "dapo", "functions", "naive", "prime"]
+    assert list(REWARD_MANAGERS) == ["batch", "dapo", "functions", "naive", "prime", "rate_limited"]
 
 
 def with_file(folder: Path, source: str, manager: str = "naive", timeout_s: float = 300.0, **reward_kwargs: Any) -> Any:

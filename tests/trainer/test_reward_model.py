@@ -6,14 +6,24 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen2ForSequenceClassification,
+)
 
 from lockstep.config.model import HFModelConfig
+from lockstep.config.reward import RewardModelConfig, RewardModelModelConfig
 from lockstep.models.export import save_scalar_model
 from lockstep.models.loading import load_value_model
 from lockstep.protocol import DataProto, object_array
+from lockstep.single_controller import ClassWithInitArgs, LocalWorkerGroup, ResourcePool
 from lockstep.trainer.main_ppo import main
 from lockstep.workers.reward_model import RewardModelWorker
-from tests.tiny import tiny_tokenizer
+from lockstep.workers.reward_text import render
+from tests.tiny import tiny_config, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -41,29 +51,141 @@ def test_model_scores_are_the_reward(overrides: list[str], tmp_path: Path, rewar
     assert "val-core/openai/gsm8k/reward/mean@1" in rows[0]
 
 
-def test_own_tokenizer(overrides: list[str], tmp_path: Path, reward_model: Path, tiny_run_files: Path) -> None:
-    """The same tokenizer under another name: the conversation is encoded again, with the template's end of turn."""
-    own = f"reward_model.model.input_tokenizer={tiny_run_files}/model"
-    rows = run(overrides, tmp_path, f"reward_model.model.path={reward_model}", own)
-    assert rows[1]["critic/score/max"] > rows[1]["critic/score/min"]
+OWN_TEMPLATE = (
+    "<|begin|>{% for m in messages %}<{{ m.role }}> {% for c in m.tool_calls or [] %}{{ c.function.name }}: "
+    "{{ c.function.arguments | tojson }}{% endfor %}{{ m.content }}<|end|>{% endfor %}"
+)
+QUESTION = {"role": "user", "content": "What is 1+1?"}
+CALL = {"id": "0", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+CONVERSATION = [
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "the sum is 2"},
+    {"role": "assistant", "content": "It is 2."},
+]
 
 
-def test_own_tokenizer_gets_all_turns_of_a_conversation() -> None:
-    turns = [
-        {"role": role, "content": text} for role, text in (("assistant", "ab"), ("user", "cd"), ("assistant", "e"))
-    ]
-    worker = object.__new__(RewardModelWorker)
-    worker.tokenizer = tokenizer = tiny_tokenizer()
-    rows = DataProto.from_dict(
-        tensors={"responses": torch.ones(1, 4, dtype=torch.int64), "response_mask": torch.tensor([[1, 0, 0, 1]])},
-        non_tensors={
-            "raw_prompt": object_array([[{"role": "user", "content": "Q"}]]),
-            "messages": object_array([turns]),
-            "__num_turns__": object_array([4]),
-        },
+def other_tokenizer(template: str = OWN_TEMPLATE) -> PreTrainedTokenizerFast:
+    """Other ids, other special tokens and another template than the policy's."""
+    special, alphabet = ["<|pad|>", "<|begin|>", "<|end|>"], sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=True)
+    vocabulary = {token: i for i, token in enumerate([*alphabet, *special])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>", bos_token="<|begin|>"
     )
-    text = tokenizer.decode(worker._reencode(rows, tokenizer)["input_ids"][0])
-    assert text == tokenizer.apply_chat_template([{"role": "user", "content": "Q"}, *turns], tokenize=False)
+    fast.chat_template = template
+    return fast
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("other-rm")
+    torch.manual_seed(3)
+    model = Qwen2ForSequenceClassification(tiny_config(num_labels=1, pad_token_id=256, eos_token_id=258))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0) if parameter.ndim > 1 else None
+    model.save_pretrained(folder)
+    other_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def naive_score(folder: Path, messages: list[dict[str, Any]]) -> float:
+    """What transformers computes for the conversation in the reward model's own template."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    with torch.no_grad():
+        return float(model(torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])).logits)
+
+
+def policy_rows(responses: list[str], turns: list[Any] | None = None) -> DataProto:
+    """Rows as the rollout returns them, in the policy's tokens; turns: of an agent."""
+    tokenizer = tiny_tokenizer()
+    ids = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in responses]
+    mask = torch.tensor([[1] * len(row) + [0] * (40 - len(row)) for row in ids])
+    tokens = torch.tensor([row + [0] * (40 - len(row)) for row in ids])
+    tensors = {
+        "input_ids": tokens,
+        "attention_mask": mask,
+        "position_ids": torch.arange(40).expand(len(ids), -1),
+        "responses": tokens,
+        "response_mask": mask,
+    }
+    columns: dict[str, Any] = {"raw_prompt": object_array([[QUESTION]] * len(ids))}
+    if turns is not None:
+        columns |= {"messages": object_array(turns), "__num_turns__": object_array([4] * len(ids))}
+    return DataProto.from_dict(tensors=tensors, non_tensors=columns)
+
+
+@pytest.fixture(scope="module")
+def other_worker(other_model: Path, tiny_run_files: Path) -> Any:
+    model = RewardModelModelConfig(path=str(other_model), input_tokenizer=f"{tiny_run_files}/model")
+    config = RewardModelConfig(
+        model=model,
+        nccl_timeout=60,
+        use_dynamic_bsz=False,
+        forward_max_token_len_per_gpu=1000,
+        micro_batch_size_per_gpu=2,
+    )
+    group = LocalWorkerGroup(ResourcePool([1]), ClassWithInitArgs(RewardModelWorker, config=config))
+    group.init_model()
+    group.check_tokenizer(tiny_tokenizer().get_vocab())
+    return group
+
+
+def test_scores_are_those_of_transformers_for_another_tokenizer(other_worker: Any, other_model: Path) -> None:
+    responses = ["It is 2.", "I do not know", "2"]
+    scores = other_worker.compute_rm_score(policy_rows(responses)).get().tensors["rm_scores"]
+    expected = [naive_score(other_model, [QUESTION, {"role": "assistant", "content": text}]) for text in responses]
+    assert scores.sum(-1).tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert len({round(score, 4) for score in expected}) == 3
+    assert scores.nonzero().tolist() == [[i, len(text)] for i, text in enumerate(responses)]  # at the end token
+
+
+def test_scores_of_conversations_are_those_of_their_messages(other_worker: Any, other_model: Path) -> None:
+    short = [{"role": "assistant", "content": "Two."}]
+    scores = (
+        other_worker.compute_rm_score(policy_rows(["raw", "raw"], [CONVERSATION, short])).get().tensors["rm_scores"]
+    )
+    call = {**CALL, "function": {"name": "add", "arguments": {"a": 1}}}  # the template writes JSON itself
+    shown = [{**CONVERSATION[0], "tool_calls": [call]}, *CONVERSATION[1:]]
+    expected = [naive_score(other_model, [QUESTION, *turns]) for turns in (shown, short)]
+    assert scores.sum(-1).tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("template", ["Gemma", "no tools"])
+def test_templates_without_tools_or_system_get_plain_turns(template: str) -> None:
+    only_turns = "{% if m.role not in ['user', 'assistant'] %}{{ raise_exception('no ' + m.role) }}{% endif %}"
+    skip = "{% if m.role in ['user', 'assistant'] %}{{ m.role }}: {{ m.content }}\n{% endif %}"
+    body = f"{only_turns}{{{{ m.role }}}}: {{{{ m.content }}}}\n" if template == "Gemma" else skip
+    tokenizer = other_tokenizer(f"{{% for m in messages %}}{body}{{% endfor %}}")
+    text = render(tokenizer, [{"role": "system", "content": "Be brief."}, QUESTION, *CONVERSATION])
+    said = 'assistant: {"name": "add", "arguments": {"a": 1}}\nuser: the sum is 2\nassistant: It is 2.\n'
+    assert text == f"user: Be brief.\nWhat is 1+1?\n{said}"
+    with pytest.raises(
+        ValueError, match=r"cannot render the conversation \(no user\); set reward_model\.model\.custom_chat"
+    ):
+        render(other_tokenizer("{{ raise_exception('no user') }}"), [QUESTION])
+
+
+def test_another_tokenizer_without_its_key_is_refused(
+    overrides: list[str], other_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*overrides, "reward_model.enable=true", f"reward_model.model.path={other_model}"]) == 2
+    error = capsys.readouterr().err
+    assert "its tokenizer is not the policy's" in error and "set reward_model.model.input_tokenizer" in error
+
+
+def test_the_model_is_a_part_of_an_ensemble(
+    overrides: list[str], tmp_path: Path, other_model: Path, tiny_run_files: Path
+) -> None:
+    ensemble = "reward_model.ensemble={quality: {source: reward_model, weight: 0.5}, text: {source: '%s/reward.py:compute_score'}}"
+    settings = [f"reward_model.model.path={other_model}", f"reward_model.model.input_tokenizer={tiny_run_files}/model"]
+    step = run([*overrides, "custom_reward_function.path=null"], tmp_path, *settings, ensemble % tiny_run_files)[1]
+    total = 0.5 * step["reward/quality/mean"] + step["reward/text/mean"]
+    assert step["critic/score/mean"] == pytest.approx(total, rel=1e-4) and step["reward/quality/mean"] != 0
 
 
 def test_folder_without_a_score_head_is_refused(
