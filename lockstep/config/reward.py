@@ -39,6 +39,7 @@ class JudgeConfig:
     answer_regex: str | None = None
     """For judges that do not write JSON: the last line of the answer must match this as a whole; its first group is the score."""
     temperature: float = 0.0
+    """Sampling temperature of the judge."""
     max_tokens: int = 512
     """Longest answer."""
     timeout_s: float = 60.0

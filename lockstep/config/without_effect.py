@@ -139,6 +139,11 @@ def _roles(config: PPOConfig, values: Values, models: Collection[str]) -> Iterat
         yield not values[f"{section}.lora_rank"], f"{section}.lora_rank is 0", settings
     reward_keys = tuple(f"reward_model.{name}" for name in (*_REWARD_POOL, *_REWARD_BATCHES))
     yield "rm" not in models, "reward_model.enable is false", ("reward_model.model.", *reward_keys)
+    sources = [entry.get("source") for entry in values["reward_model.ensemble"].values()]
+    no_judge = "nothing is judged; set reward_model.judge.enable=true"
+    yield not (values["reward_model.judge.enable"] or "judge" in sources), no_judge, ("reward_model.judge.",)
+    estimate = ("reward_model.estimated_tokens_per_request",)
+    yield values["reward_model.max_tpm"] is None, "reward_model.max_tpm is null", estimate
     no_pool = "reward_model.enable_resource_pool is false"
     yield (
         not values["reward_model.enable_resource_pool"],

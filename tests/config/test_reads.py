@@ -131,6 +131,7 @@ ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollou
             ["reward_model.model.path=x", "reward_model.micro_batch_size_per_gpu=4"],
             "have no effect: reward_model.enable is",
         ),
+        (["reward_model.judge.model=m"], "reward_model.judge.model=m has no effect: nothing is judged"),
         (["ray_init.num_cpus=4"], "ray_init.num_cpus=4 has no effect: the run does not use Ray"),
         (
             [f"{ROLLOUT}.name=hf", f"{ROLLOUT}.enforce_eager=true"],

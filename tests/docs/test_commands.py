@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
@@ -28,6 +29,7 @@ from lockstep.config.sft import SFTConfig
 from lockstep.trainer import fsdp_sft_trainer, main_dpo, main_rm
 from lockstep.trainer.main_ppo import main
 from tests.hub import use_hub, write_cache
+from tests.judge_server import serve, verdict
 from tests.tiny import save_tiny_model, write_rows
 
 pytestmark = pytest.mark.slow
@@ -65,7 +67,13 @@ ONE_A_PAGE = {page: line for page, line in ON_RAY if "ray_init" not in line and 
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def judge_url() -> Iterator[str]:
+    with serve(lambda body, number: verdict(1 + number % 5)) as server:
+        yield server.url
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory, judge_url: str) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("docs")
     save_tiny_model(folder / "model")
     for name in ("train.parquet", "test.parquet"):
@@ -79,8 +87,10 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (folder / "train.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "It is 2.\n#### 2"}) + "\n")
     (config,) = [b for _, b in blocks("yaml") if b.startswith("# run.yaml")]
     (folder / "run.yaml").write_text(config)
-    for name, language in (("tools.yaml", "yaml"), ("functions.py", "python"), ("agent.py", "python")):
-        (content,) = [block for _, block in blocks(language) if block.startswith(f"# {name}")]
+    files = {"tools.yaml": "yaml", "functions.py": "python", "agent.py": "python", "ensemble.yaml": "yaml"}
+    files |= {"mixed.py": "python", "remote.py": "python", "grade.jinja": "jinja"}
+    for name, language in files.items():
+        (content,) = [block for _, block in blocks(language) if re.match(rf"(# |{{# ){name}", block)]
         (folder / name).write_text(content)
     shutil.copytree(folder / "model", folder / "first" / "global_step_100" / "actor" / "huggingface")
     fill_hub_cache(folder)
@@ -96,6 +106,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "HuggingFaceTB/SmolLM2-135M-Instruct": str(folder / "model"),
         "data/gsm8k": str(folder),
         QUICK_START: str(folder / "first"),
+        "$JUDGE": judge_url,
         "$PLUGINS": str(ROOT / "examples" / "plugins"),
     }
 
