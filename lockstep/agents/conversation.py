@@ -8,6 +8,7 @@ Behind it is a trajectory that only grows. Loops never see token ids of context,
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import groupby
 from typing import Any, Literal
 
 from lockstep.agents.renderer import Message, Renderer
@@ -59,6 +60,7 @@ class ConversationResult:
     counts: Counts
     tool_rewards: list[float]
     turn_scores: list[float]
+    turn_rewards: list[float]
     reward_scores: dict[str, float]
     finish_reason: FinishReason
 
@@ -109,9 +111,7 @@ class Conversation:
         self.sample = generate
         self.seed = seed
         self._num_prompt_messages = len(self.messages)
-        self._turn_starts: list[
-            tuple[int, int, int]
-        ] = []  # trajectory, and tool_rewards and turn_scores before the turn
+        self._turn_starts: list[tuple[int, int]] = []  # number of tool_rewards and turn_scores before each turn
 
     @property
     def trajectory(self) -> Trajectory:
@@ -128,18 +128,25 @@ class Conversation:
         """The messages after the prompt."""
         return self.messages[self._num_prompt_messages :]
 
-    def turn_rewards(self, number: int = -1) -> list[float]:
-        """For each turn of a trajectory, a run of sampled tokens, the sum of the `tool_rewards` and `turn_scores` that followed it.
+    @property
+    def turn_rewards(self) -> list[float]:
+        """For each turn of the last trajectory, a run of sampled tokens, the sum of the `tool_rewards` and `turn_scores` that
+        followed it.
 
-        number: which trajectory.
+        Those of earlier trajectories are in its first turn; those of a conversation that was held elsewhere are in its last.
         """
-        ends = [*self._turn_starts[1:], (0, len(self.tool_rewards), len(self.turn_scores))]
-        number %= len(self.trajectories)
-        return [
+        num_turns = sum(kind for kind, _ in groupby(self.trajectory.response_mask))
+        ends = [*self._turn_starts[1:], (len(self.tool_rewards), len(self.turn_scores))]
+        rewards = [
             sum(self.tool_rewards[tools:end_tools]) + sum(self.turn_scores[scores:end_scores])
-            for (trajectory, tools, scores), (_, end_tools, end_scores) in zip(self._turn_starts, ends)
-            if trajectory == number
+            for (tools, scores), (end_tools, end_scores) in zip(self._turn_starts, ends)
         ]
+        if not num_turns:
+            return []
+        if not rewards:
+            return [0.0] * (num_turns - 1) + [sum(self.tool_rewards) + sum(self.turn_scores)]
+        num_earlier = len(rewards) - num_turns
+        return [sum(rewards[: num_earlier + 1]), *rewards[num_earlier + 1 :]]
 
     @property
     def result(self) -> ConversationResult:
@@ -181,7 +188,7 @@ class Conversation:
         seed = (self.seed + len(self.trajectories) - 1) % 2**63
         completion = await self.sample(GenerationRequest(self.trajectory.ids, sampling, seed))
         if completion.token_ids and not any(self.trajectory.response_mask[-1:]):  # else it continues the turn before
-            self._turn_starts.append((len(self.trajectories) - 1, len(self.tool_rewards), len(self.turn_scores)))
+            self._turn_starts.append((len(self.tool_rewards), len(self.turn_scores)))
         self.trajectory.add_sampled(completion)
         self.num_assistant_turns += 1
         ended = completion.stop_reason == "stop"

@@ -17,7 +17,7 @@ from uuid import uuid4
 
 from lockstep.agents import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
 """
-TWO_TURNS = '''
+TWO_TURNS = """
 @register("checker")
 class CheckerLoop(AgentLoopBase):
     def __init__(self, *args, question="Sure?", **kwargs):
@@ -54,7 +54,7 @@ class CheckerLoop(AgentLoopBase):
             num_turns=4,
             metrics=AgentLoopMetrics(),
         )
-'''
+"""
 ONE_TURN = """
 class Loop(AgentLoopBase):
     async def run(self, sampling_params, **kwargs):
@@ -125,7 +125,10 @@ def test_tokens_may_be_masked_and_cut(tmp_path: Path) -> None:
         ("response_ids.append(9); mask.append(1)", r"response_mask is 1 for token 9 at place 5 "),
         ("ids = ids[1:]", r"response_mask is 1 for token \d+ at place 0 "),
         ("mask.append(0)", "response_mask has 6 entries for 5 response_ids"),
-        ("response_ids += [9] * 400; mask += [0] * 400", r"response_ids has 405 tokens, but .*rollout.response_length=400"),
+        (
+            "response_ids += [9] * 400; mask += [0] * 400",
+            r"response_ids has 405 tokens, but .*rollout.response_length=400",
+        ),
         ("ids = ids * 9", r"prompt_ids has \d+ tokens, but actor_rollout_ref.rollout.prompt_length=100"),
     ],
 )
@@ -139,7 +142,11 @@ def test_other_tokens_stop_the_run(tmp_path: Path, change: str, message: str) ->
     "params, more, message",
     [
         ("sampling_params | {'temperature': 0.3}", "", "temperature=0.3: .* set actor_rollout_ref.rollout.temperature"),
-        ("sampling_params | {'stop': ['x']}", "", r"stop=\['x'\]: the loss needs the rollout's own distribution; remove"),
+        (
+            "sampling_params | {'stop': ['x']}",
+            "",
+            r"stop=\['x'\]: the loss needs the rollout's own distribution; remove",
+        ),
         ("sampling_params, image_data=[1]", "", "only text is supported"),
         ("sampling_params", "extra_fields={'a': 1}", "extra_fields are not supported"),
     ],
@@ -151,6 +158,8 @@ def test_what_cannot_be_trained_on_stops_the_run(tmp_path: Path, params: str, mo
 
 @pytest.mark.usefixtures("no_registrations")
 def test_a_prompt_without_room_stops_the_run(tmp_path: Path) -> None:
-    source = ONE_TURN.format(params="sampling_params", change="", more="").replace("prompt_ids=ids", "prompt_ids=ids * 99")
+    source = ONE_TURN.format(params="sampling_params", change="", more="").replace(
+        "prompt_ids=ids", "prompt_ids=ids * 99"
+    )
     with pytest.raises(ValueError, match=r"leaves no room for an answer in 500"):
         held(tmp_path, source, Scripted("word"))

@@ -136,7 +136,9 @@ def test_a_graph_that_fails_costs_its_own_conversation(
     tmp_path: Path, body: str, options: str, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = REWRITES.replace("async def draft(state, config):", f"async def draft(state, config):\n        {body}")
-    agents = with_graph(tmp_path, source.replace('graph.add_sequence([draft, improve])', 'graph.add_sequence([draft])'), options)
+    agents = with_graph(
+        tmp_path, source.replace("graph.add_sequence([draft, improve])", "graph.add_sequence([draft])"), options
+    )
     done = converse(agents, Scripted("one"), "mine", extra_info={"index": 3})
     assert done.counts.program_errors == 1 and done.finish_reason == "abort" and done.trajectory.response_ids == []
     assert re.search(message, caplog.text)

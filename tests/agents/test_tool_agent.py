@@ -242,7 +242,7 @@ def test_a_tool_lives_as_long_as_its_conversation(tmp_path: Path) -> None:
         ("release", {}),
     ]
     assert (done.tool_rewards, done.reward_scores) == ([0.25, 0.25], {"record": 0.75})
-    assert done.turn_rewards() == [0.25, 0.25, 0.0]
+    assert done.turn_rewards == [0.25, 0.25, 0.0]
     converse(agents, Scripted("no call"))
     assert len(events) == 5  # a tool that is not called is not created
 
@@ -262,7 +262,7 @@ def test_an_interaction_answers_until_the_answer_is_correct(tmp_path: Path) -> N
     done = converse(agents, Scripted("It is 8.", "Then 9", "never"), interaction_kwargs=kwargs)
     assert roles(done.new_messages) == ["assistant", "user", "assistant"]
     assert "wrong" in done.new_messages[1]["content"]
-    assert (done.turn_scores, done.turn_rewards(), done.num_turns) == ([0.0, 1.0], [0.0, 1.0], 4)
+    assert (done.turn_scores, done.turn_rewards, done.num_turns) == ([0.0, 1.0], [0.0, 1.0], 4)
     with pytest.raises(ValueError, match=r"interaction_kwargs\.name='other' is not an interaction .*known: gsm8k"):
         agents.check_row({"agent_name": "tool_agent", "interaction_kwargs": {"name": "other"}})
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from lockstep.agents.conversation import Conversation
 from lockstep.agents.renderer import Renderer
+from lockstep.agents.trajectory import Trajectory
 from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
 from tests.agents.scripted import END, TOKENIZER, Scripted
 from tests.agents.test_renderer import CHATML_PROMPT, DROPS_THINKING, tokenizer_of
@@ -50,7 +51,7 @@ def test_every_reward_belongs_to_one_turn(actions: list[str]) -> None:
         return held
 
     held = asyncio.run(run())
-    rewards = held.turn_rewards()
+    rewards = held.turn_rewards
     assert len(rewards) == num_runs(held.trajectory.response_mask)
     assert sum(rewards) == sum(held.tool_rewards) + sum(held.turn_scores)
 
@@ -68,11 +69,11 @@ def test_rewards_follow_their_turn() -> None:
         held.tool_rewards.append(8.0)
         return held
 
-    assert asyncio.run(run()).turn_rewards() == [3.0, 0.0, 12.0]
+    assert asyncio.run(run()).turn_rewards == [3.0, 0.0, 12.0]
 
 
-def test_each_trajectory_has_the_rewards_of_its_own_turns() -> None:
-    """A template that drops reasoning starts a new trajectory; rewards of turns before it stay with the first."""
+def test_rewards_before_the_last_trajectory_are_in_its_first_turn() -> None:
+    """A template that drops reasoning starts a new trajectory."""
     renderer = Renderer(tokenizer_of(DROPS_THINKING + CHATML_PROMPT), [2])
 
     async def run() -> Conversation:
@@ -86,5 +87,11 @@ def test_each_trajectory_has_the_rewards_of_its_own_turns() -> None:
         return held
 
     held = asyncio.run(run())
-    assert [held.turn_rewards(number) for number in range(len(held.trajectories))] == [[1.0], [2.0]]
-    assert held.turn_rewards() == [2.0]
+    assert len(held.trajectories) == 2 and held.turn_rewards == [3.0]
+
+
+def test_rewards_of_a_conversation_that_was_held_elsewhere_are_in_its_last_turn() -> None:
+    held = conversation(Scripted())
+    held.trajectories = [Trajectory([1], [5, 6, 7], [1, 0, 1], [-1.0, 0.0, -1.0], [0, -1, 0])]
+    held.tool_rewards += [1.0, 2.0]
+    assert held.turn_rewards == [0.0, 3.0]

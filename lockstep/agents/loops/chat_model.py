@@ -156,7 +156,9 @@ def plain_messages(messages: Sequence[BaseMessage], renderer: Renderer, num_prom
             if message["role"] in ("user", "tool") and number >= num_prompt:
                 content = renderer.as_plain_text(content)
             if is_result:
-                results.append((message.get("name") or "", call_ids.get(message["tool_call_id"], call_id_of(0)), content))
+                results.append(
+                    (message.get("name") or "", call_ids.get(message["tool_call_id"], call_id_of(0)), content)
+                )
                 continue
             plain: Message = {"role": message["role"], "content": content}
             if message.get("tool_calls"):

@@ -57,7 +57,9 @@ class ReactAgent(AgentLoop):
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         if row.get("interaction_kwargs"):
-            raise ValueError("agent_name='react_agent' has no interactions; remove interaction_kwargs, or use tool_agent")
+            raise ValueError(
+                "agent_name='react_agent' has no interactions; remove interaction_kwargs, or use tool_agent"
+            )
         if not self.setup.tools and not self.has_graph:
             raise ValueError(
                 "agent_name='react_agent' needs tools or a graph: set actor_rollout_ref.rollout.multi_turn.tool_config_path or "
@@ -95,7 +97,7 @@ class ReactAgent(AgentLoop):
                 await self.graph.ainvoke({"messages": list(conversation.row["raw_prompt"])}, config=config)
         except LimitReachedError as limit:
             return limit.reason
-        except Exception as error:  # noqa: BLE001 - a user's graph may raise anything; it costs its own conversation
+        except Exception as error:
             conversation.counts.program_errors += 1
             is_new, _ = type(error) not in self._failures, self._failures.add(type(error))
             what = f"timeout_s={self.timeout_s:g} exceeded" if isinstance(error, TimeoutError) else repr(error)

@@ -30,7 +30,16 @@ COUNT_COLUMNS = {
 }
 """Counts of a conversation, and their column in the batch."""
 AGENT_COLUMNS = (
-    *("finish_reason", "__num_turns__", "messages", "tool_rewards", "turn_scores", "reward_scores", EARLIER),
+    *(
+        "finish_reason",
+        "__num_turns__",
+        "messages",
+        "tool_rewards",
+        "turn_scores",
+        "turn_rewards",
+        "reward_scores",
+        EARLIER,
+    ),
     *COUNT_COLUMNS.values(),
 )
 """Columns that a rollout with agents adds to its rows."""
@@ -85,7 +94,7 @@ class AgentRollout:
             "messages": [c.new_messages for c in conversations],
             "tool_rewards": [c.tool_rewards for c in conversations],
             "turn_scores": [c.turn_scores for c in conversations],
-            "turn_rewards": [c.turn_rewards() for c in conversations],
+            "turn_rewards": [c.turn_rewards for c in conversations],
             "reward_scores": [c.reward_scores for c in conversations],
             EARLIER: [[asdict(t) for t in c.trajectories[:-1] if any(t.response_mask)] for c in conversations],
         }
