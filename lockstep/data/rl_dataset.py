@@ -25,6 +25,7 @@ from lockstep.data.tensors import truncate_ids
 from lockstep.protocol import object_array
 from lockstep.registry import load_plugin
 from lockstep.utils.dataset_files import Use, local_data_files
+from lockstep.utils.generated_data import is_generated
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,12 +70,15 @@ class RLHFDataset(Dataset[dict[str, Any]]):
             )
         self.tokenizer = tokenizer
         self.config = config
-        self.data_files = local_data_files(data_files, "train", "data.train_files")
         # The position before filtering is the row's index if its extra_info has none.
-        self.rows = list(enumerate(read_rows(self.data_files, max_samples, config.seed if config.shuffle else None)))
+        self.rows = list(enumerate(self._read(data_files, max_samples)))
         self._check([row for _, row in self.rows])
         self._encoded: dict[int, np.ndarray] = {}  # token ids by position, of prompts that were measured
         self._limit_lengths()
+
+    def _read(self, data_files: str | Path | Sequence[str | Path], max_samples: int) -> list[FileRow]:
+        self.data_files = local_data_files(data_files, "train", "data.train_files")
+        return read_rows(self.data_files, max_samples, self.config.seed if self.config.shuffle else None)
 
     def use_tools(self, tools_of: ToolsOf) -> None:
         """Render the prompts with the tools of their rows; they become longer, so their lengths are checked again."""
@@ -114,6 +118,9 @@ class RLHFDataset(Dataset[dict[str, Any]]):
     def __getitem__(self, item: int) -> dict[str, Any]:
         position, row = self.rows[item]
         ids = self._encoded[position].tolist() if position in self._encoded else self._encode([row])[0]
+        return self._sample(position, row, ids)
+
+    def _sample(self, position: int, row: FileRow, ids: list[int]) -> dict[str, Any]:
         extra_info = row.columns.get("extra_info") or {}
         index = extra_info.get("index")
         sample = {name: value for name, value in row.columns.items() if name != self.config.prompt_key}
@@ -317,6 +324,10 @@ def create_rl_dataset(
     of datasets on the Hub.
     """
     custom = config.custom_cls
+    if custom.path is None and any(map(is_generated, _as_list(data_files))):
+        from lockstep.data.generated import create_generated_dataset
+
+        return create_generated_dataset(_as_list(data_files), tokenizer, config, max_samples, use)
     cls: Any = RLHFDataset
     if custom.path is not None:
         cls = load_plugin("data.custom_cls.path", custom.path, custom.name, base=Dataset)
@@ -324,7 +335,11 @@ def create_rl_dataset(
         data_files = [str(file) for file in local_data_files(data_files, use, f"data.{use}_files")]
     dataset = cls(data_files=data_files, tokenizer=tokenizer, config=config, max_samples=max_samples)
     if not hasattr(dataset, "fingerprint"):
-        paths = [Path(f).expanduser() for f in ([data_files] if isinstance(data_files, str | Path) else data_files)]
+        paths = [Path(file).expanduser() for file in _as_list(data_files)]
         if all(path.is_file() for path in paths):
             dataset.fingerprint = file_digests(paths)
     return dataset
+
+
+def _as_list(data_files: str | Path | Sequence[str | Path]) -> list[str | Path]:
+    return [data_files] if isinstance(data_files, str | Path) else list(data_files)

@@ -22,6 +22,7 @@ from lockstep.rewards.scorers import (
     multiple_choice,
     prime_code,
     prime_math,
+    reasoning_gym,
     rlla,
     search_r1_like_qa_em,
 )
@@ -69,6 +70,7 @@ ROUTES: dict[Scorer, tuple[str, ...]] = {
         *("multiple_choice", "cais/mmlu*", "TIGER-Lab/MMLU-Pro", "Idavidrein/gpqa*", "allenai/ai2_arc*"),
     ),
     rlla.compute_score: ("rlla*",),
+    reasoning_gym.compute_score: ("reasoning_gym/*",),
 }
 
 for _scorer, _names in ROUTES.items():
@@ -144,8 +146,9 @@ def named_scorer(name: str) -> Scorer:
 
 def builtin_names() -> list[str]:
     """The scorer modules in `lockstep.rewards.scorers`."""
-    helpers = ("expression", "latex", "latex_text", "math_grader", "math_grader_child", "symbolic")
-    return [module.name for module in pkgutil.iter_modules(scorers.__path__) if module.name not in helpers]
+    helpers = ("expression", "grader_process", "latex", "latex_text", "math_grader", "symbolic")
+    names = [module.name for module in pkgutil.iter_modules(scorers.__path__)]
+    return [name for name in names if name not in helpers and not name.endswith("_child")]
 
 
 def choose_scorer(data_source: str, scorer: str | Mapping[str, str] | None) -> Scorer:

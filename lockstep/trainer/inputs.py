@@ -1,7 +1,7 @@
 """The models, tokenizers and data of a run: fetched before torch is loaded, so that a missing one is reported at once."""
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.config.sft import SupervisedConfig
 from lockstep.trainer.preflight import check_positions
 from lockstep.utils.dataset_files import local_data_files
+from lockstep.utils.generated_data import is_generated
 from lockstep.utils.model_path import base_folder, local_model_folder, revision_of
 
 logger = logging.getLogger(__name__)
@@ -34,9 +35,15 @@ def fetch_inputs(config: PPOConfig | SupervisedConfig) -> None:
         if path not in fetched:
             local_model_folder(path, key, weights=False)
     if not config.data.custom_cls.path:
-        if isinstance(config, SupervisedConfig) or not config.trainer.val_only:
-            local_data_files(config.data.train_files, "train", "data.train_files")
-        local_data_files(config.data.val_files, "val", "data.val_files")
+        supervised = isinstance(config, SupervisedConfig)
+        if supervised or not config.trainer.val_only:
+            local_data_files(_files(config.data.train_files, supervised), "train", "data.train_files")
+        local_data_files(_files(config.data.val_files, supervised), "val", "data.val_files")
+
+
+def _files(entries: Sequence[str], supervised: bool) -> list[str]:
+    """Without generated data, which supervised training does not read."""
+    return [entry for entry in entries if supervised or not is_generated(entry)]
 
 
 def fetch_on_workers(config: PPOConfig, groups: Iterable[Any]) -> None:

@@ -2,6 +2,8 @@
 
     file | folder | org/name[@revision][:config][:split] of the Hub | URL of a file or folder  ──►  local parquet or JSON files
 
+Entries such as `reasoning_gym:chain_sum` mean no files: see `generated_data.py`.
+
 Folders and Hub datasets have splits: by the `configs` of a dataset's README, else by the words train, validation and test in the
 names of files and folders. Training takes the train split, validation the validation split, else the test split, else the only one.
 A caller that names a split (`examples/data_preprocess`) gets that one; if it is not train, else the only one.
@@ -18,6 +20,7 @@ from typing import Any, Literal
 import yaml
 
 from lockstep.utils.fs import check_protocol, copy_to_local, is_remote
+from lockstep.utils.generated_data import EXTRAS, GeneratedData, is_generated, parse_generated
 from lockstep.utils.hub import HubName, check_offline, dataset_listing, parse_name, snapshot
 from lockstep.utils.model_path import without_prefix
 
@@ -41,8 +44,8 @@ _WORDS = {
 }
 _SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})(?:-[0-9a-f]+)?")
 FORMS = (
-    "give a .parquet, .jsonl or .json file, a folder of them, org/name[@revision][:config][:split] of the Hugging Face Hub, or "
-    "a URL"
+    "give a .parquet, .jsonl or .json file, a folder of them, org/name[@revision][:config][:split] of the Hugging Face Hub, "
+    f"a URL, or {' or '.join(f'{source}:NAME' for source in EXTRAS)}"
 )
 
 
@@ -63,6 +66,8 @@ def local_data_files(entries: str | Path | Sequence[str | Path], use: Use | str,
             place = locate_data(entry, use)
             if isinstance(place, HubDataset):
                 place = _hub_files(place, use)
+            elif isinstance(place, GeneratedData):
+                raise ValueError("has no files; only lockstep ppo and lockstep grpo read it")
             elif isinstance(place, str):
                 copy = Path(copy_to_local(place))
                 place = folder_files(copy, use) if copy.is_dir() else [_data_file(copy)]
@@ -72,9 +77,11 @@ def local_data_files(entries: str | Path | Sequence[str | Path], use: Use | str,
     return found
 
 
-def locate_data(entry: str | Path, use: Use | str) -> list[Path] | HubDataset | str:
-    """Local files, a dataset of the Hub, or a URL; ValueError, without the key, if it is none. Contacts nobody."""
+def locate_data(entry: str | Path, use: Use | str) -> list[Path] | HubDataset | GeneratedData | str:
+    """Local files, a dataset of the Hub, generated data, or a URL; ValueError, without the key, if it is none. Contacts nobody."""
     text = str(entry)
+    if is_generated(text):
+        return parse_generated(text)
     path = Path(text.removeprefix("file://")).expanduser()
     if path.is_dir():
         return folder_files(path, use)

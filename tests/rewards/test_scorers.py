@@ -118,9 +118,9 @@ def test_grader_limits_time_outside_the_main_thread(monkeypatch: pytest.MonkeyPa
 def test_grader_restarts_a_dead_child() -> None:
     grader = math_grader.MathGrader()
     assert grader.is_equal("0.5", r"\frac12")
-    assert grader._child is not None
-    os.kill(grader._child.pid, signal.SIGKILL)
-    grader._child.wait()
+    assert grader._process._child is not None
+    os.kill(grader._process._child.pid, signal.SIGKILL)
+    grader._process._child.wait()
     assert grader.is_equal("0.5", r"\frac12")
     grader.close()
 
@@ -130,7 +130,7 @@ def test_stuck_child_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     assert grader.is_equal("0.5", r"\frac12")
     monkeypatch.setattr(math_grader, "REPLY_TIMEOUT_S", 0.2)
     assert not grader.is_equal("0.5", r"\sum_{k=1}^{20000} \frac{1}{k^2}")
-    assert grader._child is None
+    assert grader._process._child is None
     monkeypatch.undo()
     assert grader.is_equal("0.5", r"\frac12")
     grader.close()

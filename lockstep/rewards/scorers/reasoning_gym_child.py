@@ -1,0 +1,91 @@
+"""The child process of the reasoning-gym scorer: makes a problem again and scores an answer to it, until stdin closes.
+
+Some scorers of the package call `eval` and sympy's `parse_expr` on answers. Here they get a parser of literals and our grammar of
+expressions in their place, so an answer is data, and cannot choose its own score.
+"""
+
+import ast
+import functools
+import json
+import signal
+import sys
+from typing import Any
+
+import reasoning_gym
+import sympy
+from sympy.parsing import sympy_parser
+
+from lockstep.rewards.scorers.expression import NotAnExpressionError, parse_expression
+
+LITERALS = ("string_insertion", "spiral_matrix", "binary_matrix", "n_queens")
+"""Modules that evaluate an answer which is a list."""
+
+
+class AnswerTimeoutError(BaseException):
+    """Not an Exception, so that the package's own handlers do not catch it."""
+
+
+@functools.lru_cache(maxsize=64)
+def _dataset(task: str, options: str) -> Any:
+    return reasoning_gym.create_dataset(task, **json.loads(options))
+
+
+@functools.lru_cache(maxsize=1024)
+def _problem(task: str, options: str, index: int) -> Any:
+    return _dataset(task, options)[index]
+
+
+def score(task: str, options: dict[str, Any], index: int, answer: str) -> float:
+    """The package's score of an answer to problem `index`; 0 if it cannot be parsed."""
+    key = json.dumps(options, sort_keys=True)
+    entry = _problem(task, key, index)
+    try:
+        return float(_dataset(task, key).score_answer(answer, entry))
+    except (NotAnExpressionError, SyntaxError, AnswerTimeoutError, RecursionError, MemoryError):
+        return 0.0
+
+
+def reply_to(question: dict[str, Any]) -> dict[str, Any]:
+    signal.setitimer(signal.ITIMER_REAL, question.pop("timeout_s"))
+    try:
+        return {"value": score(**question)}
+    except AnswerTimeoutError:
+        return {"error": "the problem could not be made in time"}
+    except Exception as error:  # noqa: BLE001 (process boundary: the parent reports it)
+        return {"error": repr(error)}
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _raise_timeout(signum: int, frame: Any) -> None:
+    raise AnswerTimeoutError
+
+
+def close_evaluation() -> None:
+    """Replace `eval` and `parse_expr` where the package calls them on answers."""
+    originals = (sympy.parse_expr, sympy_parser.parse_expr)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("reasoning_gym.") and getattr(module, "parse_expr", None) in originals:
+            module.parse_expr = _parse_text  # type: ignore[attr-defined]
+        if name.startswith("reasoning_gym.") and name.rsplit(".", 1)[-1] in LITERALS:
+            module.eval = ast.literal_eval  # type: ignore[attr-defined]
+    sympy.parse_expr = sympy_parser.parse_expr = _parse_text
+
+
+def _parse_text(text: str, *_: Any, evaluate: bool = True, **__: Any) -> sympy.Expr:
+    return parse_expression(text, evaluate=evaluate)
+
+
+def serve() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C; the child exits when stdin closes
+    signal.signal(signal.SIGALRM, _raise_timeout)
+    replies, sys.stdout = sys.stdout, sys.stderr
+    close_evaluation()
+    reply: dict[str, Any] = {"value": []}
+    while True:
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+        line = sys.stdin.readline()
+        if not line:
+            return
+        reply = reply_to(json.loads(line))
