@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cached_property
 from typing import Any
 
+from lockstep.agents import environments  # noqa: F401 (registers its loops)
 from lockstep.agents.conversation import Conversation, ConversationResult, Generate
 from lockstep.agents.interactions.load import load_interactions
 from lockstep.agents.loops import AGENT_LOOPS, AgentLoop, Setup
@@ -168,7 +169,8 @@ class Agents:
             follows_template=self.config.multi_turn.use_inference_chat_template,
         )
         await loop.run(conversation)
-        if not conversation.num_assistant_turns and not conversation.counts.program_errors:
+        counts = conversation.counts
+        if not (conversation.num_assistant_turns or counts.program_errors or counts.environment_errors):
             raise ValueError(f"agent loop {self.name_of(row)} ended without a turn of the policy")
         conversation.drop_unanswered()
         return conversation

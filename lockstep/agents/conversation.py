@@ -48,6 +48,8 @@ class Counts:
     """Turns before which the history was rewritten, so that a new training sample begins."""
     program_errors: int = 0
     """1 if the program that held the conversation failed, exceeded its deadline or made no request."""
+    environment_errors: int = 0
+    """1 if the environment raised, exceeded a deadline or returned something that is not text; it ends the conversation."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,26 @@ class Conversation:
         is_new = len(self.trajectories) > 1 and self.messages[-1]["role"] != "assistant"
         if is_new and not any(self.trajectory.response_mask):
             self.trajectories.pop()
+
+    def set_prompt(self, messages: Sequence[Message], max_prompt_length: int) -> bool:
+        """Replace the prompt before the first turn; False if it leaves no room for one.
+
+        Special tokens in new content are broken up. What exceeds `max_prompt_length` is context of the response.
+        """
+        if self.num_assistant_turns:
+            raise ValueError("the prompt can be replaced before the first turn only")
+        messages = [
+            m if m in self.messages else {**m, "content": self.renderer.as_plain_text(m["content"])} for m in messages
+        ]
+        if messages == self.messages:
+            return True
+        ids = self.renderer.ids(messages, self.tools)
+        if len(ids) - max_prompt_length >= self.response_length:
+            return False
+        self.trajectories = [Trajectory(ids[:max_prompt_length])]
+        self.trajectory.add_context(ids[max_prompt_length:])
+        self.set_messages(messages, num_prompt=len(messages))
+        return True
 
     async def generate(self, stop_token_ids: Sequence[int] = ()) -> Turn:
         """Let the policy write a turn, at most until the response is full. stop_token_ids: further ends of a turn."""

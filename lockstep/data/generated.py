@@ -1,6 +1,6 @@
 """Rows that a package makes: entries such as `reasoning_gym:chain_sum` of `data.train_files` and `data.val_files`.
 
-    reasoning_gym:TASK ──► ReasoningGymDataset   row i of a seed is always the same, and made when it is needed
+reasoning_gym:TASK ──► ReasoningGymDataset   row i of a seed is always the same, and made when it is needed
 """
 
 from collections.abc import Sequence
@@ -61,11 +61,15 @@ class ReasoningGymTask:
 
         self.data, self.config = data, config
         if data.name not in DATASETS:
-            raise ValueError(f"{data.entry}: reasoning-gym has no task {data.name}. {did_you_mean(data.name, DATASETS)}")
+            raise ValueError(
+                f"{data.entry}: reasoning-gym has no task {data.name}. {did_you_mean(data.name, DATASETS)}"
+            )
         options = dict(data.options)
         prompt = options.pop(SYSTEM_PROMPT, "default")
         if prompt is not None and prompt not in SYSTEM_PROMPTS:
-            raise ValueError(f"{data.entry}: {SYSTEM_PROMPT}={prompt} is not one of {', '.join(SYSTEM_PROMPTS)} or null")
+            raise ValueError(
+                f"{data.entry}: {SYSTEM_PROMPT}={prompt} is not one of {', '.join(SYSTEM_PROMPTS)} or null"
+            )
         self.system = [] if prompt is None else [{"role": "system", "content": SYSTEM_PROMPTS[prompt]}]
         known = [field.name for field in fields(DATASETS[data.name][1])]
         for name in options:

@@ -60,6 +60,7 @@ GLOSSARY: dict[str, dict[str, str]] = {
         f"malformed_call_counts/{MEAN_MAX_MIN}": "tool calls of a conversation that could not be parsed or name no tool",
         f"trajectory_breaks/{MEAN_MAX_MIN}": "how often the chat template or a program rewrote the history (docs/agents.md)",
         f"program_error_counts/{MEAN_MAX_MIN}": "1 if the program of a conversation failed (docs/agents.md)",
+        f"environment_error_counts/{MEAN_MAX_MIN}": "1 if the environment of a conversation failed (docs/environments.md)",
     },
     "Supervised fine-tuning": {
         "train/loss": "cross-entropy of the step's trained tokens, in nats; in `lockstep rm` and `dpo` the mean loss of a pair",

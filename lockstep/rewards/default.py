@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.registry import Registry, did_you_mean, load_plugin
 from lockstep.rewards import scorers
 from lockstep.rewards.scorers import (
+    environment,
     geo3k,
     gsm8k,
     math,
@@ -71,6 +72,7 @@ ROUTES: dict[Scorer, tuple[str, ...]] = {
     ),
     rlla.compute_score: ("rlla*",),
     reasoning_gym.compute_score: ("reasoning_gym/*",),
+    environment.compute_score: ("environment", "environment/*", "verifiers/*"),
 }
 
 for _scorer, _names in ROUTES.items():

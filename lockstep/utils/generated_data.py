@@ -1,7 +1,7 @@
 """Data that a package makes instead of a file: an entry `SOURCE:NAME[?option=value&...]` of `data.train_files` or `data.val_files`.
 
-    reasoning_gym:chain_sum?min_terms=2&seed=3   problems of a task of reasoning-gym
-    verifiers:gsm8k-v1                           the tasks of a verifiers environment
+reasoning_gym:chain_sum?min_terms=2&seed=3   problems of a task of reasoning-gym
+verifiers:gsm8k-v1                           the tasks of a verifiers environment
 """
 
 import importlib.util

@@ -12,7 +12,7 @@ from lockstep.rewards.scorers import grader_process
 from lockstep.rewards.scorers.grader_process import GraderProcess, ProtocolError, start_child
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>", flags=re.DOTALL)
-ANSWER_TIMEOUT_S = 5.0
+ANSWER_TIMEOUT_S = 15.0
 REPLY_TIMEOUT_S = 20.0
 """After this time the child counts as stuck."""
 MAX_ANSWER_CHARS = 10_000

@@ -72,8 +72,8 @@ def close_evaluation() -> None:
     sympy.parse_expr = sympy_parser.parse_expr = _parse_text
 
 
-def _parse_text(text: str, *_: Any, evaluate: bool = True, **__: Any) -> sympy.Expr:
-    return parse_expression(text, evaluate=evaluate)
+def _parse_text(text: Any, *_: Any, evaluate: bool = True, **__: Any) -> sympy.Expr:
+    return parse_expression(str(text), evaluate=evaluate)  # the package also passes expressions of its own
 
 
 def serve() -> None:

@@ -27,6 +27,7 @@ COUNT_COLUMNS = {
     "malformed_calls": "malformed_call_counts",
     "breaks": "trajectory_breaks",
     "program_errors": "program_error_counts",
+    "environment_errors": "environment_error_counts",
 }
 """Counts of a conversation, and their column in the batch."""
 AGENT_COLUMNS = (

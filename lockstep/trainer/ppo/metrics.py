@@ -25,6 +25,7 @@ AGENT_COLUMNS = {
     "__num_turns__": "num_turns",
     **{name: name for name in ("tool_call_counts", "tool_error_counts", "malformed_call_counts", "trajectory_breaks")},
     "program_error_counts": "program_error_counts",
+    "environment_error_counts": "environment_error_counts",
 }
 """Columns of conversations, and the names of their metrics."""
 

@@ -1,0 +1,6 @@
+"""Adapters for environments of other packages; the loops register here. Their packages are imported when a row needs them."""
+
+from lockstep.agents.environments.base import EnvironmentLoop, Episode, Step
+from lockstep.agents.environments.gym import GymAgent
+
+__all__ = ["EnvironmentLoop", "Episode", "GymAgent", "Step"]

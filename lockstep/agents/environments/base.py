@@ -1,0 +1,235 @@
+"""Loops whose other side is an environment: it opens the conversation, answers every turn and gives rewards.
+
+    prompt ─► Episode.begin ─► [ the policy's turn ─► Episode.step: reward, next messages, done ] ... ─► Episode.close
+
+Every conversation has its own episode. Rewards of turns are `turn_scores`, their sum is the conversation's reward.
+"""
+
+import asyncio
+import inspect
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from lockstep.agents.conversation import Conversation
+from lockstep.agents.loops.base import AgentLoop, Setup
+from lockstep.agents.renderer import Message
+from lockstep.agents.tools.calls import ToolError, run_contained
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class EpisodeError(Exception):
+    """The environment failed; it costs its own conversation only."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What follows a turn. messages: for the policy; none if the episode is done."""
+
+    messages: list[Message]
+    reward: float
+    done: bool
+
+
+@dataclass
+class Calls:
+    """Calls of an environment's code, each with a deadline; EpisodeError if one fails. name: of the environment."""
+
+    name: str
+    timeout_s: float
+
+    async def in_thread(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Of code that may block. The result is awaited if it is a coroutine."""
+
+        async def start() -> Any:
+            result = function(*arguments, **options)
+            return await result if inspect.isawaitable(result) else result
+
+        try:
+            return await run_contained(f"environment {self.name}", start, self.timeout_s)
+        except ToolError as error:
+            raise EpisodeError(str(error)) from error
+
+    async def in_loop(self, result: Awaitable[T]) -> T:
+        """Of an asynchronous client, on this event loop."""
+        try:
+            return await asyncio.wait_for(result, self.timeout_s)
+        except TimeoutError as error:
+            raise EpisodeError(f"took longer than {self.timeout_s:g} s") from error
+        except Exception as error:
+            raise EpisodeError(f"{type(error).__name__}: {error}") from error
+
+
+class Episode(ABC):
+    """The environment of one conversation."""
+
+    @abstractmethod
+    async def begin(self, prompt: Sequence[Message]) -> list[Message]:
+        """Start; returns the messages that the policy answers first."""
+
+    @abstractmethod
+    async def step(self, text: str) -> Step:
+        """Answer a turn."""
+
+    async def metrics(self) -> Mapping[str, Any]:
+        """Numbers about the finished episode, which the scorer finds besides the reward."""
+        return {}
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Free what the episode holds; called once, also after a failure and if `begin` was not called."""
+
+
+class EnvironmentLoop(AgentLoop):
+    """Holds conversations with episodes; `multi_turn.tool_timeout_s` is the deadline of every call."""
+
+    def __init__(self, setup: Setup, **options: Any) -> None:
+        super().__init__(setup, **options)
+        self._failures: set[str] = set()
+
+    @abstractmethod
+    def episode(self, row: Mapping[str, Any]) -> Episode:
+        """A new one for a row; ValueError if the row names none."""
+
+    def calls(self, name: str) -> Calls:
+        return Calls(name, self.setup.config.tool_timeout_s)
+
+    async def run(self, conversation: Conversation) -> None:
+        episode = self.episode(conversation.row)
+        try:
+            await self._hold(conversation, episode)
+            conversation.reward_scores |= _numbers(await episode.metrics())
+            conversation.reward_scores["reward"] = math.fsum(conversation.turn_scores)
+        except EpisodeError as error:
+            conversation.counts.environment_errors += 1
+            self._report(conversation.row, error)
+        finally:
+            with suppress(EpisodeError):
+                await episode.close()
+
+    async def _hold(self, conversation: Conversation, episode: Episode) -> None:
+        config = self.setup.config
+        prompt = await episode.begin(list(conversation.messages))
+        if not conversation.set_prompt(prompt, self.setup.rollout.prompt_length):
+            raise EpisodeError("its first messages exceed data.max_prompt_length and data.max_response_length")
+        while True:
+            turn = await conversation.generate()
+            if conversation.finish_reason == "abort":
+                return
+            step = await episode.step(turn.text)
+            conversation.turn_scores.append(step.reward)
+            if step.done or not turn.ended:
+                return
+            if _reached(conversation.num_assistant_turns, config.max_assistant_turns) or _reached(
+                conversation.num_user_turns, config.max_user_turns
+            ):
+                conversation.finish_reason = "turns"
+                return
+            if not conversation.add(step.messages or [{"role": "user", "content": ""}]):
+                return
+
+    def _report(self, row: Mapping[str, Any], error: EpisodeError) -> None:
+        """The first failure of each kind; an environment that fails often must not flood the log."""
+        kind = str(error).partition(":")[0]
+        if kind not in self._failures:
+            self._failures.add(kind)
+            logger.error(
+                "the environment of %s failed, which costs its conversation: %s (further ones are only counted)",
+                row.get("agent_name") or type(self).__name__,
+                error,
+            )
+
+
+@dataclass(frozen=True)
+class RowSettings:
+    """What a loop's entry in `agent_loop_config_path` says, and a row overrides: by its columns or in `extra_info`.
+
+    env_class:    the environment: a registered name, `module:Class` or `file.py:Class`.
+    env_kwargs:   arguments of the class.
+    reset_kwargs: arguments of its `reset`.
+    """
+
+    env_class: str | None = None
+    env_kwargs: dict[str, Any] = field(default_factory=dict)
+    reset_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def of_row(self, row: Mapping[str, Any]) -> "RowSettings":
+        extra = row.get("extra_info") or {}
+
+        def found(name: str) -> Any:
+            return row.get(name) if row.get(name) is not None else extra.get(name)
+
+        return RowSettings(
+            found("env_class") or self.env_class,
+            self.env_kwargs | without_none(found("env_kwargs")),
+            self.reset_kwargs | without_none(found("reset_kwargs")),
+        )
+
+
+def without_none(values: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Parquet gives every row the fields of all rows, with null for absent ones."""
+    return {name: value for name, value in (values or {}).items() if value is not None}
+
+
+def row_seed(row: Mapping[str, Any]) -> int | None:
+    """The row's index: all samples of a prompt begin in the same state."""
+    index = row.get("index")
+    return int(index) if isinstance(index, int) or hasattr(index, "__index__") else None
+
+
+def with_observation(prompt: Sequence[Message], text: str) -> list[Message]:
+    """The prompt and the first observation, in one user message because some templates refuse two in a row."""
+    messages = [dict(message) for message in prompt]
+    if not text:
+        return messages
+    if messages and messages[-1]["role"] == "user":
+        messages[-1]["content"] = f"{messages[-1]['content']}\n\n{text}"
+    else:
+        messages.append({"role": "user", "content": text})
+    return messages
+
+
+def as_messages(observation: Any) -> list[Message]:
+    """What an environment returned for the policy, as user messages: text, or a list of messages."""
+    if observation is None or observation == "":
+        return []
+    texts = [item.get("content") if isinstance(item, Mapping) else item for item in _listed(observation)]
+    return [{"role": "user", "content": checked_text(text)} for text in texts]
+
+
+def _listed(observation: Any) -> list[Any]:
+    return list(observation) if isinstance(observation, list | tuple) else [observation]
+
+
+def checked_text(text: Any) -> str:
+    """EpisodeError if it is not text."""
+    if not isinstance(text, str):
+        raise EpisodeError(f"the observation is {type(text).__name__}, not text")
+    if "\0" in text or any("\ud800" <= char <= "\udfff" for char in text):
+        raise EpisodeError("the observation is binary data, not text")
+    return text
+
+
+def checked_reward(reward: Any) -> float:
+    """EpisodeError if it is not a finite number; None is 0."""
+    try:
+        value = 0.0 if reward is None else float(reward)
+    except (TypeError, ValueError) as error:
+        raise EpisodeError(f"the reward is {reward!r}, not a number") from error
+    if not math.isfinite(value):
+        raise EpisodeError(f"the reward is {value}, not a finite number")
+    return value
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {str(name): float(value) for name, value in metrics.items() if isinstance(value, int | float)}
+
+
+def _reached(count: int, limit: int | None) -> bool:
+    return limit is not None and count >= limit
