@@ -2,5 +2,6 @@
 
 from lockstep.agents.environments.base import EnvironmentLoop, Episode, Step
 from lockstep.agents.environments.gym import GymAgent
+from lockstep.agents.environments.openenv import OpenEnvAgent
 
-__all__ = ["EnvironmentLoop", "Episode", "GymAgent", "Step"]
+__all__ = ["EnvironmentLoop", "Episode", "GymAgent", "OpenEnvAgent", "Step"]
