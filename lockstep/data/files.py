@@ -43,11 +43,17 @@ def read_rows(
     """
     if max_samples < 0 or draw_seed is None:
         return _read_first(data_files, max_samples)
-    rows = _read_first(data_files, -1)
-    if max_samples >= len(rows):
+    return drawn(_read_first(data_files, -1), max_samples, draw_seed)
+
+
+def drawn(rows: list[FileRow], max_samples: int, draw_seed: int | None) -> list[FileRow]:
+    """At most `max_samples` of the rows if that is not negative: a random draw by the seed, else the first ones."""
+    if max_samples < 0 or max_samples >= len(rows):
         return rows
-    drawn = np.random.default_rng(draw_seed).choice(len(rows), size=max_samples, replace=False)
-    return [rows[i] for i in drawn]
+    if draw_seed is None:
+        return rows[:max_samples]
+    chosen = np.random.default_rng(draw_seed).choice(len(rows), size=max_samples, replace=False)
+    return [rows[i] for i in chosen]
 
 
 def _read_first(data_files: str | Path | Sequence[str | Path], max_samples: int) -> list[FileRow]:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.data import DataConfig
-from lockstep.data.files import FileRow
+from lockstep.data.files import FileRow, drawn
 from lockstep.data.rl_dataset import RLHFDataset
+from lockstep.data.verifiers_tasks import fingerprint, verifiers_rows
 from lockstep.registry import did_you_mean
 from lockstep.utils.dataset_files import Use
 from lockstep.utils.generated_data import GeneratedData, is_generated, parse_generated
@@ -45,8 +46,11 @@ def create_generated_dataset(
     parsed = [parse_generated(str(entry)) for entry in entries]
     if len({data.source for data in parsed}) > 1:
         raise ValueError(f"{key}={list(map(str, entries))}: all entries must be of the same source")
+    cls: type[ReasoningGymDataset] | type[VerifiersDataset] = (
+        ReasoningGymDataset if parsed[0].source == "reasoning_gym" else VerifiersDataset
+    )
     try:
-        return ReasoningGymDataset(parsed, tokenizer, config, max_samples, use)
+        return cls(parsed, tokenizer, config, max_samples, use)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
 
@@ -172,3 +176,28 @@ class ReasoningGymDataset(RLHFDataset):
         """All rows: those that are too long are replaced when they are read. ValueError if all are."""
         super()._without_overlong(rows)
         return rows
+
+
+class VerifiersDataset(RLHFDataset):
+    """The tasks of one or several verifiers environments."""
+
+    def __init__(
+        self,
+        entries: Sequence[GeneratedData],
+        tokenizer: "PreTrainedTokenizerBase",
+        config: DataConfig,
+        max_samples: int,
+        use: Use,
+    ) -> None:
+        self.entries = entries
+        super().__init__([], tokenizer, config, max_samples=max_samples)
+
+    def _read(self, data_files: str | Path | Sequence[str | Path], max_samples: int) -> list[FileRow]:
+        rows = [row for data in self.entries for row in verifiers_rows(data, self.config)]
+        if not rows:
+            raise ValueError(f"{', '.join(data.entry for data in self.entries)} has no tasks")
+        return drawn(rows, max_samples, self.config.seed if self.config.shuffle else None)
+
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        return {data.entry: fingerprint(data) for data in self.entries}

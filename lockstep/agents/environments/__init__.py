@@ -3,5 +3,6 @@
 from lockstep.agents.environments.base import EnvironmentLoop, Episode, Step
 from lockstep.agents.environments.gym import GymAgent
 from lockstep.agents.environments.openenv import OpenEnvAgent
+from lockstep.agents.environments.verifiers import VerifiersAgent
 
-__all__ = ["EnvironmentLoop", "Episode", "GymAgent", "OpenEnvAgent", "Step"]
+__all__ = ["EnvironmentLoop", "Episode", "GymAgent", "OpenEnvAgent", "Step", "VerifiersAgent"]

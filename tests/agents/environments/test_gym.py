@@ -187,7 +187,9 @@ class TestSkyrlGym:
         assert done.turn_scores == pytest.approx([0, 0.2 / 3, 1.0]) and done.finish_reason == "stop"
         assert done.reward_scores == {"reward": pytest.approx(1 + 0.2 / 3), "steps": 3.0}
         assert "exact format" in done.new_messages[1]["content"]
-        assert default_compute_score("environment", "", None, {"rollout_reward_scores": done.reward_scores})["steps"] == 3
+        assert (
+            default_compute_score("environment", "", None, {"rollout_reward_scores": done.reward_scores})["steps"] == 3
+        )
 
     def test_one_turn(self) -> None:
         row = {"env_class": "gsm8k", "reward_model": {"ground_truth": "9"}}

@@ -102,9 +102,7 @@ def server(env_file: Path) -> Iterator[str]:
     from lockstep.registry import load_module
 
     module = load_module(str(env_file))
-    app = create_fastapi_app(
-        module.EchoEnvironment, module.EchoAction, module.EchoObservation, max_concurrent_envs=4
-    )
+    app = create_fastapi_app(module.EchoEnvironment, module.EchoAction, module.EchoObservation, max_concurrent_envs=4)
     listener = socket.create_server(("127.0.0.1", 0))
     running = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
     thread = threading.Thread(target=running.run, args=([listener],), daemon=True)
