@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from lockstep.utils.model_path import base_folder, is_model_folder, local_model_
 
 if TYPE_CHECKING:
     from lockstep.agents.endpoint.server import Endpoint, ServerSettings
-    from lockstep.protocol.generation import Completion, GenerationRequest
+    from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
     from lockstep.workers.rollout_client import RolloutClient
 
 logger = logging.getLogger(__name__)
@@ -44,11 +45,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 class Service:
-    """The server of one command; creating it loads the model. failure: of the rollout; it ends the server."""
+    """The server of one command; creating it loads the model. A failure of the rollout ends it."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.failure: Exception | None = None
         self._stopping = asyncio.Event()
         self.settings = self._server_settings()  # checked before the model is loaded
         self.client, self.endpoint = self._load()
@@ -60,14 +60,14 @@ class Service:
             sys.stdout.write(f"serving {self.settings.models[0]} at {self.endpoint.url}/v1 (Ctrl-C stops)\n")
             sys.stdout.flush()
             await self._stopping.wait()
-        if self.failure is not None:
-            sys.stderr.write(f"lockstep serve: generation failed: {type(self.failure).__name__}: {self.failure}\n")
+        if (failure := self.client.failure) is not None:
+            sys.stderr.write(f"lockstep serve: generation failed: {type(failure).__name__}: {failure}\n")
             return 1
         return 0
 
     def _server_settings(self) -> "ServerSettings":
         try:
-            from lockstep.agents.endpoint.server import ServerSettings
+            from lockstep.agents.endpoint.server import ServerSettings, bind
         except ModuleNotFoundError as error:
             raise ValueError(f"{error.name} is not installed: pip install 'lockstep-rl[serve]'") from error
         options = self.options
@@ -76,12 +76,15 @@ class Service:
             if value < low or (high is not None and value > high):
                 allowed = f"at least {low}" if high is None else f"{low} to {high}"
                 raise ValueError(f"--{name.replace('_', '-')} {value}: must be {allowed}")
+        self.sampling = _sampling(options)
         names = (options.name or _default_name(options.model), *options.alias)
         token = options.token or os.environ.get(TOKEN_VARIABLE) or None
         try:
-            return ServerSettings(options.host, options.port, token, names, open_sessions=True)
+            settings = ServerSettings(options.host, options.port, token, names, open_sessions=True)
         except ValueError as error:
             raise ValueError(f"{error} (--token, or the environment variable {TOKEN_VARIABLE})") from error
+        bind(options.host, options.port).close()  # whether the port is free
+        return settings
 
     def _load(self) -> "tuple[RolloutClient, Endpoint]":
         """The model in a worker of this process, and the endpoint over it."""
@@ -98,15 +101,12 @@ class Service:
         from lockstep.agents.renderer import Renderer
         from lockstep.agents.tool_parser import ToolParser
         from lockstep.models.tokenizer import eos_token_ids, hf_tokenizer
-        from lockstep.protocol.generation import SamplingParams
         from lockstep.workers.rollout_client import RolloutClient
 
         if ":" not in options.tool_format and options.tool_format not in ToolParser.registry:
             hint = did_you_mean(options.tool_format, list(ToolParser.registry))
             raise ValueError(f"--tool-format {options.tool_format}: no such tool parser. {hint}")
-        sampling = SamplingParams(
-            options.temperature, options.top_k, options.top_p, max_tokens=min(options.max_tokens, max_model_len)
-        )
+        sampling = replace(self.sampling, max_tokens=min(options.max_tokens, max_model_len))
         tokenizer = hf_tokenizer(folder, key="MODEL")
         parser = ToolParser.get_tool_parser(options.tool_format, tokenizer)
         renderer = Renderer(tokenizer, [*eos_token_ids(tokenizer, base), *parser.stop_token_ids])
@@ -116,9 +116,9 @@ class Service:
         async def generate(request: "GenerationRequest") -> "Completion":
             try:
                 return await client.generate(request)
-            except Exception as error:
-                self.failure = error
-                self._stopping.set()
+            except Exception:
+                if client.failure is not None:  # else it is of this request alone
+                    self._stopping.set()
                 raise
 
         return client, Endpoint(generate, renderer, answers, self.settings)
@@ -135,6 +135,17 @@ class Service:
 
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop)
+
+
+def _sampling(options: argparse.Namespace) -> "SamplingParams":
+    """Of requests that do not say."""
+    from lockstep.protocol.generation import SamplingParams
+
+    try:
+        return SamplingParams(options.temperature, options.top_k, options.top_p, max_tokens=options.max_tokens)
+    except ValueError as error:
+        name, _, problem = str(error).partition("=")
+        raise ValueError(f"--{name.replace('_', '-')} {problem}") from error
 
 
 def _worker_group(options: argparse.Namespace, max_model_len: int) -> Any:

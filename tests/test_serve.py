@@ -219,6 +219,26 @@ def test_a_failure_of_the_engine_ends_the_server(
     assert "generation failed: RuntimeError: no more memory" in capsys.readouterr().err
 
 
+def test_a_request_that_fails_alone_does_not_end_the_server(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = service.client._group.workers[0].rollout
+    service._stopping = asyncio.Event()
+
+    def refuse(*arguments: Any) -> None:
+        raise ValueError("this request is refused")
+
+    async def run() -> list[Any]:
+        async with running(service) as client:
+            with monkeypatch.context() as planted:
+                planted.setattr(engine, "add", refuse)
+                body = {"model": "tiny", "prompt": "1", "max_tokens": 4}
+                failed = await client.post("/completions", json=body)
+            return [failed, await client.post("/completions", json=body)]
+
+    failed, answer = asyncio.run(run())
+    assert failed.status_code == 500 and "this request is refused" in failed.json()["error"]["message"]
+    assert answer.status_code == 200 and not service._stopping.is_set()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -227,10 +247,11 @@ def test_a_failure_of_the_engine_ends_the_server(
         (["{model}", "--host", "0.0.0.0"], "host 0.0.0.0 is not loopback"),
         (["{model}", "--max-model-len", "1000"], "--max-model-len 1000: must be 2 to 256"),
         (["{model}", "--tool-format", "hermess"], "--tool-format hermess: no such tool parser. Did you mean 'hermes'?"),
-        (["{model}", "--top-p", "2"], "top_p=2.0"),
+        (["{model}", "--top-p", "2"], "--top-p 2.0: must lie in (0, 1]"),
+        (["{model}", "--temperature", "-1"], "--temperature -1.0: must be 0 (greedy) or more"),
         (["{model}", "--port", "99999"], "--port 99999: must be 0 to 65535"),
         (["{model}", "--max-num-seqs", "0"], "--max-num-seqs 0: must be at least 1"),
-        (["{model}", "--max-tokens", "0"], "max_tokens=0"),
+        (["{model}", "--max-tokens", "0"], "--max-tokens 0: must be at least 1"),
     ],
 )
 def test_bad_arguments(
@@ -242,7 +263,12 @@ def test_bad_arguments(
     assert message in error and error.startswith("lockstep serve: ") and error.count("\n") == 1
 
 
-def test_a_port_that_is_taken(model: Path, service: Service, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_that_is_taken(
+    model: Path, service: Service, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reported before the model is loaded."""
+    monkeypatch.setattr(Service, "_load", None)
+
     async def run() -> int:
         async with service.endpoint.running():
             port = service.endpoint.url.rpartition(":")[2]

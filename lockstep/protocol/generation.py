@@ -99,3 +99,7 @@ class Completion:
             self.policy_versions + rest.policy_versions,
             self.num_preempted + rest.num_preempted,
         )
+
+
+Outcome = Completion | Exception
+"""What became of a request: its response, or why it alone has none. An engine that fails for all requests raises instead."""

@@ -16,7 +16,7 @@ import torch
 
 from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig, RefConfig, RolloutConfig
 from lockstep.config.model import FSDPEngineConfig, sequence_parallel_size
-from lockstep.engines.rollout.base import check_requests, create_rollout_engine, longest_sequence, rollout_dtype
+from lockstep.engines.rollout.base import check_request, create_rollout_engine, longest_sequence, rollout_dtype
 from lockstep.engines.train.fsdp import FsdpEngine
 from lockstep.models.loading import model_folder, open_causal_lm, resolve_dtype, trained_dtype
 from lockstep.models.lora import install_adapters
@@ -24,7 +24,7 @@ from lockstep.models.shared_weights import rollout_module
 from lockstep.models.token_models import PolicyModel
 from lockstep.models.tokenizer import eos_token_ids, hf_tokenizer
 from lockstep.protocol import DataProto, drop_marked
-from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
+from lockstep.protocol.generation import Completion, GenerationRequest, Outcome, SamplingParams
 from lockstep.protocol.keys import require
 from lockstep.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from lockstep.utils.audit import GapBound, RolloutGap
@@ -163,15 +163,19 @@ class ActorRolloutRefWorker(WeightSyncWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def advance_generation(
         self, new: list[tuple[int, GenerationRequest]], abort: list[int]
-    ) -> list[tuple[int, Completion]]:
+    ) -> list[tuple[int, Outcome]]:
         """Add and abort requests, then step until one finishes or `MAX_STEPS` have passed; returns those that ended.
 
         The ranks of a tensor-parallel group get the same arguments and take the same steps.
         """
-        check_requests([request for _, request in new], self.rollout.max_model_len)
+        ended: dict[int, Outcome] = {}
         for request_id, request in new:
-            self.rollout.add(request_id, request)
-        ended = self.rollout.abort(abort)
+            try:
+                check_request(request, self.rollout.max_model_len)
+                self.rollout.add(request_id, request)
+            except ValueError as error:
+                ended[request_id] = error
+        ended |= self.rollout.abort(abort)
         steps = 0
         while not ended and steps < MAX_STEPS and self.rollout.unfinished():
             ended |= self.rollout.step()

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Self
 
-from lockstep.protocol.generation import Completion, GenerationRequest
+from lockstep.protocol.generation import Completion, GenerationRequest, Outcome
 from lockstep.single_controller import FutureList, WorkerGroup
 
-Ended = list[tuple[int, Completion]]
+Ended = list[tuple[int, Outcome]]
 
 
 @dataclass(eq=False)
@@ -63,6 +63,7 @@ class RolloutClient:
     rollout_wg: worker group of `ActorRolloutRefWorker`, which trains only while the client is paused or not running.
     submission: held while calls are submitted, so that all ranks of a process get them in the same order. Other roles of the
                 same processes are called with it meanwhile; local workers run when they are called, one at a time.
+    failure:    of the workers, which ends all requests; None while they serve.
     """
 
     def __init__(self, rollout_wg: WorkerGroup) -> None:
@@ -79,7 +80,7 @@ class RolloutClient:
         self._ids = count()
         self._pumps: list[asyncio.Task[None]] = []
         self._stopping = False
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Self]:
@@ -94,12 +95,12 @@ class RolloutClient:
             await self.pause()
 
     async def generate(self, request: GenerationRequest, *, key: str = "") -> Completion:
-        """The response to one request; a pause delays it. Cancelling this call aborts the request.
+        """The response to one request, or its error; a pause delays it. Cancelling this call aborts the request.
 
         key: requests with the same key go to the same worker, for their common prefix.
         """
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
         request_id = next(self._ids)
         pending = _Pending(request, key, self._choose_part(key), asyncio.get_running_loop().create_future())
         self._pending[request_id] = pending
@@ -122,14 +123,14 @@ class RolloutClient:
             part.has_work.set()
         await asyncio.gather(*self._pumps)
         self._pumps = []
-        if self._failure is not None:
+        if self.failure is not None:
             return
         for part, ended in zip(self._parts, await self._end_generation()):
-            for request_id, completion in ended:
-                if completion.stop_reason != "abort":  # it was finished by then
-                    self._finish(request_id, completion)
+            for request_id, outcome in ended:
+                if isinstance(outcome, Exception) or outcome.stop_reason != "abort":  # it was finished by then
+                    self._finish(request_id, outcome)
                 elif (pending := self._pending.get(request_id)) is not None:
-                    pending.done = completion if pending.done is None else pending.done.then(completion)
+                    pending.done = outcome if pending.done is None else pending.done.then(outcome)
             part.new.clear()
             part.aborted.clear()
             part.sent.clear()
@@ -138,8 +139,8 @@ class RolloutClient:
         """Serve the unfinished requests and those that come."""
         if self._pumps:
             raise RuntimeError("the rollout client is already running")
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
         await self._in_thread(self._parts[0], self._group.begin_generation)
         self._stopping = False
         for part in self._parts:
@@ -184,21 +185,25 @@ class RolloutClient:
                 aborted, part.aborted = part.aborted, []
                 part.sent |= new.keys()
                 ended: Ended = await self._in_thread(part, self._advance, part, list(new.items()), aborted)
-                for request_id, completion in ended:
+                for request_id, outcome in ended:
                     part.sent.discard(request_id)
-                    self._finish(request_id, completion)
+                    self._finish(request_id, outcome)
                 if not part.new and not part.aborted and not part.sent and not self._stopping:
                     part.has_work.clear()
         except Exception as error:  # noqa: BLE001 - handed to the callers
-            self._failure = error
+            self.failure = error
             for pending in self._pending.values():
                 if not pending.future.done():
                     pending.future.set_exception(error)
 
-    def _finish(self, request_id: int, completion: Completion) -> None:
+    def _finish(self, request_id: int, outcome: Outcome) -> None:
         pending = self._pending.get(request_id)
-        if pending is not None and not pending.future.done():
-            pending.future.set_result(completion if pending.done is None else pending.done.then(completion))
+        if pending is None or pending.future.done():
+            return
+        if isinstance(outcome, Exception):
+            pending.future.set_exception(outcome)
+        else:
+            pending.future.set_result(outcome if pending.done is None else pending.done.then(outcome))
 
     def _advance(self, part: _Part, new: list[tuple[int, GenerationRequest]], aborted: list[int]) -> Ended:
         with self.submission:

@@ -15,7 +15,7 @@ from lockstep.single_controller import ClassWithInitArgs, ResourcePool
 from lockstep.single_controller.local import LocalWorkerGroup
 from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
 from lockstep.workers.rollout_client import RolloutClient
-from tests.engines.rollout.fake_server import fake_servers
+from tests.engines.rollout.fake_server import FakeServer, fake_servers
 from tests.tiny import save_tiny_model, write_rows
 
 VLLM = [
@@ -169,32 +169,57 @@ def test_failure_reaches_every_caller(group: Any, monkeypatch: pytest.MonkeyPatc
     group.end_generation()
 
 
-def test_request_that_is_too_long(group: Any) -> None:
+def test_request_that_cannot_be_served_fails_alone(group: Any) -> None:
     client = RolloutClient(group)
+    wrong = [GenerationRequest([1] * 30, SamplingParams(max_tokens=40)), GenerationRequest([], SamplingParams())]
 
-    async def ask() -> None:
+    async def ask() -> list[Any]:
         async with client.running():
-            await client.generate(GenerationRequest([1] * 30, SamplingParams(max_tokens=40)))
+            tasks = [client.generate(request) for request in [*requests(), *wrong]]
+            results = list(await asyncio.gather(*tasks, return_exceptions=True))
+            results.append(await client.generate(requests()[0]))
+            return results
 
-    with pytest.raises(ValueError, match="exceed max_model_len=64"):
-        asyncio.run(ask())
-    group.end_generation()
+    *found, too_long, empty, again = asyncio.run(ask())
+    expected = generated(group, requests())
+    assert_same([*found, again], [*expected, expected[0]])
+    assert "30 prompt tokens + max_tokens 40 = 70 exceed max_model_len=64" in str(too_long)
+    assert "prompt has no tokens" in str(empty)
+    assert client.failure is None
+
+
+def client_of(server: FakeServer, folder: Path) -> RolloutClient:
+    save_tiny_model(folder / "model")
+    overrides = [
+        f"actor_rollout_ref.model.path={folder}/model",
+        f"data.train_files={write_rows(folder / 'train.parquet')}",
+        "actor_rollout_ref.rollout.name=server",
+        f"actor_rollout_ref.rollout.server.urls=[{server.url}]",
+        "data.max_prompt_length=16",
+        "data.max_response_length=48",
+        "trainer.device=cpu",
+    ]
+    return RolloutClient(worker_group(overrides, "rollout"))
+
+
+def test_wrong_answer_of_a_server_is_of_one_request(tmp_path: Path) -> None:
+    with fake_servers("vllm") as (server,):
+        client = client_of(server, tmp_path)
+        server.state.faults.append("short")
+
+        async def ask() -> list[Any]:
+            async with client.running():
+                return await asyncio.gather(*map(client.generate, requests()), return_exceptions=True)
+
+        failed = [found for found in asyncio.run(ask()) if isinstance(found, Exception)]
+        assert len(failed) == 1 and "40 were asked for" in str(failed[0])
+        assert client.failure is None
 
 
 def test_requests_that_finish_during_a_pause_are_not_continued(tmp_path: Path) -> None:
     """Servers go on while nobody asks them."""
-    save_tiny_model(tmp_path / "model")
     with fake_servers("vllm", delay_s=0.002) as (server,):
-        overrides = [
-            f"actor_rollout_ref.model.path={tmp_path}/model",
-            f"data.train_files={write_rows(tmp_path / 'train.parquet')}",
-            "actor_rollout_ref.rollout.name=server",
-            f"actor_rollout_ref.rollout.server.urls=[{server.url}]",
-            "data.max_prompt_length=16",
-            "data.max_response_length=48",
-            "trainer.device=cpu",
-        ]
-        client = RolloutClient(worker_group(overrides, "rollout"))
+        client = client_of(server, tmp_path)
         wanted = [*requests(4, max_tokens=4), *requests(4, max_tokens=40)]
 
         async def ask() -> list[Completion]:

@@ -120,7 +120,7 @@ class Endpoint:
     @asynccontextmanager
     async def running(self) -> "AsyncIterator[Endpoint]":
         """Listen; on leaving, running requests may end within `GRACE_S`, or until `stop_now`."""
-        listener = _bind(self.settings.host, self.settings.port)
+        listener = bind(self.settings.host, self.settings.port)
         host, port = listener.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         config = uvicorn.Config(
@@ -400,7 +400,8 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
+    """A socket at this address; ValueError if it is taken."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
     try:

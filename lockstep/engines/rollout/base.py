@@ -2,7 +2,7 @@
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,7 +16,7 @@ from lockstep.models.lora import install_adapters
 from lockstep.models.model_check import check_log_probs, reference_log_probs
 from lockstep.models.packed_weights import pack_weights
 from lockstep.models.token_models import PolicyModel
-from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
+from lockstep.protocol.generation import Completion, GenerationRequest, Outcome, SamplingParams
 from lockstep.registry import Registry
 from lockstep.utils.fingerprint import fingerprint
 from lockstep.utils.progress import count
@@ -62,7 +62,8 @@ class RolloutEngine(ABC):
         """The completions of `requests`, in their order."""
         if not requests:
             return []
-        check_requests(requests, self.max_model_len)
+        for request in requests:
+            check_request(request, self.max_model_len)
         with self.serving():
             return self._run(requests)
 
@@ -71,7 +72,7 @@ class RolloutEngine(ABC):
             self.add(place, request)
         completions: dict[int, Completion] = {}
         while len(completions) < len(requests):
-            completions |= self.step()
+            completions |= responses_of(self.step())
             count(len(completions), len(requests), "sequences")
         return [completions[place] for place in range(len(requests))]
 
@@ -90,10 +91,13 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def add(self, request_id: int, request: GenerationRequest) -> None:
-        """Accept a request, which fits (`check_requests`). request_id: not that of an unfinished one."""
+        """Accept a request, which fits (`check_request`); ValueError if the engine refuses this one.
+
+        request_id: not that of an unfinished one.
+        """
 
     @abstractmethod
-    def step(self) -> dict[int, Completion]:
+    def step(self) -> Mapping[int, Outcome]:
         """Go on with the unfinished requests, of which there are some, for a short while; returns those that finished."""
 
     @abstractmethod
@@ -180,16 +184,25 @@ def stop_tokens(sampling: SamplingParams, eos_token_ids: Sequence[int]) -> froze
     return frozenset() if sampling.ignore_eos else frozenset(eos_token_ids) | frozenset(sampling.stop_token_ids)
 
 
-def check_requests(requests: Sequence[GenerationRequest], max_model_len: int) -> None:
-    for i, request in enumerate(requests):
-        prompt, new = len(request.prompt_ids), request.sampling.max_tokens
-        if prompt == 0:
-            raise ValueError(f"request {i}: the prompt has no tokens")
-        if prompt + new > max_model_len:
-            raise ValueError(
-                f"request {i}: {prompt} prompt tokens + max_tokens {new} = {prompt + new} exceed max_model_len="
-                f"{max_model_len}; raise actor_rollout_ref.rollout.max_model_len or shorten the prompt or max_tokens"
-            )
+def check_request(request: GenerationRequest, max_model_len: int) -> None:
+    prompt, new = len(request.prompt_ids), request.sampling.max_tokens
+    if prompt == 0:
+        raise ValueError("a request's prompt has no tokens")
+    if prompt + new > max_model_len:
+        raise ValueError(
+            f"{prompt} prompt tokens + max_tokens {new} = {prompt + new} exceed max_model_len={max_model_len}; raise "
+            "actor_rollout_ref.rollout.max_model_len or shorten the prompt or max_tokens"
+        )
+
+
+def responses_of(outcomes: Mapping[int, Outcome]) -> dict[int, Completion]:
+    """The responses; raises if a request has none."""
+    found = {}
+    for request_id, outcome in outcomes.items():
+        if isinstance(outcome, Exception):
+            raise outcome
+        found[request_id] = outcome
+    return found
 
 
 def longest_sequence(config: RolloutConfig) -> int:

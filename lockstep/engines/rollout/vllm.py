@@ -24,12 +24,13 @@ from lockstep.engines.rollout.base import (
     ROLLOUT_ENGINES,
     RolloutEngine,
     longest_sequence,
+    responses_of,
     stop_tokens,
 )
 from lockstep.models.loading import load_causal_lm, load_hf_config, model_folder
 from lockstep.models.lora import install_adapters, merge_adapters
 from lockstep.models.token_models import PolicyModel
-from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
+from lockstep.protocol.generation import Completion, GenerationRequest, Outcome, SamplingParams
 from lockstep.utils.audit import AuditError
 from lockstep.utils.distributed import current_world_size
 from lockstep.utils.model_path import is_adapter, local_model_folder
@@ -93,10 +94,10 @@ class VllmEngine(RolloutEngine):
         self._engine.add_request(str(request_id), prompt, self._sampling(request.sampling, request.stream_seed))
         self._unfinished.add(request_id)
 
-    def step(self) -> dict[int, Completion]:
-        finished = dict(self._completion(output) for output in self._engine.step() if output.finished)
+    def step(self) -> dict[int, Outcome]:
+        finished = {int(output.request_id): output for output in self._engine.step() if output.finished}
         self._unfinished -= finished.keys()
-        return finished
+        return {request_id: self._outcome(output) for request_id, output in finished.items()}
 
     def unfinished(self) -> list[int]:
         return list(self._unfinished)
@@ -110,7 +111,7 @@ class VllmEngine(RolloutEngine):
             if state.external_req_id in names:
                 state.queue = last_outputs
         self._engine.abort_request(names)
-        return dict(map(self._completion, last_outputs))
+        return responses_of({int(output.request_id): self._outcome(output) for output in last_outputs})
 
     def begin_update(self) -> None:
         self._wake("weights")
@@ -197,14 +198,14 @@ class VllmEngine(RolloutEngine):
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def _completion(self, output: Any) -> tuple[int, Completion]:
+    def _outcome(self, output: Any) -> Outcome:
         (answer,) = output.outputs
         if answer.finish_reason not in ("stop", "length", "abort"):
-            raise RuntimeError(f"vLLM ended a request with {answer.finish_reason!r}")
+            return RuntimeError(f"vLLM ended a request with {answer.finish_reason!r}")
         tokens = list(answer.token_ids)
         log_probs = [at_place[token].logprob for at_place, token in zip(answer.logprobs or (), tokens, strict=True)]
         versions = [self.policy_version] * len(tokens)
-        return int(output.request_id), Completion(tokens, log_probs, answer.finish_reason, versions)
+        return Completion(tokens, log_probs, answer.finish_reason, versions)
 
 
 class _LastOutputs(list[Any]):

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.model import HFModelConfig
-from lockstep.engines.rollout.base import ROLLOUT_ENGINES, RolloutEngine, longest_sequence, stop_tokens
+from lockstep.engines.rollout.base import ROLLOUT_ENGINES, RolloutEngine, longest_sequence, responses_of, stop_tokens
 from lockstep.engines.rollout.server.http import KEY, Server, ServerError, Unavailable
 from lockstep.engines.rollout.server.pool import InFlight, ServerPool
 from lockstep.engines.rollout.server.protocols import Answer, open_server
 from lockstep.engines.rollout.server.weights import WeightTransfer, transfer_of
-from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
+from lockstep.protocol.generation import Completion, GenerationRequest, Outcome, SamplingParams
 from lockstep.utils.audit import AuditError
 from lockstep.utils.distributed import current_rank, current_world_size, wait_for_all_ranks
 from lockstep.utils.fingerprint import fingerprint
@@ -103,7 +103,7 @@ class ServerEngine(RolloutEngine):
         self._answers[request_id] = self._loop.start(self._pool.complete(flight))
         self._answers[request_id].add_done_callback(lambda _: self._ended.put(request_id))
 
-    def step(self) -> dict[int, Completion]:
+    def step(self) -> dict[int, Outcome]:
         ended = set()
         try:
             ended.add(self._ended.get(timeout=STEP_S))
@@ -114,6 +114,15 @@ class ServerEngine(RolloutEngine):
         done = [name for name in ended if name in self._answers and self._answers[name].done()]
         return {request_id: self._take(request_id) for request_id in done}
 
+    def _take(self, request_id: int) -> Outcome:
+        self._flights.pop(request_id)
+        call = self._answers.pop(request_id)
+        if isinstance(error := call.exception(), ServerError):
+            return error
+        answer = call.result()
+        versions = [self.policy_version] * len(answer.token_ids)
+        return Completion(answer.token_ids, answer.log_probs, answer.finish, versions)  # type: ignore[arg-type]
+
     def unfinished(self) -> list[int]:
         return list(self._answers)
 
@@ -122,11 +131,11 @@ class ServerEngine(RolloutEngine):
         if chosen:
             self._loop.run(self._ask_to_end([self._flights[request_id] for request_id in chosen]))
         wait([self._answers[name] for name in chosen if self._flights[name].is_aborted], ABORT_S)
-        completions = {}
+        completions: dict[int, Completion] = {}
         for request_id in chosen:
             answer = self._answers[request_id]
             if answer.done() and answer.exception() is None:
-                completions[request_id] = self._take(request_id)
+                completions |= responses_of({request_id: self._take(request_id)})
             else:
                 answer.cancel()  # closes the connection, which ends the request
                 completions[request_id] = Completion([], [], "abort", [])
@@ -149,12 +158,6 @@ class ServerEngine(RolloutEngine):
             for flight in running:
                 flight.is_aborted = asked
 
-    def _take(self, request_id: int) -> Completion:
-        self._flights.pop(request_id)
-        answer = self._answers.pop(request_id).result()
-        versions = [self.policy_version] * len(answer.token_ids)
-        return Completion(answer.token_ids, answer.log_probs, answer.finish, versions)  # type: ignore[arg-type]
-
     def canaries(self, request: GenerationRequest) -> list[Completion]:
         """From every server that has the last update."""
         servers = [server for server in self._pool.servers if server.is_current]
@@ -164,7 +167,7 @@ class ServerEngine(RolloutEngine):
                 self._start(place, InFlight(request, stops, self._salt(), only=server))
             completions: dict[int, Completion] = {}
             while len(completions) < len(servers):
-                completions |= self.step()
+                completions |= responses_of(self.step())
         return [completions[place] for place in range(len(servers))]
 
     def takes_weights(self) -> bool:
