@@ -168,6 +168,8 @@ class ServerConfig:
     with --enable-sleep-mode (vllm) or --enable-memory-saver (sglang)."""
 
 
+WEIGHT_TRANSFERS = {"vllm": ("file", "distributed"), "sglang": ("tensor", "distributed")}
+"""Kind of server to the forms of `weight_transfer` that it has."""
 SERVER_ENGINES = ("server", "sglang")
 """Engines that use `rollout.server`."""
 

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lockstep.config import names
-from lockstep.config.actor_rollout_ref import SERVER_ENGINES, has_cut_log_probs
+from lockstep.config.actor_rollout_ref import SERVER_ENGINES, WEIGHT_TRANSFERS, has_cut_log_probs
 from lockstep.config.compat import NOT_SUPPORTED
 from lockstep.config.ensemble import reward_problems
 from lockstep.config.errors import NO_VALUE, ConfigError, Problem, nearest
@@ -546,6 +546,11 @@ def _servers(values: Values, section: str) -> Iterator[Problem]:
     if name == "sglang" and kind not in ("auto", "sglang"):
         message = f"{section}.name=sglang speaks SGLang's protocol; set {section}.name=server"
         yield Problem(f"{section}.server.kind", kind, message, also=(f"{section}.name",))
+    transfer, protocol = values[f"{section}.server.weight_transfer"], "sglang" if name == "sglang" else kind
+    forms = WEIGHT_TRANSFERS.get(protocol)
+    if forms is not None and transfer not in ("auto", *forms):
+        message = f"servers of kind {protocol} take weights by {' or '.join(forms)}; set one of these, or auto"
+        yield Problem(f"{section}.server.weight_transfer", transfer, message, also=(f"{section}.server.kind",))
     lr, val_only = values.get(f"{_ACTOR}.optim.lr", 0), values.get("trainer.val_only", True)
     if kind == "openai" and lr and not val_only:
         message = (
@@ -589,7 +594,10 @@ def _pool_keys(values: Values) -> Iterator[Problem]:
 def controller(config: PPOConfig, values: Values) -> Iterator[Problem]:
     count = num_workers(config)
     if count > 1 and values["trainer.controller"] == "local" and not _runs_in_threads(config):
-        message = f"can run only 1 worker, not {count}; set auto or ray"
+        most = "1 worker"
+        if (mode := values["trainer.async_mode"]) in SEPARATE:
+            most = f"2 workers with trainer.async_mode={mode}, one for the actor and one for the rollout"
+        message = f"can run only {most}, not {count}; set auto or ray"
         yield Problem("trainer.controller", "local", message, also=("trainer.n_gpus_per_node", "resource_pool_spec"))
     if controller_of(config) == "ray" and find_spec("ray") is None:
         message = 'several worker processes need Ray: pip install "lockstep-rl[ray]"'

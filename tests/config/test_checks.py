@@ -255,6 +255,14 @@ def test_the_run_says_which_log_probs_of_vllm_it_trains_on(
         ),
         (["name=sglang", "server.urls=[http://a]", "server.kind=vllm"], "speaks SGLang's protocol"),
         (
+            ["name=server", "server.urls=[http://a]", "server.kind=vllm", "server.weight_transfer=tensor"],
+            "server.weight_transfer=tensor: servers of kind vllm take weights by file or distributed; set one of these, or auto",
+        ),
+        (
+            ["name=sglang", "server.urls=[http://a]", "server.weight_transfer=file"],
+            "servers of kind sglang take weights by tensor or distributed",
+        ),
+        (
             ["name=sglang", "server.urls=[http://a]", "tensor_model_parallel_size=2"],
             "servers are started with their own parallelism; set 1",
         ),

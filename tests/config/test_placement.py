@@ -156,6 +156,15 @@ def test_too_few_workers_for_a_placement() -> None:
             "trainer.controller=local: can run only 1 worker, not 2; set auto or ray",
         ),
         (
+            [
+                "trainer.controller=local",
+                "trainer.placement=split",
+                "trainer.n_gpus_per_node=3",
+                "trainer.async_mode=fully_async",
+            ],
+            "can run only 2 workers with trainer.async_mode=fully_async, one for the actor and one for the rollout, not 3",
+        ),
+        (
             ["trainer.controller=local", "resource_pool_spec={a: [1], b: [1]}", "resource_pool_mapping={critic: b}"],
             "trainer.controller=local: can run only 1 worker, not 2",
         ),

@@ -117,6 +117,16 @@ def test_a_server_that_dies_stops_the_run_with_its_cause(
     assert "Traceback" not in error
 
 
+def test_an_unreachable_server(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with fake_servers("vllm") as (server,):
+        pass
+    assert main(run_of(folder, server.url, tmp_path / "run", f"{ROLLOUT}.server.max_retries=0")) == 1
+    error = capsys.readouterr().err
+    assert re.search(
+        rf"{server.url}: cannot connect .*gave up after 1 attempts.*; the run did not start$", error.strip()
+    )
+
+
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm")
 
 

@@ -60,6 +60,8 @@ class TaskRunner:
         self.mapping: dict[Role, str] = {}
         self.device: str | None = None
         self.last_checkpoint: Path | None = None
+        self.has_begun = False
+        """Whether the models were loaded and training has begun, also before a restart."""
         self.wait_s: float | None = None
         """How long to wait for machines; None is the backend's default."""
         self.started: dict[str, Any] = {}
@@ -167,6 +169,8 @@ class TaskRunner:
             except Exception as error:  # noqa: BLE001 - the end of the run; unexpected ones are raised again
                 failure, cause = error, cause_of(error, config)
             break
+        if not self.has_begun:
+            raise RunError(f"{cause.rstrip('.')}; the run did not start") from failure
         resume = how_to_resume(config, self.last_checkpoint)
         raise RunError(f"{cause.rstrip('.')}; the run ended early{resume}") from failure
 
@@ -198,6 +202,7 @@ class TaskRunner:
                 closing.callback(gc.unfreeze)
             closing.callback(gc.set_threshold, *gc.get_threshold())
             gc.set_threshold(GC_THRESHOLD)
+            self.has_begun = True
             code = trainer.fit(interrupt)
             self.on_end(code)
             return code

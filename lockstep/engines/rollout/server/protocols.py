@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.config.actor_rollout_ref import RolloutConfig
+from lockstep.config.actor_rollout_ref import WEIGHT_TRANSFERS, RolloutConfig
 from lockstep.engines.rollout.base import longest_sequence
 from lockstep.engines.rollout.server.http import KEY, Server, ServerError
 from lockstep.engines.rollout.vllm import logprobs_mode
@@ -123,7 +123,7 @@ PROTOCOLS: Registry[type[ServerProtocol]] = Registry("server protocol", key=f"{K
 @PROTOCOLS.register("vllm")
 class VllmProtocol(ServerProtocol):
     generate_path = marker = "/inference/v1/generate"
-    transfers = ("file", "distributed")
+    transfers = WEIGHT_TRANSFERS["vllm"]
     _ABORT = "/inference/v1/abort_requests"
     _UPDATE = ("/collective_rpc", "/pause", "/resume", "/reset_prefix_cache", "/update_weight_version")
     optional = (_ABORT, *_UPDATE)
@@ -247,7 +247,7 @@ class VllmProtocol(ServerProtocol):
 class SglangProtocol(ServerProtocol):
     generate_path = "/generate"
     marker = "/update_weights_from_disk"
-    transfers = ("tensor", "distributed")
+    transfers = WEIGHT_TRANSFERS["sglang"]
 
     def body(
         self, request: GenerationRequest, request_id: str, model: str, stops: Sequence[int], salt: str
