@@ -21,7 +21,7 @@ from lockstep.weight_sync import WeightSync, canary_bound
 from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
 from tests.metrics import metrics_of, numbers_of
 from tests.tiny import random_batch
-from tests.weight_sync.test_weight_sync import OneWorker
+from tests.weight_sync.copies import OneWorker
 
 MODEL = "actor_rollout_ref.model"
 GRPO = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8", "trainer.val_before_train=false"]

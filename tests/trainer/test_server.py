@@ -2,13 +2,7 @@
 
 import importlib.util
 import json
-import os
 import re
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +10,12 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from lockstep.engines.rollout.server.protocols import EXTENSION
 from lockstep.trainer.main_generation import main as generate
 from lockstep.trainer.main_ppo import main
 from lockstep.weight_sync import CANARY_METRIC
 from tests.engines.rollout.fake_server import fake_servers
 from tests.tiny import save_tiny_model, small_run, write_rows
+from tests.vllm_server import vllm_server
 
 ROOT = Path(__file__).parents[2]
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -133,48 +127,14 @@ needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 @pytest.fixture(scope="module")
 def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a real vLLM server with random weights."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    flags = re.search(r"^vllm serve \$MODEL (.*?)$", PAGE.replace("\\\n", " "), re.M)
-    assert flags is not None
-    # the module that `vllm serve` runs: the CPU build's command asks for the version of a package `vllm`
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", f"{folder}/model"]
-    small = "--dtype float32 --enforce-eager --max-model-len 256 --max-num-seqs 16 --kv-cache-memory-bytes 67108864"
-    command += [*flags[1].split(), *f"--host 127.0.0.1 --port {port} {small} --load-format dummy".split()]
-    environment = os.environ | {
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "PYTHONPATH": str(ROOT),
-    }
-    log = tmp_path_factory.mktemp("log") / "vllm.log"
-    with log.open("w") as output:
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
-    url, end = f"http://127.0.0.1:{port}", time.monotonic() + 600
-    try:
-        while not _is_up(url):
-            assert process.poll() is None and time.monotonic() < end, log.read_text()[-3000:]
-            time.sleep(1)
+    with vllm_server(folder / "model", tmp_path_factory.mktemp("log") / "vllm.log") as url:
         yield url
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def _is_up(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5):
-            return True
-    except OSError:
-        return False
 
 
 @pytest.mark.vllm
 @needs_vllm
 def test_trains_with_a_vllm_server(folder: Path, served: str, tmp_path: Path) -> None:
     steps = [f"trainer.total_training_steps={STEPS}", "trainer.test_freq=10", "trainer.save_freq=-1"]
-    assert EXTENSION in PAGE
     assert main(run_of(folder, served, tmp_path / "run", *steps)) == 0
     rows = rows_of(tmp_path / "run")
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))

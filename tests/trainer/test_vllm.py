@@ -18,6 +18,7 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.engines.rollout import VllmEngine
 from lockstep.trainer.main_generation import main as generate
 from lockstep.trainer.main_ppo import main
+from lockstep.trainer.ppo.rollout_sources.journal import trained_groups
 from lockstep.trainer.ppo.task_runner import TaskRunner
 from lockstep.weight_sync import CANARY_METRIC, canary_bound
 from tests.tiny import save_tiny_model, small_run, write_rows
@@ -55,6 +56,27 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         "trainer.val_before_train=false",
         "actor_rollout_ref.nccl_timeout=300",
     ]
+
+
+ASYNC_RUN = ["trainer.total_training_steps=4", "trainer.test_freq=2", "data.max_response_length=24"]
+ASYNC = {
+    mode: [f"trainer.async_mode={mode}", *ASYNC_RUN, *workers]
+    for mode, workers in {
+        "colocated": [],
+        "one_step_off": ["trainer.controller=local", "trainer.placement=split", "trainer.n_gpus_per_node=2"],
+        "fully_async": ["trainer.controller=local", "trainer.placement=split", "trainer.n_gpus_per_node=2"],
+    }.items()
+}
+
+
+def check_async(run: Path, per_step: int = 4) -> None:
+    rows = rows_of(run)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert all(row["async/staleness/max"] <= 1 and row["actor/grad_norm"] > 0 for row in rows)
+    canaries = [row[CANARY_METRIC] for row in rows if CANARY_METRIC in row]
+    assert len(canaries) >= 3 and max(canaries) < 1e-3
+    ids = [group for groups in trained_groups(run).values() for group in groups]
+    assert sorted(ids) == [(batch, row) for batch in range(1, 5) for row in range(per_step)]
 
 
 def rows_of(run: Path) -> list[dict[str, Any]]:
@@ -177,6 +199,13 @@ def test_grpo_config_of_a_users_document(base: list[str], tmp_path: Path) -> Non
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row[CANARY_METRIC] <= bound and row["actor/grad_norm"] > 0 for row in rows)
     assert any(name.startswith("val-") for name in rows[-1])
+
+
+@pytest.mark.parametrize("mode", ASYNC)
+def test_asynchronous_training(base: list[str], tmp_path: Path, mode: str) -> None:
+    """Actor and vLLM in one thread, or in two."""
+    assert main([*base, *ASYNC[mode], f"trainer.default_local_dir={tmp_path}/run"]) == 0
+    check_async(tmp_path / "run")
 
 
 def sh_blocks(page: str) -> list[str]:

@@ -18,7 +18,7 @@ from lockstep.utils.audit import AuditError
 from lockstep.weight_sync import CANARY_METRIC, WeightSync, canary_bound
 from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
 from tests.tiny import save_tiny_model, write_rows
-from tests.weight_sync.test_weight_sync import OneWorker
+from tests.weight_sync.copies import OneWorker
 
 
 class Dropping(EmbeddedEngine):

@@ -14,7 +14,7 @@ from lockstep.engines.rollout import vllm_worker as in_vllm
 from lockstep.utils.audit import AuditError
 from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
 from tests.tiny import save_tiny_model, write_rows
-from tests.weight_sync.test_vllm_weights import Hybrid
+from tests.weight_sync.copies import Copy
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,7 +28,7 @@ MB = 2**20
 
 
 @pytest.fixture(scope="module")
-def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hybrid]:
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Copy]:
     """With CUDA graphs. vLLM can sleep in one engine per process: run each file of such tests in its own."""
     folder = tmp_path_factory.mktemp("hybrid")
     save_tiny_model(folder / "model", hidden_size=128, num_attention_heads=2, tie_word_embeddings=True)
@@ -46,7 +46,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hybrid]:
     config = load_config(PPOConfig, overrides).actor_rollout_ref
     worker = ActorRolloutRefWorker(config, "actor_rollout", "cuda")
     worker.init_model()
-    made = Hybrid(worker, torch.bfloat16)
+    made = Copy(worker, worker, torch.bfloat16)
     assert not made.engine.has_weights and used() < 8 << 30, "asleep until the first update"
     assert made.update() < CLOSE
     yield made
@@ -62,10 +62,10 @@ def requests() -> list[GenerationRequest]:
     return [GenerationRequest(list(range(3, 3 + n)), sampling, seed=n) for n in (5, 40, 130)]
 
 
-def test_cycles_with_flat_memory(hybrid: Hybrid) -> None:
+def test_cycles_with_flat_memory(hybrid: Copy) -> None:
     engine, asleep = hybrid.engine, []
     for _ in range(5):
-        completions = hybrid.worker._complete(requests())
+        completions = hybrid.actor._complete(requests())
         assert all(c.policy_version == hybrid.version for c in completions)
         assert not engine.has_weights and engine.released_bytes() > 8 << 30
         asleep.append(used())
@@ -76,32 +76,32 @@ def test_cycles_with_flat_memory(hybrid: Hybrid) -> None:
         assert hybrid.update() < CLOSE
         assert used() > with_weights + (8 << 30) and engine.released_bytes() == 0
     assert max(asleep[1:]) - min(asleep[1:]) <= 8 * MB
-    metrics = hybrid.worker.memory.metrics()
+    metrics = hybrid.actor.memory.metrics()
     assert metrics["perf/max_memory_allocated_gb/gen"] > 8 > metrics["perf/max_memory_allocated_gb/update_weights"]
     assert metrics["perf/memory_used_gb/gen"] > 8 > metrics["perf/memory_used_gb/update_weights"]
 
 
-def test_weights_come_back_without_an_update(hybrid: Hybrid) -> None:
+def test_weights_come_back_without_an_update(hybrid: Copy) -> None:
     """Sent again by the actor, or from host memory."""
     hybrid.train()
     hybrid.update()
     engine = hybrid.engine
-    expected = hybrid.worker._complete(requests())
+    expected = hybrid.actor._complete(requests())
     assert not engine.has_weights
-    assert hybrid.worker._complete(requests()) == expected
+    assert hybrid.actor._complete(requests()) == expected
     engine.drops_weights = False
     try:
-        hybrid.worker.restore_weights()
+        hybrid.actor.restore_weights()
         engine.sleep()
         assert engine.has_weights and engine.released_bytes() > 8 << 30
-        assert hybrid.worker._complete(requests()) == expected
+        assert hybrid.actor._complete(requests()) == expected
     finally:
         engine.drops_weights = True
 
 
-def test_aborted_requests_go_on(hybrid: Hybrid) -> None:
+def test_aborted_requests_go_on(hybrid: Copy) -> None:
     """With their tokens kept. vLLM draws the rest from another random stream, so only the first part is the same."""
-    hybrid.worker.restore_weights()
+    hybrid.actor.restore_weights()
     engine = hybrid.engine
     whole = engine.generate(requests())
     with engine.serving():
@@ -120,7 +120,7 @@ def test_aborted_requests_go_on(hybrid: Hybrid) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.layers.1.self_attn.k_proj.weight", "model.norm.weight"])
-def test_dropped_tensor(hybrid: Hybrid, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropped_tensor(hybrid: Copy, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     update = hybrid.engine.update_weights
     with monkeypatch.context() as planted:
         planted.setattr(hybrid.engine, "update_weights", lambda ws: update(w for w in ws if w[0] != name))
@@ -130,7 +130,7 @@ def test_dropped_tensor(hybrid: Hybrid, name: str, monkeypatch: pytest.MonkeyPat
     assert hybrid.update() < CLOSE
 
 
-def test_part_of_a_fused_tensor_that_was_not_loaded(hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_part_of_a_fused_tensor_that_was_not_loaded(hybrid: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
     finish = in_vllm.WeightUpdates.lockstep_finish_update
 
     def finish_with_another_key(worker: Any) -> str:
@@ -147,7 +147,7 @@ def test_part_of_a_fused_tensor_that_was_not_loaded(hybrid: Hybrid, monkeypatch:
     assert hybrid.update() < CLOSE
 
 
-def test_stale_prefix_cache(hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stale_prefix_cache(hybrid: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
     def finish_without_reset(version: int) -> None:
         hybrid.engine._on_worker("lockstep_finish_update")
         RolloutEngine.finish_update(hybrid.engine, version)
@@ -163,11 +163,11 @@ def test_stale_prefix_cache(hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch) -> 
     assert hybrid.update() < CLOSE
 
 
-def test_completions_are_those_of_the_trainer(hybrid: Hybrid) -> None:
+def test_completions_are_those_of_the_trainer(hybrid: Copy) -> None:
     """The largest difference of a token's log-prob."""
     from lockstep.workers.rollout_batch import batch_of
 
-    worker = hybrid.worker
+    worker = hybrid.actor
     completions: list[Completion] = worker._complete(requests())
     rows = batch_of(requests(), completions, worker.config.rollout, worker.tokenizer.pad_token_id)
     gap = (worker.canary_log_probs(rows) - rows.tensors["rollout_log_probs"]).abs() * rows.tensors["response_mask"]

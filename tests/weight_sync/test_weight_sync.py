@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,15 +13,13 @@ from torch import Tensor
 from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig, CheckpointEngineConfig
 from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
-from lockstep.single_controller import Future, FutureList
-from lockstep.single_controller.local import LocalFuture
 from lockstep.utils.audit import AuditError
 from lockstep.utils.fingerprint import PERIOD, fingerprint
-from lockstep.weight_sync import CANARY_METRIC, WeightSync, canary_bound
 from lockstep.weight_sync.broadcast import BroadcastGroup, open_store
 from lockstep.weight_sync.buckets import Layout, cast_buckets, layout_of, pack_bucket, unpack_bucket
 from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
 from tests.tiny import save_tiny_model, write_rows
+from tests.weight_sync.copies import Copy
 
 SHAPES = [("a", (3, 5)), ("b", (7,)), ("c", ()), ("d", (2, 2))]
 
@@ -118,42 +116,9 @@ def test_broadcast_reaches_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(received[1], flat) and torch.equal(received[2], flat)
 
 
-class OneWorker:
-    """A worker as a group of one; asynchronous calls run when their result is requested."""
-
-    world_size = 1
-
-    def __init__(self, worker: ActorRolloutRefWorker) -> None:
-        self.worker = worker
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*args: Any) -> Any:
-            output = getattr(self.worker, name)(*(arg.get() if isinstance(arg, Future) else arg for arg in args))
-            return FutureList([LocalFuture(output)]) if name in ("weight_bucket", "load_bucket") else [output]
-
-        return call
-
-
-@dataclass
-class Pair:
-    """A separate actor and rollout of a tied model, with buckets of at most a megabyte."""
-
-    actor: ActorRolloutRefWorker
-    rollout: ActorRolloutRefWorker
-
-    def sync(self) -> WeightSync:
-        bound = canary_bound(torch.float32)
-        return WeightSync(OneWorker(self.actor), OneWorker(self.rollout), "naive", bound)  # type: ignore[arg-type]
-
-    def train(self) -> None:
-        """Change every parameter of the actor."""
-        with torch.no_grad():
-            for parameter in self.actor.actor.model.parameters():
-                parameter.add_(0.01 * torch.randn(parameter.shape))
-
-
 @pytest.fixture(scope="module", params=["embedded", "hf"])
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Copy:
+    """Separate workers, with buckets of at most a megabyte."""
     folder = tmp_path_factory.mktemp("pair")
     save_tiny_model(folder / "model", tie_word_embeddings=True)
     write_rows(folder / "train.parquet")
@@ -172,21 +137,10 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     made = [ActorRolloutRefWorker(config, role, "cpu") for role in ("actor", "rollout")]
     for worker in made:
         worker.init_model()
-    return Pair(*made)
+    return Copy(*made)
 
 
-def test_update_reaches_the_rollout(pair: Pair) -> None:
-    sync = pair.sync()
-    for version in (3, 4):
-        pair.train()
-        assert sync.run(version)[CANARY_METRIC] < 1e-4
-        assert pair.rollout.rollout.policy_version == version
-    assert not pair.rollout.rollout.shares_weights
-    names = [name for name, _ in pair.actor.actor.weights()]
-    assert pair.rollout.rollout.fingerprints(names) == {n: fingerprint(t) for n, t in pair.actor.actor.weights()}
-
-
-def test_changed_bit_stops_the_run(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_bit_stops_the_run(pair: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
     load = pair.rollout.load_bucket
 
     def load_changed(index: int, flat: np.ndarray) -> None:
@@ -198,29 +152,13 @@ def test_changed_bit_stops_the_run(pair: Pair, monkeypatch: pytest.MonkeyPatch) 
     pair.train()
     message = r"after update 5 on 1 of 1 ranks: on rank 0, model\.embed_tokens\.weight differs \(1 of 26 tensors\)"
     with pytest.raises(AuditError, match=message):
-        pair.sync().run(5)
+        pair.sync.run(5)
 
 
-def test_skipped_update_stops_the_run(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pair.rollout.rollout, "update_weights", list)
-    pair.train()
-    with pytest.raises(AuditError, match=r"model\.embed_tokens\.weight differs \(26 of 26 tensors\)"):
-        pair.sync().run(6)
-
-
-def test_dropped_tensor_stops_the_run(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    update, dropped = pair.rollout.rollout.update_weights, "model.layers.1.self_attn.k_proj.weight"
-    monkeypatch.setattr(pair.rollout.rollout, "update_weights", lambda ws: update(w for w in ws if w[0] != dropped))
-    pair.train()
-    with pytest.raises(AuditError, match=rf"{dropped} differs \(1 of 26 tensors\)"):
-        pair.sync().run(7)
-
-
-def test_rollout_that_computes_with_other_weights_stops_the_run(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollout_that_computes_with_other_weights_stops_the_run(pair: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fingerprints agree, the log-probs do not."""
     pair.train()
-    sync = pair.sync()
-    sync.run(8)
+    pair.sync.run(8)
     generate = pair.rollout.rollout.generate
 
     def generate_with_old_weights(requests: Any) -> Any:
@@ -235,10 +173,10 @@ def test_rollout_that_computes_with_other_weights_stops_the_run(pair: Pair, monk
     with pytest.raises(
         AuditError, match=r"after update 9 the rollout's log-probs of the canary text differ .* by 0\.\d+ "
     ):
-        sync.run(9)
+        pair.sync.run(9)
 
 
-def test_read_only_bucket_is_loaded(pair: Pair) -> None:
+def test_read_only_bucket_is_loaded(pair: Copy) -> None:
     """As received from an object store."""
     actor, rollout = pair.actor, pair.rollout
     rollout.expect_weights(actor.weight_layout())
