@@ -104,6 +104,8 @@ class SupervisedTrainerConfig:
     max_ckpt_to_keep: int | None = None
     """Keep this many of the newest checkpoints; null keeps all."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    check_memory: bool = True
+    """Before loading the model, log the plan of memory and time for this machine's GPU, and refuse a run that cannot fit."""
 
 
 @dataclass(frozen=True)

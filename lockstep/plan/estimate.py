@@ -63,12 +63,14 @@ MICRO_BATCH_KEYS = {
     ),
     "values": ("critic.forward_micro_batch_size_per_gpu", "critic.forward_max_token_len_per_gpu"),
     "update": ("data.micro_batch_size_per_gpu", "data.max_token_len_per_gpu"),
+    "forward": ("data.micro_batch_size_per_gpu", "data.max_token_len_per_gpu"),
     "update critic": ("critic.ppo_micro_batch_size_per_gpu", "critic.ppo_max_token_len_per_gpu"),
     "update actor": tuple(
         f"actor_rollout_ref.actor.ppo_{end}_per_gpu" for end in ("micro_batch_size", "max_token_len")
     ),
 }
-"""Phase -> the keys of its micro-batches: in sequences, and in tokens."""
+"""Phase -> the keys of its micro-batches: in sequences, and in tokens. `forward` (validation of SFT, reward models and DPO, and
+DPO's reference log-probs) has no plan."""
 
 
 def sections_of(role: str) -> Sections:

@@ -9,14 +9,16 @@ from importlib.metadata import version
 
 @dataclass(frozen=True)
 class Device:
-    """memory: bytes. flops, bandwidth: reached in large matrix products and copies, per second; nan if unknown. host_link,
-    peer_link, network: bytes per second between host and device, between devices of one machine, and between machines, for each
-    device. layer_overhead_s: of a decode step, per layer."""
+    """memory: bytes. flops, bandwidth: reached in large matrix products and copies, per second; nan if unknown. scores: attention
+    scores per second, of one query, key and head; the softmax limits them, not the products. host_link, peer_link, network: bytes
+    per second between host and device, between devices of one machine, and between machines, for each device. layer_overhead_s: of
+    a decode step, per layer."""
 
     name: str
     memory: float
     flops: float
     bandwidth: float
+    scores: float = math.inf
     host_link: float = 50e9
     peer_link: float = 200e9
     network: float = 50e9
@@ -34,17 +36,18 @@ class Device:
 DEVICES = {
     device.name: device
     for device in (
-        Device("H200", 150.1e9, 790e12, 4.3e12),  # measured
-        Device("B200", 191e9, 1800e12, 7.0e12, peer_link=400e9),
-        Device("H100", 85.0e9, 790e12, 3.0e12),
-        Device("A100-80G", 85.1e9, 250e12, 1.8e12, host_link=24e9, network=25e9),
-        Device("A100-40G", 42.4e9, 250e12, 1.4e12, host_link=24e9, network=25e9),
-        Device("L40S", 47.7e9, 290e12, 0.75e12, host_link=24e9, peer_link=24e9, network=6e9),
-        Device("RTX4090", 25.3e9, 130e12, 0.9e12, host_link=24e9, peer_link=24e9, network=3e9),
+        Device("H200", 150.1e9, 790e12, 4.3e12, 0.4e12),  # measured
+        Device("B200", 191e9, 1800e12, 7.0e12, 0.45e12, peer_link=400e9),
+        Device("H100", 85.0e9, 790e12, 3.0e12, 0.4e12),
+        Device("A100-80G", 85.1e9, 250e12, 1.8e12, 0.25e12, host_link=24e9, network=25e9),
+        Device("A100-40G", 42.4e9, 250e12, 1.4e12, 0.25e12, host_link=24e9, network=25e9),
+        Device("L40S", 47.7e9, 290e12, 0.75e12, 0.58e12, host_link=24e9, peer_link=24e9, network=6e9),
+        Device("RTX4090", 25.3e9, 130e12, 0.9e12, 0.53e12, host_link=24e9, peer_link=24e9, network=3e9),
     )
 }
-"""By name. All but the H200 are 80 % of the data sheets' dense bfloat16 rates and 90 % of their bandwidths. Networks are those of
-common machines: 400 Gbit/s for each H100 or newer, 200 for each A100."""
+"""By name. All but the H200 are 80 % of the data sheets' dense bfloat16 rates and 90 % of their bandwidths; their scores are the
+H200's in the ratio of multiprocessors times clock, as exponentials are. Networks are those of common machines: 400 Gbit/s for each
+H100 or newer, 200 for each A100."""
 
 
 def find_device(name: str | None) -> Device:

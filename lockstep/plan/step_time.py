@@ -1,4 +1,5 @@
-"""Time of a step from the roofline: matrix products, traffic of weights, KV cache and activations, and transfers.
+"""Time of a step from the roofline: matrix products, attention's softmax, traffic of weights, KV cache, activations and logits,
+and transfers.
 
 The constants are fitted to the measured steps of docs/plan.md; a phase is the sum of what cannot overlap.
 """
@@ -16,6 +17,9 @@ HALF_EFFICIENT_WIDTH = 350
 BEST_EFFICIENCY = 0.92
 ACTIVATION_PASSES = 5
 """Times that a training step reads or writes each activation outside of matrix products."""
+LOGIT_BYTES, LOGIT_GRADIENT_BYTES = 4, 6
+"""Per logit outside of matrix products: the statistics read it in float32; for the backward pass they write it in half precision,
+which is read and becomes the gradient."""
 OPTIMIZER_PASSES = 4
 """Times that AdamW reads or writes masters, moments and gradients, taken together."""
 ALL_REDUCE_S = 20e-6
@@ -115,15 +119,19 @@ def _pass(job: Job, model: Model, units: BatchUnits, recomputed: float | None) -
     # forwards' worth of work: attention's backward takes two, that of a linear layer one for its input and one for its weight
     passes = 1.0 if recomputed is None else 3 + recomputed
     products = passes if recomputed is None or model.adapters is None else passes - 1
-    attention = 4 * shape.heads * shape.head_dim * lengths.total / 2
-    layers = tokens * shape.layers * (2 * shape.active_layer_parameters * products + attention * passes)
+    layers = tokens * shape.layers * 2 * shape.active_layer_parameters * products
+    scores = tokens * shape.layers * shape.heads * lengths.total / 2 * passes
+    attention = max(scores / device.scores, 4 * shape.head_dim * scores / _rate(device, shape.width))
     head = 0 if model.is_scalar else 2 * targets * shape.head_parameters * min(products, 3)
     adapters = 2 * tokens * model.num_adapters * passes
     traffic = tokens * shape.layers * model.layer_bytes(1) * ACTIVATION_PASSES * passes / 3
     if model.adapters is not None:
         traffic += tokens * shape.layers * model.adapters.moved_entries * model.compute * passes
     traffic += units.num_micro * passes * _dequantising(model)
-    compute = (layers + head + adapters) / _rate(device, shape.width) + traffic / device.bandwidth
+    if not model.is_scalar:
+        per_logit = LOGIT_BYTES + (0 if recomputed is None else LOGIT_GRADIENT_BYTES)
+        traffic += targets * shape.vocabulary * per_logit
+    compute = attention + (layers + head + adapters) / _rate(device, shape.width) + traffic / device.bandwidth
     if units.sequence_parallel > 1:  # queries, keys, values and outputs change owners
         exchanged = 2 * (shape.heads + shape.key_heads) * shape.head_dim * model.compute * tokens * shape.layers
         compute += exchanged * passes / _link(device, model, units.sequence_parallel)

@@ -24,15 +24,8 @@ from lockstep.utils.audit import AuditError
 from lockstep.workers.agent_worker import NAME as AGENT_WORKER
 
 _ARR = "actor_rollout_ref"
-_SUPERVISED = "data.max_token_len_per_gpu (data.micro_batch_size_per_gpu without data.use_dynamic_bsz)"
 GENERATION = ("generate_sequences", "begin_generation", "advance_generation")
-LOWER = {
-    **dict.fromkeys(GENERATION, f"{_ARR}.rollout.max_num_seqs or {_ARR}.rollout.gpu_memory_utilization"),
-    "train_batch": f"{_SUPERVISED}, or set model.fsdp_config.optimizer_offload=true",
-    "validate": _SUPERVISED,
-    "prepare": _SUPERVISED,
-}
-"""Method of a worker or of a supervised trainer -> the setting that lowers its memory."""
+LOWER_FOR_GENERATION = f"{_ARR}.rollout.max_num_seqs or {_ARR}.rollout.gpu_memory_utilization"
 MICRO_BATCHES = {
     "compute_log_prob": (f"{_ARR}.rollout.log_prob_use_dynamic_bsz", "old log-probs"),
     "compute_ref_log_prob": (f"{_ARR}.ref.log_prob_use_dynamic_bsz", "reference log-probs"),
@@ -40,8 +33,11 @@ MICRO_BATCHES = {
     "compute_rm_score": ("reward_model.use_dynamic_bsz", "reward model"),
     "update_actor": (f"{_ARR}.actor.use_dynamic_bsz", "update actor"),
     "update_critic": ("critic.use_dynamic_bsz", "update critic"),
+    "train_batch": ("data.use_dynamic_bsz", "update"),
+    "validate": ("data.use_dynamic_bsz", "forward"),
+    "prepare": ("data.use_dynamic_bsz", "forward"),
 }
-"""Worker method -> the key that fills its micro-batches by tokens, and its phase in a plan."""
+"""Method of a worker or of a supervised trainer -> the key that fills its micro-batches by tokens, and its phase in a plan."""
 
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
 FULL_CODES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -124,8 +120,8 @@ def _in_user_code(error: BaseException) -> str | None:
 def _out_of_memory(error: BaseException, config: PPOConfig | SupervisedConfig) -> str:
     method = next((found["name"] for note in _notes(error) if (found := _METHOD.search(note))), None)
     where = f" in {method}" if method else ""
-    if method in LOWER:
-        fix = f"lower {LOWER[method]}"
+    if method in GENERATION:
+        fix = f"lower {LOWER_FOR_GENERATION}"
     elif method in MICRO_BATCHES:
         switch, phase = MICRO_BATCHES[method]
         fix = f"lower {MICRO_BATCH_KEYS[phase][attrgetter(switch)(config)]}"
@@ -143,7 +139,7 @@ def _out_of_memory(error: BaseException, config: PPOConfig | SupervisedConfig) -
     first_line = str(error).partition("\n")[0] or "MemoryError"
     if not isinstance(error, torch.OutOfMemoryError):
         return f"out of memory{where} ({first_line}); {fix}"
-    expected, more = _expected(method, config) if isinstance(config, PPOConfig) else ("", "")
+    expected, more = _expected(method, config)
     if more:
         fix = f"set {more}" if fix.removeprefix("lower ") in more else f"{fix}, or set {more}"
     return f"out of GPU memory{where} ({_allocated(str(error))}){expected}; {fix}"
@@ -159,7 +155,7 @@ def _allocated(message: str) -> str:
     )
 
 
-def _expected(method: str | None, config: PPOConfig) -> tuple[str, str]:
+def _expected(method: str | None, config: PPOConfig | SupervisedConfig) -> tuple[str, str]:
     """What the plan expected of the phase, and which keys to set for it; empty without a plan of the phase."""
     name = "generate" if method in GENERATION else MICRO_BATCHES.get(str(method), ("", ""))[1]
     plan = planned(config)

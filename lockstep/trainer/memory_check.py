@@ -1,8 +1,10 @@
 """Whether a run fits on this machine's GPU, before a model is loaded; what was planned, if it runs out of memory (docs/plan.md)."""
 
 import logging
+import os
 
 from lockstep.config.ppo import PPOConfig
+from lockstep.config.sft import SupervisedConfig
 from lockstep.plan.estimate import GB, Plan, advice, plan_of, summary
 from lockstep.plan.hardware import this_gpu
 
@@ -14,9 +16,9 @@ REFUSE_ABOVE = 1.05
 """The same for what a phase needs however short the sequences are."""
 
 
-def check_memory(config: PPOConfig) -> None:
+def check_memory(config: PPOConfig | SupervisedConfig) -> None:
     """Log the plan's last line; ValueError if the run cannot fit. Nothing is checked on CPU."""
-    if not config.trainer.check_memory or config.trainer.val_only:
+    if not config.trainer.check_memory or (isinstance(config, PPOConfig) and config.trainer.val_only):
         return
     plan = planned(config)
     if plan is None:
@@ -36,14 +38,21 @@ def check_memory(config: PPOConfig) -> None:
         logger.info("plan: %s", summary(plan))
 
 
-def planned(config: PPOConfig) -> Plan | None:
+def planned(config: PPOConfig | SupervisedConfig) -> Plan | None:
     """For this machine's GPU; None without one, or if the run cannot be planned, which is logged."""
     device = None if config.trainer.device == "cpu" else this_gpu()
     if device is None:
         return None
     try:
-        return plan_of(config, device)
+        return plan_of(config, device, machines=_processes())
     except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
         # an estimate must not stop a run
         logger.info("memory is not planned: %s", error)
         return None
+
+
+def _processes() -> list[int]:
+    """Of torchrun, on each machine."""
+    total = int(os.environ.get("WORLD_SIZE", "1"))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", total))
+    return [local] * (total // local)

@@ -32,7 +32,7 @@ def test_sft_as_measured_on_one_h200(settings: list[str]) -> None:
     plan = plan_of(config, DEVICES["H200"], Lengths(142, 427))
     assert [phase.name for phase in plan.phases] == ["update"]
     assert plan.worst.peak == pytest.approx(27.2e9, rel=0.1)
-    assert plan.step_s == pytest.approx(64 * 569 / 105_600, rel=0.35)  # 31 % low: the host's share is not planned
+    assert plan.step_s == pytest.approx(64 * 569 / 105_600, rel=0.25)  # 22 % low, also because lengths differ
 
 
 def test_pairs_stay_together_and_a_reward_model_has_no_logits(settings: list[str]) -> None:

@@ -98,7 +98,6 @@ def test_out_of_memory_outside_the_run(
     ("method", "key"),
     [
         ("train_batch", "lower data.max_token_len_per_gpu"),
-        ("train_batch", "set model.fsdp_config.optimizer_offload=true"),
         ("prepare", "lower data.max_token_len_per_gpu"),
         (None, "set model.lora_rank or model.fsdp_config.param_offload=true"),
     ],

@@ -11,10 +11,12 @@ import torch
 
 from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
+from lockstep.config.preference import DPOConfig, RMConfig
+from lockstep.config.sft import SFTConfig, SupervisedConfig
 from lockstep.engines.train.fsdp import FsdpEngine
 from lockstep.plan import estimate
 from lockstep.plan.hardware import DEVICES, Device, known_gpu
-from lockstep.trainer import memory_check
+from lockstep.trainer import fsdp_sft_trainer, main_dpo, main_rm, memory_check
 from lockstep.trainer.failures import explain
 from lockstep.trainer.main_ppo import main
 from lockstep.trainer.memory_check import check_memory
@@ -55,6 +57,18 @@ def config_of(tmp_path: Path) -> Any:
     return load
 
 
+@pytest.fixture
+def supervised(tmp_path: Path) -> Any:
+    """(config class, shape, settings) -> a config of SFT, a reward model or DPO with a model of that shape."""
+    (tmp_path / "rows.jsonl").touch()
+
+    def load(cls: type[SupervisedConfig], shape: str, *more: str) -> SupervisedConfig:
+        path = write_model(tmp_path / shape, shape)
+        return load_config(cls, [f"model.path={path}", f"data.train_files={tmp_path}/rows.jsonl", *more])
+
+    return load
+
+
 def test_plan_is_logged(config_of: Any, use_gpu: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     use_gpu(DEVICES["H200"])
@@ -77,6 +91,35 @@ def test_only_what_cannot_fit_is_refused(config_of: Any, use_gpu: Any, caplog: p
     all_at_once = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=80"
     check_memory(config_of("0.5b", all_at_once, "data.max_response_length=2048"))  # responses may be shorter
     assert caplog.records[-1].levelname == "WARNING" and "does not fit on RTX4090" in caplog.messages[-1]
+
+
+@pytest.mark.parametrize("cls", [SFTConfig, RMConfig, DPOConfig])
+def test_supervised_training_is_planned(
+    cls: type[SupervisedConfig], supervised: Any, use_gpu: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    use_gpu(DEVICES["H200"])
+    check_memory(supervised(cls, "0.5b"))
+    assert caplog.messages[-1].startswith("plan: fits on H200: at most ") and "in update;" in caplog.messages[-1]
+    use_gpu(DEVICES["RTX4090"])
+    with pytest.raises(ValueError, match="does not fit on RTX4090: update needs .* set model.fsdp_config.optimizer_off"):
+        check_memory(supervised(cls, "7b"))
+    check_memory(supervised(cls, "7b", "trainer.check_memory=false"))
+    check_memory(supervised(cls, "7b", "trainer.device=cpu"))
+
+
+def test_processes_of_torchrun_share_the_model(
+    supervised: Any, use_gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_gpu(replace(DEVICES["H100"], memory=70e9))
+    config = supervised(SFTConfig, "7b")
+    with pytest.raises(ValueError, match="does not fit"):
+        check_memory(config)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    check_memory(config)
+    plan = memory_check.planned(config)
+    assert plan is not None and (plan.job.models[0].ranks, plan.job.models[0].machines) == (4, 2)
 
 
 def test_offload_is_not_refused(config_of: Any, use_gpu: Any) -> None:
@@ -126,10 +169,36 @@ def test_refusal_of_the_command(
     assert "error: does not fit on H200" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("program", [fsdp_sft_trainer, main_rm, main_dpo])
+def test_refusal_of_the_supervised_commands(
+    program: Any, tiny_run_files: Path, use_gpu: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    use_gpu(replace(DEVICES["H200"], memory=1e5))
+    settings = [f"model.path={tiny_run_files}/model", f"data.train_files={tiny_run_files}/train.parquet"]
+    assert program.main([*settings, f"trainer.default_local_dir={tmp_path}/run"]) == 2
+    message = capsys.readouterr().err
+    assert "error: does not fit on H200: update needs" in message and "trainer.check_memory=false" in message
+    assert not (tmp_path / "run").exists()
+
+
 def out_of_memory(method: str) -> torch.OutOfMemoryError:
     error = torch.OutOfMemoryError(TORCH_MESSAGE)
     error.add_note(f"raised in worker group 'actor_rollout' by ActorRolloutRefWorker.{method} on rank 1 of 2")
     return error
+
+
+def test_out_of_memory_in_supervised_training_says_what_was_planned(supervised: Any, use_gpu: Any) -> None:
+    use_gpu(DEVICES["RTX4090"])
+    config = supervised(SFTConfig, "0.5b", "data.max_token_len_per_gpu=32768")
+    cause = explain(out_of_memory("train_batch"), config)
+    assert cause is not None and cause.startswith("out of GPU memory in train_batch (tried to allocate 2.32 GiB")
+    assert "; the plan expected up to " in cause and "of 25.3 GB (" in cause and "data.max_token_len_per_gpu" in cause
+    by_rows = supervised(DPOConfig, "7b", "data.use_dynamic_bsz=false", "data.micro_batch_size_per_gpu=2")
+    pairs = explain(out_of_memory("train_batch"), by_rows)
+    assert pairs is not None and "(moments 60.9" in pairs and "model.fsdp_config.optimizer_offload=true" in pairs
+    assert "lower data.micro_batch_size_per_gpu, or set " in pairs
+    validation = explain(out_of_memory("validate"), config)
+    assert validation is not None and "plan" not in validation and "lower data.max_token_len_per_gpu" in validation
 
 
 def test_out_of_memory_says_what_was_planned(config_of: Any, use_gpu: Any) -> None:

@@ -18,6 +18,7 @@ from lockstep.observability.console import LogHandler
 from lockstep.trainer.errors import RunError, out_of_memory_as_run_error
 from lockstep.trainer.inputs import fetch_inputs
 from lockstep.trainer.interrupt import stop_on_sigterm
+from lockstep.trainer.memory_check import check_memory
 from lockstep.trainer.preflight import preflight
 from lockstep.utils.imports import without_collections
 from lockstep.utils.progress import ProgressLog, phase
@@ -34,6 +35,7 @@ def run_training(config: SupervisedConfig) -> int:
         raise RunError("\nerror: ".join(problems), exit_code=2)
     try:
         fetch_inputs(config)
+        check_memory(config)
     except ValueError as error:
         raise RunError(str(error), exit_code=2) from error
     logger.info("loading torch and transformers")
