@@ -102,15 +102,15 @@ def test_supervised_training_is_planned(
     check_memory(supervised(cls, "0.5b"))
     assert caplog.messages[-1].startswith("plan: fits on H200: at most ") and "in update;" in caplog.messages[-1]
     use_gpu(DEVICES["RTX4090"])
-    with pytest.raises(ValueError, match="does not fit on RTX4090: update needs .* set model.fsdp_config.optimizer_off"):
+    with pytest.raises(
+        ValueError, match="does not fit on RTX4090: update needs .* set model.fsdp_config.optimizer_off"
+    ):
         check_memory(supervised(cls, "7b"))
     check_memory(supervised(cls, "7b", "trainer.check_memory=false"))
     check_memory(supervised(cls, "7b", "trainer.device=cpu"))
 
 
-def test_processes_of_torchrun_share_the_model(
-    supervised: Any, use_gpu: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_of_torchrun_share_the_model(supervised: Any, use_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     use_gpu(replace(DEVICES["H100"], memory=70e9))
     config = supervised(SFTConfig, "7b")
     with pytest.raises(ValueError, match="does not fit"):
