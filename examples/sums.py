@@ -22,7 +22,7 @@ def rows() -> list[dict[str, Any]]:
     return [
         {
             "data_source": "sums",
-            "prompt": [{"role": "user", "content": f"{a} + {b} = ? Reply with the number only."}],
+            "prompt": [{"role": "user", "content": f"What is {a} + {b}?"}],
             "reward_model": {"style": "rule", "ground_truth": str(a + b)},
         }
         for a, b in pairs

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.registry import load_object
 from tests.programs import run_shell
 from tests.tiny import save_tiny_model, write_rows
 
@@ -89,3 +90,17 @@ def test_script_error_names_missing_variables(places: dict[str, str]) -> None:
     environment = os.environ | {"MODEL": places["MODEL"], "DATA": ""}
     result = subprocess.run([EXAMPLES / "grpo.sh"], env=environment, capture_output=True, text=True, timeout=60)
     assert result.returncode != 0 and "DATA: the folder with train.parquet" in result.stderr
+
+
+def test_missing_model_is_explained(tmp_path: Path) -> None:
+    environment = os.environ | {"MODEL": str(tmp_path)}
+    result = subprocess.run([EXAMPLES / "grpo_smollm2_lora.sh"], env=environment, capture_output=True, text=True)
+    assert result.returncode == 2 and f"MODEL={tmp_path} has no config.json; set MODEL" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"), [("19", 1.0), (" 19\n", 1.0), ("12 + 7 = 19", 0.5), ("18", 0.1), ("19 - 1 = 18", 0.0), ("", 0.0)]
+)
+def test_reward_of_sums(answer: str, score: float) -> None:
+    compute_score = load_object(f"{EXAMPLES}/sums.py", "compute_score")
+    assert compute_score("sums", answer, "19") == {"score": score, "acc": float(score >= 0.5)}

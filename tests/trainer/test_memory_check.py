@@ -103,7 +103,7 @@ def test_supervised_training_is_planned(
     assert caplog.messages[-1].startswith("plan: fits on H200: at most ") and "in update;" in caplog.messages[-1]
     use_gpu(DEVICES["RTX4090"])
     with pytest.raises(
-        ValueError, match="does not fit on RTX4090: update needs .* set model.fsdp_config.optimizer_off"
+        ValueError, match=r"does not fit on RTX4090: update needs .*; set model\.fsdp_config\.optimizer_off"
     ):
         check_memory(supervised(cls, "7b"))
     check_memory(supervised(cls, "7b", "trainer.check_memory=false"))
