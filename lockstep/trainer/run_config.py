@@ -60,7 +60,9 @@ def write_run_config(run_dir: Path, config: PPOConfig | SupervisedConfig, step: 
 
 
 def as_yaml(config: PPOConfig | SupervisedConfig) -> str:
-    return yaml.safe_dump(to_plain(config), sort_keys=False)
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # five times faster; PyYAML may be built without it
+    text: str = yaml.dump(to_plain(config), Dumper=dumper, sort_keys=False)
+    return text
 
 
 def saved_config(checkpoint: Path) -> dict[str, Any]:
