@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.agents.tools import calls
 from lockstep.agents.tools.calculator import calculate
 from lockstep.agents.tools.load import load_tools
 from lockstep.protocol.generation import SamplingParams
@@ -221,3 +222,18 @@ def test_wrong_functions_are_refused_with_their_key(tmp_path: Path) -> None:
     (tmp_path / "empty.py").write_text("X = 1\n")
     with pytest.raises(ValueError, match="defines no public functions"):
         load_tools(None, str(tmp_path / "empty.py"))
+
+
+def test_only_methods_that_a_tool_defines_cost_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    run_in_thread = calls.run_in_thread
+
+    async def counted(start: Any, timeout_s: float) -> Any:
+        started.append(start)
+        return await run_in_thread(start, timeout_s)
+
+    monkeypatch.setattr(calls, "run_in_thread", counted)
+    agents = make_agents(tool_config_path=write_yaml(tmp_path, "class_name: calculator"))
+    done = converse(agents, Scripted(call("calculator", expression="2+3"), call("calculator", expression="5*2"), "10"))
+    assert [m["content"] for m in done.new_messages if m["role"] == "tool"] == ["5", "10"]
+    assert len(started) == 2

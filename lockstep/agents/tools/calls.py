@@ -24,6 +24,8 @@ GRACE_S = 1.0
 """Time after the deadline in which a tool that does not block can end by itself."""
 MAX_ERROR_CHARS = 300
 MAX_THREADS = 64
+TRIVIAL = (BaseTool.create, BaseTool.calc_reward, BaseTool.release)
+"""Methods that need no thread and no deadline: those that a tool did not override."""
 _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 _logged: set[tuple[str, str]] = set()
 
@@ -91,7 +93,7 @@ class ToolSession:
         try:
             instance_id = await self._instance(tool)
             response, reward, _ = await self._run(
-                tool, lambda: tool.execute(instance_id, parameters, **self._arguments(tool, "execute_kwargs"))
+                tool, tool.execute, instance_id, parameters, **self._arguments(tool, "execute_kwargs")
             )
             text = _text_of(response)
         except ToolError as error:
@@ -105,7 +107,7 @@ class ToolSession:
             tool = self.tools[name]
             try:
                 reward_kwargs = self._arguments(tool, "calc_reward_kwargs")
-                rewards[name] = float(await self._run(tool, _bound(tool.calc_reward, instance_id, reward_kwargs)))
+                rewards[name] = float(await self._run(tool, tool.calc_reward, instance_id, **reward_kwargs))
             except ToolError as error:
                 logger.warning("calc_reward of tool %s failed: %s", name, error)
         await self.release()
@@ -119,7 +121,7 @@ class ToolSession:
 
     async def _release(self, tool: BaseTool, instance_id: str) -> None:
         try:
-            await self._run(tool, _bound(tool.release, instance_id, self._arguments(tool, "release_kwargs")))
+            await self._run(tool, tool.release, instance_id, **self._arguments(tool, "release_kwargs"))
         except ToolError as error:
             logger.warning("release of tool %s failed: %s", tool.name, error)
 
@@ -127,15 +129,19 @@ class ToolSession:
         async with self._creating:  # calls of one turn run at the same time
             if tool.name not in self._created:
                 create_kwargs = tool.create_arguments(self._row) | self._arguments(tool, "create_kwargs")
-                created = await self._run(tool, lambda: tool.create(self.instance_id, **create_kwargs))
+                created: Any = await self._run(tool, tool.create, self.instance_id, **create_kwargs)
                 self._created[tool.name] = created[0] if isinstance(created, tuple) else created
         return self._created[tool.name]
 
     def _arguments(self, tool: BaseTool, name: str) -> dict[str, Any]:
         return dict((self._kwargs.get(tool.name) or {}).get(name) or {})
 
-    async def _run(self, tool: BaseTool, start: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        return await run_contained(f"tool {tool.name}", start, self.limits.timeout_s)
+    async def _run(
+        self, tool: BaseTool, method: Callable[..., Coroutine[Any, Any, T]], /, *arguments: Any, **options: Any
+    ) -> T:
+        if getattr(method, "__func__", None) in TRIVIAL:
+            return await method(*arguments)  # the row's options have no reader
+        return await run_contained(f"tool {tool.name}", lambda: method(*arguments, **options), self.limits.timeout_s)
 
 
 async def run_contained(what: str, start: Callable[[], Coroutine[Any, Any, T]], timeout_s: float) -> T:
@@ -149,10 +155,6 @@ async def run_contained(what: str, start: Callable[[], Coroutine[Any, Any, T]], 
     except Exception as error:
         _log_once(what, error)
         raise ToolError(f"{type(error).__name__}: {str(error)[:MAX_ERROR_CHARS]}") from error
-
-
-def _bound(method: Callable[..., Coroutine[Any, Any, T]], instance_id: str, kwargs: dict[str, Any]) -> Any:
-    return lambda: method(instance_id, **kwargs)
 
 
 async def run_in_thread(start: Callable[[], Coroutine[Any, Any, T]], timeout_s: float) -> T:
