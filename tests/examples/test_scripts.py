@@ -34,6 +34,7 @@ REWARD = (
 EXPECTED = {
     "dapo": ["actor/pg_clipfrac_lower", "val-aux/openai/gsm8k/overlong_reward/mean@2"],
     "grpo": ["actor/pg_loss"],
+    "grpo_smollm2_calculator": ["actor/pg_loss", "tool_call_counts/mean"],
     "grpo_smollm2_easy": ["actor/pg_loss"],
     "grpo_smollm2_gsm8k": ["actor/pg_loss"],
     "grpo_smollm2_lora": ["actor/pg_loss", "actor/kl_loss"],
