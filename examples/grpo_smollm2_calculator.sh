@@ -46,8 +46,8 @@ exec "${PYTHON:-python3}" -m lockstep.trainer.main_ppo \
     actor_rollout_ref.rollout.gpu_memory_utilization=0.2 \
     "${AGENT[@]}" \
     trainer.total_epochs=100 \
-    trainer.total_training_steps=200 \
-    trainer.test_freq=20 \
+    trainer.total_training_steps=150 \
+    trainer.test_freq=10 \
     trainer.logger=[console,file] \
     trainer.validation_data_dir="$RUN/validation" \
     trainer.default_local_dir="$RUN" \
