@@ -20,6 +20,7 @@ from lockstep.models.loading import load_value_model
 from lockstep.trainer.generation import GenerationRunner, device_and_backend
 from lockstep.trainer.main_generation import prepare
 from tests.tiny import tiny_tokenizer
+from tests.trainer.test_forks import LOOP, TEMPLATE
 
 pytest.importorskip("ray", reason='needs Ray: pip install "lockstep-rl[ray]"')
 
@@ -258,3 +259,17 @@ def test_generated_responses(runs: Runs, tiny_run_files: Path, tmp_path: Path, m
     assert not runs.shared.lent
     pd.testing.assert_frame_equal(*tables)
     assert len(tables[0]) == 16 and all(len(responses) == 3 for responses in tables[0]["responses"])
+
+
+def test_conversations_with_several_trajectories(runs: Runs) -> None:
+    """Rows of a conversation stay in its mini-batch, and the number of rows divides by nothing."""
+    (runs.folder / "loop.py").write_text(LOOP)
+    settings = [
+        f'actor_rollout_ref.model.custom_chat_template="{TEMPLATE}"',
+        f"{ROLLOUT}.multi_turn.use_inference_chat_template=true",
+        f"{ROLLOUT}.agent.default_agent_loop={runs.folder}/loop.py:ThreeTurns",
+        "data.max_response_length=100",
+    ]
+    run = runs(*settings, *workers(2))
+    assert all(row["trajectory_breaks/mean"] > 0 for row in run.metrics)
+    assert_equal(run, runs(*settings))
