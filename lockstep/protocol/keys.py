@@ -84,7 +84,12 @@ _TABLE = (
     BatchKey("returns", "BR", _FLOAT, "the controller", "value loss", "target of the value estimate"),
     BatchKey("mini_batch", "B", _INT, "the trainer's layout of an update", "updates", "mini-batch the row is in"),
     BatchKey(
-        "conversation", "B", _INT, "the trainer", "advantages, mini-batches", "row of the conversation's last trajectory"
+        "conversation",
+        "B",
+        _INT,
+        "the trainer",
+        "advantages, mini-batches",
+        "row of the conversation's last trajectory",
     ),
     BatchKey("uid", "B", None, "the trainer", "advantages by group", "one id per prompt, shared by its samples"),
     BatchKey("finish_reason", "B", None, "the rollout", "dumps", "stop, length, turns (a limit of agents) or abort"),

@@ -9,7 +9,9 @@ from typing import Any
 
 PACKAGE = "lockstep.verl"
 
-_AGENTS = "the run starts and serves agent loops; derive yours from AgentLoopBase or lockstep.agents.loops.AgentLoop, see docs/agents.md"
+_AGENTS = (
+    "the run serves agent loops; derive yours from AgentLoopBase or lockstep.agents.loops.AgentLoop, see docs/agents.md"
+)
 _MEGATRON = "models are trained with FSDP2; use the classes of {0}.workers.fsdp_workers"
 _ENGINE = (
     "the worker owns its training engine; choose the loss with actor_rollout_ref.actor.policy_loss.loss_mode "

@@ -82,8 +82,18 @@ def forked() -> list[list[Trajectory]]:
     one = [trajectory(("sampled", 3), ("context", 2), ("sampled", 4), generator=g)]
     three = [trajectory(("sampled", n), generator=g, version=n) for n in (2, 4)]
     three.append(trajectory(("context", 3), ("sampled", 5), ("context", 1), ("sampled", 1), generator=g))
-    two = [trajectory(("sampled", 5), ("context", 1), ("sampled", 2), generator=g), trajectory(("sampled", 1), generator=g)]
-    return [one, three, [trajectory(("sampled", 7), generator=g)], two, [trajectory(("sampled", 2), generator=g)], [Trajectory([5])]]
+    two = [
+        trajectory(("sampled", 5), ("context", 1), ("sampled", 2), generator=g),
+        trajectory(("sampled", 1), generator=g),
+    ]
+    return [
+        one,
+        three,
+        [trajectory(("sampled", 7), generator=g)],
+        two,
+        [trajectory(("sampled", 2), generator=g)],
+        [Trajectory([5])],
+    ]
 
 
 def expanded() -> DataProto:
@@ -208,7 +218,9 @@ def test_a_mini_batch_has_all_rows_of_its_conversations(rule: MiniBatches) -> No
             assert counts["global_batch_size"] == len(found)
 
 
-def naive_gradients(folder: Path, lists: list[list[Trajectory]], advantages: list[float], mode: str) -> dict[str, Tensor]:
+def naive_gradients(
+    folder: Path, lists: list[list[Trajectory]], advantages: list[float], mode: str
+) -> dict[str, Tensor]:
     """A loop over the trajectories, without padding; the policy is the one that sampled, so all ratios are 1."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     sampled = [(t, a) for of_one, a in zip(lists, advantages) for t in of_one if any(t.response_mask)]
@@ -335,7 +347,9 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("no_registrations")
-def test_a_run_trains_on_every_turn_in_every_mode(arguments: list[str], tmp_path: Path, batches: list[DataProto]) -> None:
+def test_a_run_trains_on_every_turn_in_every_mode(
+    arguments: list[str], tmp_path: Path, batches: list[DataProto]
+) -> None:
     dumped = [f"trainer.rollout_data_dir={tmp_path}/rollouts", "trainer.test_freq=1"]
     assert main([*arguments, *dumped]) == 0
     steps = metrics_of(tmp_path / "run")
@@ -350,7 +364,7 @@ def test_a_run_trains_on_every_turn_in_every_mode(arguments: list[str], tmp_path
         assert torch.equal(batch.tensors["policy_versions"] >= 0, mask)
         advantages = batch.tensors["advantages"]
         for rows in forks.rows_of(batch):
-            (advantage,) = {round(float(value), 5) for row in rows for value in advantages[row][mask[row]]}
+            assert len({round(float(value), 5) for row in rows for value in advantages[row][mask[row]]}) == 1
             assert len({batch.non_tensor_batch["uid"][row] for row in rows}) == 1
         assert step["training/rollout_probs_diff_max"] < 1e-4 and step["actor/grad_norm"] > 0
         assert any(name.startswith("val-core/") for name in step)

@@ -22,6 +22,7 @@ from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool as LangChainTool
 from langchain_core.tools import StructuredTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
+from pydantic import Field
 
 from lockstep.agents.conversation import Conversation, FinishReason
 from lockstep.agents.endpoint.answers import Answer, AnswerRequest, Session
@@ -87,7 +88,7 @@ class PolicyChatModel(BaseChatModel):
     Sampling is that of the rollout, whatever options are bound; `max_tokens` and `stop` are respected.
     """
 
-    schemas: dict[str, dict[str, Any]] = {}
+    schemas: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
     @property
     def _llm_type(self) -> str:

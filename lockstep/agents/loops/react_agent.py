@@ -98,10 +98,12 @@ class ReactAgent(AgentLoop):
         except LimitReachedError as limit:
             return limit.reason
         except Exception as error:
+            # a user's graph may raise anything: it costs its own conversation
             conversation.counts.program_errors += 1
-            is_new, _ = type(error) not in self._failures, self._failures.add(type(error))
             what = f"timeout_s={self.timeout_s:g} exceeded" if isinstance(error, TimeoutError) else repr(error)
-            logger.error("the graph of react_agent failed: %s", what, exc_info=error if is_new else None)
+            is_known = type(error) in self._failures  # the traceback of each kind is logged once
+            logger.error("the graph of react_agent failed: %s", what, exc_info=None if is_known else error)
+            self._failures.add(type(error))
         return None
 
 

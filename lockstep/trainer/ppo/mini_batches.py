@@ -3,8 +3,9 @@
     rows of a step ─► mini-batches ─► rows of each one distributed over the data-parallel ranks ─► one batch whose
                                                                                                    r-th part is rank r's
 
-A mini-batch counts conversations: all rows of one are in it (see `forks`). Mini-batch statistics for the loss (counts, and the result of `prepare_policy_loss`) are computed here too. Every rank gets the
-same number of rows of every mini-batch; padding rows with one token and no loss are added if they do not divide.
+A mini-batch counts conversations: all rows of one are in it (see `forks`). Mini-batch statistics for the loss (counts, and the
+result of `prepare_policy_loss`) are computed here too. Every rank gets the same number of rows of every mini-batch; padding rows
+with one token and no loss are added if they do not divide.
 """
 
 from collections.abc import Callable, Iterator, Mapping
