@@ -94,9 +94,9 @@ class PolicyChatModel(BaseChatModel):
     def _llm_type(self) -> str:
         return "lockstep"
 
-    def bind_tools(self, tools: Sequence[Any], **kwargs: Any) -> Runnable[Any, BaseMessage]:
+    def bind_tools(self, tools: Sequence[Any], *, tool_choice: str | None = None, **kwargs: Any) -> Runnable[Any, Any]:
         """tools: LangChain tools, functions, or schemas. ValueError for a tool_choice that forces a call."""
-        if kwargs.pop("tool_choice", None) not in (None, "auto"):
+        if tool_choice not in (None, "auto"):
             raise ValueError("tool_choice cannot be enforced on the policy; use auto")
         named = [self.schemas.get(getattr(tool, "name", "")) or convert_to_openai_tool(tool) for tool in tools]
         return self.bind(tools=named, **kwargs)

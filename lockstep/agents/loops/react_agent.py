@@ -119,11 +119,12 @@ def react_graph(model: Any, tools: list[Any]) -> Any:
         return {"messages": [await bound.ainvoke(state["messages"])]}
 
     async def report_malformed(state: MessagesState) -> Any:
-        (call, *_) = state["messages"][-1].invalid_tool_calls
+        last: Any = state["messages"][-1]
+        call = last.invalid_tool_calls[0]
         return {"messages": [ToolMessage(MALFORMED, name="error", tool_call_id=call["id"])]}
 
     def next_node(state: MessagesState) -> str:
-        last = state["messages"][-1]
+        last: Any = state["messages"][-1]
         return "tools" if last.tool_calls else "malformed" if last.invalid_tool_calls else END
 
     graph = StateGraph(MessagesState)

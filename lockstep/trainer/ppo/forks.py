@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from lockstep.agents.trajectory import Trajectory
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.protocol import DataProto
+from lockstep.protocol.columns import tensors_of
 from lockstep.protocol.keys import BATCH_KEYS
 from lockstep.workers.rollout_batch import trajectory_tensors
 
@@ -49,7 +50,7 @@ def conversations(batch: DataProto) -> DataProto:
     if OWNER not in batch.tensors:
         return batch
     last = batch[: num_conversations(batch)]
-    return last.select([name for name in last.tensors.keys() if name != OWNER])  # noqa: SIM118 - of a TensorDict
+    return last.select([name for name in tensors_of(last.batch) if name != OWNER])
 
 
 def num_conversations(batch: DataProto) -> int:
@@ -89,7 +90,7 @@ def joined(batch: DataProto) -> DataProto:
     places, rows = _places(batch), conversations(batch)
     width = batch.tensors["responses"].shape[1]
     tensors = {}
-    for name, last in rows.tensors.items():
+    for name, last in tensors_of(rows.batch).items():
         shape = BATCH_KEYS[name].shape if name in BATCH_KEYS else ""
         if shape.endswith(("R", "T")):
             tokens = _gathered(batch.tensors[name][:, -width:], places)
