@@ -21,7 +21,18 @@ from lockstep.protocol.generation import SamplingParams
 from lockstep.single_controller.futures import WorkerDiedError
 from lockstep.single_controller.message_process import MessageProcess
 from lockstep.utils.event_loop import cancelled
-from lockstep.workers.agent_worker import Answer, Ask, Begin, Cancel, End, FromWorker, Ready, ToWorker, Withdraw
+from lockstep.workers.agent_worker import (
+    Answer,
+    Ask,
+    Begin,
+    Cancel,
+    End,
+    FromWorker,
+    Ready,
+    ToWorker,
+    Withdraw,
+    waiting,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -72,21 +83,16 @@ class _Link:
         self.process.close()
 
     def _send(self) -> None:
-        while (message := self._outgoing.get()) is not None:
-            messages = [message]
-            while not self._outgoing.empty() and message is not None:
-                message = self._outgoing.get()
-                messages += [] if message is None else [message]
+        while None not in (messages := waiting(self._outgoing)):
             try:
                 self.process.send(messages)
             except WorkerDiedError:  # `_receive` reports it
                 return
             except Exception as error:  # noqa: BLE001 - pickling runs user code, which may raise anything
                 problem = ValueError(f"a row cannot be sent to agent workers ({error}); set {KEY}=0")
-                for id in {message.id for message in messages} & self.held.keys():
-                    self.held[id].put(End(id, error=problem))
-            if message is None:
-                return
+                for message in messages:
+                    if message is not None and (held := self.held.get(message.id)) is not None:
+                        held.put(End(message.id, error=problem))
 
     def _receive(self) -> None:
         try:

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 from lockstep.agents.agents import Agents
 from lockstep.agents.conversation import ConversationResult
@@ -29,6 +29,8 @@ from lockstep.rewards import sandbox
 from lockstep.single_controller.futures import picklable
 from lockstep.utils.event_loop import cancelled
 from lockstep.utils.model_path import base_folder, local_model_folder
+
+T = TypeVar("T")
 
 NAME = "agent worker"
 CLOSE_TIMEOUT_S = 4.0
@@ -120,6 +122,14 @@ FromWorker = Ready | Ask | Withdraw | End
 ToWorker = Begin | Answer | Cancel
 
 
+def waiting(messages: "queue.SimpleQueue[T]") -> list[T]:
+    """All messages of the queue, at least one."""
+    found = [messages.get()]
+    while not messages.empty():
+        found.append(messages.get())
+    return found
+
+
 class AgentWorker:
     """A `Peer` of the controller. Conversations run in the event loop of its thread. name: NAME and a number."""
 
@@ -138,10 +148,7 @@ class AgentWorker:
         self._loop.call_soon_threadsafe(self._take, messages)
 
     def pull(self) -> list[FromWorker]:
-        messages = [self._outgoing.get()]
-        while not self._outgoing.empty():
-            messages.append(self._outgoing.get())
-        return messages
+        return waiting(self._outgoing)
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._closing.set)

@@ -42,7 +42,8 @@ class TwoTurns(AgentLoop):
             raise ValueError("the row has no color")
         conversation.turn_scores.append(0.5)
         if conversation.add([{"role": "user", "content": "again"}]):
-            await conversation.generate(stop_token_ids=range(259))
+            is_long = (HERE / "long").exists() and index % 2
+            await conversation.generate(() if is_long else range(259))
 """
 
 
@@ -100,7 +101,8 @@ def test_results_are_the_same_in_two_workers_one_of_which_is_killed(
 
 
 def test_a_stop_in_mid_step_of_asynchronous_training_and_the_way_on(arguments: list[str], tmp_path: Path) -> None:
-    settings = ["trainer.async_mode=colocated", "actor_rollout_ref.rollout.max_num_seqs=3", f"{WORKERS}=2"]
+    (tmp_path / "long").touch()
+    settings = ["trainer.async_mode=colocated", "actor_rollout_ref.rollout.max_num_seqs=9", f"{WORKERS}=2"]
     settings += ["trainer.total_training_steps=3", "trainer.save_freq=1", f"trainer.default_local_dir={tmp_path}/run"]
     (tmp_path / "stop5").touch()  # a row of the second step, while the first is generated or trained
     assert main([*arguments, *settings]) == 130
@@ -110,7 +112,7 @@ def test_a_stop_in_mid_step_of_asynchronous_training_and_the_way_on(arguments: l
     steps = [row for row in rows if "actor/pg_loss" in row]
     assert [step["step"] for step in steps] == [1, 2, 3]
     assert all(step["num_turns/mean"] == 4 for step in steps)
-    assert steps[-1]["async/staleness/max"] == 1
+    assert any(step["async/mixed_policy_share"] > 0 for step in steps)  # a pause in the middle of a turn
     assert_ended(pids(tmp_path) - {os.getpid()})
 
 
