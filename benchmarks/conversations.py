@@ -4,8 +4,8 @@
 
 A tiny model with random weights writes `--tokens` tokens per turn on average; after each turn the script calls a tool, whatever
 the model wrote. Of a hundred conversations, one calls a tool that hangs, one a tool that raises and one a tool that returns bytes;
-all others must have every turn and no error. `rendering` is the time spent on tool messages and templates, relative to that of the
-rollout (with `--workers 0`). Further `key=value` arguments are overrides.
+all others must have every turn and no error. `rendering` is the time spent on tool messages and templates, relative to the
+CPU time of the rollout (with `--workers 0`). Further `key=value` arguments are overrides.
 """
 
 import argparse
@@ -133,10 +133,10 @@ def measure(trainer: Any) -> dict[str, float]:
     timer = Timer()
     prompts = next(trainer._prompts(Interrupt()))
     rows = training_rows(trainer.config, prompts, n=1, step=1, draw=0, first=0, greedy=False)
-    before_mb, began = _max_rss_mb(), time.perf_counter()
+    before_mb, began, cpu_began = _max_rss_mb(), time.perf_counter(), time.process_time()
     with timer:
         batch = trainer.sampling.rollout_wg.generate_sequences(rows)
-    seconds = time.perf_counter() - began
+    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
     columns, lost, wrong = batch.non_tensor_batch, 0, 0
     for info, reason, turns, errors in zip(
         rows.non_tensor_batch["extra_info"],
@@ -149,27 +149,28 @@ def measure(trainer: Any) -> dict[str, float]:
     return {
         "conversations": len(batch),
         "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
         "sampled_tokens": int(batch.tensors["response_mask"].sum()),
         "lost": lost,
         "wrong": wrong,
         "peak_mb": _max_rss_mb(),
         "peak_before_mb": before_mb,
-        "rendering": timer.seconds / seconds,
+        "rendering": timer.seconds / cpu_seconds,
     }
 
 
 class Timer:
-    """Time spent in `Conversation.add`, in this process."""
+    """CPU time of `Conversation.add`, in this process."""
 
     def __enter__(self) -> "Timer":
         self.seconds, add = 0.0, Conversation.add
 
         def timed(conversation: Conversation, messages: Any) -> bool:
-            began = time.perf_counter()
+            began = time.thread_time()
             try:
                 return add(conversation, messages)
             finally:
-                self.seconds += time.perf_counter() - began
+                self.seconds += time.thread_time() - began
 
         self._add, Conversation.add = add, timed  # type: ignore[method-assign]
         return self

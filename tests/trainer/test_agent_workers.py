@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_registrations")]
 
 WORKERS = "actor_rollout_ref.rollout.agent.num_workers"
 LOOP = """
-import os, signal
+import asyncio, os, signal
 from pathlib import Path
 
 from lockstep.agents.loops import AgentLoop
@@ -40,10 +40,11 @@ class TwoTurns(AgentLoop):
                 os.kill(pid, number)
         if (HERE / "fail").exists() and index == 3:
             raise ValueError("the row has no color")
+        if (HERE / "slow").exists() and index % 2:
+            await asyncio.sleep(2)
         conversation.turn_scores.append(0.5)
         if conversation.add([{"role": "user", "content": "again"}]):
-            is_long = (HERE / "long").exists() and index % 2
-            await conversation.generate(() if is_long else range(259))
+            await conversation.generate(stop_token_ids=range(259))
 """
 
 
@@ -101,8 +102,8 @@ def test_results_are_the_same_in_two_workers_one_of_which_is_killed(
 
 
 def test_a_stop_in_mid_step_of_asynchronous_training_and_the_way_on(arguments: list[str], tmp_path: Path) -> None:
-    (tmp_path / "long").touch()
-    settings = ["trainer.async_mode=colocated", "actor_rollout_ref.rollout.max_num_seqs=9", f"{WORKERS}=2"]
+    (tmp_path / "slow").touch()  # every other prompt: the others make up a step first
+    settings = ["trainer.async_mode=colocated", f"{WORKERS}=2"]
     settings += ["trainer.total_training_steps=3", "trainer.save_freq=1", f"trainer.default_local_dir={tmp_path}/run"]
     (tmp_path / "stop5").touch()  # a row of the second step, while the first is generated or trained
     assert main([*arguments, *settings]) == 130
@@ -112,7 +113,7 @@ def test_a_stop_in_mid_step_of_asynchronous_training_and_the_way_on(arguments: l
     steps = [row for row in rows if "actor/pg_loss" in row]
     assert [step["step"] for step in steps] == [1, 2, 3]
     assert all(step["num_turns/mean"] == 4 for step in steps)
-    assert any(step["async/mixed_policy_share"] > 0 for step in steps)  # a pause in the middle of a turn
+    assert any(step["async/mixed_policy_share"] > 0 for step in steps)  # a pause between two turns
     assert_ended(pids(tmp_path) - {os.getpid()})
 
 
