@@ -97,7 +97,12 @@ def settings(args: argparse.Namespace, folder: Path) -> list[str]:
             "data_source": "scripted",
             "prompt": [{"role": "user", "content": f"{i}"}],
             "reward_model": {"style": "rule", "ground_truth": ""},
-            "extra_info": {"index": i, "turns": args.turns, "every": args.tokens, "tool": tool_of(i)},
+            "extra_info": {
+                "index": i,
+                "turns": args.turns,
+                "every": args.tokens,
+                "tool": tool_of(i, args.conversations),
+            },
         }
         for i in range(args.conversations)
     ]
@@ -125,8 +130,9 @@ def settings(args: argparse.Namespace, folder: Path) -> list[str]:
     ]
 
 
-def tool_of(index: int) -> str:
-    return FAULTY[index % 100] if index % 100 < len(FAULTY) else "good"
+def tool_of(index: int, num_conversations: int) -> str:
+    is_faulty = num_conversations >= 100 and index % 100 < len(FAULTY)
+    return FAULTY[index % 100] if is_faulty else "good"
 
 
 def measure(trainer: Any) -> dict[str, float]:

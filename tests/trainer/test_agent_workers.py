@@ -104,14 +104,14 @@ def test_results_are_the_same_in_two_workers_one_of_which_is_killed(
 def test_a_stop_in_mid_step_of_asynchronous_training_and_the_way_on(arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "slow").touch()  # every other prompt: the others make up a step first
     settings = ["trainer.async_mode=colocated", f"{WORKERS}=2"]
-    settings += ["trainer.total_training_steps=3", "trainer.save_freq=1", f"trainer.default_local_dir={tmp_path}/run"]
-    (tmp_path / "stop5").touch()  # a row of the second step, while the first is generated or trained
+    settings += ["trainer.total_training_steps=4", "trainer.save_freq=1", f"trainer.default_local_dir={tmp_path}/run"]
+    (tmp_path / "stop13").touch()  # a prompt of the last batch, while an earlier one is generated
     assert main([*arguments, *settings]) == 130
     assert_ended(pids(tmp_path) - {os.getpid()})
     assert main([*arguments, *settings]) == 0
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "actor/pg_loss" in row]
-    assert [step["step"] for step in steps] == [1, 2, 3]
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]
     assert all(step["num_turns/mean"] == 4 for step in steps)
     assert any(step["async/mixed_policy_share"] > 0 for step in steps)  # a pause between two turns
     assert_ended(pids(tmp_path) - {os.getpid()})
