@@ -131,6 +131,36 @@ def test_rows_that_no_loop_serves_end_the_run_before_training(
     assert message in capsys.readouterr().err
 
 
+CLOSED = """
+from lockstep.agents.tools import CalculatorTool
+
+class Closed(CalculatorTool):
+    def close(self):
+        open({path!r}, "a").write("closed ")
+"""
+
+
+@pytest.mark.usefixtures("no_registrations")
+@pytest.mark.parametrize(
+    "settings, code",
+    [
+        (["actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent"], 0),
+        (["actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent", "data.train_batch_size=64"], 2),  # 16 rows
+        (["actor_rollout_ref.rollout.agent.default_agent_loop=tool_agnt"], 2),
+        ([], 0),  # no row uses the tool
+    ],
+)
+def test_tools_are_closed_when_the_run_ends(
+    settings: list[str], code: int, overrides: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "tool.py").write_text(CLOSED.format(path=str(tmp_path / "log")))
+    (tmp_path / "tools.yaml").write_text(f"tools: [{{class_name: '{tmp_path}/tool.py:Closed'}}]")
+    config = f"actor_rollout_ref.rollout.multi_turn.tool_config_path={tmp_path}/tools.yaml"
+    short = ["trainer.total_training_steps=1", "trainer.save_freq=0", f"trainer.default_local_dir={tmp_path}/run"]
+    assert main([*overrides, *short, config, *settings]) == code
+    assert (tmp_path / "log").read_text() == "closed "
+
+
 @pytest.mark.usefixtures("no_registrations")
 def test_a_column_that_agents_add_is_refused_before_training(
     agent_overrides: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

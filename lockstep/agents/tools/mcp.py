@@ -10,6 +10,7 @@ tools:
 """
 
 import json
+import logging
 import math
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -24,6 +25,8 @@ from lockstep.agents.tools.mcp_server import McpServer
 if TYPE_CHECKING:
     from mcp import Tool
     from mcp.types import CallToolResult
+
+logger = logging.getLogger(__name__)
 
 CONFIG = ("timeout", "rate_limit", "connect_timeout", "type")
 SECTION = ("mcp_servers_config_path", "servers", "tool_selected_list")
@@ -75,7 +78,9 @@ def load_mcp_tools(cls: type[McpTool], entry: Mapping[str, Any]) -> list[BaseToo
                 calls_per_s=float(config.get("rate_limit", math.inf)),
             )
             on_error.callback(server.close)
-            offered += [(tool, server) for tool in server.list_tools()]
+            listed = server.list_tools()
+            logger.info("MCP server %s: %s", name, ", ".join(tool.name for tool in listed) or "no tools")
+            offered += [(tool, server) for tool in listed]
         names = [tool.name for tool, _ in offered]
         selected = section.get("tool_selected_list") or names
         if missing := [name for name in selected if name not in names]:

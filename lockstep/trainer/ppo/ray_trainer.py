@@ -259,11 +259,9 @@ class PPOTrainer:
         return backend if backend != "auto" else "nccl" if self.device_name == "cuda" else "naive"
 
     def close(self) -> None:
-        """Shut down the workers and what agents keep."""
+        """Shut down the workers."""
         if self.agent_workers is not None:
             self.agent_workers.close()
-        if self.agents is not None:
-            self.agents.close()
         for group in self._groups.values():
             group.shutdown()
         self._groups, self._processes = {}, []

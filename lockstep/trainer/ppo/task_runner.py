@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from lockstep.agents.agents import Agents
 from lockstep.config.placement import (
     Pools,
     controller_of,
@@ -69,6 +70,7 @@ class TaskRunner:
         self.on_end: Callable[[int], None] = lambda exit_code: None
         """Called when training has ended, with 0 or 130, before the workers are shut down."""
         self.on_step: OnStep | None = None
+        self.agents: Agents | None = None
 
     def add_actor_rollout_worker(self, config: PPOConfig, pools: Pools) -> None:
         for role in (Role.ActorRollout, Role.Actor, Role.Rollout):
@@ -119,7 +121,7 @@ class TaskRunner:
             train_sampler = create_rl_sampler(data, cast(Sized, train_dataset))
         reward_fn = load_reward_manager(config, tokenizer, num_examine=0, in_training=True)
         check_rows(config, reward_fn, train_dataset, val_dataset, in_training=True)
-        agents = agents_for(config, tokenizer, train_dataset, val_dataset)
+        self.agents = agents_for(config, tokenizer, train_dataset, val_dataset)
         return PPOTrainer(
             config=config,
             tokenizer=tokenizer,
@@ -135,7 +137,7 @@ class TaskRunner:
             val_dataset=val_dataset,
             train_sampler=train_sampler,
             device_name=device,
-            agents=agents,
+            agents=self.agents,
         )
 
     def run(self, config: PPOConfig, interrupt: Interrupt | None = None) -> int:
@@ -177,6 +179,7 @@ class TaskRunner:
     def _run_once(self, config: PPOConfig, interrupt: Interrupt | None) -> int:
         _seed_everything(config.trainer.seed)
         with ExitStack() as closing:
+            closing.callback(self._close_agents)
             try:
                 with phase("read the data"):
                     trainer = self.build(config)
@@ -206,6 +209,10 @@ class TaskRunner:
             code = trainer.fit(interrupt)
             self.on_end(code)
             return code
+
+    def _close_agents(self) -> None:
+        if self.agents is not None:
+            self.agents.close()
 
     def _close(self, trainer: PPOTrainer) -> None:
         self.last_checkpoint = trainer.last_checkpoint or self.last_checkpoint
