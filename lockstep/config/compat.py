@@ -63,6 +63,7 @@ ALIASES: dict[str, str] = {
     "ray_kwargs.timeline_json_file": "ray_init.timeline_json_file",
     "reward.custom_reward_function": "custom_reward_function",
     "reward.reward_manager.name": "reward_model.reward_manager",
+    "reward.sandbox_fusion": "reward_model.sandbox_fusion",
     "reward_manager.name": "reward_model.reward_manager",
     "reward_model.timeout": "reward_model.timeout_s",
     **{
@@ -189,7 +190,6 @@ UNSUPPORTED_KEYS: dict[str, Unsupported] = {
         "reward models are classifiers and do not generate; set name to null", switches=("name",)
     ),
     "reward_model.max_length": Unsupported("the reward model reads the whole sequence; set null"),
-    "reward_model.sandbox_fusion": Unsupported("code is run in local processes; set url to null", switches=("url",)),
     "data.path": _OTHER_PROGRAM,
     "data.output_path": _OTHER_PROGRAM,
     "data.n_samples": _OTHER_PROGRAM,

@@ -72,6 +72,16 @@ class RewardPartConfig:
 
 
 @dataclass(frozen=True)
+class SandboxFusionConfig:
+    url: str | None = None
+    """`http://host:port/run_code` of a SandboxFusion server that runs the programs of responses; null runs them in `sandbox`."""
+    max_concurrent: int = 64
+    """Requests at once per process."""
+    memory_limit_mb: int = 1024
+    """Memory of a program."""
+
+
+@dataclass(frozen=True)
 class RewardFunctionConfig:
     reward_manager: str = "naive"
     """Reward manager: `naive`, `batch`, `dapo`, `prime`, `rate_limited`, or your own as `module:Class` or `file.py:Class`."""
@@ -81,6 +91,7 @@ class RewardFunctionConfig:
     sandbox: Literal["auto", "bubblewrap", "namespaces", "landlock", "none"] = "auto"
     """Isolation of programs and graders. `auto` is the strongest form that works and an error if none does; `none` accepts that
     a judged program can read your files and use the network."""
+    sandbox_fusion: SandboxFusionConfig = field(default_factory=SandboxFusionConfig)
     timeout_s: float | None = 300.0
     """Timeout in seconds of one reward function call; on timeout the sample fails (score 0, counted), and three in a row stop the
     run. null has no timeout and calls the function in the trainer's process."""

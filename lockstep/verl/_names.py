@@ -55,7 +55,7 @@ NOT_SERVED: dict[str, str] = {
     "utils.profiler.DistProfiler": _PROFILER,
     "utils.profiler.DistProfilerExtension": _PROFILER,
     "utils.profiler.ProfilerConfig": _PROFILER,
-    "utils.reward_score.sandbox_fusion": "programs are judged in local sandboxes: {0}.utils.reward_score.prime_code",
+    "utils.reward_score.sandbox_fusion": "set reward_model.sandbox_fusion.url, and use {0}.utils.reward_score.prime_code",
     "utils.rollout_skip": "every step generates; set trainer.rollout_data_dir to keep the rollouts",
     "utils.ulysses": "sequence parallelism is built in: actor_rollout_ref.actor.ulysses_sequence_parallel_size",
     "utils.vllm": _ROLLOUT,

@@ -1,14 +1,8 @@
-"""A real MCP server with tools that answer, fail, hang and end the server: stdio, or loopback HTTP on a free port.
+"""A real MCP server with tools that answer, fail, hang and end the server; as a program it speaks on stdin and stdout."""
 
-python mcp_tools_server.py [http|sse READY_FILE]
-"""
-
+import asyncio
 import os
-import socket
 import subprocess
-import sys
-import time
-from pathlib import Path
 
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
@@ -38,9 +32,9 @@ def fail() -> str:
 
 
 @server.tool()
-def hang() -> str:
+async def hang() -> str:
     """Never answer."""
-    time.sleep(600)
+    await asyncio.sleep(600)
     return ""
 
 
@@ -56,16 +50,5 @@ def leave_a_child() -> str:
     return str(subprocess.Popen(["sleep", "600"]).pid)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 if __name__ == "__main__":
-    if len(sys.argv) == 1:
-        server.run()
-    else:
-        port = int(sys.argv[3]) if len(sys.argv) > 3 else free_port()
-        Path(sys.argv[2]).write_text(str(port))
-        server.run("sse" if sys.argv[1] == "sse" else "streamable-http", port=port)
+    server.run()

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,29 +40,24 @@ def answer(agents: Agents, name: str, **arguments: Any) -> str:
 
 
 @contextmanager
-def http_server(folder: Path, kind: str, port: str = "") -> Iterator[str]:
-    """Its port on loopback."""
-    ready = folder / "ready"
-    ready.unlink(missing_ok=True)
-    process = subprocess.Popen([sys.executable, str(SERVER), kind, str(ready), *([port] if port else [])])
+def http_server(kind: str, port: int = 0) -> Iterator[int]:
+    """The same server on loopback, in a thread; its port."""
+    import uvicorn
+
+    from tests.agents.mcp_tools_server import server as tools
+
+    app = tools.sse_app() if kind == "sse" else tools.streamable_http_app()
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
     try:
-        while not ready.exists() or not (found := ready.read_text()):
-            assert process.poll() is None
-            time.sleep(0.02)
-        yield found
+        yield server.servers[0].sockets[0].getsockname()[1]
     finally:
-        process.kill()
-        process.wait()
-
-
-def wait_for_port(port: str) -> None:
-    import socket
-
-    while True:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", int(port))) == 0:
-                return
-        time.sleep(0.02)
+        server.should_exit = server.force_exit = True
+        thread.join()
 
 
 def is_alive(pid: int) -> bool:
@@ -94,16 +90,46 @@ def test_a_stdio_server_is_shared_by_conversations_and_started_again_after_its_d
     assert not is_alive(int(again.split()[-1])) and not is_alive(child)
 
 
+OLD_SERVER = """
+import json, sys
+
+TOOL = {"name": "greet", "description": "Greet.", "inputSchema": {"type": "object"}}
+for line in sys.stdin:
+    request = json.loads(line)
+    method, number = request["method"], request.get("id")
+    if number is None:
+        continue
+    results = {
+        "initialize": {
+            "protocolVersion": "2024-11-05", "capabilities": {"tools": {}}, "serverInfo": {"name": "old", "version": "1"}
+        },
+        "tools/list": {"tools": [TOOL]},
+        "tools/call": {"content": [{"type": "image", "data": "", "mimeType": "image/png"}] if "png" in line
+                       else [{"type": "text", "text": "hello"}, {"type": "text", "text": "you"}]},
+    }
+    answer = {"result": results[method]} if method in results else {"error": {"code": -32601, "message": "unknown"}}
+    print(json.dumps({"jsonrpc": "2.0", "id": number, **answer}), flush=True)
+"""
+
+
+def test_a_server_of_an_earlier_protocol_version(tmp_path: Path) -> None:
+    (tmp_path / "server.py").write_text(OLD_SERVER)
+    servers = {"old": {"command": sys.executable, "args": ["-S", str(tmp_path / "server.py")]}}
+    agents = make_agents(tool_config_path=write_yaml(tmp_path, servers), response_length=2000)
+    assert answer(agents, "greet") == "hello\nyou"
+    assert answer(agents, "greet", kind="png") == "Error: the tool returned image; only text is supported"
+    agents.close()
+
+
 @pytest.mark.parametrize("kind", ["http", "sse"])
 def test_a_server_over_http(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MCP_TOKEN", "secret")
-    with http_server(tmp_path, kind) as port:
-        wait_for_port(port)
+    with http_server(kind) as port:
         address = {"url": f"http://127.0.0.1:{port}/{'sse' if kind == 'sse' else 'mcp'}", "auth_token": "${MCP_TOKEN}"}
         servers = {"t": {**address, "type": "sse"} if kind == "sse" else address}
-        config = write_yaml(tmp_path, servers, {"timeout": 1, "connect_timeout": 10})
+        config = write_yaml(tmp_path, servers, {"timeout": 3, "connect_timeout": 20})
         agents = make_agents(tool_config_path=config, response_length=2000, tool_timeout_s=20)
-        assert asyncio.run(_hang_and_add(agents)) == ["Error: took longer than 1 s", *["5"] * 8]
+        assert asyncio.run(_hang_and_add(agents)) == ["Error: took longer than 3 s", *["5"] * 8]
         if kind == "sse":
             agents.close()
             return
@@ -119,8 +145,7 @@ def test_a_server_over_http(tmp_path: Path, kind: str, monkeypatch: pytest.Monke
         only.close()
     gone = answer(agents, "add", a=2, b=3)
     assert gone.startswith("Error: ") and ("cannot be reached" in gone or "ended during the call" in gone)
-    with http_server(tmp_path, kind, port):
-        wait_for_port(port)
+    with http_server(kind, port):
         time.sleep(1.0)  # the pause after a failed connection
         assert answer(agents, "add", a=2, b=3) == "5"
         agents.close()

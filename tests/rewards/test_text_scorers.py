@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.rewards.scorers import multiple_choice, rlla, search_r1_like_qa_em
+from lockstep.rewards.scorers import environment_reward, multiple_choice, rlla, search_r1_like_qa_em
 
 
 @pytest.mark.parametrize(
@@ -110,3 +110,11 @@ def test_tool_calls_within_a_chat_template() -> None:
         assert rlla.compute_score("rlla", text, response(F), {"experiment_name": name})["score"] == 4.0
     with pytest.raises(ValueError, match=r"extra_info\.experiment_name='gemma': the name must contain llama or qwen"):
         rlla.compute_score("rlla", "", response(F), {"experiment_name": "gemma"})
+
+
+def test_the_reward_of_an_environment_is_the_sum_of_what_its_tools_gave() -> None:
+    given = {"rollout_reward_scores": {"read": 0.25, "write": 0.5}}
+    assert environment_reward.compute_score("text", None, given) == 0.75
+    assert environment_reward.compute_score("text", None, {"rollout_reward_scores": {}}) == 0.0
+    with pytest.raises(ValueError, match="needs responses of agents"):
+        environment_reward.compute_score("text", None, {})

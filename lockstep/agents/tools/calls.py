@@ -148,7 +148,8 @@ async def run_contained(what: str, start: Callable[[], Coroutine[Any, Any, T]], 
     """Run a user's coroutine under a deadline; ToolError if it fails in any way."""
     try:
         return await run_in_thread(start, timeout_s)
-    except ToolError:
+    except ToolError as error:
+        _log_once(what, error)
         raise
     except TimeoutError as error:
         raise ToolError(str(error) or f"took longer than {timeout_s:g} s") from error
@@ -221,11 +222,15 @@ def truncate(text: str, limits: CallLimits) -> str:
 
 
 def _log_once(name: str, error: Exception) -> None:
-    """The first error of each kind with its traceback; a tool that fails often must not flood the log."""
+    """The first error of each kind, with its traceback unless the tool chose the message; the log must not be flooded."""
     kind = (name, type(error).__name__)
     if kind not in _logged:
         _logged.add(kind)
-        logger.warning("%s failed; this costs its conversation only", name, exc_info=error)
+        has_cause = not isinstance(error, ToolError)
+        message = "" if has_cause else f": {error}"
+        logger.warning(
+            "%s failed%s; this costs its conversation only", name, message, exc_info=error if has_cause else None
+        )
 
 
 def by_name(tools: Sequence[BaseTool]) -> dict[str, BaseTool]:

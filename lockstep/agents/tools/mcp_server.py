@@ -123,6 +123,8 @@ class McpServer:
     def _connected(self) -> "_Session":
         """The session, or a new one if it is over."""
         if self._session is None or self._session.can_be_replaced:
+            if self._session is not None:
+                logger.warning("the session of MCP server %s ended; opening a new one", self.name)
             self._session = _Session(self._transport(), self._connect_timeout_s, self._describe)
         return self._session
 
@@ -229,6 +231,7 @@ class _Session:
             self._ended_at = self._loop.time()
             if not self.client.done():
                 self.client.set_exception(ToolError(self._describe(self._error or EOFError("it ended"))))
+                self.client.exception()  # no caller may be left to read it
 
 
 SESSION_UNKNOWN = "Session terminated"

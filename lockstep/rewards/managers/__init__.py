@@ -18,6 +18,7 @@ from lockstep.rewards.managers.naive import REWARD_MANAGERS, NaiveRewardManager,
 from lockstep.rewards.managers.prime import PrimeRewardManager
 from lockstep.rewards.managers.rate_limited import RateLimitedRewardManager
 from lockstep.rewards.rate_limit import has_limits, limits_of, shared_limiter
+from lockstep.rewards.sandbox import fusion
 
 if TYPE_CHECKING:
     from lockstep.data.files import FileRow
@@ -50,6 +51,7 @@ def load_reward_manager(config: PPOConfig, tokenizer: Any, num_examine: int, in_
     name, reward_kwargs = config.reward_model.reward_manager, config.reward_model.reward_kwargs
     manager = REWARD_MANAGERS.get(name)
     sandbox.configure(config.reward_model.sandbox)
+    fusion.configure(config.reward_model.sandbox_fusion)
     compute_score = load_compute_score(config, getattr(manager, "score_arguments", ARGUMENTS), in_training)
     if scorer_options(compute_score):
         sandbox.announce()

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.rewards import sandbox
-from lockstep.rewards.sandbox import Limits, Sandbox
+from lockstep.rewards.sandbox import Limits, Sandbox, fusion
 
 JUDGE = (Path(sandbox.__file__).parent / "judge.py").read_text()
 TEST_TIMEOUT_S = 5.0
@@ -111,8 +111,9 @@ def compute_scores(
     num_workers: int | None = None,
     **options: Any,
 ) -> list[tuple[float, list[Verdict]]]:
-    """`compute_score` of each response, `num_workers` at a time; None is one per CPU core."""
-    num_workers = num_workers or len(os.sched_getaffinity(0))
+    """`compute_score` of each response, `num_workers` at a time; None is one per CPU core, or `max_concurrent` of a server."""
+    server = fusion.settings()
+    num_workers = num_workers or (server.max_concurrent if server else len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(num_workers, thread_name_prefix="judge") as threads:
         return list(threads.map(lambda pair: compute_score(*pair, **options), zip(solution_strs, ground_truths)))
 
@@ -184,13 +185,18 @@ def run_judge(
         message += _message({**checks, "prelude": prelude("\n".join((tests.setup, *tests.asserts)))})
     num_asserts = len(tests.asserts)  # each has a process and a channel
     limits = Limits(limit_s, limit_s, memory_mb, FILE_MB, NUM_PROCESSES + 1 + num_asserts, NUM_OPEN_FILES + num_asserts)
-    process = Sandbox(limits).start_source(JUDGE)
-    try:
-        reply = process.communicate(message, limit_s + START_TIMEOUT_S, MAX_REPLY_BYTES)
-    except TimeoutError as error:
-        return [{"error": str(error)}]
+    stopped: str | None
+    if fusion.settings() is not None:
+        reply, stopped = fusion.run_source(JUDGE, message, limit_s)
+    else:
+        process = Sandbox(limits).start_source(JUDGE)
+        try:
+            reply = process.communicate(message, limit_s + START_TIMEOUT_S, MAX_REPLY_BYTES)
+        except TimeoutError as error:
+            return [{"error": str(error)}]
+        stopped = process.error
     outcomes = _outcomes(reply, expected=b"p" if tests.asserts else b"j" if tests.fn_name else b"t")
-    return [*outcomes, {"error": process.error}] if process.error else outcomes
+    return [*outcomes, {"error": stopped}] if stopped else outcomes
 
 
 @functools.lru_cache(maxsize=1024)
@@ -210,7 +216,7 @@ def _exported(name: str) -> frozenset[str]:
 
 
 def _message(content: dict[str, Any]) -> bytes:
-    data = marshal.dumps(content)
+    data = marshal.dumps(content, 4)  # a version that every Python of a server reads
     return len(data).to_bytes(8, "big") + data
 
 
