@@ -76,6 +76,7 @@ def test_a_stdio_server_is_shared_by_conversations_and_started_again_after_its_d
 
     assert answer(agents, "add", a=2, b=3) == "5"
     assert answer(agents, "fail") == "Error: Error executing tool fail: no such city"
+    assert answer(agents, "subtract", a=2, b=3).startswith("Error: there is no tool 'subtract'; tools: add, count")
     assert answer(agents, "add", a="x").startswith("Error: Error executing tool add: 2 validation errors")
     first = answer(agents, "count")
     assert first.startswith("1 of ")

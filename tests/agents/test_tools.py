@@ -1,14 +1,17 @@
 """The built-in tools, tools from Python, and how tools are loaded."""
 
 import asyncio
+import importlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lockstep.agents.tools import calls
+from lockstep.agents.interactions import INTERACTIONS
+from lockstep.agents.interactions.load import VERL_INTERACTIONS
+from lockstep.agents.tools import TOOLS, calls
 from lockstep.agents.tools.calculator import calculate
-from lockstep.agents.tools.load import load_tools
+from lockstep.agents.tools.load import VERL_TOOLS, load_tools
 from lockstep.protocol.generation import SamplingParams
 from tests.agents.scripted import Scripted, call, converse, make_agents, sampled_texts
 
@@ -38,6 +41,13 @@ def test_calculator(expression: str, value: str) -> None:
 def test_calculator_refuses(expression: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         calculate(expression)
+
+
+@pytest.mark.parametrize("name", [name for name in {**VERL_TOOLS, **VERL_INTERACTIONS} if name.startswith("verl.")])
+def test_classes_of_verl_have_the_same_place_in_the_shim(name: str) -> None:
+    module, _, attribute = f"lockstep.{name}".rpartition(".")
+    ours = TOOLS.get(VERL_TOOLS[name]) if name in VERL_TOOLS else INTERACTIONS.get(VERL_INTERACTIONS[name])
+    assert getattr(importlib.import_module(module), attribute) is ours
 
 
 def write_yaml(folder: Path, entry: str) -> str:

@@ -1,0 +1,5 @@
+"""verl.tools.sandbox_fusion_tools"""
+
+from lockstep.agents.tools.sandbox_fusion import SandboxFusionTool
+
+__all__ = ["SandboxFusionTool"]
