@@ -35,15 +35,18 @@ def fetch_inputs(config: PPOConfig | SupervisedConfig) -> None:
         if path not in fetched:
             local_model_folder(path, key, weights=False)
     if not config.data.custom_cls.path:
-        supervised = isinstance(config, SupervisedConfig)
-        if supervised or not config.trainer.val_only:
-            local_data_files(_files(config.data.train_files, supervised), "train", "data.train_files")
-        local_data_files(_files(config.data.val_files, supervised), "val", "data.val_files")
+        if isinstance(config, SupervisedConfig):
+            train_files, val_files = config.data.train_files, config.data.val_files
+        else:
+            train_files = [] if config.trainer.val_only else _files(config.data.train_files)
+            val_files = _files(config.data.val_files)
+        local_data_files(train_files, "train", "data.train_files")
+        local_data_files(val_files, "val", "data.val_files")
 
 
-def _files(entries: Sequence[str], supervised: bool) -> list[str]:
-    """Without generated data, which supervised training does not read."""
-    return [entry for entry in entries if supervised or not is_generated(entry)]
+def _files(entries: Sequence[str]) -> list[str]:
+    """Without data that a package makes."""
+    return [entry for entry in entries if not is_generated(entry)]
 
 
 def fetch_on_workers(config: PPOConfig, groups: Iterable[Any]) -> None:

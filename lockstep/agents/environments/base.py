@@ -179,8 +179,8 @@ def without_none(values: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def row_seed(row: Mapping[str, Any]) -> int | None:
     """The row's index: all samples of a prompt begin in the same state."""
-    index = row.get("index")
-    return int(index) if isinstance(index, int) or hasattr(index, "__index__") else None
+    index: Any = row.get("index")
+    return int(index) if hasattr(index, "__index__") else None
 
 
 def with_observation(prompt: Sequence[Message], text: str) -> list[Message]:

@@ -159,13 +159,13 @@ class NaiveRewardManager:
         num_tokens = attended[:, num_prompt:].sum(-1).tolist()
         rows = []
         for row in range(len(data)):
-            if "ground_truth" not in reward_models[row]:
+            if "ground_truth" not in reward_models[row] and reward_models[row].get("style", "rule") == "rule":
                 raise ValueError(f"row {row} of data_source {sources[row]!r} has no reward_model.ground_truth")
             rows.append(
                 ScoringRow(
                     data_source=sources[row],
                     solution_str=responses[row],
-                    ground_truth=reward_models[row]["ground_truth"],
+                    ground_truth=reward_models[row].get("ground_truth"),
                     extra_info=dict(extra_infos[row] or {}) | {name: column[row] for name, column in added.items()},
                     num_tokens=num_tokens[row],
                 )

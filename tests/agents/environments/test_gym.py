@@ -197,7 +197,9 @@ class TestSkyrlGym:
         assert done.turn_scores == [1.0] and len(done.new_messages) == 1
 
     def test_what_the_package_refuses(self, caplog: pytest.LogCaptureFixture) -> None:
-        with pytest.raises(ValueError, match="env_class=gsm8: skyrl-gym has no such environment. Did you mean 'gsm8k'"):
+        with pytest.raises(
+            ValueError, match=r"env_class=gsm8: skyrl-gym has no such environment. Did you mean 'gsm8k'"
+        ):
             make_agents().check_row({"agent_name": "gym_agent", "env_class": "gsm8"})
         done, _ = play(make_agents(), env_class="gsm8k")  # no ground truth
         assert done.counts.environment_errors == 1 and "ground_truth is required" in caplog.text

@@ -151,5 +151,5 @@ def test_wrong_entries_are_refused() -> None:
     ]:
         with pytest.raises(ValueError, match=problem):
             rows_of(entry)
-    with pytest.raises(ValueError, match="answers rows of data.train_files=verifiers:TASKSET only"):
+    with pytest.raises(ValueError, match=r"answers rows of data.train_files=verifiers:TASKSET only"):
         make_agents().check_row({"agent_name": "verifiers_agent"})
