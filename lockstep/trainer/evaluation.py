@@ -5,6 +5,7 @@ rows with responses ─► reward function, as in training ─► scores ─► 
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,11 @@ def evaluate(config: EvaluationConfig) -> dict[str, float]:
         rows = read_rows(local_data_files(config.data.path, "val", "data.path"))
         responses, scoring = responses_of(rows, config)
     manager = load_manager(config, rows)
+    if "raw_prompt" in getattr(manager.compute_score, "columns", {}):
+        scoring = [
+            replace(row, extra_info=row.extra_info | {"raw_prompt": text})
+            for row, text in zip(scoring, responses.inputs)
+        ]
     logger.info("scoring %d responses to %d prompts", len(scoring), len(rows))
     with phase("rewards"):
         scores, extra = manager.score_rows(scoring)

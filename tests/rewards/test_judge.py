@@ -19,6 +19,7 @@ from lockstep.rewards.judge import Judge
 from lockstep.rewards.managers import NaiveRewardManager
 from lockstep.rewards.managers.naive import ScoringRow
 from lockstep.rewards.rate_limit import RateLimiter, RateLimits
+from lockstep.trainer import main_eval
 from tests.judge_server import Answer, serve, verdict
 
 QUESTION = [{"role": "user", "content": "What is 1+1?"}]
@@ -247,6 +248,23 @@ def test_settings_that_cannot_work_name_their_key(changes: dict[str, str], messa
     (tmp_path / "empty.txt").write_text("Hello")
     with pytest.raises(ValueError, match=rf"reward_model\.judge\.{message}" if "=" in message else message):
         judge("http://127.0.0.1:1/v1", **{name: value.format(folder=tmp_path) for name, value in changes.items()})
+
+
+def test_lockstep_eval_asks_the_judge(tmp_path: Path) -> None:
+    row = {
+        "data_source": "essays",
+        "prompt": QUESTION,
+        "responses": ["a", "bb"],
+        "reward_model": {"ground_truth": None},
+    }
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    out = tmp_path / "metrics.json"
+    with serve(lambda body, _: verdict(5 * len(response_in(body)))) as server:
+        settings = [f"reward_model.judge.{name}" for name in ("enable=true", f"base_url={server.url}", "model=m")]
+        assert main_eval.main([f"data.path={tmp_path}/rows.jsonl", f"data.output_path={out}", *settings]) == 0
+    assert all("What is 1+1?" in request["messages"][1]["content"] for request in server.requests)
+    assert "Reference answer" not in server.requests[0]["messages"][1]["content"]
+    assert 0.75 in json.loads(out.read_text())["metrics"].values()
 
 
 def test_incomplete_settings_are_found_in_the_config() -> None:
