@@ -19,7 +19,7 @@ ENVIRONMENTS_VENV := .venv-environments
 VERIFIERS_VENV := .venv-verifiers
 PYTEST_ARGS ?= -n auto --maxprocesses 8 --dist loadfile --durations 20 --durations-min 5
 
-.PHONY: setup demo test test-vllm test-environments lint chaos format docs-config clean
+.PHONY: setup demo test test-vllm vllm-exists test-environments lint chaos format docs-config clean
 
 setup: $(READY)
 
@@ -49,11 +49,17 @@ test: lint
 
 # vLLM pins other versions of numpy and of its own dependencies than constraints.txt. torchvision, torchaudio and torchcodec are built
 # for another torch and break the import of transformers.
-$(VLLM_READY): pyproject.toml constraints.txt
-	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+$(VLLM_READY): pyproject.toml constraints.txt $(VLLM_VENV)/bin/python
 	$(VLLM_VENV)/bin/python -m pip install -q $(TORCH) $(VLLM) -e '.[dev]'
 	$(VLLM_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	touch $@
+
+$(VLLM_VENV)/bin/python:
+	$(PYTHON) -m venv $(VLLM_VENV)
+
+# Fails, with pip's reason, if there is no vLLM for this interpreter and machine.
+vllm-exists: $(VLLM_VENV)/bin/python
+	$(VLLM_VENV)/bin/python -m pip install -q --dry-run --no-deps --only-binary :all: $(VLLM)
 
 test-vllm: export OMP_NUM_THREADS := 1
 test-vllm: $(VLLM_READY)

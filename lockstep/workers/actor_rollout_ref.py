@@ -11,6 +11,7 @@ With LoRA the reference is the actor with its adapters off: no role loads a seco
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 
@@ -195,14 +196,17 @@ class ActorRolloutRefWorker(WeightSyncWorker):
         rollout = replace(self.config.rollout, calculate_log_probs=True)
         num_new = min(MAX_NEW, rollout.response_length)
         sampling = SamplingParams(temperature=self._temperature, max_tokens=num_new, ignore_eos=True)
-        words = set(range(self.tokenizer.vocab_size)) - set(self.tokenizer.all_special_ids)
-        prompt = canary_prompt(words, rollout)
-        request = GenerationRequest(prompt, sampling)
+        request = GenerationRequest(self._canary_prompt, sampling)
         # A rollout is next; an actor that is not on the device may need the memory for its part first.
         stay_awake = not (self.is_actor and self.config.actor.fsdp_config.param_offload)
         with self._generating(stay_awake=stay_awake):
             completions = self.rollout.canaries(request)
         return batch_of([request] * len(completions), completions, rollout, self.tokenizer.pad_token_id)
+
+    @cached_property
+    def _canary_prompt(self) -> list[int]:
+        words = set(range(self.tokenizer.vocab_size)) - set(self.tokenizer.all_special_ids)
+        return canary_prompt(words, self.config.rollout)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def canary_log_probs(self, rows: DataProto) -> torch.Tensor:

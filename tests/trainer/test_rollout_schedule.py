@@ -1,6 +1,7 @@
 """Which groups run ahead of training, and what the journal says about them."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -139,13 +140,16 @@ def test_journal_undoes_steps_after_the_checkpoint(tmp_path: Path) -> None:
     assert [event["event"] for event in read_events(tmp_path)] == ["train", "checkpoint", "train", "resume", "train"]
 
 
-def test_damaged_samples_are_sampled_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("damage", [lambda content: content[:-20], lambda content: content[:-20] + bytes(20)])
+def test_damaged_samples_are_sampled_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[bytes], bytes]
+) -> None:
     journal = Journal(tmp_path, step=0)
     journal.checkpoint(1)
     journal.finish(finished(2, 0, version=1))
     journal.close()
     file = next((tmp_path / FOLDER).glob("samples_after_1.bin"))
-    file.write_bytes(file.read_bytes()[:-20])
+    file.write_bytes(damage(file.read_bytes()))
     journal = Journal(tmp_path, step=1, policy_version=1)
     assert journal.recover(make_group(2, 0)) is None
     assert "sampled again" in caplog.text

@@ -1,7 +1,6 @@
 """Runs with rollout.name=server: with a real vLLM server on loopback (`make test-vllm`), and what users read if a server fails."""
 
 import importlib.util
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from lockstep.trainer.main_ppo import main
 from lockstep.weight_sync import CANARY_METRIC
 from tests.engines.rollout.fake_server import fake_servers
 from tests.tiny import save_tiny_model, small_run, write_rows
+from tests.trainer.test_vllm import ASYNC, check_async, check_rows, rows_of
 from tests.vllm_server import vllm_server
 
 ROOT = Path(__file__).parents[2]
@@ -61,11 +61,6 @@ def documented(name: str, folder: Path, run: Path, url: str) -> list[str]:
     for placeholder, value in values.items():
         command = command.replace(placeholder, value)
     return command.split()
-
-
-def rows_of(run: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if row["step"] > 0]
 
 
 def test_generation_by_an_openai_server(folder: Path, tmp_path: Path) -> None:
@@ -137,11 +132,16 @@ def test_trains_with_a_vllm_server(folder: Path, served: str, tmp_path: Path) ->
     steps = [f"trainer.total_training_steps={STEPS}", "trainer.test_freq=10", "trainer.save_freq=-1"]
     assert main(run_of(folder, served, tmp_path / "run", *steps)) == 0
     rows = rows_of(tmp_path / "run")
-    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    assert all(row[CANARY_METRIC] < 1e-3 for row in rows)
-    assert all(row["training/rollout_log_probs_gap"] < 1e-3 for row in rows)
-    assert all(row["actor/grad_norm"] > 0 for row in rows)
+    check_rows(rows, STEPS)
     assert any(name.startswith("val-") for name in rows[9])
+
+
+@pytest.mark.vllm
+@needs_vllm
+@pytest.mark.parametrize("mode", ASYNC)
+def test_asynchronous_training_with_a_vllm_server(folder: Path, served: str, tmp_path: Path, mode: str) -> None:
+    assert main(run_of(folder, served, tmp_path / "run", *ASYNC[mode])) == 0
+    check_async(tmp_path / "run")
 
 
 @pytest.mark.vllm

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,7 +73,7 @@ def check_async(run: Path, per_step: int = 4) -> None:
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert all(row["async/staleness/max"] <= 1 and row["actor/grad_norm"] > 0 for row in rows)
     canaries = [row[CANARY_METRIC] for row in rows if CANARY_METRIC in row]
-    assert len(canaries) >= 3 and max(canaries) < 1e-3
+    assert len(canaries) >= 2 and max(canaries) < 1e-3
     ids = [group for groups in trained_groups(run).values() for group in groups]
     assert sorted(ids) == [(batch, row) for batch in range(1, 5) for row in range(per_step)]
 
@@ -93,26 +92,17 @@ def check_rows(rows: list[dict[str, Any]], steps: int = STEPS) -> None:
 
 @pytest.fixture(scope="module")
 def in_one_process(base: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Stopped after step 2 and resumed."""
     run = tmp_path_factory.mktemp("one") / "run"
-    assert main([*base, f"trainer.default_local_dir={run}", "trainer.test_freq=10"]) == 0
+    for steps in (2, STEPS):
+        settings = [f"trainer.default_local_dir={run}", "trainer.test_freq=10", f"trainer.total_training_steps={steps}"]
+        assert main([*base, *settings]) == 0
     return rows_of(run)
 
 
 def test_trains_in_one_process(in_one_process: list[dict[str, Any]]) -> None:
     check_rows(in_one_process)
     assert any(name.startswith("val-") for name in in_one_process[9])
-
-
-def test_resumed_run_equals_an_uninterrupted_one(
-    base: list[str], in_one_process: list[dict[str, Any]], tmp_path: Path
-) -> None:
-    for steps in (2, 4):
-        assert main([*base, f"trainer.default_local_dir={tmp_path}/run", f"trainer.total_training_steps={steps}"]) == 0
-    rows = rows_of(tmp_path / "run")
-    check_rows(rows, steps=4)
-    for row, expected in zip(rows, in_one_process):
-        for name in ("critic/score/mean", "actor/grad_norm", "actor/pg_loss", "response_length/mean"):
-            assert row[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
 
 
 def test_adapters_are_merged_in_training_and_in_generation(base: list[str], tmp_path: Path) -> None:
@@ -137,6 +127,7 @@ def test_adapters_are_merged_in_training_and_in_generation(base: list[str], tmp_
 def test_planted_defect_stops_the_run(
     base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """With filters at another temperature, whose log-probs are of the cut distribution: the canary holds in spite of them."""
     update = VllmEngine.update_weights
 
     def drop_a_norm_after_the_first_update(self: VllmEngine, weights: Iterator[Any]) -> None:
@@ -144,19 +135,10 @@ def test_planted_defect_stops_the_run(
         update(self, iter(kept))
 
     monkeypatch.setattr(VllmEngine, "update_weights", drop_a_norm_after_the_first_update)
-    assert main([*base, f"trainer.default_local_dir={tmp_path}/run"]) == 1
+    assert main([*base, f"{ROLLOUT}.top_k=20", f"trainer.default_local_dir={tmp_path}/run"]) == 1
     assert "after update 2 on 1 of 1 ranks: on rank 0, model.norm.weight was not received" in capsys.readouterr().err
-    assert len(rows_of(tmp_path / "run")) == 1
-
-
-def test_filters_at_another_temperature_train_on_the_cut_log_probs(
-    base: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    extra = [f"{ROLLOUT}.top_k=20", "trainer.total_training_steps=2", f"trainer.default_local_dir={tmp_path}/run"]
-    with caplog.at_level(logging.WARNING):
-        assert main([*base, *extra]) == 0
-    rows = rows_of(tmp_path / "run")
-    assert all(row["training/rollout_log_probs_gap"] > 0.1 and row[CANARY_METRIC] < 1e-3 for row in rows)
+    (row,) = rows_of(tmp_path / "run")
+    assert row["training/rollout_log_probs_gap"] > 0.1 and row[CANARY_METRIC] < 1e-3
 
 
 def test_the_documented_command(base: list[str], tmp_path: Path) -> None:
@@ -231,36 +213,49 @@ def cluster() -> Iterator[None]:
         disconnect()
 
 
-@pytest.mark.parametrize(
-    "placement",
-    [
-        [],
-        [f"{ROLLOUT}.tensor_model_parallel_size=2"],
-        ["trainer.placement=standalone"],
-        ["trainer.placement=standalone", f"{ROLLOUT}.checkpoint_engine.backend=nccl"],
-    ],
-    ids=["hybrid", "tensor-parallel", "standalone-store", "standalone-broadcast"],
-)
-def test_trains_on_ray(
-    placement: list[str], cluster: None, base: list[str], in_one_process: list[dict[str, Any]], tmp_path: Path
-) -> None:
-    settings = ["trainer.controller=ray", "trainer.n_gpus_per_node=2", f"trainer.default_local_dir={tmp_path}/run"]
-    config = config_from_command_line([*base, *settings, *placement], PPOConfig)
+STANDALONE = "trainer.placement=standalone"
+BROADCAST = f"{ROLLOUT}.checkpoint_engine.backend=nccl"
+LORA = ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.optim.lr=0.05"]
+
+
+def run_on_ray(base: list[str], run: Path, *settings: str) -> list[dict[str, Any]]:
+    workers = ["trainer.controller=ray", "trainer.n_gpus_per_node=2", f"trainer.default_local_dir={run}"]
+    config = config_from_command_line([*base, *workers, *settings], PPOConfig)
     assert config is not None
     assert TaskRunner().run(config) == 0
-    rows = rows_of(tmp_path / "run")
-    check_rows(rows)
-    for row, expected in zip(rows[:3], in_one_process):
+    return rows_of(run)
+
+
+@pytest.mark.parametrize(
+    ("steps", "placement"),
+    [
+        pytest.param(STEPS, [], id="hybrid"),
+        pytest.param(STEPS, [STANDALONE], id="standalone-store"),
+        pytest.param(4, [f"{ROLLOUT}.tensor_model_parallel_size=2"], id="tensor-parallel"),
+    ],
+)
+def test_trains_on_ray(
+    steps: int,
+    placement: list[str],
+    cluster: None,
+    base: list[str],
+    in_one_process: list[dict[str, Any]],
+    tmp_path: Path,
+) -> None:
+    """As in one process, whose third step is the first after a resume."""
+    rows = run_on_ray(base, tmp_path / "run", *placement, f"trainer.total_training_steps={steps}")
+    check_rows(rows, steps)
+    for row, expected in zip(rows[:4], in_one_process):
         for name in ("critic/score/mean", "actor/grad_norm", "response_length/mean"):
             assert row[name] == pytest.approx(expected[name], rel=1e-3), name
 
 
-@pytest.mark.parametrize("placement", ["colocate", "standalone"])
-def test_sharded_adapters_are_merged(placement: str, cluster: None, base: list[str], tmp_path: Path) -> None:
-    settings = ["trainer.controller=ray", "trainer.n_gpus_per_node=2", f"trainer.default_local_dir={tmp_path}/run"]
-    settings += ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.optim.lr=0.05"]
-    settings += [f"trainer.placement={placement}", "trainer.total_training_steps=3"]
-    config = config_from_command_line([*base, *settings], PPOConfig)
-    assert config is not None
-    assert TaskRunner().run(config) == 0
-    check_rows(rows_of(tmp_path / "run"), steps=3)
+def test_sharded_adapters_are_merged_and_broadcast(cluster: None, base: list[str], tmp_path: Path) -> None:
+    steps = "trainer.total_training_steps=3"
+    check_rows(run_on_ray(base, tmp_path / "run", STANDALONE, BROADCAST, *LORA, steps), steps=3)
+
+
+def test_colocated_training_on_two_workers(cluster: None, base: list[str], tmp_path: Path) -> None:
+    """With adapters."""
+    run_on_ray(base, tmp_path / "run", *ASYNC["colocated"], *LORA)
+    check_async(tmp_path / "run")

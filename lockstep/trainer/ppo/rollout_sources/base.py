@@ -118,6 +118,7 @@ class AsyncSource(ABC):
     def idle(self) -> AbstractContextManager[None]: ...
 
     def save(self, folder: Path) -> None:
+        self.journal.sync()
         state = {"num_drawn": self.num_drawn, "groups": [_state_of(group) for group in self._rollout.groups()]}
         save_state(folder / STATE, state, owner="trainer.async_mode, of the prompts that are not trained on yet")
 

@@ -4,20 +4,22 @@
     rollout_journal/samples_after_N.bin      groups that finished after the checkpoint of step N, one safetensors blob each
 
     {"event": "start", "group": [3, 0], "step": 2}
-    {"event": "finish", "group": [3, 0], "started": 2, "versions": [1, 2], "file": "samples_after_0.bin", "offset": 0, "size": 9000}
+    {"event": "finish", "group": [3, 0], "started": 2, "versions": [1, 2], "file": "samples_after_0.bin", "offset": 0, "size": 9000,
+     "crc32": 1234567}
     {"event": "train", "step": 3, "groups": [[2, 5], [3, 0]]}
     {"event": "drop", "group": [3, 1], "step": 4, "reason": "stale"}
     {"event": "checkpoint", "step": 4}
     {"event": "resume", "step": 4}           undoes what was trained or dropped in later steps
 
-A line is written when its event happens, so that it survives the death of the process; files are synced to disk before a step
-trains on their groups.
+A line is written when its event happens, so that it survives the death of the process. If the machine dies, what is not yet on
+disk is sampled again: events are synced before the checkpoint that builds on them is complete, and samples have a checksum.
 """
 
 import json
 import logging
 import os
 import threading
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -65,7 +67,8 @@ class Journal:
         assert group.samples is not None
         content = to_bytes(group.samples.to_state(), owner="the samples of a prompt (trainer.async_mode keeps them)")
         with self._lock:
-            place = {"file": Path(self._samples.name).name, "offset": self._samples.tell(), "size": len(content)}
+            place: dict[str, Any] = {"file": Path(self._samples.name).name, "offset": self._samples.tell()}
+            place |= {"size": len(content), "crc32": zlib.crc32(content)}
             self._samples.write(content)
             self._samples.flush()
         first, every = (group.samples.tensors[name] for name in ("policy_version", "policy_versions"))
@@ -80,7 +83,10 @@ class Journal:
         try:
             with open(self.folder / event["file"], "rb") as file:
                 file.seek(event["offset"])
-                samples = DataProto.from_state(from_bytes(file.read(event["size"])))
+                content = file.read(event["size"])
+            if zlib.crc32(content) != event["crc32"]:
+                raise ValueError("their checksum differs")
+            samples = DataProto.from_state(from_bytes(content))
         except (OSError, ValueError, KeyError) as error:
             logger.warning("%s: the samples of group %s are lost and sampled again (%s)", self.folder, group.id, error)
             return None
@@ -92,8 +98,10 @@ class Journal:
 
     def train(self, step: int, groups: list[Group]) -> None:
         self.note("train", step=step, groups=[group.id for group in groups])
+
+    def sync(self) -> None:
+        """Bring the events to disk."""
         with self._lock:
-            os.fsync(self._samples.fileno())
             os.fsync(self._events.fileno())
 
     def checkpoint(self, step: int) -> None:
