@@ -63,7 +63,7 @@ vllm-exists: $(VLLM_VENV)/bin/python
 
 test-vllm: export OMP_NUM_THREADS := 1
 test-vllm: $(VLLM_READY)
-	$(VLLM_VENV)/bin/pytest -m vllm tests/engines/rollout tests/weight_sync tests/workers tests/trainer/test_vllm.py tests/trainer/test_server.py tests/test_engine_check.py
+	$(VLLM_VENV)/bin/pytest -m vllm --durations 10 tests/engines/rollout tests/weight_sync tests/workers tests/trainer/test_vllm.py tests/trainer/test_server.py tests/test_engine_check.py
 
 # OpenEnv needs mcp 1 and verifiers mcp 2.0.0 and openai 2, so neither fits the development environment or the other one.
 ENVIRONMENT_TESTS := tests/data/test_generated.py tests/agents/environments tests/trainer/test_environments.py tests/docs/test_environments_page.py

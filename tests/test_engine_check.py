@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from lockstep import cli
-from lockstep.engines.rollout import RolloutEngine, VllmEngine
 from lockstep.engines.rollout.embedded.engine import EmbeddedEngine
 from tests.tiny import save_tiny_model
 
@@ -54,19 +53,6 @@ def test_a_tensor_that_does_not_arrive(capsys: pytest.CaptureFixture[str], monke
     text = capsys.readouterr().out
     assert "ok      training step" in text
     assert "FAILED  new weights     the rollout's weights differ from the actor's after update 2" in text
-
-
-@pytest.mark.vllm
-@needs_vllm
-def test_a_stale_prefix_cache(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def finish_without_reset(self: VllmEngine, version: int) -> None:
-        self._on_worker("lockstep_finish_update")
-        RolloutEngine.finish_update(self, version)
-
-    monkeypatch.setattr(VllmEngine, "finish_update", finish_without_reset)
-    monkeypatch.setattr(VllmEngine, "_salt", lambda self: "always the same")
-    assert doctor("vllm") == 1
-    assert "its prefix cache holds keys and values of earlier weights" in capsys.readouterr().out
 
 
 def test_wrong_settings(capsys: pytest.CaptureFixture[str]) -> None:
