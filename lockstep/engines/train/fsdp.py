@@ -7,7 +7,6 @@ One process shards nothing: with one type for both the module computes itself, o
 
 from collections.abc import Collection, Generator, Iterator
 from contextlib import contextmanager
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -345,15 +344,16 @@ class FsdpEngine(TrainEngine):
         # masters of adapters do not compute: they have another dtype than their base
         models = [self.model, self.compute] if self._copied and not has_adapters(self.model) else [self.compute]
         batch = check_batch(self.model.hf_config.get_text_config().vocab_size)
-        for model, layout in product(models, layouts):
+        for model in models:
             with phase("check the model"), refuse_errors(model.transformer), torch.no_grad(), trial_adapters(model):
-                got = model(forward_rows(batch, self.device, layout))
+                got = [model(forward_rows(batch, self.device, layout)) for layout in layouts]
                 with transformers_forward(model.transformer):
                     expected = model(forward_rows(batch, self.device, "rows"))
             sharding.reshard(model)
             dtype = self._compute_dtype if model is self.compute else _master_dtype(model)
-            path = f"training with {layout} rows"
-            check_outputs(got, expected, batch, model=model.transformer, path=path, dtype=dtype)
+            for layout, outputs in zip(layouts, got):
+                path = f"training with {layout} rows"
+                check_outputs(outputs, expected, batch, model=model.transformer, path=path, dtype=dtype)
 
     def _refresh(self) -> None:
         if self._copied:
