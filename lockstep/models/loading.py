@@ -170,14 +170,6 @@ def load_causal_lm(
     return _filled(*open_causal_lm(config, key, dtype, device, max_length, alone=True), device)
 
 
-def load_value_model(
-    config: HFModelConfig, key: str, dtype: torch.dtype, device: torch.device, seed: int
-) -> tuple[PreTrainedModel, nn.Linear]:
-    """`open_value_model`, filled with the whole weights."""
-    body, score, weights = open_value_model(config, key, dtype, device, seed, alone=True)
-    return _filled(body, weights, device), score
-
-
 def load_reward_model(
     config: HFModelConfig, key: str, dtype: torch.dtype, device: torch.device
 ) -> tuple[PreTrainedModel, nn.Linear]:

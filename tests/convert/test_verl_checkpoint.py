@@ -20,9 +20,10 @@ from transformers import AutoModelForSequenceClassification
 
 from lockstep import cli
 from lockstep.config.model import HFModelConfig
-from lockstep.models.loading import load_causal_lm, load_value_model
+from lockstep.models.loading import load_causal_lm
 from tests.export.save_cases import verl_part
 from tests.tiny import save_tiny_model
+from tests.value_model import load_value_model
 
 CPU = torch.device("cpu")
 

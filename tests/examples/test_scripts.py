@@ -100,7 +100,8 @@ def test_missing_model_is_explained(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "score"), [("19", 1.0), (" 19\n", 1.0), ("12 + 7 = 19", 0.5), ("18", 0.1), ("19 - 1 = 18", 0.0), ("", 0.0)]
+    ("answer", "score"),
+    [("19", 1.0), (" 19\n", 1.0), ("12 + 7 = 19", 0.5), ("18", 0.1), ("19 - 1 = 18", 0.0), ("", 0.0)],
 )
 def test_reward_of_sums(answer: str, score: float) -> None:
     compute_score = load_object(f"{EXAMPLES}/sums.py", "compute_score")

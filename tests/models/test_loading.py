@@ -8,8 +8,9 @@ from transformers import AutoModelForSequenceClassification, GPT2Config, GPT2LMH
 
 from lockstep.config.model import HFModelConfig
 from lockstep.models.export import save_scalar_model
-from lockstep.models.loading import load_causal_lm, load_reward_model, load_value_model
+from lockstep.models.loading import load_causal_lm, load_reward_model
 from tests.tiny import save_tiny_model, tiny_tokenizer
+from tests.value_model import load_value_model
 
 CPU = torch.device("cpu")
 

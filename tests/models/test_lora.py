@@ -22,7 +22,6 @@ from lockstep.engines.train.shard_reader import ShardReader
 from lockstep.models.loading import (
     load_causal_lm,
     load_reward_model,
-    load_value_model,
     open_causal_lm,
     open_value_model,
 )
@@ -33,6 +32,7 @@ from lockstep.models.token_models import PolicyModel, ScalarModel, TokenModel
 from lockstep.policy import Policy
 from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
 from tests.tiny import random_batch, save_tiny_model, tiny_tokenizer
+from tests.value_model import load_value_model
 
 CPU = torch.device("cpu")
 ALL_ROWS = MicroBatching()

@@ -1,19 +1,15 @@
 """Whole configurations as users of verl write them, scaled down."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from lockstep.trainer.main_ppo import main
-from tests.hub import write_cache
+from tests.hub import use_hub, write_cache
 from tests.tiny import save_tiny_model, write_rows
-
-ROOT = Path(__file__).parents[2]
 
 GRPO_CONFIG = """
 algorithm:
@@ -126,20 +122,18 @@ trainer.total_epochs=3
 """As verl's users write it; only the data's path is a placeholder."""
 
 
-def test_single_gpu_ppo_command_runs_from_the_hub_cache(tmp_path: Path) -> None:
+def test_single_gpu_ppo_command_runs_from_the_hub_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     model = save_tiny_model(tmp_path / "model", max_position_embeddings=1024)
-    snapshot = write_cache(tmp_path / "home" / "hub", "Qwen/Qwen2.5-0.5B-Instruct", model)
+    snapshot = write_cache(tmp_path / "hub", "Qwen/Qwen2.5-0.5B-Instruct", model)
     write_rows(tmp_path / "train.parquet", 16)
     write_rows(tmp_path / "test.parquet", 2)
-    program = [sys.executable, "-m", "lockstep.trainer.main_ppo", *SINGLE_GPU_PPO.format(files=tmp_path).split()]
+    use_hub(monkeypatch, tmp_path / "hub", offline=True)
+    monkeypatch.chdir(tmp_path)
     short = ["trainer.total_training_steps=1", "trainer.device=cpu"]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
-    environment.pop("HF_HUB_CACHE", None)
-    done = subprocess.run(
-        [*program, *short], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count(f"Qwen/Qwen2.5-0.5B-Instruct is read from {snapshot}") == 1
+    assert main([*SINGLE_GPU_PPO.format(files=tmp_path).split(), *short]) == 0
+    assert caplog.text.count(f"Qwen/Qwen2.5-0.5B-Instruct is read from {snapshot}") == 1
     (metrics,) = tmp_path.rglob("metrics.jsonl")
     (row,) = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert row["step"] == 1 and row["critic/vf_loss"] > 0 and "timing_s/ref" in row and "timing_s/values" in row

@@ -2,9 +2,6 @@
 uses the reward model."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import chain, islice
 from pathlib import Path
@@ -32,10 +29,10 @@ from lockstep.trainer import main_dpo, main_ppo, main_rm
 from lockstep.trainer.supervised.batches import collate_pairs, share_of_pairs
 from lockstep.trainer.supervised.program import build
 from lockstep.trainer.supervised.trainer import SupervisedTrainer
+from tests.engines.train.ranks import Ranks, run_program
 from tests.metrics import metrics_of, numbers_of
 from tests.tiny import save_tiny_model, small_run, write_rows
 
-ROOT = Path(__file__).parents[2]
 CONFIGS: dict[str, Any] = {"rm": RMConfig, "dpo": DPOConfig}
 MAINS = {"rm": main_rm.main, "dpo": main_dpo.main}
 
@@ -227,31 +224,20 @@ def test_shares_hold_every_pair_once() -> None:
     assert sorted(seen) == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
-RUNS = """
-import json, sys
-from lockstep.trainer import main_dpo, main_rm
-for program, arguments in json.loads(sys.argv[1]):
-    assert {"rm": main_rm, "dpo": main_dpo}[program].main(arguments) == 0
-"""
-
-
-def test_two_ranks_of_torchrun_train_as_one(overrides: list[str], tmp_path: Path) -> None:
+def test_two_ranks_train_as_one(overrides: list[str], tmp_path: Path) -> None:
     """5 pairs per step on 2 ranks, so one of them is padding; or the ranks share each sequence."""
     steps = [*overrides, "trainer.total_training_steps=3", "trainer.test_freq=3"]
     split = "model.fsdp_config.ulysses_sequence_parallel_size=2"
     runs = {f"{program}{i}": (program, more) for program in MAINS for i, more in enumerate(([], [split]))}
     for program, main in MAINS.items():
         assert main([*steps, f"trainer.default_local_dir={tmp_path}/{program}"]) == 0
-    (tmp_path / "runs.py").write_text(RUNS)
-    arguments = [
-        (program, [*steps, *more, f"trainer.default_local_dir={tmp_path}/{name}"])
-        for name, (program, more) in runs.items()
-    ]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += [f"{tmp_path}/runs.py", json.dumps(arguments)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    ranks = Ranks()
+    try:
+        for name, (program, more) in runs.items():
+            arguments = [*steps, *more, f"trainer.default_local_dir={tmp_path}/{name}"]
+            assert ranks.run(2, run_program, MAINS[program].__module__, arguments) == [0, 0]
+    finally:
+        ranks.close()
     for name, (program, _) in runs.items():
         one, two = numbers_of(tmp_path / program), numbers_of(tmp_path / name)
         for first in (one[0], two[0]):

@@ -17,13 +17,13 @@ from transformers import (
 from lockstep.config.model import HFModelConfig
 from lockstep.config.reward import RewardModelConfig, RewardModelModelConfig
 from lockstep.models.export import save_scalar_model
-from lockstep.models.loading import load_value_model
 from lockstep.protocol import DataProto, object_array
 from lockstep.single_controller import ClassWithInitArgs, LocalWorkerGroup, ResourcePool
 from lockstep.trainer.main_ppo import main
 from lockstep.workers.reward_model import RewardModelWorker
 from lockstep.workers.reward_text import render
 from tests.tiny import tiny_config, tiny_tokenizer
+from tests.value_model import load_value_model
 
 
 @pytest.fixture(scope="module")

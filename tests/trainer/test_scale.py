@@ -16,7 +16,6 @@ from lockstep.config.generation import GenerationConfig, as_validation
 from lockstep.config.model import HFModelConfig
 from lockstep.config.ppo import PPOConfig
 from lockstep.models.export import save_scalar_model
-from lockstep.models.loading import load_value_model
 from lockstep.trainer.generation import GenerationRunner, device_and_backend
 from lockstep.trainer.main_generation import prepare
 from tests.tiny import tiny_tokenizer
@@ -25,6 +24,7 @@ from tests.trainer.test_forks import LOOP, TEMPLATE
 pytest.importorskip("ray", reason='needs Ray: pip install "lockstep-rl[ray]"')
 
 from tests.shared_processes import OnSharedProcesses, SharedProcesses, group_class
+from tests.value_model import load_value_model
 
 pytestmark = pytest.mark.slow
 

@@ -19,13 +19,14 @@ from lockstep.engines.train.fsdp import FsdpEngine
 from lockstep.kernels.packed import packed_view
 from lockstep.models.attention import PackedAttention, no_mask
 from lockstep.models.four_bit import dequantized
-from lockstep.models.loading import load_value_model, open_causal_lm, open_value_model
+from lockstep.models.loading import open_causal_lm, open_value_model
 from lockstep.models.lora import adapter_layers, has_adapters, install_adapters
 from lockstep.models.shared_weights import rollout_module
 from lockstep.models.token_models import PolicyModel, ScalarModel, TokenModel
 from lockstep.models.weight_source import WeightSource
 from lockstep.utils.distributed import join_process_group
 from tests.tiny import random_batch
+from tests.value_model import load_value_model
 
 CPU = torch.device("cpu")
 TEMPERATURE = 0.8

@@ -5,10 +5,12 @@ import os
 import socket
 import traceback
 from collections.abc import Callable
+from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from lockstep.utils.distributed import join_process_group, leave_process_group
 from tests.programs import forking_context
@@ -34,6 +36,13 @@ class Ranks:
     def close(self) -> None:
         for processes in self._sets.values():
             processes.end()
+
+
+def run_program(module: str, arguments: list[str]) -> int:
+    """`python -m MODULE ARGUMENTS` as torchrun starts it on this rank; its exit code."""
+    os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()))
+    code: int = import_module(module).main(arguments)
+    return code
 
 
 class _ProcessSet:

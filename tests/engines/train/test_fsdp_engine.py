@@ -14,11 +14,12 @@ from lockstep.config.compose import load_config
 from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from lockstep.engines.train.base import MicroBatching
 from lockstep.engines.train.fsdp import FsdpEngine
-from lockstep.models.loading import load_causal_lm, load_value_model
+from lockstep.models.loading import load_causal_lm
 from lockstep.models.shared_weights import rollout_module
 from lockstep.models.token_models import PolicyModel, ScalarModel
 from lockstep.workers.losses import actor_loss_fn, critic_loss_fn
 from tests.tiny import random_batch, save_tiny_model, tiny_config
+from tests.value_model import load_value_model
 
 CPU = torch.device("cpu")
 _SETTINGS = {"clip_ratio_high": 0.28, "entropy_coeff": 0.01, "use_kl_loss": "true", "kl_loss_coef": 0.1}
