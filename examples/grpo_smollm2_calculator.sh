@@ -16,7 +16,7 @@ case $ARM in
 calculator)
     AGENT=(
         actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent
-        actor_rollout_ref.rollout.multi_turn.tool_config_path="$(dirname "$0")/calculator.yaml"
+        actor_rollout_ref.rollout.multi_turn.tool_config_path="$(dirname "$0")/tools/calculator.yaml"
     ) ;;
 plain) AGENT=(actor_rollout_ref.rollout.agent.default_agent_loop=single_turn_agent) ;;
 *) echo "ARM=$ARM: must be calculator or plain" >&2; exit 2 ;;
