@@ -167,7 +167,7 @@ def _typed_values(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], 
     return values, own or inherited
 
 
-def _resolved(tree: Mapping[str, Any], name: str) -> Any:
+def _resolved(tree: dict[str, Any], name: str) -> Any:
     """The value of a key, interpolations replaced. OmegaConf takes 0.1 s for all keys, so it serves only unusual interpolations."""
     try:
         return _follow(get_in(tree, name, None), tree, {name})
