@@ -21,7 +21,7 @@ from lockstep.config.compose import PRESETS, load_config
 from lockstep.config.ppo import PPOConfig
 
 ROOT = Path(__file__).parents[1]
-OPTIONAL = ("ray", "vllm", "wandb", "mlflow", "swanlab", "starlette", "uvicorn")
+OPTIONAL = ("ray", "vllm", "wandb", "mlflow", "swanlab", "starlette", "uvicorn", "langgraph", "langchain_core")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -56,6 +56,7 @@ def test_every_module_imports_without_the_extras() -> None:
     with_ray = (".ray_backend", ".verl.single_controller.ray.")  # import Ray; nothing else does
     modules = [name for name in modules if not any(part in name for part in with_ray)]
     modules.remove("lockstep.agents.endpoint.server")  # imports Starlette; nothing else does
+    modules.remove("lockstep.agents.loops.chat_model")  # imports LangChain; nothing else does
     script = (
         "import importlib, sys\n"
         f"sys.modules.update(dict.fromkeys({OPTIONAL!r}))\n"  # None makes the import fail

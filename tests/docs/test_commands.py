@@ -91,8 +91,8 @@ def places(tmp_path_factory: pytest.TempPathFactory, judge_url: str) -> dict[str
     (folder / "train.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "It is 2.\n#### 2"}) + "\n")
     (config,) = [b for _, b in blocks("yaml") if b.startswith("# run.yaml")]
     (folder / "run.yaml").write_text(config)
-    files = {"tools.yaml": "yaml", "functions.py": "python", "agent.py": "python", "ensemble.yaml": "yaml"}
-    files |= {"mixed.py": "python", "remote.py": "python", "grade.jinja": "jinja"}
+    files = {"tools.yaml": "yaml", "functions.py": "python", "agent.py": "python", "verl_loop.py": "python"}
+    files |= {"ensemble.yaml": "yaml", "mixed.py": "python", "remote.py": "python", "grade.jinja": "jinja"}
     for name, language in files.items():
         (content,) = [block for _, block in blocks(language) if re.match(rf"(# |{{# ){name}", block)]
         (folder / name).write_text(content)

@@ -119,6 +119,14 @@ def test_rows_of_earlier_trajectories() -> None:
     assert last.tensors["token_level_scores"].sum(-1).tolist() == [1.0, 0.0, 0.5, 0.25, 2.0, 0.0]
 
 
+def test_a_saved_batch_keeps_earlier_trajectories(tmp_path: Path) -> None:
+    batch = samples(forked(), [1.0, 0.0, 0.5, 0.25, 2.0, 0.0], "aabbcc")
+    batch.save_to_disk(tmp_path / "batch")
+    loaded = forks.add_rows(DataProto.load_from_disk(tmp_path / "batch"), CONFIG, PAD)
+    expected = forks.add_rows(batch, CONFIG, PAD)
+    assert all(torch.equal(loaded.tensors[name], expected.tensors[name]) for name in expected.tensors.keys())  # noqa: SIM118
+
+
 def test_without_forks_the_batch_is_the_same() -> None:
     batch = samples([of_one[-1:] for of_one in forked()], [0.0] * 6, "aabbcc")
     tensors = dict(batch.tensors.items())
