@@ -192,3 +192,19 @@ def test_the_history_is_kept_or_follows_the_template() -> None:
     assert sum(followed.trajectories[0].response_mask) + sum(followed.trajectories[1].response_mask) == sum(
         kept.trajectory.response_mask
     )
+
+
+class AskInVain(AgentLoop):
+    async def run(self, conversation: Conversation) -> None:
+        await conversation.generate()
+        assert conversation.add([{"role": "user", "content": "again"}])
+
+
+def test_a_rewritten_history_without_a_turn_is_no_sample() -> None:
+    agents = make_agents(use_inference_chat_template=True, function_tool_path=None)
+    agents.tokenizer = tokenizer_of(DROPS_THINKING + CHATML_PROMPT)
+    agents.__dict__["renderer"] = Renderer(agents.tokenizer, [2])
+    policy = Scripted("<think>hard</think>8", tokenizer=agents.tokenizer)
+    done = converse(agents, policy, agent_name=f"{__file__}:AskInVain")
+    (only,) = done.trajectories
+    assert all(only.response_mask) and "hard" in agents.tokenizer.decode(only.response_ids)

@@ -310,6 +310,7 @@ class ThreeTurns(AgentLoop):
             turn = await conversation.generate(ends)
 """
 ROLLOUT = "actor_rollout_ref.rollout"
+ONE_STEP = "trainer.total_training_steps=1"
 
 
 @pytest.fixture
@@ -397,8 +398,8 @@ def test_a_run_trains_on_every_turn_in_every_mode(
 @pytest.mark.parametrize(
     "settings",
     [
-        ["algorithm.adv_estimator=gae", "critic.optim.lr=1e-3", "algorithm.use_kl_in_reward=true"],
-        ["algorithm.use_pf_ppo=true", "algorithm.pf_ppo.reweight_method=max_min"],
+        ["algorithm.adv_estimator=gae", "critic.optim.lr=1e-3", "algorithm.use_kl_in_reward=true", ONE_STEP],
+        ["algorithm.use_pf_ppo=true", "algorithm.pf_ppo.reweight_method=max_min", ONE_STEP],
         ["trainer.async_mode=colocated", "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov"],
     ],
     ids=["critic", "pf-ppo", "stale"],

@@ -9,7 +9,6 @@ New loops derive from `AgentLoop`, which cannot get this wrong.
 """
 
 import asyncio
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -20,8 +19,6 @@ from lockstep.agents.conversation import Conversation
 from lockstep.agents.loops.base import AgentLoop, Setup
 from lockstep.agents.trajectory import NOT_SAMPLED, Trajectory
 from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
-
-logger = logging.getLogger(__name__)
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -128,9 +125,16 @@ class AgentLoopBase(AgentLoop):
         return _OnTokens(cls, setup, options)
 
     async def apply_chat_template(
-        self, messages: list[Any], tools: list[Any] | None = None, remove_system_prompt: bool = False
+        self,
+        messages: list[Any],
+        tools: list[Any] | None = None,
+        images: Any = None,
+        videos: Any = None,
+        remove_system_prompt: bool = False,
     ) -> list[int]:
         """The prompt's tokens. remove_system_prompt: without what the template puts before the first message."""
+        if images or videos:
+            raise ValueError("apply_chat_template: only text is supported, not images or videos")
 
         def tokens(messages: list[Any], **more: Any) -> list[int]:
             return list(self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **more))
@@ -163,8 +167,8 @@ class _OnTokens(AgentLoop):
             dataset_config=None,
             **self.options,
         )
-        output = await loop.run(_params_of(conversation.sampling), **row)
         try:
+            output = await loop.run(_params_of(conversation.sampling), **row)
             conversation.trajectories = [self._checked(output, server.calls)]
         except ValueError as error:
             number = (row.get("extra_info") or {}).get("index", row.get("index"))
