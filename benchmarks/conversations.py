@@ -56,7 +56,7 @@ class Script(AgentLoop):
         session = ToolSession(self.setup.tools, {}, limits, instance_id=str(uuid.uuid4()))
         try:
             for turn in range(info["turns"]):
-                await conversation.generate(stop_token_ids=range(0, 19, info["every"]))
+                await conversation.generate(stop_token_ids=range(0, 256, info["every"]))
                 if turn + 1 == info["turns"]:
                     return
                 result = await session.call(FunctionCall(name=info["tool"], arguments="{}"))
@@ -91,7 +91,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def settings(args: argparse.Namespace, folder: Path) -> list[str]:
-    make_model_folder(folder / "model", 0, max_position_embeddings=1 << 20)
+    words = [f"word{i}" for i in range(240)]  # a vocabulary of 259 tokens, each equally likely
+    make_model_folder(folder / "model", 0, words, max_position_embeddings=1 << 20)
     rows = [
         {
             "data_source": "scripted",
@@ -114,7 +115,7 @@ def settings(args: argparse.Namespace, folder: Path) -> list[str]:
         f"data.train_files={folder}/train.parquet",
         f"data.train_batch_size={args.conversations}",
         "data.max_prompt_length=16",
-        f"data.max_response_length={args.turns * (12 * args.tokens + 80)}",
+        f"data.max_response_length={args.turns * (3 * args.tokens + 80)}",
         "data.shuffle=false",
         f"actor_rollout_ref.model.path={folder}/model",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={args.conversations}",

@@ -24,6 +24,7 @@ hypothesis.settings.load_profile("lockstep")
 
 
 ON_SHARED_RAY = (
+    "tests/demo/test_calculator.py",
     "tests/docs/test_commands.py::test_one_command_per_page_trains_on_ray",
     "tests/single_controller/test_contract.py",
     "tests/single_controller/test_message_process.py",
