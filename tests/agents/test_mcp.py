@@ -130,7 +130,7 @@ def test_a_server_over_http(tmp_path: Path, kind: str, monkeypatch: pytest.Monke
         servers = {"t": {**address, "type": "sse"} if kind == "sse" else address}
         config = write_yaml(tmp_path, servers, {"timeout": 3, "connect_timeout": 20})
         agents = make_agents(tool_config_path=config, response_length=2000, tool_timeout_s=20)
-        assert asyncio.run(_hang_and_add(agents)) == ["Error: took longer than 3 s", *["5"] * 8]
+        assert asyncio.run(_hang_and_add(agents)) == ["Error: the call took too long: more than 3 s", *["5"] * 8]
         if kind == "sse":
             agents.close()
             return

@@ -89,7 +89,7 @@ class McpServer:
                 if (cursor := page.next_cursor) is None:
                     return found
         except (MCPError, TimeoutError) as error:
-            raise ToolError(f"{self.name} does not list its tools: {error or 'no answer'}") from error
+            raise ToolError(f"{self.name} does not list its tools: {str(error) or 'no answer'}") from error
 
     async def _call(self, tool: str, arguments: dict[str, Any], timeout_s: float | None) -> "CallToolResult":
         from mcp import MCPError
@@ -103,7 +103,8 @@ class McpServer:
                 return await client.call_tool(tool, arguments, read_timeout_seconds=timeout_s)
             except MCPError as error:
                 if error.code == REQUEST_TIMEOUT:
-                    raise ToolError(f"took longer than {timeout_s:g} s") from error
+                    limit = "" if timeout_s is None else f": more than {timeout_s:g} s"
+                    raise ToolError(f"the call took too long{limit}") from error
                 if not await session.is_lost(error):
                     raise ToolError(error.message) from error
                 if is_retry or not session.was_unreachable(error):
