@@ -21,7 +21,10 @@ from lockstep.config.compose import PRESETS, load_config
 from lockstep.config.ppo import PPOConfig
 
 ROOT = Path(__file__).parents[1]
-OPTIONAL = ("ray", "vllm", "wandb", "mlflow", "swanlab", "starlette", "uvicorn", "langgraph", "langchain_core")
+OPTIONAL = (
+    *("ray", "vllm", "wandb", "mlflow", "swanlab", "starlette", "uvicorn", "langgraph", "langchain_core", "mcp", "bm25s"),
+    *("reasoning_gym", "skyrl_gym", "openenv", "verifiers"),
+)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 

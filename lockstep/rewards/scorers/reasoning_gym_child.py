@@ -11,7 +11,6 @@ import signal
 import sys
 from typing import Any
 
-import reasoning_gym
 import sympy
 from sympy.parsing import sympy_parser
 
@@ -27,6 +26,8 @@ class AnswerTimeoutError(BaseException):
 
 @functools.lru_cache(maxsize=64)
 def _dataset(task: str, options: str) -> Any:
+    import reasoning_gym
+
     return reasoning_gym.create_dataset(task, **json.loads(options))
 
 
@@ -62,7 +63,9 @@ def _raise_timeout(signum: int, frame: Any) -> None:
 
 
 def close_evaluation() -> None:
-    """Replace `eval` and `parse_expr` where the package calls them on answers."""
+    """Import the package, and replace `eval` and `parse_expr` where it calls them on answers."""
+    import reasoning_gym  # noqa: F401
+
     originals = (sympy.parse_expr, sympy_parser.parse_expr)
     for name, module in list(sys.modules.items()):
         if name.startswith("reasoning_gym.") and getattr(module, "parse_expr", None) in originals:
