@@ -315,6 +315,8 @@ def is_async(function: Any) -> bool:
 def function_name(function: Any) -> str:
     """`module.name` of a function, or `file.py:name` if it was loaded from a file, for messages."""
     function = _unwrap(function)
+    if label := getattr(function, "label", None):  # a judge or an ensemble
+        return str(label)
     name = getattr(function, "__qualname__", type(function).__qualname__)
     module = getattr(function, "__module__", None) or "?"
     if module.startswith(USER_MODULE) and module in sys.modules:

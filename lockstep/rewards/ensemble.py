@@ -37,6 +37,7 @@ class Part:
 class Ensemble:
     """
     parts:         by name, in the order of the config; without those of weight 0.
+    label:         its name in messages.
     is_normalized: apply `normalize`; not in validation, where a prompt may have one sample.
     """
 
@@ -47,7 +48,7 @@ class Ensemble:
         self.columns = {"uid": "uid"} if any(part.config.normalize for part in self.parts.values()) else {}
         for part in self.parts.values():
             self.columns |= getattr(part.function, "columns", {})
-        self.__name__ = self.__qualname__ = " + ".join(self.parts)
+        self.label = f"{ENSEMBLE_KEY} ({' + '.join(self.parts)})"
 
     def caller(self, make: Callable[[Callable[..., Any]], Callable[[list[Any]], list[Any]]]) -> "EnsembleCaller":
         """make: how a part's function is called on many rows."""

@@ -22,7 +22,7 @@ class AllRowsFailedError(RewardError):
         self.function, self.data_source, self.errors, self.where = function, data_source, errors, where
 
     def __str__(self) -> str:
-        return f"{self.what}. There is nothing to train on: fix custom_reward_function"
+        return f"{self.what}. There is nothing to train on: fix the reward function"
 
     @property
     def what(self) -> str:

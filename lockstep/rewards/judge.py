@@ -82,6 +82,7 @@ class Judge:
 
     limiter:   its requests begin in its slots.
     timeout_s: deadline of a row, from its first request; None has no limit.
+    label:     its name in messages.
     key:       of the settings, for messages.
     """
 
@@ -106,7 +107,7 @@ class Judge:
         self._clients: dict[asyncio.AbstractEventLoop, httpx2.AsyncClient] = {}
         self._random = random.Random(0)
         self._broken: RewardError | None = None
-        self.__qualname__ = self.__name__ = f"judge {config.model}"
+        self.label = f"judge {config.model}"
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

@@ -1,7 +1,6 @@
 """Ensembles: the weighted sum, what each part adds to the columns, failures, and settings that are refused."""
 
 import dataclasses
-import time
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +86,8 @@ def test_two_judges_and_other_parts_are_called_at_the_same_time(functions: str) 
         }
         judge = JudgeConfig(base_url=server.url, model="m")
         score = manager(entries, judge=judge)
-        score(make_batch(["x"]))
-        began = time.monotonic()
         result = score(make_batch(["a", "b"]), return_dict=True)
-        assert time.monotonic() - began < 0.75
+        assert server.most_running > 2  # one after the other, there would be 2
     assert result["reward_tensor"].sum(-1).tolist() == pytest.approx([100 + 10 * 0.5 + 0.1] * 2)
     extra = result["reward_extra_info"]
     assert (extra["style"], extra["facts"], extra["remote"]) == ([0.1] * 2, [0.5] * 2, [1.0] * 2)
@@ -146,7 +143,10 @@ def test_a_part_that_fails_fails_the_row(functions: str, caplog: pytest.LogCaptu
     extra = result["reward_extra_info"]
     assert extra["reward_failed"] == [0.0, 1.0, 0.0] and extra["own"] == [1.0, None, None]
     assert "failed on 1 of 3 samples" in caplog.text
-    with pytest.raises(AllRowsFailedError, match=r"length \+ own failed on 1 of 1 samples.*cannot score this"):
+    with pytest.raises(
+        AllRowsFailedError,
+        match=r"reward_model\.ensemble \(length \+ own\) failed on 1 of 1 samples.*cannot score this",
+    ):
         manager(entries)(make_batch(["bad"]))
 
 

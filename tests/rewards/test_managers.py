@@ -157,7 +157,7 @@ def test_one_failure_affects_one_sample_and_is_logged(caplog: pytest.LogCaptureF
 def test_failure_of_a_whole_batch_stops_the_run() -> None:
     message = (
         r"fail_on_b failed on 2 of 2 samples.*'openai/gsm8k'; 2 of them with KeyError\('no b'\) at \S+test_managers\.py:\d+ in "
-        r"fail_on_b\. .* fix custom_reward_function$"
+        r"fail_on_b\. .* fix the reward function$"
     )
     with pytest.raises(RewardError, match=message) as caught:
         run(fail_on_b, make_batch(["b", "b"]))

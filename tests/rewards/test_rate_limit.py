@@ -16,20 +16,10 @@ from lockstep.rewards.rate_limit import RateLimiter, RateLimits, limits_of, shar
 ROWS = [ScoringRow("s", str(i), "t", {"index": i}, 1) for i in range(8)]
 
 
-def starts(limiter: RateLimiter, num_calls: int, tokens: int | None = None, call_s: float = 0.0) -> list[float]:
-    """When each of many concurrent calls began."""
-    began: list[float] = []
-
-    async def call() -> None:
-        async with limiter.slot(tokens):
-            began.append(time.monotonic())
-            await asyncio.sleep(call_s)
-
-    async def main() -> None:
-        await asyncio.gather(*(call() for _ in range(num_calls)))
-
-    asyncio.run(main())
-    return sorted(began)
+def reserved(limits: RateLimits, num_calls: int, tokens: int = 0) -> list[float]:
+    """When each of many calls may begin that are asked for at once."""
+    limiter = RateLimiter(limits)
+    return [limiter._reserve(tokens) for _ in range(num_calls)]
 
 
 def most_in_a_window(times: list[float], window_s: float) -> int:
@@ -37,16 +27,29 @@ def most_in_a_window(times: list[float], window_s: float) -> int:
 
 
 def test_no_window_has_more_calls_than_allowed() -> None:
-    times = starts(RateLimiter(RateLimits(max_rpm=3, window_s=0.2)), 8)
-    assert most_in_a_window(times, 0.19) == 3
-    assert 0.39 < times[-1] - times[0] < 1.0
+    times = reserved(RateLimits(max_rpm=3), 10)
+    assert times == sorted(times) and most_in_a_window(times, 59.999) == 3
+    assert 179.9 < times[-1] - times[0] < 180.1  # and no time is lost
 
 
 def test_no_window_has_more_tokens_than_allowed() -> None:
-    times = starts(RateLimiter(RateLimits(max_tpm=100, window_s=0.2)), 5, tokens=40)
-    assert most_in_a_window(times, 0.19) == 2
-    alone = starts(RateLimiter(RateLimits(max_tpm=100, window_s=0.2)), 2, tokens=500)  # more than a window allows
-    assert all(later - earlier > 0.19 for earlier, later in pairwise(alone))
+    assert most_in_a_window(reserved(RateLimits(max_tpm=100), 7, tokens=40), 59.999) == 2
+    alone = reserved(RateLimits(max_tpm=100), 3, tokens=500)  # more than a window allows
+    assert all(later - earlier > 59.999 for earlier, later in pairwise(alone))
+
+
+def test_calls_wait_for_their_time() -> None:
+    limiter, began = RateLimiter(RateLimits(max_rpm=2, window_s=0.2)), time.monotonic()
+
+    async def call() -> float:
+        async with limiter.slot():
+            return time.monotonic() - began
+
+    async def main() -> list[float]:
+        return await asyncio.gather(*(call() for _ in range(5)))
+
+    starts = asyncio.run(main())
+    assert all(start >= earliest for start, earliest in zip(starts, (0, 0, 0.2, 0.2, 0.4)))
 
 
 def test_calls_at_once_in_several_event_loops() -> None:
@@ -95,25 +98,27 @@ def test_a_cancelled_call_gives_its_slot_back() -> None:
 
 def test_a_pause_holds_all_calls() -> None:
     limiter = RateLimiter(RateLimits())
-    limiter.pause(0.15)
     began = time.monotonic()
-    assert min(starts(limiter, 3)) - began >= 0.14
+    limiter.pause(0.15)
+
+    async def call() -> float:
+        async with limiter.slot():
+            return time.monotonic() - began
+
+    assert asyncio.run(call()) >= 0.15
 
 
 def test_the_manager_limits_coroutine_functions_and_waiting_is_no_timeout() -> None:
-    began: list[float] = []
-
     async def remote(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, int]) -> float:
-        began.append(time.monotonic())
         if solution_str == "3":
             raise ConnectionError("the service answered 500")
         return float(solution_str)
 
-    limiter = RateLimiter(RateLimits(max_concurrent=4, max_rpm=4, window_s=0.3))
-    scores, extra = RateLimitedRewardManager(None, 0, remote, timeout_s=0.2, limiter=limiter).score_rows(ROWS)
+    limiter, began = RateLimiter(RateLimits(max_concurrent=4, max_rpm=4, window_s=0.7)), time.monotonic()
+    scores, extra = RateLimitedRewardManager(None, 0, remote, timeout_s=0.5, limiter=limiter).score_rows(ROWS)
     assert scores == [0, 1, 2, 0, 4, 5, 6, 7]
     assert extra["reward_failed"] == [0, 0, 0, 1, 0, 0, 0, 0]  # the failed row is counted
-    assert most_in_a_window(began, 0.29) == 4
+    assert time.monotonic() - began >= 0.7
 
 
 def test_settings_of_the_config() -> None:
