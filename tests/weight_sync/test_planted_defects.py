@@ -16,13 +16,14 @@ from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
 from lockstep.engines.rollout import GenerationRequest, SamplingParams
 from lockstep.engines.rollout.server import protocols
+from lockstep.engines.rollout.vllm_worker import WeightUpdates
 from lockstep.utils.audit import AuditError
 from lockstep.utils.fingerprint import fingerprint
 from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
 from tests.tiny import save_tiny_model, write_rows
 from tests.vllm_server import vllm_server
 from tests.weight_sync.copies import Copy
-from tests.weight_sync.planted_worker import PLANTED
+from tests.weight_sync.planted_worker import METHODS, PLANTED
 
 VLLM = [
     pytest.mark.vllm,
@@ -58,10 +59,12 @@ def copy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         "trainer.device=cpu",
     ]
     with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
         if name == "vllm":
-            overrides.append(f"{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls={PLANTED}")
+            for method, value in METHODS.items():
+                patch.setattr(WeightUpdates, method, value, raising=False)
         if name == "server":
-            stack.enter_context(pytest.MonkeyPatch.context()).setattr(protocols, "EXTENSION", PLANTED)
+            patch.setattr(protocols, "EXTENSION", PLANTED)
             url = stack.enter_context(vllm_server(folder / "model", folder / "vllm.log", PLANTED))
             overrides.append(f"{ROLLOUT}.server.urls=[{url}]")
         config = load_config(PPOConfig, overrides).actor_rollout_ref
