@@ -22,8 +22,8 @@ from lockstep.config.ppo import PPOConfig
 
 ROOT = Path(__file__).parents[1]
 OPTIONAL = (
-    *("ray", "vllm", "wandb", "mlflow", "swanlab", "starlette", "uvicorn", "langgraph", "langchain_core", "mcp", "bm25s"),
-    *("reasoning_gym", "skyrl_gym", "openenv", "verifiers"),
+    *("ray", "vllm", "wandb", "mlflow", "swanlab", "starlette", "uvicorn", "langgraph", "langchain_core"),
+    *("mcp", "bm25s", "reasoning_gym", "skyrl_gym", "openenv", "verifiers"),
 )
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
