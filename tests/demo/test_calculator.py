@@ -12,12 +12,11 @@ from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
 from lockstep.demo.program import _prepare, training_overrides, warm_model
 from lockstep.demo.tasks import TOOLS
-from lockstep.demo.warmup import WarmUp
 from lockstep.trainer.main_ppo import main
 
 pytestmark = pytest.mark.slow
 
-RECIPE = WarmUp(steps=200, batch_size=64)
+RECIPE = TOOLS.recipe
 PROGRAM = Path(__file__).parents[2] / "examples" / "calculator_agent.py"
 
 
