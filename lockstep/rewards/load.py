@@ -4,7 +4,7 @@ Imports no torch, so that a run's functions are checked before it is loaded.
 """
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.config.ensemble import ENSEMBLE_KEY, JUDGE_KEY, judge_of, reward_parts
 from lockstep.config.ppo import PPOConfig
@@ -12,8 +12,10 @@ from lockstep.config.reward import CustomRewardFunctionConfig, RewardPartConfig
 from lockstep.rewards.custom import ARGUMENTS, BATCH_ARGUMENTS, ComputeScore, get_custom_reward_fn
 from lockstep.rewards.default import check_scorer_options, default_compute_score, default_compute_scores
 from lockstep.rewards.ensemble import COLUMN_FUNCTIONS, Ensemble, Part
-from lockstep.rewards.judge import Judge
 from lockstep.rewards.rate_limit import limits_of, shared_limiter
+
+if TYPE_CHECKING:
+    from lockstep.rewards.judge import Judge
 
 
 def load_compute_score(
@@ -51,7 +53,9 @@ def _part(config: PPOConfig, name: str, entry: RewardPartConfig, in_training: bo
     return Part(entry, function)
 
 
-def _judge(config: PPOConfig, key: str = JUDGE_KEY, changes: dict[str, Any] | None = None) -> Judge:
+def _judge(config: PPOConfig, key: str = JUDGE_KEY, changes: dict[str, Any] | None = None) -> "Judge":
+    from lockstep.rewards.judge import Judge  # imports an HTTP client, which other runs do not need
+
     reward = config.reward_model
     settings = judge_of(reward.judge, key, changes)
     return Judge(settings, shared_limiter(limits_of(reward)), reward.timeout_s, key if changes else JUDGE_KEY)
