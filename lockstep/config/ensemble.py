@@ -15,7 +15,7 @@ OPTIONS = {"turn_rewards": ("reduce",), "rollout_reward_scores": ("name",), "rew
 RESERVED = {
     *("score", "reward_failed", "uid", "finish_reason", "index", "data_source", "reward_model", "extra_info"),
     *("raw_prompt", "raw_prompt_ids", "agent_name", "tools_kwargs", "interaction_kwargs", "__num_turns__", "messages"),
-    *("tool_rewards", "turn_scores", "turn_rewards", "reward_scores", "is_padding"),
+    *("tool_rewards", "turn_scores", "turn_rewards", "reward_scores", "earlier_trajectories", "is_padding"),
 }
 """Names of columns that a part's value would replace."""
 
