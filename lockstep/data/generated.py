@@ -28,6 +28,10 @@ VAL_SEED = 2**31
 CHECKED_ROWS = 64
 """Rows that are checked before training; the others are made later."""
 MAX_DRAWS = 100
+NOT_REPRODUCIBLE = (
+    *("isomorphic_strings", "knight_swap", "list_functions", "polynomial_multiplication", "ransom_note", "word_ladder"),
+)
+"""Tasks of reasoning-gym 0.1 whose problems also depend on Python's hash seed, so that no two processes make the same ones."""
 SYSTEM_PROMPT = "system_prompt"
 """Option of ours: a system prompt of the package by name, or null."""
 
@@ -67,6 +71,11 @@ class ReasoningGymTask:
         if data.name not in DATASETS:
             raise ValueError(
                 f"{data.entry}: reasoning-gym has no task {data.name}. {did_you_mean(data.name, DATASETS)}"
+            )
+        if data.name in NOT_REPRODUCIBLE:
+            raise ValueError(
+                f"{data.entry}: reasoning-gym makes other problems of {data.name} in every process, so that answers cannot be "
+                "scored; use another task"
             )
         options = dict(data.options)
         prompt = options.pop(SYSTEM_PROMPT, "default")

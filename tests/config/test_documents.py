@@ -99,7 +99,7 @@ NO_MODEL = "there is no model or data to fall back on"
 DIFFERS = {
     "actor_rollout_ref.rollout.name": "the embedded engine is there wherever training is",
     "actor_rollout_ref.rollout.mode": "sync is faster unless rewards are slow, and agents run in both",
-    "actor_rollout_ref.rollout.agent.num_workers": "the controller holds thousands of conversations; tools that compute need workers",
+    "actor_rollout_ref.rollout.agent.num_workers": "the controller holds thousands of conversations; workers are for slow tools",
     "actor_rollout_ref.rollout.tensor_model_parallel_size": "the embedded engine holds the whole model in each worker",
     "actor_rollout_ref.rollout.checkpoint_engine.backend": "auto broadcasts on GPUs",
     "actor_rollout_ref.rollout.calculate_log_probs": "they cost nothing here, and the audit compares them",

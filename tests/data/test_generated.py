@@ -138,6 +138,15 @@ def test_the_package_scores_the_answers() -> None:
         default_compute_score("reasoning_gym/chain_sum", "1", "1", {})
 
 
+def test_problems_that_differ_between_processes_are_refused() -> None:
+    """Some tasks iterate over sets of strings."""
+    with pytest.raises(ValueError, match="makes other problems of polynomial_multiplication in every process"):
+        dataset_of("reasoning_gym:polynomial_multiplication")
+    row = dataset_of(SUMS)[0]
+    with pytest.raises(ValueError, match=r"the package makes another problem in each process: .* is not 123456"):
+        default_compute_score(row["data_source"], "1", "123456", row["extra_info"])
+
+
 def test_answers_are_not_evaluated() -> None:
     """Both tasks call `eval` or sympy's `parse_expr` on answers in the package."""
     from lockstep.rewards.scorers.reasoning_gym import compute_score
@@ -147,7 +156,7 @@ def test_answers_are_not_evaluated() -> None:
         found: float = compute_score(f"<answer>{answer}</answer>", None, {"reasoning_gym": place})["score"]
         return found
 
-    for task in ("countdown", "n_queens", "polynomial_multiplication", "spiral_matrix"):
+    for task in ("countdown", "n_queens", "polynomial_equations", "spiral_matrix"):
         problem = reasoning_gym.create_dataset(task, seed=1, size=10)[0]
         assert score(task, str(problem["answer"])) == 1.0, task
         forged = "__import__('reasoning_gym').games.countdown.CountdownDataset.score_answer.__setattr__('x', 1)"

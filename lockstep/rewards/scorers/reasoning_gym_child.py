@@ -36,10 +36,12 @@ def _problem(task: str, options: str, index: int) -> Any:
     return _dataset(task, options)[index]
 
 
-def score(task: str, options: dict[str, Any], index: int, answer: str) -> float:
-    """The package's score of an answer to problem `index`; 0 if it cannot be parsed."""
+def score(task: str, options: dict[str, Any], index: int, answer: str, ground_truth: str | None) -> float:
+    """The package's score of an answer to problem `index`; 0 if it cannot be parsed. ValueError if its solution is another one."""
     key = json.dumps(options, sort_keys=True)
     entry = _problem(task, key, index)
+    if ground_truth is not None and str(entry["answer"]) != ground_truth:
+        raise ValueError(f"the package makes another problem in each process: {entry['answer']} is not {ground_truth}")
     try:
         return float(_dataset(task, key).score_answer(answer, entry))
     except (NotAnExpressionError, SyntaxError, AnswerTimeoutError, RecursionError, MemoryError):
