@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, get_type_hints
 
+JSON_ERRORS = (ValueError, RecursionError)
+"""What `json.loads` raises for text of a model: JSONDecodeError, numbers with too many digits, and deep nesting."""
+
 
 @dataclass
 class Schema:
@@ -154,7 +157,7 @@ class OpenAIFunctionCallSchema(Schema):
         """The call, and whether parsing its arguments failed (they are then empty)."""
         try:
             arguments = json.loads(parsed_schema.arguments)
-        except json.JSONDecodeError:
+        except JSON_ERRORS:
             arguments = None
         failed = not isinstance(arguments, dict)
         return cls(name=parsed_schema.name, arguments={} if failed else arguments), failed

@@ -11,10 +11,11 @@ import json
 import logging
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from lockstep.agents.schemas import OpenAIFunctionToolSchema
+from lockstep.agents.schemas import JSON_ERRORS, OpenAIFunctionToolSchema
 from lockstep.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ def _json_or_text(value: str) -> Any:
     value = value.strip()
     try:
         return json.loads(value)
-    except json.JSONDecodeError:
+    except JSON_ERRORS:
         return value
 
 
@@ -105,11 +106,10 @@ class HermesToolParser(ToolParser):
             try:
                 call = json.loads(block)
                 name, arguments = call["name"], call["arguments"]
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
+                if isinstance(name, str):
+                    calls.append(_call(name, arguments))
+            except (*JSON_ERRORS, KeyError, TypeError) as error:
                 logger.debug("skipping a tool call that is not a JSON object with name and arguments: %r", error)
-                continue
-            if isinstance(name, str):
-                calls.append(_call(name, arguments))
         return self.BLOCK.sub("", text), calls
 
 
@@ -199,7 +199,7 @@ def _object_value(value: str, is_object: bool) -> Any:
     if is_object:
         try:
             return json.loads(value)
-        except json.JSONDecodeError:
+        except JSON_ERRORS:
             pass
     literal = ast.literal_eval(value)
     json.dumps(literal)  # TypeError for non-JSON types such as a set
@@ -366,7 +366,10 @@ class Gemma4ToolParser(ToolParser):
 
     def parse(self, text: str, tools: Tools | None = None) -> Parsed:
         text = self._without_padding(text)
-        calls = [_call(name, _GemmaValues(body).arguments()) for name, body in self.CALL.findall(text)]
+        calls = []
+        for name, body in self.CALL.findall(text):
+            with suppress(RecursionError):
+                calls.append(_call(name, _GemmaValues(body).arguments()))
         return (text[: text.find("<|tool_call>")] if calls else text), calls
 
 
@@ -438,7 +441,7 @@ def _objects(text: str) -> list[tuple[int, int, Any]]:
     while (match := re.compile(r"[{\[]").search(text, at)) is not None:
         try:
             value, end = decoder.raw_decode(text, match.start())
-        except (json.JSONDecodeError, RecursionError):
+        except JSON_ERRORS:
             at = match.end()
             continue
         found.append((match.start(), end, value))

@@ -191,6 +191,9 @@ def test_several_programs(tmp_path: Path) -> None:
         ('{"reward": NaN, "a": 2, "b": "c"}', {"a": 2.0}),
         ("1.0\nbye", {}),
         ("[1]", {}),
+        ("[" * 9000, {}),
+        ("9" * 400, {}),
+        ('{"a": Infinity, "b": -2}', {"b": -2.0}),
     ],
 )
 def test_rewards_of_the_last_line(output: str, rewards: dict[str, float]) -> None:

@@ -128,10 +128,12 @@ def test_a_hanging_tool_holds_up_no_other_conversation(tools: str) -> None:
         ('<tool_call>{"name": "add"', "could not be parsed"),
         (call("multiply", a=1), "there is no tool 'multiply'; tools: add, fail"),
         ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "must be a JSON object"),
+        (f'<tool_call>{{"name": "add", "arguments": {"[" * 2000}</tool_call>', "could not be parsed"),
+        (f'<tool_call>{{"name": "add", "arguments": {{"a": {"1" * 4500}}}}}</tool_call>', "could not be parsed"),
     ],
 )
 def test_a_malformed_call_is_an_error_message_to_the_policy(tools: str, turn: str, message: str) -> None:
-    done = converse(make_agents(function_tool_path=tools), Scripted(turn, "Well."))
+    done = converse(make_agents(6000, function_tool_path=tools), Scripted(turn, "Well."))
     assert roles(done.new_messages) == ["assistant", "tool", "assistant"]
     assert message in done.new_messages[1]["content"]
     assert (done.counts.tool_calls, done.counts.malformed_calls) == (0, 1)

@@ -221,6 +221,25 @@ def test_parsers_never_fail(parser: str) -> None:
         assert isinstance(content, str) and all(isinstance(call, FunctionCall) for call in calls)
 
 
+@pytest.mark.parametrize("value", ["[" * 5000, "[" * 5000 + "]" * 5000, "1" * 5000], ids=["open", "deep", "digits"])
+@pytest.mark.parametrize(
+    "parser, text",
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": VALUE}}</tool_call>'),
+        ("qwen3_coder", "<tool_call><function=search><parameter=opts>VALUE</parameter></function></tool_call>"),
+        ("glm", "<tool_call>f<arg_key>a</arg_key><arg_value>VALUE</arg_value></tool_call>"),
+        ("kimi", "<|tool_calls_section_begin|><|tool_call_begin|>f<|tool_call_argument_begin|>VALUE<|tool_call_end|>"),
+        ("gemma4", "<|tool_call>call:f{a:VALUE}<tool_call|>"),
+        ("llama3_json", '{"name": "f", "parameters": {"a": VALUE}}'),
+        ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": VALUE}}]'),
+        ("deepseek_v3", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>VALUE<｜tool▁call▁end｜>"),
+    ],
+)
+def test_values_that_python_refuses_to_read(parser: str, text: str, value: str) -> None:
+    _, calls = ToolParser.get_tool_parser(parser, Characters()).parse(text.replace("VALUE", value), [SEARCH])
+    assert all(isinstance(call, FunctionCall) for call in calls)
+
+
 @pytest.mark.parametrize(
     "name, text, content, calls",
     [

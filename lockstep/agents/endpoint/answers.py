@@ -22,7 +22,7 @@ from lockstep.agents.conversation import Generate
 from lockstep.agents.endpoint.errors import ApiError
 from lockstep.agents.endpoint.recorder import Prompt, SessionRecorder
 from lockstep.agents.renderer import Message
-from lockstep.agents.schemas import OpenAIFunctionToolSchema
+from lockstep.agents.schemas import JSON_ERRORS, OpenAIFunctionToolSchema
 from lockstep.agents.tool_parser import ToolParser
 from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
 
@@ -319,7 +319,7 @@ def _message_call(name: str, arguments: str) -> dict[str, Any]:
     """A call of a Message; arguments that are no JSON object become one, with their text as `arguments`."""
     try:
         value = json.loads(arguments)
-    except json.JSONDecodeError:
+    except JSON_ERRORS:
         value = arguments
     value = value if isinstance(value, dict) else {"arguments": value}
     return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": {"name": name, "arguments": value}}

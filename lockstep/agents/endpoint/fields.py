@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field, ValidationError
 from lockstep.agents.endpoint.answers import Answer, AnswerRequest, Delta, Session
 from lockstep.agents.endpoint.errors import ApiError, invalid
 from lockstep.agents.endpoint.recorder import Prompt
+from lockstep.agents.schemas import JSON_ERRORS
 
 Event = tuple[str | None, dict[str, Any] | str]
 """The name (not in chat and plain completions) and data of a server-sent event."""
@@ -96,7 +97,7 @@ def arguments_of(text: str | None) -> Any:
     """A call's arguments for the chat template: an object, or the text if it is none."""
     try:
         value = json.loads(text or "{}")
-    except json.JSONDecodeError:
+    except JSON_ERRORS:
         return text
     return value if isinstance(value, dict) else text
 

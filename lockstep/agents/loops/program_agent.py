@@ -10,11 +10,11 @@ process group, which is killed when it ends or exceeds its deadline.
 import asyncio
 import json
 import logging
-import math
 import os
 import secrets
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -24,6 +24,7 @@ from typing import IO, TYPE_CHECKING, Any
 from lockstep.agents.conversation import Conversation
 from lockstep.agents.loops.base import AgentLoop, Setup, register
 from lockstep.agents.loops.recorded import answer_settings, take_branches
+from lockstep.agents.schemas import JSON_ERRORS
 from lockstep.config.actor_rollout_ref import ProgramConfig
 
 if TYPE_CHECKING:
@@ -165,14 +166,14 @@ def rewards_of(output: str) -> dict[str, float]:
     lines = output.strip().splitlines()
     try:
         last = json.loads(lines[-1]) if lines else None
-    except ValueError:
+    except JSON_ERRORS:
         return {}
     values: dict[str, Any] = last if isinstance(last, dict) else {"reward": last}
     return {str(name): float(value) for name, value in values.items() if _is_number(value)}
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 def _input_of(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
-from lockstep.agents.schemas import ToolResponse
+from lockstep.agents.schemas import JSON_ERRORS, ToolResponse
 from lockstep.agents.tool_parser import FunctionCall
 from lockstep.agents.tools.base import BaseTool
 from lockstep.config.actor_rollout_ref import MultiTurnConfig
@@ -86,7 +86,7 @@ class ToolSession:
             return CallResult(call.name, f"Error: there is no tool {call.name!r}; tools: {known}", "malformed")
         try:
             parameters = json.loads(call.arguments)
-        except ValueError as error:
+        except JSON_ERRORS as error:
             return CallResult(call.name, f"Error: the arguments are not valid JSON: {error}", "malformed")
         if not isinstance(parameters, dict):
             return CallResult(call.name, "Error: the arguments must be a JSON object", "malformed")
