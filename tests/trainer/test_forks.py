@@ -206,6 +206,17 @@ def test_advantages_are_those_of_the_conversation_as_one_row(estimator: str) -> 
     assert any(value != 0 for row in found[3] for value in row)
 
 
+def test_the_score_of_an_empty_response_counts_in_its_group() -> None:
+    """Such as that of a program that made no request; its score is at the first place, which has no token."""
+    batch = forks.add_rows(samples(forked(), [1.0, 0.0, 0.5, 0.25, 2.0, -1.0], "aabbcc"), CONFIG, PAD)
+    rows = forks.joined(batch)
+    assert rows.tensors["token_level_scores"].sum(-1).tolist() == [1.0, 0.0, 0.5, 0.25, 2.0, -1.0]
+    assert not rows.tensors["attention_mask"][5, PROMPT:].any() and not rows.tensors["response_mask"][5].any()
+    rows.tensors["token_level_rewards"] = rows.tensors["token_level_scores"]
+    rows = compute_advantage(rows, "grpo", norm_adv_by_std_in_grpo=False)
+    assert tokens_of(forks.split(batch, rows), "advantages")[4] == pytest.approx([1.5, 1.5])
+
+
 @pytest.mark.parametrize("rule", [MiniBatches(2), MiniBatches(4, epochs=2, seed=3), MiniBatches(100)])
 def test_a_mini_batch_has_all_rows_of_its_conversations(rule: MiniBatches) -> None:
     batch = expanded()

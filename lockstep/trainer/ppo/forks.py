@@ -115,9 +115,13 @@ def split(batch: DataProto, rows: DataProto) -> DataProto:
 
 
 def _places(batch: DataProto) -> Tensor:
-    """(conversations, tokens) each response token of a conversation, as its place in a flattened (B, R); -1 for padding."""
+    """(conversations, tokens) each response token of a conversation, as its place in a flattened (B, R); -1 for padding.
+
+    An empty response keeps its first place, where its score is.
+    """
     width = batch.tensors["responses"].shape[1]
     is_token = batch.tensors["attention_mask"][:, -width:].bool()
+    is_token[:, 0] |= ~is_token.any(1)
     of_row = [row * width + mask.nonzero().flatten() for row, mask in enumerate(is_token)]
     of_conversation = [torch.cat([of_row[row] for row in rows]) for rows in rows_of(batch)]
     return pad_sequence(of_conversation, batch_first=True, padding_value=-1)
