@@ -49,7 +49,8 @@ templates that render no calls: they are part of the turn's text."""
 class Renderer:
     """Renders messages with a tokenizer's chat template.
 
-    stop_ids: tokens that end an assistant turn.
+    stop_ids:        tokens that end an assistant turn.
+    template_kwargs: further variables of the template.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Renderer:
     ) -> None:
         self.tokenizer = tokenizer
         self.stop_ids = frozenset(stop_ids)
-        self._kwargs = dict(template_kwargs or {})
+        self.template_kwargs = dict(template_kwargs or {})
         self._special = sorted({str(token) for token in tokenizer.all_special_tokens} | _added_special(tokenizer))
         self._special_ids = frozenset(tokenizer.convert_tokens_to_ids(self._special))
 
@@ -91,7 +92,7 @@ class Renderer:
             tools=list(tools) if tools else None,
             add_generation_prompt=prompt,
             tokenize=False,
-            **self._kwargs,
+            **self.template_kwargs,
         )
         return rendered
 

@@ -1,6 +1,7 @@
 """Loops written for verl: they run with another import only, and what they return is what the policy sampled."""
 
 import asyncio
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,33 @@ def held(tmp_path: Path, source: str, policy: Scripted, options: str = "", **siz
     (tmp_path / "loops.yaml").write_text(f"- name: mine\n  _target_: {tmp_path}/mine.py:{name}\n{options}")
     agents = make_agents(loops=str(tmp_path / "loops.yaml"), **sizes)
     return converse(agents, policy, "mine", extra_info={"index": 3})
+
+
+AT_ONCE = """
+class Loop(AgentLoopBase):
+    async def run(self, sampling_params, **kwargs):
+        ids = await self.apply_chat_template(kwargs["raw_prompt"])
+        calls = [self.server_manager.generate(str(n), prompt_ids=ids, sampling_params=sampling_params) for n in range(3)]
+        out, *_ = await asyncio.gather(*calls)
+        return AgentLoopOutput(ids, out.token_ids, [1] * len(out.token_ids))
+"""
+
+
+def test_requests_at_the_same_time_have_different_seeds(tmp_path: Path) -> None:
+    policy = Scripted("one", "two", "three")
+    held(tmp_path, AT_ONCE, policy)
+    assert len({request.seed for request in policy.requests}) == 3
+
+
+def test_the_template_has_the_arguments_of_the_data(tmp_path: Path) -> None:
+    policy = Scripted("one")
+    (tmp_path / "mine.py").write_text(IMPORTS + ONE_TURN.format(params="sampling_params", change="", more=""))
+    agents = make_agents(loops=None)
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.chat_template = "{% if brief is defined %}Be brief. {% endif %}" + tokenizer.chat_template
+    agents = Agents(agents.config, tokenizer, [END], {"brief": True})
+    converse(agents, policy, f"{tmp_path}/mine.py:Loop")
+    assert TOKENIZER.decode(policy.requests[0].prompt_ids).startswith("Be brief. ")
 
 
 @pytest.mark.usefixtures("no_registrations")

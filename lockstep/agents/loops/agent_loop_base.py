@@ -11,7 +11,7 @@ New loops derive from `AgentLoop`, which cannot get this wrong.
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from itertools import count, takewhile
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,6 +71,7 @@ class ServerManager:
         self.conversation = conversation
         self.max_len = max_len
         self.calls: list[tuple[list[int], Completion]] = []
+        self._numbers = count()
 
     async def generate(
         self,
@@ -90,7 +91,7 @@ class ServerManager:
                 f"{self.max_len} (data.max_prompt_length + data.max_response_length)"
             )
         sampling = _sampling_of(sampling_params, self.conversation.sampling, self.max_len - len(ids))
-        seed = (self.conversation.seed + len(self.calls)) % 2**63
+        seed = (self.conversation.seed + next(self._numbers)) % 2**63
         completion = await self.conversation.sample(GenerationRequest(ids, sampling, seed))
         self.calls.append((ids, completion))
         reason = "aborted" if completion.stop_reason == "abort" else "completed"
@@ -100,7 +101,7 @@ class ServerManager:
 class AgentLoopBase(AgentLoop):
     """One object per conversation.
 
-    config: has `actor_rollout_ref.rollout`.
+    config: has `actor_rollout_ref.rollout` and `data.apply_chat_template_kwargs`.
     kwargs: other keys of the loop's entry in `rollout.agent.agent_loop_config_path`.
     """
 
@@ -137,6 +138,7 @@ class AgentLoopBase(AgentLoop):
             raise ValueError("apply_chat_template: only text is supported, not images or videos")
 
         def tokens(messages: list[Any], **more: Any) -> list[int]:
+            more |= self.config.data.apply_chat_template_kwargs
             return list(self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **more))
 
         ids = tokens(messages, tools=tools, add_generation_prompt=True)
@@ -153,7 +155,10 @@ class _OnTokens(AgentLoop):
     def __init__(self, cls: type[AgentLoopBase], setup: Setup, options: dict[str, Any]) -> None:
         super().__init__(setup)
         self.cls, self.options = cls, options
-        self.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=setup.rollout))
+        self.config = SimpleNamespace(
+            actor_rollout_ref=SimpleNamespace(rollout=setup.rollout),
+            data=SimpleNamespace(apply_chat_template_kwargs=setup.renderer.template_kwargs),
+        )
 
     async def run(self, conversation: Conversation) -> None:
         rollout, row = self.setup.rollout, conversation.row
