@@ -34,6 +34,25 @@ def fake() -> str:
 '''
 
 
+GUESS = '''
+class Guess:
+    def reset(self, ground_truth=None):
+        self.truth, self.is_right = ground_truth, False
+
+    def guess(self, number: int) -> str:
+        """Guess the number.
+
+        Args:
+            number: The guess.
+        """
+        self.is_right = number == self.truth
+        return "ok"
+
+    def get_reward(self) -> float:
+        return float(self.is_right)
+'''
+
+
 @pytest.fixture(scope="module")
 def tools(tmp_path_factory: pytest.TempPathFactory) -> str:
     file = tmp_path_factory.mktemp("tools") / "tools.py"
@@ -92,6 +111,23 @@ def test_tools_of_the_row_and_their_rewards(tmp_path: Path) -> None:
         converse(agents, Scripted(*script), name, tools_kwargs=kwargs) for name in ("react_agent", "tool_agent")
     )
     assert done.tool_rewards == expected.tool_rewards and done.reward_scores == expected.reward_scores != {}
+
+
+def test_tools_read_the_row(tmp_path: Path) -> None:
+    (tmp_path / "tools.py").write_text(GUESS)
+    agents = make_agents(function_tool_path=f"{tmp_path}/tools.py:Guess")
+    row = {"reward_model": {"ground_truth": 7}}
+    done, expected = (
+        converse(agents, Scripted(call("guess", number=7), "7"), name, **row) for name in ("react_agent", "tool_agent")
+    )
+    assert done.reward_scores == expected.reward_scores == {"guess": 1.0}
+
+
+def test_calls_of_unknown_tools_are_counted(tools: str) -> None:
+    done = converse(
+        make_agents(function_tool_path=tools), Scripted(call("no_tool"), call("add", a=1), "1"), "react_agent"
+    )
+    assert (done.counts.malformed_calls, done.counts.tool_calls) == (1, 1)
 
 
 REWRITES = """

@@ -124,6 +124,8 @@ class PolicyChatModel(BaseChatModel):
         num_prompt = len(own.conversation.row["raw_prompt"])
         plain = plain_messages(messages, own.session.recorder.renderer, num_prompt)
         answer = await own.answer(plain, request)
+        known = {tool["function"]["name"] for tool in request.tools}
+        own.conversation.counts.malformed_calls += sum(c["function"]["name"] not in known for c in answer.tool_calls)
         num_malformed = own.num_malformed(answer) if request.tools and answer.finish != "length" else 0
         message = AIMessage(
             content=answer.text,

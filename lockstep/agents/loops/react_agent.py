@@ -72,8 +72,8 @@ class ReactAgent(AgentLoop):
 
         answers = answer_settings(conversation, self.setup.rollout, force_sampling=True)
         session = Session("", SessionRecorder(self.setup.renderer), conversation.sample, answers)
-        tools_kwargs = conversation.row.get("tools_kwargs") or {}
-        tools = ToolSession(self.setup.tools, tools_kwargs, self.limits, instance_id=str(uuid.uuid4()))
+        row = conversation.row
+        tools = ToolSession(self.setup.tools, row.get("tools_kwargs") or {}, self.limits, str(uuid.uuid4()), row)
         token = held.set(Held(conversation, session, tools, self.setup.config))
         try:
             reason = await self._run_graph(conversation)
