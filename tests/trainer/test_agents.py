@@ -2,13 +2,19 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 
 from lockstep.agents.agents import DEFAULT_KEY
+from lockstep.protocol import DataProto, object_array
+from lockstep.single_controller.futures import WorkerDiedError
 from lockstep.trainer.main_ppo import main
+from lockstep.trainer.ppo.agent_rollout import AgentRollout
+from tests.agents.scripted import make_agents
 from tests.tiny import write_rows
 
 LOOP = """
@@ -198,3 +204,45 @@ def test_tools_that_the_policy_cannot_know_are_reported(
     ]
     assert main([*overrides, *settings]) == 0
     assert warning.format(path=path) in caplog.text
+
+
+TOLERANT = """
+from lockstep.agents.loops import AgentLoop
+
+class Tolerant(AgentLoop):
+    '''As graphs and programs: a failure costs its own conversation.'''
+
+    async def run(self, conversation):
+        try:
+            await conversation.generate()
+        except Exception:
+            conversation.counts.program_errors += 1
+"""
+
+
+class DeadGroup:
+    """A rollout whose worker has died."""
+
+    def mesh(self, name: str) -> Any:
+        return SimpleNamespace(dp_size=1, dp_ranks=[0])
+
+    def begin_generation(self) -> None:
+        """No-op."""
+
+    def call_rank(self, *arguments: Any) -> Any:
+        raise WorkerDiedError("the rollout worker died")
+
+
+def test_conversations_that_lost_their_policy_are_not_trained_on(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(TOLERANT)
+    rollout = AgentRollout(make_agents(), DeadGroup(), pad_token_id=0)
+    columns = {
+        "raw_prompt_ids": object_array([[5, 6]] * 2),
+        "raw_prompt": object_array([[{"role": "user", "content": "Q"}]] * 2),
+        "agent_name": object_array([f"{tmp_path}/loop.py:Tolerant"] * 2),
+        "uid": object_array("ab"),
+    }
+    rows = DataProto.from_dict(tensors={"sampling_seed": torch.arange(2)}, non_tensors=columns)
+    rows.meta_info = {"validate": False, "greedy": False, "global_steps": 1}
+    with pytest.raises(WorkerDiedError, match="the rollout worker died"):
+        rollout.generate_sequences(rows)

@@ -83,7 +83,10 @@ class AgentRollout:
         async def generate(turn: GenerationRequest) -> Completion:
             return await self.client.generate(turn, key=group_key(rows, number))
 
-        return await self.agents.hold(row, request.prompt_ids, generate, request.sampling, request.seed)
+        result = await self.agents.hold(row, request.prompt_ids, generate, request.sampling, request.seed)
+        if self.client.failure is not None:  # loops that contain failures end their conversation and return it
+            raise self.client.failure
+        return result
 
     def batch(self, conversations: Sequence[ConversationResult]) -> DataProto:
         """What conversations add to their rows."""
