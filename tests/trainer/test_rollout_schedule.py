@@ -2,12 +2,15 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
+from lockstep.agents.trajectory import Trajectory
 from lockstep.protocol import DataProto, object_array
+from lockstep.trainer.ppo.forks import EARLIER
 from lockstep.trainer.ppo.rollout_sources.journal import EVENTS, FOLDER, Journal, read_events, trained_groups
 from lockstep.trainer.ppo.rollout_sources.schedule import Group, GroupSchedule
 
@@ -122,6 +125,23 @@ def test_journal_recovers_what_finished_after_the_checkpoint(tmp_path: Path) -> 
     assert journal.recover(make_group(1, 0)) is None, "it is in the checkpoint"
     assert journal.recover(make_group(2, 1)) is None, "weights of a later update sampled it"
     assert journal.recover(make_group(3, 0, prompt=(9,))) is None, "another prompt was drawn"
+    journal.close()
+
+
+def test_journal_knows_the_versions_of_all_trajectories_of_a_conversation(tmp_path: Path) -> None:
+    """The last one is the longest: another branch may have been sampled later."""
+    journal = Journal(tmp_path, step=0)
+    journal.checkpoint(1)
+    for row, version in enumerate((2, 1)):
+        group = finished(2, row, version=1)
+        assert group.samples is not None
+        branch = asdict(Trajectory([1], [5, 6], [0, 1], [0.0, -1.0], [-1, version]))
+        group.samples.non_tensor_batch[EARLIER] = object_array([[branch]])
+        journal.finish(group)
+    journal.close()
+    journal = Journal(tmp_path, step=1, policy_version=1)
+    assert journal.recover(make_group(2, 0)) is None, "weights of a later update sampled a branch"
+    assert journal.recover(make_group(2, 1)) is not None
     journal.close()
 
 

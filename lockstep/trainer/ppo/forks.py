@@ -8,12 +8,13 @@ Rewards, groups and mini-batches count conversations. A batch without rewritten 
 """
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lockstep.agents.trajectory import Trajectory
+from lockstep.agents.trajectory import NOT_SAMPLED, Trajectory
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.protocol import DataProto
 from lockstep.protocol.columns import tensors_of
@@ -26,6 +27,12 @@ OWNER = "conversation"
 """Row key: the row with the last trajectory of the same conversation, from which the reward comes. Those rows are first."""
 COMPUTED = ("token_level_rewards", "response_mask", "rollout_is_weights", "advantages", "returns")
 """What is computed on joined rows."""
+
+
+def newest_earlier(batch: DataProto) -> int:
+    """The last policy version of the earlier trajectories, which may be newer than the last trajectory; NOT_SAMPLED without any."""
+    trajectories = chain.from_iterable(batch.non_tensor_batch.get(EARLIER, ()))
+    return max((max(fields["policy_versions"]) for fields in trajectories), default=NOT_SAMPLED)
 
 
 def add_rows(batch: DataProto, config: RolloutConfig, pad_token_id: int) -> DataProto:

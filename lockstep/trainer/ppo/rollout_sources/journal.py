@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from lockstep.protocol import DataProto
+from lockstep.trainer.ppo.forks import newest_earlier
 from lockstep.trainer.ppo.rollout_sources.schedule import Group, GroupId
 from lockstep.utils.state_file import from_bytes, to_bytes
 
@@ -72,7 +73,7 @@ class Journal:
             self._samples.write(content)
             self._samples.flush()
         first, every = (group.samples.tensors[name] for name in ("policy_version", "policy_versions"))
-        versions = [int(first.min()), int(every.max())]
+        versions = [int(first.min()), max(int(every.max()), newest_earlier(group.samples))]
         self.note("finish", group=group.id, started=group.started, versions=versions, **place)
 
     def recover(self, group: Group) -> DataProto | None:
