@@ -21,7 +21,7 @@ from lockstep.config.errors import ConfigError, Problem, nearest, show
 C = TypeVar("C")
 MISSING = "???"
 """Marks a value in a YAML file that must be set on the command line."""
-_REFERENCE = re.compile(r"\$\{([a-z_][\w.]*)\}")
+_REFERENCE = re.compile(r"(?<!\\)\$\{([a-z_][\w.]*)\}")
 
 
 @dataclasses.dataclass(frozen=True)

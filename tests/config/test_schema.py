@@ -50,6 +50,19 @@ def test_an_instance_resolves_interpolations() -> None:
     assert to_dataclass(Outer, to_plain(config)) == config
 
 
+@dataclass(frozen=True)
+class Text:
+    word: str = "x"
+    text: str = ""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("a ${word}", "a x"), (r"a \${word}", "a ${word}"), (r"${word}\${word}", "x${word}")]
+)
+def test_an_escaped_interpolation_stays_text(text: str, expected: str) -> None:
+    assert to_dataclass(Text, {"text": text}).text == expected
+
+
 @pytest.mark.parametrize(
     ("value", "annotation", "expected"),
     [
