@@ -274,3 +274,60 @@ def test_a_failing_interaction_ends_its_conversation_only(tmp_path: Path) -> Non
     agents = make_agents(interaction_config_path=str(tmp_path / "interaction.yaml"))
     done = converse(agents, Scripted("It is 8."), interaction_kwargs={"name": "gsm8k"})  # no ground truth
     assert done.counts.tool_errors == 1 and done.num_assistant_turns == 1
+
+
+def test_a_failing_interaction_costs_no_rewards_of_tools(tmp_path: Path) -> None:
+    (tmp_path / "interaction.yaml").write_text(INTERACTION_YAML)
+    (tmp_path / "tools.yaml").write_text(TOOL_YAML.format(name="tests.agents.test_tool_agent.Recorder"))
+    paths = {name: str(tmp_path / f"{name}.yaml") for name in ("interaction", "tools")}
+    agents = make_agents(interaction_config_path=paths["interaction"], tool_config_path=paths["tools"])
+    done = converse(agents, Scripted(call("record", x=1), "It is 8."), interaction_kwargs={"name": "gsm8k"})
+    assert done.counts.tool_errors == 1 and done.reward_scores == {"record": 0.75}
+
+
+WRONG = """
+from lockstep.agents.interactions import BaseInteraction
+from lockstep.agents.schemas import ToolResponse
+from lockstep.agents.tools import BaseTool
+
+class Tool(BaseTool):
+    async def execute(self, instance_id, parameters, **kwargs):
+        return RETURNED
+
+    async def calc_reward(self, instance_id, **kwargs):
+        return None
+
+class Interaction(BaseInteraction):
+    async def generate_response(self, instance_id, messages, **kwargs):
+        return RETURNED
+"""
+
+
+@pytest.mark.parametrize(
+    "returned, message",
+    [
+        ("'ok'", "returned str, not (ToolResponse, reward, metrics)"),
+        ("ToolResponse(text='ok'), 0.5", "returned tuple, not (ToolResponse, reward, metrics)"),
+        ("ToolResponse(text='ok'), 'much', {}", "the reward is 'much', not a number"),
+    ],
+)
+def test_a_tool_with_a_wrong_result_costs_its_own_conversation(tmp_path: Path, returned: str, message: str) -> None:
+    (tmp_path / "wrong.py").write_text(WRONG.replace("RETURNED", returned))
+    (tmp_path / "tools.yaml").write_text(TOOL_YAML.format(name=f"{tmp_path}/wrong.py:Tool"))
+    agents = make_agents(tool_config_path=str(tmp_path / "tools.yaml"))
+    done = converse(agents, Scripted(call("record", x=1), "Well."))
+    assert message in done.new_messages[1]["content"]
+    assert (done.counts.tool_errors, done.tool_rewards, done.reward_scores) == (1, [], {})
+
+
+@pytest.mark.parametrize(
+    "returned",
+    ["'ok'", "False, 5, 0.0, {}", "False, 'ok', None, {}", "False, 'ok', 0.5", "False, '\\ud83d', 0.5, {}"],
+)
+def test_an_interaction_with_a_wrong_result_ends_its_conversation_only(tmp_path: Path, returned: str) -> None:
+    (tmp_path / "wrong.py").write_text(WRONG.replace("RETURNED", returned))
+    entry = f"interaction:\n  - {{name: wrong, class_name: '{tmp_path}/wrong.py:Interaction'}}\n"
+    (tmp_path / "interaction.yaml").write_text(entry)
+    agents = make_agents(interaction_config_path=str(tmp_path / "interaction.yaml"))
+    done = converse(agents, Scripted("It is 8."), interaction_kwargs={"name": "wrong"})
+    assert done.counts.tool_errors == 1 and done.num_assistant_turns == 1 and done.turn_scores == []

@@ -17,7 +17,7 @@ from lockstep.agents.interactions.base import BaseInteraction
 from lockstep.agents.loops.base import AgentLoop, Setup, register
 from lockstep.agents.tool_parser import FunctionCall, ToolParser
 from lockstep.agents.tools.base import BaseTool
-from lockstep.agents.tools.calls import CallLimits, CallResult, ToolError, ToolSession, run_contained
+from lockstep.agents.tools.calls import CallLimits, CallResult, ToolError, ToolSession, checked_text, run_contained
 
 T = TypeVar("T")
 
@@ -67,10 +67,11 @@ class ToolAgent(AgentLoop):
         name = (conversation.row.get("interaction_kwargs") or {}).get("name")
         interaction = self.setup.interactions[name] if name else None
         try:
-            await self._run(conversation, session, interaction, instance_id)
+            try:
+                await self._run(conversation, session, interaction, instance_id)
+            except ToolError:  # the interaction failed: nobody answers the policy any more
+                conversation.counts.tool_errors += 1
             conversation.reward_scores |= await session.close()
-        except ToolError:  # the interaction failed: nobody answers the policy any more
-            conversation.counts.tool_errors += 1
         finally:
             await session.release()
             if interaction is not None:
@@ -147,10 +148,13 @@ class ToolAgent(AgentLoop):
         if not conversation.turn_scores:
             kwargs = {k: v for k, v in conversation.row["interaction_kwargs"].items() if k != "name"}
             await self._contained(interaction, lambda: interaction.start_interaction(instance_id, **kwargs))
-        ends, text, score, _ = await self._contained(
-            interaction, lambda: interaction.generate_response(instance_id, messages)
-        )
-        conversation.turn_scores.append(float(score))
+
+        async def respond() -> tuple[bool, str, float]:
+            ends, text, score, _ = await interaction.generate_response(instance_id, messages)
+            return bool(ends), "" if ends else checked_text("the interaction", text), float(score)
+
+        ends, text, score = await self._contained(interaction, respond)
+        conversation.turn_scores.append(score)
         return not ends and conversation.add([{"role": "user", "content": text}])
 
     async def _contained(self, interaction: BaseInteraction, start: Callable[[], Coroutine[Any, Any, T]]) -> T:

@@ -90,15 +90,17 @@ class ToolSession:
             return CallResult(call.name, f"Error: the arguments are not valid JSON: {error}", "malformed")
         if not isinstance(parameters, dict):
             return CallResult(call.name, "Error: the arguments must be a JSON object", "malformed")
+
+        async def execute() -> tuple[str, float | None]:
+            options = self._arguments(tool, "execute_kwargs")
+            return _outcome_of(await tool.execute(instance_id, parameters, **options))
+
         try:
             instance_id = await self._instance(tool)
-            response, reward, _ = await self._run(
-                tool, tool.execute, instance_id, parameters, **self._arguments(tool, "execute_kwargs")
-            )
-            text = _text_of(response)
+            text, reward = await run_contained(f"tool {tool.name}", execute, self.limits.timeout_s)
         except ToolError as error:
             return CallResult(call.name, truncate(f"Error: {error}", self.limits), "error")
-        return CallResult(call.name, truncate(text, self.limits), reward=None if reward is None else float(reward))
+        return CallResult(call.name, truncate(text, self.limits), reward=reward)
 
     async def close(self) -> dict[str, float]:
         """The rewards of the tools that were called, and release them."""
@@ -107,7 +109,7 @@ class ToolSession:
             tool = self.tools[name]
             try:
                 reward_kwargs = self._arguments(tool, "calc_reward_kwargs")
-                rewards[name] = float(await self._run(tool, tool.calc_reward, instance_id, **reward_kwargs))
+                rewards[name] = _number(await self._run(tool, tool.calc_reward, instance_id, **reward_kwargs))
             except ToolError as error:
                 logger.warning("calc_reward of tool %s failed: %s", name, error)
         await self.release()
@@ -195,16 +197,35 @@ def _settle(future: "Future[Any]", result: Any = None, error: Exception | None =
         future.set_result(result)
 
 
+def _outcome_of(result: Any) -> tuple[str, float | None]:
+    """Text and reward of what `execute` returned; ToolError if it is something else."""
+    if not isinstance(result, tuple) or len(result) != 3:
+        raise ToolError(f"the tool returned {type(result).__name__}, not (ToolResponse, reward, metrics)")
+    response, reward, _ = result
+    return _text_of(response), None if reward is None else _number(reward)
+
+
+def _number(reward: Any) -> float:
+    try:
+        return float(reward)
+    except (TypeError, ValueError) as error:
+        raise ToolError(f"the reward is {reward!r}, not a number") from error
+
+
 def _text_of(response: Any) -> str:
     if not isinstance(response, ToolResponse):
         raise ToolError(f"the tool returned {type(response).__name__}, not a ToolResponse")
     if response.image or response.video:
         raise ToolError("the tool returned an image or a video; only text is supported")
-    text = response.text if response.text is not None else ""
+    return checked_text("the tool", "" if response.text is None else response.text)
+
+
+def checked_text(what: str, text: Any) -> str:
+    """ToolError if what a user's code returned cannot be rendered."""
     if not isinstance(text, str):
-        raise ToolError(f"the tool returned {type(text).__name__}, not text")
+        raise ToolError(f"{what} returned {type(text).__name__}, not text")
     if "\0" in text or any("\ud800" <= char <= "\udfff" for char in text):
-        raise ToolError("the tool returned binary data, not text")
+        raise ToolError(f"{what} returned binary data, not text")
     return text
 
 
