@@ -22,6 +22,7 @@ from lockstep.single_controller.futures import WorkerDiedError
 from lockstep.single_controller.message_process import MessageProcess
 from lockstep.utils.event_loop import cancelled
 from lockstep.workers.agent_worker import (
+    KEY,
     Answer,
     Ask,
     Begin,
@@ -39,7 +40,6 @@ logger = logging.getLogger(__name__)
 Start = Callable[[int], MessageProcess]
 """Starts the process of the agent worker with this number."""
 
-KEY = "actor_rollout_ref.rollout.agent.num_workers"
 MAX_STARTS = 3
 """How often a conversation is started: it may be the cause of the deaths."""
 

@@ -12,6 +12,7 @@ The controller alone talks to the rollout's engines, so pauses and policy versio
 import asyncio
 import functools
 import os
+import pickle
 import queue
 import threading
 import traceback
@@ -33,6 +34,7 @@ from lockstep.utils.model_path import base_folder, local_model_folder
 T = TypeVar("T")
 
 NAME = "agent worker"
+KEY = "actor_rollout_ref.rollout.agent.num_workers"
 CLOSE_TIMEOUT_S = 4.0
 """How long conversations may take to end when the worker is closed."""
 
@@ -130,6 +132,14 @@ def waiting(messages: "queue.SimpleQueue[T]") -> list[T]:
     return found
 
 
+def _check_picklable(result: ConversationResult) -> None:
+    """ValueError if a loop of the user has put something into the conversation that would kill the worker when it is sent."""
+    try:
+        pickle.dumps(result)
+    except Exception as error:  # pickling runs user code, which may raise anything
+        raise ValueError(f"the conversation cannot be sent to the controller ({error}); set {KEY}=0") from error
+
+
 class AgentWorker:
     """A `Peer` of the controller. Conversations run in the event loop of its thread. name: NAME and a number."""
 
@@ -203,6 +213,7 @@ class AgentWorker:
 
         try:
             result = await self._agents.hold(begin.row, begin.prompt_ids, generate, begin.sampling, begin.seed)
+            _check_picklable(result)
             return End(begin.id, result)
         except Exception as error:  # noqa: BLE001 - the boundary between worker and controller
             return End(begin.id, error=picklable(error, self._note))

@@ -21,7 +21,7 @@ from tests.agents.scripted import Scripted, call
 from tests.tiny import save_tiny_model
 
 PLUGINS = '''
-import asyncio, time
+import asyncio, threading, time
 
 from lockstep.agents.loops import AgentLoop
 
@@ -43,6 +43,9 @@ class Own(AgentLoop):
             raise ValueError("rows must have a color")
         if what == "exit":
             raise SystemExit(3)
+        if what == "lock":
+            await conversation.generate()
+            conversation.messages.append({"role": "user", "content": threading.Lock()})
         if what == "twice":
             await asyncio.gather(conversation.sample(conversation.row["request"]), conversation.generate())
         if what == "withdraw":
@@ -259,6 +262,17 @@ def test_a_row_that_cannot_be_sent_is_named(setup: AgentSetup) -> None:
     with pytest.raises(ValueError, match=r"a row cannot be sent .*lock.*; set actor_rollout_ref.rollout.agent.num_wor"):
         asyncio.run(hold(client, Scripted("x"), what="wait"))
     client.close()
+
+
+def test_a_conversation_that_cannot_be_sent_ends_without_its_worker(workers: Workers) -> None:
+    async def both() -> Any:
+        calls = [hold(workers.client, Scripted("x"), what="lock"), hold(workers.client, Scripted("y"), 8, "tool_agent")]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    error, other = asyncio.run(both())
+    assert isinstance(error, ValueError)
+    assert str(error).startswith("the conversation cannot be sent to the controller (cannot pickle '_thread.lock'")
+    assert other.new_messages[0]["content"] == "y" and len(workers.processes) == 2
 
 
 def test_workers_that_cannot_be_set_up_raise_their_error(setup: AgentSetup) -> None:
