@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lockstep.agents.agents import DEFAULT_KEY, Agents
 from lockstep.agents.renderer import QUESTION
-from lockstep.config.actor_rollout_ref import MultiTurnConfig
+from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.placement import controller_of
 from lockstep.config.ppo import PPOConfig
 from lockstep.data.files import FileRow
@@ -19,6 +19,7 @@ from lockstep.single_controller.message_process import ChildProcess, MessageProc
 from lockstep.trainer.inputs import tokenizer_arguments
 from lockstep.trainer.ppo.agent_rollout import AGENT_COLUMNS
 from lockstep.workers.agent_client import AgentClient
+from lockstep.workers.agent_worker import KEY as WORKERS_KEY
 from lockstep.workers.agent_worker import NAME, AgentSetup, AgentWorker
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ def _prepare(agents: Agents, config: PPOConfig, datasets: tuple[Any, ...]) -> bo
             others |= dataset is not None
     enabled = agents.config.multi_turn.enable
     if not is_needed and not others:
-        _report_unused(agents.config.multi_turn)
+        _report_unused(agents.config)
     if uses_tools and not _renders_tools(agents):
         logger.warning(
             "the model's chat template does not render tools: prompts do not mention %s, and a model that was not trained to call "
@@ -80,18 +81,21 @@ def _check_columns(rows: Sequence[FileRow], config: PPOConfig) -> None:
             )
 
 
-def _report_unused(config: MultiTurnConfig) -> None:
+def _report_unused(rollout: RolloutConfig) -> None:
     """ValueError if `multi_turn.enable` asks for conversations that no row has; a warning about other settings of them."""
-    key = "actor_rollout_ref.rollout.multi_turn"
+    key, config = "actor_rollout_ref.rollout.multi_turn", rollout.multi_turn
     reason = (
         "every row is served by single_turn_agent: add the column agent_name to the rows (tool_agent), or set "
         f"{DEFAULT_KEY}=tool_agent"
     )
     if config.enable:
         raise ValueError(f"{key}.enable=true, but {reason}")
-    changed = [f for f in fields(config) if getattr(config, f.name) != f.default]
+    changed = [
+        f"{key}.{f.name}={getattr(config, f.name)}" for f in fields(config) if getattr(config, f.name) != f.default
+    ]
+    changed += [f"{WORKERS_KEY}={rollout.agent.num_workers}"] if rollout.agent.num_workers else []
     if changed:
-        listed = ", ".join(f"{key}.{f.name}={getattr(config, f.name)}" for f in changed)
+        listed = ", ".join(changed)
         logger.warning("%s %s no effect: %s", listed, "has" if len(changed) == 1 else "have", reason)
 
 

@@ -185,7 +185,7 @@ def test_a_column_that_agents_add_is_refused_before_training(
     [
         (
             "single_turn_agent",
-            "multi_turn.function_tool_path={path} has no effect: every row is served by single_turn_agent",
+            "multi_turn.function_tool_path={path}, actor_rollout_ref.rollout.agent.num_workers=2 have no effect: every row is",
         ),
         ("tool_agent", "chat template does not render tools: prompts do not mention double,"),
     ],
@@ -198,6 +198,7 @@ def test_tools_that_the_policy_cannot_know_are_reported(
     settings = [
         f"actor_rollout_ref.rollout.multi_turn.function_tool_path={path}",
         f"actor_rollout_ref.rollout.agent.default_agent_loop={loop}",
+        f"actor_rollout_ref.rollout.agent.num_workers={2 if loop == 'single_turn_agent' else 0}",
         "trainer.total_training_steps=1",
         "trainer.save_freq=0",
         f"trainer.default_local_dir={tmp_path}/run",
