@@ -19,7 +19,7 @@ from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.observability.batch_progress import BatchProgress
 from lockstep.protocol import DataProto
 from lockstep.single_controller import ResourcePoolManager, Role, WorkerGroup, create_colocated_worker_cls
-from lockstep.trainer.agents import agents_for
+from lockstep.trainer.agents import agents_for, start_agent_workers
 from lockstep.trainer.checkpoint import RunLock
 from lockstep.trainer.errors import RunError
 from lockstep.trainer.failures import cause_of
@@ -102,10 +102,16 @@ class GenerationRunner:
         closing: ExitStack,
     ) -> None:
         logger.info("loading %s", self.config.model.path)
+        agent_workers = None
+        if agents is not None and config.actor_rollout_ref.rollout.agent.num_workers:
+            agent_workers = start_agent_workers(config)
+            closing.callback(agent_workers.close)
         with phase("load the model"):
             workers = self._workers(config, closing)
+            if agent_workers is not None:
+                agent_workers.wait_ready()
         if agents is not None:
-            workers = AgentRollout(agents, workers, tokenizer.pad_token_id)
+            workers = AgentRollout(agent_workers or agents, workers, tokenizer.pad_token_id)
         n, seed = self.config.data.n_samples, self.config.rollout.seed
         with BatchProgress(len(dataset), done=len(dataset) - len(missing)) as progress:
             for rows, prompts in prompt_batches(dataset, missing, self.config.data.batch_size):

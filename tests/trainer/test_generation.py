@@ -222,6 +222,20 @@ def test_rows_of_agents_get_conversations(
     assert len(responses) == 8 and all("again" in text for text in responses)
 
 
+@pytest.mark.usefixtures("no_registrations")
+def test_conversations_in_an_agent_worker_are_the_same(command: list[str], tmp_path: Path) -> None:
+    write_pid = "import os\nfrom pathlib import Path\nPath(__file__).with_name(f'pid{os.getpid()}').touch()\n"
+    (tmp_path / "loop.py").write_text(ASK_AGAIN + write_pid)
+    write_rows(tmp_path / "rows.parquet", 4)
+    own = [f"data.path={tmp_path}/rows.parquet", f"rollout.agent.default_agent_loop={tmp_path}/loop.py:AskAgain"]
+    responses = []
+    for num_workers in (0, 1):
+        output = [f"data.output_path={tmp_path}/{num_workers}.parquet", f"rollout.agent.num_workers={num_workers}"]
+        assert main_generation.main([*command, *own, "data.max_response_length=60", *output]) == 0
+        responses.append([row["responses"] for row in rows_of(tmp_path / f"{num_workers}.parquet")])
+    assert responses[0] == responses[1] and len(list(tmp_path.glob("pid*"))) == 2
+
+
 def test_rows_keep_their_columns_and_overlong_ones_can_be_dropped(command: list[str], tmp_path: Path) -> None:
     contents = ["1+1=", "x" * 60, "2+2="]
     rows: list[dict[str, Any]] = [
