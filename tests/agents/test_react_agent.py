@@ -130,6 +130,19 @@ def test_calls_of_unknown_tools_are_counted(tools: str) -> None:
     assert (done.counts.malformed_calls, done.counts.tool_calls) == (1, 1)
 
 
+def test_a_cache_of_langchain_does_not_answer_for_the_policy(tools: str) -> None:
+    from langchain_core.caches import InMemoryCache
+    from langchain_core.globals import set_llm_cache
+
+    set_llm_cache(InMemoryCache())
+    try:
+        agents = make_agents(function_tool_path=tools)
+        done = [converse(agents, Scripted(text), "react_agent") for text in ("one", "two")]
+    finally:
+        set_llm_cache(None)
+    assert [sampled_texts(one) for one in done] == [["one<|im_end|>"], ["two<|im_end|>"]]
+
+
 REWRITES = """
 from langgraph.graph import END, START, MessagesState, StateGraph
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from langchain_core.caches import BaseCache
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.messages import AIMessage, BaseMessage, convert_to_openai_messages
@@ -85,10 +86,12 @@ held: ContextVar[Held] = ContextVar("held")
 class PolicyChatModel(BaseChatModel):
     """schemas: of the run's tools by name, as the prompts of the rows were rendered with them.
 
-    Sampling is that of the rollout, whatever options are bound; `max_tokens` and `stop` are respected.
+    Sampling is that of the rollout, whatever options are bound; `max_tokens` and `stop` are respected. A cache of LangChain is not
+    used: every answer is sampled.
     """
 
     schemas: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    cache: BaseCache | bool | None = Field(default=False, exclude=True)
 
     @property
     def _llm_type(self) -> str:
