@@ -7,6 +7,7 @@ The template is rendered with a marker as the assistant turn, followed by the ne
 turn are the bridge. Its cost does not depend on the length of the conversation, and what the model sampled is never rendered.
 """
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from itertools import takewhile
 from typing import Any
 
 from jinja2 import TemplateError
+
+from lockstep.agents.schemas import arguments_object
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +101,7 @@ class Renderer:
 
     def ids(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
         """The whole conversation as tokens, with the generation prompt."""
-        return self.encode(self.text(messages, tools))
+        return self.encode(self.text(self._fitted(messages), tools))
 
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -129,7 +132,8 @@ class Renderer:
 
     def is_rewritten(self, messages: Sequence[Message], new: Sequence[Message], tools: Tools | None = None) -> bool:
         """Whether the template renders `messages`, which end with an assistant turn, differently once `new` follow."""
-        return not self.text([*messages, *new], tools).startswith(self.text(messages, tools, prompt=False))
+        before, after = self._fitted(messages), self._fitted([*messages, *new])
+        return not self.text(after, tools).startswith(self.text(before, tools, prompt=False))
 
     def as_plain_text(self, content: str) -> str:
         """`content` without special tokens, which a tool or user could use to fake a turn: a space breaks them up."""
@@ -143,6 +147,13 @@ class Renderer:
         if self.tool_role == "user":
             return [{"role": "user", "content": "\n".join(text for _, _, text in results)}]
         return [{"role": "tool", "name": name, "tool_call_id": call_id, "content": t} for name, call_id, t in results]
+
+    def _fitted(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages with the arguments of calls as the template expects them: objects or JSON text."""
+        if not any(message.get("tool_calls") for message in messages):
+            return list(messages)
+        as_text = self._call_form is not None and isinstance(self._call_form.arguments, str)
+        return [_with_arguments(m, as_text) if m.get("tool_calls") else m for m in messages]
 
     @cached_property
     def _call_form(self) -> TurnForm | None:
@@ -209,6 +220,20 @@ def _calls(turn: Message, results: Sequence[Message], arguments: Any) -> list[di
         name = result.get("name") or name_of.get(call_id, by_place)
         calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
     return calls
+
+
+def _with_arguments(message: Message, as_text: bool) -> Message:
+    def fitted(arguments: Any) -> Any:
+        if isinstance(arguments, str):
+            return arguments if as_text else arguments_object(arguments)
+        return json.dumps(arguments, ensure_ascii=False) if as_text else arguments
+
+    functions = [
+        call["function"] | {"arguments": fitted(call["function"].get("arguments", {}))}
+        for call in message["tool_calls"]
+    ]
+    calls = [call | {"function": function} for call, function in zip(message["tool_calls"], functions)]
+    return message | {"tool_calls": calls}
 
 
 def _added_special(tokenizer: Any) -> set[str]:

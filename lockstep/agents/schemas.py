@@ -13,6 +13,15 @@ JSON_ERRORS = (ValueError, RecursionError)
 """What `json.loads` raises for text of a model: JSONDecodeError, numbers with too many digits, and deep nesting."""
 
 
+def arguments_object(arguments: str) -> dict[str, Any]:
+    """A call's arguments from its JSON text; what is no JSON object becomes one, with its value as `arguments`."""
+    try:
+        value = json.loads(arguments)
+    except JSON_ERRORS:
+        value = arguments
+    return value if isinstance(value, dict) else {"arguments": value}
+
+
 @dataclass
 class Schema:
     """Base of the schemas: validated conversion from and to plain data."""

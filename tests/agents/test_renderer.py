@@ -123,6 +123,37 @@ def test_a_bridge_continues_as_the_template_does(name: str) -> None:
         assert bridge.count(end) <= 1
 
 
+GLM = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content or '' }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}
+{%- for key, value in c.function.arguments.items() %}<arg_key>{{ key }}</arg_key><arg_value>{{ value }}</arg_value>{% endfor -%}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    "template, expected",
+    [
+        (QWEN, '"arguments": {"a": 1}'),
+        (HARMONY, 'to=functions.f<|message|>{"a": 1}<|call|>'),
+        (DEEPSEEK, '<|call|>f\n{"a": 1}<|/call|>'),
+        (GLM, "<arg_key>a</arg_key><arg_value>1</arg_value>"),
+    ],
+    ids=["qwen", "harmony", "deepseek", "glm"],
+)
+@pytest.mark.parametrize("arguments", ['{"a": 1}', {"a": 1}], ids=["text", "object"])
+def test_arguments_of_earlier_calls_are_as_the_template_expects_them(
+    arguments: Any, template: str, expected: str
+) -> None:
+    tokenizer = tokenizer_of(template + CHATML_PROMPT)
+    renderer = Renderer(tokenizer, [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|call|>")])
+    call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    new = renderer.tool_messages([("f", "call00000", "1")])
+    assert expected in tokenizer.decode(renderer.ids([*messages, *new]))
+    assert not renderer.is_rewritten(messages, new)
+    assert call["function"]["arguments"] == arguments  # type: ignore[index]
+
+
 def test_several_results_are_one_turn() -> None:
     renderer = Renderer(tokenizer_of(QWEN + CHATML_PROMPT), [2])
     text = renderer.tokenizer.decode(renderer.bridge([], renderer.tool_messages([("f", "1", "a"), ("g", "2", "b")]), 2))

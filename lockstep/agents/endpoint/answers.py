@@ -11,7 +11,6 @@ same tokens: a token depends only on its logits, the seed and its position.
 import asyncio
 import dataclasses
 import hashlib
-import json
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
@@ -22,7 +21,7 @@ from lockstep.agents.conversation import Generate
 from lockstep.agents.endpoint.errors import ApiError
 from lockstep.agents.endpoint.recorder import Prompt, SessionRecorder
 from lockstep.agents.renderer import Message
-from lockstep.agents.schemas import JSON_ERRORS, OpenAIFunctionToolSchema
+from lockstep.agents.schemas import OpenAIFunctionToolSchema, arguments_object
 from lockstep.agents.tool_parser import ToolParser
 from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
 
@@ -316,13 +315,9 @@ def _seed(*parts: object) -> int:
 
 
 def _message_call(name: str, arguments: str) -> dict[str, Any]:
-    """A call of a Message; arguments that are no JSON object become one, with their text as `arguments`."""
-    try:
-        value = json.loads(arguments)
-    except JSON_ERRORS:
-        value = arguments
-    value = value if isinstance(value, dict) else {"arguments": value}
-    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": {"name": name, "arguments": value}}
+    """A call of a Message."""
+    function = {"name": name, "arguments": arguments_object(arguments)}
+    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
 
 
 def _schemas(tools: Sequence[dict[str, Any]]) -> list[OpenAIFunctionToolSchema]:
