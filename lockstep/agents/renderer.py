@@ -131,9 +131,15 @@ class Renderer:
         return rest if last_id in self.stop_ids else end + rest
 
     def is_rewritten(self, messages: Sequence[Message], new: Sequence[Message], tools: Tools | None = None) -> bool:
-        """Whether the template renders `messages`, which end with an assistant turn, differently once `new` follow."""
+        """Whether the template renders `messages`, which end with an assistant turn, differently once `new` follow.
+
+        False if it refuses them, such as a result whose call could not be parsed: then there is nothing to follow.
+        """
         before, after = self._fitted(messages), self._fitted([*messages, *new])
-        return not self.text(after, tools).startswith(self.text(before, tools, prompt=False))
+        try:
+            return not self.text(after, tools).startswith(self.text(before, tools, prompt=False))
+        except TemplateError:
+            return False
 
     def as_plain_text(self, content: str) -> str:
         """`content` without special tokens, which a tool or user could use to fake a turn: a space breaks them up."""

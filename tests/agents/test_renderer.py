@@ -1,5 +1,6 @@
 """The bridge between turns, for chat templates in the manner of the families of models, against full rendering."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -239,3 +240,22 @@ def test_a_rewritten_history_without_a_turn_is_no_sample() -> None:
     done = converse(agents, policy, agent_name=f"{__file__}:AskInVain")
     (only,) = done.trajectories
     assert all(only.response_mask) and "hard" in agents.tokenizer.decode(only.response_ids)
+
+
+STRICT = "{% set ns = namespace(called=false) %}" + QWEN.replace(
+    "{% if m.role == 'tool' %}",
+    "{% if m.tool_calls %}{% set ns.called = true %}{% endif %}{% if m.role == 'tool' %}"
+    "{% if not ns.called %}{{ raise_exception('no previous call') }}{% endif %}",
+    1,
+)
+
+
+def test_a_malformed_call_that_a_template_cannot_render_ends_no_run(tmp_path: Path) -> None:
+    """Templates may refuse a result whose call is not in the history: the conversation goes on as it was sampled."""
+    (tmp_path / "tools.py").write_text('def now() -> str:\n    """The time."""\n    return "noon"\n')
+    agents = make_agents(use_inference_chat_template=True, function_tool_path=str(tmp_path / "tools.py"))
+    agents.tokenizer = tokenizer_of(STRICT + CHATML_PROMPT)
+    agents.__dict__["renderer"] = Renderer(agents.tokenizer, [2])
+    policy = Scripted("<tool_call>{now}</tool_call>", "Well.", tokenizer=agents.tokenizer)
+    done = converse(agents, policy)
+    assert done.counts.malformed_calls == 1 and done.num_assistant_turns == 2 and len(done.trajectories) == 1
