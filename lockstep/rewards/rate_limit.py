@@ -31,13 +31,21 @@ class RateLimits:
     window_s: float = 60.0
 
 
+@dataclass
+class _Start:
+    """When a call may begin, and the tokens that it counts."""
+
+    time: float
+    tokens: int
+
+
 class RateLimiter:
     def __init__(self, limits: RateLimits) -> None:
         self.limits = limits
         self._lock = threading.Lock()
         self._num_running = 0
         self._waiters: deque[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = deque()
-        self._starts: deque[tuple[float, int]] = deque()  # (time, tokens) of calls that count for the window, in order
+        self._starts: deque[_Start] = deque()  # those that count for the window, in order
         self._paused_until = 0.0
 
     @asynccontextmanager
@@ -46,36 +54,42 @@ class RateLimiter:
         await self._enter()
         try:
             start = self._reserve(self.limits.estimated_tokens if tokens is None else tokens)
-            while (wait_s := max(start, self._paused_until) - time.monotonic()) > 0:
+            while (wait_s := start.time - time.monotonic()) > 0:
                 await asyncio.sleep(wait_s)
             yield
         finally:
             self._leave()
 
     def pause(self, seconds: float) -> None:
-        """Let no call begin for a while."""
+        """Let no call begin for a while. Calls that wait for their time move by the same delay, so windows stay within limits."""
         with self._lock:
-            self._paused_until = max(self._paused_until, time.monotonic() + seconds)
+            now = time.monotonic()
+            self._paused_until = max(self._paused_until, now + seconds)
+            waiting = [start for start in self._starts if start.time > now]
+            delay_s = max(0.0, self._paused_until - waiting[0].time) if waiting else 0.0
+            for start in waiting:
+                start.time += delay_s
 
-    def _reserve(self, tokens: int) -> float:
+    def _reserve(self, tokens: int) -> "_Start":
         """The earliest time at which a call may begin, after those that were reserved before it."""
         limits = self.limits
         with self._lock:
             now = time.monotonic()
-            while self._starts and self._starts[0][0] <= now - limits.window_s:
+            while self._starts and self._starts[0].time <= now - limits.window_s:
                 self._starts.popleft()
-            start = max([now, *(begin for begin, _ in list(self._starts)[-1:])])
+            begin = max(now, self._paused_until, self._starts[-1].time if self._starts else now)
             if limits.max_rpm is not None and len(self._starts) >= limits.max_rpm:
-                start = max(start, self._starts[-limits.max_rpm][0] + limits.window_s)
+                begin = max(begin, self._starts[-limits.max_rpm].time + limits.window_s)
             if limits.max_tpm is not None:
                 tokens = min(tokens, limits.max_tpm)  # a larger one has a window for itself
                 total = tokens
-                for begin, earlier in reversed(self._starts):
-                    total += earlier
+                for earlier in reversed(self._starts):
+                    total += earlier.tokens
                     if total > limits.max_tpm:
-                        start = max(start, begin + limits.window_s)
+                        begin = max(begin, earlier.time + limits.window_s)
                         break
-            self._starts.append((start, tokens))
+            start = _Start(begin, tokens)
+            self._starts.append(start)
             return start
 
     async def _enter(self) -> None:

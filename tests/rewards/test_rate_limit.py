@@ -52,6 +52,25 @@ def test_calls_wait_for_their_time() -> None:
     assert all(start >= earliest for start, earliest in zip(starts, (0, 0, 0.2, 0.2, 0.4)))
 
 
+def test_calls_that_wait_while_a_server_asks_for_a_pause_do_not_begin_all_at_once() -> None:
+    limiter = RateLimiter(RateLimits(max_rpm=3, window_s=0.4))
+    began: list[float] = []
+
+    async def call() -> None:
+        async with limiter.slot():
+            began.append(time.monotonic())
+            if len(began) == 1:
+                limiter.pause(0.3)
+
+    async def main() -> None:
+        await asyncio.gather(*(call() for _ in range(8)))
+
+    asyncio.run(main())
+    began.sort()
+    assert most_in_a_window(began, 0.39) == 3
+    assert all(later - began[0] > 0.29 for later in began[3:]) and began[-1] - began[0] < 2.0
+
+
 def test_calls_at_once_in_several_event_loops() -> None:
     limiter, running, most = RateLimiter(RateLimits(max_concurrent=3)), [0], [0]
     lock = threading.Lock()
