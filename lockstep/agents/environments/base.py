@@ -66,6 +66,16 @@ class Calls:
             raise EpisodeError(f"{type(error).__name__}: {error}") from error
 
 
+async def _of_environment(result: Awaitable[T]) -> T:
+    """What an episode answers; EpisodeError also if reading what the environment returned fails."""
+    try:
+        return await result
+    except EpisodeError:
+        raise
+    except Exception as error:
+        raise EpisodeError(f"{type(error).__name__}: {error}") from error
+
+
 class Episode(ABC):
     """The environment of one conversation."""
 
@@ -104,25 +114,25 @@ class EnvironmentLoop(AgentLoop):
         episode = self.episode(conversation.row)
         try:
             await self._hold(conversation, episode)
-            conversation.reward_scores |= _numbers(await episode.metrics())
+            conversation.reward_scores |= _numbers(await _of_environment(episode.metrics()))
             conversation.reward_scores["reward"] = math.fsum(conversation.turn_scores)
         except EpisodeError as error:
             conversation.counts.environment_errors += 1
             self._report(conversation.row, error)
         finally:
             with suppress(EpisodeError):
-                await episode.close()
+                await _of_environment(episode.close())
 
     async def _hold(self, conversation: Conversation, episode: Episode) -> None:
         config = self.setup.config
-        prompt = await episode.begin(list(conversation.messages))
+        prompt = await _of_environment(episode.begin(list(conversation.messages)))
         if not conversation.set_prompt(prompt, self.setup.rollout.prompt_length):
             raise EpisodeError("its first messages exceed data.max_prompt_length and data.max_response_length")
         while True:
             turn = await conversation.generate()
             if conversation.finish_reason == "abort":
                 return
-            step = await episode.step(turn.text)
+            step = await _of_environment(episode.step(turn.text))
             conversation.turn_scores.append(step.reward)
             if step.done or not turn.ended:
                 return
@@ -197,7 +207,7 @@ def with_observation(prompt: Sequence[Message], text: str) -> list[Message]:
 
 def as_messages(observation: Any) -> list[Message]:
     """What an environment returned for the policy, as user messages: text, or a list of messages."""
-    if observation is None or observation == "":
+    if observation is None or (isinstance(observation, str) and not observation):
         return []
     texts = [item.get("content") if isinstance(item, Mapping) else item for item in _listed(observation)]
     return [{"role": "user", "content": checked_text(text)} for text in texts]

@@ -12,6 +12,7 @@ from tests.agents.scripted import Scripted, converse, make_agents, roles, sample
 
 ENVS = '''
 import time
+import numpy as np
 
 class Guess:
     """A number to be guessed; too high or too low after each guess."""
@@ -54,6 +55,8 @@ class Broken(Guess):
     def reset(self):
         if self.what == "reset":
             raise SystemExit(3)
+        if self.what == "array":
+            return np.zeros(3)
         return b"bytes" if self.what == "bytes" else "x" * 5000 if self.what == "long" else "Go."
 
     def step(self, action):
@@ -64,6 +67,7 @@ class Broken(Guess):
             "reward": ("a", "much", False, {}),
             "nan": ("a", float("nan"), False, {}),
             "text": (3, 1.0, False, {}),
+            "done": ("a", 1.0, np.zeros(3), {}),
         }.get(self.what, ("done", 1.0, True, {}))
 
     def close(self):
@@ -142,6 +146,8 @@ def test_limits(envs: str) -> None:
         ("reward", "'much', not a number"),
         ("nan", "not a finite number"),
         ("text", "observation is int, not text"),
+        ("array", "observation is ndarray, not text"),
+        ("done", "ValueError: The truth value of an array"),
     ],
 )
 def test_a_failure_costs_its_own_conversation(
@@ -151,7 +157,7 @@ def test_a_failure_costs_its_own_conversation(
     done, policy = play(agents, "1", env_class=f"{envs}:Broken", env_kwargs={"what": what})
     assert done.counts.environment_errors == 1 and done.reward_scores == {} and done.turn_scores == []
     assert problem in caplog.text
-    assert len(policy.requests) == (0 if what in ("init", "reset", "bytes", "long") else 1)
+    assert len(policy.requests) == (0 if what in ("init", "reset", "bytes", "long", "array") else 1)
     assert len(done.trajectory.response_ids) <= 400
     with pytest.raises(ValueError, match="the environment gave no reward"):
         default_compute_score("environment", "", None, {"rollout_reward_scores": done.reward_scores})
