@@ -3,6 +3,7 @@
 reasoning_gym:TASK ──► ReasoningGymDataset   row i of a seed is always the same, and made when it is needed
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import fields
 from functools import cached_property
@@ -28,10 +29,12 @@ VAL_SEED = 2**31
 CHECKED_ROWS = 64
 """Rows that are checked before training; the others are made later."""
 MAX_DRAWS = 100
-NOT_REPRODUCIBLE = (
-    *("isomorphic_strings", "knight_swap", "list_functions", "polynomial_multiplication", "ransom_note", "word_ladder"),
-)
-"""Tasks of reasoning-gym 0.1 whose problems also depend on Python's hash seed, so that no two processes make the same ones."""
+_DIFFERS = "its problems depend on the hash seed, so the process that scores an answer makes another problem"
+UNUSABLE = {
+    **dict.fromkeys(("isomorphic_strings", "list_functions", "polynomial_multiplication", "ransom_note"), _DIFFERS),
+    "game_of_life_halting": "its scorer gives every answer the full score",
+}
+"""Tasks whose scores would be wrong, and why."""
 SYSTEM_PROMPT = "system_prompt"
 """Option of ours: a system prompt of the package by name, or null."""
 
@@ -72,11 +75,8 @@ class ReasoningGymTask:
             raise ValueError(
                 f"{data.entry}: reasoning-gym has no task {data.name}. {did_you_mean(data.name, DATASETS)}"
             )
-        if data.name in NOT_REPRODUCIBLE:
-            raise ValueError(
-                f"{data.entry}: reasoning-gym makes other problems of {data.name} in every process, so that answers cannot be "
-                "scored; use another task"
-            )
+        if data.name in UNUSABLE:
+            raise ValueError(f"{data.entry}: task {data.name} cannot be used: {UNUSABLE[data.name]}")
         options = dict(data.options)
         prompt = options.pop(SYSTEM_PROMPT, "default")
         if prompt is not None and prompt not in SYSTEM_PROMPTS:
@@ -100,14 +100,25 @@ class ReasoningGymTask:
 
     def row(self, index: int) -> FileRow:
         problem = self.problems[index]
+        made = {
+            "task": self.data.name,
+            "options": self.options,
+            "index": index,
+            "question": digest(problem["question"]),
+        }
         columns = {
             self.config.reward_fn_key: f"reasoning_gym/{self.data.name}",
             self.config.prompt_key: [*self.system, {"role": "user", "content": problem["question"]}],
             "ability": self.problems.category,
             "reward_model": {"style": "rule", "ground_truth": str(problem["answer"])},
-            "extra_info": {"reasoning_gym": {"task": self.data.name, "options": self.options, "index": index}},
+            "extra_info": {"reasoning_gym": made},
         }
         return FileRow(self.data.entry, index, columns)
+
+
+def digest(question: str) -> str:
+    """With this the scorer checks that it made the same problem again."""
+    return hashlib.sha256(question.encode()).hexdigest()[:16]
 
 
 class ReasoningGymDataset(RLHFDataset):

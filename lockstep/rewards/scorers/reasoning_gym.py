@@ -47,8 +47,7 @@ def compute_score(solution_str: str, ground_truth: Any, extra_info: dict[str, An
     score = 0.0
     if len(answer) <= MAX_ANSWER_CHARS:
         try:
-            question = {**problem, "answer": answer, "ground_truth": ground_truth, "timeout_s": ANSWER_TIMEOUT_S}
-            value = GRADER.ask(question, REPLY_TIMEOUT_S)
+            value = GRADER.ask({**problem, "answer": answer, "timeout_s": ANSWER_TIMEOUT_S}, REPLY_TIMEOUT_S)
         except (EOFError, TimeoutError, ProtocolError) as error:
             raise ValueError(f"reasoning-gym task {problem['task']}, problem {problem['index']}: {error}") from error
         if not isinstance(value, float):

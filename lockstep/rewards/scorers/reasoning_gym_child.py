@@ -6,7 +6,9 @@ expressions in their place, so an answer is data, and cannot choose its own scor
 
 import ast
 import functools
+import hashlib
 import json
+import re
 import signal
 import sys
 from typing import Any
@@ -18,6 +20,9 @@ from lockstep.rewards.scorers.expression import NotAnExpressionError, parse_expr
 
 LITERALS = ("string_insertion", "spiral_matrix", "binary_matrix", "n_queens")
 """Modules that evaluate an answer which is a list."""
+
+
+NOT_FINITE = re.compile(r"nan|inf")
 
 
 class AnswerTimeoutError(BaseException):
@@ -36,15 +41,20 @@ def _problem(task: str, options: str, index: int) -> Any:
     return _dataset(task, options)[index]
 
 
-def score(task: str, options: dict[str, Any], index: int, answer: str, ground_truth: str | None) -> float:
-    """The package's score of an answer to problem `index`; 0 if it cannot be parsed. ValueError if its solution is another one."""
+def score(task: str, options: dict[str, Any], index: int, question: str, answer: str) -> float:
+    """The package's score of an answer to problem `index`; 0 if it cannot be read. question: digest of the row's question."""
     key = json.dumps(options, sort_keys=True)
-    entry = _problem(task, key, index)
-    if ground_truth is not None and str(entry["answer"]) != ground_truth:
-        raise ValueError(f"the package makes another problem in each process: {entry['answer']} is not {ground_truth}")
+    dataset, entry = _dataset(task, key), _problem(task, key, index)
+    if hashlib.sha256(entry["question"].encode()).hexdigest()[:16] != question:
+        raise ValueError("the problem cannot be made again: its question differs from that of the row")
+    if task == "complex_arithmetic" and NOT_FINITE.search(answer.lower()):
+        return 0.0  # the package's distance to NaN counts as none
     try:
-        return float(_dataset(task, key).score_answer(answer, entry))
+        return float(dataset.score_answer(answer, entry))
     except (NotAnExpressionError, SyntaxError, AnswerTimeoutError, RecursionError, MemoryError):
+        return 0.0
+    except Exception:  # noqa: BLE001 (boundary to the package: an answer that its scorer cannot read)
+        dataset.score_answer(entry["answer"], entry)  # if this raises too, it is not the answer's fault
         return 0.0
 
 
