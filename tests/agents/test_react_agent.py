@@ -94,6 +94,19 @@ def test_the_default_graph_gives_the_samples_of_tool_agent(tools: str, script: l
         assert request.prompt_ids == done.trajectory.ids[: len(request.prompt_ids)]
 
 
+def test_classes_with_tools_get_fields_of_the_row(tmp_path: Path) -> None:
+    (tmp_path / "guess.py").write_text(
+        "class Guess:\n"
+        "    def reset(self, ground_truth, hint):\n        self.answer, self.hint = ground_truth, hint\n"
+        '    def look(self) -> str:\n        """Look."""\n        return self.hint\n'
+        "    def get_reward(self) -> float:\n        return float(self.answer == '7')\n"
+    )
+    agents = make_agents(function_tool_path=f"{tmp_path}/guess.py:Guess")
+    row = {"reward_model": {"ground_truth": "7"}, "extra_info": {"hint": "odd"}}
+    done = converse(agents, Scripted(call("look"), "7"), "react_agent", **row)
+    assert done.new_messages[1]["content"] == "odd" and done.reward_scores == {"look": 1.0}
+
+
 @pytest.mark.parametrize("limit, turns", [("max_assistant_turns", 2), ("max_user_turns", 3)])
 def test_limits_on_turns(tools: str, limit: str, turns: int) -> None:
     done = converse(

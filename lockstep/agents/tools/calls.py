@@ -66,14 +66,14 @@ class ToolSession:
         tools_kwargs: Mapping[str, Any],
         limits: CallLimits,
         instance_id: str,
-        row: Mapping[str, Any] | None = None,
+        row: Mapping[str, Any],
     ) -> None:
         """tools_kwargs: arguments of the tools' methods, by tool. row: for tools that take arguments from it."""
         self.tools = tools
         self.limits = limits
         self.instance_id = instance_id
         self._kwargs = tools_kwargs
-        self._row = row or {}
+        self._row = row
         self._created: dict[str, str] = {}
         """Tool name to instance id."""
         self._creating = asyncio.Lock()
