@@ -92,6 +92,18 @@ def test_the_index_is_kept_until_the_corpus_changes(
     assert answer(config, ["France"]) == 'Doc 1 (Title: "Paris")\nParis is the capital of France.'
 
 
+def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path, corpus: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "corpus.json").write_text("[]")
+    config = write_config(tmp_path, corpus=str(corpus), index_dir=str(folder))
+    with pytest.raises(ValueError, match="config.index_dir=.*mine: is not empty and no index; give a new folder"):
+        load_tools(str(config), None)
+    assert (folder / "corpus.json").read_text() == "[]"
+    (folder / "corpus.json").unlink()
+    assert "Berlin" in answer(config, ["Germany"])  # an empty folder is fine
+
+
 @pytest.mark.parametrize(
     "config, message",
     [

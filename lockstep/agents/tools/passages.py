@@ -37,6 +37,7 @@ class PassageIndex:
         place.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(f"{place}.lock"):
             if not _is_of(place, files):
+                _check_replaceable(place)
                 building = place.with_name(f"{place.name}.building")
                 try:
                     _build(files, building)
@@ -60,6 +61,13 @@ class PassageIndex:
             return []
         found, scores = self._index.retrieve(known, k=min(topk, len(self)), show_progress=False)
         return [self._passages[int(number)].as_py() for number, score in zip(found[0], scores[0]) if score > 0]
+
+
+def _check_replaceable(place: Path) -> None:
+    """ValueError if the folder has something else than an older index, which would be lost."""
+    is_empty = not place.exists() or (place.is_dir() and not any(place.iterdir()))
+    if not is_empty and not (place / PASSAGES).is_file():
+        raise ValueError(f"config.index_dir={place}: is not empty and no index; give a new folder")
 
 
 def _build(files: Sequence[Path], building: Path) -> None:
