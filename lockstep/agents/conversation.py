@@ -41,7 +41,7 @@ class Counts:
     tool_calls: int = 0
     """Calls of existing tools."""
     tool_errors: int = 0
-    """Calls that raised, exceeded their deadline or returned something that is not text."""
+    """Calls that raised, exceeded their deadline or returned something that is not text; rewards of tools that failed."""
     malformed_calls: int = 0
     """Calls that could not be parsed, of unknown tools, or whose arguments are no JSON object."""
     breaks: int = 0
@@ -170,6 +170,11 @@ class Conversation:
         self.counts.tool_errors += result.failed == "error"
         if result.reward is not None:
             self.tool_rewards.append(result.reward)
+
+    def note_rewards(self, rewards: Mapping[str, float | None]) -> None:
+        """Keep the rewards of tools by name; None is one that failed, which is counted."""
+        self.reward_scores |= {name: reward for name, reward in rewards.items() if reward is not None}
+        self.counts.tool_errors += sum(reward is None for reward in rewards.values())
 
     def drop_unanswered(self) -> None:
         """Remove a trajectory that began with the last `add` and has no turn."""

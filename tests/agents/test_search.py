@@ -97,7 +97,7 @@ def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path, corpus: Path)
     folder.mkdir()
     (folder / "corpus.json").write_text("[]")
     config = write_config(tmp_path, corpus=str(corpus), index_dir=str(folder))
-    with pytest.raises(ValueError, match="config.index_dir=.*mine: is not empty and no index; give a new folder"):
+    with pytest.raises(ValueError, match=r"config.index_dir=.*mine: is not empty and no index; give a new folder"):
         load_tools(str(config), None)
     assert (folder / "corpus.json").read_text() == "[]"
     (folder / "corpus.json").unlink()

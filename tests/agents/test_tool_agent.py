@@ -285,49 +285,51 @@ def test_a_failing_interaction_costs_no_rewards_of_tools(tmp_path: Path) -> None
     assert done.counts.tool_errors == 1 and done.reward_scores == {"record": 0.75}
 
 
-WRONG = """
+BROKEN = """
 from lockstep.agents.interactions import BaseInteraction
-from lockstep.agents.schemas import ToolResponse
+from lockstep.agents.schemas import OpenAIFunctionToolSchema, ToolResponse
 from lockstep.agents.tools import BaseTool
 
+FUNCTION = {"name": "t", "description": "", "parameters": {"type": "object", "properties": {}, "required": []}}
+TEXT = ToolResponse(text="x")
+
 class Tool(BaseTool):
+    def get_openai_tool_schema(self):
+        return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": FUNCTION})
+
     async def execute(self, instance_id, parameters, **kwargs):
-        return RETURNED
+        return {"bare": TEXT, "pair": (TEXT, 1.0), "word": (TEXT, "much", {})}.get(self.config["what"], (TEXT, 0.5, {}))
 
     async def calc_reward(self, instance_id, **kwargs):
-        return None
+        if self.config["what"] == "raises":
+            raise RuntimeError("no reward")
+        return {"none": None, "nan": float("nan")}.get(self.config["what"], 1.0)
 
 class Interaction(BaseInteraction):
     async def generate_response(self, instance_id, messages, **kwargs):
-        return RETURNED
+        wrong = {"pair": (False, "x"), "number": (False, 3, 0.0, {}), "none": (False, "x", None, {})}
+        return wrong[self.config["what"]]
 """
 
 
-@pytest.mark.parametrize(
-    "returned, message",
-    [
-        ("'ok'", "returned str, not (ToolResponse, reward, metrics)"),
-        ("ToolResponse(text='ok'), 0.5", "returned tuple, not (ToolResponse, reward, metrics)"),
-        ("ToolResponse(text='ok'), 'much', {}", "the reward is 'much', not a number"),
-    ],
-)
-def test_a_tool_with_a_wrong_result_costs_its_own_conversation(tmp_path: Path, returned: str, message: str) -> None:
-    (tmp_path / "wrong.py").write_text(WRONG.replace("RETURNED", returned))
-    (tmp_path / "tools.yaml").write_text(TOOL_YAML.format(name=f"{tmp_path}/wrong.py:Tool"))
+@pytest.mark.parametrize("what", ["bare", "pair", "word", "none", "nan", "raises"])
+def test_a_tool_that_returns_something_else_costs_its_own_conversation(tmp_path: Path, what: str) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    (tmp_path / "tools.yaml").write_text(
+        f"tools: [{{class_name: {tmp_path}/broken.py:Tool, config: {{what: {what}}}}}]"
+    )
     agents = make_agents(tool_config_path=str(tmp_path / "tools.yaml"))
-    done = converse(agents, Scripted(call("record", x=1), "Well."))
-    assert message in done.new_messages[1]["content"]
-    assert (done.counts.tool_errors, done.tool_rewards, done.reward_scores) == (1, [], {})
+    done = converse(agents, Scripted(call("t"), "done"), "tool_agent")
+    is_called = what in ("none", "nan", "raises")
+    assert done.counts.tool_calls == done.counts.tool_errors == 1 and sampled_texts(done)[-1] == "done<|im_end|>"
+    assert (done.tool_rewards, done.reward_scores) == (([0.5], {}) if is_called else ([], {"t": 1.0}))
 
 
-@pytest.mark.parametrize(
-    "returned",
-    ["'ok'", "False, 5, 0.0, {}", "False, 'ok', None, {}", "False, 'ok', 0.5", "False, '\\ud83d', 0.5, {}"],
-)
-def test_an_interaction_with_a_wrong_result_ends_its_conversation_only(tmp_path: Path, returned: str) -> None:
-    (tmp_path / "wrong.py").write_text(WRONG.replace("RETURNED", returned))
-    entry = f"interaction:\n  - {{name: wrong, class_name: '{tmp_path}/wrong.py:Interaction'}}\n"
-    (tmp_path / "interaction.yaml").write_text(entry)
-    agents = make_agents(interaction_config_path=str(tmp_path / "interaction.yaml"))
-    done = converse(agents, Scripted("It is 8."), interaction_kwargs={"name": "wrong"})
-    assert done.counts.tool_errors == 1 and done.num_assistant_turns == 1 and done.turn_scores == []
+@pytest.mark.parametrize("what", ["pair", "number", "none"])
+def test_an_interaction_that_returns_something_else_costs_its_own_conversation(tmp_path: Path, what: str) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    entry = f"{{name: i, class_name: {tmp_path}/broken.py:Interaction, config: {{what: {what}}}}}"
+    (tmp_path / "interactions.yaml").write_text(f"interaction: [{entry}]")
+    agents = make_agents(interaction_config_path=str(tmp_path / "interactions.yaml"))
+    done = converse(agents, Scripted("a"), "tool_agent", interaction_kwargs={"name": "i"})
+    assert done.counts.tool_errors == 1 and done.turn_scores == [] and sampled_texts(done) == ["a<|im_end|>"]

@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 from lockstep.agents.conversation import Conversation
 from lockstep.agents.loops.base import AgentLoop, Setup
 from lockstep.agents.renderer import Message
-from lockstep.agents.tools.calls import ToolError, run_contained
+from lockstep.agents.tools import calls
+from lockstep.agents.tools.calls import ToolError, finite, run_contained
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -219,22 +220,18 @@ def _listed(observation: Any) -> list[Any]:
 
 def checked_text(text: Any) -> str:
     """EpisodeError if it is not text."""
-    if not isinstance(text, str):
-        raise EpisodeError(f"the observation is {type(text).__name__}, not text")
-    if "\0" in text or any("\ud800" <= char <= "\udfff" for char in text):
-        raise EpisodeError("the observation is binary data, not text")
-    return text
+    try:
+        return calls.checked_text("the environment", text)
+    except ToolError as error:
+        raise EpisodeError(str(error)) from error
 
 
 def checked_reward(reward: Any) -> float:
     """EpisodeError if it is not a finite number; None is 0."""
     try:
-        value = 0.0 if reward is None else float(reward)
-    except (TypeError, ValueError) as error:
-        raise EpisodeError(f"the reward is {reward!r}, not a number") from error
-    if not math.isfinite(value):
-        raise EpisodeError(f"the reward is {value}, not a finite number")
-    return value
+        return 0.0 if reward is None else finite(reward)
+    except ToolError as error:
+        raise EpisodeError(str(error)) from error
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

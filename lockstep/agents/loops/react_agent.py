@@ -77,7 +77,7 @@ class ReactAgent(AgentLoop):
         token = held.set(Held(conversation, session, tools, self.setup.config))
         try:
             reason = await self._run_graph(conversation)
-            conversation.reward_scores |= await tools.close()
+            conversation.note_rewards(await tools.close())
         finally:
             held.reset(token)
             await tools.release()

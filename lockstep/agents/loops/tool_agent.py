@@ -17,7 +17,15 @@ from lockstep.agents.interactions.base import BaseInteraction
 from lockstep.agents.loops.base import AgentLoop, Setup, register
 from lockstep.agents.tool_parser import FunctionCall, ToolParser
 from lockstep.agents.tools.base import BaseTool
-from lockstep.agents.tools.calls import CallLimits, CallResult, ToolError, ToolSession, checked_text, run_contained
+from lockstep.agents.tools.calls import (
+    CallLimits,
+    CallResult,
+    ToolError,
+    ToolSession,
+    checked_text,
+    finite,
+    run_contained,
+)
 
 T = TypeVar("T")
 
@@ -71,7 +79,7 @@ class ToolAgent(AgentLoop):
                 await self._run(conversation, session, interaction, instance_id)
             except ToolError:  # the interaction failed: nobody answers the policy any more
                 conversation.counts.tool_errors += 1
-            conversation.reward_scores |= await session.close()
+            conversation.note_rewards(await session.close())
         finally:
             await session.release()
             if interaction is not None:
@@ -151,7 +159,7 @@ class ToolAgent(AgentLoop):
 
         async def respond() -> tuple[bool, str, float]:
             ends, text, score, _ = await interaction.generate_response(instance_id, messages)
-            return bool(ends), "" if ends else checked_text("the interaction", text), float(score)
+            return bool(ends), "" if ends else checked_text("the interaction", text), finite(score)
 
         ends, text, score = await self._contained(interaction, respond)
         conversation.turn_scores.append(score)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import math
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -102,16 +103,17 @@ class ToolSession:
             return CallResult(call.name, truncate(f"Error: {error}", self.limits), "error")
         return CallResult(call.name, truncate(text, self.limits), reward=reward)
 
-    async def close(self) -> dict[str, float]:
-        """The rewards of the tools that were called, and release them."""
-        rewards = {}
+    async def close(self) -> dict[str, float | None]:
+        """The rewards of the tools that were called, None for those that failed, and release them."""
+        rewards: dict[str, float | None] = {}
         for name, instance_id in self._created.items():
             tool = self.tools[name]
             try:
                 reward_kwargs = self._arguments(tool, "calc_reward_kwargs")
-                rewards[name] = _number(await self._run(tool, tool.calc_reward, instance_id, **reward_kwargs))
+                rewards[name] = finite(await self._run(tool, tool.calc_reward, instance_id, **reward_kwargs))
             except ToolError as error:
-                logger.warning("calc_reward of tool %s failed: %s", name, error)
+                _log_once(f"calc_reward of tool {name}", error)
+                rewards[name] = None
         await self.release()
         return rewards
 
@@ -199,25 +201,13 @@ def _settle(future: "Future[Any]", result: Any = None, error: Exception | None =
 
 def _outcome_of(result: Any) -> tuple[str, float | None]:
     """Text and reward of what `execute` returned; ToolError if it is something else."""
-    if not isinstance(result, tuple) or len(result) != 3:
+    if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[0], ToolResponse):
         raise ToolError(f"the tool returned {type(result).__name__}, not (ToolResponse, reward, metrics)")
     response, reward, _ = result
-    return _text_of(response), None if reward is None else _number(reward)
-
-
-def _number(reward: Any) -> float:
-    try:
-        return float(reward)
-    except (TypeError, ValueError) as error:
-        raise ToolError(f"the reward is {reward!r}, not a number") from error
-
-
-def _text_of(response: Any) -> str:
-    if not isinstance(response, ToolResponse):
-        raise ToolError(f"the tool returned {type(response).__name__}, not a ToolResponse")
     if response.image or response.video:
         raise ToolError("the tool returned an image or a video; only text is supported")
-    return checked_text("the tool", "" if response.text is None else response.text)
+    text = checked_text("the tool", "" if response.text is None else response.text)
+    return text, None if reward is None else finite(reward)
 
 
 def checked_text(what: str, text: Any) -> str:
@@ -227,6 +217,17 @@ def checked_text(what: str, text: Any) -> str:
     if "\0" in text or any("\ud800" <= char <= "\udfff" for char in text):
         raise ToolError(f"{what} returned binary data, not text")
     return text
+
+
+def finite(reward: Any) -> float:
+    """ToolError if it is not a finite number."""
+    try:
+        value = float(reward)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise ToolError(f"the reward is {reward!r:.80}, not a finite number")
+    return value
 
 
 def truncate(text: str, limits: CallLimits) -> str:

@@ -143,10 +143,10 @@ def test_limits(envs: str) -> None:
         ("long", "first messages exceed data.max_prompt_length"),
         ("hang", "took longer than 0.2 s"),
         ("tuple", "must return a tuple of 4 or 5"),
-        ("reward", "'much', not a number"),
+        ("reward", "'much', not a finite number"),
         ("nan", "not a finite number"),
-        ("text", "observation is int, not text"),
-        ("array", "observation is ndarray, not text"),
+        ("text", "the environment returned int, not text"),
+        ("array", "the environment returned ndarray, not text"),
         ("done", "ValueError: The truth value of an array"),
     ],
 )
