@@ -188,6 +188,19 @@ def test_wrong_servers_are_refused_with_their_key(tmp_path: Path, servers: dict[
     assert str(error.value).startswith(f"actor_rollout_ref.rollout.multi_turn.tool_config_path={path}, tools[0]: ")
 
 
+def test_errors_do_not_show_environment_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MCP_TOKEN", "s3cret")
+    for server in ({"command": "false", "args": ["--key", "${MCP_TOKEN}"]}, {"url": "http://127.0.0.1:9/${MCP_TOKEN}"}):
+        with pytest.raises(ValueError, match=r"cannot be reached \(.*\$\{MCP_TOKEN\}\)") as error:
+            load_tools(write_yaml(tmp_path, {"t": server}), None)
+        assert "s3cret" not in str(error.value)
+
+
+def test_limits_must_be_above_zero(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"config\.rate_limit=0: must be above 0"):
+        load_tools(write_yaml(tmp_path, {"t": {"command": "false"}}, {"rate_limit": 0}), None)
+
+
 def test_a_server_that_does_not_answer_is_refused_and_ended(tmp_path: Path) -> None:
     servers = {"t": {"command": "sh", "args": ["-c", f"echo $$ > {tmp_path}/pid; exec sleep 600"]}}
     with pytest.raises(ValueError, match="no answer within 1 s"):

@@ -68,6 +68,9 @@ def load_mcp_tools(cls: type[McpTool], entry: Mapping[str, Any]) -> list[BaseToo
     for name, values, known in (("config", config, CONFIG), ("mcp", section, SECTION)):
         if unknown := sorted(set(values) - set(known)):
             raise ValueError(f"{name} has no setting {', '.join(unknown)}; known: {', '.join(known)}")
+    for name in ("timeout", "rate_limit", "connect_timeout"):
+        if config.get(name) is not None and float(config[name]) <= 0:
+            raise ValueError(f"config.{name}={config[name]}: must be above 0")
     with ExitStack() as on_error:
         offered: list[tuple[Tool, McpServer]] = []
         for name, settings in _servers_of(section).items():

@@ -52,6 +52,7 @@ class McpServer:
     def __init__(self, name: str, entry: Mapping[str, Any], *, connect_timeout_s: float, calls_per_s: float) -> None:
         self.name = name
         self.kind, self._entry = _checked(name, entry)
+        self._place = _place_of(entry)
         self._connect_timeout_s = connect_timeout_s
         self._calls_per_s = calls_per_s
         self._next_call = 0.0
@@ -166,11 +167,6 @@ class McpServer:
 
     def _describe(self, error: BaseException) -> str:
         """Why no session could be opened, in one line."""
-        place = (
-            self._entry["url"]
-            if self.kind != "stdio"
-            else " ".join([self._entry["command"], *self._entry.get("args", [])])
-        )
         cause = _first_of(error)
         reason = (
             f"no answer within {self._connect_timeout_s:g} s"
@@ -178,7 +174,7 @@ class McpServer:
             else f"{type(cause).__name__}: {cause}"
         )
         stderr = f"; its stderr ends with: {' | '.join(self._stderr)}" if self._stderr else ""
-        return f"{self.name} cannot be reached ({place}): {reason}{stderr}"
+        return f"{self.name} cannot be reached ({self._place}): {reason}{stderr}"
 
 
 class _Session:
@@ -300,6 +296,11 @@ def _checked(name: str, entry: Any) -> tuple[str, dict[str, Any]]:
     if kind == "stdio" and shutil.which(settings["command"], path=path) is None:
         raise ValueError(f"MCP server {name}: there is no program {settings['command']!r}")
     return kind, settings
+
+
+def _place_of(entry: Mapping[str, Any]) -> str:
+    """URL or command for messages: as written, because environment variables may hold secrets."""
+    return str(entry.get("url") or " ".join([entry["command"], *map(str, entry.get("args") or ())]))
 
 
 def _expanded(value: Any) -> Any:
