@@ -113,19 +113,19 @@ def _combined(parts: Mapping[str, tuple[Result, Result]]) -> Result:
     for name, (own, columns) in parts.items():
         total["score"] += own["score"]
         if "turn_rewards" in own:
-            total["turn_rewards"] = _sum(total.get("turn_rewards"), own["turn_rewards"], name)
+            where = f"{ENSEMBLE_KEY}.{name}"
+            total["turn_rewards"] = sum_of_turns(total.get("turn_rewards"), own["turn_rewards"], where)
         for key, value in columns.items():
             total[f"{name}/{key}" if key in total else key] = value
     return total
 
 
-def _sum(total: list[float] | None, rewards: list[float], name: str) -> list[float]:
+def sum_of_turns(total: list[float] | None, rewards: list[float], where: str) -> list[float]:
+    """The sum for each turn. where: the second reward, for messages."""
     if total is None:
         return rewards
     if len(total) != len(rewards):
-        raise ValueError(
-            f"{ENSEMBLE_KEY}.{name}: {len(rewards)} turn_rewards; another part has {len(total)} for this row"
-        )
+        raise ValueError(f"{where}: {len(rewards)} turn_rewards; another reward has {len(total)} for this row")
     return [a + b for a, b in zip(total, rewards)]
 
 

@@ -57,6 +57,25 @@ def test_weights_add_up_and_none_adds_nothing() -> None:
     ]
 
 
+def test_turn_rewards_are_weighted_and_added() -> None:
+    def first(solution_str: str) -> dict[str, Any]:
+        return {"score": 1.0, "turn_rewards": [1.0, 2.0]}
+
+    def second(solution_str: str) -> dict[str, Any]:
+        return {"turn_rewards": [0.0, 5.0]}
+
+    def other(solution_str: str) -> dict[str, Any]:
+        return {"turn_rewards": [0.0]}
+
+    assert call(second) == [{"score": 0.0, "turn_rewards": [0.0, 5.0]}] * 2
+    assert call((first, 0.5), (second, 2.0), (right, 1.0))[0] == {
+        **{"score": 1.5, "turn_rewards": [0.5, 11.0]},
+        **{"first": 4.0, "second": 5.0, "right": 1.0},
+    }
+    with pytest.raises(ValueError, match="reward other: 1 turn_rewards; another reward has 2 for this row"):
+        call(first, other)
+
+
 def test_wrong_functions_are_named() -> None:
     def short(completions: list[Any]) -> list[float]:
         return [1.0]

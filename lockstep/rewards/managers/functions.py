@@ -9,6 +9,7 @@ from typing import Any
 
 from lockstep.protocol import DataProto
 from lockstep.rewards.calls import Outcome, function_name, make_caller
+from lockstep.rewards.ensemble import sum_of_turns
 from lockstep.rewards.functions import RewardFunctions
 from lockstep.rewards.managers.batch import score_batch
 from lockstep.rewards.managers.naive import REWARD_MANAGERS, NaiveRewardManager, ScoringRow, score_of
@@ -76,10 +77,15 @@ class FunctionsRewardManager(NaiveRewardManager):
             if isinstance(result, Exception):
                 return result
             own = dict(result) if isinstance(result, Mapping) else {"score": result}
+            turns = own.pop("turn_rewards", None)
+            own = own if turns is None else {"score": 0.0, **own}
             does_apply = "score" not in own or own["score"] is not None
             score = score_of(own, row, function) if does_apply else None
             combined |= {key: value for key, value in own.items() if key != "score"}
             combined["score"] += weight * (score or 0.0)
+            if turns is not None:
+                weighted = [weight * float(reward) for reward in turns]
+                combined["turn_rewards"] = sum_of_turns(combined.get("turn_rewards"), weighted, f"reward {name}")
             if len(self.functions.by_name) > 1:
-                combined[name] = score
+                combined[name] = score if turns is None else (score or 0.0) + sum(map(float, turns))
         return combined
