@@ -6,7 +6,7 @@ rows ─► each part's caller, all at once ─► value per part ─► clip, n
 import functools
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from typing import Any
 
 from lockstep.config.ensemble import ENSEMBLE_KEY
 from lockstep.config.reward import RewardPartConfig
+from lockstep.rewards.scorers.environment_reward import conversation_reward
 from lockstep.utils.progress import phase
 
 Row = Mapping[str, Any]
@@ -72,8 +73,11 @@ class EnsembleCaller:
             next((of[i] for of in outcomes.values() if isinstance(of[i], Exception)), None) for i in range(len(rows))
         ]
         kept = [i for i, failure in enumerate(failed) if failure is None]
+        sizes = Counter(row["extra_info"].get("uid") for row in rows)
         weighted = {
-            name: self._weighted(name, [rows[i] for i in kept], [as_result(name, outcomes[name][i]) for i in kept])
+            name: self._weighted(
+                name, [rows[i] for i in kept], [as_result(name, outcomes[name][i]) for i in kept], sizes
+            )
             for name in self.calls
         }
         combined: list[Any] = list(failed)
@@ -81,8 +85,10 @@ class EnsembleCaller:
             combined[i] = _combined({name: values[number] for name, values in weighted.items()})
         return combined
 
-    def _weighted(self, name: str, rows: Sequence[Row], results: Sequence[Result]) -> list[tuple[Result, Result]]:
-        """For each row, what the part adds to the score, and what it adds to the columns."""
+    def _weighted(
+        self, name: str, rows: Sequence[Row], results: Sequence[Result], sizes: Mapping[Any, int]
+    ) -> list[tuple[Result, Result]]:
+        """For each row, what the part adds to the score, and what it adds to the columns. sizes: samples by uid, failed ones too."""
         config = self.ensemble.parts[name].config
         values = [_value(result) for result in results]
         shaped = list(values)
@@ -90,7 +96,7 @@ class EnsembleCaller:
             low, high = config.clip
             shaped = [None if value is None else min(max(value, low), high) for value in shaped]
         if config.normalize == "group" and self.ensemble.is_normalized:
-            shaped = within_groups(shaped, [row["extra_info"]["uid"] for row in rows])
+            shaped = within_groups(shaped, [row["extra_info"]["uid"] for row in rows], sizes)
         is_shaped = config.clip is not None or config.normalize is not None
         added = []
         for result, value, new in zip(results, values, shaped):
@@ -149,19 +155,23 @@ def _value(result: Result) -> float | None:
     return float(score or 0.0) + sum(map(float, turns or ()))
 
 
-def within_groups(values: Sequence[float | None], uids: Sequence[str]) -> list[float | None]:
-    """(value - mean) / std of the samples of the same prompt; 0 if they are equal. A sample alone keeps its value."""
+def within_groups(values: Sequence[float | None], uids: Sequence[str], sizes: Mapping[Any, int]) -> list[float | None]:
+    """(value - mean) / std of the samples of the same prompt; 0 if they are equal, or if the others have no value.
+
+    The only sample of a prompt keeps its value. sizes: number of samples by uid.
+    """
     groups: dict[str, list[float]] = defaultdict(list)
     for value, uid in zip(values, uids):
         if value is not None:
             groups[uid].append(value)
-    return [value if value is None else _standardized(value, groups[uid]) for value, uid in zip(values, uids)]
+    return [
+        value if value is None or sizes[uid] == 1 else _standardized(value, groups[uid])
+        for value, uid in zip(values, uids)
+    ]
 
 
 def _standardized(value: float, group: Sequence[float]) -> float:
-    if len(group) == 1:
-        return value
-    std = statistics.stdev(group)
+    std = statistics.stdev(group) if len(group) > 1 else 0.0
     return (value - statistics.fmean(group)) / std if std > 1e-9 else 0.0
 
 
@@ -193,9 +203,9 @@ def conversation_turns(
 def conversation_scores(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any], name: str | None = None
 ) -> float:
-    """`rollout_reward_scores`: the sum, or the one of this name."""
+    """The conversation's reward, or the one of this name."""
     scores = extra_info.get("rollout_reward_scores") or {}
-    return float(sum(scores.values()) if name is None else scores.get(name, 0.0))
+    return conversation_reward(scores) if name is None else float(scores.get(name, 0.0))
 
 
 COLUMN_FUNCTIONS: dict[str, Callable[..., Any]] = {

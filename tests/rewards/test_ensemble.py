@@ -115,6 +115,9 @@ def test_rewards_of_conversations_turn_level_trajectory_level_and_mixed(function
     assert torch.equal(manager(turns)(data), expected)
     end = {"end": {"source": "rollout_reward_scores"}}
     assert manager(end)(data).nonzero().tolist() == [[0, 9]] and manager(end)(data).sum() == 3
+    data.non_tensor_batch["reward_scores"][1] = {"steps": 9.0, "reward": 2.0}  # the other numbers are metrics
+    assert manager(end)(data).sum(-1).tolist() == [3.0, 2.0]
+    data.non_tensor_batch["reward_scores"][1] = {}
     mixed = turns | {"end": {"source": "rollout_reward_scores", "weight": 0.5, "kwargs": {"name": "b"}}}
     mixed["turns"] = mixed["turns"] | {"kwargs": {"reduce": "mean"}}
     expected = torch.zeros(2, 10)
@@ -133,7 +136,12 @@ def test_normalized_within_the_samples_of_a_prompt_in_training(functions: str) -
     assert result["reward_tensor"].sum(-1).tolist() == [-2.0, 0.0, 2.0, 4.0]  # a sample alone keeps its value
     assert result["reward_extra_info"]["length"] == [1.0, 3.0, 5.0, 2.0]
     assert manager(entries, in_training=False)(data).sum(-1).tolist() == [2.0, 6.0, 10.0, 4.0]
-    assert within_groups([1.0, None, 1.0], ["x", "x", "x"]) == [0.0, None, 0.0]
+    assert within_groups([1.0, None, 1.0], ["x", "x", "x"], {"x": 3}) == [0.0, None, 0.0]
+    entries["own"] = {"source": f"{functions}:sometimes"}
+    left = manager(entries)(
+        make_batch(["abcd", "bad"], uid=["x", "x"])
+    )  # the other sample failed: no mean to compare with
+    assert left.sum(-1).tolist() == [1.0, 0.0]
 
 
 def test_a_part_that_fails_fails_the_row(functions: str, caplog: pytest.LogCaptureFixture) -> None:

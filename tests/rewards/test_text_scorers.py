@@ -116,5 +116,7 @@ def test_the_reward_of_an_environment_is_the_sum_of_what_its_tools_gave() -> Non
     given = {"rollout_reward_scores": {"read": 0.25, "write": 0.5}}
     assert environment_reward.compute_score("text", None, given) == 0.75
     assert environment_reward.compute_score("text", None, {"rollout_reward_scores": {}}) == 0.0
+    metrics = {"rollout_reward_scores": {"steps": 3.0, "reward": 0.5}}
+    assert environment_reward.compute_score("text", None, metrics) == 0.5
     with pytest.raises(ValueError, match="needs responses of agents"):
         environment_reward.compute_score("text", None, {})
