@@ -88,7 +88,10 @@ class EnsembleCaller:
     def _weighted(
         self, name: str, rows: Sequence[Row], results: Sequence[Result], sizes: Mapping[Any, int]
     ) -> list[tuple[Result, Result]]:
-        """For each row, what the part adds to the score, and what it adds to the columns. sizes: samples by uid, failed ones too."""
+        """For each row, what the part adds to the score, and what it adds to the columns.
+
+        sizes: number of samples by uid, with those that failed.
+        """
         config = self.ensemble.parts[name].config
         values = [_value(result) for result in results]
         shaped = list(values)

@@ -32,6 +32,8 @@ from lockstep.config.ensemble import JUDGE_KEY
 from lockstep.config.reward import JudgeConfig
 from lockstep.rewards.errors import RewardError
 from lockstep.rewards.rate_limit import RateLimiter
+from lockstep.utils.chat_tokens import as_plain_text
+from lockstep.utils.json_http import is_local
 
 logger = logging.getLogger(__name__)
 logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs every request
@@ -118,7 +120,7 @@ class Judge:
             verify=self._tls,
             timeout=httpx2.Timeout(None, connect=self.config.timeout_s),
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=self.limiter.limits.max_concurrent),
-            trust_env=self.config.base_url is not None and not _is_local(self.config.base_url),
+            trust_env=not is_local(str(self.config.base_url)),
         ) as client:
             self._clients[loop] = client
             try:
@@ -157,8 +159,8 @@ class Judge:
         """The body of the request for a row."""
         config, turns = self.config, list(extra_info.get("messages") or ())
         is_conversation = len(turns) > 1
-        response = as_text(turns) if is_conversation else solution_str
-        answer = str(turns[-1].get("content") or "") if is_conversation else solution_str
+        response = as_plain_text(as_text(turns) if is_conversation else solution_str)
+        answer = as_plain_text(_last_answer(turns)) if is_conversation else response
         # a hash of the text itself: the text cannot contain it, so it cannot close the tag
         digest = hashlib.sha256(json.dumps([response, answer]).encode()).hexdigest()
         tag = f"response-{digest[:16]}"
@@ -275,7 +277,7 @@ class Judge:
             raise JudgeError(f"{self.key}: {url} answered {status}: {reason}")
         try:
             content = response.json()["choices"][0]["message"]["content"]
-        except (json.JSONDecodeError, KeyError, IndexError, TypeError):
+        except (ValueError, KeyError, IndexError, TypeError):
             raise _Retry(f"{url} answered without choices[0].message.content: {reason}") from None
         if not isinstance(content, str):
             raise _Retry(f"its content is {content!r:.80}")
@@ -315,6 +317,10 @@ def as_text(messages: Any) -> str:
     if len(messages) == 1:
         return str(messages[0].get("content") or "")
     return "\n\n".join(f"[{message['role']}]\n{_content(message)}" for message in messages)
+
+
+def _last_answer(turns: Sequence[Mapping[str, Any]]) -> str:
+    return next((str(turn.get("content") or "") for turn in reversed(turns) if turn["role"] == "assistant"), "")
 
 
 def _content(message: Mapping[str, Any]) -> str:
@@ -410,8 +416,3 @@ def _retry_after(value: str | None) -> float:
     with contextlib.suppress(TypeError, ValueError):
         return max(0.0, email.utils.parsedate_to_datetime(value or "").timestamp() - time.time())
     return 1.0
-
-
-def _is_local(url: str) -> bool:
-    """A proxy of the environment is not meant for a judge on this machine."""
-    return httpx2.URL(url).host in ("localhost", "127.0.0.1", "::1")

@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-import json
 import ssl
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +24,7 @@ async def post_json(
     try:
         async with (
             asyncio.timeout(timeout_s),
-            httpx2.AsyncClient(headers=headers, timeout=None, verify=_tls()) as client,
+            httpx2.AsyncClient(headers=headers, timeout=None, verify=_tls(), trust_env=not is_local(url)) as client,
         ):
             for attempt in range(attempts):
                 if attempt:
@@ -45,12 +44,17 @@ async def post_json(
     raise HttpError(f"{url}: {problem} ({attempts} attempts)")
 
 
+def is_local(url: str) -> bool:
+    """Whether it is a server on this machine, for which a proxy of the environment is not meant."""
+    return httpx2.URL(url).host in ("localhost", "127.0.0.1", "::1")
+
+
 def _content_of(response: httpx2.Response) -> Any:
     if response.status_code >= 400:
         raise HttpError(f"{response.url}: {_problem_of(response)}")
     try:
         return response.json()
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # also text that is not UTF-8
         raise HttpError(f"{response.url}: the answer is not JSON") from error
 
 

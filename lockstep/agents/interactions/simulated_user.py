@@ -14,6 +14,7 @@ from typing import Any
 from lockstep.agents.interactions.base import INTERACTIONS, BaseInteraction
 from lockstep.registry import check_signature, load_plugin
 from lockstep.utils import event_loop
+from lockstep.utils.chat_tokens import as_plain_text
 from lockstep.utils.json_http import HttpError, post_json
 
 DEFAULTS: dict[str, Any] = {
@@ -58,6 +59,11 @@ class SimulatedUser(BaseInteraction):
         self.settings = DEFAULTS | self.config
         if missing := [key for key in ("base_url", "model", "system_prompt") if not self.settings[key]]:
             raise ValueError(f"simulated_user needs {', '.join(missing)}")
+        if not isinstance(self.settings["stop_phrase"], str) or not self.settings["stop_phrase"]:
+            raise ValueError(f"stop_phrase must be text, not {self.settings['stop_phrase']!r}")
+        for key in ("max_turns", "max_tokens", "timeout", "attempts"):
+            if not isinstance(self.settings[key], int | float) or self.settings[key] <= 0:
+                raise ValueError(f"{key} must be a number above 0, not {self.settings[key]!r}")
         self.fields = _fields_of(self.settings["system_prompt"])
         self.headers = _headers(self.settings["api_key_env"])
         self.score_function = None
@@ -140,7 +146,7 @@ def from_the_users_side(messages: Sequence[Mapping[str, Any]], opening: str) -> 
     swapped = {"assistant": "user", "user": "assistant"}
     seen = [{"role": "user", "content": opening}]
     for message in messages:
-        text = REASONING.sub("", str(message.get("content") or "")).strip()
+        text = as_plain_text(REASONING.sub("", str(message.get("content") or "")).strip())
         if (role := swapped.get(message["role"])) is None or not text:
             continue
         if role == seen[-1]["role"]:

@@ -13,6 +13,8 @@ def compute_score(solution_str: str, ground_truth: Any, extra_info: dict[str, An
 
 
 def conversation_reward(scores: Mapping[str, float]) -> float:
-    """`reward` of `rollout_reward_scores`, because an environment's other numbers are parts of it and metrics; the sum of the tools'
-    rewards if there is no `reward`."""
+    """`reward` of `rollout_reward_scores`: an environment's other numbers are parts of it, or metrics.
+
+    Without it, the sum of the tools' rewards.
+    """
     return float(scores["reward"] if "reward" in scores else sum(scores.values()))
