@@ -178,6 +178,8 @@ def _resolved(tree: dict[str, Any], name: str) -> Any:
 
 def _follow(value: Any, tree: Mapping[str, Any], names: set[str]) -> Any:
     """`value` with its references `${section.key}` replaced; LookupError if it has other interpolations, or refers to `names`."""
+    if "\\${" in str(value):  # an escaped reference is text
+        raise LookupError(value)
     if "${" not in str(value):
         return value
     found = {}

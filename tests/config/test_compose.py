@@ -67,6 +67,8 @@ def test_home_folder_in_paths() -> None:
 def test_environment_in_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_TEST_SEED", "11")
     assert load(["trainer.seed=${oc.env:LOCKSTEP_TEST_SEED}"]).trainer.seed == 11
+    escaped = load([r"trainer.project_name='\${trainer.seed}'", "trainer.seed=3"])
+    assert escaped.trainer.project_name == "${trainer.seed}"
 
 
 @pytest.mark.parametrize("prefix", ["", "+", "++"])
