@@ -4,6 +4,7 @@ import torch
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
+from lockstep.agents.renderer import Renderer
 from lockstep.config.model import sequence_parallel_size
 from lockstep.config.reward import RewardModelConfig
 from lockstep.engines.train.fsdp import FsdpEngine
@@ -92,13 +93,15 @@ class RewardModelWorker(Worker):
         """The conversation in the reward model's tokens and chat template, if its tokenizer is not the policy's."""
         require(data, "raw_prompt")
         columns, has_turns = data.non_tensor_batch, "__num_turns__" in data.non_tensor_batch
-        sequences = []
+        sequences, plain = [], Renderer(self.tokenizer, ()).as_plain_text
         for row, (response, mask) in enumerate(zip(data.tensors["responses"], data.tensors["response_mask"])):
             if has_turns:  # of an agent: tool and user messages are part of the response
                 turns = list(columns["messages"][row])
             else:
                 answer = policy_tokenizer.decode(response[mask.bool()], skip_special_tokens=True)
                 turns = [{"role": "assistant", "content": answer}]
+            # special tokens of the reward model in their text would fake turns
+            turns = [turn | {"content": plain(turn.get("content") or "")} for turn in turns]
             sequences.append(token_ids(self.tokenizer, [*columns["raw_prompt"][row], *turns]))
         width = max(map(len, sequences))
         input_ids = torch.full((len(sequences), width), self.tokenizer.pad_token_id)
