@@ -56,7 +56,7 @@ GLOSSARY: dict[str, dict[str, str]] = {
         f"prompt_length/{LENGTHS}": "tokens of a prompt; `clip_ratio` is the fraction that reached `data.max_prompt_length`",
         f"num_turns/{MEAN_MAX_MIN}": "turns of a conversation with an agent",
         f"tool_call_counts/{MEAN_MAX_MIN}": "tool calls of a conversation",
-        f"tool_error_counts/{MEAN_MAX_MIN}": "tool calls of a conversation that failed: the policy got an error message",
+        f"tool_error_counts/{MEAN_MAX_MIN}": "tool calls of a conversation that failed: the policy got an error message; and failed `calc_reward`",
         f"malformed_call_counts/{MEAN_MAX_MIN}": "tool calls of a conversation that could not be parsed or name no tool",
         f"trajectory_breaks/{MEAN_MAX_MIN}": "how often the chat template or a program rewrote the history (docs/agents.md)",
         f"program_error_counts/{MEAN_MAX_MIN}": "1 if the program of a conversation failed (docs/agents.md)",
