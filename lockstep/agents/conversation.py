@@ -8,7 +8,7 @@ Behind it is a trajectory that only grows. Loops never see token ids of context,
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Any, Literal
 
 from lockstep.agents.renderer import Message, Renderer
@@ -127,7 +127,7 @@ class Conversation:
 
     @property
     def new_messages(self) -> list[Message]:
-        """The messages after the prompt."""
+        """The messages after the row's prompt."""
         return self.messages[self._num_prompt_messages :]
 
     @property
@@ -185,7 +185,8 @@ class Conversation:
     def set_prompt(self, messages: Sequence[Message], max_prompt_length: int) -> bool:
         """Replace the prompt before the first turn; False if it leaves no room for one.
 
-        Special tokens in new content are broken up. What exceeds `max_prompt_length` is context of the response.
+        Special tokens in new content are broken up. What exceeds `max_prompt_length` is context of the response. Messages that the
+        row's prompt does not have are among `new_messages`, so that rewards see them.
         """
         if self.num_assistant_turns:
             raise ValueError("the prompt can be replaced before the first turn only")
@@ -199,7 +200,8 @@ class Conversation:
             return False
         self.trajectories = [Trajectory(ids[:max_prompt_length])]
         self.trajectory.add_context(ids[max_prompt_length:])
-        self.set_messages(messages, num_prompt=len(messages))
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(messages, self.messages))
+        self.set_messages(messages, num_prompt=len(list(same)))
         return True
 
     async def generate(self, stop_token_ids: Sequence[int] = ()) -> Turn:

@@ -95,7 +95,8 @@ def test_an_environment_answers_every_turn(envs: str) -> None:
     done, policy = play(make_agents(), "2", "6", "4", **row)
     assert sampled_texts(done) == ["2<|im_end|>", "6<|im_end|>", "4<|im_end|>"]
     assert [m["content"] for m in done.messages] == ["Q\n\nGuess. 7", "2", "higher", "6", "lower", "4"]
-    assert roles(done.new_messages) == ["assistant", "user", "assistant", "user", "assistant"]
+    # the prompt of the row does not have the first observation, so rewards find it among the messages
+    assert roles(done.new_messages) == ["user", "assistant", "user", "assistant", "user", "assistant"]
     assert done.turn_scores == [-0.1, -0.1, 1.0] and done.reward_scores == {"reward": pytest.approx(0.8)}
     assert (done.finish_reason, done.num_turns, done.counts.environment_errors) == ("stop", 6, 0)
     for request in policy.requests:  # the policy saw exactly the trajectory, and the prompt with the first observation
