@@ -6,7 +6,6 @@ Problems are collected instead of raised one by one, so that users can fix all o
 """
 
 import dataclasses
-import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -21,7 +20,6 @@ from lockstep.config.errors import ConfigError, Problem, nearest, show
 C = TypeVar("C")
 MISSING = "???"
 """Marks a value in a YAML file that must be set on the command line."""
-_REFERENCE = re.compile(r"(?<!\\)\$\{([a-z_][\w.]*)\}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,13 +148,17 @@ def _typed_values(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], 
     tree = defaults(cls)
     for name, value in given.items():
         set_in(tree, name, value)
+    config = OmegaConf.create(tree)
     values: dict[str, Any] = {}
     own: list[Problem] = []
     inherited: list[Problem] = []
     for key in keys(cls).values():
         found = own if key.name in given else inherited
         try:
-            value = _resolved(tree, key.name)
+            value = get_in(tree, key.name, None)
+            if "${" in str(value):  # OmegaConf is slow, and few keys have interpolations
+                value = OmegaConf.select(config, key.name)
+                value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
             values[key.name] = coerce(value, key.annotation)
         except OmegaConfBaseException as error:
             reason = str(error).splitlines()[0]
@@ -165,35 +167,6 @@ def _typed_values(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], 
             found.append(Problem(key.name, value, f"must be {error}"))
     # A key that follows an invalid one is invalid for the same reason: report the one that was set.
     return values, own or inherited
-
-
-def _resolved(tree: dict[str, Any], name: str) -> Any:
-    """The value of a key, interpolations replaced. OmegaConf takes 0.1 s for all keys, so it serves only unusual interpolations."""
-    try:
-        return _follow(get_in(tree, name, None), tree, {name})
-    except LookupError:
-        found = OmegaConf.select(OmegaConf.create(tree), name)
-        return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
-
-
-def _follow(value: Any, tree: Mapping[str, Any], names: set[str]) -> Any:
-    """`value` with its references `${section.key}` replaced; LookupError if it has other interpolations, or refers to `names`."""
-    if "\\${" in str(value):  # an escaped reference is text
-        raise LookupError(value)
-    if "${" not in str(value):
-        return value
-    found = {}
-    for name in _REFERENCE.findall(value) if isinstance(value, str) else ():
-        target = get_in(tree, name, MISSING)
-        if name in names or target == MISSING or isinstance(target, Mapping | list):
-            raise LookupError(name)
-        found[name] = _follow(target, tree, names | {name})
-    if (whole := _REFERENCE.fullmatch(str(value))) is not None:
-        return found[whole[1]]
-    text = _REFERENCE.sub(lambda reference: str(found[reference[1]]), value) if found else value
-    if "${" in str(text):
-        raise LookupError(value)
-    return text
 
 
 def _instantiate(cls: type[C], values: Mapping[str, Any], section: str) -> C:
