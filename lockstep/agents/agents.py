@@ -18,7 +18,7 @@ from lockstep.agents.tool_parser import ToolParser
 from lockstep.agents.tools.load import close_tools, load_tools, read_entries
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.protocol.generation import SamplingParams
-from lockstep.registry import load_plugin
+from lockstep.registry import did_you_mean, load_plugin
 
 LOOPS_KEY = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
 DEFAULT_KEY = "actor_rollout_ref.rollout.agent.default_agent_loop"
@@ -101,8 +101,8 @@ class Agents:
             return own
         where = f"agent_name={name!r}" if is_of_row else f"{DEFAULT_KEY}={name}"
         if name not in AGENT_LOOPS:
-            known = ", ".join(sorted({*AGENT_LOOPS, *self._entries}))
-            raise ValueError(f"{where}: no such agent loop (known: {known}); see {LOOPS_KEY} for your own")
+            known = did_you_mean(name, {*AGENT_LOOPS, *self._entries})
+            raise ValueError(f"{where}: no such agent loop. {known} See {LOOPS_KEY} for your own")
         cls = AGENT_LOOPS.get(name)
         if not (isinstance(cls, type) and issubclass(cls, AgentLoop)):
             raise ValueError(f"{where} is not a subclass of lockstep.agents.AgentLoop")

@@ -102,7 +102,8 @@ def check_limited(functions: list[Callable[..., Any]], limiter: RateLimiter | No
     if limiter is not None and not any(map(is_async, functions)):
         raise ValueError(
             "reward_model.max_concurrent, max_rpm and max_tpm limit coroutine functions and judges; define "
-            f"{function_name(functions[0])} with `async def`, or set them to null"
+            f"{function_name(functions[0])} with `async def`, or set them to null, and reward_model.reward_manager=naive "
+            "instead of rate_limited"
         )
 
 

@@ -32,6 +32,10 @@ def run(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
+        is_running = False
+    else:
+        is_running = True
+    if not is_running:  # not in the `except`: errors of `main` would have the RuntimeError as their context
         return asyncio.run(main())
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(lambda: asyncio.run(main())).result()

@@ -58,7 +58,7 @@ def test_a_loop_can_be_registered() -> None:
         assert converse(make_agents(), Scripted("a"), agent_name="once_for_this_test").num_turns == 2
     finally:
         del AGENT_LOOPS._entries["once_for_this_test"]
-    with pytest.raises(TypeError, match="Once has no options x"):
+    with pytest.raises(TypeError, match="Once has no option x"):
         Once(Setup(make_agents().config, make_agents().renderer), x=1)
 
 
@@ -70,7 +70,10 @@ def test_single_turn_is_the_default() -> None:
 @pytest.mark.parametrize(
     "row, message",
     [
-        ({"agent_name": "tool_agnt"}, r"agent_name='tool_agnt': no such agent loop \(known: .*tool_agent"),
+        (
+            {"agent_name": "tool_agnt"},
+            r"agent_name='tool_agnt': no such agent loop. Did you mean 'tool_agent'\? Known: ",
+        ),
         ({"agent_name": "json:JSONDecoder"}, "agent_name=json:JSONDecoder: must be a subclass of"),
         ({"agent_name": "tool_agent"}, "needs tools or an interaction"),
         ({"tools_kwargs": {"calc": {}}}, "has tools_kwargs, but its loop single_turn_agent"),

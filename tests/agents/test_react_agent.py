@@ -204,6 +204,8 @@ def test_a_graph_that_fails_costs_its_own_conversation(
     done = converse(agents, Scripted("one"), "mine", extra_info={"index": 3})
     assert done.counts.program_errors == 1 and done.finish_reason == "abort" and done.trajectory.response_ids == []
     assert re.search(message, caplog.text)
+    converse(agents, Scripted("one"), "mine", extra_info={"index": 3})
+    assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1  # of each kind
 
 
 def test_conversations_at_the_same_time_stay_apart(tools: str) -> None:

@@ -85,6 +85,7 @@ def test_the_index_is_kept_until_the_corpus_changes(
     for _ in range(2):
         load_tools(str(config), None)
     assert caplog.text.count("indexed 3 passages") == 1
+    assert "bm25s" not in {record.name for record in caplog.records}
     corpus.write_text(json.dumps({"title": "Rome", "text": "Rome is the capital of Italy."}) + "\n")
     assert answer(config, ["capital"]) == "Doc 1 (Title: Rome)\nRome is the capital of Italy."
     pd.DataFrame({"contents": PASSAGES}).to_parquet(tmp_path / "corpus.parquet")

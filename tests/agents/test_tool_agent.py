@@ -103,6 +103,21 @@ def test_a_failing_tool_is_an_error_message_to_the_policy(tools: str, name: str,
     assert time.monotonic() - began < 3
 
 
+def test_the_first_failure_of_each_kind_is_logged_with_the_users_frames_only(
+    tools: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.agents.tools.calls._logged", set())
+    agents = make_agents(function_tool_path=tools, tool_timeout_s=0.3)
+    for name in ("fail", "fail", "wait", "wait", "binary"):
+        converse(agents, Scripted(call(name), "Sorry."))
+    failed, late, binary = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    first, *frames = failed.splitlines()
+    assert first == "tool fail failed: RuntimeError: no luck (further ones are only counted)"
+    assert len(frames) == 2 and tools in frames[0] and frames[1].strip() == 'raise RuntimeError("no luck")'
+    assert late == "tool wait failed: took longer than 0.3 s (further ones are only counted)"
+    assert binary == "tool binary failed: TypeError: the tool returned bytes, not text (further ones are only counted)"
+
+
 def test_a_hanging_tool_holds_up_no_other_conversation(tools: str) -> None:
     agents = make_agents(function_tool_path=tools, tool_timeout_s=0.5)
     finished: list[str] = []

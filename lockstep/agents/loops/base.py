@@ -1,5 +1,6 @@
 """The interface of agent loops, and their registry. A row's `agent_name` selects its loop."""
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -11,7 +12,7 @@ from lockstep.agents.interactions.base import BaseInteraction
 from lockstep.agents.renderer import Renderer
 from lockstep.agents.tools.base import BaseTool
 from lockstep.config.actor_rollout_ref import MultiTurnConfig, RolloutConfig
-from lockstep.registry import Registry
+from lockstep.registry import Registry, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,13 @@ class Setup:
     @property
     def config(self) -> MultiTurnConfig:
         return self.rollout.multi_turn
+
+
+def options_of(cls: type["AgentLoop"]) -> set[str]:
+    """The keys that an entry for this loop may have."""
+    inits = [base.__init__ for base in cls.__mro__ if issubclass(base, AgentLoop) and "__init__" in vars(base)]
+    named = [parameter for init in inits for parameter in inspect.signature(init).parameters.values()]
+    return {one.name for one in named if one.kind is not one.VAR_KEYWORD} - {"self", "setup"}
 
 
 class AgentLoop(ABC):
@@ -47,7 +55,9 @@ class AgentLoop(ABC):
         """options: other keys of the loop's entry in `rollout.agent.agent_loop_config_path`."""
         self.setup = setup
         if options:
-            raise TypeError(f"{type(self).__name__} has no options {', '.join(sorted(options))}")
+            unknown, known = min(options), options_of(type(self))
+            guess = f". {did_you_mean(unknown, known)}" if known else ""
+            raise TypeError(f"{type(self).__name__} has no option {unknown}{guess}")
 
     @classmethod
     def create(cls, setup: Setup, **options: Any) -> "AgentLoop":

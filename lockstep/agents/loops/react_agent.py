@@ -53,7 +53,7 @@ class ReactAgent(AgentLoop):
         self.graph = build(PolicyChatModel(schemas=schemas), [as_langchain(tool) for tool in setup.tools.values()])
         if not hasattr(self.graph, "ainvoke"):
             raise ValueError(f"react_agent: graph={graph} must return an object with `ainvoke`, not {self.graph!r}")
-        self._failures: set[type[Exception]] = set()
+        self._failures: set[str] = set()
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         if row.get("interaction_kwargs"):
@@ -83,7 +83,7 @@ class ReactAgent(AgentLoop):
             await tools.release()
         if not session.recorder.turns and not conversation.counts.program_errors:
             conversation.counts.program_errors += 1
-            logger.error("the graph of react_agent ended without calling its chat model")
+            self._log_once("NoTurn", "the graph of react_agent ended without calling its chat model")
         take_branches(conversation, session.recorder, max_prompt=self.setup.rollout.prompt_length)
         conversation.finish_reason = reason or conversation.finish_reason
 
@@ -97,14 +97,16 @@ class ReactAgent(AgentLoop):
                 await self.graph.ainvoke({"messages": list(conversation.row["raw_prompt"])}, config=config)
         except LimitReachedError as limit:
             return limit.reason
-        except Exception as error:
-            # a user's graph may raise anything: it costs its own conversation
+        except Exception as error:  # noqa: BLE001 - a user's graph may raise anything: it costs its own conversation
             conversation.counts.program_errors += 1
             what = f"timeout_s={self.timeout_s:g} exceeded" if isinstance(error, TimeoutError) else repr(error)
-            is_known = type(error) in self._failures  # the traceback of each kind is logged once
-            logger.error("the graph of react_agent failed: %s", what, exc_info=None if is_known else error)
-            self._failures.add(type(error))
+            self._log_once(type(error).__name__, f"the graph of react_agent failed: {what}", error)
         return None
+
+    def _log_once(self, kind: str, message: str, error: Exception | None = None) -> None:
+        if kind not in self._failures:  # the log must not be flooded
+            self._failures.add(kind)
+            logger.error("%s (further ones are only counted)", message, exc_info=error)
 
 
 def react_graph(model: Any, tools: list[Any]) -> Any:

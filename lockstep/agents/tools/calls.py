@@ -5,9 +5,12 @@ import json
 import logging
 import math
 import threading
+import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -25,6 +28,7 @@ GRACE_S = 1.0
 """Time after the deadline in which a tool that does not block can end by itself."""
 MAX_ERROR_CHARS = 300
 MAX_THREADS = 64
+PACKAGE = str(Path(__file__).parents[2])
 TRIVIAL = (BaseTool.create, BaseTool.calc_reward, BaseTool.release)
 """Methods that need no thread and no deadline: those that a tool did not override."""
 _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
@@ -91,14 +95,11 @@ class ToolSession:
             return CallResult(call.name, f"Error: the arguments are not valid JSON: {error}", "malformed")
         if not isinstance(parameters, dict):
             return CallResult(call.name, "Error: the arguments must be a JSON object", "malformed")
-
-        async def execute() -> tuple[str, float | None]:
-            options = self._arguments(tool, "execute_kwargs")
-            return _outcome_of(await tool.execute(instance_id, parameters, **options))
-
         try:
             instance_id = await self._instance(tool)
-            text, reward = await run_contained(f"tool {tool.name}", execute, self.limits.timeout_s)
+            text, reward = await self._run(
+                tool, tool.execute, _outcome_of, instance_id, parameters, **self._arguments(tool, "execute_kwargs")
+            )
         except ToolError as error:
             return CallResult(call.name, truncate(f"Error: {error}", self.limits), "error")
         return CallResult(call.name, truncate(text, self.limits), reward=reward)
@@ -108,12 +109,10 @@ class ToolSession:
         rewards: dict[str, float | None] = {}
         for name, instance_id in self._created.items():
             tool = self.tools[name]
-            try:
+            rewards[name] = None
+            with suppress(ToolError):  # logged
                 reward_kwargs = self._arguments(tool, "calc_reward_kwargs")
-                rewards[name] = finite(await self._run(tool, tool.calc_reward, instance_id, **reward_kwargs))
-            except ToolError as error:
-                _log_once(f"calc_reward of tool {name}", error)
-                rewards[name] = None
+                rewards[name] = await self._run(tool, tool.calc_reward, finite, instance_id, **reward_kwargs)
         await self.release()
         return rewards
 
@@ -124,16 +123,14 @@ class ToolSession:
         self._created = {}
 
     async def _release(self, tool: BaseTool, instance_id: str) -> None:
-        try:
-            await self._run(tool, tool.release, instance_id, **self._arguments(tool, "release_kwargs"))
-        except ToolError as error:
-            logger.warning("release of tool %s failed: %s", tool.name, error)
+        with suppress(ToolError):  # logged
+            await self._run(tool, tool.release, _as_it_is, instance_id, **self._arguments(tool, "release_kwargs"))
 
     async def _instance(self, tool: BaseTool) -> str:
         async with self._creating:  # calls of one turn run at the same time
             if tool.name not in self._created:
                 create_kwargs = tool.create_arguments(self._row) | self._arguments(tool, "create_kwargs")
-                created: Any = await self._run(tool, tool.create, self.instance_id, **create_kwargs)
+                created = await self._run(tool, tool.create, _as_it_is, self.instance_id, **create_kwargs)
                 self._created[tool.name] = created[0] if isinstance(created, tuple) else created
         return self._created[tool.name]
 
@@ -141,11 +138,23 @@ class ToolSession:
         return dict((self._kwargs.get(tool.name) or {}).get(name) or {})
 
     async def _run(
-        self, tool: BaseTool, method: Callable[..., Coroutine[Any, Any, T]], /, *arguments: Any, **options: Any
+        self,
+        tool: BaseTool,
+        method: Callable[..., Coroutine[Any, Any, Any]],
+        read: Callable[[Any], T],
+        /,
+        *arguments: Any,
+        **options: Any,
     ) -> T:
+        """What `read` makes of the result; ToolError if either fails."""
         if getattr(method, "__func__", None) in TRIVIAL:
-            return await method(*arguments)  # the row's options have no reader
-        return await run_contained(f"tool {tool.name}", lambda: method(*arguments, **options), self.limits.timeout_s)
+            return read(await method(*arguments))  # the row's options have no reader
+
+        async def start() -> T:
+            return read(await method(*arguments, **options))
+
+        what = f"tool {tool.name}" if method == tool.execute else f"{method.__name__} of tool {tool.name}"
+        return await run_contained(what, start, self.limits.timeout_s)
 
 
 async def run_contained(what: str, start: Callable[[], Coroutine[Any, Any, T]], timeout_s: float) -> T:
@@ -156,7 +165,9 @@ async def run_contained(what: str, start: Callable[[], Coroutine[Any, Any, T]], 
         _log_once(what, error)
         raise
     except TimeoutError as error:
-        raise ToolError(str(error) or f"took longer than {timeout_s:g} s") from error
+        late = TimeoutError(str(error) or f"took longer than {timeout_s:g} s")
+        _log_once(what, late)
+        raise ToolError(str(late)) from error
     except Exception as error:
         _log_once(what, error)
         raise ToolError(f"{type(error).__name__}: {str(error)[:MAX_ERROR_CHARS]}") from error
@@ -197,6 +208,10 @@ def _settle(future: "Future[Any]", result: Any = None, error: Exception | None =
         future.set_exception(error)
     else:
         future.set_result(result)
+
+
+def _as_it_is(result: Any) -> Any:
+    return result
 
 
 def _outcome_of(result: Any) -> tuple[str, float | None]:
@@ -244,15 +259,18 @@ def truncate(text: str, limits: CallLimits) -> str:
 
 
 def _log_once(name: str, error: Exception) -> None:
-    """The first error of each kind, with its traceback unless the tool chose the message; the log must not be flooded."""
+    """The first error of each kind, with the frames of the user's code; the log must not be flooded."""
     kind = (name, type(error).__name__)
-    if kind not in _logged:
-        _logged.add(kind)
-        has_cause = not isinstance(error, ToolError)
-        message = "" if has_cause else f": {error}"
-        logger.warning(
-            "%s failed%s; this costs its conversation only", name, message, exc_info=error if has_cause else None
-        )
+    if kind in _logged:
+        return
+    _logged.add(kind)
+    is_message = isinstance(error, ToolError | TimeoutError)
+    what = str(error) if is_message else f"{type(error).__name__}: {error}"
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [place for place, frame in enumerate(frames) if frame.filename.startswith(PACKAGE)]
+    theirs = frames[ours[-1] + 1 :] if ours else frames
+    shown = "" if is_message else "".join(traceback.format_list(theirs)).rstrip()
+    logger.warning("%s failed: %s (further ones are only counted)%s", name, what, shown and f"\n{shown}")
 
 
 def by_name(tools: Sequence[BaseTool]) -> dict[str, BaseTool]:

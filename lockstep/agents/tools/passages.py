@@ -73,6 +73,7 @@ def _check_replaceable(place: Path) -> None:
 def _build(files: Sequence[Path], building: Path) -> None:
     import bm25s
 
+    logging.getLogger("bm25s").setLevel(logging.WARNING)  # it sets itself to DEBUG
     logger.info("indexing %s for the search tool", ", ".join(map(str, files)))
     shutil.rmtree(building, ignore_errors=True)  # of a process that was killed
     building.mkdir(parents=True)

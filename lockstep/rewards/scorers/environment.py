@@ -7,5 +7,7 @@ def compute_score(solution_str: str, ground_truth: Any, extra_info: dict[str, An
     """The environment's reward as the score; its other numbers are logged."""
     scores = dict(extra_info.get("rollout_reward_scores") or {})
     if "reward" not in scores:
-        raise ValueError("the environment gave no reward: it failed, or the row was not answered by an agent with one")
+        raise ValueError(
+            "the environment gave no reward: it failed (its first error is in the log), or no agent with one answered the row"
+        )
     return {"score": scores.pop("reward"), **scores}
