@@ -3,6 +3,7 @@
 rows with responses ─► reward function, as in training ─► scores ─► val-core/…, val-aux/…, pass@k ─► table, JSON
 """
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -29,6 +30,7 @@ from lockstep.utils.progress import phase
 logger = logging.getLogger(__name__)
 
 LENGTHS = "response_lengths"
+ROLLOUT_INFOS = "rollout_infos"
 """Column of the responses' lengths in tokens, which `lockstep generate` writes."""
 
 
@@ -102,7 +104,11 @@ def responses_of(rows: Sequence[FileRow], config: EvaluationConfig) -> tuple[Res
         responses.details["index"] += [number if index is None else index] * len(texts)
         responses.details["length"] += lengths
         responses.details["finish_reason"] += _per_response(row, "finish_reasons", texts, None)
-        scoring += [ScoringRow(source, t, truth, dict(extra_info), length) for t, length in zip(texts, lengths)]
+        conversations = [json.loads(given) for given in _per_response(row, ROLLOUT_INFOS, texts, "{}")]
+        scoring += [
+            ScoringRow(source, text, truth, {**extra_info, **conversation}, length)
+            for text, conversation, length in zip(texts, conversations, lengths)
+        ]
     return responses, scoring
 
 

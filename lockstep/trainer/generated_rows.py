@@ -32,8 +32,12 @@ COLUMNS = {
     "responses": pa.list_(pa.string()),
     "response_lengths": pa.list_(pa.int64()),
     "finish_reasons": pa.list_(pa.string()),
+    "rollout_infos": pa.list_(pa.string()),
 }
-"""Added to the rows: one entry per sample; lengths are in tokens, reasons `stop` or `length`."""
+"""Added to the rows: one entry per sample; lengths are in tokens, reasons `stop` or `length`.
+
+rollout_infos: of agents only; JSON objects with what the reward function finds in `extra_info`.
+"""
 ROW = "row"
 """Column of the parts: number of the row in the data."""
 
@@ -140,6 +144,8 @@ class GeneratedRows:
         """Write the output. table: the rows of the data, in the order of their numbers."""
         finished = self.finished()
         for name, kind in COLUMNS.items():
+            if finished and name not in next(iter(finished.values())):
+                continue
             table = table.append_column(name, pa.array([finished[row][name] for row in range(len(table))], kind))
         metadata = {**(table.schema.metadata or {}), JOB_METADATA: json.dumps(self.job).encode()}
         with atomic_writer(self.output) as file:

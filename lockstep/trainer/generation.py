@@ -3,6 +3,7 @@
 data ─► prompts ─► [ workers: generate (rollout.*) ─► texts ─► part file ]* ─► output with the responses
 """
 
+import json
 import logging
 import os
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from lockstep.data.rl_dataset import PromptDataset
 from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.observability.batch_progress import BatchProgress
 from lockstep.protocol import DataProto
+from lockstep.rewards.managers.naive import ROLLOUT_COLUMNS
 from lockstep.single_controller import ResourcePoolManager, Role, WorkerGroup, create_colocated_worker_cls
 from lockstep.trainer.agents import agents_for, start_agent_workers
 from lockstep.trainer.checkpoint import RunLock
@@ -150,8 +152,15 @@ class GenerationRunner:
 
 def _columns(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Any]]:
     texts, lengths = response_texts(batch, tokenizer)
-    return {
+    columns = {
         "responses": [text.encode("utf-8", "replace").decode() for text in texts],  # parquet has no lone surrogates
         "response_lengths": lengths,
         "finish_reasons": list(batch.non_tensor_batch["finish_reason"]),
     }
+    given = {
+        name: batch.non_tensor_batch[key] for key, name in ROLLOUT_COLUMNS.items() if key in batch.non_tensor_batch
+    }
+    if given:
+        samples = (dict(zip(given, values)) for values in zip(*given.values()))
+        columns["rollout_infos"] = [json.dumps(sample, default=lambda value: value.tolist()) for sample in samples]
+    return columns

@@ -208,6 +208,12 @@ class AskAgain(AgentLoop):
 """
 
 
+TURNS_REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return {"score": extra_info["num_turns"] - 2, "turn_rewards": [1.0 for m in extra_info["messages"] if m["role"] == "assistant"]}
+"""
+
+
 @pytest.mark.usefixtures("no_registrations")
 def test_rows_of_agents_get_conversations(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -218,8 +224,17 @@ def test_rows_of_agents_get_conversations(
     assert main_generation.main([*command, *own, "rollout.agent.default_agent_loop=tool_agent"]) == 2
     assert "needs tools or an interaction: set rollout.multi_turn.tool_config_path" in capsys.readouterr().err
     assert main_generation.main([*command, *own, f"rollout.agent.default_agent_loop={tmp_path}/loop.py:AskAgain"]) == 0
-    responses = [text for row in rows_of(tmp_path / "out.parquet") for text in row["responses"]]
+    rows = rows_of(tmp_path / "out.parquet")
+    responses = [text for row in rows for text in row["responses"]]
     assert len(responses) == 8 and all("again" in text for text in responses)
+    conversations = [json.loads(text) for row in rows for text in row["rollout_infos"]]
+    assert [c["messages"][1]["content"] for c in conversations] == ["again"] * 8
+    assert {c["num_turns"] for c in conversations} == {4}
+    evaluation = [f"data.path={tmp_path}/out.parquet", f"custom_reward_function.path={tmp_path}/reward.py"]
+    (tmp_path / "reward.py").write_text(TURNS_REWARD)
+    assert main_eval.main([*evaluation, f"data.output_path={tmp_path}/metrics.json"]) == 0
+    metrics = json.loads((tmp_path / "metrics.json").read_text())["metrics"]
+    assert [value for name, value in metrics.items() if name.endswith("/reward/mean@2")] == [4.0]
 
 
 @pytest.mark.usefixtures("no_registrations")
