@@ -152,7 +152,7 @@ class GenerationRunner:
 
 def _columns(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Any]]:
     texts, lengths = response_texts(batch, tokenizer)
-    columns = {
+    columns: dict[str, list[Any]] = {
         "responses": [text.encode("utf-8", "replace").decode() for text in texts],  # parquet has no lone surrogates
         "response_lengths": lengths,
         "finish_reasons": list(batch.non_tensor_batch["finish_reason"]),

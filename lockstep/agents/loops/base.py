@@ -31,7 +31,7 @@ class Setup:
 
 def options_of(cls: type["AgentLoop"]) -> set[str]:
     """The keys that an entry for this loop may have."""
-    inits = [base.__init__ for base in cls.__mro__ if issubclass(base, AgentLoop) and "__init__" in vars(base)]
+    inits = [vars(base)["__init__"] for base in cls.__mro__ if issubclass(base, AgentLoop) and "__init__" in vars(base)]
     named = [parameter for init in inits for parameter in inspect.signature(init).parameters.values()]
     return {one.name for one in named if one.kind is not one.VAR_KEYWORD} - {"self", "setup"}
 
