@@ -16,6 +16,7 @@ import importlib.util
 import inspect
 import logging
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
@@ -245,6 +246,10 @@ def load_object(reference: str, default_attr: str | None = None) -> Any:
     return getattr(module, attr)
 
 
+_loading = threading.RLock()
+"""Held while a file is loaded: another thread must not get a module that is half executed."""
+
+
 def load_module(module_ref: str) -> Any:
     """Import `pkg.module`, or load `path/to/file.py`; ValueError if there is none or its code fails."""
     if not module_ref.endswith(".py"):
@@ -255,6 +260,11 @@ def load_module(module_ref: str) -> Any:
     path = Path(module_ref).expanduser().resolve()
     if not path.is_file():
         raise ValueError(f"no file {path}")
+    with _loading:
+        return _load_file(path)
+
+
+def _load_file(path: Path) -> Any:
     # the modification time is part of the name, so an edited file is loaded again
     name = f"{USER_MODULE}{path.stem}_{abs(hash((str(path), path.stat().st_mtime_ns))):x}"
     if name in sys.modules:

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +124,10 @@ def test_user_code_of_a_program_reaches_its_other_processes(tmp_path: Path) -> N
             ProcessEnvironment.capture()
     done = subprocess.run([sys.executable, "-c", RECEIVER], input=environment, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
+
+
+def test_threads_that_load_a_file_at_once_get_the_whole_module(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(0.2)\nvalue = 3\n")
+    with ThreadPoolExecutor(2) as threads:
+        values = list(threads.map(lambda path: load_module(str(path)).value, [tmp_path / "slow.py"] * 2))
+    assert values == [3, 3]
