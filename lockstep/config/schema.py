@@ -156,7 +156,7 @@ def _typed_values(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], 
         found = own if key.name in given else inherited
         try:
             value = get_in(tree, key.name, None)
-            if "${" in str(value):  # OmegaConf is slow, and few keys have interpolations
+            if "${" in str(value) or OmegaConf.is_config(value):  # OmegaConf is slow, and few values need it
                 value = OmegaConf.select(config, key.name)
                 value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
             values[key.name] = coerce(value, key.annotation)

@@ -255,6 +255,7 @@ def test_templates_are_valid_shell() -> None:
     for page, text in blocks("sh"):
         subprocess.run(["bash", "-n", "-c", text], check=True)
         assert page in (
+            "agents.md",
             "async_rollout.md",
             "cluster.md",
             "endpoint.md",

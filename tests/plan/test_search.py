@@ -77,7 +77,7 @@ def named(found: list[Candidate]) -> dict[str, Candidate]:
     [
         ("13b", 2, 16, "colocate"),
         ("13b", 2, 64, "colocate"),
-        ("13b", 2, 96, "split"),
+        ("13b", 2, 128, "split"),  # with 96 GPUs both are within 1 %
         ("34b", 4, 32, "colocate"),
         ("34b", 4, 96, "split"),
     ],
