@@ -16,9 +16,11 @@ import math
 import os
 import random
 import re
+import socket
 import sqlite3
 import threading
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -110,6 +112,19 @@ class Judge:
         self._random = random.Random(0)
         self._broken: RewardError | None = None
         self.label = f"judge {config.model}"
+
+    def check_reachable(self) -> None:
+        """ValueError if nothing listens at `base_url`; not checked behind a proxy."""
+        url = httpx2.URL(str(self.config.base_url))
+        if not is_local(str(url)) and urllib.request.getproxies():
+            return
+        try:
+            port = url.port or (443 if url.scheme == "https" else 80)
+            socket.create_connection((url.host, port), timeout=self.config.timeout_s).close()
+        except OSError as error:
+            raise ValueError(
+                f"{self.key}.base_url={self.config.base_url}: cannot connect ({error}); start the judge, or set it"
+            ) from error
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

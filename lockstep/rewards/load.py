@@ -58,7 +58,9 @@ def _judge(config: PPOConfig, key: str = JUDGE_KEY, changes: dict[str, Any] | No
 
     reward = config.reward_model
     settings = judge_of(reward.judge, key, changes)
-    return Judge(settings, shared_limiter(limits_of(reward)), reward.timeout_s, key if changes else JUDGE_KEY)
+    judge = Judge(settings, shared_limiter(limits_of(reward)), reward.timeout_s, key if changes else JUDGE_KEY)
+    judge.check_reachable()
+    return judge
 
 
 def _scorers(

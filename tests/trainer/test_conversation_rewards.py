@@ -122,6 +122,6 @@ def test_a_judge_that_is_missing_ends_the_run_with_its_key(
     with pytest.raises(SystemExit):
         main([*overrides, *settings])
     assert "reward_model.judge.base_url=null: the judge needs it" in capsys.readouterr().err
-    unreachable = ["reward_model.judge.base_url=http://127.0.0.1:9/v1", "reward_model.judge.max_retries=0"]
-    assert main([*overrides, *settings, *unreachable]) == 1
+    unreachable = ["reward_model.judge.base_url=http://127.0.0.1:9/v1"]
+    assert main([*overrides, *settings, *unreachable]) == 2  # before a model is loaded
     assert "reward_model.judge.base_url=http://127.0.0.1:9/v1: cannot connect" in capsys.readouterr().err
