@@ -53,7 +53,7 @@ class Script(AgentLoop):
     async def run(self, conversation):
         info = conversation.row["extra_info"]
         limits = CallLimits(timeout_s=self.setup.config.tool_timeout_s)
-        session = ToolSession(self.setup.tools, {}, limits, instance_id=str(uuid.uuid4()))
+        session = ToolSession(self.setup.tools, {}, limits, str(uuid.uuid4()), conversation.row)
         try:
             for turn in range(info["turns"]):
                 await conversation.generate(stop_token_ids=range(0, 256, info["every"]))

@@ -19,7 +19,7 @@ ROWS = [ScoringRow("s", str(i), "t", {"index": i}, 1) for i in range(8)]
 def reserved(limits: RateLimits, num_calls: int, tokens: int = 0) -> list[float]:
     """When each of many calls may begin that are asked for at once."""
     limiter = RateLimiter(limits)
-    return [limiter._reserve(tokens) for _ in range(num_calls)]
+    return [limiter._reserve(tokens).time for _ in range(num_calls)]
 
 
 def most_in_a_window(times: list[float], window_s: float) -> int:

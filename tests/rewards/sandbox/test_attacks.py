@@ -181,25 +181,26 @@ def test_attacks_inside(form: Form) -> None:
     assert results[-1][0] == 1.0
 
 
+# What ends each; on a busy machine any of them may reach the time limit first.
 EXHAUSTING = {
-    "fork bomb": ("import os\nwhile True: os.fork()", "BlockingIOError|limit of|took longer"),
+    "fork bomb": ("import os\nwhile True: os.fork()", "BlockingIOError|limit of"),
     "threads": ("import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(9,)).start()", "thread|limit of"),
     "endless loop": ("while True: pass", "took longer than"),
     "100 GB": ("x = bytearray(100 * 10**9)\nx[::4096] = b'x' * len(x[::4096])", "MemoryError"),
     "16 children": (
         "import os, time\nfor _ in range(16):\n    if os.fork() == 0:\n        x = b'x' * 50_000_000\n"
         "        time.sleep(9)\ntime.sleep(9)",
-        "memory limit of 256 MB|took longer",
+        "memory limit of 256 MB",
     ),
     "flood of output": ("while True: print('x' * 100_000)", "No space left|too large"),
     "flood of errors": ("import sys\nwhile True: sys.stderr.write('x' * 100_000)", "took longer than"),
     "huge file": ("f = open('f', 'wb')\nwhile True: f.write(bytes(10**6))", "No space left|too large"),
-    "many files": ("import itertools\nfor i in itertools.count(): open(str(i), 'w').close()", "limit of|No space left|took longer"),
+    "many files": ("import itertools\nfor i in itertools.count(): open(str(i), 'w').close()", "limit of|No space left"),
     "deep recursion": (
         "import sys\nsys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
-        "ended before|MemoryError|took longer|memory limit",
+        "ended before|MemoryError|memory limit",
     ),
-    "nested result": ("x = []\nfor _ in range(10**5): x = [x]\nprint(x)", "RecursionError|ended before|got|took longer"),
+    "nested result": ("x = []\nfor _ in range(10**5): x = [x]\nprint(x)", "RecursionError|ended before|got"),
 }  # fmt: skip
 
 
@@ -209,7 +210,7 @@ def test_attacks_that_exhaust(form: Form) -> None:
     results = compute_scores(programs, [BROKEN] * len(programs), num_workers=4, test_timeout_s=1.5, memory_mb=256)
     assert time.monotonic() - begun < 60
     errors = {name: (score, verdicts[-1]["error"]) for name, (score, verdicts) in zip(EXHAUSTING, results)}
-    expected = {name: causes.split("|") for name, (_, causes) in EXHAUSTING.items()}
+    expected = {name: [*causes.split("|"), "took longer than"] for name, (_, causes) in EXHAUSTING.items()}
     wrong = {name: error for name, error in errors.items() if not any(part in error[1] for part in expected[name])}
     assert wrong == {}
     assert {score for score, _ in errors.values()} == {0.0}
@@ -240,7 +241,7 @@ def test_mixed_batch(form: Form) -> None:
         INSIDE["kill everything"]
     ]
     programs = [program for attack in hostile for program in (attack, SUM_PROGRAM)]
-    results = compute_scores(programs, [SUM] * len(programs), num_workers=4, test_timeout_s=2.0)
+    results = compute_scores(programs, [SUM] * len(programs), num_workers=4, test_timeout_s=6.0)
     assert [score for score, _ in results] == [0.0, 1.0] * len(hostile)
 
 
