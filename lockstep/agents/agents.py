@@ -169,8 +169,7 @@ class Agents:
             follows_template=self.config.multi_turn.use_inference_chat_template,
         )
         await loop.run(conversation)
-        counts = conversation.counts
-        if not (conversation.num_assistant_turns or counts.program_errors or counts.environment_errors):
+        if not (conversation.num_assistant_turns or conversation.failure):
             raise ValueError(f"agent loop {self.name_of(row)} ended without a turn of the policy")
         conversation.drop_unanswered()
         return conversation

@@ -65,6 +65,7 @@ class ConversationResult:
     turn_rewards: list[float]
     reward_scores: dict[str, float]
     finish_reason: FinishReason
+    failure: str | None = None
 
     @property
     def trajectory(self) -> Trajectory:
@@ -80,6 +81,7 @@ class Conversation:
     tools:           the tools that the prompt was rendered with, as schemas.
     trajectories:    the training samples: one, and one more for each break.
     response_length: most tokens after the prompt, context included.
+    failure:         why the program or environment that holds the conversation failed, if it did.
     follows_template: start a new sample if the chat template rewrites the history, instead of keeping it as it was sampled.
     """
 
@@ -110,6 +112,7 @@ class Conversation:
         self.turn_scores: list[float] = []
         self.reward_scores: dict[str, float] = {}
         self.finish_reason: FinishReason = "stop"
+        self.failure: str | None = None
         self.sample = generate
         self.seed = seed
         self._num_prompt_messages = len(self.messages)
@@ -162,6 +165,12 @@ class Conversation:
     def set_messages(self, messages: Sequence[Message], num_prompt: int) -> None:
         """For a conversation that was held elsewhere. num_prompt: messages before the first turn of the policy."""
         self.messages, self._num_prompt_messages = list(messages), num_prompt
+
+    def fail(self, holder: Literal["program", "environment"], why: str) -> None:
+        """Count that its holder failed, and keep why."""
+        self.counts.program_errors += holder == "program"
+        self.counts.environment_errors += holder == "environment"
+        self.failure = why
 
     def note_call(self, result: CallResult) -> None:
         """Count a tool call and keep its reward."""

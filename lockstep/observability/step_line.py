@@ -22,6 +22,8 @@ class Field:
 FIELDS = (
     Field("reward", ("critic/score/mean", "critic/rewards/mean")),
     Field("length", ("response_length/mean",)),
+    Field("turns", ("num_turns/mean",)),
+    Field("tool calls", ("tool_call_counts/mean",)),
     Field("loss", ("actor/pg_loss", "train/loss")),
     Field("accuracy", ("train/accuracy", "rewards/accuracies")),
     Field("margin", ("train/margin", "rewards/margins")),

@@ -43,6 +43,28 @@ class IdleSteps:
             )
 
 
+class FailedConversations:
+    """Counts consecutive steps in which every conversation failed, or every call of a tool."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def note(self, batch: DataProto) -> None:
+        """Warn at the 1st, 2nd, 4th, 8th … such step."""
+        columns = batch.non_tensor_batch
+        if "tool_call_counts" not in columns:
+            return
+        holders_fail = all(columns["program_error_counts"] + columns["environment_error_counts"])
+        num_calls, num_errors = sum(columns["tool_call_counts"]), sum(columns["tool_error_counts"])
+        tools_fail = 0 < num_calls <= num_errors
+        self.count = self.count + 1 if holders_fail or tools_fail else 0
+        if self.count.bit_count() == 1:
+            what = (
+                "the program or environment of every conversation" if holders_fail else f"every tool call ({num_calls})"
+            )
+            logger.warning("%s failed for %d step(s); the first error of each kind is in the log", what, self.count)
+
+
 class CutResponses:
     """Counts consecutive steps in which every response was cut at the maximum length, so that no answer is complete."""
 
@@ -54,10 +76,12 @@ class CutResponses:
         is_cut = [reason == "length" for reason in batch.non_tensor_batch["finish_reason"]]
         self.count = self.count + 1 if all(is_cut) else 0
         if self.count > 1 and self.count.bit_count() == 1:
+            has_tools = any(batch.non_tensor_batch.get("tool_call_counts", ()))
             logger.warning(
-                "every response was cut at data.max_response_length=%d for %d steps: none ends by itself, and most scorers find no "
-                "answer. Raise data.max_response_length, or check that the model and its chat template have an end token",
+                "every response was cut at data.max_response_length=%d%s for %d steps: none ends by itself, and most scorers find "
+                "no answer. Raise data.max_response_length, or check that the model and its chat template have an end token",
                 batch.tensors["responses"].shape[1],
+                ", which includes the answers of tools," if has_tools else "",
                 self.count,
             )
 

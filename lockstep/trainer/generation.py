@@ -112,9 +112,10 @@ class GenerationRunner:
             workers = self._workers(config, closing)
             if agent_workers is not None:
                 agent_workers.wait_ready()
-        if agents is not None:
-            workers = AgentRollout(agent_workers or agents, workers, tokenizer.pad_token_id)
         n, seed = self.config.data.n_samples, self.config.rollout.seed
+        if agents is not None:
+            batch_size = self.config.data.batch_size * n
+            workers = AgentRollout(agent_workers or agents, workers, tokenizer.pad_token_id, batch_size)
         with BatchProgress(len(dataset), done=len(dataset) - len(missing)) as progress:
             for rows, prompts in prompt_batches(dataset, missing, self.config.data.batch_size):
                 columns = _columns(generate_for_rows(workers, prompts, rows, n=n, seed=seed), tokenizer)

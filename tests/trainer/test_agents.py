@@ -217,7 +217,7 @@ class Tolerant(AgentLoop):
         try:
             await conversation.generate()
         except Exception:
-            conversation.counts.program_errors += 1
+            conversation.fail("program", "no policy")
 """
 
 
@@ -236,7 +236,7 @@ class DeadGroup:
 
 def test_conversations_that_lost_their_policy_are_not_trained_on(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(TOLERANT)
-    rollout = AgentRollout(make_agents(), DeadGroup(), pad_token_id=0)
+    rollout = AgentRollout(make_agents(), DeadGroup(), pad_token_id=0, batch_size=1)
     columns = {
         "raw_prompt_ids": object_array([[5, 6]] * 2),
         "raw_prompt": object_array([[{"role": "user", "content": "Q"}]] * 2),

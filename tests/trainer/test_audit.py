@@ -5,7 +5,15 @@ import pytest
 import torch
 
 from lockstep.protocol import DataProto
-from lockstep.trainer.audit import AuditError, CutResponses, IdleSteps, check_finite, check_policy_version, rollout_gap
+from lockstep.trainer.audit import (
+    AuditError,
+    CutResponses,
+    FailedConversations,
+    IdleSteps,
+    check_finite,
+    check_policy_version,
+    rollout_gap,
+)
 from lockstep.utils.audit import GapBound
 from tests.tiny import random_batch
 
@@ -113,3 +121,29 @@ def test_steps_whose_every_response_is_cut_are_told(batch: DataProto, caplog: py
     reasons[0] = "turns"
     cut.note(batch)
     assert cut.count == 0
+    reasons[0], batch.non_tensor_batch["tool_call_counts"] = "length", np.array([1] * len(batch), dtype=object)
+    cut.note(batch)
+    cut.note(batch)
+    assert f"={width}, which includes the answers of tools, for 2 steps" in caplog.text
+
+
+def test_steps_in_which_everything_around_the_policy_fails_are_told(
+    batch: DataProto, caplog: pytest.LogCaptureFixture
+) -> None:
+    failed, columns = FailedConversations(), batch.non_tensor_batch
+    failed.note(batch)  # no conversations
+    for name in ("tool_call_counts", "tool_error_counts", "program_error_counts", "environment_error_counts"):
+        columns[name] = np.array([0] * len(batch), dtype=object)
+    failed.note(batch)  # no calls
+    columns["tool_call_counts"][:2], columns["tool_error_counts"][0] = 1, 1
+    failed.note(batch)  # one of two calls succeeds
+    assert not caplog.messages
+    columns["tool_error_counts"][1] = 1
+    failed.note(batch)
+    columns["program_error_counts"][0], columns["environment_error_counts"][1:] = 1, 1
+    failed.note(batch)
+    failed.note(batch)
+    assert [message.split(";")[0] for message in caplog.messages] == [
+        "every tool call (2) failed for 1 step(s)",
+        "the program or environment of every conversation failed for 2 step(s)",
+    ]

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,8 @@ def test_reasoning_gym_trains_validates_and_resumes_exactly(tiny_run_files: Path
     assert rollouts_of(tmp_path / "parts", 2) == rollouts_of(tmp_path / "whole", 2)
 
 
-@pytest.mark.usefixtures("no_registrations")
-def test_gym_environments_in_training(tiny_run_files: Path, tmp_path: Path) -> None:
+def write_letters(tmp_path: Path, broken: Sequence[int]) -> None:
+    """Rows of an environment; broken: those whose environment cannot be made."""
     (tmp_path / "letters.py").write_text(ENV)
     rows = [
         {
@@ -84,12 +85,33 @@ def test_gym_environments_in_training(tiny_run_files: Path, tmp_path: Path) -> N
             "reward_model": {"style": "environment"},
             "agent_name": "gym_agent",
             "env_class": f"{tmp_path}/letters.py:Letters",
-            "env_kwargs": {"wanted": "broken" if number == 1 else "a"},
+            "env_kwargs": {"wanted": "broken" if number in broken else "a"},
             "extra_info": {"index": number},
         }
         for number in range(8)
     ]
     pd.DataFrame(rows).to_parquet(tmp_path / "rows.parquet")
+
+
+@pytest.mark.usefixtures("no_registrations")
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_an_environment_that_always_fails_stops_the_run(
+    tiny_run_files: Path, tmp_path: Path, mode: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_letters(tmp_path, broken=range(8))
+    arguments = arguments_for(tiny_run_files, f"data.train_files={tmp_path}/rows.parquet")
+    assert (
+        main([*arguments, f"actor_rollout_ref.rollout.mode={mode}", f"trainer.default_local_dir={tmp_path}/run"]) == 1
+    )
+    assert (
+        "8 conversations in a row failed before the first turn of the policy; the last one: the environment of gym_agent failed: "
+        "RuntimeError: no such letter" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.usefixtures("no_registrations")
+def test_gym_environments_in_training(tiny_run_files: Path, tmp_path: Path) -> None:
+    write_letters(tmp_path, broken=[1])
     arguments = arguments_for(
         tiny_run_files,
         f"data.train_files={tmp_path}/rows.parquet",

@@ -118,8 +118,9 @@ class EnvironmentLoop(AgentLoop):
             conversation.reward_scores |= _numbers(await _of_environment(episode.metrics()))
             conversation.reward_scores["reward"] = math.fsum(conversation.turn_scores)
         except EpisodeError as error:
-            conversation.counts.environment_errors += 1
-            self._report(conversation.row, error)
+            name = conversation.row.get("agent_name") or type(self).__name__
+            conversation.fail("environment", f"the environment of {name} failed: {error}")
+            self._report(conversation, error)
         finally:
             with suppress(EpisodeError):
                 await _of_environment(episode.close())
@@ -145,16 +146,12 @@ class EnvironmentLoop(AgentLoop):
             if not conversation.add(step.messages or [{"role": "user", "content": ""}]):
                 return
 
-    def _report(self, row: Mapping[str, Any], error: EpisodeError) -> None:
+    def _report(self, conversation: Conversation, error: EpisodeError) -> None:
         """The first failure of each kind; an environment that fails often must not flood the log."""
         kind = str(error).partition(":")[0]
         if kind not in self._failures:
             self._failures.add(kind)
-            logger.error(
-                "the environment of %s failed, which costs its conversation: %s (further ones are only counted)",
-                row.get("agent_name") or type(self).__name__,
-                error,
-            )
+            logger.error("%s (costs its conversation; further ones are only counted)", conversation.failure)
 
 
 @dataclass(frozen=True)

@@ -103,8 +103,8 @@ class ProgramAgent(AgentLoop):
         if not recorder.turns:
             error = error or "it made no request that was answered"
         if error:
-            conversation.counts.program_errors += 1
-            logger.error("the program %s failed: %s", self.config.command, error)
+            conversation.fail("program", f"the program {self.config.command} failed: {error}")
+            logger.error("%s", conversation.failure)
         take_branches(conversation, recorder, max_prompt=self.setup.rollout.prompt_length)
 
     def _open_session(self, endpoint: "Endpoint", conversation: Conversation) -> str:

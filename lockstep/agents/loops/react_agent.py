@@ -81,9 +81,8 @@ class ReactAgent(AgentLoop):
         finally:
             held.reset(token)
             await tools.release()
-        if not session.recorder.turns and not conversation.counts.program_errors:
-            conversation.counts.program_errors += 1
-            self._log_once("NoTurn", "the graph of react_agent ended without calling its chat model")
+        if not session.recorder.turns and not conversation.failure:
+            self._fail(conversation, "NoTurn", "the graph of react_agent ended without calling its chat model")
         take_branches(conversation, session.recorder, max_prompt=self.setup.rollout.prompt_length)
         conversation.finish_reason = reason or conversation.finish_reason
 
@@ -98,12 +97,12 @@ class ReactAgent(AgentLoop):
         except LimitReachedError as limit:
             return limit.reason
         except Exception as error:  # noqa: BLE001 - a user's graph may raise anything: it costs its own conversation
-            conversation.counts.program_errors += 1
             what = f"timeout_s={self.timeout_s:g} exceeded" if isinstance(error, TimeoutError) else repr(error)
-            self._log_once(type(error).__name__, f"the graph of react_agent failed: {what}", error)
+            self._fail(conversation, type(error).__name__, f"the graph of react_agent failed: {what}", error)
         return None
 
-    def _log_once(self, kind: str, message: str, error: Exception | None = None) -> None:
+    def _fail(self, conversation: Conversation, kind: str, message: str, error: Exception | None = None) -> None:
+        conversation.fail("program", message)
         if kind not in self._failures:  # the log must not be flooded
             self._failures.add(kind)
             logger.error("%s (further ones are only counted)", message, exc_info=error)

@@ -16,6 +16,7 @@ from lockstep.protocol import DataProto, object_array
 from lockstep.protocol.generation import Completion, GenerationRequest
 from lockstep.trainer.ppo.forks import EARLIER
 from lockstep.utils import event_loop
+from lockstep.utils.audit import AuditError
 from lockstep.utils.event_loop import all_of
 from lockstep.workers.agent_client import AgentClient
 from lockstep.workers.rollout_batch import group_key, requests_of, sampling_params, trajectory_tensors
@@ -47,17 +48,23 @@ AGENT_COLUMNS = (
 
 
 class AgentRollout:
-    """Takes the place of `rollout_wg`, the rollout's worker group. agents: holds the conversations."""
+    """Takes the place of `rollout_wg`, the rollout's worker group.
 
-    def __init__(self, agents: Agents | AgentClient, rollout_wg: Any, pad_token_id: int) -> None:
+    agents:     holds the conversations.
+    batch_size: conversations of a step. If as many in a row fail without a turn of the policy, the run stops.
+    """
+
+    def __init__(self, agents: Agents | AgentClient, rollout_wg: Any, pad_token_id: int, batch_size: int) -> None:
         self.agents = agents
         self.rollout_wg = rollout_wg
         self.pad_token_id = pad_token_id
+        self.batch_size = batch_size
         self.client = RolloutClient(rollout_wg)
+        self._failures: list[str] = []  # of the latest conversations, since one had a turn of the policy
 
     def separate(self) -> "AgentRollout":
         """Another one with its own client, for conversations that wait while this one generates a batch."""
-        return AgentRollout(self.agents, self.rollout_wg, self.pad_token_id)
+        return AgentRollout(self.agents, self.rollout_wg, self.pad_token_id, self.batch_size)
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """One conversation per row of `prompts`; wakes the workers and lets them sleep afterwards."""
@@ -68,7 +75,9 @@ class AgentRollout:
         sampling = sampling_params(self.agents.config, validate=info["validate"], greedy=info["greedy"])
         requests = requests_of(prompts, sampling)
         async with self.running():
-            return self.batch(await all_of([self.converse(prompts, row, r) for row, r in enumerate(requests)]))
+            conversations = await all_of([self.converse(prompts, row, r) for row, r in enumerate(requests)])
+        self._check_failures(len(conversations))
+        return self.batch(conversations)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -86,7 +95,17 @@ class AgentRollout:
         result = await self.agents.hold(row, request.prompt_ids, generate, request.sampling, request.seed)
         if self.client.failure is not None:  # loops that contain failures end their conversation and return it
             raise self.client.failure
+        is_empty = not any(any(trajectory.response_mask) for trajectory in result.trajectories)
+        self._failures = [*self._failures, result.failure] if result.failure and is_empty else []
+        self._check_failures(self.batch_size)
         return result
+
+    def _check_failures(self, most: int) -> None:
+        """AuditError if the latest `most` conversations failed before the first turn of the policy."""
+        if len(self._failures) >= most:
+            raise AuditError(
+                f"{most} conversations in a row failed before the first turn of the policy; the last one: {self._failures[-1]}"
+            )
 
     def batch(self, conversations: Sequence[ConversationResult]) -> DataProto:
         """What conversations add to their rows."""

@@ -52,7 +52,14 @@ from lockstep.single_controller import (
     create_colocated_worker_cls,
 )
 from lockstep.trainer.agents import start_agent_workers
-from lockstep.trainer.audit import CutResponses, IdleSteps, check_finite, check_policy_version, rollout_gap
+from lockstep.trainer.audit import (
+    CutResponses,
+    FailedConversations,
+    IdleSteps,
+    check_finite,
+    check_policy_version,
+    rollout_gap,
+)
 from lockstep.trainer.checkpoint import CheckpointStore, RunLock
 from lockstep.trainer.inputs import fetch_on_workers
 from lockstep.trainer.interrupt import Interrupt, StopRequested
@@ -154,6 +161,7 @@ class PPOTrainer:
         self.loader_state: dict[str, Any] = {}
         """State of the data loader after the last complete step: the one that checkpoints save."""
         self.idle_steps, self.cut_responses = IdleSteps(), CutResponses()
+        self.failed_conversations = FailedConversations()
         compute_dtype = resolve_dtype(config.actor_rollout_ref.actor.fsdp_config.dtype, torch.device(self.device_name))
         self.gap_bound = GapBound(compute_dtype)
         roles = profiled_roles(config, map(str, role_worker_mapping))
@@ -238,7 +246,8 @@ class PPOTrainer:
         """What answers prompts: the rollout's workers, or agents that use them."""
         if self.agents is None:
             return self.rollout_wg
-        return AgentRollout(self.agent_workers or self.agents, self.rollout_wg, self.tokenizer.pad_token_id)
+        batch_size = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
+        return AgentRollout(self.agent_workers or self.agents, self.rollout_wg, self.tokenizer.pad_token_id, batch_size)
 
     def _sampling(self) -> Sampling:
         workers = self.config, self._rollout(), self.rm_wg, self.reward_fn
@@ -457,6 +466,7 @@ class PPOTrainer:
         # 1. and 2. generate and reward
         batch, sampling_metrics = self.source.collect(prompts, step=self.global_steps, timing=timing)
         self.cut_responses.note(batch)
+        self.failed_conversations.note(batch)
         batch = forks.add_rows(batch, self.config.actor_rollout_ref.rollout, self.tokenizer.pad_token_id)
         check_policy_version(batch, self.num_updates, self.max_staleness)
         metrics |= sampling_metrics | self._seqlen_metrics(batch)

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from lockstep.data.loader import Collate
 from lockstep.data.rl_dataset import collate_fn as collate_samples
 from lockstep.protocol import DataProto
-from lockstep.trainer.ppo.metrics import name_validation_metrics, process_validation_metrics
+from lockstep.trainer.ppo.metrics import AGENT_COLUMNS, name_validation_metrics, process_validation_metrics
 from lockstep.trainer.ppo.sampling import extra_columns
 from lockstep.utils.decoding import decode_all
 
@@ -22,8 +22,8 @@ from lockstep.utils.decoding import decode_all
 class Responses:
     """One entry per response, in the order of generation.
 
-    details: index of the row in its data set, length in tokens, finish reason and, in training, the advantage (mean over
-             the response's tokens).
+    details: index of the row in its data set, length in tokens, finish reason, counts of a conversation and, in training, the
+             advantage (mean over the response's tokens).
     extra:   the reward function's other results.
     """
 
@@ -85,7 +85,8 @@ def response_texts(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> tupl
 def _details(batch: DataProto) -> dict[str, list[Any]]:
     tensors, columns = batch.tensors, batch.non_tensor_batch
     width = tensors["responses"].shape[1]
-    found: dict[str, list[Any]] = {name: list(columns[name]) for name in ("index", "finish_reason") if name in columns}
+    names = {"index": "index", "finish_reason": "finish_reason"} | AGENT_COLUMNS
+    found: dict[str, list[Any]] = {name: list(columns[key]) for key, name in names.items() if key in columns}
     found["length"] = tensors["attention_mask"][:, -width:].sum(-1).tolist()
     if "advantages" in tensors:
         mask = tensors["response_mask"]
