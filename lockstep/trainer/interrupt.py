@@ -27,10 +27,14 @@ def stop_on_sigterm() -> Iterator[None]:
     atexit.register(_ignore_signals)
     try:
         yield
-    except KeyboardInterrupt:
-        # Python ends the process by SIGINT if the exception passed through `exec` or `eval`, even if it is caught later;
+    except BaseException as error:
+        # Python ends the process by SIGINT if a KeyboardInterrupt passed through `exec` or `eval`, even if it is caught later;
         # the next `exec` resets that.
         exec("")
+        if _early_stop.is_set() and not isinstance(
+            error, KeyboardInterrupt
+        ):  # a library that was interrupted raised another
+            raise KeyboardInterrupt from error
         raise
     finally:
         sys.unraisablehook = hook

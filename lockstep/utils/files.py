@@ -5,13 +5,14 @@ import json
 import os
 import re
 import secrets
+import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-_TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.tmp|\.writable-\d+-[0-9a-f]{8}")
+_TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.tmp|\.writable-[a-z0-9_]{8}")
 """Names of temporary files."""
 
 
@@ -90,13 +91,10 @@ def sha256_all(paths: Sequence[Path]) -> dict[Path, str]:
 def ensure_writable(folder: Path | str, key: str) -> Path:
     """Create `folder` and check that it is writable. key: its config key, for the error message."""
     path = Path(folder).expanduser()
-    probe = path / f".writable-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         path.mkdir(parents=True, exist_ok=True)
-        try:
-            probe.write_bytes(b"")
-        finally:  # also if a stop signal comes in between
-            probe.unlink(missing_ok=True)  # a run that starts here at the same time may have removed it as stale
+        with tempfile.TemporaryFile(prefix=".writable-", dir=path):  # has no name, so a stop leaves nothing behind
+            pass
     except OSError as error:
         reason = error.strerror or str(error)
         raise ValueError(f"{key}={folder}: cannot write there ({reason}); set {key} to a writable folder") from error

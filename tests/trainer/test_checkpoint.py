@@ -384,11 +384,11 @@ def test_killed_at_any_time(moment: str, step: int, found: int, content: str, tm
 
 def test_clean_stale_removes_what_any_process_left_behind(tmp_path: Path) -> None:
     pids = (DEAD_PID, os.getppid(), os.getpid())  # an id may belong to another live process by now
+    (tmp_path / ".writable-0123_abc").write_text("")
     for pid in pids:
         for kind in ("staging", "pruned", "replaced"):
             (tmp_path / f".{kind}-global_step_9-{pid}").mkdir()
         (tmp_path / f".config.yaml.{pid}-0123abcd.tmp").write_text("half")
-        (tmp_path / f".writable-{pid}-0123abcd").write_text("")
     kept = [".staging-notes", "global_step_9", ".mine.tmp", "config.yaml", "notes.tmp"]
     for name in kept:
         (tmp_path / name).mkdir()

@@ -41,6 +41,15 @@ def test_stop_within_a_destructor_is_not_lost(number: int, capsys: pytest.Captur
         assert not interrupt.requested
 
 
+@pytest.mark.usefixtures("own_handlers")
+def test_an_error_of_code_that_was_interrupted_is_the_stop() -> None:
+    with pytest.raises(KeyboardInterrupt), stop_on_sigterm():
+        StoppedWhenDeleted(signal.SIGINT)
+        raise ValueError("half a config")
+    with pytest.raises(ValueError, match="whole"), stop_on_sigterm():
+        raise ValueError("of a whole config")
+
+
 STOPPED_WITHIN_EVAL = """
 import os, signal, sys
 from lockstep.trainer.interrupt import stop_on_sigterm
