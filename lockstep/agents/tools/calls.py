@@ -4,19 +4,17 @@ import asyncio
 import json
 import logging
 import math
-import threading
 import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
-from weakref import WeakKeyDictionary
 
 from lockstep.agents.schemas import JSON_ERRORS, ToolResponse
 from lockstep.agents.tool_parser import FunctionCall
 from lockstep.agents.tools.base import BaseTool
+from lockstep.agents.tools.threads import run_in_thread
 from lockstep.config.actor_rollout_ref import MultiTurnConfig
 
 logger = logging.getLogger(__name__)
@@ -24,14 +22,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 TruncateSide = Literal["left", "middle", "right"]
 
-GRACE_S = 1.0
-"""Time after the deadline in which a tool that does not block can end by itself."""
 MAX_ERROR_CHARS = 300
-MAX_THREADS = 64
 PACKAGE = str(Path(__file__).parents[2])
 TRIVIAL = (BaseTool.create, BaseTool.calc_reward, BaseTool.release)
 """Methods that need no thread and no deadline: those that a tool did not override."""
-_slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 _logged: set[tuple[str, str]] = set()
 
 
@@ -171,43 +165,6 @@ async def run_contained(what: str, start: Callable[[], Coroutine[Any, Any, T]], 
     except Exception as error:
         _log_once(what, error)
         raise ToolError(f"{type(error).__name__}: {str(error)[:MAX_ERROR_CHARS]}") from error
-
-
-async def run_in_thread(start: Callable[[], Coroutine[Any, Any, T]], timeout_s: float) -> T:
-    """Run a coroutine in a new thread with its own event loop; TimeoutError `timeout_s` after its start.
-
-    A thread that blocks is left behind: it cannot be killed, but holds up nothing else. At most MAX_THREADS others run at a time.
-    """
-    async with _slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_THREADS)):
-        return await _run_in_thread(start, timeout_s)
-
-
-async def _run_in_thread(start: Callable[[], Coroutine[Any, Any, T]], timeout_s: float) -> T:
-    future: Future[T] = Future()
-
-    async def limited() -> T:
-        return await asyncio.wait_for(start(), timeout_s)
-
-    def work() -> None:
-        try:
-            result = asyncio.run(limited())
-        except BaseException as error:  # noqa: BLE001 - a tool may raise anything, SystemExit too
-            _settle(future, error=error if isinstance(error, Exception) else RuntimeError(repr(error)))
-        else:
-            _settle(future, result)
-
-    threading.Thread(target=work, name="tool", daemon=True).start()
-    return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s + GRACE_S)
-
-
-def _settle(future: "Future[Any]", result: Any = None, error: Exception | None = None) -> None:
-    """Set the outcome, unless the caller has given up."""
-    if not future.set_running_or_notify_cancel():
-        return
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(result)
 
 
 def _as_it_is(result: Any) -> Any:

@@ -1,0 +1,84 @@
+"""Threads that run calls of users' code, so that one that blocks holds up nothing else.
+
+run_in_thread ─► an idle thread, or a new one ─► its event loop runs the call ─► idle again
+"""
+
+import asyncio
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import suppress
+from contextvars import Context
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+T = TypeVar("T")
+
+GRACE_S = 1.0
+"""Time after the deadline in which a call that does not block can end by itself."""
+MAX_CALLS = 64
+"""Calls that run at a time for one event loop."""
+_slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+
+async def run_in_thread(start: Callable[[], Coroutine[Any, Any, T]], timeout_s: float) -> T:
+    """Run a coroutine in a thread with its own event loop; TimeoutError `timeout_s` after its start.
+
+    A thread that blocks is left behind: it cannot be killed, but holds up nothing else.
+    """
+    async with _slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_CALLS)):
+        future: Future[T] = Future()
+        try:
+            thread = _idle.pop()
+        except IndexError:
+            thread = _Thread()
+        thread.begin(start, timeout_s, future)
+        return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s + GRACE_S)
+
+
+class _Thread:
+    """Runs one call at a time."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._task: asyncio.Task[None] | None = None
+        threading.Thread(target=self._run, name="tool", daemon=True).start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        while True:
+            with suppress(
+                BaseException
+            ):  # SystemExit of a task passes through the loop; who awaits the task gets it too
+                self._loop.run_forever()
+
+    def begin(self, start: Callable[[], Coroutine[Any, Any, T]], timeout_s: float, future: "Future[T]") -> None:
+        """Run a call; `future` gets its outcome."""
+
+        def create() -> None:
+            self._task = self._loop.create_task(self._call(start, timeout_s, future))
+
+        self._loop.call_soon_threadsafe(create, context=Context())
+
+    async def _call(self, start: Callable[[], Coroutine[Any, Any, T]], timeout_s: float, future: "Future[T]") -> None:
+        result, error = None, None
+        try:
+            async with asyncio.timeout(timeout_s):
+                result = await start()
+        except BaseException as raised:  # noqa: BLE001 - a tool may raise anything, SystemExit too
+            error = raised if isinstance(raised, Exception) else RuntimeError(repr(raised))
+        for task in asyncio.all_tasks() - {self._task}:  # what the call left behind
+            task.cancel()
+        _idle.append(self)
+        if not future.set_running_or_notify_cancel():  # the caller has given up
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+
+_idle: deque[_Thread] = deque()
+os.register_at_fork(after_in_child=_idle.clear)  # a forked process has none of the threads
