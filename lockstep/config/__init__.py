@@ -12,7 +12,9 @@ The path of a key from the command line to the dataclass:
       ▼
     schema.py                  interpolations resolved, each value converted to the type of its field, dataclass built
       ▼
-    checks.py                  ranges, files, keys that must agree, worker counts
+    ppo_checks.py              keys that must agree, batches, lengths, worker counts
+      │  ranges.py             the allowed numbers of each key
+      │  checks.py             files, models, rollout engines, names: what the programs share
       ▼
     PPOConfig                  ppo.py: the root; algorithm.py, data.py, actor_rollout_ref.py, critic.py, model.py, reward.py,
                                trainer.py: its sections
@@ -21,5 +23,5 @@ The path of a key from the command line to the dataclass:
 
 Each step adds to a list of `Problem`s (errors.py); one ConfigError reports them all. estimators.py lists what each advantage
 estimator needs, placement.py computes worker pools, reference.py writes docs/config.md. To add a key: a field with a docstring
-in its section, a range in checks.py if it has one, then `make docs-config`. Nothing here imports torch.
+in its section, a range in ranges.py if it has one, then `make docs-config`. Nothing here imports torch.
 """

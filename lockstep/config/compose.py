@@ -24,7 +24,6 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep.config.checks import check
 from lockstep.config.compat import UNSUPPORTED_FILES
 from lockstep.config.derived_defaults import derived_defaults
 from lockstep.config.errors import NO_VALUE, ConfigError, Problem, show
@@ -33,6 +32,7 @@ from lockstep.config.generation import GenerationConfig
 from lockstep.config.generation_checks import check_evaluation, check_generation
 from lockstep.config.normalize import Layer, canonical_name, merge, normalize, unsupported_values
 from lockstep.config.ppo import PPOConfig
+from lockstep.config.ppo_checks import check
 from lockstep.config.preference import DPOConfig, RMConfig
 from lockstep.config.schema import build, explain_unknown_key, is_mapping_key, keys, sections, set_in, to_plain
 from lockstep.config.sft import SFTConfig
@@ -114,7 +114,7 @@ def load_config(
     overrides:   Hydra's grammar: `key=value`, `+key=value`, `++key=value`, `~key` (reset to the default), `group=preset`.
     config_name: YAML file in `config_dir` (or a preset), with or without `.yaml`; a path to a file works too.
     config_dir:  folder of the user's YAML files and config groups.
-    run_checks:  false checks only names and types, not `checks.py`.
+    run_checks:  false checks only names and types, not `ppo_checks`.
     layers:      values by key, nested or dotted, that override everything else and the layers before; for callers in Python.
     """
     name, folder = _locate(config_name or DEFAULT_NAMES.get(cls, DEFAULT_NAMES[PPOConfig]), config_dir)

@@ -1,4 +1,4 @@
-"""Checks of a whole configuration of SFT or preference training, composed of those that PPO shares and its own."""
+"""Checks of a whole configuration of SFT or preference training, composed of those that the programs share and its own."""
 
 import os
 from collections.abc import Iterator
@@ -8,6 +8,7 @@ from lockstep.config import checks
 from lockstep.config.checks import Values
 from lockstep.config.errors import Problem, show
 from lockstep.config.preference import DPOConfig
+from lockstep.config.ranges import ranges
 from lockstep.config.schema import defaults, flat_values
 from lockstep.config.sft import SFTConfig, SupervisedConfig
 from lockstep.config.without_effect import Reason, notices, profiler_reasons
@@ -26,7 +27,7 @@ def check_supervised(config: SupervisedConfig) -> tuple[list[Problem], list[str]
     """Everything that prevents the configuration from running, and warnings about likely mistakes."""
     values = flat_values(config)
     problems = chain(
-        checks.ranges(values),
+        ranges(values),
         checks.tracker_names(values),
         checks.fixed_values(values),
         checks.data_files(values),

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from lockstep.config import checks
-from lockstep.config.checks import RANGES
 from lockstep.config.compose import load_config
 from lockstep.config.errors import ConfigError
 from lockstep.config.generation import GenerationConfig
 from lockstep.config.placement import need_critic
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.preference import DPOConfig, RMConfig
+from lockstep.config.ranges import RANGES
 from lockstep.config.schema import keys
 from lockstep.config.sft import SFTConfig
 from tests.hub import use_hub

@@ -23,7 +23,7 @@ from tests.config.config_reads import fields_read
 
 READ_ELSEWHERE = {
     "strategy": "all values mean FSDP2",
-    "actor_rollout_ref.ref.enable": "false makes a KL term an error (config/checks.py)",
+    "actor_rollout_ref.ref.enable": "false makes a KL term an error (config/ppo_checks.py)",
     "ulysses_sequence_parallel_size": "`sequence_parallel_size` reads it from any section",
 }
 """Field, or key, that `fields_read` cannot see."""
