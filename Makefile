@@ -4,7 +4,7 @@
 # make test-vllm  the tests that need vLLM, in an environment of their own (CPU build; the first time downloads about 1 GB)
 # make test-environments  the tests that need reasoning-gym, OpenEnv or verifiers, in two environments
 # make lint    the checks without the tests
-# make chaos   300 faults injected into training runs, and the table in docs/reliability.md (about an hour)
+# make chaos   300 faults injected into training runs, and the table in docs/reliability.md (about 20 minutes)
 # `make setup PYTHON=python3.12` selects the interpreter (3.11 or newer).
 
 PYTHON ?= python3
