@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from lockstep.protocol import DataProto
+from lockstep.trainer.ppo.agent_rollout import COUNT_COLUMNS
 
 NUM_BOOTSTRAP = 1000
 BOOTSTRAP_SEED = 42
@@ -21,12 +22,7 @@ BOOTSTRAP_SEED = 42
 # stages whose cost is per token of the sequence; generation is per response token
 SEQUENCE_STAGES = ("ref", "values", "adv", "update_critic", "update_actor")
 
-AGENT_COLUMNS = {
-    "__num_turns__": "num_turns",
-    **{name: name for name in ("tool_call_counts", "tool_error_counts", "malformed_call_counts", "trajectory_breaks")},
-    "program_error_counts": "program_error_counts",
-    "environment_error_counts": "environment_error_counts",
-}
+CONVERSATION_COLUMNS = {"__num_turns__": "num_turns", **{name: name for name in COUNT_COLUMNS.values()}}
 """Columns of conversations, and the names of their metrics."""
 
 ValidationMetrics = dict[str, dict[str, dict[str, float]]]
@@ -64,7 +60,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
         "response/aborted_ratio": float((~finished_B).mean()),
         **_length_metrics("prompt_length", prompt_B, max_prompt),
     }
-    for key, name in AGENT_COLUMNS.items():
+    for key, name in CONVERSATION_COLUMNS.items():
         if key in batch.non_tensor_batch:
             metrics |= _mean_max_min(name, batch.non_tensor_batch[key].astype(np.float64))
     return metrics

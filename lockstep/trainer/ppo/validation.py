@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from lockstep.data.loader import Collate
 from lockstep.data.rl_dataset import collate_fn as collate_samples
 from lockstep.protocol import DataProto
-from lockstep.trainer.ppo.metrics import AGENT_COLUMNS, name_validation_metrics, process_validation_metrics
+from lockstep.trainer.ppo.metrics import CONVERSATION_COLUMNS, name_validation_metrics, process_validation_metrics
 from lockstep.trainer.ppo.sampling import extra_columns
 from lockstep.utils.decoding import decode_all
 
@@ -85,7 +85,7 @@ def response_texts(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> tupl
 def _details(batch: DataProto) -> dict[str, list[Any]]:
     tensors, columns = batch.tensors, batch.non_tensor_batch
     width = tensors["responses"].shape[1]
-    names = {"index": "index", "finish_reason": "finish_reason"} | AGENT_COLUMNS
+    names = {"index": "index", "finish_reason": "finish_reason"} | CONVERSATION_COLUMNS
     found: dict[str, list[Any]] = {name: list(columns[key]) for key, name in names.items() if key in columns}
     found["length"] = tensors["attention_mask"][:, -width:].sum(-1).tolist()
     if "advantages" in tensors:
