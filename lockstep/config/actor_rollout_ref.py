@@ -212,7 +212,7 @@ class ProgramConfig:
     command: list[str] = field(default_factory=list)
     """The program and its arguments; it talks to the policy at OPENAI_BASE_URL or ANTHROPIC_BASE_URL."""
     timeout_s: float = 600.0
-    """Deadline of a conversation, in seconds; then the program is killed."""
+    """Deadline of a conversation, in seconds without those in which it waits for the policy; then the program is killed."""
     max_concurrent: int = 64
     """Programs that run at once; further conversations wait."""
     force_sampling: bool = True

@@ -19,6 +19,7 @@ from typing import Any
 
 from lockstep.agents.loops.base import AgentLoop, Setup, register
 from lockstep.agents.loops.program_agent import KEY, ProgramAgent, ProgramError
+from lockstep.agents.loops.recorded import OwnTime
 from lockstep.config.actor_rollout_ref import ProgramConfig
 from lockstep.data.verifiers_tasks import make_env, task_of
 
@@ -55,14 +56,14 @@ class VerifiersAgent(ProgramAgent):
                 del self._threads[event_loop], os.environ[_key_variable(token)]
                 await asyncio.to_thread(thread.stop)
 
-    async def _run_program(self, row: Mapping[str, Any], environment: dict[str, str]) -> str:
+    async def _run_program(self, row: Mapping[str, Any], environment: dict[str, str], own_time: OwnTime) -> str:
         """One episode; returns its rewards and metrics as a JSON object."""
         place = row["extra_info"]["verifiers"]
         address, token = environment["OPENAI_BASE_URL"], environment["OPENAI_API_KEY"]
         rollout = _episode(json.loads(json.dumps(place["config"])), int(place["index"]), address, token)
         running = asyncio.run_coroutine_threadsafe(rollout, self._threads[asyncio.get_running_loop()].loop)
         try:
-            return json.dumps(await asyncio.wait_for(asyncio.wrap_future(running), self.config.timeout_s))
+            return json.dumps(await own_time.limit(asyncio.wrap_future(running), self.config.timeout_s))
         except TimeoutError:
             raise ProgramError(f"it exceeded {KEY}.timeout_s={self.config.timeout_s:g}") from None
         except ProgramError:

@@ -23,7 +23,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from lockstep.agents.conversation import Conversation
 from lockstep.agents.loops.base import AgentLoop, Setup, register
-from lockstep.agents.loops.recorded import answer_settings, take_branches
+from lockstep.agents.loops.recorded import OwnTime, answer_settings, take_branches
 from lockstep.agents.schemas import JSON_ERRORS
 from lockstep.config.actor_rollout_ref import ProgramConfig
 
@@ -91,9 +91,10 @@ class ProgramAgent(AgentLoop):
         running = self._running[asyncio.get_running_loop()]
         endpoint = running.endpoint
         async with running.slots:
-            name = self._open_session(endpoint, conversation)
+            own_time = OwnTime(conversation.sample)
+            name = self._open_session(endpoint, conversation, own_time)
             try:
-                output = await self._run_program(conversation.row, _environment(endpoint, name))
+                output = await self._run_program(conversation.row, _environment(endpoint, name), own_time)
                 conversation.reward_scores |= rewards_of(output)
                 error = ""
             except ProgramError as failure:
@@ -107,16 +108,16 @@ class ProgramAgent(AgentLoop):
             logger.error("%s", conversation.failure)
         take_branches(conversation, recorder, max_prompt=self.setup.rollout.prompt_length)
 
-    def _open_session(self, endpoint: "Endpoint", conversation: Conversation) -> str:
+    def _open_session(self, endpoint: "Endpoint", conversation: Conversation, own_time: OwnTime) -> str:
         answers = answer_settings(conversation, self.setup.rollout, force_sampling=self.config.force_sampling)
         # Seeds depend on the name, so it must be the same in every run.
         name = f"{conversation.seed:x}"
         while endpoint.has_session(name):
             name += "-again"
-        endpoint.open_session(name, conversation.sample, answers)
+        endpoint.open_session(name, own_time.sample, answers)
         return name
 
-    async def _run_program(self, row: Mapping[str, Any], environment: dict[str, str]) -> str:
+    async def _run_program(self, row: Mapping[str, Any], environment: dict[str, str], own_time: OwnTime) -> str:
         """The end of the program's output; ProgramError if it fails or exceeds its deadline."""
         with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
             stdin.write(json.dumps(_input_of(row), default=_plain).encode())
@@ -133,7 +134,7 @@ class ProgramAgent(AgentLoop):
             except OSError as error:
                 raise ProgramError(f"it cannot be started: {error}") from error
             try:
-                code = await asyncio.wait_for(process.wait(), self.config.timeout_s)
+                code = await own_time.limit(process.wait(), self.config.timeout_s)
             except TimeoutError:
                 raise ProgramError(
                     f"it exceeded {KEY}.timeout_s={self.config.timeout_s:g}{_logged(stdout, stderr)}"

@@ -6,7 +6,6 @@ row ─► graph.ainvoke({"messages": prompt}) ─► chat model, an own one ─
 The graph is your own (`build_graph(model, tools)`), or by default: call the model, run the tools that it calls, and so on.
 """
 
-import asyncio
 import logging
 import uuid
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from lockstep.agents.conversation import Conversation
 from lockstep.agents.endpoint.answers import Session
 from lockstep.agents.endpoint.recorder import SessionRecorder
 from lockstep.agents.loops.base import AgentLoop, Setup, register
-from lockstep.agents.loops.recorded import answer_settings, take_branches
+from lockstep.agents.loops.recorded import OwnTime, answer_settings, take_branches
 from lockstep.agents.loops.tool_agent import MALFORMED, check_tools_kwargs
 from lockstep.agents.tools.calls import CallLimits, ToolSession
 from lockstep.registry import load_plugin
@@ -32,7 +31,7 @@ class ReactAgent(AgentLoop):
     """
     graph:     `file.py:build_graph` or `module.build_graph`: (chat model, tools) -> an object with `ainvoke`. None: call the
                run's tools until the policy calls none.
-    timeout_s: of one conversation.
+    timeout_s: of one conversation, without the time of the policy.
     """
 
     uses_tools = True
@@ -71,12 +70,13 @@ class ReactAgent(AgentLoop):
         from lockstep.agents.loops.chat_model import Held, held
 
         answers = answer_settings(conversation, self.setup.rollout, force_sampling=True)
-        session = Session("", SessionRecorder(self.setup.renderer), conversation.sample, answers)
+        own_time = OwnTime(conversation.sample)
+        session = Session("", SessionRecorder(self.setup.renderer), own_time.sample, answers)
         row = conversation.row
         tools = ToolSession(self.setup.tools, row.get("tools_kwargs") or {}, self.limits, str(uuid.uuid4()), row)
         token = held.set(Held(conversation, session, tools, self.setup.config))
         try:
-            reason = await self._run_graph(conversation)
+            reason = await self._run_graph(conversation, own_time)
             conversation.note_rewards(await tools.close())
         finally:
             held.reset(token)
@@ -86,14 +86,14 @@ class ReactAgent(AgentLoop):
         take_branches(conversation, session.recorder, max_prompt=self.setup.rollout.prompt_length)
         conversation.finish_reason = reason or conversation.finish_reason
 
-    async def _run_graph(self, conversation: Conversation) -> Any:
+    async def _run_graph(self, conversation: Conversation, own_time: OwnTime) -> Any:
         """The limit that ended the conversation; None if the graph ended by itself, or failed."""
         from lockstep.agents.loops.chat_model import LimitReachedError
 
         config = {"recursion_limit": MAX_STEPS, "configurable": {"row": conversation.row}}
         try:
-            async with asyncio.timeout(self.timeout_s):
-                await self.graph.ainvoke({"messages": list(conversation.row["raw_prompt"])}, config=config)
+            call = self.graph.ainvoke({"messages": list(conversation.row["raw_prompt"])}, config=config)
+            await own_time.limit(call, self.timeout_s)
         except LimitReachedError as limit:
             return limit.reason
         except Exception as error:  # noqa: BLE001 - a user's graph may raise anything: it costs its own conversation

@@ -1,9 +1,60 @@
 """Conversations that others hold through a session with its recorder: outside programs and graphs."""
 
-from lockstep.agents.conversation import Conversation
+import asyncio
+import time
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from lockstep.agents.conversation import Conversation, Generate
 from lockstep.agents.endpoint.answers import AnswerSettings
 from lockstep.agents.endpoint.recorder import SessionRecorder, trajectories_of
 from lockstep.config.actor_rollout_ref import RolloutConfig
+from lockstep.protocol.generation import Completion, GenerationRequest
+from lockstep.utils.event_loop import cancelled
+
+T = TypeVar("T")
+
+CHECK_EVERY_S = 0.1
+"""How often a deadline is checked that the policy has moved."""
+
+
+class OwnTime:
+    """Measures the time in which nobody waits for the policy, which may be busy or, during asynchronous training, paused."""
+
+    def __init__(self, sample: Generate) -> None:
+        self._policy = sample
+        self._began = time.monotonic()
+        self._waited_s = 0.0  # for the policy, until no request was open
+        self._num_open, self._open_since = 0, 0.0
+
+    async def sample(self, request: GenerationRequest) -> Completion:
+        """A turn of the policy."""
+        if not self._num_open:
+            self._open_since = time.monotonic()
+        self._num_open += 1
+        try:
+            return await self._policy(request)
+        finally:
+            self._num_open -= 1
+            if not self._num_open:
+                self._waited_s += time.monotonic() - self._open_since
+
+    @property
+    def seconds(self) -> float:
+        now = time.monotonic()
+        return now - self._began - self._waited_s - (now - self._open_since if self._num_open else 0.0)
+
+    async def limit(self, call: Awaitable[T], timeout_s: float) -> T:
+        """The result of `call`; TimeoutError, and the call is cancelled, after `timeout_s` of own time."""
+        task = asyncio.ensure_future(call)
+        try:
+            while not task.done():
+                if (left_s := timeout_s - self.seconds) <= 0:
+                    raise TimeoutError
+                await asyncio.wait([task], timeout=max(left_s, CHECK_EVERY_S))
+            return task.result()
+        finally:
+            await cancelled([task])
 
 
 def answer_settings(conversation: Conversation, rollout: RolloutConfig, *, force_sampling: bool) -> AnswerSettings:
