@@ -64,6 +64,7 @@ class SimulatedClient(RolloutClient):
 
     median_s = 0.0
     num_slots = 1
+    num_requests = 0
 
     def __init__(self, rollout_wg: WorkerGroup) -> None:
         super().__init__(rollout_wg)
@@ -85,6 +86,7 @@ class SimulatedClient(RolloutClient):
 
     async def generate(self, request: GenerationRequest, *, key: str = "") -> Completion:
         completion = await super().generate(request, key=key)
+        SimulatedClient.num_requests += 1
         left_s = self.median_s * min(LONGEST, random.Random(request.seed).lognormvariate(0.0, 1.0))
         async with self._slots:
             while left_s > 0:
@@ -140,9 +142,12 @@ class Benchmark:
             f"trainer.total_training_steps={steps}",
             f"trainer.default_local_dir={self.folder}/{name}",
         ]
-        runner = TaskRunner()
+        runner, SimulatedClient.num_requests = TaskRunner(), 0
         if (code := runner.run(load_config(PPOConfig, [*overrides, *settings]))) != 0:
             sys.exit(code)
+        assert SimulatedClient.num_requests >= steps * self.args.prompts * self.args.samples, (
+            "not all times were simulated"
+        )
         return [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
 
     def measure(self) -> dict[str, dict[str, float]]:
@@ -150,7 +155,7 @@ class Benchmark:
         split = ["trainer.controller=local", "trainer.placement=split", "trainer.n_gpus_per_node=2"]
         stale = f"trainer.max_staleness={self.args.max_staleness}"
         modes = {
-            "synchronous": [],
+            "synchronous": ["actor_rollout_ref.rollout.mode=async"],  # requests of one step, all of which it waits for
             "colocated": ["trainer.async_mode=colocated", stale],
             "one_step_off": ["trainer.async_mode=one_step_off", *split],
             "fully_async": ["trainer.async_mode=fully_async", *split, stale],
