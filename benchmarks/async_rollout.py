@@ -73,6 +73,7 @@ def settings(args: argparse.Namespace, folder: Path) -> list[str]:
         f"actor_rollout_ref.model.path={args.model}",
         f"actor_rollout_ref.rollout.n={args.samples}",
         f"actor_rollout_ref.rollout.max_num_seqs={args.max_num_seqs}",
+        "actor_rollout_ref.rollout.mode=async",
         f"actor_rollout_ref.rollout.stop_token_ids={list(range(3, 11))}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={args.prompts}",
         f"custom_reward_function.path={folder}/reward.py",
