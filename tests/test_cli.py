@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -127,8 +128,17 @@ def test_wrong_option_exits_with_2() -> None:
 def test_doctor_reports_versions_and_the_device(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor"]) == 0
     text = capsys.readouterr().out
-    assert all(word in text for word in ("torch", "python", "memory", "wandb"))
+    assert all(word in text for word in ("torch", "python", "memory", "swanlab", "lockstep-rl[swanlab]"))
     assert cli.main(["doctor", "now"]) == 2
+
+
+def test_doctor_knows_every_extra() -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    extras = {**project["optional-dependencies"]}
+    del extras["dev"]
+    assert set(cli.EXTRAS) == set(extras)
+    for extra, packages in extras.items():
+        assert any(package.startswith(name) for package in packages for name in cli.EXTRAS[extra]), extra
 
 
 def test_settings_with_dashes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,8 +89,8 @@ class RewardFunctionConfig:
     """Extra arguments of the reward manager, such as `overlong_buffer_cfg` or `num_workers`, the most worker processes (number of
     cores, at most 16; set 1 for a function that loads a model)."""
     sandbox: Literal["auto", "bubblewrap", "namespaces", "landlock", "none"] = "auto"
-    """Isolation of programs and graders. `auto` is the strongest form that works and an error if none does; `none` accepts that
-    a judged program can read your files and use the network."""
+    """Isolation of programs and graders. `auto` is the strongest form that works; if none does, programs are refused and graders of
+    mathematics run with limits only. `none` accepts that a judged program can read and write your files."""
     sandbox_fusion: SandboxFusionConfig = field(default_factory=SandboxFusionConfig)
     timeout_s: float | None = 300.0
     """Timeout in seconds of one reward function call; on timeout the sample fails (score 0, counted), and three in a row stop the

@@ -339,7 +339,7 @@ def _checked_form(wanted: str) -> Form:
         reasons = "; ".join(f"{form}: {failure(form)}" for form in get_args(Form)[:-1])
         raise SandboxError(
             f"no sandbox for untrusted code works here ({reasons}). Install bubblewrap, or accept that the code can read "
-            f"your files and use the network with reward_model.sandbox=none (in a library, {VARIABLE}=none)"
+            f"and write your files with reward_model.sandbox=none (in a library, {VARIABLE}=none)"
         )
     problem = failure(form) if form != "none" else None
     if problem:
