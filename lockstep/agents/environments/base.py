@@ -62,7 +62,7 @@ class Calls:
         try:
             return await asyncio.wait_for(result, self.timeout_s)
         except TimeoutError as error:
-            raise EpisodeError(f"took longer than {self.timeout_s:g} s") from error
+            raise EpisodeError(str(error) or f"took longer than {self.timeout_s:g} s") from error
         except Exception as error:
             raise EpisodeError(f"{type(error).__name__}: {error}") from error
 

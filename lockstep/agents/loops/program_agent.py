@@ -23,7 +23,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from lockstep.agents.conversation import Conversation
 from lockstep.agents.loops.base import AgentLoop, Setup, register
-from lockstep.agents.loops.recorded import OwnTime, answer_settings, take_branches
+from lockstep.agents.loops.recorded import OutOfTimeError, OwnTime, answer_settings, take_branches
 from lockstep.agents.schemas import JSON_ERRORS
 from lockstep.config.actor_rollout_ref import ProgramConfig
 
@@ -135,7 +135,7 @@ class ProgramAgent(AgentLoop):
                 raise ProgramError(f"it cannot be started: {error}") from error
             try:
                 code = await own_time.limit(process.wait(), self.config.timeout_s)
-            except TimeoutError:
+            except OutOfTimeError:
                 raise ProgramError(
                     f"it exceeded {KEY}.timeout_s={self.config.timeout_s:g}{_logged(stdout, stderr)}"
                 ) from None

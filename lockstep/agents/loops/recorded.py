@@ -18,6 +18,10 @@ CHECK_EVERY_S = 0.1
 """How often a deadline is checked that the policy has moved."""
 
 
+class OutOfTimeError(TimeoutError):
+    """A conversation exceeded its deadline; others are time-outs of the program or graph itself."""
+
+
 class OwnTime:
     """Measures the time in which nobody waits for the policy, which may be busy or, during asynchronous training, paused."""
 
@@ -45,12 +49,12 @@ class OwnTime:
         return now - self._began - self._waited_s - (now - self._open_since if self._num_open else 0.0)
 
     async def limit(self, call: Awaitable[T], timeout_s: float) -> T:
-        """The result of `call`; TimeoutError, and the call is cancelled, after `timeout_s` of own time."""
+        """The result of `call`; OutOfTimeError, and the call is cancelled, after `timeout_s` of own time."""
         task = asyncio.ensure_future(call)
         try:
             while not task.done():
                 if (left_s := timeout_s - self.seconds) <= 0:
-                    raise TimeoutError
+                    raise OutOfTimeError
                 await asyncio.wait([task], timeout=max(left_s, CHECK_EVERY_S))
             return task.result()
         finally:
