@@ -110,8 +110,8 @@ class ProgramAgent(AgentLoop):
 
     def _open_session(self, endpoint: "Endpoint", conversation: Conversation, own_time: OwnTime) -> str:
         answers = answer_settings(conversation, self.setup.rollout, force_sampling=self.config.force_sampling)
-        # Seeds depend on the name, so it must be the same in every run.
-        name = f"{conversation.seed:x}"
+        # Seeds depend on the name, so it must be the same in every run. A greedy sample may have the seed of another one.
+        name = f"{conversation.seed:x}{'-greedy' if conversation.sampling.greedy else ''}"
         while endpoint.has_session(name):
             name += "-again"
         endpoint.open_session(name, own_time.sample, answers)
