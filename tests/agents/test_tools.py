@@ -177,6 +177,17 @@ def test_the_reward_of_a_class_does_not_depend_on_which_methods_were_called(
     assert sum(done.reward_scores.values()) == 1.0
 
 
+def test_coroutines_of_a_class_are_awaited(tmp_path: Path) -> None:
+    source = ENVIRONMENT
+    for name in ("reset", "read", "get_reward"):
+        source = source.replace(f"def {name}", f"async def {name}")
+    (tmp_path / "env.py").write_text(source)
+    agents = make_agents(function_tool_path=f"{tmp_path}/env.py:Counter")
+    done = converse(agents, Scripted(call("read"), call("increase", by=1), "5"), extra_info={"start": 4})
+    assert [m["content"] for m in done.new_messages[1::2]] == ["4", "5"]
+    assert sum(done.reward_scores.values()) == 1.0 and done.counts.tool_errors == 0
+
+
 COUNTED = '''
 import time
 
