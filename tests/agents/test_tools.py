@@ -71,6 +71,19 @@ def test_code_keeps_its_state_only_if_asked_to(tmp_path: Path, python_tool: str)
     assert "NameError" in other.new_messages[1]["content"]
 
 
+def test_a_call_that_outlives_its_conversation_keeps_no_process(tmp_path: Path) -> None:
+    agents = make_agents(tool_config_path=write_yaml(tmp_path, "{class_name: python, config: {keep_state: true}}"))
+    tool: Any = agents.tools["python"]
+
+    async def main() -> list[str]:
+        instance_id, _ = await tool.create("one")
+        text = (await tool.execute(instance_id, {"code": "x = 1"}))[0].text
+        await tool.release(instance_id)  # of a cancelled conversation, while its thread is still in the next call
+        return [text, (await tool.execute(instance_id, {"code": "x"}))[0].text]
+
+    assert "NameError" in asyncio.run(main())[1] and tool._processes == {}
+
+
 ATTACKS = {
     "open('/etc/shadow').read()": "Error",
     "import socket; socket.create_connection(('1.1.1.1', 80), 1)": "Error",
