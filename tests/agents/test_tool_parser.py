@@ -152,8 +152,7 @@ def test_kimi_finds_the_tool_of_an_id() -> None:
     assert extract("kimi", kimi("call_1", "[1]"), tools)[1] == [("call_1", {})]
     assert extract("kimi", kimi("functions.f:0", "{}"))[1] == [("functions.f:0", {})]
     parser = ToolParser.get_tool_parser("kimi", Characters())
-    parser.parse(kimi(" functions.search:3", "{}"), tools)
-    assert parser.last_tool_call_ids == ["functions.search:3"]  # type: ignore[attr-defined]
+    assert [call.id for call in parser.parse(kimi(" functions.search:3", "{}"), tools)[1]] == ["functions.search:3"]
 
 
 def test_gemma4() -> None:

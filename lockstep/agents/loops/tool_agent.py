@@ -7,7 +7,7 @@ PENDING ─► GENERATING ─► PROCESSING_TOOLS ─► GENERATING   the turn h
 
 import asyncio
 import uuid
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
 from typing import Any, TypeVar
@@ -127,8 +127,8 @@ class ToolAgent(AgentLoop):
             message = conversation.messages[-1]
             message["content"] = content.removesuffix(self._end_text(turn)) if content else ""
             message["tool_calls"] = [
-                {"id": call_id_of(number), "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
-                for number, c in enumerate(calls)
+                {"id": call_id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+                for call_id, c in zip(_ids_of(calls), calls)
             ]
         return calls, num_malformed
 
@@ -146,10 +146,9 @@ class ToolAgent(AgentLoop):
             conversation.note_call(result)
         if num_malformed:
             results.append(CallResult(name="error", text=MALFORMED, failed="malformed"))
-        renderer = self.setup.renderer
-        return conversation.add(
-            renderer.tool_messages([(r.name, call_id_of(number), r.text) for number, r in enumerate(results)])
-        )
+        ids = [*_ids_of(run), call_id_of(len(run))]
+        messages = self.setup.renderer.tool_messages([(r.name, i, r.text) for i, r in zip(ids, results)])
+        return conversation.add(messages)
 
     async def _interact(self, conversation: Conversation, interaction: BaseInteraction, instance_id: str) -> bool:
         messages = list(conversation.messages)
@@ -180,6 +179,10 @@ def check_tools_kwargs(row: Mapping[str, Any], tools: Mapping[str, BaseTool]) ->
 
 def _reached(count: int, limit: int | None) -> bool:
     return limit is not None and count >= limit
+
+
+def _ids_of(calls: Sequence[FunctionCall]) -> list[str]:
+    return [call.id or call_id_of(number) for number, call in enumerate(calls)]
 
 
 def call_id_of(number: int) -> str:
