@@ -147,6 +147,16 @@ def test_a_program_that_fails_costs_its_own_row(
     assert re.search(message, record.getMessage())
 
 
+@pytest.mark.parametrize("limit", [{"max_assistant_turns": 2}, {"max_user_turns": 1}])
+def test_a_program_that_asks_without_end_is_refused(limit: dict[str, int], tmp_path: Path) -> None:
+    agents = agents_for(tmp_path, "while True: ask(row['prompt'])")
+    multi_turn = replace(agents.config.multi_turn, **limit)
+    done = converse(
+        Agents(replace(agents.config, multi_turn=multi_turn), TOKENIZER, [END]), Scripted("1", "2"), "program_agent"
+    )
+    assert len(done.trajectories) == 2 and "HTTP Error 400" in (done.failure or "")
+
+
 @pytest.mark.parametrize("ending", ["", "import time; time.sleep(60)"])
 def test_processes_that_a_program_starts_end_with_it(ending: str, tmp_path: Path) -> None:
     program = f"""

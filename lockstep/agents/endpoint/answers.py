@@ -87,6 +87,7 @@ class AnswerSettings:
     """sampling:      the rollout's; its `max_tokens` is that of requests without one.
     max_model_len:    most tokens of prompt and answer.
     max_response_len: most tokens after the first prompt of a conversation; None is no limit.
+    max_turns:        most turns of a session, after which requests are refused; None is no limit.
     tool_format:      name of the parser of tool calls.
     force_sampling:   use the rollout's sampling, and a seed that depends on the session, whatever a request asks for. Otherwise
                       turns that were sampled differently are answered as asked, and marked as not trainable.
@@ -99,6 +100,7 @@ class AnswerSettings:
     force_sampling: bool = False
     seed: int = 0
     max_response_len: int | None = None
+    max_turns: int | None = None
 
 
 @dataclass
@@ -131,6 +133,9 @@ class Session:
 
     def start(self, prompts: Sequence[Prompt], request: AnswerRequest) -> "list[AsyncIterator[Delta | Answer]]":
         """`request.n` answers to each prompt; ApiError before the first token if the request cannot be served."""
+        most = self.settings.max_turns
+        if most is not None and len(self.recorder.turns) >= most:
+            raise ApiError(400, f"the conversation has had its {most} turns", code="turn_limit_reached")
         for prompt in prompts:
             self._check_length(prompt)
         has_seed = request.seed is not None and not self.settings.force_sampling

@@ -74,7 +74,7 @@ class ReactAgent(AgentLoop):
         session = Session("", SessionRecorder(self.setup.renderer), own_time.sample, answers)
         row = conversation.row
         tools = ToolSession(self.setup.tools, row.get("tools_kwargs") or {}, self.limits, str(uuid.uuid4()), row)
-        token = held.set(Held(conversation, session, tools, self.setup.config))
+        token = held.set(Held(conversation, session, tools))
         try:
             reason = await self._run_graph(conversation, own_time)
             conversation.note_rewards(await tools.close())

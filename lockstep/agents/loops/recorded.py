@@ -62,12 +62,15 @@ class OwnTime:
 
 
 def answer_settings(conversation: Conversation, rollout: RolloutConfig, *, force_sampling: bool) -> AnswerSettings:
-    """Answers as the conversation would sample them."""
+    """Answers as the conversation would sample them, and as many."""
+    multi_turn = rollout.multi_turn
+    limits = [multi_turn.max_assistant_turns, multi_turn.max_user_turns and multi_turn.max_user_turns + 1]
     return AnswerSettings(
         sampling=conversation.sampling,
         max_model_len=rollout.prompt_length + rollout.response_length,
         max_response_len=rollout.response_length,
-        tool_format=rollout.multi_turn.format,
+        max_turns=min(filter(None, limits), default=None),
+        tool_format=multi_turn.format,
         force_sampling=force_sampling,
         seed=conversation.seed,
     )
