@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from lockstep.agents.conversation import Conversation, Turn
 from lockstep.agents.interactions.base import BaseInteraction
-from lockstep.agents.loops.base import AgentLoop, Setup, register
+from lockstep.agents.loops.base import AgentLoop, Setup, has_had_its_turns, register
 from lockstep.agents.tool_parser import FunctionCall, ToolParser
 from lockstep.agents.tools.base import BaseTool
 from lockstep.agents.tools.calls import (
@@ -106,12 +106,9 @@ class ToolAgent(AgentLoop):
                 state = self._next_state(conversation, turn, bool(calls or num_malformed), interaction is not None)
 
     def _next_state(self, conversation: Conversation, turn: Turn, has_calls: bool, has_interaction: bool) -> AgentState:
-        config = self.setup.config
         if not turn.ended or not (has_calls or has_interaction):
             return AgentState.TERMINATED
-        if _reached(conversation.num_assistant_turns, config.max_assistant_turns) or _reached(
-            conversation.num_user_turns, config.max_user_turns
-        ):
+        if has_had_its_turns(conversation, self.setup.config):
             conversation.finish_reason = "turns"
             return AgentState.TERMINATED
         return AgentState.PROCESSING_TOOLS if has_calls else AgentState.INTERACTING
@@ -175,10 +172,6 @@ def check_tools_kwargs(row: Mapping[str, Any], tools: Mapping[str, BaseTool]) ->
             f"tools_kwargs has {', '.join(unknown)}, but the tools are {', '.join(tools) or 'none'}; see "
             "actor_rollout_ref.rollout.multi_turn.tool_config_path"
         )
-
-
-def _reached(count: int, limit: int | None) -> bool:
-    return limit is not None and count >= limit
 
 
 def _ids_of(calls: Sequence[FunctionCall]) -> list[str]:
