@@ -66,7 +66,10 @@ class ToolParser:
         if self.stop_token is None:
             return []
         token_id = self.tokenizer.convert_tokens_to_ids(self.stop_token)
-        return [token_id] if isinstance(token_id, int) and token_id >= 0 else []
+        is_known = (
+            isinstance(token_id, int) and token_id >= 0 and token_id != getattr(self.tokenizer, "unk_token_id", None)
+        )
+        return [token_id] if is_known else []
 
     async def extract_tool_calls(self, responses_ids: list[int], tools: Tools | None = None) -> Parsed:
         """The content and the calls of one response; `tools` has the argument types."""

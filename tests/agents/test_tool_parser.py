@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,6 +175,8 @@ def test_stop_tokens_must_be_in_the_tokenizer() -> None:
         "glm": [],
         "kimi": [],
     }
+    with_unknown = SimpleNamespace(unk_token_id=3, convert_tokens_to_ids=lambda token: 3)
+    assert ToolParser.get_tool_parser("glm", with_unknown).stop_token_ids == []
 
 
 def test_custom_parsers() -> None:
