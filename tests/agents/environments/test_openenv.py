@@ -12,7 +12,6 @@ import pytest
 
 from lockstep.agents.agents import Agents
 from lockstep.agents.conversation import Conversation
-from lockstep.agents.environments.base import Calls, EpisodeError
 from lockstep.protocol.generation import SamplingParams
 from tests.agents.scripted import Scripted, converse, make_agents, sampled_texts
 
@@ -192,14 +191,6 @@ def test_a_failure_costs_its_own_conversation(
     done = converse(agents, Scripted(*texts), "echo")
     assert done.counts.environment_errors == 1 and done.reward_scores == {} and problem in caplog.text
     assert sum(m["role"] == "assistant" for m in done.new_messages) == len(texts)
-
-
-def test_time_outs_of_a_client_keep_their_message() -> None:
-    async def connect() -> None:
-        raise TimeoutError("no free place on the server")
-
-    with pytest.raises(EpisodeError, match="no free place on the server"):
-        asyncio.run(Calls("echo", 5.0).in_loop(connect()))
 
 
 def test_a_server_that_is_not_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
