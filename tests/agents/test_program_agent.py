@@ -148,7 +148,7 @@ def test_a_program_that_fails_costs_its_own_row(
 
 
 @pytest.mark.parametrize("limit", [{"max_assistant_turns": 2}, {"max_user_turns": 1}])
-def test_a_program_that_asks_without_end_is_refused(limit: dict[str, int], tmp_path: Path) -> None:
+def test_a_program_that_asks_without_end_is_refused(limit: dict[str, Any], tmp_path: Path) -> None:
     agents = agents_for(tmp_path, "while True: ask(row['prompt'])")
     multi_turn = replace(agents.config.multi_turn, **limit)
     done = converse(
