@@ -41,7 +41,7 @@ class Counts:
     tool_calls: int = 0
     """Calls of existing tools."""
     tool_errors: int = 0
-    """Calls that raised, exceeded their deadline or returned something that is not text; rewards of tools that failed."""
+    """Calls that raised, exceeded their deadline or returned no text; rewards of tools and interactions that failed."""
     malformed_calls: int = 0
     """Calls that could not be parsed, of unknown tools, or whose arguments are no JSON object."""
     breaks: int = 0

@@ -12,7 +12,7 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from lockstep.agents.schemas import JSON_ERRORS, OpenAIFunctionToolSchema
@@ -30,6 +30,8 @@ class FunctionCall:
     arguments: str
     """JSON text; unvalidated for `gpt-oss`, so it may be malformed."""
     name: str
+    id: str = ""
+    """As the model wrote it, which its result must repeat; empty if the format has none."""
 
 
 Parsed = tuple[str, list[FunctionCall]]
@@ -64,7 +66,10 @@ class ToolParser:
         if self.stop_token is None:
             return []
         token_id = self.tokenizer.convert_tokens_to_ids(self.stop_token)
-        return [token_id] if isinstance(token_id, int) and token_id >= 0 else []
+        is_known = (
+            isinstance(token_id, int) and token_id >= 0 and token_id != getattr(self.tokenizer, "unk_token_id", None)
+        )
+        return [token_id] if is_known else []
 
     async def extract_tool_calls(self, responses_ids: list[int], tools: Tools | None = None) -> Parsed:
         """The content and the calls of one response; `tools` has the argument types."""
@@ -322,13 +327,7 @@ class KimiToolParser(ToolParser):
     )
     stop_token = "<|im_end|>"
 
-    def __init__(self, tokenizer: Any) -> None:
-        super().__init__(tokenizer)
-        self.last_tool_call_ids: list[str] = []
-        """The ids of the last response's calls as the model wrote them; the tool's response must repeat them."""
-
     def parse(self, text: str, tools: Tools | None = None) -> Parsed:
-        self.last_tool_call_ids = []
         if self.SECTION not in text:
             return text, []
         calls = []
@@ -337,8 +336,8 @@ class KimiToolParser(ToolParser):
             if not isinstance(arguments, dict):
                 logger.debug("the arguments of tool call %r are not a JSON object; using none", call_id)
                 arguments = {}
-            calls.append(_call(_kimi_name(call_id.strip(), arguments, tools), arguments))
-            self.last_tool_call_ids.append(call_id.strip())
+            written = call_id.strip()
+            calls.append(replace(_call(_kimi_name(written, arguments, tools), arguments), id=written))
         return text[: text.find(self.SECTION)], calls
 
 

@@ -40,8 +40,7 @@ _FIXED_VALUES: dict[str, tuple[Any, str]] = {
 def fixed_values(values: Values) -> Iterator[Problem]:
     for name, value in values.items():
         only, hint = _FIXED_VALUES.get(name.rsplit(".", 1)[-1], (value, ""))
-        out_of_range = only == 1 and not isinstance(value, bool) and value < 1  # reported by `ranges`
-        if value != only and not out_of_range:
+        if value != only:
             yield Problem(name, value, f"{NOT_SUPPORTED}: {hint}")
 
 

@@ -42,7 +42,7 @@ logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs every request
 
 RETRIED = {408, 409, 425, 500, 502, 503, 504}
 REFUSED = {401: "api_key_env", 403: "api_key_env", 404: "model"}
-"""Status to the key that is wrong: no request will succeed."""
+"""Status to the key that is wrong: no request will succeed. A 404 that names no model is about the path, so `base_url`."""
 MAX_BACKOFF_S = 30.0
 CHARS_PER_TOKEN = 4
 """For the estimate of a request's tokens."""
@@ -282,7 +282,7 @@ class Judge:
             raise _Retry(f"connection lost ({error or type(error).__name__})") from None
         status, reason = response.status_code, " ".join(response.text.split())[:300]
         if status in REFUSED:
-            name = REFUSED[status]
+            name = "base_url" if status == 404 and "model" not in reason.lower() else REFUSED[status]
             raise self._stop(f"{name}={getattr(self.config, name)}: {url} answered {status}: {reason}")
         if status == 429:
             raise _Retry(f"{url} answered 429: {reason}", after_s=_retry_after(response.headers.get("retry-after")))

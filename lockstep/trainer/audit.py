@@ -44,7 +44,7 @@ class IdleSteps:
 
 
 class FailedConversations:
-    """Counts consecutive steps in which every conversation failed, or every call of a tool."""
+    """Counts consecutive steps in which every conversation failed, or tools and interactions as often as they were called."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -56,13 +56,13 @@ class FailedConversations:
             return
         holders_fail = all(columns["program_error_counts"] + columns["environment_error_counts"])
         num_calls, num_errors = sum(columns["tool_call_counts"]), sum(columns["tool_error_counts"])
-        tools_fail = 0 < num_calls <= num_errors
+        tools_fail = num_errors >= (num_calls or len(batch))  # without calls, errors are of interactions
         self.count = self.count + 1 if holders_fail or tools_fail else 0
         if self.count.bit_count() == 1:
-            what = (
-                "the program or environment of every conversation" if holders_fail else f"every tool call ({num_calls})"
-            )
-            logger.warning("%s failed for %d step(s); the first error of each kind is in the log", what, self.count)
+            what = "the program or environment of every conversation failed"
+            if not holders_fail:
+                what = f"{num_errors} errors of tools, their rewards and interactions, in {num_calls} tool calls,"
+            logger.warning("%s for %d step(s); the first error of each kind is in the log", what, self.count)
 
 
 class CutResponses:

@@ -31,9 +31,8 @@ def stop_on_sigterm() -> Iterator[None]:
         # Python ends the process by SIGINT if a KeyboardInterrupt passed through `exec` or `eval`, even if it is caught later;
         # the next `exec` resets that.
         exec("")
-        if _early_stop.is_set() and not isinstance(
-            error, KeyboardInterrupt
-        ):  # a library that was interrupted raised another
+        # a library that was interrupted raised another
+        if _early_stop.is_set() and not isinstance(error, KeyboardInterrupt):
             raise KeyboardInterrupt from error
         raise
     finally:

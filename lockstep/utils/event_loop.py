@@ -1,7 +1,7 @@
 """Calls in an event loop: many at once, and from code that may already run in one."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ async def all_of(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         await cancelled(tasks)
 
 
-async def cancelled(tasks: Sequence["asyncio.Task[Any]"]) -> None:
+async def cancelled(tasks: Collection["asyncio.Task[Any]"]) -> None:
     """Cancel the tasks that are not done, and wait for their end."""
     for task in tasks:
         task.cancel()

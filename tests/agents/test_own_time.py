@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lockstep.agents.loops import recorded
-from lockstep.agents.loops.recorded import OwnTime
+from lockstep.agents.loops.recorded import OutOfTimeError, OwnTime
 
 ANSWER: Any = object()
 
@@ -48,17 +48,18 @@ def test_own_time_ends_the_call(waits_first: bool, monkeypatch: pytest.MonkeyPat
 
         await own_time.limit(hold(), 0.1)
 
-    with pytest.raises(TimeoutError):
+    with pytest.raises(OutOfTimeError):
         asyncio.run(main())
     assert ended == ["cancelled"]
 
 
-def test_errors_pass() -> None:
+@pytest.mark.parametrize("error", [KeyError("of the graph"), TimeoutError("of the graph")])
+def test_errors_pass(error: Exception) -> None:
     async def main() -> None:
         async def fail() -> None:
-            raise KeyError("of the graph")
+            raise error
 
         await OwnTime(policy).limit(fail(), 5.0)
 
-    with pytest.raises(KeyError, match="of the graph"):
+    with pytest.raises(type(error), match="of the graph"):
         asyncio.run(main())

@@ -1,5 +1,6 @@
 """Outside programs as agents: what they are given, what becomes of their conversations, and what happens if they fail."""
 
+import asyncio
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import pytest
 
 from lockstep.agents.agents import Agents
 from lockstep.agents.loops.program_agent import rewards_of
+from lockstep.protocol.generation import SamplingParams
 from tests.agents.scripted import END, TOKENIZER, Scripted, converse, make_agents, roles, sampled_texts
 
 CLIENT = """
@@ -60,6 +62,21 @@ def test_a_program_holds_the_conversation(tmp_path: Path) -> None:
     again = Scripted("one", "two")
     converse(agents_for(tmp_path, TWO_TURNS), again, "program_agent", extra_info={"then": ["more"]})
     assert [request.seed for request in again.requests] == [request.seed for request in policy.requests]
+
+
+def test_a_greedy_sample_with_the_same_seed_changes_nothing(tmp_path: Path) -> None:
+    agents = agents_for(tmp_path, "ask(row['prompt'])")
+    row = {"raw_prompt": [{"role": "user", "content": "Q"}], "agent_name": "program_agent"}
+
+    async def seeds(*temperatures: float) -> list[int]:
+        policies = [Scripted("one") for _ in temperatures]
+        samplings = [SamplingParams(temperature=temperature, max_tokens=400) for temperature in temperatures]
+        ids = agents.renderer.ids(row["raw_prompt"])  # type: ignore[arg-type]
+        async with agents.running():
+            await asyncio.gather(*(agents.converse(row, ids, p, s, seed=7) for p, s in zip(policies, samplings)))
+        return [policy.requests[0].seed for policy in policies]
+
+    assert asyncio.run(seeds(0.0, 1.0))[1] == asyncio.run(seeds(1.0))[0]
 
 
 def test_the_program_of_the_docs(tmp_path: Path) -> None:
@@ -128,6 +145,16 @@ def test_a_program_that_fails_costs_its_own_row(
     assert done.finish_reason == ("stop" if settings else "abort")
     (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert re.search(message, record.getMessage())
+
+
+@pytest.mark.parametrize("limit", [{"max_assistant_turns": 2}, {"max_user_turns": 1}])
+def test_a_program_that_asks_without_end_is_refused(limit: dict[str, Any], tmp_path: Path) -> None:
+    agents = agents_for(tmp_path, "while True: ask(row['prompt'])")
+    multi_turn = replace(agents.config.multi_turn, **limit)
+    done = converse(
+        Agents(replace(agents.config, multi_turn=multi_turn), TOKENIZER, [END]), Scripted("1", "2"), "program_agent"
+    )
+    assert len(done.trajectories) == 2 and "HTTP Error 400" in (done.failure or "")
 
 
 @pytest.mark.parametrize("ending", ["", "import time; time.sleep(60)"])

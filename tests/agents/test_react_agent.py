@@ -191,7 +191,8 @@ def test_a_graph_that_rewrites_the_history_gives_several_trajectories(tmp_path: 
         ("raise KeyError('oops')", "", "KeyError\\('oops'\\)"),
         ("import asyncio; await asyncio.sleep(9)", "  timeout_s: 0.2\n", "timeout_s=0.2 exceeded"),
         ("model.invoke(state['messages'])", "", "call `ainvoke`, in an async node"),
-        ("return state", "", "ended without calling its chat model"),
+        ("raise TimeoutError('of a database')", "", "failed: TimeoutError\\('of a database'\\)"),
+        ("return state", "", "ended without a turn of the policy: it did not call its chat model"),
     ],
 )
 def test_a_graph_that_fails_costs_its_own_conversation(
@@ -206,6 +207,18 @@ def test_a_graph_that_fails_costs_its_own_conversation(
     assert re.search(message, caplog.text)
     converse(agents, Scripted("one"), "mine", extra_info={"index": 3})
     assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1  # of each kind
+
+
+def test_a_first_prompt_that_is_too_long_is_told(tmp_path: Path) -> None:
+    body = "await model.ainvoke([('user', 'x' * 999)])"
+    agents = with_graph(
+        tmp_path, REWRITES.replace('assert config["configurable"]', f'{body}  # config["configurable"]')
+    )
+    done = converse(agents, Scripted("one"), "mine")
+    why = (
+        "the graph of react_agent ended without a turn of the policy: the first call of its chat model ended it: length"
+    )
+    assert (done.finish_reason, done.failure) == ("length", why)
 
 
 def test_conversations_at_the_same_time_stay_apart(tools: str) -> None:

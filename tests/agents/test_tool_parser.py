@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,8 +153,7 @@ def test_kimi_finds_the_tool_of_an_id() -> None:
     assert extract("kimi", kimi("call_1", "[1]"), tools)[1] == [("call_1", {})]
     assert extract("kimi", kimi("functions.f:0", "{}"))[1] == [("functions.f:0", {})]
     parser = ToolParser.get_tool_parser("kimi", Characters())
-    parser.parse(kimi(" functions.search:3", "{}"), tools)
-    assert parser.last_tool_call_ids == ["functions.search:3"]  # type: ignore[attr-defined]
+    assert [call.id for call in parser.parse(kimi(" functions.search:3", "{}"), tools)[1]] == ["functions.search:3"]
 
 
 def test_gemma4() -> None:
@@ -175,6 +175,8 @@ def test_stop_tokens_must_be_in_the_tokenizer() -> None:
         "glm": [],
         "kimi": [],
     }
+    with_unknown = SimpleNamespace(unk_token_id=3, convert_tokens_to_ids=lambda token: 3)
+    assert ToolParser.get_tool_parser("glm", with_unknown).stop_token_ids == []
 
 
 def test_custom_parsers() -> None:

@@ -1,4 +1,4 @@
-"""Threads of tool calls: used again, unless a call blocks; nothing of one call reaches the next."""
+"""Threads of tool calls: used again, unless a call blocks or leaves something behind; nothing of one call reaches the next."""
 
 import asyncio
 import os
@@ -102,14 +102,61 @@ def test_nothing_of_a_call_reaches_the_next() -> None:
         return secret.get()
 
     async def read() -> str:
-        await asyncio.sleep(0.01)
         return secret.get()
 
     async def main() -> list[str]:
         secret.set("of the caller")
-        return [await run_in_thread(leave_behind, 5.0), await run_in_thread(read, 5.0)]
+        found = [await run_in_thread(leave_behind, 5.0), await run_in_thread(read, 5.0)]
+        while not ended:
+            await asyncio.sleep(0.01)
+        return found
 
     assert asyncio.run(main()) == ["of a call", "none"] and ended == ["cancelled"]
+
+
+def test_what_a_call_leaves_behind_does_not_hold_up_the_next() -> None:
+    released = threading.Event()
+
+    async def blocks_when_cancelled() -> None:
+        try:
+            await asyncio.sleep(30.0)
+        finally:
+            released.wait(30.0)
+
+    async def leave_behind() -> None:
+        asyncio.create_task(blocks_when_cancelled())  # noqa: RUF006 - what a careless tool does
+        await asyncio.sleep(0)
+
+    async def main() -> int:
+        await run_in_thread(leave_behind, 5.0)
+        return await run_in_thread(ident, 1.0)
+
+    try:
+        assert asyncio.run(main())
+    finally:
+        released.set()
+
+
+def test_helper_threads_that_hang_are_not_inherited() -> None:
+    """An event loop has few threads for `asyncio.to_thread`: calls that hang there would use them up."""
+    released = threading.Event()
+
+    async def hang() -> bool:
+        return await asyncio.to_thread(released.wait, 30.0)
+
+    async def helped() -> int:
+        return await asyncio.to_thread(threading.get_ident)
+
+    async def main() -> None:
+        for _ in range(33):  # more than an executor of asyncio ever has
+            with pytest.raises(TimeoutError):
+                await run_in_thread(hang, 0.01)
+        assert await run_in_thread(helped, 1.0)
+
+    try:
+        asyncio.run(main())
+    finally:
+        released.set()
 
 
 def test_a_forked_process_has_no_threads() -> None:

@@ -71,6 +71,19 @@ def test_code_keeps_its_state_only_if_asked_to(tmp_path: Path, python_tool: str)
     assert "NameError" in other.new_messages[1]["content"]
 
 
+def test_a_call_that_outlives_its_conversation_keeps_no_process(tmp_path: Path) -> None:
+    agents = make_agents(tool_config_path=write_yaml(tmp_path, "{class_name: python, config: {keep_state: true}}"))
+    tool: Any = agents.tools["python"]
+
+    async def main() -> list[str]:
+        instance_id, _ = await tool.create("one")
+        text = (await tool.execute(instance_id, {"code": "x = 1"}))[0].text
+        await tool.release(instance_id)  # of a cancelled conversation, while its thread is still in the next call
+        return [text, (await tool.execute(instance_id, {"code": "x"}))[0].text]
+
+    assert "NameError" in asyncio.run(main())[1] and tool._processes == {}
+
+
 ATTACKS = {
     "open('/etc/shadow').read()": "Error",
     "import socket; socket.create_connection(('1.1.1.1', 80), 1)": "Error",
@@ -175,6 +188,17 @@ def test_the_reward_of_a_class_does_not_depend_on_which_methods_were_called(
     done = converse(agents, Scripted(*(calls[name] for name in order), "5"), tools_kwargs=kwargs)
     assert [message["content"] for message in done.new_messages[1::2]] == ["5"] * len(order)
     assert sum(done.reward_scores.values()) == 1.0
+
+
+def test_coroutines_of_a_class_are_awaited(tmp_path: Path) -> None:
+    source = ENVIRONMENT
+    for name in ("reset", "read", "get_reward"):
+        source = source.replace(f"def {name}", f"async def {name}")
+    (tmp_path / "env.py").write_text(source)
+    agents = make_agents(function_tool_path=f"{tmp_path}/env.py:Counter")
+    done = converse(agents, Scripted(call("read"), call("increase", by=1), "5"), extra_info={"start": 4})
+    assert [m["content"] for m in done.new_messages[1::2]] == ["4", "5"]
+    assert sum(done.reward_scores.values()) == 1.0 and done.counts.tool_errors == 0
 
 
 COUNTED = '''

@@ -172,12 +172,17 @@ def test_a_judge_that_is_not_there_stops_the_run() -> None:
         score(judge(url, max_retries=1), rows(*"abcdefgh"))
 
 
-@pytest.mark.parametrize("status, key", [(401, "api_key_env=null"), (404, "model=grader")])
-def test_a_judge_that_refuses_stops_the_run(status: int, key: str) -> None:
-    with serve(lambda body, _: Answer("no such thing", status=status)) as server:
-        with pytest.raises(
-            RewardError, match=f"reward_model.judge.{key.replace('null', 'None')}: .* answered {status}: .*no such"
-        ):
+@pytest.mark.parametrize(
+    "status, reason, key",
+    [
+        (401, "no such key", "api_key_env=None"),
+        (404, "no such model", "model=grader"),
+        (404, "no such path", "base_url=http"),
+    ],
+)
+def test_a_judge_that_refuses_stops_the_run(status: int, reason: str, key: str) -> None:
+    with serve(lambda body, _: Answer(reason, status=status)) as server:
+        with pytest.raises(RewardError, match=f"reward_model.judge.{key}.*: .* answered {status}: .*{reason}"):
             score(judge(server.url, limits=RateLimits(max_concurrent=1)), rows(*"abcd"))
         assert len(server.requests) == 1  # rows that wait are not tried
     with serve(lambda body, _: Answer("too long", status=400)) as server:

@@ -1,6 +1,8 @@
 """Conversations in a training run: which tokens are trained on, what the reward function gets, and what is refused."""
 
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +12,13 @@ import pytest
 import torch
 
 from lockstep.agents.agents import DEFAULT_KEY
+from lockstep.agents.conversation import ConversationResult, Counts
+from lockstep.agents.trajectory import Trajectory
 from lockstep.protocol import DataProto, object_array
 from lockstep.single_controller.futures import WorkerDiedError
 from lockstep.trainer.main_ppo import main
 from lockstep.trainer.ppo.agent_rollout import AgentRollout
+from lockstep.utils.audit import AuditError
 from tests.agents.scripted import make_agents
 from tests.tiny import write_rows
 
@@ -234,16 +239,64 @@ class DeadGroup:
         raise WorkerDiedError("the rollout worker died")
 
 
+def rows_for(number: int, agent_name: str) -> DataProto:
+    columns = {
+        "raw_prompt_ids": object_array([[5, 6]] * number),
+        "raw_prompt": object_array([[{"role": "user", "content": "Q"}]] * number),
+        "agent_name": object_array([agent_name] * number),
+        "uid": object_array([str(row) for row in range(number)]),
+    }
+    rows = DataProto.from_dict(tensors={"sampling_seed": torch.arange(number)}, non_tensors=columns)
+    rows.meta_info = {"validate": False, "greedy": False, "global_steps": 1}
+    return rows
+
+
 def test_conversations_that_lost_their_policy_are_not_trained_on(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(TOLERANT)
     rollout = AgentRollout(make_agents(), DeadGroup(), pad_token_id=0, batch_size=1)
-    columns = {
-        "raw_prompt_ids": object_array([[5, 6]] * 2),
-        "raw_prompt": object_array([[{"role": "user", "content": "Q"}]] * 2),
-        "agent_name": object_array([f"{tmp_path}/loop.py:Tolerant"] * 2),
-        "uid": object_array("ab"),
-    }
-    rows = DataProto.from_dict(tensors={"sampling_seed": torch.arange(2)}, non_tensors=columns)
-    rows.meta_info = {"validate": False, "greedy": False, "global_steps": 1}
+    rows = rows_for(2, agent_name=f"{tmp_path}/loop.py:Tolerant")
     with pytest.raises(WorkerDiedError, match="the rollout worker died"):
         rollout.generate_sequences(rows)
+
+
+class UnusedGroup(DeadGroup):
+    def end_generation(self) -> list[Any]:
+        return [[]]
+
+
+class FailingAgents:
+    """Conversations that fail before their first turn, except those with these numbers."""
+
+    def __init__(self, *good: int) -> None:
+        self.config = make_agents().config
+        self.good, self.number = good, -1
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        yield
+
+    async def hold(self, *arguments: Any) -> ConversationResult:
+        self.number += 1
+        rewards: Any = {"tool_rewards": [], "turn_scores": [], "turn_rewards": [], "reward_scores": {}}
+        trajectories, is_good = [Trajectory([5, 6])], self.number in self.good
+        if is_good:  # as of a program that asked for another distribution: nothing to train on, but a turn
+            trajectories[0].add_context([7])
+        return ConversationResult(
+            trajectories, [], 1 + is_good, Counts(), finish_reason="stop", failure=f"no {self.number}", **rewards
+        )
+
+
+def test_failures_in_a_row_stop_the_run_and_a_short_batch_does_not() -> None:
+    agents: Any = FailingAgents(0)
+    rollout = AgentRollout(agents, UnusedGroup(), pad_token_id=0, batch_size=4)
+    for number in (2, 1, 1):  # three fail in a row
+        assert len(rollout.generate_sequences(rows_for(number, "any"))) == number
+    with pytest.raises(AuditError, match=r"4 conversations in a row failed .*; the last one: no 4"):
+        rollout.generate_sequences(rows_for(1, "any"))
+
+
+def test_a_short_first_batch_that_fails_stops_the_run() -> None:
+    agents: Any = FailingAgents()
+    rollout = AgentRollout(agents, UnusedGroup(), pad_token_id=0, batch_size=4)
+    with pytest.raises(AuditError, match="2 conversations in a row failed"):
+        rollout.generate_sequences(rows_for(2, "any"))

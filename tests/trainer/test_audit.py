@@ -144,6 +144,19 @@ def test_steps_in_which_everything_around_the_policy_fails_are_told(
     failed.note(batch)
     failed.note(batch)
     assert [message.split(";")[0] for message in caplog.messages] == [
-        "every tool call (2) failed for 1 step(s)",
+        "2 errors of tools, their rewards and interactions, in 2 tool calls, for 1 step(s)",
         "the program or environment of every conversation failed for 2 step(s)",
     ]
+
+
+def test_interactions_that_always_fail_are_told(batch: DataProto, caplog: pytest.LogCaptureFixture) -> None:
+    failed, columns = FailedConversations(), batch.non_tensor_batch
+    for name in ("tool_call_counts", "tool_error_counts", "program_error_counts", "environment_error_counts"):
+        columns[name] = np.array([0] * len(batch), dtype=object)
+    columns["tool_error_counts"][1:] = 1
+    failed.note(batch)  # that of one conversation succeeds
+    assert not caplog.messages
+    columns["tool_error_counts"][0] = 1
+    failed.note(batch)
+    (message,) = caplog.messages
+    assert f"{len(batch)} errors of tools, their rewards and interactions, in 0 tool calls, for 1 step(s)" in message

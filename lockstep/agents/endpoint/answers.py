@@ -11,7 +11,6 @@ same tokens: a token depends only on its logits, the seed and its position.
 import asyncio
 import dataclasses
 import hashlib
-import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from lockstep.agents.endpoint.errors import ApiError
 from lockstep.agents.endpoint.recorder import Prompt, SessionRecorder
 from lockstep.agents.renderer import Message
 from lockstep.agents.schemas import OpenAIFunctionToolSchema, arguments_object
-from lockstep.agents.tool_parser import ToolParser
+from lockstep.agents.tool_parser import FunctionCall, ToolParser
 from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
 
 FIRST_PIECE, LARGEST_PIECE = 16, 128
@@ -88,6 +87,7 @@ class AnswerSettings:
     """sampling:      the rollout's; its `max_tokens` is that of requests without one.
     max_model_len:    most tokens of prompt and answer.
     max_response_len: most tokens after the first prompt of a conversation; None is no limit.
+    max_turns:        most turns of a session, after which requests are refused; None is no limit.
     tool_format:      name of the parser of tool calls.
     force_sampling:   use the rollout's sampling, and a seed that depends on the session, whatever a request asks for. Otherwise
                       turns that were sampled differently are answered as asked, and marked as not trainable.
@@ -100,6 +100,7 @@ class AnswerSettings:
     force_sampling: bool = False
     seed: int = 0
     max_response_len: int | None = None
+    max_turns: int | None = None
 
 
 @dataclass
@@ -132,6 +133,9 @@ class Session:
 
     def start(self, prompts: Sequence[Prompt], request: AnswerRequest) -> "list[AsyncIterator[Delta | Answer]]":
         """`request.n` answers to each prompt; ApiError before the first token if the request cannot be served."""
+        most = self.settings.max_turns
+        if most is not None and len(self.recorder.turns) >= most:
+            raise ApiError(400, f"the conversation has had its {most} turns", code="turn_limit_reached")
         for prompt in prompts:
             self._check_length(prompt)
         has_seed = request.seed is not None and not self.settings.force_sampling
@@ -290,7 +294,8 @@ class _Run:
         if calls and not content.strip():
             content = ""
         content = self.shown + content.removeprefix(self.shown)
-        return content, [_message_call(call.name, call.arguments) for call in calls]
+        ids = [_seed(self.seed, len(self.prompt.ids), number) for number in range(len(calls))]
+        return content, [_message_call(call, id) for call, id in zip(calls, ids)]
 
     def _record(self, message: Message, text: str, num_tokens: int, stop_reason: Any) -> None:
         self.is_recorded = True
@@ -314,10 +319,10 @@ def _seed(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest()) >> 1
 
 
-def _message_call(name: str, arguments: str) -> dict[str, Any]:
-    """A call of a Message."""
-    function = {"name": name, "arguments": arguments_object(arguments)}
-    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+def _message_call(call: FunctionCall, id: int) -> dict[str, Any]:
+    """A call of a Message. id: the same in every run, because some templates render it; some of them want nine characters."""
+    function = {"name": call.name, "arguments": arguments_object(call.arguments)}
+    return {"id": call.id or f"{id:016x}"[:9], "type": "function", "function": function}
 
 
 def _schemas(tools: Sequence[dict[str, Any]]) -> list[OpenAIFunctionToolSchema]:

@@ -168,7 +168,7 @@ def _part(text: str) -> dict[str, Any]:
 def _call_item(call: dict[str, Any]) -> dict[str, Any]:
     return {
         "type": "function_call",
-        "id": "fc_" + call["id"].removeprefix("call_"),
+        "id": f"fc_{call['id']}",
         "call_id": call["id"],
         "name": call["function"]["name"],
         "arguments": json_arguments(call),

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from lockstep.agents.conversation import Conversation
-from lockstep.agents.loops.base import AgentLoop, Setup
+from lockstep.agents.loops.base import AgentLoop, Setup, has_had_its_turns
 from lockstep.agents.renderer import Message
 from lockstep.agents.tools import calls
 from lockstep.agents.tools.calls import ToolError, finite, run_contained
@@ -62,7 +62,7 @@ class Calls:
         try:
             return await asyncio.wait_for(result, self.timeout_s)
         except TimeoutError as error:
-            raise EpisodeError(f"took longer than {self.timeout_s:g} s") from error
+            raise EpisodeError(str(error) or f"took longer than {self.timeout_s:g} s") from error
         except Exception as error:
             raise EpisodeError(f"{type(error).__name__}: {error}") from error
 
@@ -126,7 +126,6 @@ class EnvironmentLoop(AgentLoop):
                 await _of_environment(episode.close())
 
     async def _hold(self, conversation: Conversation, episode: Episode) -> None:
-        config = self.setup.config
         prompt = await _of_environment(episode.begin(list(conversation.messages)))
         if not conversation.set_prompt(prompt, self.setup.rollout.prompt_length):
             raise EpisodeError("its first messages exceed data.max_prompt_length and data.max_response_length")
@@ -138,9 +137,7 @@ class EnvironmentLoop(AgentLoop):
             conversation.turn_scores.append(step.reward)
             if step.done or not turn.ended:
                 return
-            if _reached(conversation.num_assistant_turns, config.max_assistant_turns) or _reached(
-                conversation.num_user_turns, config.max_user_turns
-            ):
+            if has_had_its_turns(conversation, self.setup.config):
                 conversation.finish_reason = "turns"
                 return
             if not conversation.add(step.messages or [{"role": "user", "content": ""}]):
@@ -233,7 +230,3 @@ def checked_reward(reward: Any) -> float:
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {str(name): float(value) for name, value in metrics.items() if isinstance(value, int | float)}
-
-
-def _reached(count: int, limit: int | None) -> bool:
-    return limit is not None and count >= limit

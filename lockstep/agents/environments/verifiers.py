@@ -19,7 +19,7 @@ from typing import Any
 
 from lockstep.agents.loops.base import AgentLoop, Setup, register
 from lockstep.agents.loops.program_agent import KEY, ProgramAgent, ProgramError
-from lockstep.agents.loops.recorded import OwnTime
+from lockstep.agents.loops.recorded import OutOfTimeError, OwnTime
 from lockstep.config.actor_rollout_ref import ProgramConfig
 from lockstep.data.verifiers_tasks import make_env, task_of
 
@@ -64,7 +64,7 @@ class VerifiersAgent(ProgramAgent):
         running = asyncio.run_coroutine_threadsafe(rollout, self._threads[asyncio.get_running_loop()].loop)
         try:
             return json.dumps(await own_time.limit(asyncio.wrap_future(running), self.config.timeout_s))
-        except TimeoutError:
+        except OutOfTimeError:
             raise ProgramError(f"it exceeded {KEY}.timeout_s={self.config.timeout_s:g}") from None
         except ProgramError:
             raise

@@ -36,6 +36,13 @@ def options_of(cls: type["AgentLoop"]) -> set[str]:
     return {one.name for one in named if one.kind is not one.VAR_KEYWORD} - {"self", "setup"}
 
 
+def has_had_its_turns(conversation: Conversation, config: MultiTurnConfig) -> bool:
+    """Whether a limit on turns is reached."""
+    assistant = conversation.num_assistant_turns, config.max_assistant_turns
+    user = conversation.num_user_turns, config.max_user_turns
+    return any(limit is not None and count >= limit for count, limit in (assistant, user))
+
+
 class AgentLoop(ABC):
     """Decides what follows each turn of the policy. One object serves all conversations, many of them at once.
 

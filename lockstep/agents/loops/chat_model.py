@@ -33,7 +33,9 @@ from lockstep.agents.renderer import Message, Renderer
 from lockstep.agents.tool_parser import FunctionCall, ToolParser
 from lockstep.agents.tools.base import BaseTool
 from lockstep.agents.tools.calls import ToolSession
-from lockstep.config.actor_rollout_ref import MultiTurnConfig
+
+LIMITS: dict[str | None, FinishReason] = {"context_length_exceeded": "length", "turn_limit_reached": "turns"}
+"""Code of an error to the limit that it is about."""
 
 
 class LimitReachedError(Exception):
@@ -51,19 +53,14 @@ class Held:
     conversation: Conversation
     session: Session
     tools: ToolSession
-    limits: MultiTurnConfig
 
     async def answer(self, messages: Sequence[Message], request: AnswerRequest) -> Answer:
         """The policy's turn; LimitReachedError if there is no room for one, or there were enough."""
-        done = len(self.session.recorder.turns)
-        for count, limit in ((done, self.limits.max_assistant_turns), (done - 1, self.limits.max_user_turns)):
-            if limit is not None and count >= limit:
-                raise LimitReachedError("turns")
         try:
             (stream,) = self.session.start([self.session.prompt_for(messages, request.tools)], request)
         except ApiError as error:
-            if error.code == "context_length_exceeded":
-                raise LimitReachedError("length") from error
+            if error.code in LIMITS:
+                raise LimitReachedError(LIMITS[error.code]) from error
             raise
         async for item in stream:
             answer = item

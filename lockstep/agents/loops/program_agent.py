@@ -23,7 +23,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from lockstep.agents.conversation import Conversation
 from lockstep.agents.loops.base import AgentLoop, Setup, register
-from lockstep.agents.loops.recorded import OwnTime, answer_settings, take_branches
+from lockstep.agents.loops.recorded import OutOfTimeError, OwnTime, answer_settings, take_branches
 from lockstep.agents.schemas import JSON_ERRORS
 from lockstep.config.actor_rollout_ref import ProgramConfig
 
@@ -110,8 +110,8 @@ class ProgramAgent(AgentLoop):
 
     def _open_session(self, endpoint: "Endpoint", conversation: Conversation, own_time: OwnTime) -> str:
         answers = answer_settings(conversation, self.setup.rollout, force_sampling=self.config.force_sampling)
-        # Seeds depend on the name, so it must be the same in every run.
-        name = f"{conversation.seed:x}"
+        # Seeds depend on the name, so it must be the same in every run. A greedy sample may have the seed of another one.
+        name = f"{conversation.seed:x}{'-greedy' if conversation.sampling.greedy else ''}"
         while endpoint.has_session(name):
             name += "-again"
         endpoint.open_session(name, own_time.sample, answers)
@@ -135,7 +135,7 @@ class ProgramAgent(AgentLoop):
                 raise ProgramError(f"it cannot be started: {error}") from error
             try:
                 code = await own_time.limit(process.wait(), self.config.timeout_s)
-            except TimeoutError:
+            except OutOfTimeError:
                 raise ProgramError(
                     f"it exceeded {KEY}.timeout_s={self.config.timeout_s:g}{_logged(stdout, stderr)}"
                 ) from None

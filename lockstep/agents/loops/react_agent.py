@@ -15,7 +15,7 @@ from lockstep.agents.conversation import Conversation
 from lockstep.agents.endpoint.answers import Session
 from lockstep.agents.endpoint.recorder import SessionRecorder
 from lockstep.agents.loops.base import AgentLoop, Setup, register
-from lockstep.agents.loops.recorded import OwnTime, answer_settings, take_branches
+from lockstep.agents.loops.recorded import OutOfTimeError, OwnTime, answer_settings, take_branches
 from lockstep.agents.loops.tool_agent import MALFORMED, check_tools_kwargs
 from lockstep.agents.tools.calls import CallLimits, ToolSession
 from lockstep.registry import load_plugin
@@ -74,7 +74,7 @@ class ReactAgent(AgentLoop):
         session = Session("", SessionRecorder(self.setup.renderer), own_time.sample, answers)
         row = conversation.row
         tools = ToolSession(self.setup.tools, row.get("tools_kwargs") or {}, self.limits, str(uuid.uuid4()), row)
-        token = held.set(Held(conversation, session, tools, self.setup.config))
+        token = held.set(Held(conversation, session, tools))
         try:
             reason = await self._run_graph(conversation, own_time)
             conversation.note_rewards(await tools.close())
@@ -82,7 +82,8 @@ class ReactAgent(AgentLoop):
             held.reset(token)
             await tools.release()
         if not session.recorder.turns and not conversation.failure:
-            self._fail(conversation, "NoTurn", "the graph of react_agent ended without calling its chat model")
+            why = f"the first call of its chat model ended it: {reason}" if reason else "it did not call its chat model"
+            self._fail(conversation, "NoTurn", f"the graph of react_agent ended without a turn of the policy: {why}")
         take_branches(conversation, session.recorder, max_prompt=self.setup.rollout.prompt_length)
         conversation.finish_reason = reason or conversation.finish_reason
 
@@ -97,7 +98,7 @@ class ReactAgent(AgentLoop):
         except LimitReachedError as limit:
             return limit.reason
         except Exception as error:  # noqa: BLE001 - a user's graph may raise anything: it costs its own conversation
-            what = f"timeout_s={self.timeout_s:g} exceeded" if isinstance(error, TimeoutError) else repr(error)
+            what = f"timeout_s={self.timeout_s:g} exceeded" if isinstance(error, OutOfTimeError) else repr(error)
             self._fail(conversation, type(error).__name__, f"the graph of react_agent failed: {what}", error)
         return None
 

@@ -18,6 +18,10 @@ CHECK_EVERY_S = 0.1
 """How often a deadline is checked that the policy has moved."""
 
 
+class OutOfTimeError(TimeoutError):
+    """A conversation exceeded its deadline; others are time-outs of the program or graph itself."""
+
+
 class OwnTime:
     """Measures the time in which nobody waits for the policy, which may be busy or, during asynchronous training, paused."""
 
@@ -45,12 +49,12 @@ class OwnTime:
         return now - self._began - self._waited_s - (now - self._open_since if self._num_open else 0.0)
 
     async def limit(self, call: Awaitable[T], timeout_s: float) -> T:
-        """The result of `call`; TimeoutError, and the call is cancelled, after `timeout_s` of own time."""
+        """The result of `call`; OutOfTimeError, and the call is cancelled, after `timeout_s` of own time."""
         task = asyncio.ensure_future(call)
         try:
             while not task.done():
                 if (left_s := timeout_s - self.seconds) <= 0:
-                    raise TimeoutError
+                    raise OutOfTimeError
                 await asyncio.wait([task], timeout=max(left_s, CHECK_EVERY_S))
             return task.result()
         finally:
@@ -58,12 +62,15 @@ class OwnTime:
 
 
 def answer_settings(conversation: Conversation, rollout: RolloutConfig, *, force_sampling: bool) -> AnswerSettings:
-    """Answers as the conversation would sample them."""
+    """Answers as the conversation would sample them, and as many."""
+    multi_turn = rollout.multi_turn
+    limits = [multi_turn.max_assistant_turns, multi_turn.max_user_turns and multi_turn.max_user_turns + 1]
     return AnswerSettings(
         sampling=conversation.sampling,
         max_model_len=rollout.prompt_length + rollout.response_length,
         max_response_len=rollout.response_length,
-        tool_format=rollout.multi_turn.format,
+        max_turns=min(filter(None, limits), default=None),
+        tool_format=multi_turn.format,
         force_sampling=force_sampling,
         seed=conversation.seed,
     )

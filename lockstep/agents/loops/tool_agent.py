@@ -7,14 +7,14 @@ PENDING ─► GENERATING ─► PROCESSING_TOOLS ─► GENERATING   the turn h
 
 import asyncio
 import uuid
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
 from typing import Any, TypeVar
 
 from lockstep.agents.conversation import Conversation, Turn
 from lockstep.agents.interactions.base import BaseInteraction
-from lockstep.agents.loops.base import AgentLoop, Setup, register
+from lockstep.agents.loops.base import AgentLoop, Setup, has_had_its_turns, register
 from lockstep.agents.tool_parser import FunctionCall, ToolParser
 from lockstep.agents.tools.base import BaseTool
 from lockstep.agents.tools.calls import (
@@ -106,12 +106,9 @@ class ToolAgent(AgentLoop):
                 state = self._next_state(conversation, turn, bool(calls or num_malformed), interaction is not None)
 
     def _next_state(self, conversation: Conversation, turn: Turn, has_calls: bool, has_interaction: bool) -> AgentState:
-        config = self.setup.config
         if not turn.ended or not (has_calls or has_interaction):
             return AgentState.TERMINATED
-        if _reached(conversation.num_assistant_turns, config.max_assistant_turns) or _reached(
-            conversation.num_user_turns, config.max_user_turns
-        ):
+        if has_had_its_turns(conversation, self.setup.config):
             conversation.finish_reason = "turns"
             return AgentState.TERMINATED
         return AgentState.PROCESSING_TOOLS if has_calls else AgentState.INTERACTING
@@ -127,8 +124,8 @@ class ToolAgent(AgentLoop):
             message = conversation.messages[-1]
             message["content"] = content.removesuffix(self._end_text(turn)) if content else ""
             message["tool_calls"] = [
-                {"id": call_id_of(number), "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
-                for number, c in enumerate(calls)
+                {"id": call_id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+                for call_id, c in zip(_ids_of(calls), calls)
             ]
         return calls, num_malformed
 
@@ -146,10 +143,9 @@ class ToolAgent(AgentLoop):
             conversation.note_call(result)
         if num_malformed:
             results.append(CallResult(name="error", text=MALFORMED, failed="malformed"))
-        renderer = self.setup.renderer
-        return conversation.add(
-            renderer.tool_messages([(r.name, call_id_of(number), r.text) for number, r in enumerate(results)])
-        )
+        ids = [*_ids_of(run), call_id_of(len(run))]
+        messages = self.setup.renderer.tool_messages([(r.name, i, r.text) for i, r in zip(ids, results)])
+        return conversation.add(messages)
 
     async def _interact(self, conversation: Conversation, interaction: BaseInteraction, instance_id: str) -> bool:
         messages = list(conversation.messages)
@@ -178,8 +174,8 @@ def check_tools_kwargs(row: Mapping[str, Any], tools: Mapping[str, BaseTool]) ->
         )
 
 
-def _reached(count: int, limit: int | None) -> bool:
-    return limit is not None and count >= limit
+def _ids_of(calls: Sequence[FunctionCall]) -> list[str]:
+    return [call.id or call_id_of(number) for number, call in enumerate(calls)]
 
 
 def call_id_of(number: int) -> str:

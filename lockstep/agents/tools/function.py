@@ -42,7 +42,7 @@ class Environment:
 
     reset(**kwargs): called before the first tool, with those fields of the row that it has parameters for (`ground_truth`,
                      `data_source`, `prompt` and the fields of `extra_info`), and the tool's `create_kwargs`.
-    get_reward():    the conversation's reward, when it has ended. Both are optional and no tools.
+    get_reward():    the conversation's reward, when it has ended. Both are optional and no tools; coroutines are awaited.
     """
 
     NOT_TOOLS = ("reset", "get_reward")
@@ -69,21 +69,24 @@ class Environment:
             return fields
         return {name: value for name, value in fields.items() if name in parameters}
 
-    def object_of(self, instance_id: str, kwargs: dict[str, Any]) -> Any:
+    async def begin(self, instance_id: str, kwargs: dict[str, Any]) -> None:
+        """Make the conversation's object; no-op if another of its tools has."""
         if instance_id not in self._objects:
             new = self.cls()
             if hasattr(new, "reset"):
-                new.reset(**kwargs)
+                await _awaited(new.reset(**kwargs))
             self._objects[instance_id] = new
+
+    def object_of(self, instance_id: str) -> Any:
         return self._objects[instance_id]
 
-    def reward_of(self, instance_id: str) -> float:
+    async def reward_of(self, instance_id: str) -> float:
         """The conversation's reward; 0 for all but the first of its tools that ask, so that it counts once."""
         found = self._objects[instance_id]
         if instance_id in self._rewarded or not hasattr(found, "get_reward"):
             return 0.0
         self._rewarded.add(instance_id)
-        return float(found.get_reward())
+        return float(await _awaited(found.get_reward()))
 
     def release(self, instance_id: str) -> None:
         self._objects.pop(instance_id, None)
@@ -102,17 +105,17 @@ class MethodTool(BaseTool):
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
         instance_id = instance_id or str(uuid.uuid4())
-        self.environment.object_of(instance_id, kwargs)
+        await self.environment.begin(instance_id, kwargs)
         return instance_id, ToolResponse()
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        method = getattr(self.environment.object_of(instance_id, {}), self.method)
+        method = getattr(self.environment.object_of(instance_id), self.method)
         return await _answer(method, parameters), None, {}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
-        return self.environment.reward_of(instance_id)
+        return await self.environment.reward_of(instance_id)
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         self.environment.release(instance_id)
@@ -134,10 +137,12 @@ def tools_of(found: Any) -> list[BaseTool]:
     return list(Environment(found).tools) if inspect.isclass(found) else [FunctionTool(found)]
 
 
+async def _awaited(result: Any) -> Any:
+    return await result if inspect.isawaitable(result) else result
+
+
 async def _answer(function: Callable[..., Any], parameters: dict[str, Any]) -> ToolResponse:
-    result = function(**parameters)
-    if inspect.isawaitable(result):
-        result = await result
+    result = await _awaited(function(**parameters))
     if isinstance(result, bytes | bytearray | memoryview):
         raise TypeError("the tool returned bytes, not text")
     return ToolResponse(text=result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str))

@@ -2,6 +2,7 @@
 
 import os
 import select
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,9 @@ class PythonTool(BaseTool):
             processes=int(config.get("processes", 16)),
         )
         self.sandbox = Sandbox(limits)  # raises if this machine has no isolation
-        self._processes: dict[str, SandboxedProcess] = {}
+        self._processes: dict[str, SandboxedProcess | None] = {}
+        """Of the conversations that are not released, if they keep their state: None while it is in use."""
+        self._lock = threading.Lock()
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         return OpenAIFunctionToolSchema.model_validate(
@@ -56,21 +59,44 @@ class PythonTool(BaseTool):
             }
         )
 
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+        instance_id, response = await super().create(instance_id)
+        if self.keep_state:
+            self._processes[instance_id] = None
+        return instance_id, response
+
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        process = self._processes.pop(instance_id, None) or self.sandbox.start_source(SERVER)
+        process = self._take(instance_id) or self.sandbox.start_source(SERVER)
         try:
             text = _run(process, str(parameters["code"]), self.timeout_s)
         except BaseException:
             process.kill()
             raise
-        if not self.keep_state or self._processes.setdefault(instance_id, process) is not process:
-            process.kill()  # a call at the same time keeps its own
+        if not self._keep(instance_id, process):
+            process.kill()
         return ToolResponse(text=text), None, {}
 
+    def _take(self, instance_id: str) -> SandboxedProcess | None:
+        with self._lock:
+            process = self._processes.get(instance_id)
+            if process is not None:
+                self._processes[instance_id] = None
+            return process
+
+    def _keep(self, instance_id: str, process: SandboxedProcess) -> bool:
+        """False if a call at the same time has kept its own, or the conversation was cancelled and released meanwhile."""
+        with self._lock:
+            if self._processes.get(instance_id, process) is not None:
+                return False
+            self._processes[instance_id] = process
+            return True
+
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        if (process := self._processes.pop(instance_id, None)) is not None:
+        with self._lock:
+            process = self._processes.pop(instance_id, None)
+        if process is not None:
             process.kill()
 
 

@@ -1,6 +1,8 @@
 """Threads that run calls of users' code, so that one that blocks holds up nothing else.
 
 run_in_thread ─► an idle thread, or a new one ─► its event loop runs the call ─► idle again
+
+A thread whose call exceeded its deadline or left tasks behind ends instead: what still runs there must not hold up the next call.
 """
 
 import asyncio
@@ -13,6 +15,8 @@ from contextlib import suppress
 from contextvars import Context
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
+
+from lockstep.utils.event_loop import cancelled
 
 T = TypeVar("T")
 
@@ -44,15 +48,16 @@ class _Thread:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._task: asyncio.Task[None] | None = None
+        self._is_over = False
         threading.Thread(target=self._run, name="tool", daemon=True).start()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        while True:
-            with suppress(
-                BaseException
-            ):  # SystemExit of a task passes through the loop; who awaits the task gets it too
+        while not self._is_over:
+            # SystemExit of a task passes through the loop; who awaits the task gets it too
+            with suppress(BaseException):
                 self._loop.run_forever()
+        self._loop.close()
 
     def begin(self, start: Callable[[], Coroutine[Any, Any, T]], timeout_s: float, future: "Future[T]") -> None:
         """Run a call; `future` gets its outcome."""
@@ -69,15 +74,25 @@ class _Thread:
                 result = await start()
         except BaseException as raised:  # noqa: BLE001 - a tool may raise anything, SystemExit too
             error = raised if isinstance(raised, Exception) else RuntimeError(repr(raised))
-        for task in asyncio.all_tasks() - {self._task}:  # what the call left behind
-            task.cancel()
-        _idle.append(self)
-        if not future.set_running_or_notify_cancel():  # the caller has given up
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
+        left_behind = asyncio.all_tasks() - {self._task}
+        can_be_used_again = not left_behind and not isinstance(error, TimeoutError)
+        if can_be_used_again:
+            _idle.append(self)
+        _settle(future, result, error)
+        if not can_be_used_again:
+            await cancelled(left_behind)
+            self._is_over = True
+            self._loop.stop()
+
+
+def _settle(future: "Future[Any]", result: Any, error: Exception | None) -> None:
+    """Set the outcome, unless the caller has given up."""
+    if not future.set_running_or_notify_cancel():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
 
 
 _idle: deque[_Thread] = deque()

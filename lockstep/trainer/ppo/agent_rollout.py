@@ -51,7 +51,8 @@ class AgentRollout:
     """Takes the place of `rollout_wg`, the rollout's worker group.
 
     agents:     holds the conversations.
-    batch_size: conversations of a step. If as many in a row fail without a turn of the policy, the run stops.
+    batch_size: conversations of a step. If as many in a row fail without a turn of the policy, the run stops; so does a batch of
+                fewer, such as one for validation, if no conversation before it had a turn.
     """
 
     def __init__(self, agents: Agents | AgentClient, rollout_wg: Any, pad_token_id: int, batch_size: int) -> None:
@@ -61,6 +62,7 @@ class AgentRollout:
         self.batch_size = batch_size
         self.client = RolloutClient(rollout_wg)
         self._failures: list[str] = []  # of the latest conversations, since one had a turn of the policy
+        self._had_turns = False
 
     def separate(self) -> "AgentRollout":
         """Another one with its own client, for conversations that wait while this one generates a batch."""
@@ -76,7 +78,8 @@ class AgentRollout:
         requests = requests_of(prompts, sampling)
         async with self.running():
             conversations = await all_of([self.converse(prompts, row, r) for row, r in enumerate(requests)])
-        self._check_failures(len(conversations))
+        if not self._had_turns:
+            self._check_failures(len(conversations))
         return self.batch(conversations)
 
     @asynccontextmanager
@@ -95,9 +98,11 @@ class AgentRollout:
         result = await self.agents.hold(row, request.prompt_ids, generate, request.sampling, request.seed)
         if self.client.failure is not None:  # loops that contain failures end their conversation and return it
             raise self.client.failure
-        is_empty = not any(any(trajectory.response_mask) for trajectory in result.trajectories)
-        self._failures = [*self._failures, result.failure] if result.failure and is_empty else []
-        self._check_failures(self.batch_size)
+        if result.failure and result.num_turns == 1:  # the prompt
+            self._failures.append(result.failure)
+            self._check_failures(self.batch_size)
+        else:
+            self._failures, self._had_turns = [], True
         return result
 
     def _check_failures(self, most: int) -> None:

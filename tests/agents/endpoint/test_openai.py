@@ -127,6 +127,7 @@ def test_tool_calls(service: Service, stream: bool) -> None:
         (call,) = answer.choices[0].message.tool_calls
     assert (content, finish) == ("I add them. ", "tool_calls")
     assert call.function.name == "add" and json.loads(call.function.arguments) == {"a": 1, "b": 2}
+    assert re.fullmatch("[0-9a-f]{9}", call.id)  # as templates of Mistral require
     said = {"role": "assistant", "content": content, "tool_calls": [call.model_dump(exclude={"index"})]}
     result = {"role": "tool", "tool_call_id": call.id, "content": "3"}
     assert chat(service, [*QUESTION, said, result], tools=TOOLS).choices[0].message.content == "It is 3."

@@ -1,5 +1,6 @@
 """Gymnasium-style environments: the order of calls, rewards, limits, failures, and the real environments of skyrl-gym."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 
 from lockstep.agents.agents import Agents
 from lockstep.agents.conversation import Conversation
+from lockstep.agents.environments.base import Calls, EpisodeError
 from lockstep.rewards.default import default_compute_score
 from tests.agents.scripted import Scripted, converse, make_agents, roles, sampled_texts
 
@@ -162,6 +164,14 @@ def test_a_failure_costs_its_own_conversation(
     assert len(done.trajectory.response_ids) <= 400
     with pytest.raises(ValueError, match="the environment gave no reward"):
         default_compute_score("environment", "", None, {"rollout_reward_scores": done.reward_scores})
+
+
+def test_time_outs_of_a_client_keep_their_message() -> None:
+    async def connect() -> None:
+        raise TimeoutError("no free place on the server")
+
+    with pytest.raises(EpisodeError, match="no free place on the server"):
+        asyncio.run(Calls("echo", 5.0).in_loop(connect()))
 
 
 def test_a_failing_close_is_no_error(envs: str) -> None:
