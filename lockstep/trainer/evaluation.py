@@ -29,9 +29,8 @@ from lockstep.utils.progress import phase
 
 logger = logging.getLogger(__name__)
 
-LENGTHS = "response_lengths"
-ROLLOUT_INFOS = "rollout_infos"
-"""Column of the responses' lengths in tokens, which `lockstep generate` writes."""
+LENGTHS, ROLLOUT_INFOS = "response_lengths", "rollout_infos"
+"""Columns that `lockstep generate` writes: the responses' lengths in tokens, and what agents tell the reward function."""
 
 
 def evaluate(config: EvaluationConfig) -> dict[str, float]:

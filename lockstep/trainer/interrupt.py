@@ -31,7 +31,7 @@ def stop_on_sigterm() -> Iterator[None]:
         # Python ends the process by SIGINT if a KeyboardInterrupt passed through `exec` or `eval`, even if it is caught later;
         # the next `exec` resets that.
         exec("")
-        # a library that was interrupted raised another
+        # the interrupt made a library raise another error
         if _early_stop.is_set() and not isinstance(error, KeyboardInterrupt):
             raise KeyboardInterrupt from error
         raise

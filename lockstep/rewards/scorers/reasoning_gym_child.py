@@ -20,8 +20,6 @@ from lockstep.rewards.scorers.expression import NotAnExpressionError, parse_expr
 
 LITERALS = ("string_insertion", "spiral_matrix", "binary_matrix", "n_queens")
 """Modules that evaluate an answer which is a list."""
-
-
 NOT_FINITE = re.compile(r"nan|inf")
 
 
