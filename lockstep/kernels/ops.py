@@ -105,7 +105,8 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = F
     if on_gpu(q) and not interleaved and len(q) == 1 and cos.shape[-1] == q.shape[-1]:
         out: tuple[Tensor, Tensor] = _Rotary.apply(q, k, cos, sin)
         return out
-    return rotary_reference(q, cos, sin, interleaved), rotary_reference(k, cos, sin, interleaved)
+    both = rotary_reference(torch.cat((q, k), 1), cos, sin, interleaved)
+    return both[:, : q.shape[1]], both[:, q.shape[1] :]
 
 
 def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -171,15 +172,6 @@ def linear_and_adapter(module: nn.Module) -> tuple[nn.Linear, Adapter | None] | 
     return layer.base_layer, Adapter(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name])
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x (..., I) @ weight (O, I).T + bias. Decoding on a CPU has few rows: then BLAS is faster with the weight on the left."""
-    rows = x.shape[:-1].numel()
-    if x.is_cuda or torch.is_grad_enabled() or rows > 128:
-        return F.linear(x, weight, bias)
-    out = torch.mm(weight, x.reshape(rows, x.shape[-1]).t()).t().view(*x.shape[:-1], len(weight))
-    return out if bias is None else out + bias
-
-
 def joint_linear(x: Tensor, modules: Sequence[nn.Module]) -> Tensor:
     """The outputs of linear layers with the same input, concatenated: (..., sum of their sizes)."""
     found = [linear_and_adapter(module) for module in modules]
@@ -193,7 +185,7 @@ def joint_linear(x: Tensor, modules: Sequence[nn.Module]) -> Tensor:
         tensors = [tensor for adapter in adapters if adapter is not None for tensor in (adapter.a, adapter.b)]
         out: Tensor = _JointLinear.apply(x, scales, *weights, *biases, *tensors)
         return out
-    out = linear(x, packed(weights), None if biases[0] is None else packed(biases))
+    out = F.linear(x, packed(weights), None if biases[0] is None else packed(biases))
     _add_adapters(out.view(-1, out.shape[-1]), _rows(x), adapters, [len(w) for w in weights])
     return out
 
@@ -241,8 +233,7 @@ def add_linear(stream: Tensor, x: Tensor, module: nn.Module) -> Tensor:
         linear_module, adapter = found
         out: Tensor = _AddLinear.apply(stream, x, linear_module.weight, *(adapter or (None, None, None)))
         return out
-    out = stream + (linear(x, module.weight, module.bias) if is_plain(module) else joint_linear(x, [module]))  # type: ignore[arg-type]
-    return out
+    return stream + joint_linear(x, [module])
 
 
 class _AddLinear(torch.autograd.Function):
@@ -362,7 +353,7 @@ def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
     between two computations that differ in their last bit.
     """
     if not (x.is_cuda and x.dtype == weight.dtype and x.dtype in HALF):
-        return linear(x, weight).float()
+        return F.linear(x, weight).float()
     if torch.is_grad_enabled():  # training uses kernels/linear_log_prob.py
         return F.linear(x.float(), weight.float())
     return torch.mm(x.flatten(0, -2), weight.t(), out_dtype=torch.float32).view(*x.shape[:-1], len(weight))

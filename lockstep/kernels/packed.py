@@ -9,19 +9,18 @@ from torch import Tensor
 def packed_view(tensors: Sequence[Tensor | None]) -> Tensor | None:
     """The tensors concatenated along the first dimension without a copy; None if they are not adjacent in memory."""
     first = tensors[0]
-    if first is None:
+    if first is None or not first.is_contiguous():
         return None
-    end, rows = first.data_ptr(), 0
-    for tensor in tensors:
-        if tensor is None or not tensor.is_contiguous() or tensor.data_ptr() != end:
+    dtype, size, storage = first.dtype, first.shape[1:], first.untyped_storage().data_ptr()
+    end, rows = first.data_ptr() + first.nbytes, first.shape[0]
+    for tensor in tensors[1:]:
+        if tensor is None or tensor.data_ptr() != end or not tensor.is_contiguous():
             return None
-        if tensor.shape[1:] != first.shape[1:] or tensor.dtype != first.dtype:
+        if tensor.shape[1:] != size or tensor.dtype != dtype or tensor.untyped_storage().data_ptr() != storage:
             return None
-        if tensor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-            return None
-        end += tensor.numel() * tensor.element_size()
+        end += tensor.nbytes
         rows += tensor.shape[0]
-    return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
+    return first.detach().as_strided((rows, *size), first.stride())
 
 
 def packed(tensors: Sequence[Tensor]) -> Tensor:

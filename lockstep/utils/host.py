@@ -1,6 +1,7 @@
-"""How many threads a process that computes on the CPU uses, and how much memory."""
+"""How a process computes on the CPU: number of threads, matrix library; and how much memory it uses."""
 
 import os
+import platform
 import threading
 from pathlib import Path
 
@@ -14,7 +15,15 @@ SMALL_MODEL = 5_000_000
 _largest_model = 0
 
 
-def use_threads_for(num_parameters: int) -> None:
+def prepare_cpu_for(num_parameters: int) -> None:
+    """Set up torch for a model of this size: threads and matrix library. To be called for every model of the process."""
+    _set_threads(num_parameters)
+    if platform.machine() == "aarch64" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        # oneDNN gains nothing on these cores: OpenBLAS is 10 % faster, and 6 times with small matrices
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+
+
+def _set_threads(num_parameters: int) -> None:
     """Use one thread if all models of this process are small. Respects OMP_NUM_THREADS and torch.set_num_threads."""
     global _largest_model
     _largest_model = max(_largest_model, num_parameters)

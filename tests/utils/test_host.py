@@ -20,7 +20,7 @@ def _restore_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def threads_for(num_parameters: int) -> int:
-    host.use_threads_for(num_parameters)
+    host.prepare_cpu_for(num_parameters)
     return torch.get_num_threads()
 
 

@@ -50,7 +50,7 @@ from lockstep.models.weight_source import WeightSource
 from lockstep.protocol.columns import tensors_of
 from lockstep.utils.device import HostCopy, to_device
 from lockstep.utils.distributed import current_rank, current_world_size, get_mesh
-from lockstep.utils.host import use_threads_for
+from lockstep.utils.host import prepare_cpu_for
 from lockstep.utils.progress import count, phase
 from lockstep.utils.seqlen import agreed_runs
 from lockstep.utils.spans import spanned
@@ -96,7 +96,7 @@ class FsdpEngine(TrainEngine):
             model.requires_grad_(False)
         model.eval()  # no noise; only the layers that recompute their activations must be in training mode
         if device.type == "cpu":
-            use_threads_for(sum(parameter.numel() for parameter in model.parameters()))
+            prepare_cpu_for(sum(parameter.numel() for parameter in model.parameters()))
         self._compute_dtype = compute_dtype
         self._max_length = rope_limit(model)
         self._streams = sharding.streams_from_host(config, device)

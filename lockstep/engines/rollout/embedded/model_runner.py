@@ -21,7 +21,7 @@ from lockstep.models.attention import ATTENTION_NAME, AttentionContext, no_mask
 from lockstep.models.known_models import why_own_forward
 from lockstep.models.loading import logits_fn
 from lockstep.utils.device import free_memory
-from lockstep.utils.host import use_threads_for
+from lockstep.utils.host import prepare_cpu_for
 
 
 class ModelRunner:
@@ -53,7 +53,7 @@ class ModelRunner:
             tensors = chain(self.model.parameters(), self.model.buffers())
             self.parameter_addresses = tuple(tensor.data_ptr() for tensor in tensors)
         else:
-            use_threads_for(sum(parameter.numel() for parameter in self.model.parameters()))
+            prepare_cpu_for(sum(parameter.numel() for parameter in self.model.parameters()))
         with evaluation_mode(self.model):
             yield
 

@@ -69,7 +69,7 @@ def sample(logits_NV: Tensor, batch: SamplingBatch, uniform_N: Tensor) -> tuple[
         scaled_NV = scaled_NV / batch.temperatures_N[:, None]
     log_probs_NV = scaled_NV.log_softmax(-1)
     if batch.num_greedy == len(batch.params):
-        tokens_N = scaled_NV.argmax(-1)
+        tokens_N = scaled_NV.max(-1).indices  # on a CPU faster than argmax
     else:
         weights_NV = log_probs_NV.exp()
         if batch.filtered:
