@@ -12,6 +12,7 @@ import torch
 
 from lockstep.config.estimators import ESTIMATOR_INPUTS
 from lockstep.registry import USER_MODULE, Registry, _module_of
+from lockstep.utils.host import choose_matrix_library
 
 if TYPE_CHECKING:
     from tests.shared_processes import SharedProcesses
@@ -21,6 +22,8 @@ os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # loopback only
 # deterministic examples and no deadline, so that a busy machine does not fail tests
 hypothesis.settings.register_profile("lockstep", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("lockstep")
+
+choose_matrix_library()  # as in runs: whether a test is the first to load a model changes no bits
 
 
 ON_SHARED_RAY = (

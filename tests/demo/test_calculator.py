@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from lockstep.trainer.main_ppo import main
 
 pytestmark = pytest.mark.slow
 
-RECIPE = TOOLS.recipe
+RECIPE = replace(TOOLS.recipe, steps=300)
 PROGRAM = Path(__file__).parents[2] / "examples" / "calculator_agent.py"
 
 

@@ -224,14 +224,22 @@ def test_commands_for_many_workers_compose(
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("command", ONE_A_PAGE.values(), ids=ONE_A_PAGE)
 def test_one_command_per_page_trains_on_ray(
-    command: str, places: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str,
+    places: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
-    cache = Path(places["$DATA"]) / "hub"
-    for name, value in (variables(places) | {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}).items():
-        monkeypatch.setenv(name, value)  # for the run's processes
-    use_hub(monkeypatch, cache, offline=True)
+    pytest.importorskip("ray", reason='needs Ray: pip install "lockstep-rl[ray]"')
+    from tests.shared_processes import OnSharedProcesses
+
+    for name, value in variables(places).items():
+        monkeypatch.setenv(name, value)
+    use_hub(monkeypatch, Path(places["$DATA"]) / "hub", offline=True)
     small = [*SMALL, "trainer.nnodes=1", "trainer.n_gpus_per_node=2", f"trainer.default_local_dir={tmp_path}/run"]
-    assert main([*arguments(command, places), *small]) == 0
+    config = config_from_command_line([*arguments(command, places), *small], PPOConfig)
+    assert config is not None
+    assert OnSharedProcesses(request.getfixturevalue("shared_processes")).run(config) == 0
     assert (tmp_path / "run" / "metrics.jsonl").read_text()
 
 

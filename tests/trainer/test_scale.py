@@ -41,7 +41,9 @@ SP_REF_ALONE = ["actor_rollout_ref.ref.ulysses_sequence_parallel_size=1"]
 NAIVE, BROADCAST = ([f"{ROLLOUT}.checkpoint_engine.backend={name}"] for name in ("naive", "nccl"))
 
 
-ON_RAY = ["trainer.controller=ray", "trainer.save_freq=5"]
+STEPS = 3
+"""Two per epoch."""
+ON_RAY = ["trainer.controller=ray", f"trainer.save_freq={STEPS}"]
 SAVE_STEP_2 = ["trainer.save_freq=2"]
 
 
@@ -67,7 +69,7 @@ class Run:
         return {f.stem: [json.loads(line)["output"] for line in f.read_text().splitlines()] for f in files}
 
     def weights(self) -> dict[str, Any]:
-        (last,) = self.folder.glob("global_step_5")
+        (last,) = self.folder.glob(f"global_step_{STEPS}")
         return {
             f"{model.name}.{name}": tensor
             for model in sorted(last.iterdir())
@@ -99,7 +101,7 @@ class Runs:
 def runs(tiny_run_files: Path, tmp_path_factory: pytest.TempPathFactory, shared_processes: SharedProcesses) -> Runs:
     """PPO with critic and reference, on prompts and responses of many lengths."""
     files, folder = tiny_run_files, tmp_path_factory.mktemp("scale")
-    rows = pd.read_parquet(files / "train.parquet")
+    rows = pd.read_parquet(files / "train.parquet")[:8]
     rows["prompt"] = [[{"role": "user", "content": "1+" * (i * 5 % 9) + "2"}] for i in range(len(rows))]
     rows.to_parquet(folder / "train.parquet")
     base = [
@@ -123,7 +125,7 @@ def runs(tiny_run_files: Path, tmp_path_factory: pytest.TempPathFactory, shared_
         "actor_rollout_ref.nccl_timeout=120",
         "trainer.device=cpu",
         "trainer.total_epochs=2",
-        "trainer.total_training_steps=5",
+        f"trainer.total_training_steps={STEPS}",
         *SAVE_STEP_2,
     ]
     return Runs(folder, base, shared_processes)
@@ -138,7 +140,7 @@ def save_reward_model(files: Path) -> Path:
     return files / "scorer"
 
 
-def assert_equal(run: Run, expected: Run, steps: int = 5) -> None:
+def assert_equal(run: Run, expected: Run, steps: int = STEPS) -> None:
     """The last `steps` steps have the same samples, metrics and weights."""
     pairs = list(zip(run.metrics[-steps:], expected.metrics[-steps:], strict=True))
     numbers = [(a[name], b[name]) for a, b in pairs for name in b if isinstance(b[name], (int, float))]
@@ -208,7 +210,7 @@ def test_fewer_rows_than_workers_with_a_prepared_loss(runs: Runs, tiny_run_files
     settings = ["data.train_batch_size=3", f"{ACTOR}.ppo_mini_batch_size=3", "critic.ppo_mini_batch_size=1"]
     settings += [f"{ROLLOUT}.n=1", f"{ACTOR}.policy_loss.loss_mode=clip_cov", f"{ACTOR}.policy_loss.clip_cov_ratio=0.2"]
     settings += [f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.shuffle=true", "critic.ppo_epochs=2", "critic.shuffle=true"]
-    settings += [f"data.val_files={tiny_run_files}/val.parquet", "trainer.test_freq=5", "data.val_batch_size=3"]
+    settings += [f"data.val_files={tiny_run_files}/val.parquet", f"trainer.test_freq={STEPS}", "data.val_batch_size=3"]
     assert_equal(runs(*settings, *workers(count)), runs(*settings))
 
 
@@ -239,7 +241,7 @@ def test_grpo_with_kl_loss_and_a_separate_reward_model_pool(runs: Runs, tiny_run
 def test_checkpoint_resumes_on_another_number_of_workers(runs: Runs, before: list[str], after: list[str]) -> None:
     saved = runs(*before).folder / "global_step_2"
     resumed = runs(*after, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}")
-    assert_equal(resumed, runs(), steps=3)
+    assert_equal(resumed, runs(), steps=STEPS - 2)
 
 
 def test_generated_responses(runs: Runs, tiny_run_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

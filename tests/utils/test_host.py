@@ -1,4 +1,4 @@
-"""Threads of a process that computes on the CPU."""
+"""Threads and matrix library of a process that computes on the CPU."""
 
 import os
 from collections.abc import Iterator
@@ -41,3 +41,17 @@ def test_the_users_number_of_threads_is_respected(monkeypatch: pytest.MonkeyPatc
 
 def test_onednn_writes_no_profiles() -> None:
     assert os.environ["ONEDNN_JIT_PROFILE"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("machine", "has_bfloat16", "enabled"),
+    [("aarch64", False, False), ("aarch64", True, True), ("x86_64", False, True)],
+)
+def test_onednn_is_off_on_arm_without_bfloat16(
+    machine: str, has_bfloat16: bool, enabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bfloat16)
+    torch._C._set_mkldnn_enabled(True)
+    host.prepare_cpu_for(1000)
+    assert torch.backends.mkldnn.enabled is enabled
