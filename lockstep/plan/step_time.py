@@ -28,6 +28,9 @@ ALL_REDUCE_S = 20e-6
 ADAPTERS_DECODE_S = 45e-6
 """Of the small products of a layer's adapters in a decode step."""
 
+DEQUANTISING_RATE = 0.32
+"""Share of the device's bandwidth at which bitsandbytes dequantises weights in 4 bits."""
+
 
 def step_times(job: Job, memory: list[Phase]) -> dict[str, float]:
     """Phase -> seconds, in the order of `memory`."""
@@ -84,8 +87,10 @@ def _generation(job: Job, phase: Phase) -> float:
 
 
 def _dequantising(model: Model) -> float:
-    """Bytes that move to dequantise all weights in 4 bits once: they are read, and written in the compute dtype."""
-    return 0.0 if model.four_bit is None else model.four_bit.bytes + model.compute * model.four_bit.parameters
+    """Traffic that takes as long as to dequantise all weights in 4 bits once: they are read, and written in the compute dtype."""
+    if model.four_bit is None:
+        return 0.0
+    return (model.four_bit.bytes + model.compute * model.four_bit.parameters) / DEQUANTISING_RATE
 
 
 def _touched_layer(model: Model, num_tokens: float) -> float:

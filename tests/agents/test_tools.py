@@ -60,9 +60,9 @@ def python_tool(tmp_path: Path) -> str:
     return write_yaml(tmp_path, "{class_name: python, config: {timeout_s: 3, memory_mb: 256, processes: 8}}")
 
 
-def test_code_keeps_its_state_only_if_asked_to(tmp_path: Path, python_tool: str) -> None:
+def test_code_keeps_its_state_only_if_asked_to(tmp_path: Path) -> None:
     turns = (call("python", code="x = 6\nprint('set')"), call("python", code="x * 7"), "done")
-    fresh = converse(make_agents(tool_config_path=python_tool), Scripted(*turns))
+    fresh = converse(make_agents(tool_config_path=write_yaml(tmp_path, "{class_name: python}")), Scripted(*turns))
     assert [m["content"] for m in fresh.new_messages[1::2]] == ["set\n", "NameError: name 'x' is not defined (line 1)"]
     kept = write_yaml(tmp_path, "{class_name: python, config: {keep_state: true}}")
     agents = make_agents(tool_config_path=kept)

@@ -148,6 +148,17 @@ def test_agrees_with_measured_runs(
     assert times["update actor"] == pytest.approx(update_s, rel=0.3)
 
 
+def test_agrees_with_a_measured_run_in_4_bits(command: Any) -> None:
+    """docs/lora.md: 14.0 GB, 9.6 s and 7.5 s."""
+    more = (*LORA, f"{ACTOR}.ppo_max_token_len_per_gpu=8192", "actor_rollout_ref.model.load_in_4bit=true")
+    job = plan(command("7b", 16, 256, 512, *more))
+    memory = phases(job)
+    times = step_times(job, memory)
+    assert 14.0 <= max(phase.peak for phase in memory) / 1e9 < 1.15 * 14.0
+    assert times["generate"] == pytest.approx(9.6, rel=0.05)
+    assert times["update actor"] == pytest.approx(7.5, rel=0.2)
+
+
 def test_units_of_a_micro_batch() -> None:
     shared = {"samples": 8, "lengths": Lengths(512, 1024), "packed": True, "micro_rows": None}
     units = batch_units(128, ranks=1, sequence_parallel=1, max_tokens=16384, **shared)  # type: ignore[arg-type]
