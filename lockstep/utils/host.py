@@ -22,9 +22,14 @@ def prepare_cpu_for(num_parameters: int) -> None:
 
 
 def choose_matrix_library() -> None:
-    """Without oneDNN on ARM cores that have no bfloat16: OpenBLAS is 10 % faster there, and 6 times for small matrices."""
+    """oneDNN or OpenBLAS on ARM cores without bfloat16.
+
+    OpenBLAS is faster: by 10 %, and 6 times for small matrices. But oneDNN uses all cores even if torch has one thread, as
+    `_set_threads` decides for small models, which then train faster by a tenth.
+    """
     if platform.machine() == "aarch64" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+        one_thread = _largest_model < SMALL_MODEL and "OMP_NUM_THREADS" not in os.environ
+        torch.backends.mkldnn.enabled = one_thread  # type: ignore[assignment]
 
 
 def _set_threads(num_parameters: int) -> None:

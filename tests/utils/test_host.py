@@ -44,14 +44,20 @@ def test_onednn_writes_no_profiles() -> None:
 
 
 @pytest.mark.parametrize(
-    ("machine", "has_bfloat16", "enabled"),
-    [("aarch64", False, False), ("aarch64", True, True), ("x86_64", False, True)],
+    ("machine", "has_bfloat16", "num_parameters", "enabled"),
+    [
+        ("aarch64", False, host.SMALL_MODEL, False),
+        ("aarch64", False, 1000, True),
+        ("aarch64", True, host.SMALL_MODEL, True),
+        ("x86_64", False, host.SMALL_MODEL, True),
+    ],
 )
-def test_onednn_is_off_on_arm_without_bfloat16(
-    machine: str, has_bfloat16: bool, enabled: bool, monkeypatch: pytest.MonkeyPatch
+def test_large_models_on_arm_without_bfloat16_are_computed_without_onednn(
+    machine: str, has_bfloat16: bool, num_parameters: int, enabled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("platform.machine", lambda: machine)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bfloat16)
     torch._C._set_mkldnn_enabled(True)
-    host.prepare_cpu_for(1000)
+    host.prepare_cpu_for(num_parameters)
     assert torch.backends.mkldnn.enabled is enabled
