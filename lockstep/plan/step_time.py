@@ -87,7 +87,7 @@ def _generation(job: Job, phase: Phase) -> float:
 
 
 def _dequantising(model: Model) -> float:
-    """Traffic that takes as long as to dequantise all weights in 4 bits once: they are read, and written in the compute dtype."""
+    """Dequantising all weights in 4 bits once, which reads them and writes the compute dtype, as bytes at full bandwidth."""
     if model.four_bit is None:
         return 0.0
     return (model.four_bit.bytes + model.compute * model.four_bit.parameters) / DEQUANTISING_RATE

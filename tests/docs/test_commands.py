@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import fsspec
 import pytest
@@ -32,6 +33,9 @@ from tests.hub import use_hub, write_cache
 from tests.judge_server import serve, verdict
 from tests.programs import run_python
 from tests.tiny import save_tiny_model, write_rows
+
+if TYPE_CHECKING:
+    from tests.shared_processes import SharedProcesses
 
 pytestmark = pytest.mark.slow
 
@@ -221,17 +225,15 @@ def test_commands_for_many_workers_compose(
     assert config is not None and controller_of(config) == "ray"
 
 
-@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("command", ONE_A_PAGE.values(), ids=ONE_A_PAGE)
 def test_one_command_per_page_trains_on_ray(
     command: str,
     places: dict[str, str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
+    shared_processes: "SharedProcesses",
 ) -> None:
-    pytest.importorskip("ray", reason='needs Ray: pip install "lockstep-rl[ray]"')
-    from tests.shared_processes import OnSharedProcesses
+    from tests.shared_processes import OnSharedProcesses  # imports Ray
 
     for name, value in variables(places).items():
         monkeypatch.setenv(name, value)
@@ -239,7 +241,7 @@ def test_one_command_per_page_trains_on_ray(
     small = [*SMALL, "trainer.nnodes=1", "trainer.n_gpus_per_node=2", f"trainer.default_local_dir={tmp_path}/run"]
     config = config_from_command_line([*arguments(command, places), *small], PPOConfig)
     assert config is not None
-    assert OnSharedProcesses(request.getfixturevalue("shared_processes")).run(config) == 0
+    assert OnSharedProcesses(shared_processes).run(config) == 0
     assert (tmp_path / "run" / "metrics.jsonl").read_text()
 
 

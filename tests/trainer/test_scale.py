@@ -42,7 +42,7 @@ NAIVE, BROADCAST = ([f"{ROLLOUT}.checkpoint_engine.backend={name}"] for name in 
 
 
 STEPS = 3
-"""Two per epoch."""
+"""Of a run; an epoch has two."""
 ON_RAY = ["trainer.controller=ray", f"trainer.save_freq={STEPS}"]
 SAVE_STEP_2 = ["trainer.save_freq=2"]
 
