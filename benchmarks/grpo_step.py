@@ -36,6 +36,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config
 
 SPECIAL = ("<s>", "</s>", "<pad>")
+PLAIN_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+"""The prompt's text and nothing else, as TRL gets it."""
 
 REWARD = """
 import random
@@ -112,7 +114,7 @@ def make_model(folder: Path, shape: str) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
-    fast.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    fast.chat_template = PLAIN_TEMPLATE
     fast.save_pretrained(folder)
 
 
@@ -150,6 +152,7 @@ def run_lockstep(folder: Path, model: Path, texts: list[str], args: argparse.Nam
         f"data.max_prompt_length={args.prompt_tokens + 64}",
         f"data.max_response_length={args.new_tokens}",
         f"actor_rollout_ref.model.path={model}",
+        f'actor_rollout_ref.model.custom_chat_template="{PLAIN_TEMPLATE}"',
         f"actor_rollout_ref.model.enable_gradient_checkpointing={args.checkpointing}",
         f"actor_rollout_ref.model.lora_rank={args.lora_rank}",
         "actor_rollout_ref.actor.use_kl_loss=false",
