@@ -4,8 +4,8 @@
                                    [--peer trl --peer trl+vllm --peer-python .trl/bin/python] [--json out.json]
                                    [key=value ...]
 
-    --shape 1.5b --prompts 16 --samples 8 --prompt-tokens 512 --new-tokens 1024 --max-tokens 32768
-    --shape 7b --prompts 16 --samples 8 --prompt-tokens 256 --new-tokens 512 --checkpointing --max-tokens 32768
+    --shape 1.5b --prompts 16 --samples 8 --prompt-tokens 512 --new-tokens 1024 --max-tokens 16384
+    --shape 7b --prompts 16 --samples 8 --prompt-tokens 256 --new-tokens 512 --checkpointing --max-tokens 16384
                --master-dtype bfloat16, or float32 masters with --optimizer-offload, or --lora-rank 32
 
 The model has random weights (`--model DIR` uses a real one), every prompt has exactly `--prompt-tokens` tokens, and rewards are

@@ -300,8 +300,13 @@ def test_an_answer_that_kills_the_child_is_wrong(grader: MathGrader, monkeypatch
     assert grader.is_equal("0.5", r"\frac12")
 
 
-def test_a_child_that_does_not_start_is_an_error(grader: MathGrader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(math_grader, "BOOTSTRAP", "import no_such_module")
+@pytest.mark.parametrize(
+    "before", ["", "import os, time; os.close(1); time.sleep(0.2)"], ids=["at once", "closes its output first"]
+)
+def test_a_child_that_does_not_start_is_an_error(
+    grader: MathGrader, monkeypatch: pytest.MonkeyPatch, before: str
+) -> None:
+    monkeypatch.setattr(math_grader, "BOOTSTRAP", f"{before}\nimport no_such_module")
     with pytest.raises(RuntimeError, match=r"the math grader failed to start: .*no_such_module"):
         grader.is_equal("0.5", r"\frac12")
 

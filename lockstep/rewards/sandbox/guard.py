@@ -276,8 +276,6 @@ class Watch:
                 interval_s = MANY_INTERVAL_S if num_processes > 1 else ONE_INTERVAL_S
                 next_check_s = passed_s + interval_s
             ready = readable([self.spec["lifeline"], self.woken, *self.errors], interval_s)
-            if self.spec["lifeline"] in ready:
-                return self.report(exceeded="time until it was stopped")
             if any(errors in ready for errors in self.errors):
                 self.read_errors()
             if self.woken in ready:
@@ -285,6 +283,8 @@ class Watch:
                 exit_code = self.reap()
                 if exit_code is not None:
                     return self.report(exit_code=exit_code)
+            if self.spec["lifeline"] in ready:
+                return self.report(exceeded="time until it was stopped")
 
     def read_errors(self) -> None:
         text = os.read(self.errors[0], 1 << 16)

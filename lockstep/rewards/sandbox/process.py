@@ -146,7 +146,7 @@ class SandboxedProcess:
                         if key.fileobj is self.stdout:
                             chunk = os.read(self.stdout.fileno(), 1 << 16)
                             if not chunk:
-                                _ends(self._process, END_TIMEOUT_S)  # for its own exit code
+                                self.wait_after_output()
                                 return bytes(output)
                             output += chunk
                             continue
@@ -160,6 +160,10 @@ class SandboxedProcess:
             return bytes(output[:max_bytes])
         finally:
             self.kill()
+
+    def wait_after_output(self) -> None:
+        """Wait a moment for the end of a process that has closed its pipes, so that it has its own exit code and error."""
+        _ends(self._process, END_TIMEOUT_S)
 
     def _read_report(self) -> dict[str, Any]:
         if self._report is None:

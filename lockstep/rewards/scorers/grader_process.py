@@ -117,12 +117,14 @@ def exchange(child: SandboxedProcess, message: Mapping[str, Any], timeout_s: flo
                 if key.fileobj is child.stdout:
                     chunk = os.read(child.stdout.fileno(), MAX_REPLY_BYTES)
                     if not chunk:
+                        child.wait_after_output()
                         raise EOFError("it ended")
                     reply += chunk
                 elif unsent:
                     try:
                         unsent = unsent[os.write(child.stdin.fileno(), unsent) :]
                     except BrokenPipeError as error:
+                        child.wait_after_output()
                         raise EOFError("it ended") from error
                 else:
                     selector.unregister(child.stdin)
