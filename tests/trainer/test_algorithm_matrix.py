@@ -164,6 +164,19 @@ def test_missing_reward_columns_and_failed_rows_do_not_stop_the_run(overrides: l
     assert 0 < rows[0]["reward/reward_failed/mean"] < 1
 
 
+def test_a_short_validation_batch_that_fails_does_not_stop_the_run(overrides: list[str], tmp_path: Path) -> None:
+    (tmp_path / "partial.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    if extra_info['index'] == 3:\n"
+        "        raise ValueError('cannot parse')\n"
+        "    return {'score': 1.0, 'acc': 1.0}\n"
+    )
+    reward = f"custom_reward_function.path={tmp_path}/partial.py"
+    (row,) = run(overrides, tmp_path, reward, "trainer.val_only=true", "data.val_batch_size=3")
+    assert row["val-core/openai/gsm8k/acc/mean@1"] == 0.75
+    assert row["val-aux/openai/gsm8k/reward_failed/mean@1"] == 0.25
+
+
 def test_rejected_tokens_do_not_lose_the_reward(overrides: list[str], tmp_path: Path) -> None:
     """The threshold is within log-prob rounding, so most sequences have rejected tokens; returns must still equal the rewards."""
     rows = run(

@@ -6,7 +6,6 @@ All groups that wait are scored in one call: the reward function is never called
 """
 
 import asyncio
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,15 +13,10 @@ from dataclasses import dataclass
 from itertools import chain, groupby
 from typing import Any, TypeVar
 
-import torch
-
 from lockstep.protocol import DataProto
-from lockstep.rewards.errors import AllRowsFailedError
-from lockstep.trainer.ppo.sampling import RewardFn, with_rm_scores, with_scores
+from lockstep.trainer.ppo.sampling import FailureLimit, RewardFn, with_rm_scores, with_scores
 from lockstep.utils.progress import phase
 from lockstep.utils.spans import span
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -54,7 +48,7 @@ class GroupScorer:
     with_responses: (draw, places, responses) -> rows of the draw, at these places, with their responses.
     rm_wg:          None without a reward model. It may share its processes with the rollout.
     submission:     held while calls are submitted to workers, so that all ranks get them in the same order.
-    batch_rows:     a call that fails on all of its rows stops the run only after as many rows as in a batch have failed.
+    batch_rows:     this many failed rows stop the run, see `FailureLimit`.
     busy_s:         seconds spent in calls since `begin`.
     """
 
@@ -67,16 +61,15 @@ class GroupScorer:
         batch_rows: int,
     ) -> None:
         self.rm_wg = rm_wg
-        self.reward_fn = reward_fn
+        self.reward_fn = FailureLimit(reward_fn, batch_rows)
         self._with_responses = with_responses
         self._submission = submission
-        self._batch_rows = batch_rows
         self.begin()
 
     def begin(self) -> None:
         """Forget what was counted, and calls of an event loop that has ended."""
         self.busy_s = 0.0
-        self._failures: list[AllRowsFailedError] = []  # of the latest calls, since a row was scored
+        self.reward_fn.reset()
         self._waiting: list[_Waiting] = []
         self._calling = False
         self._in_progress: asyncio.Future[DataProto] | None = None
@@ -137,22 +130,9 @@ class GroupScorer:
         with span("reward", ("rewards", 0)):
             batch = with_rm_scores(batch, self.rm_wg, self._submission)
             with phase("rewards"):
-                result = self._result(batch)
+                result = self.reward_fn(batch, return_dict=True)
         self.busy_s += time.perf_counter() - began
         return with_scores(batch, result)
-
-    def _result(self, batch: DataProto) -> Any:
-        try:
-            result = self.reward_fn(batch, return_dict=True)
-        except AllRowsFailedError as error:
-            self._failures.append(error)
-            logger.warning("%s; these samples score 0", error.what)
-            if sum(failure.num_rows for failure in self._failures) >= self._batch_rows:
-                raise AllRowsFailedError.of_calls(self._failures) from error.__cause__
-            scores = torch.zeros(batch.tensors["responses"].shape, dtype=torch.float32)
-            return {"reward_tensor": scores, "reward_extra_info": {"reward_failed": [1.0] * len(batch)}}
-        self._failures = []
-        return result
 
 
 def in_thread(function: Callable[[], T]) -> "asyncio.Future[T]":

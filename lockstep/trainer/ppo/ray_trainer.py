@@ -69,7 +69,7 @@ from lockstep.trainer.ppo.async_sampling import AsyncSampling
 from lockstep.trainer.ppo.metrics import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
 from lockstep.trainer.ppo.mini_batches import MiniBatches, Prepare, call_balanced, lay_out, spread
 from lockstep.trainer.ppo.rollout_sources import create_source
-from lockstep.trainer.ppo.sampling import RewardFn, Sampling, extra_metrics
+from lockstep.trainer.ppo.sampling import FailureLimit, RewardFn, Sampling, extra_metrics
 from lockstep.trainer.ppo.validation import Responses, prompt_batches
 from lockstep.trainer.run_config import FILE as CONFIG_FILE
 from lockstep.trainer.run_config import (
@@ -640,12 +640,11 @@ class PPOTrainer:
 
     def _validation_metrics(self) -> dict[str, float]:
         assert self.val_reward_fn is not None and self.val_dataset is not None
-        data, val_reward_fn = self.config.data, self.val_reward_fn
-        num_rows = len(self.val_dataset)
+        data, num_rows = self.config.data, len(self.val_dataset)
+        batch_size, n = data.val_batch_size or num_rows, self.config.actor_rollout_ref.rollout.val_kwargs.n
+        val_reward_fn = FailureLimit(self.val_reward_fn, n * min(batch_size, num_rows))
         shuffled = shuffled_order(num_rows, self.config.trainer.seed, epoch=0) if data.validation_shuffle else None
-        batches = prompt_batches(
-            self.val_dataset, shuffled or range(num_rows), data.val_batch_size or num_rows, self.collate_fn
-        )
+        batches = prompt_batches(self.val_dataset, shuffled or range(num_rows), batch_size, self.collate_fn)
 
         def scored() -> Iterator[DataProto]:
             for rows, prompts in batches:

@@ -16,6 +16,7 @@ from lockstep.algorithms.advantages import required_inputs
 from lockstep.algorithms.filtering import keep_informative_groups
 from lockstep.config.ppo import PPOConfig
 from lockstep.protocol import DataProto, object_array
+from lockstep.rewards.errors import AllRowsFailedError
 from lockstep.trainer.ppo.agent_rollout import AgentRollout
 from lockstep.trainer.ppo.metrics import is_numeric
 from lockstep.utils.progress import phase
@@ -117,6 +118,33 @@ class Sampling:
         greedy = self.generate(prompts, n=1, step=step, draw=draw, greedy=True)
         scores: torch.Tensor = self.score(greedy, self.reward_fn).tensors["token_level_scores"].sum(-1)
         return scores.repeat_interleave(self.n)
+
+
+class FailureLimit:
+    """A reward function whose calls may fail on all of their rows.
+
+    These rows score 0, with a warning; `max_rows` of them without a scored row in between stop the run.
+    """
+
+    def __init__(self, reward_fn: RewardFn, max_rows: int) -> None:
+        self.reward_fn, self.max_rows = reward_fn, max_rows
+        self.reset()
+
+    def reset(self) -> None:
+        self._failures: list[AllRowsFailedError] = []
+
+    def __call__(self, batch: DataProto, return_dict: bool = True) -> Any:
+        try:
+            result = self.reward_fn(batch, return_dict=True)
+        except AllRowsFailedError as error:
+            self._failures.append(error)
+            if sum(failure.num_rows for failure in self._failures) >= self.max_rows:
+                raise AllRowsFailedError.of_calls(self._failures) from error.__cause__
+            logger.warning("%s; these samples score 0", error.what)
+            scores = torch.zeros(batch.tensors["responses"].shape, dtype=torch.float32)
+            return {"reward_tensor": scores, "reward_extra_info": {"reward_failed": [1.0] * len(batch)}}
+        self.reset()
+        return result
 
 
 def generate_for_rows(

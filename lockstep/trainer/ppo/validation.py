@@ -14,7 +14,7 @@ from lockstep.data.loader import Collate
 from lockstep.data.rl_dataset import collate_fn as collate_samples
 from lockstep.protocol import DataProto
 from lockstep.trainer.ppo.metrics import CONVERSATION_COLUMNS, name_validation_metrics, process_validation_metrics
-from lockstep.trainer.ppo.sampling import extra_columns
+from lockstep.trainer.ppo.sampling import extra_columns, fill_failed
 from lockstep.utils.decoding import decode_all
 
 
@@ -58,8 +58,8 @@ class Responses:
 
     @property
     def variables(self) -> dict[str, list[Any]]:
-        """What metrics are computed of: one value per response, or None."""
-        return {"reward": self.scores, **self.extra}
+        """What metrics are computed of: one value per response, or None. A response that could not be scored counts as 0."""
+        return {"reward": self.scores, **fill_failed(self.extra)}
 
 
 def prompt_batches(
