@@ -171,10 +171,18 @@ def test_a_short_validation_batch_that_fails_does_not_stop_the_run(overrides: li
         "        raise ValueError('cannot parse')\n"
         "    return {'score': 1.0, 'acc': 1.0}\n"
     )
-    reward = f"custom_reward_function.path={tmp_path}/partial.py"
-    (row,) = run(overrides, tmp_path, reward, "trainer.val_only=true", "data.val_batch_size=3")
+    dump = f"trainer.validation_data_dir={tmp_path}/answers"
+    validation = [f"custom_reward_function.path={tmp_path}/partial.py", "trainer.val_only=true", dump]
+    (row,) = run(overrides, tmp_path, *validation, "data.val_batch_size=3")
     assert row["val-core/openai/gsm8k/acc/mean@1"] == 0.75
     assert row["val-aux/openai/gsm8k/reward_failed/mean@1"] == 0.25
+    assert [json.loads(line)["acc"] for line in (tmp_path / "answers" / "0.jsonl").read_text().splitlines()] == [
+        1,
+        1,
+        1,
+        0,
+    ]
+    assert main([*overrides, *validation, "data.val_batch_size=1"]) == 1  # a whole batch fails
 
 
 def test_rejected_tokens_do_not_lose_the_reward(overrides: list[str], tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ class Responses:
                 target.setdefault(name, [None] * done).extend(values)
             for values in target.values():  # columns that this batch lacks
                 values.extend([None] * (len(self.scores) - len(values)))
+        self.extra = fill_failed(self.extra)  # a batch whose rows all failed has none of the function's columns
 
     def metrics(self) -> dict[str, float]:
         """`val-core/{source}/{acc or reward}/…` for the main metrics, `val-aux/…` for the rest."""
@@ -58,8 +59,8 @@ class Responses:
 
     @property
     def variables(self) -> dict[str, list[Any]]:
-        """What metrics are computed of: one value per response, or None. A response that could not be scored counts as 0."""
-        return {"reward": self.scores, **fill_failed(self.extra)}
+        """What metrics are computed of: one value per response, or None."""
+        return {"reward": self.scores, **self.extra}
 
 
 def prompt_batches(
