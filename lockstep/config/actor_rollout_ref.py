@@ -42,8 +42,8 @@ class PolicyLossConfig:
 
 @dataclass(frozen=True)
 class ActorConfig:
-    strategy: Literal["fsdp", "fsdp2"] = "fsdp"
-    """Training engine; both names mean FSDP2."""
+    strategy: str = "fsdp"
+    """Training engine: fsdp or fsdp2 (both mean FSDP2), or your own as path/to/file.py:Class (docs/extending.md)."""
     ppo_mini_batch_size: int = 256
     """Prompts per optimizer step (times `rollout.n` sequences)."""
     ppo_micro_batch_size_per_gpu: int | None = None
@@ -327,8 +327,8 @@ def has_cut_log_probs(rollout: RolloutConfig) -> bool:
 class RefConfig:
     enable: bool | None = None
     """False forbids a reference policy, so that a KL term is an error; otherwise it is loaded if a KL term needs it."""
-    strategy: Literal["fsdp", "fsdp2"] = II(f"{_ACTOR}.strategy")
-    """Engine of the forward pass; both names mean FSDP2."""
+    strategy: str = II(f"{_ACTOR}.strategy")
+    """Engine of the forward pass, as in actor_rollout_ref.actor.strategy."""
     log_prob_micro_batch_size_per_gpu: int | None = None
     """Sequences per forward of the reference; null is all."""
     log_prob_use_dynamic_bsz: bool = II(f"{_ACTOR}.use_dynamic_bsz")

@@ -1,7 +1,6 @@
 """`critic.*`: the value model."""
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from omegaconf import II
 
@@ -22,8 +21,8 @@ class CriticOptimizerConfig(FSDPOptimizerConfig):
 class CriticConfig:
     enable: bool | None = None
     """Train a critic; null trains one if `algorithm.adv_estimator` needs values."""
-    strategy: Literal["fsdp", "fsdp2"] = II(f"{_ACTOR}.strategy")
-    """Training engine; both names mean FSDP2."""
+    strategy: str = II(f"{_ACTOR}.strategy")
+    """Training engine: fsdp or fsdp2 (both mean FSDP2), or your own as path/to/file.py:Class (docs/extending.md)."""
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
     optim: CriticOptimizerConfig = field(default_factory=CriticOptimizerConfig)
     ppo_mini_batch_size: int = II(f"{_ACTOR}.ppo_mini_batch_size")

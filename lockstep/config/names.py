@@ -7,4 +7,5 @@ POLICY_LOSSES = {
     *("vanilla", "bypass_mode", "cispo", "clip_cov", "dppo_kl", "dppo_tv"),
     *("dro", "geo_mean", "gpg", "gspo", "kl_cov", "sapo"),
 }
+TRAIN_ENGINES = {"fsdp", "fsdp2"}
 REWARD_MANAGERS = {"naive", "batch", "dapo", "functions", "prime", "rate_limited"}

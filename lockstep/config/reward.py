@@ -123,8 +123,8 @@ class RewardModelConfig(RewardFunctionConfig):
     """Timeout of collective operations in seconds."""
     ulysses_sequence_parallel_size: int = 1
     """Ranks that split each sequence (Ulysses)."""
-    strategy: Literal["fsdp", "fsdp2"] = "fsdp"
-    """Engine of the forward pass; both names mean FSDP2."""
+    strategy: str = "fsdp"
+    """Engine of the forward pass, as in actor_rollout_ref.actor.strategy."""
     model: RewardModelModelConfig = field(default_factory=RewardModelModelConfig)
     micro_batch_size_per_gpu: int | None = None
     """Sequences per forward; null is all."""

@@ -5,7 +5,8 @@ so that host tensors are exchanged without synchronising with the device.
 """
 
 import atexit
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar, cast
@@ -107,19 +108,20 @@ def join_group(name: str, address: str, port: int, rank: int, size: int, backend
     return group
 
 
-def get_mesh(device: torch.device, size: int) -> DeviceMesh:
-    """All ranks as (outer, inner), with `size` consecutive ranks in `inner`.
+def get_mesh(device: torch.device, dimensions: Mapping[str, int]) -> DeviceMesh:
+    """All ranks as a grid. dimensions: name -> size, outermost first; ranks that follow each other are in the last one.
 
-    If `size` is the world size, the mesh has only the dimension `inner`.
+    The same mesh for the same dimensions: its groups are created once.
     """
-    return _mesh(device.type, dist.get_world_size(), size)
+    return _mesh(device.type, dist.get_world_size(), tuple(dimensions.items()))
 
 
 @cache
-def _mesh(device_type: str, world_size: int, size: int) -> DeviceMesh:
-    if size == world_size:
-        return init_device_mesh(device_type, (size,), mesh_dim_names=("inner",))
-    return init_device_mesh(device_type, (world_size // size, size), mesh_dim_names=("outer", "inner"))
+def _mesh(device_type: str, world_size: int, dimensions: tuple[tuple[str, int], ...]) -> DeviceMesh:
+    names, sizes = zip(*dimensions)
+    if math.prod(sizes) != world_size:
+        raise ValueError(f"a mesh of {dict(dimensions)} has {math.prod(sizes)} ranks, but there are {world_size}")
+    return init_device_mesh(device_type, sizes, mesh_dim_names=names)
 
 
 def _backends(device: torch.device) -> str:

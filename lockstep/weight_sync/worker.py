@@ -9,7 +9,7 @@ from torch import Tensor
 from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig
 from lockstep.engines.rollout import ROLLOUT_ENGINES
 from lockstep.engines.rollout.base import RolloutEngine, rollout_dtype
-from lockstep.engines.train.fsdp import FsdpEngine
+from lockstep.engines.train import TrainEngine
 from lockstep.single_controller import Dispatch, Worker, register
 from lockstep.utils.device import MemoryPeaks
 from lockstep.utils.fingerprint import fingerprint
@@ -29,7 +29,7 @@ class WeightSyncWorker(Worker):
     memory: MemoryPeaks
     is_actor: bool
     has_trained: bool = False
-    actor: FsdpEngine
+    actor: TrainEngine
     rollout: RolloutEngine
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -15,14 +15,11 @@ from functools import cached_property
 
 import torch
 
-from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig, RefConfig, RolloutConfig
-from lockstep.config.model import FSDPEngineConfig, sequence_parallel_size
+from lockstep.config.actor_rollout_ref import ActorConfig, ActorRolloutRefConfig, RefConfig, RolloutConfig
+from lockstep.config.model import sequence_parallel_size
 from lockstep.engines.rollout.base import check_request, create_rollout_engine, longest_sequence, rollout_dtype
-from lockstep.engines.train.fsdp import FsdpEngine
-from lockstep.models.loading import model_folder, open_causal_lm, resolve_dtype, trained_dtype
-from lockstep.models.lora import install_adapters
-from lockstep.models.shared_weights import rollout_module
-from lockstep.models.token_models import PolicyModel
+from lockstep.engines.train import EngineModel, TrainEngine, create_train_engine
+from lockstep.models.loading import model_folder, resolve_dtype
 from lockstep.models.tokenizer import eos_token_ids, hf_tokenizer
 from lockstep.protocol import DataProto, drop_marked
 from lockstep.protocol.generation import Completion, GenerationRequest, Outcome, SamplingParams
@@ -74,11 +71,10 @@ class ActorRolloutRefWorker(WeightSyncWorker):
             key=f"{_KEY}.tokenizer_path",
         )
         if self.is_actor:
-            sp = sequence_parallel_size(config.actor)
-            self.actor = self._engine(config.actor.fsdp_config, sp, trained=True)
+            self.actor = self._engine(config.actor)
             self.gap_bound = GapBound(resolve_dtype(config.actor.fsdp_config.dtype, self.device))
             self._split_check = SplitCheck()
-            self._register_dispatch_collect_info("actor", self.actor.dp_rank, self.actor.sp_rank == 0)
+            self._register_dispatch_collect_info("actor", self.actor.dp_rank, self.actor.group_rank == 0)
         if self.is_rollout:
             self.rollout = create_rollout_engine(
                 config.rollout,
@@ -86,7 +82,7 @@ class ActorRolloutRefWorker(WeightSyncWorker):
                 pad_token_id=self.tokenizer.pad_token_id,
             )
             if self.is_actor and self.rollout.shares_weights:
-                self.generator = rollout_module(self.actor.model.transformer)
+                self.generator = self.actor.rollout_module()
                 self.rollout.bind(self.generator)
             else:
                 self.rollout.load(config.model, _KEY, rollout_dtype(config, self.device), self.device)
@@ -100,32 +96,22 @@ class ActorRolloutRefWorker(WeightSyncWorker):
         if self.is_actor and config.model.lora_rank:
             self.ref = self.actor  # with its adapters off
         elif self.is_ref:
-            self.ref = self._engine(config.ref.fsdp_config, sequence_parallel_size(config.ref), trained=False)
+            self.ref = self._engine(config.ref)
         if hasattr(self, "ref"):
-            self._register_dispatch_collect_info("ref", self.ref.dp_rank, self.ref.sp_rank == 0)
+            self._register_dispatch_collect_info("ref", self.ref.dp_rank, self.ref.group_rank == 0)
 
-    def _engine(self, fsdp: FSDPEngineConfig, sp: int, *, trained: bool) -> FsdpEngine:
-        """A model in the master dtype if it is trained, else in the compute dtype; with LoRA its adapters are trained."""
-        model, actor, longest = self.config.model, self.config.actor, longest_sequence(self.config.rollout)
-        compute_dtype = resolve_dtype(fsdp.dtype, self.device)
-        dtype = trained_dtype(model, fsdp, self.device) if trained else compute_dtype
-        opened, weights = open_causal_lm(model, _KEY, dtype, self.device, longest)
-        policy = PolicyModel(opened)
-        if trained:
-            masters = resolve_dtype(fsdp.model_dtype, self.device)
-            install_adapters(policy, model, _KEY, dtype=masters, device=self.device, seed=fsdp.seed)
-        return FsdpEngine(
-            policy,
-            fsdp,
-            actor.optim if trained else None,
-            weights=weights,
-            device=self.device,
-            compute_dtype=compute_dtype,
-            packed=model.use_remove_padding,
-            clip_grad=actor.grad_clip,
-            gradient_checkpointing=model.enable_gradient_checkpointing,
-            sequence_parallel_size=sp,
+    def _engine(self, role: ActorConfig | RefConfig) -> TrainEngine:
+        spec = EngineModel(
+            self.config.model,
+            _KEY,
+            "policy",
+            role.fsdp_config,
+            optim=role.optim if isinstance(role, ActorConfig) else None,
+            clip_grad=self.config.actor.grad_clip,
+            sequence_parallel_size=sequence_parallel_size(role),
+            max_length=longest_sequence(self.config.rollout),
         )
+        return create_train_engine(role.strategy, spec, self.device)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("rollout"))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
@@ -229,7 +215,7 @@ class ActorRolloutRefWorker(WeightSyncWorker):
         return DataProto.from_dict(tensors={"ref_log_prob": out["log_probs"]})
 
     def _log_probs(
-        self, engine: FsdpEngine, sizes: RolloutConfig | RefConfig, data: DataProto, **options: bool
+        self, engine: TrainEngine, sizes: RolloutConfig | RefConfig, data: DataProto, **options: bool
     ) -> dict[str, torch.Tensor]:
         require(data, "input_ids", "attention_mask", "position_ids", "responses", "response_mask")
         micro = micro_batching(

@@ -4,10 +4,8 @@ import torch
 
 from lockstep.config.critic import CriticConfig
 from lockstep.config.model import sequence_parallel_size
-from lockstep.engines.train.fsdp import FsdpEngine
-from lockstep.models.loading import model_folder, open_value_model, resolve_dtype, trained_dtype
-from lockstep.models.lora import install_adapters
-from lockstep.models.token_models import ScalarModel
+from lockstep.engines.train import EngineModel, create_train_engine
+from lockstep.models.loading import model_folder
 from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.protocol import DataProto
 from lockstep.protocol.keys import require
@@ -34,31 +32,24 @@ class CriticWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        model, fsdp = self.config.model, self.config.model.fsdp_config
-        join_process_group(self.rank, self.world_size, self.device, self.config.nccl_timeout)
-        dtype = trained_dtype(model, fsdp, self.device)
+        config, model = self.config, self.config.model
+        join_process_group(self.rank, self.world_size, self.device, config.nccl_timeout)
         self.tokenizer = hf_tokenizer(
             model.tokenizer_path or model.path,
             trust_remote_code=model.trust_remote_code,
             key=f"{_KEY}.tokenizer_path",
         )
-        body, score, weights = open_value_model(model, _KEY, dtype, self.device, fsdp.seed)
-        self.model = ScalarModel(body, score)
-        masters = resolve_dtype(fsdp.model_dtype, self.device)
-        install_adapters(self.model, model, _KEY, dtype=masters, device=self.device, seed=fsdp.seed)
-        self.engine = FsdpEngine(
-            self.model,
-            fsdp,
-            self.config.optim,
-            weights=weights,
-            device=self.device,
-            compute_dtype=resolve_dtype(fsdp.dtype, self.device),
-            packed=model.use_remove_padding,
-            clip_grad=self.config.grad_clip,
-            gradient_checkpointing=model.enable_gradient_checkpointing,
-            sequence_parallel_size=sequence_parallel_size(self.config),
+        spec = EngineModel(
+            model,
+            _KEY,
+            "value",
+            model.fsdp_config,
+            optim=config.optim,
+            clip_grad=config.grad_clip,
+            sequence_parallel_size=sequence_parallel_size(config),
         )
-        self._register_dispatch_collect_info("critic", self.engine.dp_rank, self.engine.sp_rank == 0)
+        self.engine = create_train_engine(config.strategy, spec, self.device)
+        self._register_dispatch_collect_info("critic", self.engine.dp_rank, self.engine.group_rank == 0)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("critic"), blocking=False)
     def compute_values(self, data: DataProto) -> DataProto:

@@ -7,9 +7,8 @@ from transformers import PreTrainedTokenizerBase
 from lockstep.agents.renderer import Renderer
 from lockstep.config.model import sequence_parallel_size
 from lockstep.config.reward import RewardModelConfig
-from lockstep.engines.train.fsdp import FsdpEngine
-from lockstep.models.loading import model_folder, open_reward_model, resolve_dtype
-from lockstep.models.token_models import ScalarModel
+from lockstep.engines.train import EngineModel, create_train_engine
+from lockstep.models.loading import model_folder
 from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.protocol import DataProto
 from lockstep.protocol.keys import require
@@ -35,9 +34,8 @@ class RewardModelWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        model, fsdp = self.config.model, self.config.model.fsdp_config
-        join_process_group(self.rank, self.world_size, self.device, self.config.nccl_timeout)
-        compute_dtype = resolve_dtype(fsdp.dtype, self.device)
+        config, model = self.config, self.config.model
+        join_process_group(self.rank, self.world_size, self.device, config.nccl_timeout)
         self.policy_tokenizer = None
         if model.input_tokenizer:
             self.policy_tokenizer = hf_tokenizer(model.input_tokenizer, key=f"{_KEY}.input_tokenizer")
@@ -47,18 +45,10 @@ class RewardModelWorker(Worker):
             custom_chat_template=model.custom_chat_template,
             key=f"{_KEY}.tokenizer_path",
         )
-        body, score, weights = open_reward_model(model, _KEY, compute_dtype, self.device)
-        self.engine = FsdpEngine(
-            ScalarModel(body, score),
-            fsdp,
-            None,
-            weights=weights,
-            device=self.device,
-            compute_dtype=compute_dtype,
-            packed=model.use_remove_padding,
-            sequence_parallel_size=sequence_parallel_size(self.config),
-        )
-        self._register_dispatch_collect_info("reward", self.engine.dp_rank, self.engine.sp_rank == 0)
+        ranks = sequence_parallel_size(config)
+        spec = EngineModel(model, _KEY, "reward", model.fsdp_config, sequence_parallel_size=ranks)
+        self.engine = create_train_engine(config.strategy, spec, self.device)
+        self._register_dispatch_collect_info("reward", self.engine.dp_rank, self.engine.group_rank == 0)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def check_tokenizer(self, vocabulary: dict[str, int]) -> None:

@@ -22,7 +22,6 @@ from lockstep.config.without_effect import _LOSSES, LORA_SETTINGS, NEVER_READ
 from tests.config.config_reads import fields_read
 
 READ_ELSEWHERE = {
-    "strategy": "all values mean FSDP2",
     "actor_rollout_ref.ref.enable": "false makes a KL term an error (config/ppo_checks.py)",
     "ulysses_sequence_parallel_size": "`sequence_parallel_size` reads it from any section",
 }

@@ -1,0 +1,21 @@
+"""Training engines, by the name in `actor_rollout_ref.actor.strategy`."""
+
+from lockstep.engines.train.base import (
+    TRAIN_ENGINES,
+    EngineModel,
+    LossFn,
+    MicroBatching,
+    TrainEngine,
+    create_train_engine,
+)
+from lockstep.engines.train.fsdp import FsdpEngine
+
+__all__ = [
+    "TRAIN_ENGINES",
+    "EngineModel",
+    "FsdpEngine",
+    "LossFn",
+    "MicroBatching",
+    "TrainEngine",
+    "create_train_engine",
+]

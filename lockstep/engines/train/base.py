@@ -1,4 +1,6 @@
-"""The interface of training engines. The caller passes the loss; an engine knows nothing about the algorithm.
+"""The interface of training engines, and their registry. The caller passes the loss; an engine knows nothing about the algorithm.
+
+    create_train_engine(strategy, EngineModel, device) ─► TrainEngine
 
     batch (rows on the host) ─► micro-batches ─► model ─► outputs (B, R) ─► loss_fn ─► backward ─► … ─► optimizer_step
 
@@ -11,10 +13,16 @@ from collections.abc import Callable, Collection, Generator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, Self
 
+import torch
 from tensordict import TensorDict
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lockstep.config import names
+from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from lockstep.registry import Registry
 
 LossFn = Callable[[dict[str, Tensor], TensorDict], tuple[Tensor, dict[str, Tensor]]]
 """(model outputs of a micro-batch, its rows) -> (its share of the loss, its share of each metric)."""
@@ -36,18 +44,49 @@ class MicroBatching:
     group_size: int = 1
 
 
+@dataclass(frozen=True)
+class EngineModel:
+    """Which model an engine holds and how it is trained.
+
+    config:     its weights, adapters, packing and gradient checkpointing.
+    key:        the dotted key of `config`, for messages: "critic.model".
+    kind:       what it computes. policy: log-probs and entropy of response tokens; value: a value before each response token, by
+                the folder's `score` head or a new one; reward: the same outputs, and the folder must have the head.
+    engine:     settings of the engine: the `fsdp_config` of the role.
+    optim:      None for a model that only computes: a reference or a reward model.
+    clip_grad:  gradients are clipped to this norm.
+    sequence_parallel_size: ranks that split each sequence.
+    max_length: of the run's sequences; None if it is not known.
+    """
+
+    config: HFModelConfig
+    key: str
+    kind: Literal["policy", "value", "reward"]
+    engine: FSDPEngineConfig
+    optim: FSDPOptimizerConfig | None = None
+    clip_grad: float = 1.0
+    sequence_parallel_size: int = 1
+    max_length: int | None = None
+
+
 class TrainEngine(ABC):
     """One model with its optimizer on this rank's device.
 
-    Ranks form groups of equal size that compute on the same rows (sequence parallelism); one group is one data-parallel rank.
+    Ranks form groups of equal size that compute on the same rows (sequence, tensor or pipeline parallelism); one group is one
+    data-parallel rank.
 
     dp_rank, dp_size: which of `dp_size` shares of the rows this rank computes on.
-    sp_rank:          its index among the ranks that share those rows.
+    group_rank:       its index among the ranks that share those rows; all of them return the same outputs.
     """
 
     dp_rank: int
     dp_size: int
-    sp_rank: int
+    group_rank: int
+
+    @classmethod
+    @abstractmethod
+    def open(cls, model: EngineModel, device: torch.device) -> Self:
+        """Load the model on this rank. Collective; every rank of the role calls it with the same arguments."""
 
     @abstractmethod
     def forward(self, batch: TensorDict, micro: MicroBatching, **options: object) -> dict[str, Tensor]:
@@ -82,6 +121,10 @@ class TrainEngine(ABC):
         """Each value summed over the data-parallel ranks."""
 
     @abstractmethod
+    def rollout_module(self) -> PreTrainedModel:
+        """A policy's module for a rollout engine that shares weights, without memory for them; see `lend_weights`."""
+
+    @abstractmethod
     def lend_weights(self, module: PreTrainedModel) -> AbstractContextManager[None]:
         """Give the rollout's module the current weights inside the context, shared or copied; collective."""
 
@@ -97,11 +140,17 @@ class TrainEngine(ABC):
         """
 
     @abstractmethod
-    def offload(self) -> None:
-        """Move to host memory what the config offloads between phases."""
+    def merged_weights(self) -> Generator[tuple[str, Tensor]]:
+        """`weights` of a model without adapters that computes the same. Collective."""
 
     @abstractmethod
-    def onload(self, *, optimizer: bool = False, ahead: bool = False) -> None:
+    def weight_shapes(self, *, merged: bool) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of `merged_weights`, or of the trained `weights`."""
+
+    def offload(self) -> None:  # noqa: B027 - an engine may keep everything where it is
+        """Move to host memory what the config offloads between phases."""
+
+    def onload(self, *, optimizer: bool = False, ahead: bool = False) -> None:  # noqa: B027
         """Bring back the weights that compute. optimizer: for an update or a checkpoint, the master weights too.
 
         Offloaded optimizer state stays in host memory: `optimizer_step` streams it, `save` and `load` use it there.
@@ -115,3 +164,17 @@ class TrainEngine(ABC):
     @abstractmethod
     def load(self, folder: Path, contents: Collection[str] = PARTS) -> None:
         """Read the named parts of a saved checkpoint, at any world size."""
+
+    @abstractmethod
+    def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Write `huggingface`, a folder that transformers opens, or of a model with adapters `lora_adapter`, which peft opens."""
+
+
+TRAIN_ENGINES: Registry[type[TrainEngine]] = Registry(
+    "training engine", "actor_rollout_ref.actor.strategy", names.TRAIN_ENGINES
+)
+
+
+def create_train_engine(name: str, model: EngineModel, device: torch.device) -> TrainEngine:
+    """name: `fsdp`, another registered engine, or `file.py:Class`."""
+    return TRAIN_ENGINES.get(name).open(model, device)

@@ -1,6 +1,6 @@
 """The training engine on FSDP2: fp32 master weights, a compute copy in the compute type, any world size.
 
-    world = dp x sp; rank = dp_rank * sp + sp_rank. The sp ranks of one dp rank share its rows, a slice of the packed tokens each.
+    world = dp x sp; rank = dp_rank * sp + group_rank. The sp ranks of a dp rank share its rows, a slice of the packed tokens each.
 
 One process shards nothing: with one type for both the module computes itself, otherwise a copy of it in the compute type does.
 """
@@ -8,7 +8,7 @@ One process shards nothing: with one type for both the module computes itself, o
 from collections.abc import Collection, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig
 from lockstep.engines.train import sharding
-from lockstep.engines.train.base import PARTS, LossFn, MicroBatching, TrainEngine
+from lockstep.engines.train.base import PARTS, TRAIN_ENGINES, EngineModel, LossFn, MicroBatching, TrainEngine
 from lockstep.engines.train.checkpointing import LayerCheckpointing
 from lockstep.engines.train.compute_copy import copy_in, hand_gradients, refresh
 from lockstep.engines.train.loss_scale import LossScale
@@ -26,9 +26,11 @@ from lockstep.engines.train.offload import CopyStream, OffloadedMoments, PinnedB
 from lockstep.engines.train.optimizer import PiecewiseAdamW, build_optimizer
 from lockstep.engines.train.schedule import build_schedule
 from lockstep.engines.train.state import load_extra, load_shards, save_extra, save_shards
+from lockstep.engines.train.token_module import open_token_model
 from lockstep.models.export import save_policy, save_scalar_model
 from lockstep.models.four_bit import dequantized, whole_shape
 from lockstep.models.known_models import computes_packed
+from lockstep.models.loading import resolve_dtype
 from lockstep.models.lora import (
     adapters_off,
     base_name,
@@ -43,7 +45,7 @@ from lockstep.models.model_check import check_batch, check_outputs, refuse_error
 from lockstep.models.packed_weights import pack_weights
 from lockstep.models.packing import ForwardRows, Layout, forward_rows, prompt_owners
 from lockstep.models.rope import rope_limit
-from lockstep.models.shared_weights import copy_gathered, release_weights, share_weights
+from lockstep.models.shared_weights import copy_gathered, release_weights, rollout_module, share_weights
 from lockstep.models.token_models import ScalarModel, TokenModel
 from lockstep.models.ulysses import SequenceGroup, check_heads
 from lockstep.models.weight_source import WeightSource
@@ -56,6 +58,8 @@ from lockstep.utils.seqlen import agreed_runs
 from lockstep.utils.spans import spanned
 
 
+@TRAIN_ENGINES.register("fsdp")
+@TRAIN_ENGINES.register("fsdp2")
 class FsdpEngine(TrainEngine):
     """model: its parameters are the master weights; frozen ones stay as they are.
 
@@ -90,7 +94,7 @@ class FsdpEngine(TrainEngine):
         self.sp_size = sequence_parallel_size
         self.sequence = self._sequence_group(model)
         self.dp_size = self.world_size // self.sp_size
-        self.dp_rank, self.sp_rank = divmod(current_rank(), self.sp_size)
+        self.dp_rank, self.group_rank = divmod(current_rank(), self.sp_size)
         self.model = model
         if optim is None:
             model.requires_grad_(False)
@@ -129,6 +133,22 @@ class FsdpEngine(TrainEngine):
             self.schedule = build_schedule(self.optimizer, optim)
         self._check_model()
         self.offload()
+
+    @classmethod
+    def open(cls, model: EngineModel, device: torch.device) -> Self:
+        module, weights = open_token_model(model, device)
+        return cls(
+            module,
+            model.engine,
+            model.optim,
+            weights=weights,
+            device=device,
+            compute_dtype=resolve_dtype(model.engine.dtype, device),
+            packed=model.config.use_remove_padding,
+            clip_grad=model.clip_grad,
+            gradient_checkpointing=model.config.enable_gradient_checkpointing,
+            sequence_parallel_size=model.sequence_parallel_size,
+        )
 
     def forward(self, batch: TensorDict, micro: MicroBatching, **options: object) -> dict[str, Tensor]:
         order: list[int] = []
@@ -216,10 +236,13 @@ class FsdpEngine(TrainEngine):
         if self.dp_size == 1 or not values:
             return values
         total = torch.tensor(values, dtype=torch.float64)  # on the host, where the values are
-        if self.sp_rank:
+        if self.group_rank:
             total.zero_()  # these rows are counted by the first of the ranks that share them
         dist.all_reduce(total)
         return tuple(total.tolist())
+
+    def rollout_module(self) -> PreTrainedModel:
+        return rollout_module(self.model.transformer)
 
     @contextmanager
     def lend_weights(self, module: PreTrainedModel) -> Iterator[None]:
@@ -249,12 +272,10 @@ class FsdpEngine(TrainEngine):
             yield self.model.hf_name(name), sharding.whole(weight if self._streams else weight.to(self.device))
 
     def merged_weights(self) -> Generator[tuple[str, Tensor]]:
-        """`weights` of a model without adapters that computes the same. Collective."""
         adapters = dict(self.weights(trained=True)) if has_adapters(self.model) else {}
         yield from merge_adapters(self.model.transformer, self.weights(), adapters)
 
     def weight_shapes(self, *, merged: bool) -> list[tuple[str, tuple[int, ...]]]:
-        """Names and shapes of `merged_weights`, or of the trained `weights`."""
         shapes = [(self.model.hf_name(name), p) for name, p in self.model.named_parameters()]
         if merged:
             return [(base_name(name), whole_shape(p)) for name, p in shapes if not of_adapter(name)]
@@ -308,7 +329,6 @@ class FsdpEngine(TrainEngine):
                 yield self.model.hf_name(name), buffer
 
     def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Write `huggingface`, a folder that transformers opens, or of a model with adapters `lora_adapter`, which peft opens."""
         if has_adapters(self.model):
             save_adapter(self.model, self.weights(trained=True), tokenizer, folder / "lora_adapter")
             return
@@ -378,7 +398,8 @@ class FsdpEngine(TrainEngine):
                 f"ulysses_sequence_parallel_size={size} shares packed sequences among ranks: set model.use_remove_padding=true"
             )
         check_heads(model.hf_config.get_text_config().num_attention_heads, size)
-        return SequenceGroup(get_mesh(self.device, size).get_group("inner"), current_rank() % size, size)
+        mesh = get_mesh(self.device, {"dp": self.world_size // size, "sp": size})
+        return SequenceGroup(mesh.get_group("sp"), current_rank() % size, size)
 
     def _partitions(self, batch: TensorDict, micro: MicroBatching) -> list[list[int]]:
         """Rows of each micro-batch, as many of them on every rank. A token budget is one rank's: `sp_size` ranks have more."""

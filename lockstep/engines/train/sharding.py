@@ -24,7 +24,9 @@ from lockstep.utils.distributed import current_world_size, get_mesh, init_single
 def shard(model: nn.Module, config: FSDPEngineConfig, device: torch.device, compute_dtype: torch.dtype) -> None:
     """Shard `model` in place; its gathered parameters are cast to `compute_dtype`, gradients are averaged over all ranks."""
     init_single_process_group(device)
-    mesh = get_mesh(device, _shard_size(config.fsdp_size))
+    world_size, shard_size = current_world_size(), _shard_size(config.fsdp_size)
+    replicas = {} if shard_size == world_size else {"replicate": world_size // shard_size}
+    mesh = get_mesh(device, replicas | {"shard": shard_size})
     # inputs keep their dtype: the residual stream is in float32
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     offload = CPUOffloadPolicy() if streams_from_host(config, device) else OffloadPolicy()

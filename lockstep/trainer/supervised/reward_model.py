@@ -2,7 +2,6 @@
 
 from typing import ClassVar
 
-import torch
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -10,29 +9,24 @@ from lockstep.algorithms.preference import bradley_terry, centering
 from lockstep.config.preference import RMConfig
 from lockstep.data.preference_dataset import create_preference_dataset
 from lockstep.engines.train.base import LossFn
-from lockstep.models.loading import open_value_model
-from lockstep.models.token_models import ScalarModel
-from lockstep.models.weight_source import WeightSource
 from lockstep.trainer.supervised.batches import collate_pairs, pairs
 from lockstep.trainer.supervised.trainer import SupervisedTrainer
 
 
 class RewardModelTrainer(SupervisedTrainer):
-    """The folder that it saves is a sequence classifier with one label: `reward_model.model.path` of PPO."""
+    """The folder that it saves is a sequence classifier with one label: `reward_model.model.path` of PPO.
+
+    Training starts with the folder's head, if it has one with one label, else with a random one near zero.
+    """
 
     config: RMConfig
     name = "reward model"
     unit = "pairs"
     sequences_per_row = 2
+    kind = "value"
     forward_options: ClassVar[dict[str, object]] = {"at_end": True}
     create_dataset = staticmethod(create_preference_dataset)
     collate = staticmethod(collate_pairs)
-
-    def open_model(self, dtype: torch.dtype) -> tuple[ScalarModel, WeightSource]:
-        """The head is the folder's, if it has one with one label, else a random one near zero."""
-        model = self.config.model
-        body, score, weights = open_value_model(model, "model", dtype, self.device, model.fsdp_config.seed)
-        return ScalarModel(body, score), weights
 
     def loss_fn(self, count: int) -> LossFn:
         """Mean Bradley-Terry loss over the pairs."""

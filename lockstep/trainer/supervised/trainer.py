@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from tensordict import TensorDict
@@ -25,12 +25,7 @@ from lockstep.config.derived_defaults import PROGRAMS
 from lockstep.config.schema import to_plain
 from lockstep.config.sft import SupervisedConfig
 from lockstep.data.loader import create_dataloader
-from lockstep.engines.train.base import LossFn, MicroBatching
-from lockstep.engines.train.fsdp import FsdpEngine
-from lockstep.models.loading import open_causal_lm, resolve_dtype, trained_dtype
-from lockstep.models.lora import install_adapters
-from lockstep.models.token_models import PolicyModel, TokenModel
-from lockstep.models.weight_source import WeightSource
+from lockstep.engines.train import EngineModel, LossFn, MicroBatching, create_train_engine
 from lockstep.observability.trackers import Tracking
 from lockstep.trainer.checkpoint import CheckpointStore, RunLock
 from lockstep.trainer.interrupt import Interrupt
@@ -70,6 +65,8 @@ class SupervisedTrainer(ABC):
     """What the loss is a mean of: tokens, pairs."""
     sequences_per_row = 1
     """Sequences that a row of the dataset has; they stay in one micro-batch."""
+    kind: Literal["policy", "value"] = "policy"
+    """What the model computes; see `EngineModel`."""
     forward_options: ClassVar[dict[str, object]] = {}
     """Options of the model's forward."""
     create_dataset: Callable[..., Dataset[Any]]
@@ -126,34 +123,24 @@ class SupervisedTrainer(ABC):
     def loss_fn(self, count: int) -> LossFn:
         """The loss as a mean over the `count` units of all ranks; its metrics are means too."""
 
-    def open_model(self, dtype: torch.dtype) -> tuple[TokenModel, WeightSource]:
-        """The model without memory for its parameters, and where their values come from."""
-        config = self.config
-        policy, weights = open_causal_lm(config.model, "model", dtype, self.device, config.data.max_length)
-        return PolicyModel(policy), weights
-
     def prepare(self) -> None:  # noqa: B027 - optional
         """Compute what the starting model is needed for, before a checkpoint is loaded."""
 
     def load_model(self) -> None:
-        model, engine, optim = self.config.model, self.config.model.fsdp_config, self.config.optim
+        model, optim = self.config.model, self.config.optim
         if optim.total_training_steps < 1:
             optim = replace(optim, total_training_steps=self.total_training_steps)
-        dtype, masters = trained_dtype(model, engine, self.device), resolve_dtype(engine.model_dtype, self.device)
-        self.model, weights = self.open_model(dtype)
-        install_adapters(self.model, model, "model", dtype=masters, device=self.device, seed=engine.seed)
-        self.engine = FsdpEngine(
-            self.model,
-            engine,
-            optim,
-            weights=weights,
-            device=self.device,
-            compute_dtype=resolve_dtype(engine.dtype, self.device),
-            packed=model.use_remove_padding,
+        spec = EngineModel(
+            model,
+            "model",
+            self.kind,
+            model.fsdp_config,
+            optim=optim,
             clip_grad=optim.clip_grad,
-            gradient_checkpointing=model.enable_gradient_checkpointing,
-            sequence_parallel_size=engine.ulysses_sequence_parallel_size,
+            sequence_parallel_size=model.fsdp_config.ulysses_sequence_parallel_size,
+            max_length=self.config.data.max_length,
         )
+        self.engine = create_train_engine("fsdp", spec, self.device)
         self.engine.onload(optimizer=True)
 
     def start(self) -> None:

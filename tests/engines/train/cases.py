@@ -267,7 +267,7 @@ def build_only(folder: Path, case: Case) -> None:
 
 def place(folder: Path, case: Case) -> tuple[int, int, int]:
     engine = build_engine(folder, case)
-    return engine.dp_rank, engine.dp_size, engine.sp_rank
+    return engine.dp_rank, engine.dp_size, engine.group_rank
 
 
 def join_again() -> None:
