@@ -33,7 +33,6 @@ from lockstep.config.model import FSDPEngineConfig, HFModelConfig
 from lockstep.kernels.ops import Adapter
 from lockstep.models.four_bit import linears_to_quantize, rounded_to_4bit, use_4bit_linears
 from lockstep.models.known_models import attention_implementation, install_decoder_layers, why_own_forward
-from lockstep.models.log_probs import VocabularyHead
 from lockstep.models.lora import merged, read_adapter
 from lockstep.models.lora_identity import trained_on_4bit_base
 from lockstep.models.packed_weights import pack_weights
@@ -176,17 +175,6 @@ def load_reward_model(
     """`open_reward_model`, filled with the whole weights."""
     body, score, weights = open_reward_model(config, key, dtype, device, alone=True)
     return _filled(body, weights, device), score
-
-
-def logits_fn(model: PreTrainedModel) -> VocabularyHead:
-    """Hidden states -> float32 logits, with the final soft-capping or scaling that some architectures apply."""
-    config = model.config.get_text_config()
-    return VocabularyHead(
-        model.get_output_embeddings(),
-        factor=getattr(config, "logit_scale", None),
-        divisor=getattr(config, "logits_scaling", None),
-        cap=getattr(config, "final_logit_softcapping", None),
-    )
 
 
 def _open(

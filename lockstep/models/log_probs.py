@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from lockstep.kernels.ops import HALF, is_plain, linear_float32
 
@@ -48,6 +49,17 @@ class VocabularyHead:
         """Whether `kernels/linear_log_prob.py` serves this head; one with an adapter is called as a module."""
         half = hidden.is_cuda and hidden.dtype in HALF
         return half and type(self.module) is nn.Linear and self.module.weight.dtype == hidden.dtype
+
+
+def vocabulary_head(model: PreTrainedModel) -> VocabularyHead:
+    """Hidden states -> float32 logits, with the final soft-capping or scaling that some architectures apply."""
+    config = model.config.get_text_config()
+    return VocabularyHead(
+        model.get_output_embeddings(),
+        factor=getattr(config, "logit_scale", None),
+        divisor=getattr(config, "logits_scaling", None),
+        cap=getattr(config, "final_logit_softcapping", None),
+    )
 
 
 def token_log_probs(

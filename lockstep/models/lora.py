@@ -26,13 +26,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lockstep.config.model import HFModelConfig
 from lockstep.kernels.ops import Adapter
 from lockstep.models.four_bit import is_4bit
+from lockstep.models.token_models import TokenModel
 from lockstep.utils.distributed import current_rank
 from lockstep.utils.model_path import is_adapter, local_model_folder, locate_model
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-
-    from lockstep.models.token_models import TokenModel
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +111,7 @@ def trial_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def install_adapters(
-    model: "TokenModel", config: HFModelConfig, key: str, *, dtype: torch.dtype, device: torch.device, seed: int
+    model: TokenModel, config: HFModelConfig, key: str, *, dtype: torch.dtype, device: torch.device, seed: int
 ) -> None:
     """Freeze the transformer and add adapters in `dtype`: random ones from `seed`, or those of `lora_adapter_path`.
 
@@ -159,7 +158,7 @@ def copy_adapters(source: PreTrainedModel, target: PreTrainedModel) -> None:
 
 
 def save_adapter(
-    model: "TokenModel", weights: Iterable[tuple[str, Tensor]], tokenizer: PreTrainedTokenizerBase, folder: Path
+    model: TokenModel, weights: Iterable[tuple[str, Tensor]], tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> None:
     """Write an adapter that `peft.PeftModel.from_pretrained` loads, and the tokenizer. Collective.
 
@@ -229,7 +228,7 @@ def adapter_config(model: PreTrainedModel) -> "LoraConfig":
     return cast(Any, model.peft_config)[ADAPTER]
 
 
-def _new_config(model: "TokenModel", config: HFModelConfig, key: str) -> "LoraConfig":
+def _new_config(model: TokenModel, config: HFModelConfig, key: str) -> "LoraConfig":
     from peft import LoraConfig
 
     is_scalar = hasattr(model, "score")
@@ -316,7 +315,7 @@ def _inject(
 
 
 @torch.no_grad()
-def _load(model: "TokenModel", folder: Path, what: str) -> None:
+def _load(model: TokenModel, folder: Path, what: str) -> None:
     """Copy a folder's tensors into the adapters of a model that is not sharded yet."""
     tensors = _read_tensors(folder, what)
     own = {file_name(model.hf_name(name)): p for name, p in model.named_parameters() if p.requires_grad}

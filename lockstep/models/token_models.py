@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lockstep.models.attention import no_mask
-from lockstep.models.loading import logits_fn
-from lockstep.models.log_probs import token_log_probs
+from lockstep.models.log_probs import token_log_probs, vocabulary_head
 from lockstep.models.packing import ForwardRows
 
 
@@ -54,7 +53,7 @@ class PolicyModel(TokenModel):
         else:
             hidden = _hidden_states(self.model.get_decoder(), rows)
             predicting = hidden.index_select(0, rows.predicts)
-            flat = token_log_probs(predicting, rows.targets, logits_fn(self.model), **options)
+            flat = token_log_probs(predicting, rows.targets, vocabulary_head(self.model), **options)
         return {name: rows.spread(values) for name, values in flat.items()}
 
 

@@ -19,7 +19,7 @@ from lockstep.engines.rollout.embedded.paged_attention import LayerProbe, LayerS
 from lockstep.kernels.activation_memory import CACHE_SHARE_OF_FREE
 from lockstep.models.attention import ATTENTION_NAME, AttentionContext, no_mask
 from lockstep.models.known_models import why_own_forward
-from lockstep.models.loading import logits_fn
+from lockstep.models.log_probs import vocabulary_head
 from lockstep.utils.device import free_memory
 from lockstep.utils.host import prepare_cpu_for
 
@@ -33,7 +33,7 @@ class ModelRunner:
     def __init__(self, model: nn.Module, block_size: int) -> None:
         check_config(model)
         self.model: Any = model
-        self.logits = logits_fn(cast(PreTrainedModel, model))
+        self.logits = vocabulary_head(cast(PreTrainedModel, model))
         self.block_size = block_size
         self.cache: PagedCache | None = None
         self.parameter_addresses: tuple[int, ...] = ()
