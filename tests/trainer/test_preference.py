@@ -119,7 +119,7 @@ def test_reward_model_learns_as_in_a_plain_loop(overrides: list[str], tmp_path: 
     start = AutoModelForCausalLM.from_pretrained(trainer.config.model.path).model.state_dict()
     model.model.load_state_dict(start)
     with torch.no_grad():
-        model.score.weight.copy_(trainer.model.score.weight)
+        model.score.weight.copy_(dict(trainer.engine.weights())["score.weight"])
 
     def loss_of(batch: TensorDict) -> Tensor:
         scores = last_scores(model, batch)
@@ -189,7 +189,7 @@ def test_split_and_layout_do_not_change_the_step(program: str, overrides: list[s
         metrics = trainer.train_batch(next(iter(trainer.loader))) | trainer.validate()
         metrics.pop("rewards/accuracies", None)  # rounding decides it before the first update
         trainer.close()
-        return metrics, torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+        return metrics, torch.cat([weight.flatten() for _, weight in trainer.engine.weights()])
 
     whole, weights = step("data.use_dynamic_bsz=false")
     for changes in (

@@ -119,7 +119,7 @@ def test_split_and_layout_do_not_change_the_step(overrides: list[str]) -> None:
     def step(*changes: str) -> tuple[dict[str, Any], torch.Tensor]:
         trainer = trainer_of(*overrides, "data.train_batch_size=8", *changes)
         metrics = trainer.train_batch(next(iter(trainer.loader)))
-        return metrics, torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+        return metrics, torch.cat([weight.flatten() for _, weight in trainer.engine.weights()])
 
     whole, weights = step("data.use_dynamic_bsz=false")
     for changes in (
