@@ -13,6 +13,7 @@ from lockstep.config.checks import SEPARATE, Values
 from lockstep.config.errors import ConfigError, Problem
 from lockstep.config.estimators import BATCH_INPUTS, PARAMETERS, required_inputs
 from lockstep.config.placement import ROLES, Pools, TooFewWorkers, needed_models, pools_of
+from lockstep.config.plugin_settings import LOSS_KEY, setting_problems
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.ranges import ranges
 from lockstep.config.run_names import earlier_default
@@ -49,6 +50,7 @@ def check(config: PPOConfig) -> tuple[list[Problem], list[str]]:
         checks.fixed_values(values),
         _files(values, models),
         () if config.trainer.val_only else chain(_algorithm(values, inputs), _batches(values, models)),
+        () if config.trainer.val_only else setting_problems(config),
         _lengths(values),
         checks.rollout_engine(values, _ROLLOUT),
         checks.sampling(values, _ROLLOUT, f"{_ROLLOUT}.val_kwargs"),
@@ -156,7 +158,7 @@ def _over_sampling(values: Values) -> Iterator[Problem]:
 
 
 def _names(values: Values) -> Iterator[Problem]:
-    yield from checks.known_name(values, f"{_ACTOR}.policy_loss.loss_mode", names.POLICY_LOSSES)
+    yield from checks.known_name(values, LOSS_KEY, names.POLICY_LOSSES)
     yield from checks.reward_manager(values)
 
 

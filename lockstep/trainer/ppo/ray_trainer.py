@@ -22,17 +22,18 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.agents.agents import Agents
-from lockstep.algorithms.advantages import check_inputs, may_read, required_inputs
+from lockstep.algorithms.advantages import check_inputs, get_adv_estimator_fn, may_read, required_inputs
 from lockstep.algorithms.compute_advantage import compute_advantage
 from lockstep.algorithms.kl import apply_kl_penalty, get_kl_controller
 from lockstep.algorithms.losses.aggregate import agg_loss
-from lockstep.algorithms.losses.policy import PREPARATIONS, get_policy_loss_fn, policy_loss_mode, prepare_policy_loss
+from lockstep.algorithms.losses.policy import PREPARATIONS, policy_loss_mode, prepare_policy_loss, with_loss_settings
 from lockstep.algorithms.pf_ppo import pf_ppo_rows
 from lockstep.algorithms.rollout_correction import apply_rollout_correction, use_rollout_log_probs
 from lockstep.config.actor_rollout_ref import ActorConfig, has_cut_log_probs
 from lockstep.config.critic import CriticConfig
 from lockstep.config.model import sequence_parallel_size
 from lockstep.config.placement import is_trained, need_critic, need_reference_policy, need_reward_model
+from lockstep.config.plugin_settings import estimator_settings
 from lockstep.config.ppo import PPOConfig, prompts_per_batch
 from lockstep.config.schema import to_plain
 from lockstep.data.loader import StatefulLoader, create_dataloader, shuffled_order
@@ -142,7 +143,8 @@ class PPOTrainer:
         self.kl_ctrl_in_reward = get_kl_controller(config.algorithm.kl_ctrl)
         if train_dataset is not None:
             check_inputs(config.algorithm.adv_estimator, self._batch_keys())
-        get_policy_loss_fn(config.actor_rollout_ref.actor.policy_loss.loss_mode)
+            estimator_settings(get_adv_estimator_fn(config.algorithm.adv_estimator), config.algorithm.adv_kwargs)
+        with_loss_settings(config.actor_rollout_ref.actor)
         self.train_dataloader: Any = None
         if train_dataset is not None:
             self.train_dataloader = self._train_dataloader(train_dataset, train_sampler, collate_fn)
