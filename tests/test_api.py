@@ -274,9 +274,45 @@ def test_errors_are_exceptions_of_one_line(files: Path, tmp_path: Path, monkeypa
         ),
         (lambda: lockstep.train(model, ROWS, [later]), ValueError, "later .* is a coroutine function"),
         (lambda: lockstep.train(model, ROWS, [reward]), ValueError, "reward must be a function"),
-        (lambda: lockstep.train(model, ROWS, "reward.py:nothing", **SMALL), lockstep.RunError, r"reward\.py.*no file"),
+        (
+            lambda: lockstep.train(model, ROWS, files / "rewrad.py", **SMALL),
+            lockstep.ConfigError,
+            r"- reward=\S+rewrad\.py: no such file \(did you mean \S+/reward\.py\?\)",
+        ),
+        (
+            lambda: lockstep.train(files / "modle", ROWS, reward, **SMALL),
+            lockstep.ConfigError,
+            r"- model=\S+modle: no such folder .*\(did you mean \S+/model\?\)",
+        ),
+        (
+            lambda: lockstep.train(model, files / "trian.parquet", reward, **SMALL),
+            lockstep.ConfigError,
+            r"- data=\S+trian.parquet: no such file or folder \(did you mean \S+/train.parquet\?\)",
+        ),
+        (
+            lambda: lockstep.train(model, ROWS, reward, **SMALL | {"batch_size": 0, "n": 1}),
+            lockstep.ConfigError,
+            r"2 problems.*- batch_size=0: must be .*- n=1: grpo compares",
+        ),
+        (
+            lambda: lockstep.train(model, ROWS, reward, **SMALL | {"max_prompt_length": 2}),
+            lockstep.RunError,
+            r"more than max_prompt_length=2 .* Raise max_prompt_length",
+        ),
+        (
+            lambda: lockstep.train(model, ROWS, reward, steps=2, **{"trainer.total_training_steps": 3}),
+            lockstep.ConfigError,
+            r"trainer\.total_training_steps=3: contradicts steps=2",
+        ),
+        (
+            lambda: lockstep.train(
+                model, ROWS, reward, learning_rate=1, num_generations=2, max_steps=3, output_dir="x"
+            ),
+            lockstep.ConfigError,
+            r"mean lr \(.*mean n \(.*mean steps \(.*mean run_dir \(",
+        ),
         (lambda: lockstep.train(model, ROWS, **SMALL), lockstep.RunError, "no scorer for data_source 'python'"),
-        (lambda: lockstep.train(tmp_path / "no", ROWS, reward, **SMALL), lockstep.ConfigError, "model.path="),
+        (lambda: lockstep.train(tmp_path / "no", ROWS, reward, **SMALL), lockstep.ConfigError, "model=/"),
     ]
     for call, kind, message in cases:
         with pytest.raises(kind, match=f"(?s){message}"):

@@ -93,7 +93,7 @@ def _files(values: Values, models: Collection[str]) -> Iterator[Problem]:
     if values["reward_model.enable"]:
         yield from checks.model(values, "reward_model.model.path", "the reward model")
         yield from checks.tokenizers(values, "reward_model.model.tokenizer_path", "reward_model.model.input_tokenizer")
-    for name in ("custom_reward_function.path", "data.custom_cls.path", _SAMPLER[0]):
+    for name in ("custom_reward_function.path", "data.custom_cls.path", _SAMPLER[0], LOSS_KEY):
         yield from checks.python_file(values, name)
     for path, name in (("data.custom_cls.path", "data.custom_cls.name"), _SAMPLER):
         yield from checks.class_name(values, path, name)

@@ -376,7 +376,7 @@ class PPOTrainer:
         return "; ".join(pools) + (f"; {sequence_ranks} ranks per sequence" if sequence_ranks > 1 else "")
 
     def fit(self, interrupt: Interrupt | None = None) -> int:
-        """Train to the last step. Returns 0, or 130 if the user stopped the run.
+        """Train to the last step. Returns 0, or 130 if the run was stopped.
 
         interrupt: records stop requests; by default from Ctrl-C and SIGTERM.
         """
@@ -410,7 +410,7 @@ class PPOTrainer:
                         raise StopRequested
                     batch, metrics = self._train_step(prompts, timing)
                 except StopRequested:
-                    return self._stopped_mid_step(unsaved)
+                    return self._stopped_mid_step(unsaved, interrupt)
                 self.train_dataloader.on_batch_end(forks.conversations(batch))
                 self.loader_state = deepcopy(self.train_dataloader.state_dict())
                 if self._can_validate and self._is_due(config.test_freq, is_last):
@@ -426,26 +426,26 @@ class PPOTrainer:
                 unsaved = {}
             self._log(metrics, interrupt)
             if stopping:
-                return self._stopped()
+                return self._stopped(interrupt)
         logger.info("done: %d steps; output folder: %s", self.global_steps, self.run_dir)
         return 0
 
     def _log(self, metrics: dict[str, Any], interrupt: Interrupt) -> None:
         self.tracking.log(data=metrics, step=self.global_steps)
         if self.on_step is not None and self.on_step(self.global_steps, metrics):
-            interrupt.requested = True
+            interrupt.stop(by="a callback")
 
-    def _stopped_mid_step(self, unsaved: dict[str, Any]) -> int:
+    def _stopped_mid_step(self, unsaved: dict[str, Any], interrupt: Interrupt) -> int:
         """Discard the step. unsaved: metrics of the last complete step, which is then saved; empty if it already is."""
         self.global_steps -= 1
         if self.source.keeps_prompts:
             self.loader_state = deepcopy(self.train_dataloader.state_dict())
         if unsaved:
             self._save_checkpoint(unsaved)
-        return self._stopped()
+        return self._stopped(interrupt)
 
-    def _stopped(self) -> int:
-        logger.warning("stopped by the user after step %d; run the same command to resume", self.global_steps)
+    def _stopped(self, interrupt: Interrupt) -> int:
+        logger.warning("stopped by %s after step %d; run the same command to resume", interrupt.by, self.global_steps)
         return 130
 
     def _is_due(self, frequency: int, is_last: bool) -> bool:
