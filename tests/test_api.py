@@ -376,7 +376,7 @@ def test_errors_are_exceptions_of_one_line(files: Path, tmp_path: Path, monkeypa
             lockstep.ConfigError,
             r"mean lr \(.*mean n \(.*mean steps \(.*mean run_dir \(",
         ),
-        (lambda: lockstep.train(model, ROWS, **SMALL), lockstep.RunError, "no scorer for data_source 'python'"),
+        (lambda: lockstep.train(model, ROWS, **SMALL), lockstep.RunError, "no scorer for data_source 'default'"),
         (lambda: lockstep.train(tmp_path / "no", ROWS, reward, **SMALL), lockstep.ConfigError, "model=/"),
     ]
     for call, kind, message in cases:

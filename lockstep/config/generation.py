@@ -34,7 +34,7 @@ class GenerationDataConfig:
     """Prompts: a parquet, jsonl or json file, a folder of them, a dataset of the Hub (`org/name[@revision][:config][:split]`), a
     URL, or a list of these (docs/models_and_data_by_name.md)."""
     prompt_key: str = "prompt"
-    """Column of the chat messages."""
+    """Column of the prompt: text, or chat messages."""
     n_samples: int = 5
     """Responses per prompt."""
     output_path: str = ""

@@ -105,6 +105,7 @@ def ensure_writable(folder: Path | str, key: str) -> Path:
 
 MAX_CANDIDATES = 5000
 """Entries of a folder that are compared with a misspelt name."""
+MIN_LIKENESS = 0.7
 
 
 def did_you_mean_path(path: Path | str) -> str:
@@ -118,8 +119,16 @@ def _nearest_path(path: Path) -> Path | None:
     if parent is None or path.parent == path:
         return None
     try:
-        names = [entry.name for entry in islice(parent.iterdir(), MAX_CANDIDATES)]
+        entries = list(islice(parent.iterdir(), MAX_CANDIDATES))
     except OSError:
         return None
-    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.75)
-    return parent / close[0] if close else None
+    likeness, near = max(((_likeness(entry, path), entry) for entry in entries), default=(0.0, path))
+    return near if likeness >= MIN_LIKENESS else None
+
+
+def _likeness(one: Path, other: Path) -> float:
+    """Of the names, from 0 to 1; an equal ending such as .parquet does not make them alike."""
+    if one.stem == other.stem:
+        return 1.0
+    ratios = (difflib.SequenceMatcher(a=a, b=b).ratio() for a, b in ((one.name, other.name), (one.stem, other.stem)))
+    return min(ratios)
