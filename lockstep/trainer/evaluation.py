@@ -57,9 +57,13 @@ def evaluate(config: EvaluationConfig) -> dict[str, float]:
     responses.scores = np.asarray(scores, dtype=np.float32).tolist()  # as in a validation's batch
     responses.extra = fill_failed(extra)
     metrics, intervals = accuracy(responses, config.data.correct_score)
-    Console(highlight=False).print(table_of(responses, metrics, intervals))
+    console, threshold = Console(highlight=False), config.data.correct_score
+    console.print(table_of(responses, metrics, intervals))
+    console.print(
+        f"pass@k: a response is correct if its acc, else its score, is {threshold:g} or more (data.correct_score)"
+    )
     if config.data.output_path:
-        write_metrics(Path(config.data.output_path).expanduser(), responses, metrics, intervals)
+        write_metrics(Path(config.data.output_path).expanduser(), responses, metrics, intervals, threshold)
     if config.data.scores_path:
         write_scores(Path(config.data.scores_path).expanduser(), responses)
     return metrics
@@ -180,10 +184,14 @@ def table_of(responses: Responses, metrics: Mapping[str, float], intervals: Inte
     return table
 
 
-def write_metrics(path: Path, responses: Responses, metrics: Mapping[str, float], intervals: Intervals) -> None:
+def write_metrics(
+    path: Path, responses: Responses, metrics: Mapping[str, float], intervals: Intervals, correct_score: float
+) -> None:
     counts = {source: len(prompts) for source, prompts in prompts_of(responses).items()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write_json(path, {"metrics": metrics, "intervals_95": intervals, "num_prompts": counts})
+    atomic_write_json(
+        path, {"metrics": metrics, "intervals_95": intervals, "num_prompts": counts, "correct_score": correct_score}
+    )
     logger.info("wrote %s", path)
 
 
