@@ -5,9 +5,11 @@ functions and classes  ──► python://name        ├──► load_config �
 keywords, overrides    ──► settings             ─┘
 """
 
+import logging
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,14 +20,20 @@ from lockstep.agents.tools.function import ToolList, tools_of
 from lockstep.agents.tools.load import FUNCTION_KEY
 from lockstep.config.compose import PRESETS, load_config
 from lockstep.config.data import DataConfig
+from lockstep.config.errors import ConfigError, with_short_names
+from lockstep.config.estimators import KEY as ESTIMATOR_KEY
+from lockstep.config.estimators import required_inputs, signature_inputs
 from lockstep.config.ppo import PPOConfig
+from lockstep.config.short_names import RL
 from lockstep.data.rows import is_file_reference, write_rows
 from lockstep.observability.jsonl import METRICS_FILE, read_metrics
+from lockstep.observability.step_line import format_number
 from lockstep.policy import Policy
 from lockstep.registry import ObjectReferences
 from lockstep.rewards.custom import ARGUMENTS
 from lockstep.rewards.functions import RewardFunctions, accepts, parameters_of
 from lockstep.trainer.checkpoint import CheckpointStore, RunLock
+from lockstep.trainer.errors import RunError
 from lockstep.trainer.main_ppo import run_ppo
 from lockstep.utils.files import sha256_all
 from lockstep.utils.model_path import local_model_folder
@@ -33,22 +41,13 @@ from lockstep.utils.model_path import local_model_folder
 if TYPE_CHECKING:
     import pandas as pd
 
+logger = logging.getLogger(__name__)
+
 Callback = Callable[[int, dict[str, Any]], Any]
 """Called with a step and its metrics; True, or an exception, stops the run after the step and saves a checkpoint."""
 
 Settings = dict[str, Any]
 """Dotted key -> value."""
-
-KEYWORDS = {
-    "run_dir": "trainer.default_local_dir",
-    "steps": "trainer.total_training_steps",
-    "batch_size": "data.train_batch_size",
-    "n": "actor_rollout_ref.rollout.n",
-    "lr": "actor_rollout_ref.actor.optim.lr",
-    "max_prompt_length": "data.max_prompt_length",
-    "max_response_length": "data.max_response_length",
-}
-"""Short keywords and the keys that they set. A step is one update, unless the mini-batch size is set too."""
 
 
 class History(list[dict[str, Any]]):
@@ -61,7 +60,7 @@ class History(list[dict[str, Any]]):
         return pd.DataFrame(list(self)).set_index("step") if self else pd.DataFrame()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TrainResult:
     """
     run_dir:  the run's folder: checkpoints, metrics.jsonl, config.yaml.
@@ -73,11 +72,22 @@ class TrainResult:
     history: History
     finished: bool
 
+    def __repr__(self) -> str:
+        """Two lines: where the run is, and its first and last reward."""
+        scores = [(row["step"], row["critic/score/mean"]) for row in self.history if "critic/score/mean" in row]
+        shown = [f"{format_number(score)} at step {step}" for step, score in dict.fromkeys((*scores[:1], *scores[-1:]))]
+        state = "finished" if self.finished else "stopped"
+        where = f"TrainResult: {state} after step {self._last_step}, run_dir={str(self.run_dir)!r}"
+        return f"{where}\n  reward {', '.join(shown) or 'unknown'}; see .history.to_pandas() and .policy"
+
+    @property
+    def _last_step(self) -> int:
+        return int(self.history[-1]["step"]) if self.history else 0
+
     @property
     def policy(self) -> Policy:
         """The policy of the last step."""
-        step = self.history[-1]["step"] if self.history else 0
-        folder = self.run_dir / f"global_step_{step}"
+        folder = self.run_dir / f"global_step_{self._last_step}"
         if not folder.is_dir():
             raise ValueError(
                 f"{folder} does not exist: the run has not saved its last step; set trainer.save_freq other than 0"
@@ -105,40 +115,32 @@ def train(
                `{"prompt": text or messages, "answer": ..., further columns}` or has the columns of a training file.
     reward:    a function, a list of functions or of (function, weight), the name of a scorer, `file.py:function`, or a
                reward manager class; None scores by the rows' `data_source`. See docs/python_api.md for the signatures.
-    algorithm: a preset (`grpo`, `ppo`), an advantage estimator by name or `file.py:function`, or a function.
+    algorithm: a preset (`grpo`, `ppo`), or an advantage estimator by name, as `file.py:function` or as a function. The other
+               settings are then those of `grpo`, or of `ppo` if the estimator needs a critic, unless `config` is a file.
     val_data:  validation prompts, given like `data`.
     tokenizer: a loaded tokenizer or a folder; None is the model's.
     tools:     functions that the policy can call, classes whose public methods are tools, or a list of them (docs/tools.md).
     callbacks: functions that are called after each step with (step, metrics); see `Callback`.
     config:    settings by key, nested or dotted, or a YAML file.
     overrides: `run_dir` (a new folder in `runs/` by default), `steps`, `batch_size`, `n`, `lr`, `max_prompt_length`,
-               `max_response_length`, and any key of docs/config.md: `**{"trainer.save_freq": 10}`. A function or a class may
-               stand for a name.
+               `max_response_length`, `loss`, `loss_kwargs`, `adv_kwargs`, and any key of docs/config.md:
+               `**{"trainer.save_freq": 10}`. A function or a class may stand for a name.
 
     Raises ConfigError for wrong settings and RunError if the run fails. Ctrl-C stops after the step, as in the command.
     """
     inputs = _Inputs(model, tokenizer, {"train": data, "val": val_data})
     steps = _Callbacks([callbacks] if callable(callbacks) else callbacks)
-    settings = {
-        KEYWORDS.get(name, name): value
-        for name, value in overrides.items()
-        if value is not None or name not in KEYWORDS
-    }
+    settings = {name: value for name, value in overrides.items() if value is not None or name not in RL}
     file = None if config is None or isinstance(config, Mapping) else str(config)
     given = dict(config) if isinstance(config, Mapping) else {}
     defaults: Settings = {} if file else {RUN_DIR: _new_run_dir()}
-    if overrides.get("batch_size") is not None and file is None:
-        defaults[MINI_BATCH] = overrides["batch_size"]
-    presets: list[str] = []
-    if isinstance(algorithm, str) and (PRESETS / "algorithm" / f"{algorithm}.yaml").is_file():
-        presets = [f"algorithm={algorithm}"]
-    else:
-        settings = {"algorithm.adv_estimator": algorithm} | settings
+    presets, estimator = _algorithm_settings(algorithm, has_file=file is not None)
+    settings = estimator | settings
     tool_list = _tool_list(tools)
     rewards, functions = _reward_settings(reward, tool_list)
     if tool_list is not None:
         defaults["actor_rollout_ref.rollout.agent.default_agent_loop"] = "tool_agent"
-    with ObjectReferences() as objects:
+    with _own_names(), ObjectReferences() as objects:
         called = {} if tool_list is None else {FUNCTION_KEY: objects.add(tool_list)}
         layers = [_plain(layer, objects) for layer in (defaults, given, rewards, called, settings)]
         unchecked = load_config(PPOConfig, presets, config_name=file, layers=layers, run_checks=False)
@@ -154,8 +156,40 @@ def train(
     return TrainResult(run_dir, History(read_metrics(run_dir / METRICS_FILE)), finished=code == 0)
 
 
-RUN_DIR = "trainer.default_local_dir"
-MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
+RUN_DIR = RL["run_dir"]
+
+
+@contextmanager
+def _own_names() -> Iterator[None]:
+    """Errors about settings have the names of this module's keywords in place of the keys that they set."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(error.problems, RL) from error
+    except RunError as error:
+        raise RunError(with_short_names(str(error), RL), error.exit_code) from error
+
+
+def _algorithm_settings(algorithm: Any, has_file: bool) -> tuple[list[str], Settings]:
+    """The preset and the estimator that `algorithm` means.
+
+    An estimator replaces that of the preset grpo, as in `lockstep grpo algorithm.adv_estimator=NAME`, or of ppo if it needs a
+    critic. has_file: the other settings are those of the user's file.
+    """
+    if isinstance(algorithm, str) and (PRESETS / "algorithm" / f"{algorithm}.yaml").is_file():
+        return [f"algorithm={algorithm}"], {}
+    estimator = {ESTIMATOR_KEY: algorithm}
+    if has_file:
+        return [], estimator
+    try:
+        inputs = signature_inputs(algorithm) if callable(algorithm) else required_inputs(str(algorithm))
+    except ConfigError:  # registered later, or unknown, which is reported then
+        inputs = frozenset()
+    preset = "ppo" if "values" in inputs else "grpo"
+    name = getattr(algorithm, "__name__", algorithm)
+    kl = ", with a KL term in the loss (actor_rollout_ref.actor.use_kl_loss)" if preset == "grpo" else ""
+    logger.info("algorithm=%s: the other settings are those of the preset %s%s", name, preset, kl)
+    return [f"algorithm={preset}"], estimator
 
 
 class _Inputs:
@@ -273,9 +307,7 @@ def _reward_settings(reward: Any, tools: ToolList | None = None) -> tuple[Settin
     if reward is None:
         return {}, None
     if isinstance(reward, str | Path):
-        is_reference = ":" in str(reward) or str(reward).endswith(".py")
-        scorer = {"custom_reward_function.reward_kwargs": {"scorer": reward}}
-        return {"custom_reward_function.path": reward} if is_reference else scorer, None
+        return {"reward": reward}, None
     if isinstance(reward, type):
         return {"reward_model.reward_manager": reward}, None
     items = reward if isinstance(reward, list | tuple) else [reward]

@@ -17,8 +17,11 @@ import lockstep
 from lockstep import api
 from lockstep.agents.conversation import Conversation
 from lockstep.agents.tool_parser import FunctionCall, HermesToolParser
+from lockstep.algorithms.losses import agg_loss
+from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
 from lockstep.observability.jsonl import read_metrics
+from lockstep.observability.step_line import format_number
 from lockstep.trainer.checkpoint import CheckpointStore, RunLock
 from lockstep.trainer.main_ppo import main
 from tests.tiny import save_tiny_model, small_run, write_rows
@@ -204,7 +207,7 @@ def test_same_run_as_the_command(files: Path, tmp_path: Path) -> None:
     assert untimed(result.history) == untimed(read_metrics(tmp_path / "command" / "metrics.jsonl"))
 
 
-def test_callback_stops_resumes_and_raises(files: Path, tmp_path: Path) -> None:
+def test_callback_stops_resumes_and_raises(files: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """One folder, four calls in one process; the last in a thread beside a running event loop, as in a notebook."""
 
     def run(callback: Any, **changes: Any) -> lockstep.TrainResult:
@@ -214,6 +217,12 @@ def test_callback_stops_resumes_and_raises(files: Path, tmp_path: Path) -> None:
 
     stopped = run(lambda step, metrics: np.int64(step) == 1, steps=3)
     assert not stopped.finished and [row["step"] for row in stopped.history] == [1]
+    assert "stopped by a callback after step 1" in caplog.text and "by the user" not in caplog.text
+    score = format_number(stopped.history[0]["critic/score/mean"])
+    assert repr(stopped) == (
+        f"TrainResult: stopped after step 1, run_dir='{tmp_path}/run'\n"
+        f"  reward {score} at step 1; see .history.to_pandas() and .policy"
+    )
     assert stopped.policy.path.is_dir()
 
     def fail(step: int, metrics: dict[str, Any]) -> None:
@@ -224,12 +233,68 @@ def test_callback_stops_resumes_and_raises(files: Path, tmp_path: Path) -> None:
         run(fail, steps=4, **epochs)
     interrupted = run(lambda step, metrics: signal.raise_signal(signal.SIGINT), steps=4, **epochs)  # Ctrl-C
     assert not interrupted.finished and interrupted.history[-1]["step"] == 3
+    assert "stopped by the user after step 3" in caplog.text
 
     async def notebook() -> lockstep.TrainResult:
         return await asyncio.to_thread(run, (), steps=4, **epochs)
 
     finished = asyncio.run(notebook())
     assert finished.finished and [row["step"] for row in finished.history] == [1, 2, 3, 4]
+    first, second = repr(finished).splitlines()
+    assert first.startswith("TrainResult: finished after step 4, ")
+    assert f"{score} at step 1, " in second and " at step 4;" in second
+
+
+def scaled(
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, values: torch.Tensor, *, scale: float = 1.0
+) -> Any:
+    """An estimator that needs a critic."""
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "preset", "n"), [("rloo", "grpo", 5), ("reinforce_plus_plus", "grpo", 5), ("gae", "ppo", 1)]
+)
+def test_an_estimator_keeps_the_rest_of_its_preset(
+    algorithm: str, preset: str, n: int, files: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`lockstep.train(algorithm="rloo")` is `lockstep grpo algorithm.adv_estimator=rloo`, and says so."""
+    configs: list[PPOConfig] = []
+    monkeypatch.setattr(api, "run_ppo", lambda config, on_step: configs.append(config) or 0)
+    data = {"run_dir": "run", "batch_size": 4, "trainer.project_name": "p", "trainer.experiment_name": "e"}
+    with caplog.at_level("INFO"):
+        lockstep.train(files / "model", files / "train.parquet", algorithm=algorithm, **data)
+    assert f"algorithm={algorithm}: the other settings are those of the preset {preset}" in caplog.text
+    command = load_config(PPOConfig, [f"algorithm={preset}", f"algorithm.adv_estimator={algorithm}"], run_checks=False)
+    actor, expected = configs[0].actor_rollout_ref.actor, command.actor_rollout_ref.actor
+    assert (actor.use_kl_loss, actor.kl_loss_coef) == (expected.use_kl_loss, expected.kl_loss_coef)
+    assert actor.use_kl_loss == (preset == "grpo") and configs[0].actor_rollout_ref.rollout.n == n
+    assert api._algorithm_settings(scaled, has_file=False) == (["algorithm=ppo"], {"algorithm.adv_estimator": scaled})
+    assert api._algorithm_settings("rloo", has_file=True) == ([], {"algorithm.adv_estimator": "rloo"})
+
+
+def test_a_loss_and_an_estimator_have_settings(files: Path, tmp_path: Path) -> None:
+    seen: list[float] = []
+
+    def loss(
+        log_prob: torch.Tensor, advantages: Any, response_mask: Any, loss_agg_mode: str, *, beta: float, **others: Any
+    ) -> Any:
+        seen.append(beta)
+        return agg_loss(-beta * advantages * log_prob, response_mask, loss_agg_mode), {}
+
+    def estimator(token_level_rewards: Any, response_mask: Any, index: Any, *, scale: float = 1.0) -> Any:
+        seen.append(scale)
+        return scale * token_level_rewards * response_mask, token_level_rewards
+
+    def run(**settings: Any) -> lockstep.TrainResult:
+        both = {"algorithm": estimator, "loss": loss, "steps": 1, "run_dir": tmp_path / "run"}
+        return lockstep.train(files / "model", ROWS, files / "reward.py", **both, **settings, **SMALL)
+
+    with pytest.raises(
+        lockstep.ConfigError, match=r"(?s)2 problems.*loss_kwargs\.beta: must be set.*adv_kwargs\.scal=2"
+    ):
+        run(adv_kwargs={"scal": 2})
+    run(loss_kwargs={"beta": 1}, adv_kwargs={"scale": "0.5"})
+    assert seen[0] == 0.5 and set(seen[1:]) == {1.0}
 
 
 def test_errors_are_exceptions_of_one_line(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,9 +339,45 @@ def test_errors_are_exceptions_of_one_line(files: Path, tmp_path: Path, monkeypa
         ),
         (lambda: lockstep.train(model, ROWS, [later]), ValueError, "later .* is a coroutine function"),
         (lambda: lockstep.train(model, ROWS, [reward]), ValueError, "reward must be a function"),
-        (lambda: lockstep.train(model, ROWS, "reward.py:nothing", **SMALL), lockstep.RunError, r"reward\.py.*no file"),
-        (lambda: lockstep.train(model, ROWS, **SMALL), lockstep.RunError, "no scorer for data_source 'python'"),
-        (lambda: lockstep.train(tmp_path / "no", ROWS, reward, **SMALL), lockstep.ConfigError, "model.path="),
+        (
+            lambda: lockstep.train(model, ROWS, files / "rewrad.py", **SMALL),
+            lockstep.ConfigError,
+            r"- reward=\S+rewrad\.py: no such file \(did you mean \S+/reward\.py\?\)",
+        ),
+        (
+            lambda: lockstep.train(files / "modle", ROWS, reward, **SMALL),
+            lockstep.ConfigError,
+            r"- model=\S+modle: no such folder .*\(did you mean \S+/model\?\)",
+        ),
+        (
+            lambda: lockstep.train(model, files / "trian.parquet", reward, **SMALL),
+            lockstep.ConfigError,
+            r"- data=\S+trian.parquet: no such file or folder \(did you mean \S+/train.parquet\?\)",
+        ),
+        (
+            lambda: lockstep.train(model, ROWS, reward, **SMALL | {"batch_size": 0, "n": 1}),
+            lockstep.ConfigError,
+            r"2 problems.*- batch_size=0: must be .*- n=1: grpo compares",
+        ),
+        (
+            lambda: lockstep.train(model, ROWS, reward, **SMALL | {"max_prompt_length": 2}),
+            lockstep.RunError,
+            r"more than max_prompt_length=2 .* Raise max_prompt_length",
+        ),
+        (
+            lambda: lockstep.train(model, ROWS, reward, steps=2, **{"trainer.total_training_steps": 3}),
+            lockstep.ConfigError,
+            r"trainer\.total_training_steps=3: contradicts steps=2",
+        ),
+        (
+            lambda: lockstep.train(
+                model, ROWS, reward, learning_rate=1, num_generations=2, max_steps=3, output_dir="x"
+            ),
+            lockstep.ConfigError,
+            r"mean lr \(.*mean n \(.*mean steps \(.*mean run_dir \(",
+        ),
+        (lambda: lockstep.train(model, ROWS, **SMALL), lockstep.RunError, "no scorer for data_source 'default'"),
+        (lambda: lockstep.train(tmp_path / "no", ROWS, reward, **SMALL), lockstep.ConfigError, "model=/"),
     ]
     for call, kind, message in cases:
         with pytest.raises(kind, match=f"(?s){message}"):

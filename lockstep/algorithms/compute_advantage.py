@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lockstep.algorithms.advantages import AdvantageFn, get_adv_estimator_fn, parameters_of, required_inputs
 from lockstep.config.algorithm import AlgoConfig
+from lockstep.config.plugin_settings import estimator_settings
 from lockstep.protocol import DataProto
 from lockstep.registry import defined_at, describe
 
@@ -33,9 +34,10 @@ def compute_advantage(
     """Write `advantages` and `returns` into the batch and return it; `response_mask` is computed if it is missing.
 
     The estimator receives the arguments it has parameters for (all of them if it takes **kwargs): `index` is the uid of
-    each sample, any other name is an argument of this function or a batch key. Without a config, estimators that read one
-    get a config made from gamma, lam and norm_adv_by_std_in_grpo. `num_repeat` (samples per prompt) is accepted for
-    compatibility with verl and unused: groups are found by uid.
+    each sample, any other name is an argument of this function, a batch key, or a setting of the estimator
+    (`config.adv_kwargs`). Without a config, estimators that read one get a config made from gamma, lam and
+    norm_adv_by_std_in_grpo. `num_repeat` (samples per prompt) is accepted for compatibility with verl and unused: groups
+    are found by uid.
     """
     assert data.batch is not None
     estimator = get_adv_estimator_fn(adv_estimator)
@@ -43,7 +45,10 @@ def compute_advantage(
         data.batch["response_mask"] = compute_response_mask(data)
     if config is None:
         config = AlgoConfig(gamma=gamma, lam=lam, norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo)
+    given = dict(getattr(config, "adv_kwargs", None) or {})  # a program of verl may pass its own config
+    settings = estimator_settings(estimator, given)
     available: dict[str, Any] = {
+        **settings,
         **data.batch,
         "gamma": gamma,
         "lam": lam,
@@ -51,6 +56,7 @@ def compute_advantage(
         "config": config,
         "batch": data.batch,
         "non_tensor_batch": data.non_tensor_batch,
+        **{name: settings[name] for name in given},
     }
     if "uid" in data.non_tensor_batch:
         available["index"] = data.non_tensor_batch["uid"]

@@ -25,6 +25,8 @@ class PolicyLossConfig:
     loss_mode: str = "vanilla"
     """Policy loss: a registered name (see docs/algorithms/policy-losses.md), or your own as `module:function` or
     `file.py:function`."""
+    loss_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Settings of your own loss: its keyword-only parameters (docs/extending.md)."""
     clip_cov_ratio: float = 0.0002
     """clip_cov: fraction of the mini-batch's tokens whose gradient is dropped."""
     clip_cov_lb: float = 1.0

@@ -1,7 +1,7 @@
 """`algorithm.*`: advantage estimation, KL control, rollout correction and filtering of samples."""
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 KLEstimator = Literal["kl", "abs", "mse", "low_var_kl", "kl+", "abs+", "mse+", "low_var_kl+"]
 KL_ESTIMATORS = tuple(name for name in get_args(KLEstimator) if not name.endswith("+"))
@@ -69,6 +69,8 @@ class AlgoConfig:
     adv_estimator: str = "gae"
     """Advantage estimator: a registered name (see docs/algorithms/advantages.md), or your own as `module:function` or
     `file.py:function`."""
+    adv_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Settings of your own estimator: its keyword-only parameters (docs/extending.md)."""
     gamma: float = 1.0
     """Discount per token."""
     lam: float = 1.0

@@ -21,6 +21,7 @@ from lockstep.config.trainer import LOGGERS
 from lockstep.registry import did_you_mean, find_registered
 from lockstep.utils.dataset_files import FORMS as DATA_FORMS
 from lockstep.utils.dataset_files import Use, locate_data
+from lockstep.utils.files import did_you_mean_path
 from lockstep.utils.model_path import FORMS as MODEL_FORMS
 from lockstep.utils.model_path import is_adapter, is_model_folder, locate_model
 
@@ -53,9 +54,11 @@ def data_files(values: Values, trains: bool = True) -> Iterator[Problem]:
 
 
 def python_file(values: Values, name: str) -> Iterator[Problem]:
-    path = values[name]
-    if path and path.endswith(".py") and not Path(path).is_file():
-        yield Problem(name, path, "no such file")
+    """A Python file, with or without the name of an object in it."""
+    path = values[name] or ""
+    file = path if path.endswith(".py") else path.rpartition(":")[0]
+    if file.endswith(".py") and not Path(file).expanduser().is_file():
+        yield Problem(name, path, f"no such file{did_you_mean_path(Path(file).expanduser())}")
 
 
 def class_name(values: Values, path: str, name: str) -> Iterator[Problem]:

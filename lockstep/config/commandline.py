@@ -2,13 +2,14 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from lockstep.config.compose import load_config, to_yaml
 from lockstep.config.errors import ConfigError
 from lockstep.config.ppo import PPOConfig
+from lockstep.config.short_names import SHORT_NAMES
 
 C = TypeVar("C")
 
@@ -18,6 +19,8 @@ Overrides follow Hydra's grammar:
   data.train_files=[a.jsonl,b.jsonl]   a list
   ~trainer.total_epochs                reset a key to its default
   algorithm=grpo                       a preset: ppo, grpo (lockstep ppo)
+
+Short names of the usual settings: {short}.
 
 docs/config.md lists every key with its type, default and meaning.
 """
@@ -34,7 +37,7 @@ def config_from_command_line(
     Returns None after printing the help or the resolved configuration. An invalid configuration exits with code 2 and lists
     every problem on stderr.
     """
-    parser = _parser(prog, description)
+    parser = _parser(prog, description, SHORT_NAMES.get(cls, ()))
     options = parser.parse_intermixed_args(sys.argv[1:] if argv is None else list(argv))
     if options.help:
         parser.print_help()
@@ -62,12 +65,12 @@ class _Parser(argparse.ArgumentParser):
         super().error(message + hint)
 
 
-def _parser(prog: str, description: str) -> argparse.ArgumentParser:
+def _parser(prog: str, description: str, short_names: Collection[str]) -> argparse.ArgumentParser:
     parser = _Parser(
         prog=prog,
         usage="%(prog)s [options] key=value ...",
         description=description,
-        epilog=EPILOG,
+        epilog=EPILOG.format(short=", ".join(short_names)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
         allow_abbrev=False,

@@ -30,13 +30,22 @@ from lockstep.config.errors import NO_VALUE, ConfigError, Problem, show
 from lockstep.config.evaluation import EvaluationConfig
 from lockstep.config.generation import GenerationConfig
 from lockstep.config.generation_checks import check_evaluation, check_generation
-from lockstep.config.normalize import Layer, canonical_name, merge, normalize, unsupported_values
+from lockstep.config.normalize import (
+    Layer,
+    canonical_name,
+    contradiction,
+    is_same,
+    merge,
+    normalize,
+    unsupported_values,
+)
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.ppo_checks import check
 from lockstep.config.preference import DPOConfig, RMConfig
 from lockstep.config.schema import build, explain_unknown_key, is_mapping_key, keys, sections, set_in, to_plain
 from lockstep.config.sft import SFTConfig
 from lockstep.config.sft_checks import check_supervised
+from lockstep.config.short_names import FOLLOWS_BATCH, SHORT_NAMES, short_setting
 from lockstep.registry import load_module
 from lockstep.utils.model_path import newest_of_run
 
@@ -79,6 +88,7 @@ class _Settings:
     problems: list[Problem] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     no_effect: dict[str, str] = field(default_factory=dict)
+    short: dict[str, str] = field(default_factory=dict)
 
     def add(self, layer: Layer, cls: type) -> None:
         for name, value in layer.values.items():
@@ -89,6 +99,7 @@ class _Settings:
         self.problems += layer.problems
         self.notices += [notice for notice in layer.notices if notice not in self.notices]
         self.no_effect |= layer.no_effect
+        self.short |= layer.short
 
     def remove(self, name: str) -> bool:
         """Reset `name` and everything below it to the defaults; returns whether anything was set."""
@@ -124,11 +135,12 @@ def load_config(
     composed = _compose_files(name, folder, presets)
     if folder is not None and presets:
         merged.notices += _overridden(_composed(name, folder, []), composed, f"{name}.yaml", ", ".join(presets))
-    merged.add(normalize(cls, composed), cls)
+    merged.add(normalize(cls, composed, short_names=True), cls)
     for override in values:
-        _apply(override, merged, cls)
+        _apply(override, merged, cls, short_names=True)
+    merged.problems += _short_contradictions(values, cls)
     for layer in layers:
-        merged.add(normalize(cls, layer), cls)
+        merged.add(normalize(cls, layer, short_names=True), cls)
     return _checked(merged, cls, run_checks)
 
 
@@ -143,6 +155,9 @@ def _checked(merged: _Settings, cls: type[C], run_checks: bool) -> C:
     """The settings with derived defaults, types and checks; logs the notices."""
     _load_external_lib(merged, cls)
     _fix_checkpoints(merged)
+    follows_batch = "batch_size" in merged.short and FOLLOWS_BATCH in {*keys(cls)} - {*merged.values}
+    if follows_batch:
+        merged.values[FOLLOWS_BATCH] = f"${{{merged.short['batch_size']}}}"
     derived, notices = derived_defaults(cls, merged.values)
     merged.values |= derived
     merged.notices += notices
@@ -162,8 +177,10 @@ def _checked(merged: _Settings, cls: type[C], run_checks: bool) -> C:
         problems += [problem for problem in failed if reported.isdisjoint({problem.key, *problem.also})]
     for notice in [*merged.notices, *_no_effect_notices(merged.no_effect), *warnings]:
         log_once(notice)
+    if follows_batch and any(problem.key == merged.short["batch_size"] for problem in problems):
+        problems = [problem for problem in problems if problem.key != FOLLOWS_BATCH]
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(problems, merged.short)
     return config
 
 
@@ -273,6 +290,8 @@ def _split(
             values.append(override)
         elif choice in options:
             presets.append(f"{name}={choice}")
+        elif short_setting(cls, name, choice) is not None:
+            values.append(override)
         else:
             message = f"no such preset. Known: {', '.join(options)}." if options else "is a section; set its keys."
             settings.problems.append(Problem(name, choice, UNSUPPORTED_FILES.get(str(choice), message)))
@@ -332,14 +351,31 @@ def _own_configs_only() -> Iterator[None]:
         stored.update(hidden)
 
 
-def _apply(override: Override, settings: _Settings, cls: type) -> None:
+def _apply(override: Override, settings: _Settings, cls: type, short_names: bool = False) -> None:
     name = override.key_or_group
     if override.is_delete():
-        canonical = canonical_name(cls, name)
+        short = SHORT_NAMES.get(cls, {}) if short_names and name not in sections(cls) else {}
+        canonical = short.get(name) or canonical_name(cls, name)
         if not settings.remove(canonical) and canonical not in keys(cls) and canonical not in sections(cls):
             settings.problems.append(Problem(f"~{name}", NO_VALUE, explain_unknown_key(canonical, cls)))
     else:
-        settings.add(normalize(cls, {name: _value(override)}), cls)
+        settings.add(normalize(cls, {name: _value(override)}, short_names), cls)
+
+
+def _short_contradictions(overrides: Sequence[Override], cls: type) -> Iterator[Problem]:
+    """Overrides that give a key another value than its short name does; of two equal spellings, the last one wins."""
+    given: dict[str, tuple[str, Any]] = {}
+    for override in overrides:
+        if override.is_delete():
+            continue
+        layer = normalize(cls, {override.key_or_group: _value(override)}, short_names=True)
+        written = next(iter(layer.short), override.key_or_group)
+        for key, value in layer.values.items():
+            other, before = given.get(key, (written, value))
+            is_short = bool({other, written} & set(SHORT_NAMES.get(cls, ())))
+            if other != written and is_short and not isinstance(value, Mapping) and not is_same(before, value):
+                yield contradiction(written, value, other, before)
+            given[key] = (written, value)
 
 
 def _value(override: Override) -> Any:

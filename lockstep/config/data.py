@@ -37,9 +37,9 @@ class DataConfig:
     val_max_samples: int = -1
     """Use this many validation rows; -1 for all."""
     prompt_key: str = "prompt"
-    """Column of the chat messages."""
+    """Column of the prompt: text, or chat messages."""
     reward_fn_key: str = "data_source"
-    """Column that selects the scorer."""
+    """Column that selects the scorer; the data source of rows without it is `default`."""
     max_prompt_length: int = 512
     """Maximum prompt length in tokens."""
     max_response_length: int = 512

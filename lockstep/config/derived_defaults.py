@@ -1,17 +1,21 @@
 """Values that depend on what the user set: defaults that would be wrong then, and clip ratios written as bounds."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.config.errors import ConfigError
 from lockstep.config.estimators import needs_groups
+from lockstep.config.generation import GenerationConfig
 from lockstep.config.preference import DPOConfig, RMConfig
 from lockstep.config.run_names import experiment_name, project_name
 from lockstep.config.schema import keys, set_in
 from lockstep.config.sft import SFTConfig
+from lockstep.utils.checkpoint_folder import STEP_FOLDER
 
 _CLIP_LOW, _CLIP_HIGH = "actor_rollout_ref.actor.clip_ratio_low", "actor_rollout_ref.actor.clip_ratio_high"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -73,7 +77,27 @@ def derived_defaults(cls: type, values: Mapping[str, Any]) -> tuple[dict[str, An
             f"{derived[_CLIP_LOW]:g} and {derived[_CLIP_HIGH]:g}; as distances they would clip at {1 - low:.4g} and "
             f"{1 + high:.4g}, which is hardly any clipping"
         )
+    if cls is GenerationConfig and (lengths := _lengths_of_run(values)):
+        derived |= lengths
+        given = " and ".join(f"{name}={value}" for name, value in lengths.items())
+        notices.append(f"{given}, as in the run of {values['model.path']}")
     return derived | _names(cls, values), notices
+
+
+def _lengths_of_run(values: Mapping[str, Any]) -> dict[str, int]:
+    """The lengths that are not set, if the model is a checkpoint of RL: those that it was trained with."""
+    path = Path(str(values.get("model.path") or "")).expanduser()
+    steps = [folder for folder in (path, *path.parents) if STEP_FOLDER.fullmatch(folder.name)]
+    files = [place / "config.yaml" for step in steps[:1] for place in (step, step.parent)]
+    file = next((file for file in files if file.is_file()), None)
+    if file is None:
+        return {}
+    try:
+        data = yaml.safe_load(file.read_text(encoding="utf-8"))["data"]
+        lengths = {f"data.{name}": data.get(name) for name in ("max_prompt_length", "max_response_length")}
+    except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError):
+        return {}
+    return {name: value for name, value in lengths.items() if isinstance(value, int) and name not in values}
 
 
 def _names(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """What is wrong with a configuration: one record per problem, one error for all of them."""
 
 import difflib
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +18,14 @@ class Problem:
     value:   the given value; NO_VALUE if there is none to show.
     message: what is allowed, and what to set instead.
     also:    other keys involved, for a check that compares several.
+    literal: keep its keys as they are, also those that have short names.
     """
 
     key: str
     value: Any
     message: str
     also: tuple[str, ...] = ()
+    literal: bool = False
 
     def __str__(self) -> str:
         given = self.key if self.value is NO_VALUE else f"{self.key}={show(self.value)}"
@@ -30,13 +33,23 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """An invalid configuration; `problems` lists everything that is wrong with it."""
+    """An invalid configuration; `problems` lists everything that is wrong with it.
 
-    def __init__(self, problems: Sequence[Problem]) -> None:
+    short: short name -> key; the text has the short names.
+    """
+
+    def __init__(self, problems: Sequence[Problem], short: Mapping[str, str] | None = None) -> None:
         self.problems = tuple(problems)
         count = f"{len(self.problems)} problems" if len(self.problems) > 1 else "1 problem"
-        lines = [f"{count} in the configuration:", *(f"  - {problem}" for problem in self.problems)]
-        super().__init__("\n".join(lines))
+        texts = [str(one) if one.literal else with_short_names(str(one), short or {}) for one in self.problems]
+        super().__init__("\n".join([f"{count} in the configuration:", *(f"  - {text}" for text in texts)]))
+
+
+def with_short_names(text: str, short: Mapping[str, str]) -> str:
+    """A message with short names in place of their keys."""
+    names = {key: name for name, key in short.items()}
+    pattern = "|".join(map(re.escape, names))
+    return re.sub(rf"(?<![\w.])({pattern})(?!\w|\.\w)", lambda match: names[match[0]], text) if names else text
 
 
 def show(value: Any) -> str:

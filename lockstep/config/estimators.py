@@ -13,6 +13,7 @@ from lockstep.config.errors import ConfigError, Problem
 from lockstep.registry import did_you_mean, find_registered, load_object
 
 KEY = "algorithm.adv_estimator"
+ADV_KWARGS = "algorithm.adv_kwargs"
 
 
 class AdvantageEstimator(StrEnum):
@@ -81,10 +82,14 @@ def required_inputs(name: str) -> frozenset[str]:
 
 
 def signature_inputs(estimator: Callable[..., Any]) -> frozenset[str]:
-    """The parameters without a default, except those that every run provides."""
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    """The parameters without a default, except those that every run provides and settings (see `plugin_settings`)."""
     parameters = inspect.signature(estimator).parameters.values()
-    required = {p.name for p in parameters if p.kind in named and p.default is inspect.Parameter.empty}
+    required = {
+        p.name
+        for p in parameters
+        if p.default is p.empty
+        and (p.kind is p.POSITIONAL_OR_KEYWORD or (p.kind is p.KEYWORD_ONLY and p.name in PARAMETERS))
+    }
     return frozenset(required - _FROM_THE_BATCH - _FROM_THE_CONFIG)
 
 

@@ -16,9 +16,9 @@ class EvaluationDataConfig:
     response_key: str = "responses"
     """Column of the responses: a list of texts, or one text."""
     data_source_key: str = "data_source"
-    """Column that selects the scorer; metrics are per data source."""
+    """Column that selects the scorer; metrics are per data source. That of rows without it is `default`."""
     reward_model_key: str = "reward_model"
-    """Column with the `ground_truth`."""
+    """Column with the `ground_truth`; of rows without it, the ground truth is the column `ground_truth`, `answer` or `solution`."""
     max_response_length: int | None = None
     """Maximum response length of the generation, for the overlong penalty of `reward_model.reward_manager=dapo`."""
     correct_score: float = 1.0

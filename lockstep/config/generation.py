@@ -34,20 +34,20 @@ class GenerationDataConfig:
     """Prompts: a parquet, jsonl or json file, a folder of them, a dataset of the Hub (`org/name[@revision][:config][:split]`), a
     URL, or a list of these (docs/models_and_data_by_name.md)."""
     prompt_key: str = "prompt"
-    """Column of the chat messages."""
+    """Column of the prompt: text, or chat messages."""
     n_samples: int = 5
     """Responses per prompt."""
     output_path: str = ""
-    """Parquet file to write: the rows with the columns `responses`, `response_lengths` and `finish_reasons`. Until it is
-    complete, finished batches are in the folder `{output_path}.parts`."""
+    """Parquet or jsonl file to write: the rows with the columns `responses`, `response_lengths` and `finish_reasons`. Until it
+    is complete, finished batches are in the folder `{output_path}.parts`."""
     batch_size: int = 128
     """Prompts per batch (times `n_samples` sequences); an interrupted run loses at most one batch."""
     max_samples: int = -1
     """Use the first this many rows; -1 for all."""
     max_prompt_length: int = 1536
-    """Maximum prompt length in tokens."""
+    """Maximum prompt length in tokens. If not set and the model is a run of RL, the run's."""
     max_response_length: int = 512
-    """Maximum response length in tokens."""
+    """Maximum response length in tokens. If not set and the model is a run of RL, the run's."""
     filter_overlong_prompts: bool = False
     """Drop rows whose prompt is longer than `max_prompt_length`; the output does not have them."""
     truncation: Truncation = "error"

@@ -51,7 +51,7 @@ def check_generation(config: GenerationConfig) -> tuple[list[Problem], list[str]
         checks.rollout_engine(values, "rollout"),
         _tensor_parallel(values),
         checks.sampling(values, "rollout"),
-        _output(values, "data.output_path", ".parquet", required=True),
+        _output(values, "data.output_path", ".parquet", ".jsonl", required=True),
         _max_model_len(values),
         checks.controller(as_validation(config), values),
     )
@@ -89,12 +89,12 @@ def _overlong_penalty(values: Values) -> Iterator[Problem]:
         yield Problem(key, values[key], "the overlong penalty needs it; set that of the generation")
 
 
-def _output(values: Values, key: str, suffix: str, required: bool = False) -> Iterator[Problem]:
-    path = values[key]
+def _output(values: Values, key: str, *suffixes: str, required: bool = False) -> Iterator[Problem]:
+    path, listed = values[key], " or ".join(suffixes)
     if not path and required:
-        yield Problem(key, NO_VALUE, f"must be the {suffix} file to write")
-    elif path and Path(path).suffix != suffix:
-        yield Problem(key, path, f"must end in {suffix}")
+        yield Problem(key, NO_VALUE, f"must be the {listed} file to write")
+    elif path and Path(path).suffix not in suffixes:
+        yield Problem(key, path, f"must end in {listed}")
     elif path and Path(path).is_dir():
         yield Problem(key, path, "is a folder; set a file")
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from lockstep.config import compat, generation_compat, sft_compat
@@ -12,6 +13,7 @@ from lockstep.config.generation import GenerationConfig
 from lockstep.config.preference import DPOConfig, RMConfig
 from lockstep.config.schema import explain_unknown_key, keys, sections
 from lockstep.config.sft import SFTConfig
+from lockstep.config.short_names import short_setting, suggestion
 
 DISABLED_BY_NULL = {"critic": "critic.enable", "actor_rollout_ref.ref": "actor_rollout_ref.ref.enable"}
 """Sections that `section=null` turns off, and the key that does it."""
@@ -41,6 +43,7 @@ class Layer:
     problems:    unknown keys and contradictions.
     notices:     aliases that were applied.
     no_effect:   key as written to the reason why it has no effect.
+    short:       short names that were used, each to its key.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -48,22 +51,55 @@ class Layer:
     problems: list[Problem] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     no_effect: dict[str, str] = field(default_factory=dict)
+    short: dict[str, str] = field(default_factory=dict)
 
 
-def normalize(cls: type, tree: Mapping[str, Any]) -> Layer:
-    """Nested settings as a user wrote them (dotted names allowed anywhere), in the spelling of `cls`."""
+def normalize(cls: type, tree: Mapping[str, Any], short_names: bool = False) -> Layer:
+    """Nested settings as a user wrote them (dotted names allowed anywhere), in the spelling of `cls`.
+
+    short_names: names such as `lr` are keys of ours, not of the program that has the settings.
+    """
     layer = Layer()
     written_as: dict[str, str] = {}
-    for written, name, value in _settings(cls, tree, "", "", layer):
+    short: list[tuple[str, str, Any]] = []
+    if short_names:
+        tree, short = _take_short(cls, tree)
+        layer.short = {written: name for written, name, _ in short}
+    for written, name, value in chain(short, _settings(cls, tree, "", "", layer)):
         value = _normalize_value(cls, name, value, layer)
         if name in written_as and isinstance(value, Mapping) and isinstance(layer.values[name], Mapping):
             value = merge(layer.values[name], value)
-        elif name in written_as and layer.values[name] != value:
-            other = f"{written_as[name]}={show(layer.values[name])}"
-            layer.problems.append(Problem(written, value, f"contradicts {other}; both set the same key"))
+        elif name in written_as and not is_same(layer.values[name], value):
+            layer.problems.append(contradiction(written, value, written_as[name], layer.values[name]))
         written_as[name] = written
         layer.values[name] = value
     return layer
+
+
+def _take_short(cls: type, tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str, Any]]]:
+    """The settings without those under short names, and these as (short name, key, value)."""
+    rest: dict[str, Any] = {}
+    found = []
+    for written, value in tree.items():
+        name, *below = str(written).split(".")
+        for part in reversed(below):
+            value = {part: value}
+        if (short := short_setting(cls, name, value)) is not None:
+            found.append((name, *short))
+        else:
+            rest[written] = tree[written]
+    return rest, found
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two values of a key are equal; a list of one may be written without brackets."""
+    one, other = ([value] if isinstance(value, str) else value for value in (one, other))
+    return bool(one == other)
+
+
+def contradiction(written: str, value: Any, other: str, other_value: Any) -> Problem:
+    message = f"contradicts {other}={show(other_value)}; both set the same key"
+    return Problem(written, value, message, literal=True)
 
 
 def merge(old: Any, new: Any) -> Any:
@@ -171,7 +207,9 @@ def _unknown(cls: type, value: Any, written: str, name: str) -> Problem:
         part, value = next(iter(value.items()))
         written, name = f"{written}.{part}", f"{name}.{part}"
     shown = NO_VALUE if isinstance(value, Mapping) else value
-    return Problem(written, shown, explain_unknown_key(name, cls))
+    guess = suggestion(cls, written)
+    message = f"no such key. Did you mean {guess}?" if guess else explain_unknown_key(name, cls)
+    return Problem(written, shown, message, literal=True)
 
 
 def _unsupported(entry: Unsupported, value: Any, written: str, name: str) -> Iterator[tuple[str, Problem | None]]:

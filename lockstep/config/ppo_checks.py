@@ -13,6 +13,7 @@ from lockstep.config.checks import SEPARATE, Values
 from lockstep.config.errors import ConfigError, Problem
 from lockstep.config.estimators import BATCH_INPUTS, PARAMETERS, required_inputs
 from lockstep.config.placement import ROLES, Pools, TooFewWorkers, needed_models, pools_of
+from lockstep.config.plugin_settings import LOSS_KEY, setting_problems
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.ranges import ranges
 from lockstep.config.run_names import earlier_default
@@ -49,6 +50,7 @@ def check(config: PPOConfig) -> tuple[list[Problem], list[str]]:
         checks.fixed_values(values),
         _files(values, models),
         () if config.trainer.val_only else chain(_algorithm(values, inputs), _batches(values, models)),
+        () if config.trainer.val_only else setting_problems(config),
         _lengths(values),
         checks.rollout_engine(values, _ROLLOUT),
         checks.sampling(values, _ROLLOUT, f"{_ROLLOUT}.val_kwargs"),
@@ -91,7 +93,7 @@ def _files(values: Values, models: Collection[str]) -> Iterator[Problem]:
     if values["reward_model.enable"]:
         yield from checks.model(values, "reward_model.model.path", "the reward model")
         yield from checks.tokenizers(values, "reward_model.model.tokenizer_path", "reward_model.model.input_tokenizer")
-    for name in ("custom_reward_function.path", "data.custom_cls.path", _SAMPLER[0]):
+    for name in ("custom_reward_function.path", "data.custom_cls.path", _SAMPLER[0], LOSS_KEY):
         yield from checks.python_file(values, name)
     for path, name in (("data.custom_cls.path", "data.custom_cls.name"), _SAMPLER):
         yield from checks.class_name(values, path, name)
@@ -156,7 +158,7 @@ def _over_sampling(values: Values) -> Iterator[Problem]:
 
 
 def _names(values: Values) -> Iterator[Problem]:
-    yield from checks.known_name(values, f"{_ACTOR}.policy_loss.loss_mode", names.POLICY_LOSSES)
+    yield from checks.known_name(values, LOSS_KEY, names.POLICY_LOSSES)
     for section in (_ACTOR, _REF, "critic", "reward_model"):
         yield from checks.known_name(values, f"{section}.strategy", names.TRAIN_ENGINES)
     yield from checks.reward_manager(values)

@@ -21,6 +21,7 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.config.preference import DPOConfig, RMConfig
 from lockstep.config.schema import Key, defaults, get_in, keys, sections
 from lockstep.config.sft import SFTConfig
+from lockstep.config.short_names import SHORT_NAMES
 
 INTRODUCTION = """\
 # Configuration
@@ -39,12 +40,29 @@ your own YAML file (`lockstep ppo --config-name my.yaml ...`) with any subset of
 | `~key` | reset a key that a file or preset has set to its default |
 | `algorithm=grpo`, `algorithm=ppo` | a preset from `lockstep/config/presets` |
 | `key=${other.key}`, `key=${oc.env:NAME}` | the value of another key or of an environment variable |
+| `model=NAME`, `data=FILE`, `lr=1e-6`, ... | a key by its short name (below) |
 
 An unknown key is an error that suggests the most similar one, and all errors are reported together. "follows `x`" means: the
 value of `x` unless the key itself is set. Batch sizes count prompts, `*_micro_batch_size_per_gpu` counts sequences,
 `*_max_token_len_per_gpu` counts tokens.
 """
 
+
+SHORT = """\
+## Short names
+
+The settings that most runs need have short names, on the command line, at the top of a YAML file and as keywords of
+`lockstep.train`: `lockstep grpo model=Qwen/Qwen2.5-0.5B-Instruct data=train.jsonl reward=my_reward.py n=8 lr=1e-6 steps=100`.
+A short name and its key with different values are an error.
+
+* `model` and `data` are also sections: `data={train_files: [a.jsonl]}` and `data.train_files=a.jsonl` set keys of the section,
+  any other value is the short name. If there is a preset of that name (`data=rlhf`, or one in your own `--config-dir`), the
+  preset is meant.
+* `reward` is a file (`my_reward.py`, `my_reward.py:function`), a `module:function`, or the name of a built-in scorer
+  (`custom_reward_function.reward_kwargs.scorer`).
+* `batch_size` of RL is also the mini-batch size (`actor_rollout_ref.actor.ppo_mini_batch_size`) unless that is set, so that a
+  step is one update.
+"""
 
 SFT = """\
 # Supervised fine-tuning
@@ -76,7 +94,7 @@ The keys of `lockstep eval` ([evaluation.md](evaluation.md)).
 
 def reference() -> str:
     """The whole page."""
-    parts = [INTRODUCTION]
+    parts = [INTRODUCTION, SHORT, "\n".join(_short_names())]
     parts += _sections(PPOConfig)
     parts.append("\n".join(_compatibility()))
     others = (
@@ -89,6 +107,24 @@ def reference() -> str:
     parts += [PREFERENCE, *_sections(RMConfig, SFTConfig, " of `lockstep rm`")]
     parts += _sections(DPOConfig, SFTConfig, " of `lockstep dpo`")
     return "\n".join(parts)
+
+
+PROGRAMS: dict[str, type] = {
+    "`ppo`, `grpo`": PPOConfig,
+    "`sft`, `rm`, `dpo`": SFTConfig,
+    "`generate`": GenerationConfig,
+    "`eval`": EvaluationConfig,
+}
+"""Columns of the table of short names."""
+
+
+def _short_names() -> Iterator[str]:
+    yield f"| short | {' | '.join(PROGRAMS)} |"
+    yield f"|---|{'---|' * len(PROGRAMS)}"
+    for name in dict.fromkeys(name for cls in PROGRAMS.values() for name in SHORT_NAMES[cls]):
+        cells = [f"`{SHORT_NAMES[cls][name]}`" if name in SHORT_NAMES[cls] else "" for cls in PROGRAMS.values()]
+        yield f"| `{name}` | {' | '.join(cells)} |"
+    yield ""
 
 
 def _sections(root: type, base: type | None = None, of: str = "") -> list[str]:

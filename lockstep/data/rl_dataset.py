@@ -1,14 +1,15 @@
 """RL prompts: file rows to chat messages and token ids.
 
-A row: `data_source`, `prompt` ([{role, content}, ...]), `reward_model` ({style, ground_truth}), and optionally
-`ability`, `extra_info` ({index, tools_kwargs, interaction_kwargs, ...}), `agent_name` and any further column.
+A row: `prompt` (text, or [{role, content}, ...]) and `answer` with any further column, or `data_source`, `reward_model`
+({style, ground_truth}) and optionally `ability`, `extra_info` ({index, tools_kwargs, interaction_kwargs, ...}); `agent_name`.
 
-    files --read_rows--> checked rows --(overlong filter)--> __getitem__: columns + raw_prompt, raw_prompt_ids, ...
+    files --read_rows, to_schema--> checked rows --(overlong filter)--> __getitem__: columns + raw_prompt, raw_prompt_ids, ...
           --collate_fn--> one dict of stacked tensors and object arrays
 """
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median_high
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from torch.utils.data import Dataset
 
 from lockstep.config.data import DataConfig
 from lockstep.data.files import FileRow, drop_none, file_digests, read_rows
+from lockstep.data.rows import rows_by_source, to_schema
 from lockstep.data.settings import from_mapping
 from lockstep.data.tensors import truncate_ids
 from lockstep.protocol import object_array
@@ -71,7 +73,10 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         self.tokenizer = tokenizer
         self.config = config
         # The position before filtering is the row's index if its extra_info has none.
-        self.rows = list(enumerate(self._read(data_files, max_samples)))
+        self.rows = [
+            (position, complete_row(row, position, config))
+            for position, row in enumerate(self._read(data_files, max_samples))
+        ]
         self._check([row for _, row in self.rows])
         self._encoded: dict[int, np.ndarray] = {}  # token ids by position, of prompts that were measured
         self._limit_lengths()
@@ -104,11 +109,8 @@ class RLHFDataset(Dataset[dict[str, Any]]):
 
     @property
     def data_sources(self) -> dict[str, FileRow]:
-        """The data sources of all rows, which select the scorers, each with its first row."""
-        found: dict[str, FileRow] = {}
-        for _, row in self.rows:
-            found.setdefault(str(row.columns[self.config.reward_fn_key]), row)
-        return found
+        """The data sources of all rows, which select the scorers, each with a row; see `rows_by_source`."""
+        return rows_by_source((row for _, row in self.rows), self.config.reward_fn_key)
 
     @property
     def fingerprint(self) -> dict[str, str]:
@@ -203,11 +205,15 @@ def _length_range(lengths: list[int]) -> str:
     return f"shortest {min(lengths)}, median {median_high(lengths)}, longest {max(lengths)} tokens"
 
 
+def complete_row(row: FileRow, position: int, config: DataConfig) -> FileRow:
+    """The row with all columns that training reads; see `to_schema`."""
+    return replace(row, columns=to_schema(row.columns, position, config.prompt_key, config.reward_fn_key))
+
+
 def check_row(row: FileRow, config: DataConfig) -> None:
     """Reject a row that lacks a column or whose prompt is not chat messages."""
     _require(row, config.prompt_key, _PROMPT_REMEDY)
     _require(row, config.reward_fn_key, "set data.reward_fn_key to the column that selects the scorer")
-    _require(row, "reward_model", 'add it with values such as {"style": "rule", "ground_truth": "72"}')
     if not isinstance(row.columns["reward_model"], dict):
         raise ValueError(
             f"{row.location}: 'reward_model' must be an object with `style` and `ground_truth`, "
@@ -231,12 +237,12 @@ def check_prompt(row: FileRow, config: DataConfig) -> None:
     problem = _message_problem(row.columns[config.prompt_key])
     if problem:
         raise ValueError(
-            f"{row.location}: {config.prompt_key!r} must be a list of messages "
+            f"{row.location}: {config.prompt_key!r} must be text or a list of messages "
             f'[{{"role": "user", "content": "..."}}, ...], but {problem}; data.prompt_key names the column'
         )
 
 
-_PROMPT_REMEDY = "set data.prompt_key to the column with the chat messages"
+_PROMPT_REMEDY = "set data.prompt_key to the column with the prompt, text or chat messages"
 
 
 def _require(row: FileRow, name: str, remedy: str) -> None:

@@ -1,8 +1,7 @@
-"""Training rows given as Python objects: brought to the schema of training files and written as one.
+"""Rows as users write them, completed to the columns that training reads; and rows of Python objects, written to a file.
 
-    list of dicts | datasets.Dataset | pandas.DataFrame ──► to_schema, row by row ──► a jsonl file for `RLHFDataset`
-
-A simple row is `{"prompt": text or messages, "answer": ..., any further column}`.
+{"prompt": text or messages, "answer": ..., any further column}  ──to_schema──►  data_source, prompt, reward_model, extra_info
+list of dicts | datasets.Dataset | pandas.DataFrame  ──write_rows──►  a jsonl file for `RLHFDataset`
 """
 
 import json
@@ -10,12 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.data.files import FileRow
 from lockstep.utils.files import atomic_writer
 
 ANSWER_COLUMNS = ("ground_truth", "answer", "solution")
 """Columns of a simple row that hold its ground truth; the first one that a row has."""
-SOURCE = "python"
-"""`data_source` of simple rows that have none."""
+SOURCE_KEY, TRUTH_KEY = "data_source", "reward_model"
+SOURCE = "default"
+"""`data_source` of rows that have none."""
 
 
 def is_file_reference(data: Any) -> bool:
@@ -25,45 +26,63 @@ def is_file_reference(data: Any) -> bool:
 
 
 def write_rows(data: Any, path: Path, prompt_key: str = "prompt", source_key: str = "data_source") -> list[str]:
-    """Write the rows of `data` in the schema of training files; returns the columns that a reward function can read."""
+    """Write the rows of `data` to a jsonl file; returns the columns that a reward function can read."""
     columns: dict[str, None] = {}
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_writer(path) as file:
         number = -1
         for number, row in enumerate(_rows(data)):
-            full = to_schema(row, number, prompt_key, source_key)
-            columns |= dict.fromkeys([*full.get("extra_info", {}), *full])
-            try:
-                file.write(
-                    json.dumps(full, ensure_ascii=False, default=_plain).encode("utf-8", "surrogatepass") + b"\n"
+            if row.get(prompt_key) is None:
+                raise ValueError(
+                    f"data, row {number} has no {prompt_key!r} (columns: {', '.join(row)}); data.prompt_key names it"
                 )
+            full = to_schema(row, number, prompt_key, source_key)
+            columns |= dict.fromkeys([*(full.get("extra_info") or {}), *full])
+            try:
+                text = json.dumps(dict(row), ensure_ascii=False, default=_plain)
             except TypeError as error:
                 raise ValueError(f"data, row {number}: {error}; use text, numbers, lists and dicts") from error
+            file.write(text.encode("utf-8", "surrogatepass") + b"\n")
         if number < 0:
             raise ValueError("data has no rows")
     return list(columns)
 
 
-def to_schema(row: Mapping[str, Any], index: int, prompt_key: str, source_key: str) -> dict[str, Any]:
-    """The row with `data_source`, messages, `reward_model` and `extra_info`; a row with `reward_model` is unchanged.
+def to_schema(
+    row: Mapping[str, Any], index: int, prompt_key: str, source_key: str, truth_key: str = TRUTH_KEY
+) -> dict[str, Any]:
+    """The row with a `data_source`, messages as its prompt, `reward_model` and `extra_info`; what it has is kept.
 
-    Text is the message of a user. `extra_info` gets every other column, and the prompt as it was given.
+    Text is the message of a user. Without `reward_model`, the ground truth is the first of `ANSWER_COLUMNS` that the row has,
+    and `extra_info` gets every other column, and the prompt as it was given. Columns with other names, which the user has set,
+    are not made up.
     """
-    if "reward_model" in row:
-        return dict(row)
-    if row.get(prompt_key) is None:
-        raise ValueError(
-            f"data, row {index} has no {prompt_key!r} (columns: {', '.join(row)}); data.prompt_key names it"
-        )
-    prompt = row[prompt_key]
-    answer = next((row[name] for name in ANSWER_COLUMNS if row.get(name) is not None), None)
-    extra = {name: value for name, value in row.items() if name not in (prompt_key, source_key, "extra_info")}
-    return {
-        source_key: row.get(source_key) or SOURCE,
-        prompt_key: [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt),
-        "reward_model": {"style": "model" if answer is None else "rule", "ground_truth": answer},
-        "extra_info": {"index": index, "prompt": prompt} | extra | (row.get("extra_info") or {}),
-    }
+    full, prompt = dict(row), row.get(prompt_key)
+    if source_key == SOURCE_KEY:
+        full[source_key] = row.get(source_key) or SOURCE
+    if isinstance(prompt, str):
+        full[prompt_key] = [{"role": "user", "content": prompt}]
+    if truth_key == TRUTH_KEY and row.get(truth_key) is None:
+        answer = next((row[name] for name in ANSWER_COLUMNS if row.get(name) is not None), None)
+        known = (prompt_key, source_key, truth_key, "extra_info")
+        extra = {name: value for name, value in row.items() if name not in known}
+        full[truth_key] = {"style": "model" if answer is None else "rule", "ground_truth": answer}
+        full["extra_info"] = {"index": index, "prompt": prompt} | extra | (row.get("extra_info") or {})
+    return full
+
+
+def rows_by_source(rows: Iterable[FileRow], source_key: str) -> dict[str, FileRow]:
+    """Each data source with its first row that has no ground truth, which its scorer may need, else with its first row."""
+    found: dict[str, FileRow] = {}
+    for row in rows:
+        known = found.setdefault(str(row.columns[source_key]), row)
+        if _has_truth(known) and not _has_truth(row):
+            found[str(row.columns[source_key])] = row
+    return found
+
+
+def _has_truth(row: FileRow) -> bool:
+    return row.columns["reward_model"].get("ground_truth") is not None
 
 
 def _rows(data: Any) -> Iterator[Mapping[str, Any]]:

@@ -75,6 +75,9 @@ ROUTES: dict[Scorer, tuple[str, ...]] = {
     environment.compute_score: ("environment", "environment/*", "verifiers/*"),
 }
 
+_NEED_TRUTH = {*ROUTES} - {environment.compute_score, reasoning_gym.compute_score}
+"""Scorers that cannot score a row without a ground truth."""
+
 for _scorer, _names in ROUTES.items():
     for _name in _names:
         SCORERS.register(_name)(_scorer)
@@ -121,6 +124,11 @@ def check_data_sources(
                 "; or set reward_model.enable=true, since the row's reward_model.style is 'model'" if by_model else ""
             )
             raise UnknownDataSourceError(f"{row.location}: {error}{hint}") from error
+        if scorer in _NEED_TRUTH and row.columns["reward_model"].get("ground_truth") is None:
+            raise ValueError(
+                f"{row.location} has no ground truth, with which the scorer of data_source {source!r} compares answers; add the "
+                "column 'answer', or set custom_reward_function.path to your own function"
+            )
         if in_training and scorer is gsm8k.compute_score and "format_score" not in options:
             _announce_format_score()
 

@@ -70,12 +70,14 @@ class CutResponses:
 
     def __init__(self) -> None:
         self.count = 0
+        self.has_warned = False
 
     def note(self, batch: DataProto) -> None:
-        """Warn at the 2nd, 4th, 8th … such step."""
+        """Warn at the second such step, once per run."""
         is_cut = [reason == "length" for reason in batch.non_tensor_batch["finish_reason"]]
         self.count = self.count + 1 if all(is_cut) else 0
-        if self.count > 1 and self.count.bit_count() == 1:
+        if self.count > 1 and not self.has_warned:
+            self.has_warned = True
             has_tools = any(batch.non_tensor_batch.get("tool_call_counts", ()))
             logger.warning(
                 "every response was cut at data.max_response_length=%d%s for %d steps: none ends by itself, and most scorers find "

@@ -16,11 +16,13 @@ from rich.table import Table
 
 from lockstep.config.evaluation import EvaluationConfig, as_validation
 from lockstep.data.files import FileRow, read_rows
+from lockstep.data.rows import rows_by_source, to_schema
 from lockstep.observability.rollout_log import write_generations
 from lockstep.observability.step_line import format_number
 from lockstep.rewards.managers import DapoRewardManager, NaiveRewardManager, check_scorers, load_reward_manager
 from lockstep.rewards.managers.naive import ScoringRow
 from lockstep.trainer.accuracy import Intervals, accuracy, prompts_of
+from lockstep.trainer.generated_rows import COLUMNS
 from lockstep.trainer.ppo.sampling import fill_failed
 from lockstep.trainer.ppo.validation import Responses
 from lockstep.utils.dataset_files import local_data_files
@@ -36,7 +38,10 @@ LENGTHS, ROLLOUT_INFOS = "response_lengths", "rollout_infos"
 def evaluate(config: EvaluationConfig) -> dict[str, float]:
     """Score the responses of the file, show and write the metrics, and return them."""
     with phase("read the data"):
-        rows = read_rows(local_data_files(config.data.path, "val", "data.path"))
+        rows = [
+            _complete(row, number, config)
+            for number, row in enumerate(read_rows(local_data_files(config.data.path, "val", "data.path")))
+        ]
         responses, scoring = responses_of(rows, config)
     manager = load_manager(config, rows)
     if "raw_prompt" in getattr(manager.compute_score, "columns", {}):
@@ -52,12 +57,24 @@ def evaluate(config: EvaluationConfig) -> dict[str, float]:
     responses.scores = np.asarray(scores, dtype=np.float32).tolist()  # as in a validation's batch
     responses.extra = fill_failed(extra)
     metrics, intervals = accuracy(responses, config.data.correct_score)
-    Console(highlight=False).print(table_of(responses, metrics, intervals))
+    console, threshold = Console(highlight=False), config.data.correct_score
+    console.print(table_of(responses, metrics, intervals))
+    console.print(
+        f"pass@k: a response is correct if its acc, else its score, is {threshold:g} or more (data.correct_score)"
+    )
     if config.data.output_path:
-        write_metrics(Path(config.data.output_path).expanduser(), responses, metrics, intervals)
+        write_metrics(Path(config.data.output_path).expanduser(), responses, metrics, intervals, threshold)
     if config.data.scores_path:
         write_scores(Path(config.data.scores_path).expanduser(), responses)
     return metrics
+
+
+def _complete(row: FileRow, number: int, config: EvaluationConfig) -> FileRow:
+    """The row with the columns that scoring reads; what was generated is no part of its `extra_info`."""
+    keys = config.data
+    given = {name: value for name, value in row.columns.items() if name not in (keys.response_key, *COLUMNS)}
+    full = to_schema(given, number, keys.prompt_key, keys.data_source_key, keys.reward_model_key)
+    return replace(row, columns=row.columns | full | {"reward_model": full.get(keys.reward_model_key)})
 
 
 def load_manager(config: EvaluationConfig, rows: Sequence[FileRow]) -> NaiveRewardManager:
@@ -75,10 +92,7 @@ def load_manager(config: EvaluationConfig, rows: Sequence[FileRow]) -> NaiveRewa
                     f"{row.location} has no {LENGTHS!r}, which the overlong penalty needs; add the column, or set "
                     "reward_model.reward_kwargs.overlong_buffer_cfg.enable=false"
                 )
-    first: dict[str, FileRow] = {}
-    for row in rows:
-        first.setdefault(str(row.columns[config.data.data_source_key]), row)
-    check_scorers(manager, first)
+    check_scorers(manager, rows_by_source(rows, config.data.data_source_key))
     return manager
 
 
@@ -170,10 +184,14 @@ def table_of(responses: Responses, metrics: Mapping[str, float], intervals: Inte
     return table
 
 
-def write_metrics(path: Path, responses: Responses, metrics: Mapping[str, float], intervals: Intervals) -> None:
+def write_metrics(
+    path: Path, responses: Responses, metrics: Mapping[str, float], intervals: Intervals, correct_score: float
+) -> None:
     counts = {source: len(prompts) for source, prompts in prompts_of(responses).items()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write_json(path, {"metrics": metrics, "intervals_95": intervals, "num_prompts": counts})
+    atomic_write_json(
+        path, {"metrics": metrics, "intervals_95": intervals, "num_prompts": counts, "correct_score": correct_score}
+    )
     logger.info("wrote %s", path)
 
 

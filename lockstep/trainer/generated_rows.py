@@ -3,13 +3,15 @@
     batch ─► OUTPUT.parts/00000128-00000255.parquet ─► … ─► OUTPUT (the rows of the data with the responses) ─► parts removed
              OUTPUT.parts/job.json: what determines the responses; another command over the same parts is refused
 
+The job of a finished output is in its metadata if it is a parquet file, else in OUTPUT.job.json.
+
 Files are written under a temporary name and renamed when they are complete.
 """
 
 import json
 import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import pyarrow.parquet as pq
 from lockstep.config.errors import show
 from lockstep.config.generation import GenerationConfig, parts_folder
 from lockstep.config.schema import flat_values
-from lockstep.data.files import file_digests, iter_file
+from lockstep.data.files import READ_ROWS, file_digests, iter_file
 from lockstep.utils.files import atomic_write_json, atomic_writer, remove_temporary_files, sha256_all
 from lockstep.utils.model_path import revision_of
 
@@ -84,24 +86,29 @@ class GeneratedRows:
         self.output = Path(config.data.output_path).expanduser().absolute()
         self.folder = Path(parts_folder(config)).expanduser().absolute()
         self.job: Job = json.loads(json.dumps(job))
+        self.is_jsonl = self.output.suffix == ".jsonl"
+        self.job_file = self.output.with_name(f"{self.output.name}.{JOB_FILE}")
 
     def is_complete(self) -> bool:
         """Whether the output has the job's responses. ValueError if it is of another job."""
         if not self.output.exists():
             return False
         try:
-            metadata = pq.read_schema(self.output).metadata or {}
-        except (OSError, pa.ArrowInvalid):
-            metadata = {}
-        if JOB_METADATA not in metadata:
-            raise ValueError(f"data.output_path={self.output} exists; delete it, or set another")
-        if changed := differences(json.loads(metadata[JOB_METADATA]), self.job):
+            saved = json.loads(self._saved_job())
+        except (OSError, pa.ArrowInvalid, KeyError, ValueError) as error:
+            raise ValueError(f"data.output_path={self.output} exists; delete it, or set another") from error
+        if changed := differences(saved, self.job):
             raise ValueError(
                 f"data.output_path={self.output} has the responses of another command: {'; '.join(changed)}. Delete it, or set "
                 "another data.output_path"
             )
         self._remove_parts()
         return True
+
+    def _saved_job(self) -> bytes:
+        if self.is_jsonl:
+            return self.job_file.read_bytes()
+        return (pq.read_schema(self.output).metadata or {})[JOB_METADATA]
 
     def open(self) -> None:
         """Begin or go on with the parts; hold the lock."""
@@ -147,13 +154,29 @@ class GeneratedRows:
             if finished and name not in next(iter(finished.values())):
                 continue
             table = table.append_column(name, pa.array([finished[row][name] for row in range(len(table))], kind))
+        if self.is_jsonl:
+            atomic_write_json(self.job_file, self.job)
         metadata = {**(table.schema.metadata or {}), JOB_METADATA: json.dumps(self.job).encode()}
         with atomic_writer(self.output) as file:
-            pq.write_table(table.replace_schema_metadata(metadata), file)
+            if self.is_jsonl:
+                file.writelines(_json_lines(table))
+            else:
+                pq.write_table(table.replace_schema_metadata(metadata), file)
         self._remove_parts()
 
     def _remove_parts(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _json_lines(table: pa.Table) -> Iterator[bytes]:
+    for batch in table.to_batches(max_chunksize=READ_ROWS):
+        for row in batch.to_pylist():
+            yield json.dumps(row, ensure_ascii=False, default=_as_text).encode() + b"\n"
+
+
+def _as_text(value: Any) -> str:
+    """A value of a parquet file that JSON does not have: bytes, dates."""
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
 def read_table(data_files: Sequence[Path], rows: Sequence[int]) -> pa.Table:

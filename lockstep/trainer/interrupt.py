@@ -73,10 +73,13 @@ class Interrupt:
     """Context manager that records stop requests instead of raising; raises one that start-up has dropped.
 
     No-op outside the main thread, which alone gets signals.
+
+    by: who requested the stop, for messages.
     """
 
     def __init__(self) -> None:
         self.requested = False
+        self.by = "the user"
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "Interrupt":
@@ -90,6 +93,11 @@ class Interrupt:
     def __exit__(self, *exc: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+    def stop(self, by: str) -> None:
+        """Request a stop."""
+        if not self.requested:
+            self.requested, self.by = True, by
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.requested:

@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
         GenerationConfig,
         run_generation,
         prog="lockstep generate",
-        description="Generate responses to the prompts of a file, and write them to a parquet file.",
+        description="Generate responses to the prompts of a file, and write them to a parquet or jsonl file.",
         if_stopped="; run the same command to go on after the last finished batch",
     )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.placement import controller_of, num_workers
+from lockstep.config.plugin_settings import LOSS_ARGUMENTS, LOSS_KEY, loss_settings
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.preference import RMConfig
 from lockstep.config.sft import SupervisedConfig
@@ -25,11 +26,6 @@ from lockstep.utils.model_path import ADAPTER_CONFIG, is_adapter, locate_model
 
 logger = logging.getLogger(__name__)
 
-LOSS_KEY = "actor_rollout_ref.actor.policy_loss.loss_mode"
-LOSS_ARGUMENTS = (
-    *("old_log_prob", "log_prob", "advantages", "response_mask"),
-    *("loss_agg_mode", "config", "rollout_is_weights"),
-)
 MANAGER_ARGUMENTS = ("tokenizer", "num_examine", "compute_score", "reward_fn_key")
 DATASET_ARGUMENTS = ("data_files", "tokenizer", "config", "max_samples")
 SUPERVISED_DATASET_ARGUMENTS = ("parquet_files", "tokenizer", "config", "max_samples")
@@ -70,9 +66,10 @@ def check_reward_function(config: PPOConfig) -> None:
 
 
 def _policy_loss(config: PPOConfig) -> None:
-    name = config.actor_rollout_ref.actor.policy_loss.loss_mode
-    if ":" in name:
-        _check_call(LOSS_KEY, _load(LOSS_KEY, name), LOSS_ARGUMENTS)
+    policy_loss = config.actor_rollout_ref.actor.policy_loss
+    if ":" in policy_loss.loss_mode:
+        function = _load(LOSS_KEY, policy_loss.loss_mode)
+        _check_call(LOSS_KEY, function, (*LOSS_ARGUMENTS, *loss_settings(function, policy_loss.loss_kwargs)))
 
 
 def _dataset(config: PPOConfig | SupervisedConfig) -> None:

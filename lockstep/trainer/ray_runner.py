@@ -39,9 +39,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STOP, TRAINING, STEP = b"s", b"t", b"m"
-"""Messages: STOP tells the runner to stop after the step; TRAINING tells the driver that training has started, STEP that
-metrics.jsonl has a new line."""
+STOP = {b"s": "the user", b"c": "a callback"}
+"""Messages that tell the runner to stop after the step, and who requested it."""
+TRAINING, STEP = b"t", b"m"
+"""Messages: TRAINING tells the driver that training has started, STEP that metrics.jsonl has a new line."""
 
 ENDED = {b"d": 0, b"u": 130}
 """Message at the end of training -> exit code. Shutting down the workers comes after it, and needs Ray."""
@@ -237,10 +238,10 @@ def _wait(outcome: Any, console: "DriverConsole", steps: _Steps | None = None) -
             if TRAINING in received and interrupt is None:
                 interrupt = stack.enter_context(Interrupt())
             if STEP in received and steps is not None and steps.read() and not stop_sent:
-                console.send(STOP)
+                console.send(b"c")
                 stop_sent = True
             if interrupt is not None and interrupt.requested and not stop_sent:
-                console.send(STOP)
+                console.send(b"s")
                 stop_sent = True
             if not ray.wait([outcome], timeout=POLL_S if console.ended else 0)[0]:
                 silent_s = head.silent_s()
@@ -308,7 +309,9 @@ class Runner:
         self._interrupt = ForwardedInterrupt(on_enter=lambda: self._console.send(TRAINING))
 
     def _on_message(self, message: bytes) -> None:
-        self._interrupt.requested |= STOP in message
+        for stop, by in STOP.items():
+            if stop in message:
+                self._interrupt.stop(by)
 
     def _on_end(self, exit_code: int) -> None:
         self._console.send(next(message for message, code in ENDED.items() if code == exit_code))

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import yaml
 
+from lockstep.utils.files import did_you_mean_path
 from lockstep.utils.fs import check_protocol, copy_to_local, is_remote
 from lockstep.utils.generated_data import EXTRAS, GeneratedData, is_generated, parse_generated
 from lockstep.utils.hub import HubName, check_offline, dataset_listing, parse_name, snapshot
@@ -93,7 +94,7 @@ def locate_data(entry: str | Path, use: Use | str) -> list[Path] | HubDataset | 
     base, *parts = text.split(":")
     name = None if path.suffix in SUFFIXES else parse_name(base, "dataset")
     if name is None or len(parts) > 2 or not all(parts):
-        raise ValueError(f"no such file or folder; {FORMS}")
+        raise ValueError(f"no such file or folder{did_you_mean_path(path)}; {FORMS}")
     check_offline(name)
     config, split = (None, *parts) if len(parts) == 1 else parts or (None, None)
     return HubDataset(name, config, split)

@@ -1,5 +1,6 @@
-"""Crash-safe files: written to a temporary file, synced to disk, then renamed into place."""
+"""Crash-safe files: written to a temporary file, synced to disk, then renamed into place; and paths close to a misspelt one."""
 
+import difflib
 import hashlib
 import json
 import os
@@ -9,6 +10,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -99,3 +101,34 @@ def ensure_writable(folder: Path | str, key: str) -> Path:
         reason = error.strerror or str(error)
         raise ValueError(f"{key}={folder}: cannot write there ({reason}); set {key} to a writable folder") from error
     return path
+
+
+MAX_CANDIDATES = 5000
+"""Entries of a folder that are compared with a misspelt name."""
+MIN_LIKENESS = 0.7
+
+
+def did_you_mean_path(path: Path | str) -> str:
+    """` (did you mean PATH?)` with the existing path whose parts are spelled most like those of `path`; empty if none is close."""
+    near = _nearest_path(Path(path))
+    return f" (did you mean {near}?)" if near is not None else ""
+
+
+def _nearest_path(path: Path) -> Path | None:
+    parent = path.parent if path.parent.is_dir() else _nearest_path(path.parent)
+    if parent is None or path.parent == path:
+        return None
+    try:
+        entries = list(islice(parent.iterdir(), MAX_CANDIDATES))
+    except OSError:
+        return None
+    likeness, near = max(((_likeness(entry, path), entry) for entry in entries), default=(0.0, path))
+    return near if likeness >= MIN_LIKENESS else None
+
+
+def _likeness(one: Path, other: Path) -> float:
+    """Of the names, from 0 to 1; an equal ending such as .parquet does not make them alike."""
+    if one.stem == other.stem:
+        return 1.0
+    ratios = (difflib.SequenceMatcher(a=a, b=b).ratio() for a, b in ((one.name, other.name), (one.stem, other.stem)))
+    return min(ratios)

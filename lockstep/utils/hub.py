@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from lockstep.utils.files import did_you_mean_path
+
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:@([\w./-]+))?")
@@ -146,7 +148,8 @@ def snapshot(name: HubName, wanted: Sequence[str], unwanted: Sequence[str] = ())
     except RevisionNotFoundError as error:
         raise ValueError(f"the Hub's {name.kind} {name.repo} has no revision {name.revision}") from error
     except RepositoryNotFoundError as error:
-        missing = f"no such folder, and the Hub has no {name.kind} of this name; if it is private, set HF_TOKEN"
+        near = did_you_mean_path(name.repo)
+        missing = f"no such folder{near}, and the Hub has no {name.kind} of this name; if it is private, set HF_TOKEN"
         raise ValueError(missing) from error
     except LocalEntryNotFoundError as error:
         why = "HF_HUB_OFFLINE=1" if constants.HF_HUB_OFFLINE else _reason(error.__cause__ or error)
@@ -216,8 +219,8 @@ def _not_cached(name: HubName, why: str) -> str:
     from huggingface_hub import constants
 
     return (
-        f"no such folder, and the Hub's {name.kind} of this name is not in the cache {constants.HF_HUB_CACHE} (or not all of "
-        f"it) and cannot be fetched ({why}); run `{name.command}` with network access"
+        f"no such folder{did_you_mean_path(name.repo)}, and the Hub's {name.kind} of this name is not in the cache "
+        f"{constants.HF_HUB_CACHE} (or not all of it) and cannot be fetched ({why}); run `{name.command}` with network access"
     )
 
 

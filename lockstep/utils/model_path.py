@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 from lockstep.utils.checkpoint_folder import MANIFEST, STEP_FOLDER, check_sizes, checkpoints_by_age, read_manifest
+from lockstep.utils.files import did_you_mean_path
 from lockstep.utils.fs import check_protocol, copy_matching, copy_to_local, is_remote
 from lockstep.utils.hub import MODEL_FILES, HubName, check_offline, has_weights, model_snapshot, parse_name
 
@@ -103,7 +104,7 @@ def locate_model(path: str | Path, key: str) -> Path | HubName | str:
         wrong = (
             "is a file, not a model's folder"
             if folder.is_file()
-            else f"no such folder (looked for {folder.absolute()})"
+            else f"no such folder (looked for {folder.absolute()}){did_you_mean_path(folder)}"
         )
         raise ValueError(f"{wrong}; {FORMS}")
     check_offline(name)

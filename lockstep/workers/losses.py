@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lockstep.algorithms.kl import kl_penalty
 from lockstep.algorithms.losses.aggregate import agg_loss, mini_batch_counts
-from lockstep.algorithms.losses.policy import PolicyLossFn, get_policy_loss_fn, policy_loss_mode
+from lockstep.algorithms.losses.policy import PolicyLossFn, get_policy_loss_fn, policy_loss_mode, with_loss_settings
 from lockstep.algorithms.losses.value import compute_value_loss
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.critic import CriticConfig
@@ -38,7 +38,7 @@ def actor_loss_fn(
     """
     policy_loss = get_policy_loss_fn(policy_loss_mode(config))
     prepared = tuple(prepared)
-    counted = dataclasses.replace(config, global_batch_info=info)
+    counted = dataclasses.replace(with_loss_settings(config), global_batch_info=info)
 
     def loss_of(outputs: dict[str, Tensor], rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         mask, log_probs = rows["response_mask"], outputs["log_probs"]
@@ -52,6 +52,7 @@ def actor_loss_fn(
                 config=counted,
                 rollout_is_weights=rows.get("rollout_is_weights", None),
                 **{name: rows[name] for name in prepared},
+                **counted.policy_loss.loss_kwargs,
             )
         loss, token_means = _checked(result, policy_loss)
         share = token_share(mask, info)

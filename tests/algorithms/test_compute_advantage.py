@@ -3,6 +3,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from lockstep.algorithms.advantages import get_adv_estimator_fn
@@ -97,3 +98,22 @@ def test_an_estimator_that_returns_something_else_is_named() -> None:
     )
     with pytest.raises(ValueError, match=expected):
         compute_advantage(make_batch(), f"{__name__}:one_number_per_row")
+
+
+def scaled_scores(
+    token_level_rewards: Tensor, response_mask: Tensor, *, scale: float, shift: float = 0.0, **_: Any
+) -> tuple[Tensor, Tensor]:
+    advantages = scale * token_level_rewards * response_mask + shift
+    return advantages, advantages
+
+
+def test_settings_reach_an_estimator() -> None:
+    """From a config of ours and from a verl program's own."""
+    for config in (AlgoConfig(adv_kwargs={"scale": 2}), OmegaConf.create({"adv_kwargs": {"scale": "2"}})):
+        data = compute_advantage(make_batch(), f"{__name__}:scaled_scores", config=config)  # type: ignore[arg-type]
+        assert data.batch is not None
+        assert data.batch["advantages"][:, -1].tolist() == [2, 0, 0, 6]
+    with pytest.raises(ValueError, match=r"algorithm\.adv_kwargs\.scale: must be set; scaled_scores needs it"):
+        compute_advantage(make_batch(), f"{__name__}:scaled_scores")
+    with pytest.raises(ValueError, match=r"algorithm\.adv_kwargs\.scale=2: .* has no settings of its own"):
+        compute_advantage(make_batch(), "grpo", config=AlgoConfig(adv_kwargs={"scale": 2}))

@@ -171,15 +171,13 @@ def test_collate_keeps_lists_of_equal_length_as_objects() -> None:
     ("changes", "message"),
     [
         ({"prompt": ...}, r"a\.jsonl, row 1 has no 'prompt'; set data\.prompt_key .*columns: data_source, ability"),
-        ({"data_source": ...}, r"row 1 has no 'data_source'; set data\.reward_fn_key"),
-        ({"reward_model": ...}, r"row 1 has no 'reward_model'; add it"),
         ({"reward_model": "rule"}, r"row 1: 'reward_model' must be an object with `style` and `ground_truth`"),
         ({"reward_model": {"style": "rule"}}, r"row 1: 'reward_model' has style 'rule' but no 'ground_truth'"),
         (
             {"reward_model": {"style": "rule", "ground_truth": 72}},
             r"row 1: reward_model\.ground_truth is 72 \(number\), but '2' \(text\) in .*row 0.* 'openai/gsm8k'; write them",
         ),
-        ({"prompt": "1+1="}, r"row 1: 'prompt' must be a list of messages .*it is of type str; data\.prompt_key"),
+        ({"prompt": 11}, r"row 1: 'prompt' must be text or a list of messages .*it is of type int; data\.prompt_key"),
         ({"prompt": []}, "it is empty"),
         ({"prompt": ["hello"]}, "message 0 is of type str"),
         ({"prompt": [{"content": "hello"}]}, "message 0 has no role"),

@@ -1,4 +1,4 @@
-"""Rows given as objects: brought to the schema of training files and read back by the dataset."""
+"""Rows as users write them, as objects and in files: completed to the columns that training reads."""
 
 import json
 from pathlib import Path
@@ -11,6 +11,7 @@ import pytest
 from lockstep.config.data import DataConfig
 from lockstep.data.rl_dataset import RLHFDataset
 from lockstep.data.rows import is_file_reference, to_schema, write_rows
+from lockstep.rewards.default import check_data_sources
 from tests.tiny import tiny_tokenizer
 
 MESSAGES = [{"role": "system", "content": "Count."}, {"role": "user", "content": "1+1="}]
@@ -22,7 +23,9 @@ def schema(row: dict[str, Any]) -> dict[str, Any]:
 
 def test_simple_rows_get_the_schema() -> None:
     assert schema({"prompt": "1+1=", "answer": "2", "level": 3}) == {
-        "data_source": "python",
+        "answer": "2",
+        "level": 3,
+        "data_source": "default",
         "prompt": [{"role": "user", "content": "1+1="}],
         "reward_model": {"style": "rule", "ground_truth": "2"},
         "extra_info": {"index": 4, "prompt": "1+1=", "answer": "2", "level": 3},
@@ -32,6 +35,51 @@ def test_simple_rows_get_the_schema() -> None:
     assert schema({"prompt": "Write a poem."})["reward_model"] == {"style": "model", "ground_truth": None}
     full = {"data_source": "s", "prompt": MESSAGES, "reward_model": {"style": "rule", "ground_truth": "2"}}
     assert schema(full) == full
+    assert schema({"prompt": "1+1=", "reward_model": full["reward_model"]}) == {
+        "data_source": "default",
+        "prompt": [{"role": "user", "content": "1+1="}],
+        "reward_model": full["reward_model"],
+    }
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
+def test_files_of_simple_rows_are_read_as_lists_are(suffix: str, tmp_path: Path) -> None:
+    """Text and messages in one file; the agent of a row stays its column."""
+    rows: list[dict[str, Any]] = [
+        {"prompt": "1+1=", "answer": "2", "level": 1},
+        {"prompt": "2+2=", "solution": "4", "agent_name": "tool_agent"},
+    ]
+    if suffix != "parquet":
+        rows.append({"prompt": MESSAGES, "ground_truth": "2", "data_source": "mine"})
+    file = tmp_path / f"rows.{suffix}"
+    if suffix == "parquet":
+        pd.DataFrame(rows).to_parquet(file)
+    else:
+        lines = [json.dumps(row) for row in rows]
+        file.write_text("\n".join(lines) if suffix == "jsonl" else f"[{','.join(lines)}]")
+    from_file = list(RLHFDataset(str(file), tiny_tokenizer(), DataConfig()))
+    write_rows(rows, tmp_path / "list.jsonl")
+    from_list = list(RLHFDataset(str(tmp_path / "list.jsonl"), tiny_tokenizer(), DataConfig()))
+    for one, other in zip(from_file, from_list, strict=True):
+        for name in ("data_source", "reward_model", "raw_prompt", "raw_prompt_ids", "index"):
+            assert one[name] == other[name]
+        assert {k: v for k, v in one["extra_info"].items() if v == v and v is not None} == other["extra_info"]
+    assert [row["reward_model"]["ground_truth"] for row in from_file][:2] == ["2", "4"]
+    assert from_file[1]["agent_name"] == "tool_agent" and from_file[0]["raw_prompt"][0]["content"] == "1+1="
+
+
+def test_a_scorer_needs_the_ground_truth_of_every_row(tmp_path: Path) -> None:
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "Hello!"}]
+    write_rows([row | {"data_source": "openai/gsm8k"} for row in rows], tmp_path / "rows.jsonl")
+    sources = RLHFDataset(str(tmp_path / "rows.jsonl"), tiny_tokenizer(), DataConfig()).data_sources
+    with pytest.raises(
+        ValueError, match=r"rows\.jsonl, row 1 has no ground truth, .*add the column 'answer', or set custom"
+    ):
+        check_data_sources({}, sources)
+    write_rows(rows, tmp_path / "rows.jsonl")
+    sources = RLHFDataset(str(tmp_path / "rows.jsonl"), tiny_tokenizer(), DataConfig()).data_sources
+    with pytest.raises(ValueError, match="no scorer for data_source 'default'"):
+        check_data_sources({}, sources)
 
 
 class Rows:

@@ -27,6 +27,7 @@ from lockstep.config.placement import controller_of
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.preference import DPOConfig
 from lockstep.config.sft import SFTConfig
+from lockstep.config.short_names import RL
 from lockstep.trainer import fsdp_sft_trainer, main_dpo, main_rm
 from lockstep.trainer.main_ppo import main
 from tests.hub import use_hub, write_cache
@@ -95,7 +96,15 @@ def places(tmp_path_factory: pytest.TempPathFactory, judge_url: str) -> dict[str
     (folder / "train.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "It is 2.\n#### 2"}) + "\n")
     (config,) = [b for _, b in blocks("yaml") if b.startswith("# run.yaml")]
     (folder / "run.yaml").write_text(config)
-    files = {"tools.yaml": "yaml", "functions.py": "python", "agent.py": "python", "verl_loop.py": "python"}
+    ((row,),) = [re.findall(r"{.*}\n", block) for page, block in blocks("json") if page == "data.md"]
+    (folder / "rows.jsonl").write_text(4 * row)
+    files = {
+        "my_reward.py": "python",
+        "tools.yaml": "yaml",
+        "functions.py": "python",
+        "agent.py": "python",
+        "verl_loop.py": "python",
+    }
     files |= {"ensemble.yaml": "yaml", "mixed.py": "python", "remote.py": "python", "grade.jinja": "jinja"}
     for name, language in files.items():
         (content,) = [block for _, block in blocks(language) if re.match(rf"(# |{{# ){name}", block)]
@@ -166,6 +175,12 @@ def arguments(command: str, places: dict[str, str]) -> list[str]:
     return ["algorithm=grpo"] * (words[start] == "grpo") + words[start + 1 :]
 
 
+def made_small(words: list[str], *small: str) -> list[str]:
+    """The arguments with other settings, which replace those that the command gives by short names."""
+    replaced = [name for name, key in RL.items() if any(setting.startswith(f"{key}=") for setting in small)]
+    return [*(word for word in words if word.partition("=")[0] not in replaced), *small]
+
+
 def variables(places: dict[str, str]) -> dict[str, str]:
     return {name.removeprefix("$"): place for name, place in places.items() if name.startswith("$")}
 
@@ -187,7 +202,8 @@ def test_training_commands_train(
     use_hub(monkeypatch, Path(places["$DATA"]) / "hub", offline=True)
     command = command.replace("profile_steps=[3]", "profile_steps=[1]")
     small = [*SMALL, *(ONE_PROMPT if "agent.program" in command else [])]
-    assert main([*arguments(command, places), *small, f"trainer.default_local_dir={tmp_path}/run"]) == 0
+    small.append(f"trainer.default_local_dir={tmp_path}/run")
+    assert main(made_small(arguments(command, places), *small)) == 0
     assert (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
@@ -239,7 +255,7 @@ def test_one_command_per_page_trains_on_ray(
         monkeypatch.setenv(name, value)
     use_hub(monkeypatch, Path(places["$DATA"]) / "hub", offline=True)
     small = [*SMALL, "trainer.nnodes=1", "trainer.n_gpus_per_node=2", f"trainer.default_local_dir={tmp_path}/run"]
-    config = config_from_command_line([*arguments(command, places), *small], PPOConfig)
+    config = config_from_command_line(made_small(arguments(command, places), *small), PPOConfig)
     assert config is not None
     assert OnSharedProcesses(shared_processes).run(config) == 0
     assert (tmp_path / "run" / "metrics.jsonl").read_text()

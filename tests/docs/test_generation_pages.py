@@ -14,7 +14,7 @@ from lockstep.trainer.main_ppo import main
 from tests.tiny import save_tiny_model, small_run, write_rows
 
 DOCS = Path(__file__).parents[2] / "docs"
-SMALL = ["data.max_prompt_length=40", "data.max_response_length=6", "trainer.device=cpu"]
+SMALL = ["max_prompt_length=40", "max_response_length=6", "trainer.device=cpu"]
 
 
 def command_of(program: str) -> str:

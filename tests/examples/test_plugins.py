@@ -89,6 +89,8 @@ def test_estimator_subtracts_the_median() -> None:
     rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 5.0], [2.0, 0.0]]), torch.tensor([[1, 1], [1, 1], [1, 0]])
     advantages, _ = median_baseline(rewards, mask, index=["a", "a", "a"])
     assert advantages.tolist() == [[-1.0, -1.0], [3.0, 3.0], [0.0, 0.0]]
+    halved, _ = median_baseline(rewards, mask, index=["a", "a", "a"], scale=0.5)
+    assert torch.equal(halved, 0.5 * advantages)
 
 
 @pytest.fixture

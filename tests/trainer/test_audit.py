@@ -118,9 +118,13 @@ def test_steps_whose_every_response_is_cut_are_told(batch: DataProto, caplog: py
     assert not caplog.records
     cut.note(batch)
     assert f"every response was cut at data.max_response_length={width} for 2 steps" in caplog.text
+    for _ in range(8):
+        cut.note(batch)
+    assert len(caplog.records) == 1  # once per run
     reasons[0] = "turns"
     cut.note(batch)
     assert cut.count == 0
+    cut = CutResponses()
     reasons[0], batch.non_tensor_batch["tool_call_counts"] = "length", np.array([1] * len(batch), dtype=object)
     cut.note(batch)
     cut.note(batch)

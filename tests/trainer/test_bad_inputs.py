@@ -40,9 +40,15 @@ def test_data_files(overrides: list[str], tmp_path: Path, capsys: pytest.Capture
     assert "data.train_files" in message and "no such file" in message
     (tmp_path / "empty.jsonl").write_text("")
     assert "empty.jsonl" in message_for(tmp_path / "empty.jsonl")
-    for key in ("prompt", "data_source", "reward_model"):
-        message = message_for(rows_without(tmp_path / f"no_{key}.parquet", key))
-        assert key in message and f"no_{key}.parquet" in message
+    message = message_for(rows_without(tmp_path / "no_prompt.parquet", "prompt"))
+    assert "'prompt'" in message and "no_prompt.parquet" in message
+    for key, problem in {
+        "data_source": "no scorer for data_source 'default'",
+        "reward_model": "has no ground truth",
+    }.items():
+        files = rows_without(tmp_path / f"no_{key}.parquet", key)  # enough for a reward function of one's own
+        message = error_of(overrides, capsys, f"data.train_files={files}", "custom_reward_function.path=null")
+        assert problem in message and f"no_{key}.parquet" in message
     (tmp_path / "broken.jsonl").write_text('{"prompt": [\n')
     assert "broken.jsonl" in message_for(tmp_path / "broken.jsonl")
 

@@ -74,9 +74,7 @@ def test_generate_and_eval_give_the_numbers_of_the_last_validation(
         f"data.path={tiny_run_files}/val.parquet",
         f"data.output_path={tmp_path}/out.parquet",
         f"data.n_samples={n}",
-        "data.batch_size=2",
-        "data.max_prompt_length=40",
-        "data.max_response_length=8",
+        "data.batch_size=2",  # the lengths are the run's
         "rollout.top_k=-1",
         "rollout.top_p=1.0",
         *(f"rollout.{setting}" for setting in SAMPLING[kind]),
@@ -86,6 +84,37 @@ def test_generate_and_eval_give_the_numbers_of_the_last_validation(
     assert main_eval.main([*scores, *scored_by]) == 0
     evaluated = json.loads((tmp_path / "metrics.json").read_text())["metrics"]
     assert {name: evaluated[name] for name in trained} == trained
+
+
+def test_jsonl_of_simple_rows_to_jsonl_and_its_scores(
+    tiny_run_files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Text prompts and answers, in short names; a finished output is recognised."""
+    rows = [{"prompt": f"{i}+{i}=", "answer": str(2 * i), "level": i} for i in range(3)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    assert set(extra_info) == {'index', 'prompt', 'answer', 'level'}\n"
+        "    return float(int(ground_truth) == 2 * extra_info['level']) / 2\n"
+    )
+    output = tmp_path / "out.jsonl"
+    command = [f"model={tiny_run_files}/model", f"data={tmp_path}/rows.jsonl", "n=2", f"data.output_path={output}"]
+    command += ["max_prompt_length=40", "max_response_length=8", "trainer.device=cpu"]
+    assert cli.main(["generate", *command]) == 0
+    written = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [{name: row[name] for name in rows[0]} for row in written] == rows
+    assert all(len(row["responses"]) == len(row["finish_reasons"]) == 2 for row in written)
+    before = output.stat().st_mtime_ns
+    assert cli.main(["generate", *command]) == 0 and output.stat().st_mtime_ns == before
+    assert cli.main(["generate", *command, "rollout.temperature=0.5"]) == 2
+    assert "another command: rollout.temperature was 1.0 and is 0.5" in capsys.readouterr().err
+
+    metrics = f"data.output_path={tmp_path}/metrics.json"
+    assert cli.main(["eval", f"data={output}", f"reward={tmp_path}/reward.py", metrics, "data.correct_score=0.5"]) == 0
+    assert "is 0.5 or more (data.correct_score)" in " ".join(capsys.readouterr().out.split())
+    saved = json.loads((tmp_path / "metrics.json").read_text())
+    assert saved["metrics"]["val-core/default/reward/mean@2"] == 0.5 and saved["correct_score"] == 0.5
+    assert saved["metrics"]["val-core/default/reward/pass@1"] == 1.0
 
 
 def test_an_interrupted_command_goes_on_and_gives_the_same_samples(

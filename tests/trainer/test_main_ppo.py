@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from lockstep import cli
 from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
 from lockstep.observability.trackers import Tracking
@@ -311,3 +312,21 @@ def test_the_start_line_names_the_folder_of_each_role(
     places = [f"{step}/{part}/huggingface ({size:.3g} MB)" for part in ("actor", "critic")]
     roles = [Role.ActorRollout, Role.RefPolicy, Role.Critic]
     assert _models(config, roles) == f"{places[0]} as {roles[0]}, {roles[1]}; {places[1]} as {roles[2]}"
+
+
+def test_the_smallest_rows_and_the_short_command(tiny_run_files: Path, tmp_path: Path) -> None:
+    """`{"prompt", "answer"}` in files, for training and validation, with a reward function of one's own."""
+    rows = [{"prompt": f"{i}+{i}=", "answer": str(2 * i), "level": i} for i in range(4)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "val.json").write_text(json.dumps(rows[:2]))
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    assert extra_info['answer'] == ground_truth == str(2 * extra_info['level'])\n"
+        "    return len(set(solution_str)) / 10\n"
+    )
+    command = [f"model={tiny_run_files}/model", f"data={tmp_path}/train.jsonl", f"val_data={tmp_path}/val.json"]
+    command += [f"reward={tmp_path}/reward.py", "n=2", "lr=1e-3", "steps=1", "batch_size=4", f"run_dir={tmp_path}/run"]
+    command += ["max_prompt_length=40", "max_response_length=8", "trainer.device=cpu"]
+    assert cli.main(["grpo", *command]) == 0
+    before, after = metrics_of(tmp_path / "run")
+    assert "val-core/default/reward/mean@1" in before and after["actor/grad_norm"] > 0

@@ -12,6 +12,7 @@ from lockstep.utils.files import (
     atomic_write_json,
     atomic_write_text,
     atomic_writer,
+    did_you_mean_path,
     ensure_writable,
     fsync_tree,
     sha256,
@@ -111,3 +112,20 @@ def test_marked_timer_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError), marked_timer("gen", timing_raw):
         raise RuntimeError
     assert timing_raw == {"gen": 3.5}
+
+
+def test_a_misspelt_path_is_recognised(tmp_path: Path) -> None:
+    (tmp_path / "models" / "qwen2.5-0.5b").mkdir(parents=True)
+    for name in ("train.parquet", "broken.parquet", "reward.py"):
+        (tmp_path / name).touch()
+    cases = {
+        "trian.parquet": "train.parquet",
+        "train.jsonl": "train.parquet",
+        "rewards.py": "reward.py",
+        "modles/qwen2.5-0.5b": "models/qwen2.5-0.5b",
+        "models/qwen2.5-0.5": "models/qwen2.5-0.5b",
+        "absent.parquet": None,
+        "nowhere/at/all": None,
+    }
+    for written, meant in cases.items():
+        assert did_you_mean_path(tmp_path / written) == (f" (did you mean {tmp_path / meant}?)" if meant else "")

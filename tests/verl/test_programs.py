@@ -20,6 +20,7 @@ from lockstep.protocol import DataProto
 from lockstep.trainer.errors import RunError
 from lockstep.verl._config import default_tree
 from lockstep.verl.trainer.main_ppo import TaskRunner, run_ppo
+from lockstep.verl.trainer.ppo.core_algos import agg_loss, register_adv_est, register_policy_loss
 from lockstep.verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from tests.tiny import save_tiny_model, small_run, write_rows
 
@@ -157,6 +158,40 @@ def test_inputs_are_checked_before_the_task_runner_starts(files: Path, tmp_path:
     (tmp_path / "model" / "model.safetensors").unlink()
     with pytest.raises(RunError, match="no weights"):
         run_ppo(config_of(files, folder, f"actor_rollout_ref.model.path={tmp_path}/model"), Unreached)
+
+
+def test_a_registered_loss_and_estimator_have_settings(files: Path, tmp_path: Path) -> None:
+    """verl's signatures with keyword-only parameters; the values are checked first, and are in the config too."""
+    seen: list[Any] = []
+
+    @register_policy_loss("softened")
+    def softened(  # type: ignore[no-untyped-def]
+        old_log_prob,
+        log_prob,
+        advantages,
+        response_mask,
+        loss_agg_mode,
+        config,
+        rollout_is_weights=None,
+        *,
+        beta: float,
+    ):
+        seen.append((beta, config.policy_loss.loss_kwargs))
+        return agg_loss(-beta * advantages * log_prob, response_mask, loss_agg_mode), {}
+
+    @register_adv_est("scaled")
+    def scaled(token_level_rewards, response_mask, config=None, *, scale: int = 1, **kwargs):  # type: ignore[no-untyped-def]
+        seen.append((scale, dict(config.adv_kwargs)))
+        return scale * token_level_rewards * response_mask, token_level_rewards
+
+    loss = "actor_rollout_ref.actor.policy_loss"
+    changes = [f"trainer.default_local_dir={tmp_path}/run", "trainer.total_training_steps=1"]
+    changes += ["algorithm.adv_estimator=scaled", f"{loss}.loss_mode=softened", "algorithm.adv_kwargs.scale=3"]
+    with pytest.raises(ValueError, match=r"loss_kwargs\.beta: must be set; softened needs it"):
+        run_ppo(config_of(files, *changes))
+    run_ppo(config_of(files, *changes, f"{loss}.loss_kwargs.beta=1"))
+    assert seen[0] == (3, {"scale": 3}) and seen[-1] == (1.0, {"beta": 1.0}) and len(seen) > 2
+    assert metrics_of(tmp_path / "run")[-1]["actor/grad_norm"] > 0
 
 
 def test_rows_are_checked(files: Path, tmp_path: Path) -> None:

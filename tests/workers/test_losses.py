@@ -1,5 +1,6 @@
 """A user's policy loss: independent of micro-batches without its doing, or refused by name."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lockstep.algorithms.losses.aggregate import agg_loss
+from lockstep.algorithms.losses.policy import PREPARATIONS, prepare_policy_loss
+from lockstep.algorithms.losses.preparation import MiniBatch
 from lockstep.config.actor_rollout_ref import ActorConfig, PolicyLossConfig
 from lockstep.utils.audit import AuditError
 from lockstep.utils.masked import masked_mean
@@ -84,3 +87,48 @@ def test_a_loss_that_is_not_a_number_stops_the_run() -> None:
     require_finite_loss({"actor/pg_loss": 0.5}, "actor/pg_loss")
     with pytest.raises(AuditError, match="actor/pg_loss is nan"):
         require_finite_loss({"actor/pg_loss": float("nan")}, "actor/pg_loss")
+
+
+def scaled(
+    log_prob: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    config: ActorConfig,
+    level: Tensor | None = None,
+    *,
+    beta: float = 1.0,
+    mode: str = "plain",
+    **_: Any,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    assert config.policy_loss.loss_kwargs == {"beta": beta, "mode": mode} and type(beta) is float
+    matrix = beta * log_prob if level is None else beta * log_prob * level
+    return agg_loss(matrix, response_mask, loss_agg_mode), {}
+
+
+@pytest.mark.usefixtures("no_registrations")
+def test_settings_reach_the_loss_and_its_preparation() -> None:
+    """Also of a loss with a preparation, whose columns are ordinary parameters."""
+    outputs, rows = micro_batch()
+
+    def loss_of(config: ActorConfig, prepared: tuple[str, ...] = ()) -> Tensor:
+        return actor_loss_fn(config, INFO, prepared, check=SplitCheck())(outputs, rows)[0]
+
+    plain = config_of(scaled)
+    halved = replace(plain, policy_loss=replace(plain.policy_loss, loss_kwargs={"beta": "0.5"}))
+    torch.testing.assert_close(loss_of(halved), 0.5 * loss_of(plain))
+    seen: list[dict[str, Any]] = []
+
+    def level(mini_batch: MiniBatch, config: ActorConfig) -> dict[str, Tensor]:
+        seen.append(config.policy_loss.loss_kwargs)
+        return {"level": torch.full((4, 1), 3.0)}
+
+    PREPARATIONS.register(halved.policy_loss.loss_mode)(level)
+    rows["level"] = prepare_policy_loss(halved.policy_loss.loss_mode, rows, halved)["level"]
+    torch.testing.assert_close(loss_of(halved, ("level",)), 1.5 * loss_of(plain))
+    assert seen == [{"beta": 0.5, "mode": "plain"}]
+
+
+def test_wrong_settings_of_a_worker_name_the_key() -> None:
+    config = replace(config_of(scaled), policy_loss=PolicyLossConfig(f"{__name__}:scaled", {"betta": 1}))
+    with pytest.raises(ValueError, match=r"policy_loss\.loss_kwargs\.betta=1: scaled has no such setting.*'beta'"):
+        actor_loss_fn(config, INFO)

@@ -2,9 +2,11 @@
 
 Select one with `actor_rollout_ref.actor.policy_loss.loss_mode`; add your own with `@register_policy_loss("name")`, or select it
 as `module:function`. Every loss has the signature `PolicyLossFn`; one that needs statistics of the whole mini-batch is
-registered with a `prepare` function (see `preparation.py`).
+registered with a `prepare` function (see `preparation.py`). Keyword-only parameters are settings of the loss, set by
+`actor_rollout_ref.actor.policy_loss.loss_kwargs` (see `config/plugin_settings.py`).
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -16,6 +18,7 @@ from lockstep.algorithms.losses.preparation import MiniBatch, Prepare
 from lockstep.algorithms.rollout_correction.weights import MAX_LOG_RATIO
 from lockstep.config import names
 from lockstep.config.actor_rollout_ref import ActorConfig
+from lockstep.config.plugin_settings import LOSS_KEY, loss_settings
 from lockstep.registry import Registry
 from lockstep.utils.masked import masked_mean
 
@@ -38,9 +41,7 @@ class PolicyLossFn(Protocol):
     ) -> tuple[Tensor, dict[str, Tensor]]: ...
 
 
-POLICY_LOSSES: Registry[PolicyLossFn] = Registry(
-    "policy loss", key="actor_rollout_ref.actor.policy_loss.loss_mode", names=names.POLICY_LOSSES
-)
+POLICY_LOSSES: Registry[PolicyLossFn] = Registry("policy loss", key=LOSS_KEY, names=names.POLICY_LOSSES)
 
 
 PREPARATIONS: Registry[Prepare] = Registry("preparation of a policy loss")
@@ -70,13 +71,21 @@ def policy_loss_mode(config: ActorConfig) -> str:
     return "bypass_mode" if bypass else config.policy_loss.loss_mode
 
 
+def with_loss_settings(config: ActorConfig) -> ActorConfig:
+    """The config with all settings of its policy loss in `policy_loss.loss_kwargs`, typed; ConfigError if one is wrong."""
+    settings = loss_settings(get_policy_loss_fn(policy_loss_mode(config)), config.policy_loss.loss_kwargs)
+    return dataclasses.replace(config, policy_loss=dataclasses.replace(config.policy_loss, loss_kwargs=settings))
+
+
 def prepare_policy_loss(name: str, rows: Mapping[str, Tensor], config: ActorConfig, seed: int = 0) -> dict[str, Tensor]:
     """Extra arguments of the loss `name`, one entry per row; call once per mini-batch.
 
     Add the tensors to the rows and pass each micro-batch's part to the loss under the same names. Most losses have none.
     Without them, a loss computes its statistics over the rows of the call.
     """
-    return PREPARATIONS.get(name)(MiniBatch(rows, seed), config) if name in PREPARATIONS else {}
+    if name not in PREPARATIONS:
+        return {}
+    return PREPARATIONS.get(name)(MiniBatch(rows, seed), with_loss_settings(config))
 
 
 def log_ratio_of(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:

@@ -22,17 +22,18 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.agents.agents import Agents
-from lockstep.algorithms.advantages import check_inputs, may_read, required_inputs
+from lockstep.algorithms.advantages import check_inputs, get_adv_estimator_fn, may_read, required_inputs
 from lockstep.algorithms.compute_advantage import compute_advantage
 from lockstep.algorithms.kl import apply_kl_penalty, get_kl_controller
 from lockstep.algorithms.losses.aggregate import agg_loss
-from lockstep.algorithms.losses.policy import PREPARATIONS, get_policy_loss_fn, policy_loss_mode, prepare_policy_loss
+from lockstep.algorithms.losses.policy import PREPARATIONS, policy_loss_mode, prepare_policy_loss, with_loss_settings
 from lockstep.algorithms.pf_ppo import pf_ppo_rows
 from lockstep.algorithms.rollout_correction import apply_rollout_correction, use_rollout_log_probs
 from lockstep.config.actor_rollout_ref import ActorConfig, has_cut_log_probs
 from lockstep.config.critic import CriticConfig
 from lockstep.config.model import sequence_parallel_size
 from lockstep.config.placement import is_trained, need_critic, need_reference_policy, need_reward_model
+from lockstep.config.plugin_settings import estimator_settings
 from lockstep.config.ppo import PPOConfig, prompts_per_batch
 from lockstep.config.schema import to_plain
 from lockstep.data.loader import StatefulLoader, create_dataloader, shuffled_order
@@ -142,7 +143,8 @@ class PPOTrainer:
         self.kl_ctrl_in_reward = get_kl_controller(config.algorithm.kl_ctrl)
         if train_dataset is not None:
             check_inputs(config.algorithm.adv_estimator, self._batch_keys())
-        get_policy_loss_fn(config.actor_rollout_ref.actor.policy_loss.loss_mode)
+            estimator_settings(get_adv_estimator_fn(config.algorithm.adv_estimator), config.algorithm.adv_kwargs)
+        with_loss_settings(config.actor_rollout_ref.actor)
         self.train_dataloader: Any = None
         if train_dataset is not None:
             self.train_dataloader = self._train_dataloader(train_dataset, train_sampler, collate_fn)
@@ -374,7 +376,7 @@ class PPOTrainer:
         return "; ".join(pools) + (f"; {sequence_ranks} ranks per sequence" if sequence_ranks > 1 else "")
 
     def fit(self, interrupt: Interrupt | None = None) -> int:
-        """Train to the last step. Returns 0, or 130 if the user stopped the run.
+        """Train to the last step. Returns 0, or 130 if the run was stopped.
 
         interrupt: records stop requests; by default from Ctrl-C and SIGTERM.
         """
@@ -408,7 +410,7 @@ class PPOTrainer:
                         raise StopRequested
                     batch, metrics = self._train_step(prompts, timing)
                 except StopRequested:
-                    return self._stopped_mid_step(unsaved)
+                    return self._stopped_mid_step(unsaved, interrupt)
                 self.train_dataloader.on_batch_end(forks.conversations(batch))
                 self.loader_state = deepcopy(self.train_dataloader.state_dict())
                 if self._can_validate and self._is_due(config.test_freq, is_last):
@@ -424,26 +426,26 @@ class PPOTrainer:
                 unsaved = {}
             self._log(metrics, interrupt)
             if stopping:
-                return self._stopped()
+                return self._stopped(interrupt)
         logger.info("done: %d steps; output folder: %s", self.global_steps, self.run_dir)
         return 0
 
     def _log(self, metrics: dict[str, Any], interrupt: Interrupt) -> None:
         self.tracking.log(data=metrics, step=self.global_steps)
         if self.on_step is not None and self.on_step(self.global_steps, metrics):
-            interrupt.requested = True
+            interrupt.stop(by="a callback")
 
-    def _stopped_mid_step(self, unsaved: dict[str, Any]) -> int:
+    def _stopped_mid_step(self, unsaved: dict[str, Any], interrupt: Interrupt) -> int:
         """Discard the step. unsaved: metrics of the last complete step, which is then saved; empty if it already is."""
         self.global_steps -= 1
         if self.source.keeps_prompts:
             self.loader_state = deepcopy(self.train_dataloader.state_dict())
         if unsaved:
             self._save_checkpoint(unsaved)
-        return self._stopped()
+        return self._stopped(interrupt)
 
-    def _stopped(self) -> int:
-        logger.warning("stopped by the user after step %d; run the same command to resume", self.global_steps)
+    def _stopped(self, interrupt: Interrupt) -> int:
+        logger.warning("stopped by %s after step %d; run the same command to resume", interrupt.by, self.global_steps)
         return 130
 
     def _is_due(self, frequency: int, is_last: bool) -> bool:
