@@ -3,29 +3,40 @@
     ppo_trainer (Hydra's ConfigStore) ──► the program's DictConfig ──typed_config──► PPOConfig, checked
                                                                     ◄──view────────  DictConfig with every key
 
-A program may have keys that Lockstep does not know; they stay in the DictConfig.
+A program may have keys that Lockstep does not know; they stay in the DictConfig. What the program or its user sets is kept; of
+`ppo_trainer`, the keys that have a derived default (`config/derived_defaults.py`) are interpolations that resolve to it.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.config.compat import ALIASES, NO_EFFECT, UNSUPPORTED_KEYS
 from lockstep.config.compose import config_from_tree, log_once
+from lockstep.config.derived_defaults import IF_SET, derived_defaults
 from lockstep.config.errors import ConfigError
 from lockstep.config.normalize import canonical_name, normalize
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import build, defaults, get_in, keys, sections, set_in, to_plain
 
 MISSING = object()
+RESOLVER = "lockstep.default"
 
 
 def default_tree() -> dict[str, Any]:
-    """Lockstep's defaults, and null for each key that only verl has, so that Hydra accepts overrides of it."""
+    """Lockstep's defaults, and null for each key that only verl has, so that Hydra accepts overrides of it.
+
+    Keys of which it matters whether they were set are `${lockstep.default:KEY}`.
+    """
     tree = defaults(PPOConfig)
+    for name in IF_SET:
+        if name in keys(PPOConfig):
+            set_in(tree, name, f"${{{RESOLVER}:{name}}}")
     for name, target in ALIASES.items():
         if target not in sections(PPOConfig):
             set_in(tree, name, None)
@@ -50,11 +61,9 @@ def typed_config(config: DictConfig | Mapping[str, Any] | PPOConfig, run_checks:
         return config
     given = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
     resolved = _container(given, resolve=True)
-    default = default_tree()
     tree: dict[str, Any] = {}
-    for name, value in _leaves(_container(given, resolve=False)):
-        if value != get_in(default, name, MISSING):  # what equals the default was not set by the user
-            set_in(tree, name, get_in(resolved, name, None))
+    for name, _ in _changes(_container(given, resolve=False)):
+        set_in(tree, name, get_in(resolved, name, None))
     own = sorted(
         problem.key
         for problem in normalize(PPOConfig, tree).problems
@@ -65,6 +74,49 @@ def typed_config(config: DictConfig | Mapping[str, Any] | PPOConfig, run_checks:
     for name in own:
         _remove(tree, name)
     return config_from_tree(PPOConfig, tree, run_checks)
+
+
+def _changes(written: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The keys and values that differ from `default_tree`."""
+    default = _default_tree()
+    return ((name, value) for name, value in _leaves(written) if value != get_in(default, name, MISSING))
+
+
+@cache
+def _default_tree() -> Mapping[str, Any]:
+    return default_tree()
+
+
+class _Derived:
+    """The derived defaults of the last config that was asked for one."""
+
+    written: Mapping[str, Any] | None = None
+    values: Mapping[str, Any]
+
+
+def _default_of(name: str, _root_: DictConfig) -> Any:
+    """The resolver: the value that a run of the config uses for a key that is not set."""
+    written = _container(_root_, resolve=False)
+    if written != _Derived.written:
+        _Derived.values, _Derived.written = _derived_values(written), written
+    return _Derived.values.get(name, get_in(defaults(PPOConfig), name, None))
+
+
+def _derived_values(written: Mapping[str, Any]) -> Mapping[str, Any]:
+    tree, changes = defaults(PPOConfig), dict(_changes(written))
+    for name, value in changes.items():
+        set_in(tree, name, value)
+    complete = OmegaConf.create(tree)
+    for name, value in changes.items():
+        if "${" in str(value):
+            try:
+                changes[name] = OmegaConf.select(complete, name)
+            except OmegaConfBaseException:  # `typed_config` reports it
+                pass
+    return derived_defaults(PPOConfig, normalize(PPOConfig, changes).values)[0]
+
+
+OmegaConf.register_new_resolver(RESOLVER, _default_of, replace=True)
 
 
 def view(config: DictConfig | Mapping[str, Any] | PPOConfig, typed: PPOConfig) -> DictConfig:
