@@ -33,6 +33,7 @@ ON_SHARED_RAY = (
     "tests/single_controller/test_message_process.py",
     "tests/single_controller/test_ray.py",
     "tests/single_controller/test_verl_groups.py",
+    "tests/single_controller/test_verl_policy_groups.py",
     "tests/trainer/test_async_on_ray.py",
     "tests/trainer/test_scale.py",
 )

@@ -96,7 +96,7 @@ def typed_config(config: Any, run_checks: bool = True) -> PPOConfig: ...
 def typed_config(config: Any, run_checks: bool = True, *, cls: type[C]) -> C: ...
 
 
-def typed_config(config: Any, run_checks: bool = True, *, cls: type[Any] = PPOConfig) -> Any:
+def typed_config(config: Any, run_checks: bool = True, *, cls: type = PPOConfig) -> Any:
     """The checked config of a run, from a DictConfig or a mapping; ConfigError with every problem if it is invalid. Keys of the
     program itself are left out.
 
@@ -119,7 +119,7 @@ def typed_config(config: Any, run_checks: bool = True, *, cls: type[Any] = PPOCo
     return config_from_tree(cls, tree, run_checks)
 
 
-def typed_section(section: Any, name: str, cls: type[Any] = PPOConfig) -> Any:
+def typed_section(section: Any, name: str, cls: type = PPOConfig) -> Any:
     """The typed section `name` (`actor_rollout_ref`) of the config that `section` is a part of, or from `section` alone."""
     if is_dataclass(section):
         return section

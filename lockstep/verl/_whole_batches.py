@@ -63,6 +63,8 @@ class Caller(Protocol):
 
     def generate(self, group: WorkerGroup, prompts: DataProto) -> DataProto: ...
 
+    def is_reference(self, group: WorkerGroup) -> bool: ...
+
     def reference(self, group: WorkerGroup) -> WorkerGroup: ...
 
     def update(self, role: str, group: WorkerGroup, data: DataProto) -> Any: ...
@@ -84,6 +86,9 @@ class WholeBatchGroup:
         return output
 
     def compute_log_prob(self, data: DataProto) -> PendingBatch:
+        """`old_log_probs` and `entropys`; of a reference policy's own group `ref_log_prob`."""
+        if self._caller.is_reference(self._group):
+            return self.compute_ref_log_prob(data)
         return PendingBatch(self._group.compute_log_prob(_forward_inputs(data)))
 
     def compute_ref_log_prob(self, data: DataProto) -> PendingBatch:
@@ -132,6 +137,9 @@ class ByHand:
             rollout_inputs(prompts, lambda: self._tokenizer, rollout.seed, step, draw)
         )
         return output
+
+    def is_reference(self, group: WorkerGroup) -> bool:
+        return self.role == "ref"
 
     def reference(self, group: WorkerGroup) -> WorkerGroup:
         has_adapters = isinstance(self.config, ActorRolloutRefConfig) and self.config.model.lora_rank > 0

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.single_controller import placement
 from lockstep.single_controller.worker_group import ResourcePool
 
+if TYPE_CHECKING:
+    from lockstep.single_controller.ray_backend import RayResourcePool
 
-def ray_pool(**options: Any) -> ResourcePool:
+
+def ray_pool(**options: Any) -> "RayResourcePool":
     """A pool on the cluster that this program is connected to, with a GPU per process if the cluster has GPUs.
 
     A cluster is started on this machine if there is none.

@@ -5,6 +5,7 @@
 in verl (`lockstep.verl._whole_batches`).
 """
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -144,12 +145,23 @@ class RayPPOTrainer(PPOTrainer):
         self._typed, self._given = typed, OmegaConf.to_container(full)
         self.config: Any = full
         self._given_group_cls = ray_worker_group_cls
+        if type(self)._create_dataloader is not RayPPOTrainer._create_dataloader:
+            self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
         self.processor = processor
         self.async_rollout_mode, self.ref_in_actor, self.hybrid_engine = False, False, True
         self.tracking: Any = OpenTrackings()
         self._draws: dict[int, int] = {}
         self._locked = ExitStack()
         weakref.finalize(self, self._locked.close)  # programs on verl do not call `close`
+
+    def _create_dataloader(
+        self, train_dataset: Any, val_dataset: Any, collate_fn: Any = None, train_sampler: Any = None
+    ) -> None:
+        """Set the loaders and the number of steps; for a program that replaces the constructor, or this method."""
+        self.train_dataloader = self._train_dataloader(train_dataset, train_sampler, collate_fn)
+        self.val_dataset, self.collate_fn = val_dataset, collate_fn
+        epochs, steps = self.config.trainer.total_epochs, self.config.trainer.total_training_steps
+        self.total_training_steps = min(len(self.train_dataloader) * epochs, steps or sys.maxsize)
 
     @contextmanager
     def _typed_config(self) -> Iterator[PPOConfig]:
@@ -232,6 +244,9 @@ class RayPPOTrainer(PPOTrainer):
             inputs.non_tensor_batch = ids | prompts.non_tensor_batch | inputs.non_tensor_batch
         output: DataProto = group.generate_sequences(inputs)
         return output
+
+    def is_reference(self, group: Any) -> bool:
+        return bool(group.name == str(Role.RefPolicy))
 
     def reference(self, group: Any) -> Any:
         """The group of the reference policy, which the actor's group answers for too."""
