@@ -35,8 +35,8 @@ class PythonBlock:
 
 
 def python_blocks(path: Path) -> Iterator[PythonBlock]:
-    file, heading, fence = path.name[:3], "", None
-    """fence: the language and lines of the open fence."""
+    file, heading = path.name[:3], ""
+    fence: tuple[str, list[str]] | None = None  # language and lines
     lines = path.read_bytes().decode("utf-8", "replace").splitlines()
     for number, line in enumerate(lines):
         opens = re.search(r"```(\w*)$", line.rstrip())
@@ -50,20 +50,20 @@ def python_blocks(path: Path) -> Iterator[PythonBlock]:
             fence[1].append(line)
         elif (found := re.match(r"#+ (.*)", line)) is not None:
             heading = _ascii(found[1])
-        elif (start := _STATEMENT.match(line)) is not None:
-            if (code := _complete([start[1], *lines[number + 1 :]])) is not None:
-                yield PythonBlock(file, heading, code)
+        elif code := _statement(line, lines[number + 1 :]):
+            yield PythonBlock(file, heading, code)
 
 
 def all_blocks() -> list[PythonBlock]:
     return [block for path in sorted(FOLDER.glob("*.txt")) for block in python_blocks(path)]
 
 
-def _complete(lines: list[str]) -> str | None:
-    """The statement that the lines begin with; None if they are no Python."""
-    for count in range(1, min(len(lines), MAX_LINES) + 1):
+def _statement(line: str, below: list[str]) -> str | None:
+    """The statement that begins in the line; None if it is no Python."""
+    start = _STATEMENT.match(line)
+    for count in range(MAX_LINES) if start is not None else ():
         with suppress(SyntaxError):
-            ast.parse(code := "\n".join(lines[:count]))
+            ast.parse(code := "\n".join([start[1], *below[:count]]))
             return code
     return None
 
