@@ -33,8 +33,10 @@ ON_SHARED_RAY = (
     "tests/single_controller/test_message_process.py",
     "tests/single_controller/test_ray.py",
     "tests/single_controller/test_verl_groups.py",
+    "tests/single_controller/test_verl_policy_groups.py",
     "tests/trainer/test_async_on_ray.py",
     "tests/trainer/test_scale.py",
+    "tests/verl/test_seeds.py",
 )
 """Tests that use `ray_cluster` or `shared_processes`: one process runs all of them, and starts Ray once."""
 

@@ -291,6 +291,8 @@ class RolloutConfig:
     GPUs."""
     enforce_eager: bool = False
     """Disable CUDA graphs."""
+    disable_log_stats: bool = True
+    """vllm: false logs its statistics (throughput, use of the KV cache) every few seconds."""
     tensor_model_parallel_size: int = 1
     """vllm: workers that share each copy of the rollout model. 1 with the other engines."""
     load_format: str = "dummy"

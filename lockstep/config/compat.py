@@ -286,7 +286,6 @@ NO_EFFECT: dict[str, str] = {
     f"{_ARR}.model.fused_kernel_options": _FUSED,
     f"{_ARR}.model.impl_backend": _FUSED,  # where verl's legacy_ppo_trainer.yaml has an option of fused_kernel_options
     f"{_ARR}.model.use_liger": "fused kernels are applied automatically to the layers that have them",
-    f"{_ARR}.rollout.disable_log_stats": _OTHER_ENGINE,
     f"{_ARR}.rollout.layered_summon": _OTHER_ENGINE,
     f"{_ARR}.rollout.layer_name_map": _OTHER_ENGINE,
     f"{_ARR}.rollout.checkpoint_engine.engine_kwargs": _OTHER_ENGINE,

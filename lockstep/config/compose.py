@@ -231,6 +231,11 @@ def to_yaml(config: Any) -> str:
 def _locate(name: str, config_dir: str | Path | None) -> tuple[str, Path | None]:
     """The config's name and the user's folder; `name` may be a path."""
     folder = Path(config_dir).expanduser() if config_dir is not None else None
+    if folder == Path("config") and not folder.is_dir():
+        log_once(
+            "--config-path=config: there is no such folder here, so the built-in files are used, as verl uses its own"
+        )
+        folder, name = None, name.removesuffix(".yaml")
     if Path(name).parent != Path(".") or (folder is None and Path(name).suffix in (".yaml", ".yml")):
         path = (folder / name if folder else Path(name)).expanduser()
         name, folder = path.name, path.parent

@@ -29,6 +29,23 @@ _CLIP_AROUND_1 = ("vanilla", "bypass_mode", "gspo", "geo_mean", "clip_cov")
 PROGRAMS: dict[type, str] = {SFTConfig: "sft", RMConfig: "rm", DPOConfig: "dpo"}
 """Root config class of a program whose model is `model.path` -> its part of a run's name."""
 
+IF_SET = (
+    "algorithm.kl_ctrl.horizon",
+    "algorithm.kl_ctrl.kl_coef",
+    "algorithm.kl_ctrl.target_kl",
+    "algorithm.kl_ctrl.type",
+    "algorithm.use_kl_in_reward",
+    "data.use_dynamic_bsz",
+    "trainer.experiment_name",
+    "trainer.project_name",
+    _FREE_CACHE,
+    f"{_CORRECTION}.bypass_mode",
+    f"{_CORRECTION}.rollout_is",
+    f"{_ROLLOUT}.mode",
+    f"{_ROLLOUT}.n",
+)
+"""Keys for which `derived_defaults` asks whether the user set them: setting one to its default is a choice too."""
+
 GROUP_SIZE = 5
 """Samples per prompt for estimators that compare them, unless the user sets `rollout.n`."""
 
@@ -37,7 +54,7 @@ def derived_defaults(cls: type, values: Mapping[str, Any]) -> tuple[dict[str, An
     """Values derived from the keys that are set (canonical names), with one notice each. cls: the root config class."""
     derived: dict[str, Any] = {}
     notices: list[str] = []
-    kl_keys = sorted(name for name in values if name.startswith("algorithm.kl_ctrl."))
+    kl_keys = [name for name in IF_SET if name.startswith("algorithm.kl_ctrl.") and name in values]
     if kl_keys and "algorithm.use_kl_in_reward" not in values:
         derived["algorithm.use_kl_in_reward"] = True
         notices.append(

@@ -19,7 +19,7 @@ NEVER_READ = {
     "model.use_remove_padding": "the model is not trained",
 }
 """Keys of `model` that generation does not read, and why."""
-_ONLY_VLLM = ("quantization", "engine_kwargs")
+_ONLY_VLLM = ("quantization", "engine_kwargs", "disable_log_stats")
 _OF_ENGINES = (
     *("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "enable_prefix_caching"),
     *("enable_chunked_prefill", "enforce_eager", "kv_block_size", *_ONLY_VLLM),

@@ -40,7 +40,7 @@ class NsysToolConfig:
     discrete: bool = False
     """Capture each call of a worker by itself instead of the whole step."""
     controller_nsight_options: dict[str, Any] = field(default_factory=_nsight_options)
-    """Options of `nsys profile` for the controller process on Ray; those set to null are left out."""
+    """Options of `nsys profile` for the controller process on Ray, over the default ones; those set to null are left out."""
     worker_nsight_options: dict[str, Any] = field(default_factory=_worker_nsight_options)
     """The same for the worker processes. A `capture-range-end` of null is `repeat`: one report per profiled step."""
 

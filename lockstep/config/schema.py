@@ -147,6 +147,8 @@ def build(cls: type[C], data: Mapping[str, Any]) -> tuple[C, list[Problem]]:
 def _typed_values(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     tree = defaults(cls)
     for name, value in given.items():
+        if is_mapping_key(keys(cls)[name]) and isinstance(value, Mapping):  # over the entries that it has by default
+            value = {**(get_in(tree, name, None) or {}), **value}
         set_in(tree, name, value)
     config = OmegaConf.create(tree)
     values: dict[str, Any] = {}

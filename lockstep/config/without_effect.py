@@ -166,6 +166,7 @@ def _workers(config: PPOConfig, values: Values, models: Collection[str]) -> Iter
     yield name == "vllm", f"{_ROLLOUT}.name is vllm", (f"{_ROLLOUT}.kv_block_size",)
     only_vllm = tuple(f"{_ROLLOUT}.{key}" for key in ("dtype", "load_format", "quantization", "engine_kwargs"))
     yield name in ("embedded", "hf"), f"{_ROLLOUT}.name is {name}", only_vllm
+    yield name != "vllm", f"{_ROLLOUT}.name is {name}", (f"{_ROLLOUT}.disable_log_stats",)
     yield name not in SERVER_ENGINES, f"{_ROLLOUT}.name is {name}", (f"{_ROLLOUT}.server.",)
     own_settings = (*_EMBEDDED, "max_num_seqs", "kv_block_size", "load_format", "engine_kwargs")
     of_servers = "the servers have their own settings"

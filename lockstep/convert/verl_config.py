@@ -1,6 +1,6 @@
 """verl's configs and commands in Lockstep's spelling, by the tables of `config/compat.py`.
 
-    CONFIG.yaml ─► YAML with the settings that differ from our defaults
+    CONFIG.yaml ─► YAML with the settings that differ from our defaults, or on which another default depends
     SCRIPT.sh   ─► each `python -m verl.trainer.…` command as a command of Lockstep
 
 Comments in the output list what was renamed, what has no effect and is left out, and what is refused.
@@ -17,6 +17,7 @@ import yaml
 
 from lockstep.config.checks import NEEDS_VLLM
 from lockstep.config.compose import DEFAULT_NAMES, config_from_tree, translate
+from lockstep.config.derived_defaults import IF_SET
 from lockstep.config.errors import ConfigError, Problem, show
 from lockstep.config.evaluation import EvaluationConfig
 from lockstep.config.generation import GenerationConfig
@@ -106,7 +107,8 @@ def convert_config(path: Path) -> tuple[str, Report]:
     if "defaults" in tree:
         kept["defaults"] = [DEFAULT_NAMES[cls], "_self_"]
     for name, value in settings.items():
-        if value != get_in(default, name, None) and "oc.select:" not in str(value):
+        matters = name in IF_SET or value != get_in(default, name, None)
+        if matters and "oc.select:" not in str(value):
             set_in(kept, name, value)
     text = yaml.safe_dump(kept, sort_keys=False, allow_unicode=True) if kept else ""
     return "\n".join([f"# lockstep {PROGRAM_OF[cls]} --config-name FILE", *report.comments(), text]), report

@@ -36,7 +36,6 @@ from lockstep.utils.progress import describe, show_live
 
 STEPS_AVERAGED = 20
 STEPS_DRAWN = 40
-TABLE_ROWS_SHOWN = 5
 CELL_CHARS = 300
 
 
@@ -78,9 +77,9 @@ class ConsoleTracker:
             self._display.update(data, step, parts, validation, left)
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
-        """Show the first rows, with cells truncated to a readable length."""
-        shown = [[one_line(value, CELL_CHARS) for value in row] for row in rows[:TABLE_ROWS_SHOWN]]
-        title = f"{name} at {self._step_name(step)}, {len(shown)} of {len(rows)}"
+        """Show the rows, with cells truncated to a readable length."""
+        shown = [[one_line(value, CELL_CHARS) for value in row] for row in rows]
+        title = f"{name} at {self._step_name(step)}, {len(rows)} rows"
         self._write(title)
         if self._display is None:
             for row in shown:

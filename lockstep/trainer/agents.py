@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from lockstep.agents.agents import DEFAULT_KEY, Agents
 from lockstep.agents.renderer import QUESTION
 from lockstep.config.actor_rollout_ref import RolloutConfig
+from lockstep.config.ensemble import reward_parts
 from lockstep.config.placement import controller_of
 from lockstep.config.ppo import PPOConfig
 from lockstep.data.files import FileRow
@@ -67,7 +68,24 @@ def _prepare(agents: Agents, config: PPOConfig, datasets: tuple[Any, ...]) -> bo
     _check_columns([row for dataset in datasets if isinstance(dataset, RLHFDataset) for _, row in dataset.rows], config)
     if not config.data.return_raw_chat:
         raise ValueError("data.return_raw_chat=false: agents read the messages of the prompts; set true")
+    if (agents.tools or agents.interactions) and not _reads_turn_rewards(config, datasets):
+        logger.warning(
+            "rewards of tools and scores of interactions are in no reward: the data sources' scorers do not read them; add them in "
+            "a reward function (extra_info has tool_rewards and turn_scores) or by reward_model.ensemble, see docs/agents.md"
+        )
     return True
+
+
+def _reads_turn_rewards(config: PPOConfig, datasets: Sequence[Any]) -> bool:
+    """Whether the reward may contain what tools and interactions give: by the user's code, an ensemble's part, or the scorer."""
+    reward, custom = config.reward_model, config.custom_reward_function
+    sources = {part.source for part in reward_parts(reward.ensemble).values()}
+    own_code = custom.path is not None or any(":" in name for name in (reward.reward_manager, *sources))
+    if own_code or sources & {"turn_rewards", "rollout_reward_scores"} or "scorer" in custom.reward_kwargs:
+        return True
+    rows = [row.columns for dataset in datasets if isinstance(dataset, RLHFDataset) for _, row in dataset.rows]
+    names = {str(row.get(config.data.reward_fn_key)).split("/")[0] for row in rows}
+    return names <= {"environment", "verifiers"}
 
 
 def _check_columns(rows: Sequence[FileRow], config: PPOConfig) -> None:

@@ -3,68 +3,170 @@
     ppo_trainer (Hydra's ConfigStore) ──► the program's DictConfig ──typed_config──► PPOConfig, checked
                                                                     ◄──view────────  DictConfig with every key
 
-A program may have keys that Lockstep does not know; they stay in the DictConfig.
+`sft_trainer` and `SFTConfig` likewise.
+
+A program may have keys that Lockstep does not know; they stay in the DictConfig. What the program or its user sets is kept; of
+`ppo_trainer`, the keys that have a derived default (`config/derived_defaults.py`) are interpolations that resolve to it.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
-from typing import Any
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar, overload
 
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from lockstep.config.compat import ALIASES, NO_EFFECT, UNSUPPORTED_KEYS
-from lockstep.config.compose import config_from_tree, log_once
+from lockstep.config.compose import DEFAULT_NAMES, config_from_tree, log_once
+from lockstep.config.derived_defaults import IF_SET, derived_defaults
 from lockstep.config.errors import ConfigError
-from lockstep.config.normalize import canonical_name, normalize
+from lockstep.config.normalize import canonical_name, normalize, tables_of
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import build, defaults, get_in, keys, sections, set_in, to_plain
+from lockstep.config.sft import SFTConfig
 
+C = TypeVar("C", PPOConfig, SFTConfig)
 MISSING = object()
+RESOLVER = "lockstep.default"
+CONFIGS: dict[str, type] = {DEFAULT_NAMES[cls]: cls for cls in (PPOConfig, SFTConfig)}
+"""The configs that are added to Hydra."""
 
 
-def default_tree() -> dict[str, Any]:
-    """Lockstep's defaults, and null for each key that only verl has, so that Hydra accepts overrides of it."""
-    tree = defaults(PPOConfig)
-    for name, target in ALIASES.items():
-        if target not in sections(PPOConfig):
+def default_tree(cls: type = PPOConfig) -> dict[str, Any]:
+    """Lockstep's defaults, and null for each key that only verl has, so that Hydra accepts overrides of it.
+
+    Keys of which it matters whether they were set are `${lockstep.default:CONFIG,KEY}`.
+    """
+    tree, tables = defaults(cls), tables_of(cls)
+    for name in IF_SET:
+        if name in keys(cls):
+            set_in(tree, name, f"${{{RESOLVER}:{DEFAULT_NAMES[cls]},{name}}}")
+    for name, target in tables.aliases.items():
+        if target not in sections(cls):
             set_in(tree, name, None)
-    for name in NO_EFFECT:
+    for name in tables.no_effect:
         set_in(tree, name, None)
-    for name, entry in UNSUPPORTED_KEYS.items():
+    for name, entry in tables.unsupported_keys.items():
         set_in(tree, name, dict.fromkeys(entry.switches) if entry.switches else None)
     return tree
 
 
-def register_ppo_trainer() -> None:
-    """Make `config_name="ppo_trainer"` and `defaults: [ppo_trainer]` work in the program's own Hydra config."""
-    ConfigStore.instance().store(name="ppo_trainer", node=default_tree(), provider="lockstep.verl")
+def register_configs() -> None:
+    """Make `config_name="ppo_trainer"` and `defaults: [ppo_trainer]` work in the program's own Hydra config, also with
+    `config_path="config"`, the folder that verl has beside its programs."""
+    for name, cls in CONFIGS.items():
+        ConfigStore.instance().store(name=name, node=default_tree(cls), provider="lockstep.verl")
+    Plugins.instance().register(ConfigFolder)
 
 
-def typed_config(config: DictConfig | Mapping[str, Any] | PPOConfig, run_checks: bool = True) -> PPOConfig:
-    """The checked config of a run; ConfigError with every problem if it is invalid. Keys of the program itself are left out.
+class ConfigFolder(SearchPathPlugin):
+    """Lets a program name verl's folder `config` without having it."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for element in search_path.get_path():
+            if element.provider == "main" and element.path is not None and _is_missing_config_folder(element.path):
+                element.path = f"pkg://{__package__}.trainer"
+
+
+def _is_missing_config_folder(path: str) -> bool:
+    scheme, _, place = path.rpartition("://")
+    if scheme == "pkg":
+        *parents, name = place.split(".")
+        parent = find_spec(".".join(parents)) if parents else None
+        folders = (
+            [Path(folder) / name for folder in (parent.submodule_search_locations or ())] if parent else [Path(name)]
+        )
+    else:
+        folders = [Path(place)]
+    return folders[0].name == "config" and not any(folder.is_dir() for folder in folders)
+
+
+@overload
+def typed_config(config: Any, run_checks: bool = True) -> PPOConfig: ...
+
+
+@overload
+def typed_config(config: Any, run_checks: bool = True, *, cls: type[C]) -> C: ...
+
+
+def typed_config(config: Any, run_checks: bool = True, *, cls: type = PPOConfig) -> Any:
+    """The checked config of a run, from a DictConfig or a mapping; ConfigError with every problem if it is invalid. Keys of the
+    program itself are left out.
 
     run_checks: false checks only names and types, for a program that reads one section of a partial config.
     """
-    if isinstance(config, PPOConfig):
+    if isinstance(config, cls):
         return config
     given = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
     resolved = _container(given, resolve=True)
-    default = default_tree()
     tree: dict[str, Any] = {}
-    for name, value in _leaves(_container(given, resolve=False)):
-        if value != get_in(default, name, MISSING):  # what equals the default was not set by the user
-            set_in(tree, name, get_in(resolved, name, None))
+    for name, _ in _changes(cls, _container(given, resolve=False)):
+        set_in(tree, name, get_in(resolved, name, None))
     own = sorted(
-        problem.key
-        for problem in normalize(PPOConfig, tree).problems
-        if canonical_name(PPOConfig, problem.key) not in keys(PPOConfig)
+        problem.key for problem in normalize(cls, tree).problems if canonical_name(cls, problem.key) not in keys(cls)
     )
     if own:
         log_once(f"read by your program only: {', '.join(own)}")
     for name in own:
         _remove(tree, name)
-    return config_from_tree(PPOConfig, tree, run_checks)
+    return config_from_tree(cls, tree, run_checks)
+
+
+def typed_section(section: Any, name: str, cls: type = PPOConfig) -> Any:
+    """The typed section `name` (`actor_rollout_ref`) of the config that `section` is a part of, or from `section` alone."""
+    if is_dataclass(section):
+        return section
+    root = section._get_root() if isinstance(section, DictConfig) else None
+    is_part = isinstance(root, DictConfig) and OmegaConf.select(root, name) is section
+    return getattr(typed_config(root if is_part else {name: section}, run_checks=False, cls=cls), name)
+
+
+def _changes(cls: type, written: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The keys and values that differ from `default_tree`."""
+    default = _default_tree(cls)
+    return ((name, value) for name, value in _leaves(written) if value != get_in(default, name, MISSING))
+
+
+@cache
+def _default_tree(cls: type) -> Mapping[str, Any]:
+    return default_tree(cls)
+
+
+class _Derived:
+    """The derived defaults of the last config that was asked for one."""
+
+    written: Mapping[str, Any] | None = None
+    values: Mapping[str, Any]
+
+
+def _default_of(config: str, name: str, _root_: DictConfig) -> Any:
+    """The resolver: the value that a run of the config uses for a key that is not set."""
+    cls, written = CONFIGS[config], _container(_root_, resolve=False)
+    if written != _Derived.written:
+        _Derived.values, _Derived.written = _derived_values(cls, written), written
+    return _Derived.values.get(name, get_in(defaults(cls), name, None))
+
+
+def _derived_values(cls: type, written: Mapping[str, Any]) -> Mapping[str, Any]:
+    tree, changes = defaults(cls), dict(_changes(cls, written))
+    for name, value in changes.items():
+        set_in(tree, name, value)
+    complete = OmegaConf.create(tree)
+    for name, value in changes.items():
+        if "${" in str(value):
+            with suppress(OmegaConfBaseException):  # `typed_config` reports it
+                changes[name] = OmegaConf.select(complete, name)
+    return derived_defaults(cls, normalize(cls, changes).values)[0]
+
+
+OmegaConf.register_new_resolver(RESOLVER, _default_of, replace=True)
 
 
 def view(config: DictConfig | Mapping[str, Any] | PPOConfig, typed: PPOConfig) -> DictConfig:

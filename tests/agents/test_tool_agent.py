@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from lockstep.agents.interactions import Gsm8kInteraction
 from lockstep.agents.schemas import ToolResponse
 from lockstep.agents.tools.base import BaseTool
 from lockstep.agents.tools.calls import CallLimits, truncate
@@ -282,6 +283,46 @@ def test_an_interaction_answers_until_the_answer_is_correct(tmp_path: Path) -> N
     assert (done.turn_scores, done.turn_rewards, done.num_turns) == ([0.0, 1.0], [0.0, 1.0], 4)
     with pytest.raises(ValueError, match=r"interaction_kwargs\.name='other' is not an interaction .*known: gsm8k"):
         agents.check_row({"agent_name": "tool_agent", "interaction_kwargs": {"name": "other"}})
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer", "is_correct"),
+    [
+        ("9", "It is 9.", True),
+        ("The correct answer is 9.", "12 - 3 = 9", True),
+        ("The correct answer is 9.", "It is 8 ...", False),
+        ("1000", "They cost $1,000, as said", True),
+        ("-2.50", "so -2.5!", True),
+        ("9", "no idea ...", False),
+    ],
+)
+def test_the_gsm8k_interaction_compares_numbers(truth: str, answer: str, is_correct: bool) -> None:
+    interaction = Gsm8kInteraction({"name": "gsm8k"})
+    interaction.check_kwargs({"ground_truth": truth})
+
+    async def score() -> tuple[bool, str, float, dict[str, Any]]:
+        instance = await interaction.start_interaction(ground_truth=truth)
+        return await interaction.generate_response(instance, [{"role": "assistant", "content": answer}])
+
+    ends, text, value, _ = asyncio.run(score())
+    assert ends is is_correct and value == float(is_correct) and ("correct" in text) is is_correct
+
+
+def test_a_ground_truth_that_no_answer_can_match_is_refused() -> None:
+    with pytest.raises(ValueError, match="ground_truth='nine' has no number, so no answer would be correct"):
+        Gsm8kInteraction({"name": "gsm8k"}).check_kwargs({"ground_truth": "nine"})
+
+
+@pytest.mark.parametrize("limit", [{"max_user_turns": 1}, {"max_assistant_turns": 2}])
+def test_the_last_turn_is_scored_too(tmp_path: Path, limit: dict[str, int]) -> None:
+    (tmp_path / "interaction.yaml").write_text(INTERACTION_YAML)
+    agents = make_agents(interaction_config_path=str(tmp_path / "interaction.yaml"), **limit)
+    kwargs = {"name": "gsm8k", "ground_truth": "9"}
+    wrong = converse(agents, Scripted("It is 8.", "Then 7", "never"), interaction_kwargs=kwargs)
+    assert wrong.turn_scores == [0.0, 0.0] and wrong.finish_reason == "turns"
+    assert [m["role"] for m in wrong.new_messages] == ["assistant", "user", "assistant"]
+    right = converse(agents, Scripted("It is 8.", "Then 9"), interaction_kwargs=kwargs)
+    assert right.turn_scores == [0.0, 1.0] and right.finish_reason != "turns"
 
 
 def test_a_failing_interaction_ends_its_conversation_only(tmp_path: Path) -> None:

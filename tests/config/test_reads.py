@@ -133,6 +133,10 @@ ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollou
         (["reward_model.judge.model=m"], "reward_model.judge.model=m has no effect: nothing is judged"),
         (["ray_init.num_cpus=4"], "ray_init.num_cpus=4 has no effect: the run does not use Ray"),
         (
+            [f"{ROLLOUT}.disable_log_stats=false"],
+            f"disable_log_stats=False has no effect: {ROLLOUT}.name is embedded",
+        ),
+        (
             [f"{ROLLOUT}.name=hf", f"{ROLLOUT}.enforce_eager=true"],
             f"enforce_eager=True has no effect: {ROLLOUT}.name is hf",
         ),

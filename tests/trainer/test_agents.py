@@ -14,13 +14,17 @@ import torch
 from lockstep.agents.agents import DEFAULT_KEY
 from lockstep.agents.conversation import ConversationResult, Counts
 from lockstep.agents.trajectory import Trajectory
+from lockstep.config.compose import load_config
+from lockstep.config.ppo import PPOConfig
+from lockstep.data.rl_dataset import create_rl_dataset
 from lockstep.protocol import DataProto, object_array
 from lockstep.single_controller.futures import WorkerDiedError
+from lockstep.trainer.agents import agents_for
 from lockstep.trainer.main_ppo import main
 from lockstep.trainer.ppo.agent_rollout import AgentRollout
 from lockstep.utils.audit import AuditError
 from tests.agents.scripted import make_agents
-from tests.tiny import write_rows
+from tests.tiny import tiny_tokenizer, write_rows
 
 LOOP = """
 from lockstep.agents.loops import AgentLoop
@@ -300,3 +304,29 @@ def test_a_short_first_batch_that_fails_stops_the_run() -> None:
     rollout = AgentRollout(agents, UnusedGroup(), pad_token_id=0, batch_size=4)
     with pytest.raises(AuditError, match="2 conversations in a row failed"):
         rollout.generate_sequences(rows_for(2, "any"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_told"),
+    [
+        ([], True),
+        (["custom_reward_function.path=reward.py"], False),
+        (["reward_model.ensemble={answer:{source:scorer},turns:{source:turn_rewards}}"], False),
+        (["reward_model.ensemble={answer:{source:scorer}}"], True),
+        (["custom_reward_function.reward_kwargs.scorer=environment_reward"], False),
+    ],
+)
+def test_rewards_of_turns_that_nothing_reads_are_told_once(
+    changes: list[str], is_told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "interaction.yaml").write_text("interaction: [{name: gsm8k, class_name: gsm8k}]\n")
+    rows = write_rows(tmp_path / "rows.jsonl", 2)
+    entry = '"agent_name": "tool_agent", "interaction_kwargs": {"name": "gsm8k", "ground_truth": "9"}, "ability"'
+    rows.write_text(rows.read_text().replace('"ability"', entry))
+    key = "actor_rollout_ref.rollout.multi_turn.interaction_config_path"
+    config = load_config(PPOConfig, [f"{key}={tmp_path}/interaction.yaml", *changes], run_checks=False)
+    dataset = create_rl_dataset([str(rows)], tiny_tokenizer(), config.data)
+    agents = agents_for(config, tiny_tokenizer(), dataset)
+    assert agents is not None
+    agents.close()
+    assert (caplog.text.count("scores of interactions are in no reward") == 1) is is_told

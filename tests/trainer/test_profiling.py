@@ -283,6 +283,8 @@ def test_ray_processes_get_the_options_of_nsys(overrides: list[str], tmp_path: P
     assert nsys_environment(config, "worker")["runtime_env"]["nsight"] == {
         "trace": "cuda,nvtx",
         "cuda-memory-usage": "true",
+        "cuda-graph-trace": "graph",  # the other options keep their defaults
+        "capture-range": "cudaProfilerApi",
         "kill": "none",
         "capture-range-end": "repeat",
         "o": f"{folder}/nsys",

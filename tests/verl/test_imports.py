@@ -75,7 +75,7 @@ def test_sft_is_the_program_of_lockstep() -> None:
     from lockstep.trainer.supervised.sft import SFTTrainer
     from lockstep.verl.trainer.fsdp_sft_trainer import FSDPSFTTrainer, main
 
-    assert FSDPSFTTrainer is SFTTrainer and main is fsdp_sft_trainer.main
+    assert issubclass(FSDPSFTTrainer, SFTTrainer) and main is fsdp_sft_trainer.main
 
 
 def test_no_module_outside_refers_to_the_package() -> None:

@@ -2,12 +2,10 @@
 
 import importlib.util
 import json
-import logging
 import re
 import runpy
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -49,20 +47,6 @@ def load(path: Path) -> ModuleType:
 
 
 pytestmark = pytest.mark.usefixtures("no_registrations")
-
-
-@pytest.fixture(autouse=True)
-def logging_as_before() -> Iterator[None]:
-    """`hydra.main` configures logging for the whole process."""
-    root = logging.root
-    level, handlers = root.level, root.handlers[:]
-    loggers = [logging.getLogger(name) for name in root.manager.loggerDict]
-    disabled = [logger.disabled for logger in loggers]
-    yield
-    root.setLevel(level)
-    root.handlers[:] = handlers
-    for logger, was_disabled in zip(loggers, disabled):
-        logger.disabled = was_disabled
 
 
 @pytest.fixture(scope="module")

@@ -108,10 +108,12 @@ class ToolAgent(AgentLoop):
     def _next_state(self, conversation: Conversation, turn: Turn, has_calls: bool, has_interaction: bool) -> AgentState:
         if not turn.ended or not (has_calls or has_interaction):
             return AgentState.TERMINATED
+        if not has_calls:
+            return AgentState.INTERACTING
         if has_had_its_turns(conversation, self.setup.config):
             conversation.finish_reason = "turns"
             return AgentState.TERMINATED
-        return AgentState.PROCESSING_TOOLS if has_calls else AgentState.INTERACTING
+        return AgentState.PROCESSING_TOOLS
 
     async def _parse(self, conversation: Conversation, turn: Turn) -> tuple[list[FunctionCall], int]:
         """The calls of a turn, and how many could not be parsed."""
@@ -148,6 +150,7 @@ class ToolAgent(AgentLoop):
         return conversation.add(messages)
 
     async def _interact(self, conversation: Conversation, interaction: BaseInteraction, instance_id: str) -> bool:
+        """Score the turn and answer it; False if the conversation cannot go on. The last turn is scored too."""
         messages = list(conversation.messages)
         if not conversation.turn_scores:
             kwargs = {k: v for k, v in conversation.row["interaction_kwargs"].items() if k != "name"}
@@ -159,7 +162,12 @@ class ToolAgent(AgentLoop):
 
         ends, text, score = await self._contained(interaction, respond)
         conversation.turn_scores.append(score)
-        return not ends and conversation.add([{"role": "user", "content": text}])
+        if ends:
+            return False
+        if has_had_its_turns(conversation, self.setup.config):
+            conversation.finish_reason = "turns"
+            return False
+        return conversation.add([{"role": "user", "content": text}])
 
     async def _contained(self, interaction: BaseInteraction, start: Callable[[], Coroutine[Any, Any, T]]) -> T:
         return await run_contained(f"interaction {interaction.name}", start, self.limits.timeout_s)

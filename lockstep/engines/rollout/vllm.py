@@ -260,7 +260,7 @@ def engine_settings(
         "distributed_executor_backend": "uni" if current_world_size() == 1 else "external_launcher",
         "worker_extension_cls": "lockstep.engines.rollout.vllm_worker.WeightUpdates",
         "logprobs_mode": logprobs_mode(config),
-        "disable_log_stats": True,
+        "disable_log_stats": config.disable_log_stats,
         "use_tqdm_on_load": False,
     }
     if on_cpu and (num_bytes := _cache_bytes(config, model, key, dtype)) is not None:

@@ -25,8 +25,9 @@ class _Column:
 
 @dataclass(frozen=True)
 class _Packed:
-    """A DataProto. Columns that are not dense tensors are kept unchanged."""
+    """A DataProto, or a subclass with the same fields. Columns that are not dense tensors are kept unchanged."""
 
+    cls: type[DataProto]
     batch_size: tuple[int, ...] | None
     columns: dict[str, Any]
     arrays: dict[str, np.ndarray]
@@ -37,12 +38,12 @@ def pack(value: Any) -> Any:
     """A DataProto in its stored form, without copying CPU tensors; any other value is pickled."""
     if isinstance(value, TensorDict):
         return value.clone()  # pickling a view would store the whole batch
-    if type(value) is not DataProto:
+    if not isinstance(value, DataProto):
         return value
     if value.batch is None:
-        return _Packed(None, {}, value.non_tensor_batch, value.meta_info)
+        return _Packed(type(value), None, {}, value.non_tensor_batch, value.meta_info)
     columns = {str(key): _pack_tensor(column) for key, column in value.batch.items()}
-    return _Packed(tuple(value.batch.batch_size), columns, value.non_tensor_batch, value.meta_info)
+    return _Packed(type(value), tuple(value.batch.batch_size), columns, value.non_tensor_batch, value.meta_info)
 
 
 def unpack(value: Any, writable: bool = True) -> Any:
@@ -53,7 +54,8 @@ def unpack(value: Any, writable: bool = True) -> Any:
     if value.batch_size is not None:
         columns = {key: _unpack_tensor(column, writable) for key, column in value.columns.items()}
         batch = TensorDict(columns, batch_size=value.batch_size)
-    return DataProto(batch, {k: _writable(v) if writable else v for k, v in value.arrays.items()}, value.meta_info)
+    arrays = {k: _writable(v) if writable else v for k, v in value.arrays.items()}
+    return value.cls(batch, arrays, value.meta_info)
 
 
 def tensors_in(values: Iterable[Any]) -> list[tuple[str, torch.Tensor]]:

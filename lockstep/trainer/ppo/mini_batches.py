@@ -18,6 +18,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from lockstep.algorithms.losses.policy import PREPARATIONS, policy_loss_mode, prepare_policy_loss
+from lockstep.config.actor_rollout_ref import ActorConfig
+from lockstep.config.critic import CriticConfig
 from lockstep.models.packing import prompt_owners
 from lockstep.protocol import DataProto
 from lockstep.trainer.ppo.forks import OWNER, rows_of
@@ -53,6 +56,20 @@ class MiniBatches:
     @property
     def num_passes(self) -> int:
         return 1 if self.seed is None and self.prepare is None else self.epochs
+
+
+def mini_batches_of(section: ActorConfig | CriticConfig, step: int, prepare: Prepare | None = None) -> MiniBatches:
+    """The mini-batches that a section of the config asks for in a step."""
+    seed = section.data_loader_seed + step if section.shuffle else None
+    return MiniBatches(section.ppo_mini_batch_size * section.rollout_n, section.ppo_epochs, seed, prepare)
+
+
+def loss_preparation(actor: ActorConfig, step: int) -> Prepare | None:
+    """`prepare` of the actor's loss; None if it needs none."""
+    mode = policy_loss_mode(actor)
+    if mode not in PREPARATIONS:
+        return None
+    return lambda rows, number: prepare_policy_loss(mode, rows, actor, seed=(step << 16) + number)
 
 
 def lay_out(batch: DataProto, rule: MiniBatches, dp_size: int, *, balance: bool) -> DataProto:

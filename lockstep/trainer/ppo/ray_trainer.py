@@ -26,11 +26,10 @@ from lockstep.algorithms.advantages import check_inputs, get_adv_estimator_fn, m
 from lockstep.algorithms.compute_advantage import compute_advantage
 from lockstep.algorithms.kl import apply_kl_penalty, get_kl_controller
 from lockstep.algorithms.losses.aggregate import agg_loss
-from lockstep.algorithms.losses.policy import PREPARATIONS, policy_loss_mode, prepare_policy_loss, with_loss_settings
+from lockstep.algorithms.losses.policy import PREPARATIONS, policy_loss_mode, with_loss_settings
 from lockstep.algorithms.pf_ppo import pf_ppo_rows
 from lockstep.algorithms.rollout_correction import apply_rollout_correction, use_rollout_log_probs
-from lockstep.config.actor_rollout_ref import ActorConfig, has_cut_log_probs
-from lockstep.config.critic import CriticConfig
+from lockstep.config.actor_rollout_ref import has_cut_log_probs
 from lockstep.config.model import sequence_parallel_size
 from lockstep.config.placement import is_trained, need_critic, need_reference_policy, need_reward_model
 from lockstep.config.plugin_settings import estimator_settings
@@ -68,7 +67,14 @@ from lockstep.trainer.ppo import forks
 from lockstep.trainer.ppo.agent_rollout import AgentRollout
 from lockstep.trainer.ppo.async_sampling import AsyncSampling
 from lockstep.trainer.ppo.metrics import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
-from lockstep.trainer.ppo.mini_batches import MiniBatches, Prepare, call_balanced, lay_out, spread
+from lockstep.trainer.ppo.mini_batches import (
+    MiniBatches,
+    call_balanced,
+    lay_out,
+    loss_preparation,
+    mini_batches_of,
+    spread,
+)
 from lockstep.trainer.ppo.rollout_sources import create_source
 from lockstep.trainer.ppo.sampling import FailureLimit, RewardFn, Sampling, extra_metrics
 from lockstep.trainer.ppo.validation import Responses, prompt_batches
@@ -222,6 +228,10 @@ class PPOTrainer:
         fetch_on_workers(self.config, self._groups.values())
         for group in self._groups.values():
             group.init_model()
+        self._use_groups()
+
+    def _use_groups(self) -> None:
+        """Build on the worker groups, whose models are loaded: sampling, weight updates, the source of samples."""
         groups: dict[str, Any] = self._groups
         colocated_wg = groups.get(str(Role.ActorRollout))
         self.actor_rollout_wg: Any = colocated_wg or groups[str(Role.Actor)]
@@ -575,13 +585,13 @@ class PPOTrainer:
         waiting = {}
         if self.use_critic:
             with marked_timer("update_critic", timing):
-                rule = self._mini_batches(critic)
+                rule = mini_batches_of(critic, self.global_steps)
                 waiting["update_critic"] = self.critic_wg.update_critic(
                     self._laid_out(batch, rule, self.critic_wg.mesh("critic").dp_size)
                 )
         if self.global_steps > self.critic_warmup:
             with marked_timer("update_actor", timing):
-                rule = self._mini_batches(actor, prepare=self._prepare_loss())
+                rule = mini_batches_of(actor, self.global_steps, loss_preparation(actor, self.global_steps))
                 waiting["update_actor"] = self.actor_rollout_wg.update_actor(
                     self._laid_out(batch, rule, self.actor_rollout_wg.mesh("actor").dp_size)
                 )
@@ -597,17 +607,6 @@ class PPOTrainer:
 
     def _laid_out(self, batch: DataProto, rule: MiniBatches, dp_size: int) -> DataProto:
         return lay_out(batch, rule, dp_size, balance=self.config.trainer.balance_batch)
-
-    def _mini_batches(self, section: ActorConfig | CriticConfig, prepare: Prepare | None = None) -> MiniBatches:
-        seed = section.data_loader_seed + self.global_steps if section.shuffle else None
-        return MiniBatches(section.ppo_mini_batch_size * section.rollout_n, section.ppo_epochs, seed, prepare)
-
-    def _prepare_loss(self) -> Prepare | None:
-        actor = self.config.actor_rollout_ref.actor
-        mode, step = policy_loss_mode(actor), self.global_steps
-        if mode not in PREPARATIONS:
-            return None
-        return lambda rows, number: prepare_policy_loss(mode, rows, actor, seed=(step << 16) + number)
 
     def _seqlen_metrics(self, batch: DataProto) -> dict[str, float]:
         """Imbalance of tokens between ranks, before and after balancing."""

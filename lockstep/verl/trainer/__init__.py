@@ -1,8 +1,8 @@
-"""verl.trainer; importing it adds the config `ppo_trainer` to Hydra."""
+"""verl.trainer; importing it adds the configs `ppo_trainer` and `sft_trainer` to Hydra."""
 
-from lockstep.verl._config import register_ppo_trainer
+from lockstep.verl._config import register_configs
 from lockstep.verl._names import exports
 
-register_ppo_trainer()
+register_configs()
 
 __getattr__ = exports(__name__)

@@ -1,19 +1,15 @@
 """verl.trainer.fsdp_sft_trainer: as a program (`-m`, also under torchrun) the same as `lockstep sft`."""
 
 import sys
-from typing import Any
 
 from lockstep.trainer.fsdp_sft_trainer import main
-from lockstep.verl._names import refuse
+from lockstep.verl._names import exports
 
+__all__ = ["main"]
 
-def __getattr__(name: str) -> Any:
-    if name != "FSDPSFTTrainer":
-        raise refuse(__name__, name)
-    from lockstep.trainer.supervised.sft import SFTTrainer
-
-    return SFTTrainer
-
+__getattr__ = exports(
+    __name__, {"lockstep.verl.trainer._fsdp_sft": ("FSDPSFTTrainer", "create_sft_dataset", "run_sft")}
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -53,10 +53,11 @@ def _run_on_ray(runner: Any, config: Any, typed: PPOConfig) -> Any:
 class TaskRunner:
     """Builds the trainer and runs it; one method per part, for subclasses."""
 
+    _placement: Pools | None = None
+
     def __init__(self) -> None:
         self.role_worker_mapping: dict[Role, Any] = {}
         self.mapping: dict[Role, str] = {}
-        self._placement: Pools | None = None
 
     def add_actor_rollout_worker(self, config: Any) -> tuple[Any, Any]:
         """Returns the worker class and the class of its group."""
@@ -84,10 +85,12 @@ class TaskRunner:
 
     add_reward_model_resource_pool = add_reward_model_worker
 
-    def add_ref_policy_worker(self, config: Any, ref_policy_cls: Any) -> None:
+    def add_ref_policy_worker(self, config: Any, ref_policy_cls: Any = None) -> None:
+        """ref_policy_cls: None is the class of the actor."""
         from lockstep.single_controller import Role
+        from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
 
-        self._add(config, ref_policy_cls, Role.RefPolicy)
+        self._add(config, ref_policy_cls or ActorRolloutRefWorker, Role.RefPolicy)
 
     def _add(self, config: Any, worker: Any, *roles: "Role") -> None:
         """Each role that the config's placement has."""
@@ -106,7 +109,10 @@ class TaskRunner:
     def init_resource_pool_mgr(self, config: Any) -> "ResourcePoolManager":
         from lockstep.single_controller import ResourcePoolManager
 
-        return ResourcePoolManager(resource_pool_spec=self._pools(config).spec, mapping=self.mapping)
+        pools = self._pools(config)
+        for role in self.role_worker_mapping:  # of an `add_*_worker` that does not choose a pool
+            self.mapping.setdefault(role, pools.role_pools.get(role, next(iter(pools.spec))))
+        return ResourcePoolManager(resource_pool_spec=pools.spec, mapping=self.mapping)
 
     def run(self, config: Any) -> Any:
         from lockstep.verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -114,7 +120,8 @@ class TaskRunner:
         from lockstep.verl.utils.fs import copy_to_local
         from lockstep.verl.utils.tokenizer import hf_processor, hf_tokenizer
 
-        actor_rollout_cls, ray_worker_group_cls = self.add_actor_rollout_worker(config)
+        added = self.add_actor_rollout_worker(config)
+        actor_rollout_cls, ray_worker_group_cls = added if isinstance(added, tuple) else (added, None)
         self.add_critic_worker(config)
         self.add_reward_model_worker(config)
         self.add_ref_policy_worker(config, actor_rollout_cls)

@@ -9,9 +9,9 @@ __getattr__ = exports(
             "RayClassWithInitArgs",
             "RayResourcePool",
             "RayWorkerGroup",
+            "ResourcePoolManager",
             "create_colocated_worker_cls",
             "create_colocated_worker_cls_fused",
         ),
-        "lockstep.single_controller": ("ResourcePoolManager",),
     },
 )

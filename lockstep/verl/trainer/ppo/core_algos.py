@@ -2,8 +2,11 @@
 
 from collections.abc import Callable
 from enum import Enum
+from typing import Any, NamedTuple
 
-from lockstep.algorithms import advantages
+from torch import Tensor
+
+from lockstep.algorithms import advantages, losses
 from lockstep.algorithms.advantages import (
     AdvantageEstimator,
     AdvantageFn,
@@ -32,7 +35,6 @@ from lockstep.algorithms.losses import (
     PolicyLossFn,
     agg_loss,
     compute_entropy_loss,
-    compute_policy_loss,
     compute_policy_loss_bypass_mode,
     compute_policy_loss_cispo,
     compute_policy_loss_clip_cov,
@@ -49,6 +51,7 @@ from lockstep.algorithms.losses import (
 )
 from lockstep.algorithms.losses.policy import POLICY_LOSSES as POLICY_LOSS_REGISTRY
 from lockstep.algorithms.pf_ppo import compute_pf_ppo_reweight_data
+from lockstep.config.algorithm import AlgoConfig
 
 ADV_ESTIMATOR_REGISTRY = advantages.ADVANTAGE_ESTIMATORS
 
@@ -81,6 +84,7 @@ __all__ = [
     "compute_policy_loss_reinforce",
     "compute_policy_loss_sapo",
     "compute_policy_loss_vanilla",
+    "compute_reinforce_plus_plus_advantage",
     "compute_reinforce_plus_plus_baseline_outcome_advantage",
     "compute_reinforce_plus_plus_outcome_advantage",
     "compute_remax_outcome_advantage",
@@ -95,6 +99,55 @@ __all__ = [
     "register_adv_est",
     "register_policy_loss",
 ]
+
+
+class PolicyLoss(NamedTuple):
+    """The loss and its statistics, to unpack as `loss, clipfrac, kl, clipfrac_lower`; or used as the loss itself."""
+
+    loss: Tensor
+    clipfrac: Tensor
+    ppo_kl: Tensor
+    clipfrac_lower: Tensor
+
+    def backward(self, **options: Any) -> None:
+        self.loss.backward(**options)
+
+    def item(self) -> float:
+        return float(self.loss.item())
+
+    def detach(self) -> Tensor:
+        return self.loss.detach()
+
+
+def compute_policy_loss(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    cliprange: float | None = None,
+    *options: Any,
+    clip_ratio: float | None = None,
+    **more: Any,
+) -> PolicyLoss:
+    """PPO's clipped loss. clip_ratio: the same as `cliprange`, by the name of the config; 0.2 if neither is given.
+
+    The other options are those of `lockstep.algorithms.losses.compute_policy_loss`.
+    """
+    if cliprange is not None and clip_ratio is not None:
+        raise TypeError("compute_policy_loss: cliprange and clip_ratio are the same; give one of them")
+    given = [value for value in (cliprange, clip_ratio, 0.2) if value is not None]
+    return PolicyLoss(
+        *losses.compute_policy_loss(old_log_prob, log_prob, advantages, response_mask, given[0], *options, **more)
+    )
+
+
+def compute_reinforce_plus_plus_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, gamma: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """The estimator `reinforce_plus_plus`: (advantages, returns)."""
+    return compute_reinforce_plus_plus_outcome_advantage(
+        token_level_rewards, response_mask, config=AlgoConfig(gamma=gamma)
+    )
 
 
 def register_adv_est(name_or_enum: str | Enum) -> Callable[[AdvantageFn], AdvantageFn]:

@@ -1,13 +1,11 @@
 """verl.trainer.ppo.ray_trainer: the trainer that programs on verl construct and subclass.
 
 `RayPPOTrainer` is Lockstep's trainer with verl's arguments. A subclass may override single methods (`_validate`,
-`_save_checkpoint`, ...) or the whole of `fit`; for the latter, the worker groups take and return whole batches, as in verl:
-
-    fit of a program ──► WholeBatchGroup ── mini-batches, futures, sampling seeds ──► worker group
-
-Batches are balanced over the ranks inside these calls, and `generate_sequences` returns one response per row.
+`_save_checkpoint`, ...), `init_workers`, or the whole of `fit`; for the latter, the worker groups take and return whole batches, as
+in verl (`lockstep.verl._whole_batches`).
 """
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,8 +13,6 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from omegaconf import OmegaConf
 
 from lockstep.algorithms.compute_advantage import compute_advantage, compute_response_mask
@@ -28,15 +24,19 @@ from lockstep.data.loader import create_dataloader
 from lockstep.observability.rollout_log import dump_generations
 from lockstep.protocol import DataProto, object_array, pad_dataproto_to_divisor, unpad_dataproto
 from lockstep.rewards.managers import RewardFn, load_reward_manager
-from lockstep.single_controller import Backend, ResourcePoolManager, Role, Worker, WorkerGroup
-from lockstep.trainer.agents import agents_for
+from lockstep.single_controller import Backend, LocalWorkerGroup, Role, Worker, WorkerGroup, placement
+from lockstep.trainer.agents import agents_for, start_agent_workers
 from lockstep.trainer.checkpoint import RunLock
+from lockstep.trainer.ppo.mini_batches import loss_preparation, mini_batches_of
 from lockstep.trainer.ppo.ray_trainer import PPOTrainer
 from lockstep.trainer.ppo.sampling import Sampling
 from lockstep.trainer.ppo.task_runner import check_rows, device_and_backend
 from lockstep.trainer.run_config import write_run_config
 from lockstep.verl._config import typed_config, view
 from lockstep.verl._ray import unwrapped
+from lockstep.verl._whole_batches import WholeBatchGroup, rollout_inputs, update_inputs
+from lockstep.verl.protocol import adopt
+from lockstep.verl.single_controller.pools import ResourcePoolManager
 from lockstep.verl.trainer.main_ppo import create_rl_dataset, create_rl_sampler
 from lockstep.verl.trainer.ppo.reward import compute_reward
 from lockstep.verl.trainer.ppo.utils import WorkerType
@@ -64,71 +64,15 @@ __all__ = [
     "unpad_dataproto",
 ]
 
-FORWARD_KEYS = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
+GROUPS = {
+    "actor_rollout_wg": Role.ActorRollout,
+    "ref_policy_wg": Role.RefPolicy,
+    "critic_wg": Role.Critic,
+    "rm_wg": Role.RewardModel,
+}
+"""Attributes of the trainer that hold worker groups."""
 REWARD_COLUMNS = {"data_source", "reward_model", "extra_info", "uid"}
 """Columns that stay with the batch while its prompts are being answered."""
-
-
-class PendingBatch:
-    """The result of a forward pass: used like a DataProto, it waits when it is first read."""
-
-    def __init__(self, future: Any) -> None:
-        self._future = future
-        self._result: DataProto | None = None
-
-    def get(self) -> DataProto:
-        if self._result is None:
-            self._result = self._future.get()
-        assert self._result is not None
-        return self._result
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.get(), name)
-
-    def __len__(self) -> int:
-        return len(self.get())
-
-    def __getitem__(self, item: Any) -> Any:
-        return self.get()[item]
-
-
-class WholeBatchGroup:
-    """A worker group as programs on verl call it; everything else is the group's own."""
-
-    def __init__(self, group: WorkerGroup, trainer: "RayPPOTrainer") -> None:
-        self._group, self._trainer = group, trainer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._group, name)
-
-    def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """One response per row. meta_info: `validate` samples as validation does, `do_sample=False` greedily."""
-        rollout, inputs = self._group, self._trainer.rollout_inputs(prompts)
-        if self._trainer.agents is not None:
-            rollout = self._trainer.sampling.rollout_wg
-            ids = {"uid": object_array([str(row) for row in range(len(prompts))])}
-            inputs.non_tensor_batch = ids | prompts.non_tensor_batch | inputs.non_tensor_batch
-        output: DataProto = rollout.generate_sequences(inputs)
-        output.meta_info.setdefault("timing", {})
-        return output
-
-    def compute_log_prob(self, data: DataProto) -> PendingBatch:
-        return PendingBatch(self._group.compute_log_prob(_forward_inputs(data)))
-
-    def compute_ref_log_prob(self, data: DataProto) -> PendingBatch:
-        return PendingBatch(self._group.compute_ref_log_prob(_forward_inputs(data)))
-
-    def compute_values(self, data: DataProto) -> PendingBatch:
-        return PendingBatch(self._group.compute_values(_forward_inputs(data)))
-
-    def compute_rm_score(self, data: DataProto) -> PendingBatch:
-        return PendingBatch(self._group.compute_rm_score(data))
-
-    def update_actor(self, data: DataProto) -> Any:
-        return self._trainer.update("actor", self._group, data)
-
-    def update_critic(self, data: DataProto) -> Any:
-        return self._trainer.update("critic", self._group, data)
 
 
 class RayPPOTrainer(PPOTrainer):
@@ -137,7 +81,8 @@ class RayPPOTrainer(PPOTrainer):
     config:               the program's DictConfig; `self.config` is a complete copy of it.
     role_worker_mapping:  Role -> worker class, which may be wrapped by `ray.remote`. Roles that the config does not need
                           are not started.
-    ray_worker_group_cls: not used: `trainer.controller` says whether workers run in this process or on Ray.
+    ray_worker_group_cls: for an `init_workers` of the program's own; otherwise `trainer.controller` says whether workers run in
+                          this process or on Ray.
     reward_fn:            None is the manager of the config, then for validation too.
     train_dataset:        None reads `data.train_files`, unless `trainer.val_only`.
     """
@@ -147,7 +92,7 @@ class RayPPOTrainer(PPOTrainer):
         config: Any,
         tokenizer: Any,
         role_worker_mapping: Mapping[Role, Any],
-        resource_pool_manager: ResourcePoolManager,
+        resource_pool_manager: placement.ResourcePoolManager,
         ray_worker_group_cls: Any = None,
         processor: Any = None,
         reward_fn: RewardFn | None = None,
@@ -191,14 +136,32 @@ class RayPPOTrainer(PPOTrainer):
             train_sampler=train_sampler,
             device_name=device if device_name in (None, "auto") else device_name,
         )
+        for section, steps in (
+            (full.actor_rollout_ref.actor, self.total_training_steps - self.critic_warmup),
+            (full.critic, self.total_training_steps),
+        ):  # for workers that the program constructs itself
+            if section.optim.total_training_steps < 1:
+                section.optim.total_training_steps = max(1, steps)
         self._typed, self._given = typed, OmegaConf.to_container(full)
         self.config: Any = full
+        self._given_group_cls = ray_worker_group_cls
+        if type(self)._create_dataloader is not RayPPOTrainer._create_dataloader:
+            self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
         self.processor = processor
         self.async_rollout_mode, self.ref_in_actor, self.hybrid_engine = False, False, True
         self.tracking: Any = OpenTrackings()
         self._draws: dict[int, int] = {}
         self._locked = ExitStack()
         weakref.finalize(self, self._locked.close)  # programs on verl do not call `close`
+
+    def _create_dataloader(
+        self, train_dataset: Any, val_dataset: Any, collate_fn: Any = None, train_sampler: Any = None
+    ) -> None:
+        """Set the loaders and the number of steps; for a program that replaces the constructor, or this method."""
+        self.train_dataloader = self._train_dataloader(train_dataset, train_sampler, collate_fn)
+        self.val_dataset, self.collate_fn = val_dataset, collate_fn
+        epochs, steps = self.config.trainer.total_epochs, self.config.trainer.total_training_steps
+        self.total_training_steps = min(len(self.train_dataloader) * epochs, steps or sys.maxsize)
 
     @contextmanager
     def _typed_config(self) -> Iterator[PPOConfig]:
@@ -211,13 +174,45 @@ class RayPPOTrainer(PPOTrainer):
         finally:
             self.config = full
 
+    @property
+    def ray_worker_group_cls(self) -> Any:
+        """The class for groups that the program builds; those of one worker run on Ray then too."""
+        if self._given_group_cls in (None, LocalWorkerGroup):
+            from lockstep.verl.single_controller.ray import RayWorkerGroup
+
+            return RayWorkerGroup
+        return self._given_group_cls
+
     def init_workers(self) -> None:
         with self._typed_config():
             super().init_workers()
-        for name in ("actor_rollout_wg", "ref_policy_wg", "critic_wg", "rm_wg"):
+
+    def _use_groups(self) -> None:
+        super()._use_groups()
+        for name in GROUPS:
             if (group := getattr(self, name)) is not None:
                 setattr(self, name, WholeBatchGroup(group, self))
         self.async_rollout_manager = WholeBatchGroup(self.rollout_wg, self)
+
+    def _adopt_groups(self) -> None:
+        """Complete the trainer if the program's own `init_workers` has only set worker groups."""
+        if hasattr(self, "source"):
+            return
+        from lockstep.verl.single_controller.ray.base import RayWorkerGroup
+
+        given = {role: getattr(self, name, None) for name, role in GROUPS.items()}
+        groups = {role: group for role, group in given.items() if isinstance(group, RayWorkerGroup)}
+        if Role.ActorRollout not in groups:
+            raise ValueError("fit: there are no workers; call init_workers first, which sets actor_rollout_wg")
+        self._groups = {str(role): group.plain() for role, group in groups.items()}
+        self._processes = list({id(group.whole): group.whole.plain() for group in groups.values()}.values())
+        actor = groups[Role.ActorRollout]
+        if Role.RefPolicy not in groups and actor.has_reference:
+            self._groups[str(Role.RefPolicy)] = self._groups[str(Role.ActorRollout)]
+        with self._typed_config() as typed:
+            if self.agents is not None and typed.actor_rollout_ref.rollout.agent.num_workers:
+                self.agent_workers = start_agent_workers(typed)
+            self._use_groups()
 
     def _sampling(self) -> Sampling:
         """One call of `generate_sequences` per batch in both modes: workers may override it."""
@@ -231,47 +226,48 @@ class RayPPOTrainer(PPOTrainer):
         return PromptTensorSampling(self.config, self._rollout(), self.rm_wg, self.reward_fn)
 
     def start(self, resume_from: Path | None = None) -> None:
+        self._adopt_groups()
         with self._typed_config():
             super().start(resume_from)
 
     def _prompts(self, interrupt: Any) -> Iterator[DataProto]:
         yield from (without_prompt_tensors(batch) for batch in super()._prompts(interrupt))
 
-    def rollout_inputs(self, prompts: DataProto) -> DataProto:
-        """What the rollout worker needs, from the columns that programs on verl have in a batch of prompts."""
-        columns, tensors = prompts.non_tensor_batch, prompts.batch
-        if "raw_prompt_ids" in columns:
-            ids = columns["raw_prompt_ids"]
-        elif tensors is not None and "input_ids" in tensors:
-            pairs = zip(tensors["input_ids"], tensors["attention_mask"])
-            ids = object_array([row[mask.bool()].tolist() for row, mask in pairs])
-        elif "raw_prompt" in columns:
-            encode = self.tokenizer.apply_chat_template
-            texts = [encode(list(chat), add_generation_prompt=True, tokenize=False) for chat in columns["raw_prompt"]]
-            ids = object_array(self.tokenizer(texts, add_special_tokens=False)["input_ids"])
-        else:
-            raise ValueError(
-                f"generate_sequences needs raw_prompt_ids, input_ids or raw_prompt; got {sorted(prompts._columns())}"
-            )
-        validate = bool(prompts.meta_info.get("validate", False))
+    def generate(self, group: Any, prompts: DataProto) -> DataProto:
+        """One response per row, by the rollout's workers or the rows' agents."""
         draw = self._draws[self.global_steps] = self._draws.get(self.global_steps, 0) + 1
-        entropy = [self.config.actor_rollout_ref.rollout.seed, self.global_steps, draw, int(validate)]
-        words = np.random.SeedSequence(entropy).generate_state(len(prompts), np.uint64)
-        seeds = torch.from_numpy((words >> 1).astype(np.int64))
-        greedy = not prompts.meta_info.get("do_sample", True) and not validate
-        meta = {"validate": validate, "greedy": greedy, "global_steps": self.global_steps}
-        return DataProto.from_dict({"sampling_seed": seeds}, {"raw_prompt_ids": ids}, meta)
+        seed = self.config.actor_rollout_ref.rollout.seed
+        inputs = rollout_inputs(prompts, lambda: self.tokenizer, seed, self.global_steps, draw)
+        if self.agents is not None:
+            group = self.sampling.rollout_wg
+            ids = {"uid": object_array([str(row) for row in range(len(prompts))])}
+            inputs.non_tensor_batch = ids | prompts.non_tensor_batch | inputs.non_tensor_batch
+        output: DataProto = group.generate_sequences(inputs)
+        return output
+
+    def is_reference(self, group: Any) -> bool:
+        return bool(group.name == str(Role.RefPolicy))
+
+    def reference(self, group: Any) -> Any:
+        """The group of the reference policy, which the actor's group answers for too."""
+        if self.ref_policy_wg is None:
+            raise ValueError(
+                "compute_ref_log_prob: this run has no reference policy; set actor_rollout_ref.actor.use_kl_loss or "
+                "algorithm.use_kl_in_reward"
+            )
+        return getattr(self.ref_policy_wg, "_group", self.ref_policy_wg)
 
     def update(self, role: str, group: Any, data: DataProto) -> Any:
         """Update from a whole batch; a batch that the loop has laid out in mini-batches goes on as it is."""
         if "mini_batch" in data.tensors:
             return getattr(group, f"update_{role}")(data)
         with self._typed_config() as typed:
-            section = typed.actor_rollout_ref.actor if role == "actor" else typed.critic
-            rule = self._mini_batches(section, prepare=self._prepare_loss() if role == "actor" else None)
-            batch = data.select()
-            batch.meta_info["rollout_gap"] = "none"
-            output = getattr(group, f"update_{role}")(self._laid_out(batch, rule, group.mesh(role).dp_size)).get()
+            actor, step = typed.actor_rollout_ref.actor, self.global_steps
+            rule = mini_batches_of(typed.critic, step)
+            if role == "actor":
+                rule = mini_batches_of(actor, step, loss_preparation(actor, step))
+            laid_out = self._laid_out(update_inputs(data), rule, group.mesh(role).dp_size)
+            output = adopt(getattr(group, f"update_{role}")(laid_out).get())
             if role == "actor":
                 self.num_updates += 1
                 if self.weight_sync is not None:
@@ -331,6 +327,7 @@ class RayPPOTrainer(PPOTrainer):
 
     def _load_checkpoint(self, resume_from: Path | None = None) -> dict[str, Any]:
         if not isinstance(self.config, PPOConfig):  # called by the `fit` of a program, which does not call `start`
+            self._adopt_groups()
             with self._typed_config() as typed:
                 self._locked.enter_context(RunLock(self.run_dir))
                 self.checkpoints.clean_stale()
@@ -356,12 +353,6 @@ class PromptTensorSampling(Sampling):
 
     def generate_for_validation(self, prompts: DataProto, rows: Sequence[int], *, step: int) -> DataProto:
         return super().generate_for_validation(without_prompt_tensors(prompts), rows, step=step)
-
-
-def _forward_inputs(data: DataProto) -> DataProto:
-    if "response_mask" not in data.tensors:
-        data.tensors["response_mask"] = compute_response_mask(data)
-    return data.select(FORWARD_KEYS, [])
 
 
 def _group_class(backend: Backend) -> Callable[..., WorkerGroup]:

@@ -20,9 +20,10 @@ def get_custom_reward_fn(config: Any) -> Callable[..., Any] | None:
     return custom.get_custom_reward_fn(typed_config(config, run_checks=False).custom_reward_function)
 
 
-def load_reward_manager(config: Any, tokenizer: Any, num_examine: int, **reward_kwargs: Any) -> RewardFn:
+def load_reward_manager(config: Any, tokenizer: Any, num_examine: int = 0, **reward_kwargs: Any) -> RewardFn:
     """The manager of `reward_model.reward_manager`; `reward_kwargs` are added to those of the config.
 
+    num_examine: responses per data source to print.
     As in verl, gsm8k gives no partial credit in training, which `lockstep ppo` does; see docs/migrate_from_verl.md.
     """
     typed = typed_config(config, run_checks=False)
