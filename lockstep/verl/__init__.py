@@ -11,4 +11,4 @@ from lockstep.verl._names import explain_missing_modules, exports
 
 explain_missing_modules()
 
-__getattr__ = exports(__name__, {"lockstep.protocol": ("DataProto",)})
+__getattr__ = exports(__name__, {"lockstep.verl.protocol": ("DataProto",)})
