@@ -198,6 +198,8 @@ def serialize_single_tensor(obj: torch.Tensor) -> Packed:
 def deserialize_single_tensor(arr: tuple[str, Sequence[int], Any]) -> torch.Tensor:
     """The inverse of `serialize_single_tensor`, in writable memory."""
     dtype, shape, raw = arr
+    if not len(raw):
+        return torch.empty(tuple(shape), dtype=getattr(torch, dtype))
     values = np.frombuffer(raw, dtype=np.uint8).copy()
     return torch.from_numpy(values).view(getattr(torch, dtype)).reshape(tuple(shape))
 

@@ -97,6 +97,8 @@ def fsdp2_load_full_state_dict(
         full_state_dict=True, broadcast_from_rank0=dist.get_world_size() > 1, cpu_offload=bool(cpu_offload)
     )
     set_model_state_dict(model, full_state, options=options)
+    for buffer in model.buffers():  # such as rope frequencies, which are in no state dict
+        dist.broadcast(buffer, src=0)
     if cpu_offload:
         model.to("cpu")
         for buffer in model.buffers():

@@ -85,7 +85,7 @@ def get_tensordict(tensor_dict: Mapping[str, Any], non_tensor_dict: Mapping[str,
     _require(len(set(sizes.values())) <= 1, f"columns have different numbers of rows: {sizes}")
     for key, val in (non_tensor_dict or {}).items():
         _require(key not in columns, f"{key!r} is both a column and a value of the batch")
-        columns[key] = val if isinstance(val, NonTensorData) else NonTensorData(val)
+        columns[key] = NonTensorData(unwrap_non_tensor_data(val))
     return TensorDict(columns, batch_size=[next(iter(sizes.values()))] if sizes else [])
 
 
@@ -179,7 +179,7 @@ def index_select_tensor_dict(batch: TensorDict | None, indices: Tensor | Sequenc
     def select(value: Any) -> Any:
         if _is_nested(value):
             return _renested(value, lambda parts: [parts[row] for row in rows.tolist()])
-        return value if isinstance(value, NonTensorData) and not value.shape else value[rows]
+        return NonTensorData(value.data) if isinstance(value, NonTensorData) else value[rows]
 
     return TensorDict({key: select(batch.get(key)) for key in batch.keys()}, batch_size=[len(rows)])  # noqa: SIM118
 
@@ -269,7 +269,7 @@ def _picked(tensordict: TensorDict, keys: Iterable[str], take: Callable[[str], A
         if key not in tensordict.keys():  # noqa: SIM118
             raise KeyError(f"no key {key!r} in the TensorDict, which has {sorted(tensordict.keys())}")
     entries = {key: take(key) for key in wanted}
-    values = {key: val for key, val in entries.items() if isinstance(val, NonTensorData) and not val.shape}
+    values = {key: val.data for key, val in entries.items() if isinstance(val, NonTensorData)}
     return get_tensordict({key: val for key, val in entries.items() if key not in values}, values)
 
 
@@ -296,7 +296,7 @@ def unpad(data: TensorDict, pad_size: int) -> TensorDict:
 def contiguous(data: TensorDict) -> TensorDict:
     """A new TensorDict with contiguous tensors; objects stay as they are."""
     entries = {key: data.get(key) for key in data.keys()}  # noqa: SIM118
-    values = {key: val for key, val in entries.items() if isinstance(val, NonTensorData) and not val.shape}
+    values = {key: val.data for key, val in entries.items() if isinstance(val, NonTensorData)}
     columns = {
         key: val.contiguous() if isinstance(val, Tensor) else val for key, val in entries.items() if key not in values
     }

@@ -109,7 +109,7 @@ class DataParallelPPOActor(BasePPOActor):
             loss, metrics = loss_fn(outputs, rows.to(output["log_probs"].device))
             loss.backward()  # type: ignore[no-untyped-call]
             for name, value in metrics.items():
-                total[name] = total.get(name, 0.0) + float(value)
+                total[name] = total.get(name, 0.0) + float(value.detach())
         return total
 
     def _micro_batches(self, mini_batch: DataProto) -> Iterator[TensorDict]:
