@@ -69,7 +69,7 @@ def dict_like(section: Any) -> Any:
     """A copy of one of Lockstep's sections that reads like a mapping, with all sections inside."""
     if isinstance(section, DictLike):
         return section
-    copied = object.__new__(_class_for(type(section)))
+    copied: Any = object.__new__(_class_for(type(section)))
     copied.__dict__.update(section.__dict__)
     adapt_sections(copied)
     return copied
@@ -96,6 +96,6 @@ def _made_class(section: type) -> type:
 
 def _reduce(config: Any) -> tuple[Any, ...]:
     """Pickled as Lockstep's section: other processes cannot import a class that was made here."""
-    plain = object.__new__(type(config).__bases__[1])
+    plain: Any = object.__new__(type(config).__bases__[1])
     plain.__dict__.update(config.__dict__)
     return dict_like, (plain,)

@@ -207,9 +207,10 @@ def deserialize_single_tensor(arr: tuple[str, Sequence[int], Any]) -> torch.Tens
 def serialize_tensordict(batch: TensorDict) -> tuple[tuple[int, ...], str | None, dict[str, tuple[str, Any]]]:
     """(batch size, device, name -> (layout, packed tensor)); a nested tensor is a list of its packed rows."""
     columns: dict[str, tuple[str, Any]] = {}
-    for name, value in batch.items():
+    for name in batch.keys():  # noqa: SIM118 (a TensorDict is not a mapping)
+        value: torch.Tensor = batch[name]
         rows = [serialize_single_tensor(row) for row in value.unbind()] if value.is_nested else None
-        columns[name] = str(value.layout).removeprefix("torch."), rows or serialize_single_tensor(value)
+        columns[str(name)] = str(value.layout).removeprefix("torch."), rows or serialize_single_tensor(value)
     return tuple(batch.batch_size), None if batch.device is None else str(batch.device), columns
 
 

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from lockstep.config import actor_rollout_ref
 from lockstep.config.schema import to_plain
 from lockstep.verl.base_config import BaseConfig, dict_like
+from lockstep.verl.trainer.config import AlgoConfig, KLControlConfig, RolloutCorrectionConfig
 from lockstep.verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, agg_loss, register_policy_loss
 from lockstep.verl.utils.config import omega_conf_to_dataclass
 from lockstep.verl.workers.config import (
@@ -76,6 +77,9 @@ def test_nested_sections_are_built_by_their_types() -> None:
         (FSDPEngineConfig(param_offload=True), "param_offload", True),
         (HFModelConfig(path="m"), "path", "m"),
         (PolicyLossConfig(loss_mode="gspo"), "loss_mode", "gspo"),
+        (AlgoConfig(gamma=0.9), "gamma", 0.9),
+        (KLControlConfig(kl_coef=0.1), "kl_coef", 0.1),
+        (RolloutCorrectionConfig.bypass_pg_is(), "loss_type", "reinforce"),
     ],
 )
 def test_sections_read_like_mappings(config: Any, name: str, value: Any) -> None:
@@ -105,6 +109,8 @@ def test_sections_inside_read_like_mappings_too() -> None:
     assert actor.optim["lr"] == 0.1 and actor.policy_loss.get("loss_mode") == "vanilla"
     assert actor["fsdp_config"].get("wrap_policy")["min_num_params"] == 0 and actor.engine is actor.fsdp_config
     assert isinstance(actor.policy_loss.rollout_correction, Mapping)
+    assert actor.policy_loss.rollout_correction["bypass_mode"] is False  # which follows another key
+    assert AlgoConfig().kl_ctrl["kl_coef"] == AlgoConfig().get("kl_ctrl").kl_coef
     plain = actor_rollout_ref.ActorConfig(clip_ratio=0.4)
     adapted = dict_like(plain)
     assert isinstance(adapted, ActorConfig) and adapted["clip_ratio"] == 0.4 and not isinstance(plain, Mapping)

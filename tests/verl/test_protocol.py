@@ -149,7 +149,7 @@ def test_tensordicts_of_columns_and_values() -> None:
 def test_rows_are_selected_chunked_and_joined() -> None:
     data = mixed()
     picked = tu.index_select_tensor_dict(data, [3, 0])
-    assert picked is not None and picked["x"].tolist() == [3, 0] and tu.get(picked, "labels") == [{"c": 1}, "a"]
+    assert picked["x"].tolist() == [3, 0] and tu.get(picked, "labels") == [{"c": 1}, "a"]
     assert [row.tolist() for row in picked["ids"].unbind()] == [[40, 41, 42, 43], [20, 21]] and picked["name"] == "run"
     parts = tu.chunk_tensordict(data, 2)
     assert [tu.get(part, "labels") for part in parts] == [["a", ["b"]], [[], {"c": 1}]]
@@ -165,7 +165,7 @@ def test_three_dimensional_positions_stay_ragged_in_the_last() -> None:
     positions = tu.nested_tensor_from_tensor_list([torch.arange(n).expand(3, n) for n in (2, 5, 5)])
     data = tu.get_tensordict({"position_ids": positions})
     picked = tu.index_select_tensor_dict(data, [1, 2])
-    assert picked is not None and picked["position_ids"].values().shape == (3, 10)
+    assert picked["position_ids"].values().shape == (3, 10)
     assert tu.concat_nested_tensors([positions, positions]).offsets().tolist() == [0, 2, 7, 12, 14, 19, 24]
     tu.maybe_fix_3d_position_ids(data)
     tu.assert_tensordict_eq(tu.contiguous(data), data)

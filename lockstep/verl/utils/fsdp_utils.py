@@ -123,7 +123,7 @@ def fsdp2_clip_grad_norm_(
 def get_fsdp_full_state_dict(model: nn.Module, offload_to_cpu: bool = True, rank0_only: bool = True) -> dict[str, Any]:
     """The whole weights by name, on rank 0 or on all ranks; collective."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=offload_to_cpu and rank0_only)
-    state = get_model_state_dict(model, options=options)
+    state: dict[str, Any] = get_model_state_dict(model, options=options)
     if rank0_only and current_rank():
         return {}
     return {name: value.cpu() if offload_to_cpu else value for name, value in state.items()}
@@ -166,8 +166,8 @@ def offload_fsdp_optimizer(optimizer: torch.optim.Optimizer) -> None:
 @torch.no_grad()
 def load_fsdp_optimizer(optimizer: torch.optim.Optimizer, device_id: int | torch.device | str) -> None:
     """Move the state of the optimizer to a device."""
-    is_number = isinstance(device_id, int)
-    _move_state(optimizer, torch.device(get_device_name(), device_id) if is_number else torch.device(device_id))
+    device = torch.device(get_device_name(), device_id) if isinstance(device_id, int) else torch.device(device_id)
+    _move_state(optimizer, device)
 
 
 def _move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:

@@ -45,7 +45,7 @@ def deprecated(replacement: str = "") -> Callable[[Any], Any]:
     """Decorator: a DeprecationWarning at each call of the function or construction of the class."""
 
     def mark(obj: Any) -> Any:
-        target = obj.__init__ if isinstance(obj, type) else obj
+        target: Any = vars(obj).get("__init__", object.__init__) if isinstance(obj, type) else obj
 
         @functools.wraps(target)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -55,7 +55,7 @@ def deprecated(replacement: str = "") -> Callable[[Any], Any]:
 
         if not isinstance(obj, type):
             return call
-        obj.__init__ = call
+        setattr(obj, "__init__", call)  # noqa: B010 - mypy has no types for this assignment
         return obj
 
     return mark

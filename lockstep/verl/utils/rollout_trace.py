@@ -115,7 +115,7 @@ def rollout_trace_attr(
             _is_traced.reset(token)
         return
     given = {"sample_index": sample_index, "step": step, "rollout_n": rollout_n}
-    attributes = {key: value for key, value in given.items() if value is not None}
+    attributes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     attributes |= {"validate": validate, "experiment_name": config.experiment_name}
     held = _attributes.set(attributes)
     try:
@@ -162,12 +162,22 @@ def _recorded(
     if config.backend == "mlflow":
         with config.client.start_span(name=func.__qualname__) as span:
             span.set_inputs(inputs)
-            yield lambda result: (span.set_outputs(_shown(owner, result)), result)[1]
+
+            def record(result: Any) -> Any:
+                span.set_outputs(_shown(owner, result))
+                return result
+
+            yield record
         return
     call = config.client.create_call(op=func.__qualname__, inputs=inputs, attributes=_attributes.get() or {})
     outputs: list[Any] = []
+
+    def keep(result: Any) -> Any:
+        outputs.append(_shown(owner, result))
+        return result
+
     try:
-        yield lambda result: (outputs.append(_shown(owner, result)), result)[1]
+        yield keep
     except Exception as error:
         config.client.finish_call(call, exception=error)
         raise

@@ -29,8 +29,15 @@ def _is_nested(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_nested
 
 
-def _stack(items: Iterable[Any]) -> NonTensorStack:
-    return NonTensorStack.from_list([NonTensorData(item) for item in items])
+def _stack(items: Iterable[Any]) -> Any:
+    rows: list[Any] = [NonTensorData(item) for item in items]
+    return NonTensorStack.from_list(rows)
+
+
+def offsets_of(nested: Any) -> Tensor:
+    """Where the rows of a jagged tensor begin and end: (B + 1,)."""
+    offsets: Tensor = nested.offsets()
+    return offsets
 
 
 def assign_non_tensor_data(tensor_dict: TensorDict, key: str, val: Any) -> None:
@@ -118,7 +125,7 @@ def nested_tensor_from_tensor_list(tensors: Sequence[Tensor], ragged_idx: int | 
 
 def _rows(nested: Tensor) -> list[Tensor]:
     """The rows of a jagged tensor, also of one whose ragged dimension is not the first (which `unbind` of torch cannot)."""
-    ends = nested.offsets().tolist()
+    ends = offsets_of(nested).tolist()
     return [nested.values().narrow(_ragged(nested) - 1, a, b - a) for a, b in pairwise(ends)]
 
 
@@ -169,10 +176,8 @@ def chunk_tensordict(td: TensorDict, chunks: int) -> list[TensorDict]:
     return [index_select_tensor_dict(td, list(range(part * size, (part + 1) * size))) for part in range(chunks)]
 
 
-def index_select_tensor_dict(batch: TensorDict | None, indices: Tensor | Sequence[int]) -> TensorDict | None:
+def index_select_tensor_dict(batch: TensorDict, indices: Tensor | Sequence[int]) -> TensorDict:
     """The rows with these numbers; values of the whole batch stay."""
-    if batch is None:
-        return None
     rows = torch.as_tensor(indices)
     _require(rows.dim() == 1, f"indices have shape {tuple(rows.shape)}; they must be a list of row numbers")
 
@@ -190,7 +195,7 @@ def make_iterator(
     epochs: int,
     seed: int | None = None,
     dataloader_kwargs: dict[str, Any] | None = None,
-) -> Iterator[TensorDict | None]:
+) -> Iterator[TensorDict]:
     """Mini-batches of equal size for several epochs; `dataloader_kwargs={"shuffle": True}` shuffles by `seed`."""
     num_rows = tensordict.batch_size[0]
     _require(num_rows % mini_batch_size == 0, f"{num_rows} rows do not divide into mini-batches of {mini_batch_size}")
@@ -279,23 +284,17 @@ def pad_to_divisor(data: TensorDict, size_divisor: int) -> tuple[TensorDict, int
     pad_size = -len(data) % size_divisor
     if not pad_size or not len(data):
         return data, 0
-    padded = index_select_tensor_dict(data, [row % len(data) for row in range(len(data) + pad_size)])
-    assert padded is not None
-    return padded, pad_size
+    return index_select_tensor_dict(data, [row % len(data) for row in range(len(data) + pad_size)]), pad_size
 
 
 def unpad(data: TensorDict, pad_size: int) -> TensorDict:
     """Without the last `pad_size` rows."""
-    if not pad_size:
-        return data
-    kept = index_select_tensor_dict(data, list(range(len(data) - pad_size)))
-    assert kept is not None
-    return kept
+    return index_select_tensor_dict(data, list(range(len(data) - pad_size))) if pad_size else data
 
 
 def contiguous(data: TensorDict) -> TensorDict:
     """A new TensorDict with contiguous tensors; objects stay as they are."""
-    entries = {key: data.get(key) for key in data.keys()}  # noqa: SIM118
+    entries: dict[str, Any] = {str(key): data.get(key) for key in data.keys()}  # noqa: SIM118
     values = {key: val.data for key, val in entries.items() if isinstance(val, NonTensorData)}
     columns = {
         key: val.contiguous() if isinstance(val, Tensor) else val for key, val in entries.items() if key not in values

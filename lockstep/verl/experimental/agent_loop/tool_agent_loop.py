@@ -98,7 +98,7 @@ class ToolAgentLoop(AgentLoopBase):
         return loop
 
     @rollout_trace_op
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:  # type: ignore[override]
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """Hold one conversation. kwargs: the row's columns."""
         asked = dict(kwargs.get("interaction_kwargs") or {})
         interaction = self._interaction(asked)
@@ -226,7 +226,7 @@ class ToolAgentLoop(AgentLoopBase):
     def _interaction(self, kwargs: Mapping[str, Any]) -> BaseInteraction | None:
         if not kwargs:
             return None
-        name = kwargs.get("name")
+        name = str(kwargs.get("name"))
         if name not in self.interaction_map:
             known = ", ".join(self.interaction_map) or "none"
             raise ValueError(f"interaction_kwargs.name={name!r} is not an interaction of the config (known: {known})")

@@ -30,7 +30,7 @@ def get_rope_index(
     """
     merge = int(processor.image_processor.merge_size)
     speed = float(getattr(processor, "tokens_per_second", 1.0))
-    kinds = {
+    kinds: dict[int, Any] = {
         processor.tokenizer.convert_tokens_to_ids("<|image_pad|>"): iter(
             [] if image_grid_thw is None else image_grid_thw
         ),

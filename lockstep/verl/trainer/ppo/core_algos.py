@@ -121,7 +121,7 @@ def register_policy_loss(name: str, **options: Any) -> Callable[[PolicyLossFn], 
     """Decorator: register a policy loss, whose `config` also reads like a mapping (`config.get("clip_ratio_c", 3.0)`)."""
 
     def enter(loss: PolicyLossFn) -> PolicyLossFn:
-        @functools.wraps(loss)  # type: ignore[arg-type]
+        @functools.wraps(loss)
         def call(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get("config") is not None:
                 kwargs["config"] = dict_like(kwargs["config"])

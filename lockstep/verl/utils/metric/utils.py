@@ -1,6 +1,6 @@
 """verl.utils.metric.utils: metrics that say how they are aggregated."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -17,7 +17,7 @@ class AggregationType(Enum):
     MAX = "max"
 
 
-_REDUCTIONS = {
+_REDUCTIONS: dict[AggregationType, Callable[[Any], Any]] = {
     AggregationType.MEAN: np.mean,
     AggregationType.SUM: np.sum,
     AggregationType.MIN: np.min,

@@ -66,8 +66,7 @@ class DataParallelPPOActor(BasePPOActor):
         else:
             parts = rows.split(size)
         outputs = [
-            self._forward_micro_batch(dict(part.tensors.items()), info["temperature"], calculate_entropy)
-            for part in parts
+            self._forward_micro_batch(_columns(part.tensors), info["temperature"], calculate_entropy) for part in parts
         ]
         joined = {name: torch.cat([output[name] for output in outputs]) for name in outputs[0]}
         return joined if order is None else {name: restore_dynamic_batch(v, order) for name, v in joined.items()}
@@ -102,12 +101,12 @@ class DataParallelPPOActor(BasePPOActor):
         needs_entropy = self.config.entropy_coeff != 0 or self.config.calculate_entropy
         total: dict[str, float] = {}
         for rows in self._micro_batches(mini_batch):
-            output = self._forward_micro_batch(dict(rows.items()), temperature, needs_entropy)
+            output = self._forward_micro_batch(_columns(rows), temperature, needs_entropy)
             outputs = {"log_probs": output["log_probs"]}
             if needs_entropy:
                 outputs["entropy"] = output["entropys"]
             loss, metrics = loss_fn(outputs, rows.to(output["log_probs"].device))
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             for name, value in metrics.items():
                 total[name] = total.get(name, 0.0) + float(value.detach())
         return total
@@ -142,3 +141,7 @@ class DataParallelPPOActor(BasePPOActor):
             self.actor_optimizer.step()
         self.actor_optimizer.zero_grad()
         return norm
+
+
+def _columns(rows: TensorDict) -> dict[str, Tensor]:
+    return {str(name): rows[name] for name in rows.keys()}  # noqa: SIM118 (a TensorDict is not a mapping)

@@ -22,7 +22,8 @@ def left_right_2_no_padding(data: TensorDict) -> TensorDict:
         if name not in data.keys():  # noqa: SIM118 (a TensorDict is not a mapping)
             raise AssertionError(f"left_right_2_no_padding needs {', '.join(REQUIRED)}; {name} is missing")
     mask = data["attention_mask"].bool()
-    ids, positions, response_mask = data.pop("input_ids"), data["position_ids"], data["response_mask"]
+    ids: Tensor = tu.pop(data, "input_ids")
+    positions, response_mask = data["position_ids"], data["response_mask"]
     tu.assign_non_tensor_data(data, "max_seq_len", ids.shape[1])
     tu.assign_non_tensor_data(data, "max_response_len", response_mask.shape[1])
     tu.assign_non_tensor_data(data, "indices", mask.flatten().nonzero().flatten())
@@ -54,20 +55,20 @@ def no_padding_2_padding(tensor: Tensor, data: TensorDict) -> Tensor:
 
 def response_from_nested(tensor: Tensor, response_mask: Tensor) -> Tensor:
     """The values that predict the response tokens, nested. response_mask: nested, (B, response)."""
-    lengths, ends = response_mask.offsets().diff().tolist(), tensor.offsets()[1:].tolist()
+    lengths, ends = tu.offsets_of(response_mask).diff().tolist(), tu.offsets_of(tensor)[1:].tolist()
     rows = [tensor.values()[end - length - 1 : end - 1] for length, end in zip(lengths, ends)]
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
 def response_to_nested(tensor: Tensor, response_mask: Tensor) -> Tensor:
     """(B, R) values without padding, nested. response_mask: nested, (B, response)."""
-    lengths = response_mask.offsets().diff().tolist()
+    lengths = tu.offsets_of(response_mask).diff().tolist()
     return torch.nested.as_nested_tensor([row[:n] for row, n in zip(tensor, lengths)], layout=torch.jagged)
 
 
 def build_attention_mask_from_nested(input_ids: Tensor, max_seq_len: int | None = None) -> Tensor:
     """(B, T) int32: 1 for the tokens of each row, which begin at the left."""
-    lengths = input_ids.offsets().diff()
+    lengths = tu.offsets_of(input_ids).diff()
     places = torch.arange(max_seq_len or int(lengths.max()), device=lengths.device)
     return (places < lengths[:, None]).int()
 
@@ -81,15 +82,15 @@ def _lengths(tensor: Tensor, data: TensorDict) -> tuple[list[int], list[int]]:
     """Tokens of each sequence, and of each response."""
     responses = data.get("responses", None)
     if responses is not None and responses.is_nested:
-        response_lengths = responses.offsets().diff().tolist()
+        response_lengths = tu.offsets_of(responses).diff().tolist()
     else:
         width = data["response_mask"].shape[1]
         attended = data.get("attention_mask", None)
         mask = data["response_mask"] if attended is None else attended[:, -width:]
         response_lengths = mask.sum(1).tolist()
     if tensor.is_nested:
-        return tensor.offsets().diff().tolist(), response_lengths
+        return tu.offsets_of(tensor).diff().tolist(), response_lengths
     prompts = data.get("prompts", None)
     if prompts is not None and prompts.is_nested:
-        return [p + r for p, r in zip(prompts.offsets().diff().tolist(), response_lengths)], response_lengths
+        return [p + r for p, r in zip(tu.offsets_of(prompts).diff().tolist(), response_lengths)], response_lengths
     return data["attention_mask"].sum(1).tolist(), response_lengths
