@@ -23,6 +23,11 @@ from lockstep.registry import did_you_mean, load_plugin
 LOOPS_KEY = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
 DEFAULT_KEY = "actor_rollout_ref.rollout.agent.default_agent_loop"
 SINGLE_TURN = "single_turn_agent"
+VERL_LOOPS = {
+    "verl.experimental.agent_loop.single_turn_agent_loop.SingleTurnAgentLoop": SINGLE_TURN,
+    "verl.experimental.agent_loop.tool_agent_loop.ToolAgentLoop": "tool_agent",
+}
+"""verl's classes that have a counterpart here."""
 
 
 class _Running:
@@ -183,6 +188,9 @@ def _read_loops(path: str) -> dict[str, tuple[type[AgentLoop], dict[str, Any]]]:
         name, target = options.pop("name", None), options.pop("_target_", None)
         if not isinstance(name, str) or not isinstance(target, str):
             raise ValueError(f"{where}: must have `name` and `_target_`")
+        if target in VERL_LOOPS:
+            loops[name] = (AGENT_LOOPS.get(VERL_LOOPS[target]), options)
+            continue
         reference = target if ":" in target else ":".join(target.rsplit(".", 1))
         loops[name] = (load_plugin(where, reference, base=AgentLoop), options)
     return loops

@@ -11,6 +11,7 @@ A program may have keys that Lockstep does not know; they stay in the DictConfig
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -228,6 +229,17 @@ def resolve_by_hand(section: Any, path: str) -> None:
         raise ConfigError(problems)
     for part in path.split("."):
         resolved = getattr(resolved, part)
+    _complete(section, resolved)
+
+
+def _complete(section: Any, resolved: Any) -> None:
+    """Set the fields of `section`, and of copies of the sections inside, from `resolved`."""
     for field in fields(section):
-        if not field.metadata.get("internal") and not is_dataclass(getattr(section, field.name)):
-            object.__setattr__(section, field.name, getattr(resolved, field.name))
+        if field.metadata.get("internal"):
+            continue
+        value = getattr(resolved, field.name)
+        if is_dataclass(value):
+            inner = copy(getattr(section, field.name))
+            _complete(inner, value)
+            value = inner
+        object.__setattr__(section, field.name, value)

@@ -9,64 +9,59 @@ from typing import Any
 
 PACKAGE = "lockstep.verl"
 
-_AGENTS = (
-    "the run serves agent loops; derive yours from AgentLoopBase or lockstep.agents.loops.AgentLoop, see docs/agents.md"
-)
-_MEGATRON = "models are trained with FSDP2; use the classes of {0}.workers.fsdp_workers"
+_MEGATRON = "models are trained with FSDP2; use the classes of {0}.workers.fsdp_workers and {0}.workers.config"
 _ENGINE = (
     "the worker owns its training engine; choose the loss with actor_rollout_ref.actor.policy_loss.loss_mode "
     "({0}.trainer.ppo.core_algos.register_policy_loss), or subclass {0}.workers.fsdp_workers.ActorRolloutRefWorker"
 )
 _ROLLOUT = "the rollout engine is chosen by actor_rollout_ref.rollout.name; implement lockstep.engines.rollout.base for another"
-_SHARDING = "FSDP2 is applied by lockstep.engines.train.fsdp.FsdpEngine"
-_CHECKPOINT = "workers save and load with save_checkpoint(path) and load_checkpoint(path); lockstep.trainer.checkpoint has the rest"
-_PROFILER = "there are no profiler hooks; use {0}.utils.profiler.marked_timer, or torch.profiler in your program"
-_SFT = "use {0}.trainer.fsdp_sft_trainer (`lockstep sft`), which accepts the keys of sft_trainer_engine.yaml too"
+_SHARDING = (
+    "weights reach the rollout through lockstep.weight_sync; FSDP2 is applied by lockstep.engines.train.fsdp.FsdpEngine"
+)
+_PATCH = (
+    "nothing has to be patched: packed rows and Ulysses are part of the worker "
+    "(actor_rollout_ref.actor.ulysses_sequence_parallel_size)"
+)
 _GENERATION = "use {0}.trainer.main_generation (`lockstep generate`), which generates in the program's own workers"
+_REWARD_LOOP = (
+    "the run scores batches with the manager of reward_model.reward_manager; derive yours from RewardManagerBase of "
+    "{0}.experimental.reward_loop.reward_manager and register it there"
+)
 
 NOT_SERVED: dict[str, str] = {
-    "experimental.agent_loop.AgentLoopManager": _AGENTS,
-    "experimental.agent_loop.AgentLoopWorker": _AGENTS,
-    "experimental.agent_loop.AsyncLLMServerManager": _AGENTS,
-    "experimental.agent_loop.agent_loop.AgentLoopManager": _AGENTS,
-    "experimental.agent_loop.agent_loop.AgentLoopWorker": _AGENTS,
-    "experimental.agent_loop.agent_loop.AsyncLLMServerManager": _AGENTS,
-    "experimental.agent_loop.single_turn_agent_loop": _AGENTS,
-    "experimental.agent_loop.tool_agent_loop": _AGENTS,
-    "experimental.reward_loop": "write a reward manager ({0}.workers.reward_manager.register); async functions run concurrently",
+    "checkpoint_engine": "weights reach the rollout through lockstep.weight_sync; set rollout.checkpoint_engine.backend",
+    "experimental.reward_loop.reward_loop.RewardLoopManager": _REWARD_LOOP,
+    "experimental.reward_loop.reward_loop.RewardLoopWorker": _REWARD_LOOP,
     "model_merger": "use `lockstep export` for checkpoints of Lockstep, `lockstep convert` for those of verl",
-    "models": "models are transformers' own; lockstep.models.known_models lists the layers with fused kernels",
-    "protocol.DataProtoConfig": "worker groups pad and unpad batches; pass auto_padding=True to DataProto.from_dict for chunk",
-    "protocol.all_gather_data_proto": "worker groups join the outputs of their ranks",
-    "single_controller.ray.base.merge_resource_pool": "set resource_pool_spec and resource_pool_mapping",
-    "single_controller.ray.base.split_resource_pool": "set resource_pool_spec and resource_pool_mapping",
+    "models.mcore": _MEGATRON,
+    "models.registry": "models are transformers' own; lockstep.models.known_models lists the layers with fused kernels",
+    "models.transformers.monkey_patch": _PATCH,
     "single_controller.ray.megatron": _MEGATRON,
-    "single_controller.ray.merge_resource_pool": "set resource_pool_spec and resource_pool_mapping",
-    "single_controller.ray.split_resource_pool": "set resource_pool_spec and resource_pool_mapping",
-    "tools.utils": _AGENTS,
-    "trainer.sft_trainer": _SFT,
     "trainer.main_generation_server": _GENERATION,
-    "utils.checkpoint.fsdp_checkpoint_manager": _CHECKPOINT,
-    "utils.checkpoint.checkpoint_manager.BaseCheckpointManager": _CHECKPOINT,
-    "utils.fsdp_utils": _SHARDING,
-    "utils.metric.Metric": "metrics are plain numbers; {0}.utils.metric.reduce_metrics reduces lists of them",
-    "utils.tensordict_utils": "use DataProto, or tensordict's own functions",
+    "utils.megatron": _MEGATRON,
     "utils.megatron_utils": _MEGATRON,
-    "utils.profiler.DistProfiler": _PROFILER,
-    "utils.profiler.DistProfilerExtension": _PROFILER,
-    "utils.profiler.ProfilerConfig": _PROFILER,
-    "utils.reward_score.sandbox_fusion": "set reward_model.sandbox_fusion.url, and use {0}.utils.reward_score.prime_code",
-    "utils.rollout_skip": "every step generates; set trainer.rollout_data_dir to keep the rollouts",
-    "utils.ulysses": "sequence parallelism is built in: actor_rollout_ref.actor.ulysses_sequence_parallel_size",
     "utils.vllm": _ROLLOUT,
     "utils.vllm_utils": _ROLLOUT,
-    "workers.actor": _ENGINE,
+    **{
+        f"workers.config.{name}": _MEGATRON
+        for name in (
+            *("McoreActorConfig", "McoreCriticConfig", "McoreEngineConfig", "McoreOptimizerConfig"),
+            *("actor.McoreActorConfig", "critic.McoreCriticConfig"),
+            *("engine.McoreEngineConfig", "optimizer.McoreOptimizerConfig"),
+        )
+    },
     "workers.critic": _ENGINE,
     "workers.engine": _ENGINE,
-    "workers.engine_workers": _ENGINE,
+    "workers.engine_workers.TrainingWorker": _ENGINE,
     "workers.megatron_workers": _MEGATRON,
-    "workers.rollout": _ROLLOUT,
-    "workers.sharding_manager": _SHARDING,
+    "workers.rollout.base": _ROLLOUT,
+    "workers.rollout.hf_rollout": _ROLLOUT,
+    "workers.rollout.replica.RolloutReplica": _ROLLOUT,
+    "workers.rollout.sglang_rollout": _ROLLOUT,
+    "workers.rollout.vllm_rollout": _ROLLOUT,
+    "workers.sharding_manager.fsdp_sglang": _SHARDING,
+    "workers.sharding_manager.fsdp_vllm": _SHARDING,
+    "workers.sharding_manager.megatron_vllm": _MEGATRON,
 }
 """Names of verl that Lockstep does not have (modules, or `module.name`) -> what to use instead. {0} is this package."""
 

@@ -182,6 +182,11 @@ def test_scorers_that_use_the_grader() -> None:
     for gold in (matrix, matrix.replace("bmatrix", "pmatrix")):
         assert prime_math.compute_score(rf"so \boxed{{{matrix}}}", gold)[0]
         assert not prime_math.compute_score(rf"so \boxed{{{matrix}}}", gold.replace("4", "5"))[0]
+    rows = "\n 1 & 2 \\\\\n 3 & 4"
+    in_lines = [
+        f"\\begin{{{kind}}}{rows}{end}\\end{{{kind}}}" for kind, end in (("bmatrix", " \n "), ("pmatrix", "\n"))
+    ]
+    assert prime_math.compute_score(*in_lines)[0]
     assert math_verify.compute_score("no box 3", "3") == 1.0
     assert math_verify.compute_score(r"\boxed{50\%}", "50") == 0.0
     assert geo3k.compute_score(r"<think>a</think> \boxed{1/2}", r"\frac{1}{2}") == pytest.approx(1.0)

@@ -40,7 +40,6 @@ from lockstep.verl.utils.config import omega_conf_to_dataclass, validate_config
 from lockstep.verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
 from lockstep.verl.utils.debug.metrics import calculate_debug_metrics
 from lockstep.verl.utils.device import auto_set_device, get_device_name, get_torch_device
-from lockstep.verl.utils.flops_counter import FlopsCounter
 from lockstep.verl.utils.hdfs_io import copy, exists, makedirs
 from lockstep.verl.utils.metric import reduce_metrics
 from lockstep.verl.utils.profiler import marked_timer, simple_timer
@@ -52,7 +51,7 @@ from lockstep.verl.utils.tracking import Tracking, ValidationGenerationsLogger
 from lockstep.verl.workers.config import ActorConfig, CriticConfig, FSDPOptimizerConfig, RolloutConfig
 from lockstep.verl.workers.reward_manager import get_reward_manager_cls
 from lockstep.verl.workers.reward_manager import register as register_manager
-from tests.tiny import save_tiny_model, tiny_config, tiny_tokenizer, write_rows
+from tests.tiny import save_tiny_model, tiny_tokenizer, write_rows
 
 pytestmark = pytest.mark.usefixtures("no_registrations")
 
@@ -378,16 +377,6 @@ def test_devices() -> None:
     auto_set_device(config)
     assert config.trainer.device == get_device_name() in ("cpu", "cuda")
     assert get_torch_device() is getattr(torch, get_device_name())
-
-
-def test_flops_of_a_step() -> None:
-    config = tiny_config()
-    counter = FlopsCounter(config)
-    layer = 32 * 8 * (2 * 4 + 2 * 2) + 3 * 32 * 64
-    assert counter.num_parameters == 2 * layer + 259 * 32
-    achieved, _ = counter.estimate_flops([10, 20], delta_time=2.0)
-    expected = 6 * counter.num_parameters * 30 + 12 * 2 * 4 * 8 * (100 + 400)
-    assert achieved == pytest.approx(expected / 2.0 / 1e12)
 
 
 def test_classes_wrapped_by_ray_remote() -> None:

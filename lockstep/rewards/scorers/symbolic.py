@@ -67,6 +67,7 @@ def _plain_form(text: str) -> str:
     """Lower case, without currency and percent signs, units and LaTeX; integers without a fraction."""
     if match := IN_TEXT.search(text):
         text = match[1]
+    text = re.sub(r"\s+", " ", text)  # LaTeX reads line breaks as spaces
     for sign in (r"\%", r"\$", "$", "%"):
         text = text.replace(sign, "")
     text = text.replace(" or ", " , ").replace(" and ", " , ")

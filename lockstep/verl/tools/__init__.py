@@ -2,4 +2,10 @@
 
 from lockstep.verl._names import exports
 
-__getattr__ = exports(__name__)
+__getattr__ = exports(
+    __name__,
+    {
+        "lockstep.verl.tools.schemas": ("OpenAIFunctionToolSchema", "ToolResponse"),
+        "lockstep.verl.tools.base_tool": ("BaseTool",),
+    },
+)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from omegaconf import OmegaConf
 
@@ -23,7 +23,18 @@ def omega_conf_to_dataclass(config: Any, dataclass_type: Any = None) -> Any:
     unknown = sorted(set(plain) - known - {"_target_"})
     if unknown:
         raise ValueError(f"{dataclass_type.__name__} has no {', '.join(unknown)}; it has {', '.join(sorted(known))}")
-    return dataclass_type(**{name: _targets(value) for name, value in plain.items() if name != "_target_"})
+    hints = get_type_hints(dataclass_type)
+    return dataclass_type(**{name: _section(value, hints[name]) for name, value in plain.items() if name != "_target_"})
+
+
+def _section(value: Any, hint: Any) -> Any:
+    """A mapping as an object of its `_target_`, or of the dataclass that the field has; other values unchanged."""
+    if not isinstance(value, Mapping) or "_target_" in value:
+        return _targets(value)
+    inner = next(
+        (choice for choice in (hint, *get_args(hint)) if isinstance(choice, type) and is_dataclass(choice)), None
+    )
+    return _targets(value) if inner is None else omega_conf_to_dataclass(value, inner)
 
 
 def _targets(value: Any) -> Any:

@@ -30,6 +30,12 @@ def get_nccl_backend() -> str:
     return "nccl" if is_cuda_available else "gloo"
 
 
+def set_expandable_segments(enable: bool) -> None:
+    """Let torch's CUDA allocator grow its segments; no-op without a GPU. Memory shared between processes needs it off."""
+    if is_cuda_available:
+        torch.cuda.memory._set_allocator_settings(f"expandable_segments:{enable}")
+
+
 def get_visible_devices_keyword() -> str:
     return "CUDA_VISIBLE_DEVICES"
 

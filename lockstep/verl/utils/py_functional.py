@@ -1,7 +1,10 @@
 """verl.utils.py_functional"""
 
+import functools
 import os
-from collections.abc import Iterator, Mapping, MutableMapping
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +18,7 @@ __all__ = [
     "list_of_dict_to_dict_of_list",
     "rename_dict",
     "temp_env_var",
+    "timeout_limit",
     "union_two_dict",
 ]
 
@@ -59,3 +63,53 @@ def temp_env_var(key: str, value: str) -> Iterator[None]:
             os.environ.pop(key, None)
         else:
             os.environ[key] = before
+
+
+def timeout_limit(seconds: float, use_signals: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: TimeoutError if a call takes longer.
+
+    use_signals: interrupt the call by SIGALRM, in the main thread of Unix only. Otherwise it runs in a thread, which goes on
+    after the error: Python cannot end threads.
+    """
+
+    def limit(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            run = _interrupted if use_signals else _in_thread
+            return run(seconds, functools.partial(function, *args, **kwargs), function.__name__)
+
+        return call
+
+    return limit
+
+
+def _interrupted(seconds: float, call: Callable[[], Any], name: str) -> Any:
+    def stop(signum: int, frame: Any) -> None:
+        raise TimeoutError(f"{name} took longer than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        return call()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _in_thread(seconds: float, call: Callable[[], Any], name: str) -> Any:
+    outcome: dict[str, Any] = {}
+
+    def run() -> None:
+        try:
+            outcome["result"] = call()
+        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+            outcome["error"] = error
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise TimeoutError(f"{name} took longer than {seconds} s")
+    if "error" in outcome:
+        raise outcome["error"]
+    return outcome["result"]

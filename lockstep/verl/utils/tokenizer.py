@@ -1,13 +1,15 @@
 """verl.utils.tokenizer"""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import AutoProcessor
 
 from lockstep.models.tokenizer import hf_tokenizer
 
-__all__ = ["hf_processor", "hf_tokenizer", "set_pad_token_id"]
+__all__ = ["hf_processor", "hf_tokenizer", "normalize_token_ids", "set_pad_token_id"]
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
@@ -18,6 +20,18 @@ def hf_processor(name_or_path: str | Path, **kwargs: Any) -> Any:
     if not any((folder / name).is_file() for name in PROCESSOR_FILES):
         return None
     return AutoProcessor.from_pretrained(str(folder), **kwargs)
+
+
+def normalize_token_ids(tokenized: Any) -> list[int]:
+    """The token ids of one text as a list, from what a tokenizer or `apply_chat_template` returns: a list, a list of one list, a
+    tensor or an array of one row, or a mapping with `input_ids`."""
+    ids = tokenized["input_ids"] if isinstance(tokenized, Mapping) or hasattr(tokenized, "input_ids") else tokenized
+    ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    if len(ids) == 1 and isinstance(ids[0], list | tuple):
+        ids = list(ids[0])
+    if not all(isinstance(token, int | np.integer) for token in ids):
+        raise TypeError(f"normalize_token_ids: expected the token ids of one text, got {str(ids)[:80]}")
+    return [int(token) for token in ids]
 
 
 def set_pad_token_id(tokenizer: Any) -> None:

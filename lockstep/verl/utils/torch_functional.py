@@ -17,6 +17,7 @@ from lockstep.utils.masked import get_response_mask, masked_mean, masked_sum, ma
 from lockstep.utils.padding import pad_2d_list_to_length, pad_sequence_to_length
 
 __all__ = [
+    "calculate_sum_pi_squared_from_logits",
     "clip_by_value",
     "entropy_from_logits",
     "entropy_from_logits_with_chunking",
@@ -61,6 +62,11 @@ def log_probs_from_logits_response(input_ids: Tensor, logits: Tensor, response_l
 def entropy_from_logits_with_chunking(logits: Tensor, chunk_size: int = 2048) -> Tensor:
     """`entropy_from_logits`, `chunk_size` rows at a time."""
     return torch.cat([entropy_from_logits(rows) for rows in logits.split(chunk_size)])
+
+
+def calculate_sum_pi_squared_from_logits(logits: Tensor) -> Tensor:
+    """Sum of squared probabilities at each position: (..., V) to (...)."""
+    return (2 * torch.log_softmax(logits, -1)).exp().sum(-1)
 
 
 def clip_by_value(x: Tensor, tensor_min: Tensor, tensor_max: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from lockstep.verl._names import exports
 __getattr__ = exports(
     __name__,
     {
+        "lockstep.verl.single_controller.ray.pools": ("merge_resource_pool", "split_resource_pool"),
         "lockstep.verl.single_controller.ray.base": (
             "RayClassWithInitArgs",
             "RayResourcePool",

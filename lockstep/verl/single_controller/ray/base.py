@@ -36,7 +36,12 @@ __all__ = [
 ]
 
 create_colocated_worker_cls_fused = create_colocated_worker_cls
-__getattr__ = exports(__name__)
+__getattr__ = exports(
+    __name__, {"lockstep.verl.single_controller.ray.pools": ("merge_resource_pool", "split_resource_pool")}
+)
+
+SET_BY_GROUP = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "WG_PREFIX", "WG_BACKEND")
+"""Environment variables of workers that a group sets itself."""
 
 
 SECTIONS = {
@@ -101,6 +106,8 @@ class RayWorkerGroup(CopyingWorkerGroup):
         worker_env: Mapping[str, str] | None = None,
         **kwargs: Any,
     ) -> None:
+        if taken := sorted(set(worker_env or {}) & set(SET_BY_GROUP)):
+            raise ValueError(f"worker_env may not set {', '.join(taken)}: the worker group does")
         per_machine = set(resource_pool.store)
         env = {"RAY_LOCAL_WORLD_SIZE": str(per_machine.pop())} if len(per_machine) == 1 else {}
         ray_cls_with_init.update_options({"runtime_env": {"env_vars": env | dict(worker_env or {})}})

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from lockstep.config import algorithm
-from lockstep.config.algorithm import FilterGroupsConfig, KLControlConfig
-from lockstep.config.model import CheckpointConfig
-from lockstep.verl.base_config import BaseConfig
+from lockstep.verl.base_config import BaseConfig, DictLike, adapt_sections, assignable
+from lockstep.verl.workers.config.model import CheckpointConfig
 
 __all__ = [
     "AlgoConfig",
@@ -23,8 +22,19 @@ __all__ = [
 Threshold = float | str | None
 
 
+@assignable()
 @dataclass(frozen=True)
-class RolloutCorrectionConfig(algorithm.RolloutCorrectionConfig):
+class FilterGroupsConfig(DictLike, algorithm.FilterGroupsConfig): ...
+
+
+@assignable()
+@dataclass(frozen=True)
+class KLControlConfig(DictLike, algorithm.KLControlConfig): ...
+
+
+@assignable()
+@dataclass(frozen=True)
+class RolloutCorrectionConfig(DictLike, algorithm.RolloutCorrectionConfig):
     """`algorithm.rollout_correction`, with verl's presets as constructors.
 
     decoupled_*  importance weights and rejection before the update
@@ -109,11 +119,12 @@ class RolloutCorrectionConfig(algorithm.RolloutCorrectionConfig):
         return cls._weights("token", is_threshold, bypass_mode=True, loss_type="reinforce", **rejection)
 
 
+@assignable()
 @dataclass(frozen=True)
-class AlgoConfig(algorithm.AlgoConfig):
+class AlgoConfig(DictLike, algorithm.AlgoConfig):
     """The `algorithm` section, also for a program that constructs it itself."""
 
     rollout_correction: algorithm.RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
 
-    def get(self, name: str, default: Any = None) -> Any:
-        return getattr(self, name, default)
+    def __post_init__(self) -> None:
+        adapt_sections(self)

@@ -1,5 +1,6 @@
 """verl.trainer.ppo.core_algos: advantages, losses and KL."""
 
+import functools
 from collections.abc import Callable
 from enum import Enum
 from typing import Any, NamedTuple
@@ -47,13 +48,17 @@ from lockstep.algorithms.losses import (
     compute_policy_loss_vanilla,
     compute_value_loss,
     get_policy_loss_fn,
-    register_policy_loss,
 )
-from lockstep.algorithms.losses.policy import POLICY_LOSSES as POLICY_LOSS_REGISTRY
+from lockstep.algorithms.losses import register_policy_loss as register_loss
+from lockstep.algorithms.losses.policy import POLICY_LOSSES
 from lockstep.algorithms.pf_ppo import compute_pf_ppo_reweight_data
 from lockstep.config.algorithm import AlgoConfig
+from lockstep.verl._registry import RegistryView
+from lockstep.verl.base_config import dict_like
 
-ADV_ESTIMATOR_REGISTRY = advantages.ADVANTAGE_ESTIMATORS
+ADV_ESTIMATOR_REGISTRY = RegistryView(advantages.ADVANTAGE_ESTIMATORS)
+POLICY_LOSS_REGISTRY = RegistryView(POLICY_LOSSES)
+compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage
 
 __all__ = [
     "ADV_ESTIMATOR_REGISTRY",
@@ -69,6 +74,7 @@ __all__ = [
     "compute_gpg_outcome_advantage",
     "compute_grpo_outcome_advantage",
     "compute_grpo_passk_outcome_advantage",
+    "compute_grpo_vectorized_outcome_advantage",
     "compute_multi_turn_optimal_token_baseline_advantage",
     "compute_opo_outcome_advantage",
     "compute_optimal_token_baseline_advantage",
@@ -161,3 +167,19 @@ def get_adv_estimator_fn(name_or_enum: str | Enum) -> AdvantageFn:
 
 def _name(name_or_enum: str | Enum) -> str:
     return str(name_or_enum.value if isinstance(name_or_enum, Enum) else name_or_enum)
+
+
+def register_policy_loss(name: str, **options: Any) -> Callable[[PolicyLossFn], PolicyLossFn]:
+    """Decorator: register a policy loss, whose `config` also reads like a mapping (`config.get("clip_ratio_c", 3.0)`)."""
+
+    def enter(loss: PolicyLossFn) -> PolicyLossFn:
+        @functools.wraps(loss)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("config") is not None:
+                kwargs["config"] = dict_like(kwargs["config"])
+            return loss(*args, **kwargs)
+
+        register_loss(name, **options)(call)
+        return loss
+
+    return enter

@@ -14,11 +14,13 @@ from lockstep.algorithms.rollout_correction import (
     compute_rollout_rejection_mask,
     use_rollout_log_probs,
 )
+from lockstep.algorithms.rollout_correction.rejection import REJECTIONS
 from lockstep.config.algorithm import RolloutCorrectionConfig
 from lockstep.config.schema import to_dataclass
 from lockstep.protocol import DataProto
 
 __all__ = [
+    "SUPPORTED_ROLLOUT_RS_OPTIONS",
     "apply_bypass_mode",
     "compute_offpolicy_metrics",
     "compute_rollout_correction_and_add_to_batch",
@@ -26,6 +28,10 @@ __all__ = [
     "compute_rollout_correction_weights",
     "compute_rollout_rejection_mask",
 ]
+
+
+SUPPORTED_ROLLOUT_RS_OPTIONS = frozenset(REJECTIONS)
+"""Criteria of `rollout_rs`."""
 
 
 def compute_rollout_correction_and_add_to_batch(

@@ -12,7 +12,10 @@ from lockstep.utils import timing
 from lockstep.utils.distributed import current_rank
 from lockstep.verl._names import exports
 
-__getattr__ = exports(__name__)
+__getattr__ = exports(
+    __name__,
+    {"lockstep.verl.utils.profiler.profile": ("DistProfiler", "DistProfilerExtension", "ProfilerConfig")},
+)
 
 _LOGGER = logging.getLogger(__name__)
 _GB = 2**30

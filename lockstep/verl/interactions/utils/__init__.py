@@ -1,0 +1,5 @@
+"""verl.interactions.utils"""
+
+from lockstep.verl._names import exports
+
+__getattr__ = exports(__name__)

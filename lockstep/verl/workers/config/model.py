@@ -1,0 +1,21 @@
+"""verl.workers.config.model"""
+
+from dataclasses import dataclass
+
+from lockstep.config import model
+from lockstep.verl._names import exports
+from lockstep.verl.base_config import DictLike, assignable
+
+__all__ = ["CheckpointConfig", "HFModelConfig"]
+
+__getattr__ = exports(__name__)
+
+
+@assignable("path", "tokenizer_path", "target_modules", "override_config")
+@dataclass(frozen=True)
+class HFModelConfig(DictLike, model.HFModelConfig): ...
+
+
+@assignable()
+@dataclass(frozen=True)
+class CheckpointConfig(DictLike, model.CheckpointConfig): ...

@@ -1,0 +1,61 @@
+"""verl.workers.config.optimizer"""
+
+from dataclasses import InitVar, dataclass
+from typing import Any
+
+from lockstep.config import model
+from lockstep.config.schema import Mismatch, coerce, keys
+from lockstep.verl._names import exports
+from lockstep.verl.base_config import DictLike, assignable
+
+__all__ = ["FSDPOptimizerConfig", "OptimizerConfig", "take"]
+
+__getattr__ = exports(__name__)
+
+IMPLEMENTATIONS = ("torch.optim", None)
+
+
+def take(section: Any, name: str, **older_names: Any) -> None:
+    """Set the field `name` from an older name of it, which must not contradict it."""
+    for older, value in older_names.items():
+        if value is None:
+            continue
+        if getattr(section, name) not in (value, type(section).__dataclass_fields__[name].default):
+            raise ValueError(f"{older}={value} and {name}={getattr(section, name)}: set only one of them")
+        object.__setattr__(section, name, value)
+        object.__setattr__(section, older, value)
+
+
+@assignable("clip_grad", "total_training_steps", "lr_warmup_steps")
+@dataclass(frozen=True)
+class FSDPOptimizerConfig(DictLike, model.FSDPOptimizerConfig):
+    """Checks its values, the name of the schedule among them.
+
+    optimizer_impl: the module of the optimizer's class; AdamW of `torch.optim` is the only one.
+    """
+
+    warmup_style: InitVar[str | None] = None
+    optimizer_impl: InitVar[str | None] = "torch.optim"
+    override_optimizer_config: InitVar[dict[str, Any] | None] = None
+
+    def __post_init__(
+        self, warmup_style: str | None, optimizer_impl: str | None, override_optimizer_config: dict[str, Any] | None
+    ) -> None:
+        take(self, "lr_scheduler_type", warmup_style=warmup_style)
+        if optimizer_impl not in IMPLEMENTATIONS:
+            raise ValueError(f"optim.optimizer_impl={optimizer_impl}: must be torch.optim; AdamW is the only optimizer")
+        if override_optimizer_config:
+            raise ValueError(
+                f"optim.override_optimizer_config={override_optimizer_config}: set lr, betas and weight_decay instead"
+            )
+        if self.min_lr_ratio is None:
+            object.__setattr__(self, "min_lr_ratio", 0.0)
+        for key in keys(model.FSDPOptimizerConfig).values():
+            value = getattr(self, key.field)
+            try:
+                object.__setattr__(self, key.field, coerce(value, key.annotation))
+            except Mismatch as error:
+                raise ValueError(f"optim.{key.field}={value}: must be {error}") from None
+
+
+OptimizerConfig = FSDPOptimizerConfig
