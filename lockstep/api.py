@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.agents.tools.calls import by_name
 from lockstep.agents.tools.function import ToolList, tools_of
 from lockstep.agents.tools.load import FUNCTION_KEY
+from lockstep.config.batch_sizes import BATCH, MINI
 from lockstep.config.compose import PRESETS, load_config
 from lockstep.config.data import DataConfig
 from lockstep.config.ppo import PPOConfig
@@ -111,7 +112,7 @@ def train(
     tools:     functions that the policy can call, classes whose public methods are tools, or a list of them (docs/tools.md).
     callbacks: functions that are called after each step with (step, metrics); see `Callback`.
     config:    settings by key, nested or dotted, or a YAML file.
-    overrides: `run_dir` (a new folder in `runs/` by default), `steps`, `batch_size`, `n`, `lr`, `max_prompt_length`,
+    overrides: `run_dir` (a new folder in `runs/` by default), `steps`, `batch_size` (64), `n`, `lr`, `max_prompt_length`,
                `max_response_length`, and any key of docs/config.md: `**{"trainer.save_freq": 10}`. A function or a class may
                stand for a name.
 
@@ -127,8 +128,7 @@ def train(
     file = None if config is None or isinstance(config, Mapping) else str(config)
     given = dict(config) if isinstance(config, Mapping) else {}
     defaults: Settings = {} if file else {RUN_DIR: _new_run_dir()}
-    if overrides.get("batch_size") is not None and file is None:
-        defaults[MINI_BATCH] = overrides["batch_size"]
+    sizes: Settings = {} if file else FIRST_RUN
     presets: list[str] = []
     if isinstance(algorithm, str) and (PRESETS / "algorithm" / f"{algorithm}.yaml").is_file():
         presets = [f"algorithm={algorithm}"]
@@ -141,13 +141,13 @@ def train(
     with ObjectReferences() as objects:
         called = {} if tool_list is None else {FUNCTION_KEY: objects.add(tool_list)}
         layers = [_plain(layer, objects) for layer in (defaults, given, rewards, called, settings)]
-        unchecked = load_config(PPOConfig, presets, config_name=file, layers=layers, run_checks=False)
+        unchecked = load_config(PPOConfig, presets, config_name=file, layers=layers, defaults=sizes, run_checks=False)
         run_dir = Path(unchecked.trainer.default_local_dir).expanduser().absolute()
         layers += [_plain({RUN_DIR: run_dir} | inputs.settings(run_dir / "inputs"), objects)]
         columns = inputs.write(run_dir, unchecked)
         if functions is not None and columns is not None:
             functions.check(columns)
-        ppo_config = load_config(PPOConfig, presets, config_name=file, layers=layers)
+        ppo_config = load_config(PPOConfig, presets, config_name=file, layers=layers, defaults=sizes)
         code = run_ppo(ppo_config, on_step=steps if steps.functions else None)
     if steps.error is not None:
         raise steps.error
@@ -155,7 +155,8 @@ def train(
 
 
 RUN_DIR = "trainer.default_local_dir"
-MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
+FIRST_RUN: Settings = {BATCH: 64, MINI: f"${{{BATCH}}}"}
+"""Batch sizes without a YAML file; a step is one update."""
 
 
 class _Inputs:

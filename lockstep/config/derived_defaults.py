@@ -6,8 +6,11 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lockstep.config.actor_rollout_ref import ActorConfig
+from lockstep.config.batch_sizes import BATCH, MINI
 from lockstep.config.errors import ConfigError
 from lockstep.config.estimators import needs_groups
+from lockstep.config.micro_batches import filled_by_tokens
 from lockstep.config.preference import DPOConfig, RMConfig
 from lockstep.config.run_names import experiment_name, project_name
 from lockstep.config.schema import keys, set_in
@@ -46,12 +49,11 @@ def derived_defaults(cls: type, values: Mapping[str, Any]) -> tuple[dict[str, An
         notices.append(
             f"actor_rollout_ref.rollout.n is not set; using {GROUP_SIZE}, because {estimator} compares the samples of a prompt"
         )
-    if values.get("data.micro_batch_size_per_gpu") is not None and "data.use_dynamic_bsz" not in values:
-        derived["data.use_dynamic_bsz"] = False
-        notices.append(
-            "data.micro_batch_size_per_gpu is set, so micro-batches are filled by sequences; set data.use_dynamic_bsz=true to "
-            "fill them by tokens"
-        )
+    batch, largest = values.get(BATCH), ActorConfig.ppo_mini_batch_size
+    if isinstance(batch, int) and 0 < batch < largest and MINI in keys(cls) and MINI not in values:
+        derived[MINI] = batch
+        notices.append(f"{MINI} is not set; using {batch}, all prompts of a step, because its default is {largest}")
+    derived |= {key: value for key, value in filled_by_tokens(values).items() if key in keys(cls)}
     if values.get("trainer.placement") in ("split", "standalone") and _FREE_CACHE not in values:
         derived[_FREE_CACHE] = False  # nobody else uses the memory
     single = values.get("trainer.async_mode") is not None or values.get(f"{_ROLLOUT}.over_sample_rate")

@@ -43,7 +43,7 @@ POLICY_LOSSES: Registry[PolicyLossFn] = Registry(
 )
 
 
-PREPARATIONS: Registry[Prepare] = Registry("preparation of a policy loss")
+PREPARATIONS: Registry[Prepare] = Registry(names.PREPARATION, names=names.PREPARED_LOSSES)
 """The `prepare` functions, by policy loss."""
 
 

@@ -9,18 +9,19 @@ ranks changes it. Every rank reads the same rows in the same order and takes its
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from tensordict import TensorDict
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from lockstep.config.batch_sizes import fitted_to_rows
 from lockstep.config.derived_defaults import PROGRAMS
 from lockstep.config.schema import to_plain
 from lockstep.config.sft import SupervisedConfig
@@ -34,6 +35,7 @@ from lockstep.models.weight_source import WeightSource
 from lockstep.observability.trackers import Tracking
 from lockstep.trainer.checkpoint import CheckpointStore, RunLock
 from lockstep.trainer.interrupt import Interrupt
+from lockstep.trainer.memory_check import with_chosen_sizes
 from lockstep.trainer.run_config import FILE as CONFIG_FILE
 from lockstep.trainer.run_config import (
     as_yaml,
@@ -85,6 +87,9 @@ class SupervisedTrainer(ABC):
         val_dataset: Any = None,
         device: str = "cpu",
     ) -> None:
+        config = with_chosen_sizes(fitted_to_rows(config, len(cast(Sized, train_dataset))), torch.device(device).type)
+        least = least_of_ranks(config.data.max_token_len_per_gpu)
+        config = replace(config, data=replace(config.data, max_token_len_per_gpu=least))
         data, trainer = config.data, config.trainer
         self.config, self.tokenizer, self.device = config, tokenizer, torch.device(device)
         self.val_dataset = val_dataset
