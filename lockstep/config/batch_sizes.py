@@ -34,8 +34,9 @@ def fitted_to_rows(config: C, num_rows: int) -> C:
         config.data.train_batch_size,
         " and ".join(f"{key}={size}" for key, size in sizes.items()),
     )
-    if MINI in sizes and config.critic.ppo_mini_batch_size == config.actor_rollout_ref.actor.ppo_mini_batch_size:
-        sizes |= {"critic.ppo_mini_batch_size": sizes[MINI]}
+    if isinstance(config, PPOConfig) and MINI in sizes:
+        follows = config.critic.ppo_mini_batch_size == config.actor_rollout_ref.actor.ppo_mini_batch_size
+        sizes |= {"critic.ppo_mini_batch_size": sizes[MINI]} if follows else {}
     found: C = with_values(config, sizes)
     return found
 

@@ -29,6 +29,8 @@ MOST_MEMORY = 0.9
 """Share of a GPU's memory that a phase with a chosen budget may need."""
 MOST_HOST_MEMORY = 0.5
 """Share of the machine's memory for all processes, if they train on CPU."""
+OVERHEAD = 700
+"""A micro-batch takes as long as one of this many tokens more: LoRA's update with 4,096 and 8,192 tokens (docs/plan.md)."""
 WITHOUT_A_PLAN = 8192
 """Tokens if the model's sizes are not known."""
 
@@ -93,7 +95,8 @@ def _budgets(
         except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError):
             return {phase: max(WITHOUT_A_PLAN, least[phase]) for phase in unset}
         for phase in (phase for phase in plan.phases if phase.name in unset):
-            option = plan.times[phase.name], -tokens[phase.name]
+            size = tokens[phase.name]
+            option = plan.times[phase.name] * (1 + OVERHEAD / size), -size
             if phase.name not in best or (phase.peak <= limit and option < best[phase.name]):
                 best[phase.name] = option
     found = {phase: -tokens for phase, (_, tokens) in best.items()}

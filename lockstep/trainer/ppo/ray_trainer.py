@@ -81,6 +81,7 @@ from lockstep.trainer.run_config import (
     report_changes,
     saved_config,
     warn_if_epochs_end_first,
+    warn_if_on_cpu,
     write_run_config,
 )
 from lockstep.trainer.step_profiler import StepProfiler, profiled_roles
@@ -133,7 +134,8 @@ class PPOTrainer:
         self.device_name = device_name or resolve_device(config.trainer.device)
         if train_dataset is not None:
             config = fitted_to_rows(config, len(cast(Sized, train_dataset)))
-        self.config = config = with_chosen_sizes(config, self.device_name)
+        config = with_chosen_sizes(config, self.device_name)
+        self.config = config
         self.tokenizer = tokenizer
         self.role_worker_mapping = role_worker_mapping
         self.resource_pool_manager = resource_pool_manager
@@ -366,6 +368,7 @@ class PPOTrainer:
             logger.info("workers: %s", self._layout())
         logger.info("output folder: %s", self.run_dir)
         warn_if_epochs_end_first(config, self.total_training_steps)
+        warn_if_on_cpu(config, self.device_name, self.resource_pool_manager.get_n_gpus())
 
     def _layout(self) -> str:
         """Each pool with its processes per machine and its roles, and the actor's sequence parallel size."""

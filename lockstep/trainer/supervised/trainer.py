@@ -43,6 +43,7 @@ from lockstep.trainer.run_config import (
     report_changes,
     saved_config,
     warn_if_epochs_end_first,
+    warn_if_on_cpu,
     write_run_config,
 )
 from lockstep.trainer.step_profiler import StepProfiler
@@ -337,6 +338,7 @@ class SupervisedTrainer(ABC):
         )
         logger.info("output folder: %s", self.run_dir)
         warn_if_epochs_end_first(config, self.total_training_steps)
+        warn_if_on_cpu(config, self.device.type, current_world_size())
 
     def _save_checkpoint(self, metrics: dict[str, Any]) -> None:
         """metrics: those of the step, saved in case the process dies before they are tracked."""
