@@ -62,7 +62,9 @@ def with_token_budgets(config: C, device: Device, machines: Sequence[int] = (1,)
     return found
 
 
-def describe_budgets(given: C, chosen: C, device: Device) -> str | None:
+def describe_budgets(
+    given: PPOConfig | SupervisedConfig, chosen: PPOConfig | SupervisedConfig, device: Device
+) -> str | None:
     """The chosen budgets in one line, with the keys that set them; None if there are none."""
     roles = {"actor", "model"}
     if isinstance(given, PPOConfig):
@@ -88,7 +90,7 @@ def _budgets(
     best: dict[str, tuple[float, int]] = {}
     for number in BUDGETS:
         tokens = {phase: max(number, least[phase]) for phase in unset}
-        settings = {keys.switch: True for keys in unset.values()}
+        settings: dict[str, Any] = {keys.switch: True for keys in unset.values()}
         settings |= {keys.tokens: tokens[phase] for phase, keys in unset.items()}
         try:
             plan = plan_of(with_values(config, settings), timed, machines=machines)
