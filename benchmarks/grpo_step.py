@@ -187,6 +187,8 @@ def run_lockstep(folder: Path, model: Path, texts: list[str], args: argparse.Nam
 
 
 def micro_batching(args: argparse.Namespace) -> list[str]:
+    if args.auto_micro:
+        return []
     if args.max_tokens is None:
         keys = ("actor.ppo_micro_batch_size_per_gpu", "rollout.log_prob_micro_batch_size_per_gpu")
         return [f"actor_rollout_ref.{key}={args.micro}" for key in keys]
@@ -249,6 +251,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--micro", type=int, default=64, help="sequences per micro-batch of Lockstep")
     parser.add_argument("--max-tokens", type=int, help="tokens per micro-batch of Lockstep, instead of --micro")
+    parser.add_argument("--auto-micro", action="store_true", help="tokens that Lockstep chooses from the GPU's memory")
     parser.add_argument("--peer-micro", type=int, default=32, help="sequences per micro-batch of the peer")
     parser.add_argument(
         "--master-dtype", choices=["float32", "bfloat16"], default="float32", help="Lockstep's master weights"

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.agents.tools.calls import by_name
 from lockstep.agents.tools.function import ToolList, tools_of
 from lockstep.agents.tools.load import FUNCTION_KEY
+from lockstep.config.batch_sizes import BATCH, MINI
 from lockstep.config.compose import PRESETS, load_config
 from lockstep.config.data import DataConfig
 from lockstep.config.errors import ConfigError, with_short_names
@@ -122,7 +123,7 @@ def train(
     tools:     functions that the policy can call, classes whose public methods are tools, or a list of them (docs/tools.md).
     callbacks: functions that are called after each step with (step, metrics); see `Callback`.
     config:    settings by key, nested or dotted, or a YAML file.
-    overrides: `run_dir` (a new folder in `runs/` by default), `steps`, `batch_size`, `n`, `lr`, `max_prompt_length`,
+    overrides: `run_dir` (a new folder in `runs/` by default), `steps`, `batch_size` (64), `n`, `lr`, `max_prompt_length`,
                `max_response_length`, `loss`, `loss_kwargs`, `adv_kwargs`, and any key of docs/config.md:
                `**{"trainer.save_freq": 10}`. A function or a class may stand for a name.
 
@@ -134,6 +135,7 @@ def train(
     file = None if config is None or isinstance(config, Mapping) else str(config)
     given = dict(config) if isinstance(config, Mapping) else {}
     defaults: Settings = {} if file else {RUN_DIR: _new_run_dir()}
+    sizes: Settings = {} if file else FIRST_RUN
     presets, estimator = _algorithm_settings(algorithm, has_file=file is not None)
     settings = estimator | settings
     tool_list = _tool_list(tools)
@@ -143,13 +145,13 @@ def train(
     with _own_names(), ObjectReferences() as objects:
         called = {} if tool_list is None else {FUNCTION_KEY: objects.add(tool_list)}
         layers = [_plain(layer, objects) for layer in (defaults, given, rewards, called, settings)]
-        unchecked = load_config(PPOConfig, presets, config_name=file, layers=layers, run_checks=False)
+        unchecked = load_config(PPOConfig, presets, config_name=file, layers=layers, defaults=sizes, run_checks=False)
         run_dir = Path(unchecked.trainer.default_local_dir).expanduser().absolute()
         layers += [_plain({RUN_DIR: run_dir} | inputs.settings(run_dir / "inputs"), objects)]
         columns = inputs.write(run_dir, unchecked)
         if functions is not None and columns is not None:
             functions.check(columns)
-        ppo_config = load_config(PPOConfig, presets, config_name=file, layers=layers)
+        ppo_config = load_config(PPOConfig, presets, config_name=file, layers=layers, defaults=sizes)
         code = run_ppo(ppo_config, on_step=steps if steps.functions else None)
     if steps.error is not None:
         raise steps.error
@@ -157,6 +159,8 @@ def train(
 
 
 RUN_DIR = RL["run_dir"]
+FIRST_RUN: Settings = {BATCH: 64, MINI: f"${{{BATCH}}}"}
+"""Batch sizes without a YAML file; a step is one update."""
 
 
 @contextmanager

@@ -431,6 +431,25 @@ def test_route_of_a_reward_function() -> None:
         assert (functions is not None) == (manager == "functions")
 
 
+def test_batch_sizes(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    configs: list[PPOConfig] = []
+    monkeypatch.setattr(api, "run_ppo", lambda config, on_step=None: configs.append(config) or 0)
+    yaml_file = tmp_path / "mine.yaml"
+    yaml_file.write_text("actor_rollout_ref: {rollout: {n: 2}}")
+
+    def sizes(**more: Any) -> tuple[int, int]:
+        data = str(files / "train.parquet")
+        lockstep.train(files / "model", data, lambda completion: 1.0, run_dir=tmp_path / "run", **more)
+        config = configs[-1]
+        return config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
+
+    assert sizes() == (64, 64) and configs[-1].unset_sizes  # a small dataset may have fewer
+    assert sizes(batch_size=512) == (512, 512)
+    assert sizes(config={"data.train_batch_size": 32}) == (32, 32)
+    assert sizes(**{"actor_rollout_ref.actor.ppo_mini_batch_size": 16}) == (64, 16)
+    assert sizes(config=yaml_file) == (1024, 256)
+
+
 def test_policy_of_a_run_without_checkpoint(tmp_path: Path) -> None:
     result = lockstep.TrainResult(tmp_path, lockstep.History([{"step": 2}]), finished=True)
     with pytest.raises(ValueError, match=r"global_step_2.*trainer\.save_freq"):

@@ -49,9 +49,10 @@ class ActorConfig:
     ppo_mini_batch_size: int = 256
     """Prompts per optimizer step (times `rollout.n` sequences)."""
     ppo_micro_batch_size_per_gpu: int | None = None
-    """Sequences per forward/backward; null is the whole mini-batch."""
-    use_dynamic_bsz: bool = False
-    """Fill micro-batches by tokens (`ppo_max_token_len_per_gpu`) instead of sequences."""
+    """Sequences per forward/backward with `use_dynamic_bsz=false`, where null is the whole mini-batch."""
+    use_dynamic_bsz: bool | None = None
+    """Fill micro-batches by tokens (`ppo_max_token_len_per_gpu`) instead of sequences. null does so if
+    `ppo_micro_batch_size_per_gpu` is not set, with as many tokens as the device's memory has room for (docs/plan.md)."""
     ppo_max_token_len_per_gpu: int = 16384
     """Tokens per micro-batch with `use_dynamic_bsz`."""
     ppo_epochs: int = 1
@@ -305,9 +306,9 @@ class RolloutConfig:
     calculate_log_probs: bool = True
     """Return the log-prob of each sampled token (batch key `rollout_log_probs`)."""
     log_prob_micro_batch_size_per_gpu: int | None = None
-    """Sequences per forward of the old-log-prob pass; null is all."""
-    log_prob_use_dynamic_bsz: bool = II(f"{_ACTOR}.use_dynamic_bsz")
-    """Fill these micro-batches by tokens."""
+    """Sequences per forward of the old-log-prob pass; see `actor.ppo_micro_batch_size_per_gpu`."""
+    log_prob_use_dynamic_bsz: bool | None = II(f"{_ACTOR}.use_dynamic_bsz")
+    """Fill these micro-batches by tokens; null as for the actor."""
     log_prob_max_token_len_per_gpu: int = II(f"{_ACTOR}.ppo_max_token_len_per_gpu")
     """Tokens per micro-batch."""
     val_kwargs: SamplingConfig = field(default_factory=SamplingConfig)
@@ -334,9 +335,9 @@ class RefConfig:
     strategy: str = II(f"{_ACTOR}.strategy")
     """Engine of the forward pass, as in actor_rollout_ref.actor.strategy."""
     log_prob_micro_batch_size_per_gpu: int | None = None
-    """Sequences per forward of the reference; null is all."""
-    log_prob_use_dynamic_bsz: bool = II(f"{_ACTOR}.use_dynamic_bsz")
-    """Fill these micro-batches by tokens."""
+    """Sequences per forward of the reference; see `actor.ppo_micro_batch_size_per_gpu`."""
+    log_prob_use_dynamic_bsz: bool | None = II(f"{_ACTOR}.use_dynamic_bsz")
+    """Fill these micro-batches by tokens; null as for the actor."""
     log_prob_max_token_len_per_gpu: int = II(f"{_ACTOR}.ppo_max_token_len_per_gpu")
     """Tokens per micro-batch."""
     fsdp_config: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)

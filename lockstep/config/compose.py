@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lockstep.config.batch_sizes import unset_sizes
 from lockstep.config.compat import UNSUPPORTED_FILES
 from lockstep.config.derived_defaults import derived_defaults
 from lockstep.config.errors import NO_VALUE, ConfigError, Problem, show
@@ -43,7 +44,7 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.config.ppo_checks import check
 from lockstep.config.preference import DPOConfig, RMConfig
 from lockstep.config.schema import build, explain_unknown_key, is_mapping_key, keys, sections, set_in, to_plain
-from lockstep.config.sft import SFTConfig
+from lockstep.config.sft import SFTConfig, SupervisedConfig
 from lockstep.config.sft_checks import check_supervised
 from lockstep.config.short_names import FOLLOWS_BATCH, SHORT_NAMES, short_setting
 from lockstep.registry import load_module
@@ -81,9 +82,10 @@ _HOME = re.compile(r"(?<=[=\[,])~/")
 
 @dataclass
 class _Settings:
-    """The layers so far, merged; see `Layer`."""
+    """The layers so far, merged; see `Layer`. defaults: of keys that no layer sets, instead of the dataclasses'."""
 
     values: dict[str, Any] = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict)
     unsupported: dict[str, Problem | None] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
@@ -119,6 +121,7 @@ def load_config(
     config_dir: str | Path | None = None,
     run_checks: bool = True,
     layers: Sequence[Mapping[str, Any]] = (),
+    defaults: Mapping[str, Any] | None = None,
 ) -> C:
     """The configuration of a file and overrides; ConfigError with every problem if it is invalid.
 
@@ -127,9 +130,10 @@ def load_config(
     config_dir:  folder of the user's YAML files and config groups.
     run_checks:  false checks only names and types, not `ppo_checks`.
     layers:      values by key, nested or dotted, that override everything else and the layers before; for callers in Python.
+    defaults:    values by dotted key, instead of the dataclasses' defaults; such keys count as not set.
     """
     name, folder = _locate(config_name or DEFAULT_NAMES.get(cls, DEFAULT_NAMES[PPOConfig]), config_dir)
-    merged = _Settings()
+    merged = _Settings(defaults=dict(defaults or {}))
     parsed, merged.problems = _parse(overrides)
     presets, values = _split(parsed, cls, folder, merged)
     composed = _compose_files(name, folder, presets)
@@ -155,9 +159,11 @@ def _checked(merged: _Settings, cls: type[C], run_checks: bool) -> C:
     """The settings with derived defaults, types and checks; logs the notices."""
     _load_external_lib(merged, cls)
     _fix_checkpoints(merged)
+    unset = unset_sizes(merged.values)
     follows_batch = "batch_size" in merged.short and FOLLOWS_BATCH in {*keys(cls)} - {*merged.values}
     if follows_batch:
         merged.values[FOLLOWS_BATCH] = f"${{{merged.short['batch_size']}}}"
+    merged.values = merged.defaults | merged.values
     derived, notices = derived_defaults(cls, merged.values)
     merged.values |= derived
     merged.notices += notices
@@ -168,6 +174,8 @@ def _checked(merged: _Settings, cls: type[C], run_checks: bool) -> C:
     for key, value in merged.values.items():
         set_in(tree, key, _expand_home(value))
     config, mistyped = build(cls, tree)
+    if isinstance(config, PPOConfig | SupervisedConfig):
+        config = replace(config, unset_sizes=unset)
     requested = [problem for problem in merged.unsupported.values() if problem is not None]
     problems = [*merged.problems, *requested, *unsupported, *mistyped]
     warnings: list[str] = []

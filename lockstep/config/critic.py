@@ -28,11 +28,11 @@ class CriticConfig:
     ppo_mini_batch_size: int = II(f"{_ACTOR}.ppo_mini_batch_size")
     """Prompts per optimizer step (times `rollout.n` sequences)."""
     ppo_micro_batch_size_per_gpu: int | None = None
-    """Sequences per forward/backward; null is the whole mini-batch."""
+    """Sequences per forward/backward; see `actor.ppo_micro_batch_size_per_gpu`."""
     forward_micro_batch_size_per_gpu: int | None = II("critic.ppo_micro_batch_size_per_gpu")
     """Sequences per forward of the value pass."""
-    use_dynamic_bsz: bool = II(f"{_ACTOR}.use_dynamic_bsz")
-    """Fill micro-batches by tokens."""
+    use_dynamic_bsz: bool | None = II(f"{_ACTOR}.use_dynamic_bsz")
+    """Fill micro-batches by tokens; null as for the actor."""
     ppo_max_token_len_per_gpu: int = 32768
     """Tokens per micro-batch with `use_dynamic_bsz`."""
     forward_max_token_len_per_gpu: int = II("critic.ppo_max_token_len_per_gpu")

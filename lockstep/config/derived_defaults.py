@@ -8,9 +8,12 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lockstep.config.actor_rollout_ref import ActorConfig
+from lockstep.config.batch_sizes import BATCH, MINI
 from lockstep.config.errors import ConfigError
 from lockstep.config.estimators import needs_groups
 from lockstep.config.generation import GenerationConfig
+from lockstep.config.micro_batches import filled_by_tokens
 from lockstep.config.preference import DPOConfig, RMConfig
 from lockstep.config.run_names import experiment_name, project_name
 from lockstep.config.schema import keys, set_in
@@ -38,13 +41,15 @@ IF_SET = (
     "data.use_dynamic_bsz",
     "trainer.experiment_name",
     "trainer.project_name",
+    BATCH,
+    MINI,
     _FREE_CACHE,
     f"{_CORRECTION}.bypass_mode",
     f"{_CORRECTION}.rollout_is",
     f"{_ROLLOUT}.mode",
     f"{_ROLLOUT}.n",
 )
-"""Keys for which `derived_defaults` asks whether the user set them: setting one to its default is a choice too."""
+"""Keys for which it matters whether the user set them: setting one to its default is a choice too."""
 
 GROUP_SIZE = 5
 """Samples per prompt for estimators that compare them, unless the user sets `rollout.n`."""
@@ -67,12 +72,11 @@ def derived_defaults(cls: type, values: Mapping[str, Any]) -> tuple[dict[str, An
         notices.append(
             f"actor_rollout_ref.rollout.n is not set; using {GROUP_SIZE}, because {estimator} compares the samples of a prompt"
         )
-    if values.get("data.micro_batch_size_per_gpu") is not None and "data.use_dynamic_bsz" not in values:
-        derived["data.use_dynamic_bsz"] = False
-        notices.append(
-            "data.micro_batch_size_per_gpu is set, so micro-batches are filled by sequences; set data.use_dynamic_bsz=true to "
-            "fill them by tokens"
-        )
+    batch, largest = values.get(BATCH), ActorConfig.ppo_mini_batch_size
+    if isinstance(batch, int) and 0 < batch < largest and MINI in keys(cls) and MINI not in values:
+        derived[MINI] = batch
+        notices.append(f"{MINI} is not set; using {batch}, all prompts of a step, because its default is {largest}")
+    derived |= {key: value for key, value in filled_by_tokens(values).items() if key in keys(cls)}
     if values.get("trainer.placement") in ("split", "standalone") and _FREE_CACHE not in values:
         derived[_FREE_CACHE] = False  # nobody else uses the memory
     single = values.get("trainer.async_mode") is not None or values.get(f"{_ROLLOUT}.over_sample_rate")

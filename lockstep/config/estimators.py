@@ -93,6 +93,16 @@ def signature_inputs(estimator: Callable[..., Any]) -> frozenset[str]:
     return frozenset(required - _FROM_THE_BATCH - _FROM_THE_CONFIG)
 
 
+def may_read(name: str, *keys: str) -> bool:
+    """Whether the estimator could read one of these batch keys: built-in ones name what they read, others may read everything."""
+    if name in set(AdvantageEstimator):
+        return not AdvantageEstimator(name).inputs.isdisjoint(keys)
+    estimator = find_registered("advantage estimator", name) or load_object(name)
+    parameters = inspect.signature(estimator).parameters.values()
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD or p.name == "batch" for p in parameters)
+    return takes_all or any(p.name in keys for p in parameters)
+
+
 def needs_values(name: str) -> bool:
     """Whether the estimator reads a critic's values."""
     return "values" in required_inputs(name)

@@ -8,4 +8,8 @@ POLICY_LOSSES = {
     *("dro", "geo_mean", "gpg", "gspo", "kl_cov", "sapo"),
 }
 TRAIN_ENGINES = {"fsdp", "fsdp2"}
+PREPARATION = "preparation of a policy loss"
+"""Kind of the registry of functions that prepare a whole mini-batch for a loss."""
+PREPARED_LOSSES = {"clip_cov", "geo_mean", "kl_cov"}
+"""Policy losses that have one."""
 REWARD_MANAGERS = {"naive", "batch", "dapo", "functions", "prime", "rate_limited"}

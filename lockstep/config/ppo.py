@@ -29,6 +29,8 @@ class PPOConfig:
     resource_pool_mapping: dict[str, str] = field(default_factory=dict)
     """The pool of each role (actor_rollout, or actor and rollout; ref, critic, rm). Other roles run in `global_pool`, the reward
     model in `reward_pool` if it exists."""
+    unset_sizes: frozenset[str] = field(default=frozenset(), compare=False, metadata={"internal": True})
+    """Batch sizes that the user has not set (`batch_sizes.py`)."""
 
 
 def prompts_per_batch(config: PPOConfig) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from itertools import chain
 from typing import Any
 
-from lockstep.config import checks, names
+from lockstep.config import checks, micro_batches, names
 from lockstep.config.actor_rollout_ref import has_cut_log_probs
 from lockstep.config.checks import SEPARATE, Values
 from lockstep.config.errors import ConfigError, Problem
@@ -196,21 +196,12 @@ def _batches(values: Values, models: Collection[str]) -> Iterator[Problem]:
 _SIZES = ("trainer.nnodes", "trainer.n_gpus_per_node", "trainer.placement", "resource_pool_spec")
 _POOL_SIZE_KEYS = (*_SIZES, "resource_pool_mapping", "reward_model.n", "ulysses_sequence_parallel_size", "fsdp_size")
 """Parts of keys: a problem with one of them leaves the pool sizes unknown."""
-_BUDGETS = {
-    f"{_ACTOR}.ppo_max_token_len_per_gpu": (f"{_ACTOR}.use_dynamic_bsz", "actor"),
-    f"{_ROLLOUT}.log_prob_max_token_len_per_gpu": (f"{_ROLLOUT}.log_prob_use_dynamic_bsz", "actor"),
-    f"{_REF}.log_prob_max_token_len_per_gpu": (f"{_REF}.log_prob_use_dynamic_bsz", "ref"),
-    "critic.ppo_max_token_len_per_gpu": ("critic.use_dynamic_bsz", "critic"),
-    "critic.forward_max_token_len_per_gpu": ("critic.use_dynamic_bsz", "critic"),
-    "reward_model.forward_max_token_len_per_gpu": ("reward_model.use_dynamic_bsz", "rm"),
-}
-"""Token budget of a micro-batch to the key that enables it and the role whose ranks may split a sequence."""
 
 
 def _lengths(values: Values) -> Iterator[Problem]:
     lengths = ("data.max_prompt_length", "data.max_response_length")
     longest = sum(values[name] for name in lengths)
-    for name, (switch, role) in _BUDGETS.items():
+    for switch, _, name, role in micro_batches.RL.values():
         ranks = max(values[f"{part}.ulysses_sequence_parallel_size"] for part in _SHARDED[role][:2])
         if values[switch] and 0 < values[name] * ranks < longest:
             message = f"a sequence can have {longest} tokens (data.max_prompt_length + data.max_response_length)"

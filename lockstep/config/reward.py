@@ -127,9 +127,9 @@ class RewardModelConfig(RewardFunctionConfig):
     """Engine of the forward pass, as in actor_rollout_ref.actor.strategy."""
     model: RewardModelModelConfig = field(default_factory=RewardModelModelConfig)
     micro_batch_size_per_gpu: int | None = None
-    """Sequences per forward; null is all."""
-    use_dynamic_bsz: bool = II("critic.use_dynamic_bsz")
-    """Fill micro-batches by tokens."""
+    """Sequences per forward; see `actor.ppo_micro_batch_size_per_gpu`."""
+    use_dynamic_bsz: bool | None = II("critic.use_dynamic_bsz")
+    """Fill micro-batches by tokens; null as for the actor."""
     forward_max_token_len_per_gpu: int = II("critic.forward_max_token_len_per_gpu")
     """Tokens per micro-batch."""
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)

@@ -303,3 +303,22 @@ def set_in(tree: MutableMapping[str, Any], name: str, value: Any) -> None:
             node = tree[part] = {}
         tree = node
     tree[last] = value
+
+
+def with_values(config: Any, values: Mapping[str, Any]) -> Any:
+    """A copy of a config with these dotted keys set; nothing is checked."""
+    own: dict[str, Any] = {}
+    below: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        name, _, rest = key.partition(".")
+        if rest and dataclasses.is_dataclass(getattr(config, name)):
+            below.setdefault(name, {})[rest] = value
+        else:
+            own[name] = value
+    own |= {name: with_values(getattr(config, name), inner) for name, inner in below.items()}
+    return dataclasses.replace(config, **own)
+
+
+def as_arguments(values: Mapping[str, Any]) -> list[str]:
+    """Keys and values in the grammar of the command line."""
+    return [f"{key}={show(value)}" for key, value in values.items()]

@@ -28,12 +28,13 @@ class SupervisedDataConfig(SequenceDataConfig):
     """Use this many validation rows; -1 for all."""
     train_batch_size: int = 256
     """Sequences per optimizer step, over all ranks; pairs of them in preference training."""
-    use_dynamic_bsz: bool = True
-    """Fill micro-batches by tokens (`max_token_len_per_gpu`); false if `micro_batch_size_per_gpu` is set."""
+    use_dynamic_bsz: bool | None = None
+    """Fill micro-batches by tokens (`max_token_len_per_gpu`) instead of sequences. null does so if `micro_batch_size_per_gpu` is
+    not set, with as many tokens as the device's memory has room for (docs/plan.md)."""
     max_token_len_per_gpu: int = 8192
     """Tokens per micro-batch with `use_dynamic_bsz`."""
     micro_batch_size_per_gpu: int | None = None
-    """Sequences (pairs) per forward/backward without `use_dynamic_bsz`; null is all of a rank's."""
+    """Sequences (pairs) per forward/backward with `use_dynamic_bsz=false`, where null is all of a rank's."""
     balance_dp_token: bool = True
     """Balance the number of tokens across ranks."""
     shuffle: bool = True
@@ -118,6 +119,8 @@ class SupervisedConfig:
     trainer: SupervisedTrainerConfig = field(default_factory=SupervisedTrainerConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     global_profiler: GlobalProfilerConfig = field(default_factory=GlobalProfilerConfig)
+    unset_sizes: frozenset[str] = field(default=frozenset(), compare=False, metadata={"internal": True})
+    """Batch sizes that the user has not set (`batch_sizes.py`)."""
 
 
 @dataclass(frozen=True)

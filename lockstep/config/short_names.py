@@ -8,6 +8,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from lockstep.config.batch_sizes import MINI
 from lockstep.config.errors import nearest
 from lockstep.config.estimators import ADV_KWARGS
 from lockstep.config.evaluation import EvaluationConfig
@@ -57,7 +58,7 @@ SHORT_NAMES: dict[type, dict[str, str]] = {
 }
 """Root config class -> short name -> key. A name of `reward` that is no file is a scorer's (`reward_setting`)."""
 
-FOLLOWS_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
+FOLLOWS_BATCH = MINI
 """Equals a batch size that is given as `batch_size`, unless it is set: a step is one update then."""
 
 USUAL_NAMES = {

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
+from lockstep.config import micro_batches
 from lockstep.config.actor_rollout_ref import SERVER_ENGINES
 from lockstep.config.estimators import AdvantageEstimator
 from lockstep.config.placement import controller_of, need_reference_policy, pools_of
@@ -74,21 +75,7 @@ _EMBEDDED = (
 )
 _REWARD_POOL = ("enable_resource_pool", "n_gpus_per_node", "nnodes", "nccl_timeout", "ulysses_sequence_parallel_size")
 _REWARD_BATCHES = ("micro_batch_size_per_gpu", "use_dynamic_bsz", "forward_max_token_len_per_gpu")
-_BATCHES = {
-    f"{_ACTOR}.use_dynamic_bsz": (
-        f"{_ACTOR}.ppo_max_token_len_per_gpu",
-        f"{_ACTOR}.ppo_micro_batch_size_per_gpu",
-    ),
-    f"{_ROLLOUT}.log_prob_use_dynamic_bsz": (
-        f"{_ROLLOUT}.log_prob_max_token_len_per_gpu",
-        f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu",
-    ),
-    f"{_REF}.log_prob_use_dynamic_bsz": (
-        f"{_REF}.log_prob_max_token_len_per_gpu",
-        f"{_REF}.log_prob_micro_batch_size_per_gpu",
-    ),
-}
-"""Switch to the key that is read with it, and the one that is read without it."""
+_BATCHES = tuple(micro_batches.RL[phase] for phase in ("update actor", "old log-probs", "reference log-probs"))
 
 
 def without_effect(config: PPOConfig, values: Values, models: Collection[str]) -> Iterator[str]:
@@ -225,10 +212,10 @@ def _policy_loss(values: Values) -> Iterator[Reason]:
 
 def _batches(values: Values) -> Iterator[Reason]:
     """The limit of a micro-batch is in tokens or in sequences."""
-    for switch, (with_it, without_it) in _BATCHES.items():
-        yield bool(values[switch]), f"{switch} is true", (without_it,)
-        followers = [other for other, (key, _) in _BATCHES.items() if values[other] and values[key] == values[with_it]]
-        yield not values[switch] and not followers, f"{switch} is false", (with_it,)
+    for switch, rows, tokens, _ in _BATCHES:
+        yield bool(values[switch]), f"{switch} is true", (rows,)
+        followers = [keys for keys in _BATCHES if values[keys.switch] and values[keys.tokens] == values[tokens]]
+        yield not values[switch] and not followers, f"{switch} is false", (tokens,)
 
 
 def _optimizers(values: Values) -> Iterator[Reason]:

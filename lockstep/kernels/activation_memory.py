@@ -3,6 +3,9 @@
 ACTIVATIONS_LEAVE_FREE = 0.35
 """Share of the device's memory that activations leave to the head's logits, buffers of collectives and fragmentation."""
 
+UPDATE_LEAVES_FREE = 0.1
+"""Share that a whole update leaves free: activations, gradients and gathered layers."""
+
 HEAD_KEEPS = 1 / 4
 """Share of the device's free memory that the vocabulary head's forward may keep for its backward."""
 
@@ -11,6 +14,9 @@ HEAD_CHUNK = 1 << 28
 
 STREAM_BYTES = 4
 """Bytes per entry of the residual stream, which is in float32."""
+
+GRADIENT_BYTES = 4
+"""Gradients are summed in float32."""
 
 CACHE_SHARE_OF_FREE = 0.9
 """Most of the free memory that the KV cache takes; the rollout's activations need the rest."""
@@ -23,3 +29,23 @@ def layer_bytes(num_tokens: int, width: int, heads: int, inner: int, itemsize: i
     """
     # the stream and its norm, twice; q, k, v before and after their norms, and the attention's output; gate and up
     return num_tokens * (2 * width * (STREAM_BYTES + itemsize) + (3 * heads + 2 * inner) * itemsize)
+
+
+def kept_layers(total: float, free: float, num_layers: int, layer: float, stream: float, gathered: float) -> int:
+    """Layers that keep their activations, of `layer` bytes each; the others keep their input (`stream`), and one is recomputed.
+
+    total, free: bytes of the device, and of it without the gradients that the backward pass adds. gathered: see `gathered_bytes`.
+    """
+    within_share = (free - ACTIVATIONS_LEAVE_FREE * total) // layer
+    room = free - gathered - UPDATE_LEAVES_FREE * total
+    fitting = num_layers if room >= num_layers * layer else (room - num_layers * stream - layer) // (layer - stream)
+    return int(min(num_layers, max(0.0, min(within_share, fitting))))
+
+
+def gathered_bytes(layer: float, outside: float, sent: float, itemsize: int) -> float:
+    """What a sharded model has on the device besides its shards: two layers, one computing and one arriving, the parameters outside
+    of layers, and float32 gradients on their way out.
+
+    layer, outside: parameters of a layer, and outside of layers. sent: those of the gradients.
+    """
+    return itemsize * (2 * layer + outside) + GRADIENT_BYTES * sent

@@ -167,13 +167,17 @@ class DecoderLayer(GradientCheckpointingLayer):
         module = getattr(owner, name, None)
         return x if module is None else norm(x, module.weight, norm_eps(module), self.form.norm)
 
+    @property
+    def width(self) -> int:
+        """Entries of a token's residual stream."""
+        return int(self.self_attn.o_proj.out_features)
+
     def activation_bytes(self, num_tokens: int, itemsize: int) -> int | None:
         """What one forward keeps for the backward on CUDA without checkpointing; None if modules compute it their own way."""
         if self.activation is None or linear_and_adapter(self.self_attn.o_proj) is None:
             return None
-        width: int = self.self_attn.o_proj.out_features
         heads = (self.num_heads + self.num_key_heads) * self.head_dim
-        return layer_bytes(num_tokens, width, heads, self.self_attn.config.intermediate_size, itemsize)
+        return layer_bytes(num_tokens, self.width, heads, self.self_attn.config.intermediate_size, itemsize)
 
 
 class FinalNorm(nn.Module):

@@ -104,7 +104,7 @@ def batch_units(
     )
 
 
-def micro_limits(rows: int | None, dynamic: bool, max_tokens: int) -> dict[str, Any]:
+def micro_limits(rows: int | None, dynamic: bool | None, max_tokens: int) -> dict[str, Any]:
     """Arguments of `batch_units` for a role's micro-batch keys."""
     return {"micro_rows": None if dynamic else rows, "max_tokens": max_tokens if dynamic else None}
 

@@ -67,12 +67,12 @@ def _this_machine() -> Device:
     return _cpu() if found is None else found
 
 
-def this_gpu() -> Device | None:
+def this_gpu(number: str | None = None) -> Device | None:
     """This machine's first visible GPU, with its rates if they are known; None if there is none that torch can use.
 
-    Asks the driver's library, which takes milliseconds.
+    Asks the driver's library, which takes milliseconds. number: of a GPU that may be hidden.
     """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    visible = number or os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     if not visible or visible.startswith("-"):  # hidden
         return None
     try:

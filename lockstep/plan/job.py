@@ -7,6 +7,7 @@ from typing import Any
 
 from lockstep.config.actor_rollout_ref import SERVER_ENGINES, RolloutConfig
 from lockstep.config.model import FSDPEngineConfig, HFModelConfig, sequence_parallel_size
+from lockstep.config.old_log_probs import old_log_probs_source
 from lockstep.config.placement import need_reference_policy, needed_models, pools_of
 from lockstep.config.ppo import PPOConfig
 from lockstep.plan.adapters import Adapters, FourBitBase, adapters_of, four_bit_base
@@ -173,7 +174,7 @@ class _Roles:
             actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu
         )
         role, passes = self.actor_role, {}
-        if _needs_old_log_probs(self.config, updates):
+        if old_log_probs_source(self.config, is_one_update=updates == 1) == "pass":
             passes["old log-probs"] = self._units(role, actor, policy.model, log_prob_limits(policy.rollout))
         if policy.model.lora_rank and need_reference_policy(self.config):  # the same model without its adapters
             passes["reference log-probs"] = self._units(role, actor, policy.model, log_prob_limits(policy.ref))
@@ -275,14 +276,6 @@ def model_of(
         four_bit=four_bit_base(section, shape),
         **more,
     )
-
-
-def _needs_old_log_probs(config: PPOConfig, updates: int) -> bool:
-    """Whether a pass computes them: not if the rollout's are used, nor if the only update can."""
-    correction = config.algorithm.rollout_correction
-    read_before = config.algorithm.use_kl_in_reward or correction.rollout_is is not None
-    always = config.actor_rollout_ref.actor.old_log_prob_pass == "always"
-    return not correction.bypass_mode and (updates > 1 or read_before or always)
 
 
 def _rollout(config: RolloutConfig, sequences: int, lengths: Lengths, device: Device) -> Rollout:

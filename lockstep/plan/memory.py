@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lockstep.kernels.activation_memory import (
-    ACTIVATIONS_LEAVE_FREE,
     CACHE_SHARE_OF_FREE,
+    GRADIENT_BYTES,
     HEAD_CHUNK,
     HEAD_KEEPS,
     STREAM_BYTES,
+    gathered_bytes,
+    kept_layers,
 )
 from lockstep.plan.batch_units import BatchUnits
 from lockstep.plan.hardware import Device
@@ -20,8 +22,6 @@ from lockstep.plan.job import Job, Model
 
 Activity = Literal["generate", "forward", "update"]
 
-GRADIENT_BYTES = 4
-"""Gradients are summed in float32."""
 MOMENT_BUCKET = 2**28
 """Offloaded moments stream through three buckets of both."""
 CPU_HEAD_CHUNK = 1 << 26
@@ -76,6 +76,16 @@ def phases(job: Job) -> list[Phase]:
             others = _between(job, model, "update")
             found.append(_phase(name, model, others, _update(job.device, model, model.update, sum(others.values()))))
     return sorted(found, key=lambda phase: ORDER.index(phase.name))
+
+
+def missing_cache(job: Job, memory: list[Phase]) -> float:
+    """Bytes by which the KV cache is too small for one sequence: vLLM's is what its share leaves beside the weights."""
+    phase = next((phase for phase in memory if phase.name == "generate"), None)
+    if phase is None:
+        return 0.0
+    model = job.model(phase.role)
+    sequence = job.lengths.total * model.shape.kv_bytes(model.compute) / job.rollout.tensor_parallel
+    return max(0.0, sequence - phase.parts.get("KV cache", 0.0))
 
 
 def _phase(name: str, model: Model, others: dict[str, float], own: dict[str, float]) -> Phase:
@@ -145,10 +155,11 @@ def _generation(job: Job, model: Model, others: float) -> dict[str, float]:
         weights = model.compute * model.num_wide + model.four_bit_bytes
     share = rollout.utilization * job.device.memory - weights / ranks
     room, wanted = min(share, CACHE_SHARE_OF_FREE * (job.device.memory - others)), rollout.cache_tokens * one_token
+    cache = min(wanted, max(room, job.lengths.total * one_token))
     if rollout.is_vllm and not job.device.is_cpu:
-        room = wanted = share
+        cache = max(0.0, share)
     return {
-        "KV cache": min(wanted, max(room, job.lengths.total * one_token)),
+        "KV cache": cache,
         "activations": max(rollout.prefill_tokens, rollout.concurrent) * one_layer,
         "logits": 2 * rollout.concurrent * shape.vocabulary * 4,
         "dequantised weight": 0.0 if rollout.is_vllm else _dequantised(model),
@@ -170,15 +181,16 @@ def _update(device: Device, model: Model, units: BatchUnits, others: float) -> d
     shape, engine, tokens = model.shape, model.engine, units.tokens_per_device
     gradients = 0.0 if engine.offload_policy else GRADIENT_BYTES * model.num_trained / model.shards
     layer, stream = model.layer_bytes(tokens), tokens * shape.width * STREAM_BYTES
+    gathered = _gathered(model, updates=True)
     kept = shape.layers
     if model.checkpointing:
         saves_memory = engine.param_offload or engine.optimizer_offload or engine.offload_policy or device.is_cpu
         saves_memory = saves_memory or model.four_bit is not None
-        room = 0.0 if saves_memory else device.memory * (1 - ACTIVATIONS_LEAVE_FREE) - others - gradients
-        kept = min(shape.layers, int(max(0.0, room) // layer))
+        free = device.memory - others - gradients
+        kept = 0 if saves_memory else kept_layers(device.memory, free, shape.layers, layer, stream, gathered)
     again = layer if kept < shape.layers else 0
     activations = kept * layer + (shape.layers - kept) * stream + again
-    parts = {"gradients": gradients, "gathered layers": _gathered(model, updates=True), "activations": activations}
+    parts = {"gradients": gradients, "gathered layers": gathered, "activations": activations}
     parts["dequantised weight"] = _dequantised(model)
     free = device.memory - others - sum(parts.values())
     parts["logits"] = _logits(device, model, units, free)
@@ -188,15 +200,13 @@ def _update(device: Device, model: Model, units: BatchUnits, others: float) -> d
 
 
 def _gathered(model: Model, *, updates: bool = False) -> float:
-    """Two layers, one computing and one arriving, the embeddings, and the float32 gradients of a layer on their way out."""
     if model.shards == 1 and not model.engine.offload_policy:
         return 0.0
     shape = model.shape
     outside = shape.parameters - shape.layers * shape.layer_parameters
     sends_layers = updates and model.adapters is None
-    sending = GRADIENT_BYTES * max(shape.layer_parameters, outside) if sends_layers else 0
-    per_layer = (model.num_wide - outside) / shape.layers
-    return model.compute * (2 * per_layer + outside) + sending
+    sent = max(shape.layer_parameters, outside) if sends_layers else 0
+    return gathered_bytes((model.num_wide - outside) / shape.layers, outside, sent, model.compute)
 
 
 def _dequantised(model: Model) -> float:

@@ -20,14 +20,17 @@ from lockstep.config.errors import ConfigError
 from lockstep.config.placement import ROLES
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.preference import DPOConfig, RMConfig
+from lockstep.config.schema import as_arguments, with_values
 from lockstep.config.sft import SFTConfig, SupervisedConfig
+from lockstep.plan.advice import summary
 from lockstep.plan.batch_units import BatchUnits, Lengths
 from lockstep.plan.dataflow import STAGES
-from lockstep.plan.estimate import GB, Plan, longest_lengths, model_shape, plan_of, show_lengths, show_seconds, summary
+from lockstep.plan.estimate import GB, Plan, longest_lengths, model_shape, plan_of, show_lengths, show_seconds
 from lockstep.plan.hardware import DEVICES, Device, find_device
 from lockstep.plan.job import NO_ROLLOUT, Model
 from lockstep.plan.memory import UPDATES
-from lockstep.plan.search import Pool, as_arguments, overrides_of, search
+from lockstep.plan.search import Pool, overrides_of, search
+from lockstep.plan.token_budgets import describe_budgets, with_token_budgets
 
 PROGRAMS: dict[str, type] = {
     "ppo": PPOConfig,
@@ -68,7 +71,8 @@ def main(argv: Sequence[str]) -> int:
             if not isinstance(config, PPOConfig):
                 raise ValueError(f"--search places the models of RL; {options.program} has one")
             return _search(console, config, device, typical, options)
-        plan = plan_of(config, device, typical, machines)
+        sized = with_token_budgets(config, device, machines)
+        plan = plan_of(sized, device, typical, machines)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 2
@@ -83,6 +87,8 @@ def main(argv: Sequence[str]) -> int:
         console.print("\n".join([*lines, ""]), markup=False, highlight=False, soft_wrap=True)
     _show_units(console, plan)
     _show_memory(console, plan)
+    if chosen := describe_budgets(config, sized, device):
+        console.print(chosen, markup=False, highlight=False, soft_wrap=True)
     console.print(summary(plan), markup=False, soft_wrap=True)
     return 0 if plan.fits and not refused else 1
 
@@ -168,22 +174,28 @@ def _search(console: Console, config: PPOConfig, device: Device, typical: Length
         raise ValueError(
             f"the rates of {device.name} are not known; give a similar device with --device ({', '.join(DEVICES)})"
         )
-    found = search(config, device, typical, _tensor_parallel_sizes(config))
+    found, engine = search(config, device, typical, _tensor_parallel_sizes(config)), {}
+    if not found and config.actor_rollout_ref.rollout.name == "embedded":  # which has the whole model on each GPU
+        engine = {"actor_rollout_ref.rollout.name": "vllm"}
+        config = with_values(config, engine)
+        found = search(config, device, typical, _tensor_parallel_sizes(config))
     if not found:
-        console.print(f"nothing fits on {cluster}: {summary(plan_of(config, device, typical))}", soft_wrap=True)
+        plan = plan_of(with_token_budgets(config, device), device, typical)
+        console.print(f"nothing fits on {cluster}: {summary(plan)}", markup=False, soft_wrap=True)
         return 1
     table = Table("step s", *STAGES, "GB", "pools [GPUs]", "settings", box=None, pad_edge=False)
     for column in table.columns[: len(STAGES) + 2]:
         column.justify = "right"
     for candidate in found[:SHOWN]:
-        checked, _ = _load(options, [*options.overrides, *as_arguments(overrides_of(candidate, config))])
+        settings = engine | overrides_of(candidate, config)
+        checked, _ = _load(options, [*options.overrides, *as_arguments(settings)])
         plan = plan_of(checked, device, typical)
         pools = "\n".join(_pool(pool) for pool in candidate.pools)
-        settings = "\n".join(_settings(pool) for pool in candidate.pools)
+        shown = "\n".join(_settings(pool) for pool in candidate.pools)
         seconds = (show_seconds(value) for value in (plan.step_s, *plan.stages.values()))
-        table.add_row(*seconds, f"{plan.worst.peak / GB:.1f}", pools, settings)
+        table.add_row(*seconds, f"{plan.worst.peak / GB:.1f}", pools, shown)
     console.print(table)
-    arguments = as_arguments(overrides_of(found[0], config))
+    arguments = as_arguments(engine | overrides_of(found[0], config))
     console.print(f"\nfastest of {len(found)} placements that fit on {cluster}; add to the command:", highlight=False)
     for argument in arguments or ["(nothing: the settings are the fastest)"]:
         console.print(f"  {shlex.quote(argument)}", markup=False, highlight=False, soft_wrap=True)
@@ -216,6 +228,7 @@ def _settings(pool: Pool) -> str:
         parts += [f"offload {' and '.join(offloaded)}"] if offloaded else []
     if pool.roles & {"actor_rollout", "rollout"}:
         parts.append(f"utilization {own.utilization:g}")
+        parts += [f"TP {own.tensor_parallel}"] if own.tensor_parallel > 1 else []
     return ", ".join(parts)
 
 
@@ -255,7 +268,7 @@ def _decoding(plan: Plan) -> str:
         return "servers (actor_rollout_ref.rollout.server.urls): their memory and time are not part of the plan"
     phase = next(phase for phase in plan.phases if phase.name == "generate")
     model = job.model(phase.role)
-    num_tokens = int(phase.parts["KV cache"] * rollout.tensor_parallel / model.shape.kv_bytes(model.compute))
+    num_tokens = int(phase.parts.get("KV cache", 0.0) * rollout.tensor_parallel / model.shape.kv_bytes(model.compute))
     fitting = num_tokens // job.lengths.total
     holds = f"the KV cache holds {num_tokens:,} tokens"
     if fitting < rollout.concurrent:

@@ -7,22 +7,22 @@ The settings of a pool depend only on its roles and its GPUs, so that each such 
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from operator import attrgetter
 from typing import Any
 
-from lockstep.config.errors import show
+from lockstep.config.micro_batches import RL
 from lockstep.config.placement import POOLS, ROLES, TooFewWorkers, needed_models, pools_of
 from lockstep.config.ppo import PPOConfig
-from lockstep.config.schema import defaults, get_in, to_plain
+from lockstep.config.schema import defaults, get_in, to_plain, with_values
 from lockstep.plan.adapters import adapters_of
 from lockstep.plan.batch_units import Lengths
 from lockstep.plan.dataflow import busy_time, slowest_pool
 from lockstep.plan.estimate import longest_lengths, model_shape, sections_of
 from lockstep.plan.hardware import Device
 from lockstep.plan.job import Job, Model, job_of
-from lockstep.plan.memory import RESERVED, phases
+from lockstep.plan.memory import RESERVED, missing_cache, phases
 from lockstep.plan.step_time import step_times, transfer_time
 
 TOKEN_BUDGETS = (8192, 16384, 32768)
@@ -33,24 +33,6 @@ MOST_MEMORY = 0.95
 OFFLOAD = ((False, False), (False, True), (True, True))
 """(parameters, optimizer), in the order of preference."""
 
-_BUDGET_KEYS = {
-    "actor": (
-        ("actor_rollout_ref.actor.use_dynamic_bsz", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"),
-        (
-            "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz",
-            "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
-        ),
-    ),
-    "ref": (
-        ("actor_rollout_ref.ref.log_prob_use_dynamic_bsz", "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"),
-    ),
-    "critic": (
-        ("critic.use_dynamic_bsz", "critic.ppo_max_token_len_per_gpu"),
-        ("critic.use_dynamic_bsz", "critic.forward_max_token_len_per_gpu"),
-    ),
-    "rm": (("reward_model.use_dynamic_bsz", "reward_model.forward_max_token_len_per_gpu"),),
-}
-"""Role -> the keys that fill its micro-batches by tokens, and their numbers of tokens."""
 _POOL_NAMES = {"actor_rollout": "actor_pool", "rm": "reward_pool"}
 
 Roles = frozenset[str]
@@ -85,8 +67,9 @@ class Settings:
             found[f"{sections.engine}.param_offload"] = self.param_offload
             if role not in ("ref", "rm"):
                 found[f"{sections.engine}.optimizer_offload"] = self.optimizer_offload
-            for switch, budget in _BUDGET_KEYS.get(role, _BUDGET_KEYS["actor"]):
-                found |= {switch: True, budget: self.max_tokens}
+            for keys in RL.values():
+                if keys.role == role.removesuffix("_rollout"):
+                    found |= {keys.switch: True, keys.tokens: self.max_tokens}
         if not {"actor_rollout", "rollout"}.isdisjoint(roles):
             found["actor_rollout_ref.rollout.gpu_memory_utilization"] = self.utilization
             found["actor_rollout_ref.rollout.tensor_model_parallel_size"] = self.tensor_parallel
@@ -215,7 +198,8 @@ class _Search:
         outside = "actor" if "rollout" in roles else "rollout" if "actor" in roles else None
         longest, typical = self.jobs(size, settings, outside)
         memory = phases(_of_roles(longest, roles))
-        if max(phase.peak for phase in memory) + RESERVED > MOST_MEMORY * self.device.memory:
+        too_large = max(phase.peak for phase in memory) + RESERVED > MOST_MEMORY * self.device.memory
+        if too_large or missing_cache(longest, memory):
             return None
         job = _of_roles(typical, roles)
         stages = busy_time(memory, step_times(job, memory))
@@ -287,11 +271,6 @@ def overrides_of(candidate: Candidate, config: PPOConfig) -> dict[str, Any]:
     return {key: value for key, value in wanted.items() if otherwise(key) != value}
 
 
-def as_arguments(overrides: dict[str, Any]) -> list[str]:
-    """In the grammar of the command line."""
-    return [f"{key}={show(value)}" for key, value in overrides.items()]
-
-
 def _placement(candidate: Candidate, config: PPOConfig) -> dict[str, Any]:
     """A named placement if it gives the same pools, else the pools."""
     own_pool = {"reward_model.enable_resource_pool": False}  # that would be GPUs besides the cluster's
@@ -309,20 +288,6 @@ def _placement(candidate: Candidate, config: PPOConfig) -> dict[str, Any]:
         "resource_pool_spec": {pool.name: pool.machines for pool in candidate.pools},
         "resource_pool_mapping": {role: pool.name for pool in candidate.pools for role in ROLES if role in pool.roles},
     }
-
-
-def with_values(config: Any, values: dict[str, Any]) -> Any:
-    """A copy of a config with these dotted keys set."""
-    own: dict[str, Any] = {}
-    below: dict[str, dict[str, Any]] = {}
-    for key, value in values.items():
-        name, _, rest = key.partition(".")
-        if rest and is_dataclass(getattr(config, name)):
-            below.setdefault(name, {})[rest] = value
-        else:
-            own[name] = value
-    own |= {name: with_values(getattr(config, name), inner) for name, inner in below.items()}
-    return replace(config, **own)
 
 
 def _partitions(roles: list[str]) -> Iterator[list[Roles]]:

@@ -7,10 +7,11 @@ The constants are fitted to the measured steps of docs/plan.md; a phase is the s
 import math
 from collections.abc import Sequence
 
+from lockstep.kernels.activation_memory import GRADIENT_BYTES
 from lockstep.plan.batch_units import BatchUnits
 from lockstep.plan.hardware import Device
 from lockstep.plan.job import Job, Model
-from lockstep.plan.memory import GRADIENT_BYTES, Phase
+from lockstep.plan.memory import Phase
 
 HALF_EFFICIENT_WIDTH = 350
 """Matrix products of a model this wide reach half of the device's rate, wider ones more: w / (w + this)."""
@@ -58,7 +59,7 @@ def transfer_time(device: Device, models: Sequence[Model]) -> float:
 def fitting_sequences(job: Job, phase: Phase) -> int:
     """Sequences of average length that the KV cache of `phase` holds, of those that may decode together."""
     model, rollout = job.model(phase.role), job.rollout
-    cached = phase.parts["KV cache"] * rollout.tensor_parallel / model.shape.kv_bytes(model.compute)
+    cached = phase.parts.get("KV cache", 0.0) * rollout.tensor_parallel / model.shape.kv_bytes(model.compute)
     return int(min(rollout.concurrent, max(1, cached // (job.lengths.prompt + job.lengths.response / 2))))
 
 

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import torch
 
+from lockstep.config.micro_batches import RL, SUPERVISED
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.sft import SupervisedConfig
-from lockstep.plan.estimate import GB, MICRO_BATCH_KEYS, advice
+from lockstep.plan.advice import lowering
+from lockstep.plan.estimate import GB
 from lockstep.registry import USER_FILES
 from lockstep.rewards.errors import RewardError
 from lockstep.rewards.monitor import printed_frames
@@ -27,17 +29,17 @@ _ARR = "actor_rollout_ref"
 GENERATION = ("generate_sequences", "begin_generation", "advance_generation")
 LOWER_FOR_GENERATION = f"{_ARR}.rollout.max_num_seqs or {_ARR}.rollout.gpu_memory_utilization"
 MICRO_BATCHES = {
-    "compute_log_prob": (f"{_ARR}.rollout.log_prob_use_dynamic_bsz", "old log-probs"),
-    "compute_ref_log_prob": (f"{_ARR}.ref.log_prob_use_dynamic_bsz", "reference log-probs"),
-    "compute_values": ("critic.use_dynamic_bsz", "values"),
-    "compute_rm_score": ("reward_model.use_dynamic_bsz", "reward model"),
-    "update_actor": (f"{_ARR}.actor.use_dynamic_bsz", "update actor"),
-    "update_critic": ("critic.use_dynamic_bsz", "update critic"),
-    "train_batch": ("data.use_dynamic_bsz", "update"),
-    "validate": ("data.use_dynamic_bsz", "forward"),
-    "prepare": ("data.use_dynamic_bsz", "forward"),
+    "compute_log_prob": "old log-probs",
+    "compute_ref_log_prob": "reference log-probs",
+    "compute_values": "values",
+    "compute_rm_score": "reward model",
+    "update_actor": "update actor",
+    "update_critic": "update critic",
+    "train_batch": "update",
+    "validate": "forward",
+    "prepare": "forward",
 }
-"""Method of a worker or of a supervised trainer -> the key that fills its micro-batches by tokens, and its phase in a plan."""
+"""Method of a worker or of a supervised trainer -> its phase in a plan."""
 
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
 FULL_CODES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -123,8 +125,8 @@ def _out_of_memory(error: BaseException, config: PPOConfig | SupervisedConfig) -
     if method in GENERATION:
         fix = f"lower {LOWER_FOR_GENERATION}"
     elif method in MICRO_BATCHES:
-        switch, phase = MICRO_BATCHES[method]
-        fix = f"lower {MICRO_BATCH_KEYS[phase][attrgetter(switch)(config)]}"
+        keys = (RL | SUPERVISED)[MICRO_BATCHES[method]]
+        fix = f"lower {keys.tokens if attrgetter(keys.switch)(config) else keys.rows}"
     elif isinstance(config, SupervisedConfig) and isinstance(error, torch.OutOfMemoryError):  # loading the model
         fix = (
             "the model is too large: use more GPUs (torchrun --nproc_per_node), or set model.lora_rank or "
@@ -157,7 +159,7 @@ def _allocated(message: str) -> str:
 
 def _expected(method: str | None, config: PPOConfig | SupervisedConfig) -> tuple[str, str]:
     """What the plan expected of the phase, and which keys to set for it; empty without a plan of the phase."""
-    name = "generate" if method in GENERATION else MICRO_BATCHES.get(str(method), ("", ""))[1]
+    name = "generate" if method in GENERATION else MICRO_BATCHES.get(str(method), "")
     plan = planned(config)
     phase = next((phase for phase in plan.phases if phase.name == name), None) if plan else None
     if plan is None or phase is None:
@@ -165,7 +167,7 @@ def _expected(method: str | None, config: PPOConfig | SupervisedConfig) -> tuple
     largest = sorted(phase.parts.items(), key=lambda item: -item[1])[:3]
     parts = ", ".join(f"{part} {size / GB:.1f}" for part, size in largest)
     expected = f"{phase.peak / GB:.1f} of {plan.job.device.memory / GB:.1f} GB ({parts})"
-    return f"; the plan expected up to {expected}", advice(plan, phase)
+    return f"; the plan expected up to {expected}", lowering(plan, phase)
 
 
 def _notes(error: BaseException) -> list[str]:

@@ -1,12 +1,17 @@
-"""Whether a run fits on this machine's GPU, before a model is loaded; what was planned, if it runs out of memory (docs/plan.md)."""
+"""The plan of a run (docs/plan.md): whether it fits, before a model is loaded; sizes that are not set; what was planned, if it runs
+out of memory."""
 
 import logging
 import os
+from functools import partial
 
+from lockstep.config.placement import controller_of
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.sft import SupervisedConfig
-from lockstep.plan.estimate import GB, Plan, advice, plan_of, summary
-from lockstep.plan.hardware import this_gpu
+from lockstep.plan.advice import advice, summary
+from lockstep.plan.estimate import GB, Plan, plan_of
+from lockstep.plan.hardware import Device, find_device, known_gpu, this_gpu
+from lockstep.plan.token_budgets import C, describe_budgets, unset_keys, with_token_budgets
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +34,7 @@ def check_memory(config: PPOConfig | SupervisedConfig) -> None:
         parts = sorted(((size, part) for part, size in fixed.parts.items()), reverse=True)[:3]
         raise ValueError(
             f"does not fit on {device.name}: {fixed.name} needs {fixed.fixed / GB:.1f} of {device.memory / GB:.1f} GB even for "
-            f"short sequences ({', '.join(f'{part} {size / GB:.1f}' for size, part in parts)}); set {advice(plan, fixed)}; "
+            f"short sequences ({', '.join(f'{part} {size / GB:.1f}' for size, part in parts)}). {advice(plan)}; "
             "`lockstep plan` shows all phases; trainer.check_memory=false runs it anyway"
         )
     if plan.needed > WARN_ABOVE * device.memory:
@@ -44,15 +49,43 @@ def planned(config: PPOConfig | SupervisedConfig) -> Plan | None:
     if device is None:
         return None
     try:
-        return plan_of(config, device, machines=_processes())
+        machines = torchrun_processes()
+        return plan_of(with_token_budgets(config, device, machines), device, machines=machines)
     except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
         # an estimate must not stop a run
         logger.info("memory is not planned: %s", error)
         return None
 
 
-def _processes() -> list[int]:
-    """Of torchrun, on each machine."""
+def with_chosen_sizes(config: C, device_type: str) -> C:
+    """The config with tokens per micro-batch for the workers' device, if they are not set; logs them. Ray must be connected."""
+    if not unset_keys(config) or (isinstance(config, PPOConfig) and config.trainer.val_only):
+        return config
+    device = find_device("cpu") if device_type == "cpu" else _workers_gpu(config)
+    chosen = with_token_budgets(config, device, torchrun_processes())
+    if line := describe_budgets(config, chosen, device):
+        logger.info(line)
+    return chosen
+
+
+def _workers_gpu(config: PPOConfig | SupervisedConfig) -> Device:
+    """The one with the least memory, if the machines of a cluster differ."""
+    gpus: list[Device | None] = []
+    if isinstance(config, PPOConfig) and controller_of(config) == "ray":
+        from lockstep.single_controller.ray_backend.cluster import on_gpu_machines
+
+        gpus = on_gpu_machines(partial(this_gpu, "0"))
+    found = [gpu for gpu in gpus or [this_gpu()] if gpu is not None]
+    if not found:  # a driver without NVML
+        import torch
+
+        properties = torch.cuda.get_device_properties(0)
+        found = [known_gpu(properties.name, properties.total_memory)]
+    return min(found, key=lambda gpu: gpu.memory)
+
+
+def torchrun_processes() -> list[int]:
+    """On each machine."""
     total = int(os.environ.get("WORLD_SIZE", "1"))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", total))
     return [local] * (total // local)

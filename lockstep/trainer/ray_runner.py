@@ -162,12 +162,16 @@ def _check_this_machine(config: PPOConfig) -> None:
 
 
 def _check_machines(config: PPOConfig) -> None:
-    """ValueError if the cluster is too small for all workers."""
+    """ValueError if the cluster is too small for all workers, or has no GPU for several workers that are not meant for CPU."""
     from lockstep.single_controller.ray_backend.cluster import require_machines
     from lockstep.single_controller.ray_backend.reservation import bundle_of
 
-    if config.trainer.device == "auto" and not _on_gpus(config):
-        logger.info("the cluster has no GPU; training on CPU with %d workers", num_workers(config))
+    if config.trainer.device == "auto" and num_workers(config) > 1 and not _on_gpus(config):
+        key = "resource_pool_spec" if config.resource_pool_spec else "trainer.n_gpus_per_node"
+        raise ValueError(
+            f"{key} asks for {num_workers(config)} GPUs, but Ray sees none: make them visible (`lockstep doctor` shows what torch "
+            f"sees), or set trainer.device=cpu to train in {num_workers(config)} CPU processes"
+        )
     bundle = bundle_of(_on_gpus(config))
     bundles = [{name: amount * count for name, amount in bundle.items()} for count in machines_of(config)]
     require_machines("", bundles)

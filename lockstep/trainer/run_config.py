@@ -181,3 +181,13 @@ def warn_if_epochs_end_first(config: PPOConfig | SupervisedConfig, num_steps: in
             config.trainer.total_epochs,
             num_steps,
         )
+
+
+def warn_if_on_cpu(config: PPOConfig | SupervisedConfig, device_type: str, num_processes: int) -> None:
+    """If nobody has asked for that."""
+    if device_type == "cpu" and config.trainer.device == "auto":
+        logger.warning(
+            "no GPU is visible: training on CPU, in %d process%s (trainer.device=cpu hides this warning)",
+            num_processes,
+            "" if num_processes == 1 else "es",
+        )

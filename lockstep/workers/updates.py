@@ -12,7 +12,7 @@ from lockstep.protocol import DataProto
 from lockstep.utils.progress import phase
 
 
-def micro_batching(num_rows: int | None, use_dynamic_bsz: bool, max_tokens: int) -> MicroBatching:
+def micro_batching(num_rows: int | None, use_dynamic_bsz: bool | None, max_tokens: int) -> MicroBatching:
     return MicroBatching(max_tokens=max_tokens) if use_dynamic_bsz else MicroBatching(num_rows=num_rows)
 
 

@@ -52,7 +52,10 @@ REF = "actor_rollout_ref.ref"
         (["actor_rollout_ref.model.tokenizer_path=nowhere"], "model.tokenizer_path=nowhere: no such folder"),
         (["data.tokenizer=nowhere"], "data.tokenizer=nowhere: no such folder"),
         (["data.train_files=[org/name:a:b:c]"], "data.train_files=org/name:a:b:c: no such file or folder; give"),
-        (["data.train_batch_size=128"], f"{ACTOR}.ppo_mini_batch_size=256: is larger than data.train_batch_size=128"),
+        (
+            ["data.train_batch_size=128", f"{ACTOR}.ppo_mini_batch_size=256"],
+            f"{ACTOR}.ppo_mini_batch_size=256: is larger than data.train_batch_size=128",
+        ),
         (["data.train_batch_size=300"], f"{ACTOR}.ppo_mini_batch_size=256: does not divide data.train_batch_size=300"),
         (["critic.ppo_mini_batch_size=300"], "critic.ppo_mini_batch_size=300: does not divide"),
         ([f"{ACTOR}.ppo_epochs=0"], f"{ACTOR}.ppo_epochs=0: must be greater than 0"),

@@ -93,6 +93,7 @@ VERL_KEYS = dict(leaves(VERL))
 
 AUTO_DTYPE = "auto takes bfloat16 on CUDA and float32 on CPU"
 LOADABLE = "a checkpoint holds a folder that from_pretrained opens, which resuming does not read"
+SIZED = "null fills micro-batches by tokens, unless their number of sequences is set"
 PROFILED = "trainer.profile_steps alone profiles every role"
 NO_MODEL = "there is no model or data to fall back on"
 
@@ -126,6 +127,11 @@ DIFFERS = {
     "trainer.logger": "no account is assumed",
     "trainer.n_gpus_per_node": "a run without settings is one process",
     "trainer.device": "auto takes a GPU if there is one",
+    "actor_rollout_ref.actor.use_dynamic_bsz": SIZED,
+    "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": SIZED,
+    "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": SIZED,
+    "critic.use_dynamic_bsz": SIZED,
+    "reward_model.use_dynamic_bsz": SIZED,
     "actor_rollout_ref.actor.profiler.enable": PROFILED,
     "actor_rollout_ref.ref.profiler.enable": PROFILED,
     "critic.profiler.enable": PROFILED,

@@ -86,7 +86,8 @@ def test_files_of_verl_compose(tmp_path: Path, caplog: pytest.LogCaptureFixture)
 def test_aliases_and_what_follows_from_them() -> None:
     config = load("+data.prompt_dict_keys=['question']", "data.micro_batch_size=2", "ulysses_sequence_parallel_size=2")
     assert config.data.prompt_dict_keys == ["question"] and config.data.micro_batch_size_per_gpu == 2
-    assert not config.data.use_dynamic_bsz and load().data.use_dynamic_bsz
+    assert config.data.use_dynamic_bsz is None and load().data.use_dynamic_bsz is None  # by sequences; by tokens
+    assert load("data.max_token_len_per_gpu=4096").data.use_dynamic_bsz
     assert load("data.micro_batch_size=2", "data.use_dynamic_bsz=true").data.use_dynamic_bsz
     assert config.model.fsdp_config.ulysses_sequence_parallel_size == 2
     assert load("model.fsdp_config.cpu_offload=true").model.fsdp_config.offload_policy

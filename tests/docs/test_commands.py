@@ -20,7 +20,8 @@ import fsspec
 import pytest
 import yaml
 
-from lockstep import cli
+from lockstep import api, cli
+from lockstep.config import checks
 from lockstep.config.commandline import config_from_command_line
 from lockstep.config.compose import load_config
 from lockstep.config.placement import controller_of
@@ -28,6 +29,9 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.config.preference import DPOConfig
 from lockstep.config.sft import SFTConfig
 from lockstep.config.short_names import RL
+from lockstep.plan.estimate import plan_of
+from lockstep.plan.hardware import DEVICES
+from lockstep.plan.token_budgets import with_token_budgets
 from lockstep.trainer import fsdp_sft_trainer, main_dpo, main_rm
 from lockstep.trainer.main_ppo import main
 from tests.hub import use_hub, write_cache
@@ -205,6 +209,82 @@ def test_training_commands_train(
     small.append(f"trainer.default_local_dir={tmp_path}/run")
     assert main(made_small(arguments(command, places), *small)) == 0
     assert (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+SHAPES = {  # vocabulary, width, inner, layers, heads, key heads
+    "Qwen/Qwen2.5-0.5B-Instruct": (151936, 896, 4864, 24, 14, 2),
+    "HuggingFaceTB/SmolLM2-135M-Instruct": (49152, 576, 1536, 30, 9, 3),
+}
+"""Sizes of the models that commands name. $MODEL, which is the reader's, is planned as the first one."""
+GPU = "A100-80G"
+"""The GPU of a command, if its page does not say more."""
+TRAINS = re.compile(r"lockstep (ppo|grpo|sft|rm|dpo) |lockstep\.trainer\.(main_ppo|fsdp_sft_trainer|main_rm|main_dpo)")
+PROGRAMS = {"main_ppo": "ppo", "fsdp_sft_trainer": "sft", "main_rm": "rm", "main_dpo": "dpo"}
+PLANNED = [
+    (page, line) for page, line in LINES if TRAINS.search(line) and "trainer.val_only" not in line and "..." not in line
+]
+
+
+@pytest.fixture(scope="module")
+def shapes(places: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders with a model's sizes instead of the tiny one."""
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    found = {}
+    for name, sizes in SHAPES.items():
+        folder = tmp_path_factory.mktemp("shape")
+        config = dict(zip((*names, "num_key_value_heads"), sizes)) | {
+            "model_type": "qwen2",
+            "tie_word_embeddings": True,
+        }
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "tokenizer.json").write_text("{}")
+        found[name] = str(folder)
+    model = found["Qwen/Qwen2.5-0.5B-Instruct"]
+    others = ("$MODEL", "$OUT/rm", "$OUT", "$RUN/first/global_step_100", "s3://bucket/qwen")
+    return (
+        dict.fromkeys(others, model)
+        | found
+        | {name: place for name, place in places.items() if name not in (*others, *found)}
+    )
+
+
+@pytest.mark.parametrize(("page", "command"), PLANNED, ids=[f"{p}-{i}" for i, (p, _) in enumerate(PLANNED)])
+def test_training_commands_fit(
+    page: str,
+    command: str,
+    shapes: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in variables(shapes).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(checks, "find_spec", lambda name: object())  # what need not be installed
+    words = filled(command.partition(" | ")[0], shapes)
+    program = next(
+        word for word in words if word in ("ppo", "grpo", "sft", "rm", "dpo") or word.startswith("lockstep.trainer")
+    )
+    rest = words[words.index(program) + 1 :]
+    processes = [word.replace("_", "-") for word in words if word.startswith("--nproc_per_node=")]
+    small = [word for word in rest if not word.startswith("ray_init.")]
+    code = cli.main(["plan", PROGRAMS.get(program.rpartition(".")[2], program), *small, *processes, "--device", GPU])
+    out, err = capsys.readouterr()
+    assert code == 0, err or out.splitlines()[-1]
+
+
+def test_python_example_of_the_readme_fits(
+    shapes: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs: list[PPOConfig] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(api, "run_ppo", lambda config, on_step=None: configs.append(config) or 0)
+    ((_, text),) = [block for block in blocks("python") if block[0] == "README.md"]
+    for name, place in shapes.items():
+        text = text.replace(name, place)
+    exec(text, {})
+    (config,) = configs
+    device = DEVICES[GPU]
+    plan = plan_of(with_token_budgets(config, device), device)
+    assert plan.fits and plan.job.prompts == 64 and plan.job.models[0].updates == 1
 
 
 def test_sft_trains_the_model_that_grpo_starts_from(places: dict[str, str], tmp_path: Path) -> None:

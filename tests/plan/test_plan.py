@@ -189,6 +189,29 @@ def test_critic_and_reference_are_counted(command: Any) -> None:
     assert all(phase.parts["weights of other models"] > 0 for phase in memory)
 
 
+@pytest.mark.parametrize(
+    ("more", "has_pass"),
+    [
+        ((), False),
+        ((f"{ACTOR}.ppo_epochs=2",), True),
+        ((f"{ACTOR}.old_log_prob_pass=always",), True),
+        (("algorithm.use_kl_in_reward=true",), True),
+        (("algorithm.use_pf_ppo=true",), True),
+        (("algorithm.rollout_correction.rollout_is=token",), True),
+        (("algorithm.rollout_correction.rollout_rs=token_k1",), True),
+        ((f"{ACTOR}.policy_loss.loss_mode=geo_mean",), True),
+        (("algorithm.adv_estimator=egpo",), True),
+        (("algorithm.adv_estimator=optimal_token_baseline",), True),
+        (("algorithm.rollout_correction.bypass_mode=true",), False),
+    ],
+)
+def test_old_log_probs_are_planned_as_they_are_trained(command: Any, more: tuple[str, ...], has_pass: bool) -> None:
+    """The cases of tests/trainer/test_old_log_probs.py."""
+    config = load_config(PPOConfig, command("0.5b", 8, 64, 64, *more), run_checks=False)
+    job = job_of(config, DEVICES["H200"], Lengths(64, 64), lambda path, key: ModelShape.from_folder(Path(path)))
+    assert ("old log-probs" in [phase.name for phase in phases(job)]) == has_pass
+
+
 def test_critic_has_its_own_number_of_updates(command: Any) -> None:
     more = ("algorithm.adv_estimator=gae", "critic.ppo_mini_batch_size=4", f"{ACTOR}.ppo_epochs=2")
     job = plan(command("0.5b", 16, 256, 256, *more))

@@ -11,6 +11,7 @@ import pytest
 from lockstep.cli import main
 from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
+from lockstep.config.schema import as_arguments
 from lockstep.plan.estimate import plan_of
 from lockstep.plan.hardware import DEVICES
 from lockstep.plan.search import (
@@ -18,7 +19,6 @@ from lockstep.plan.search import (
     _compositions,
     _fits_machines,
     _partitions,
-    as_arguments,
     overrides_of,
     search,
 )

@@ -62,7 +62,7 @@ def test_command(settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixt
     assert "over 4 data-parallel ranks, 16 on each" in capsys.readouterr().out
     large = [f"model.path={write_model(tmp_path / 'large', '7b')}", "model.fsdp_config.model_dtype=fp32"]
     assert main(["plan", "sft", "--device", "H100", *settings, *large]) == 1
-    assert "Try model.fsdp_config.optimizer_offload=true" in capsys.readouterr().out
+    assert "Try model.fsdp_config.offload_policy=true" in capsys.readouterr().out
     more = ["model.lora_rank=32", "data.max_token_len_per_gpu=8192"]
     assert main(["plan", "sft", "--device", "H100", *settings, *large, *more]) == 0
 

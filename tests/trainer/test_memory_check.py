@@ -103,7 +103,8 @@ def test_supervised_training_is_planned(
     assert caplog.messages[-1].startswith("plan: fits on H200: at most ") and "in update;" in caplog.messages[-1]
     use_gpu(DEVICES["RTX4090"])
     with pytest.raises(
-        ValueError, match=r"does not fit on RTX4090: update needs .*; set model\.fsdp_config\.optimizer_off"
+        ValueError,
+        match=r"does not fit on RTX4090: update needs .* Try model\.fsdp_config\.offload_policy=true; `lockstep",
     ):
         check_memory(supervised(cls, "7b"))
     check_memory(supervised(cls, "7b", "trainer.check_memory=false"))
@@ -241,4 +242,6 @@ def test_run_that_runs_out_of_memory(
     assert main([*overrides, *settings, "trainer.device=auto"]) == 1
     message = capsys.readouterr().err
     assert "error: out of GPU memory in update_actor (tried to allocate 2.32 GiB" in message
-    assert "the plan expected up to " in message and "ppo_micro_batch_size_per_gpu" in message
+    assert (
+        "the plan expected up to " in message and "lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu" in message
+    )

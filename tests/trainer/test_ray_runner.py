@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
 from lockstep.observability.jsonl import truncate_after
 from lockstep.observability.trackers import Tracking
@@ -79,3 +80,25 @@ def test_steps_are_read_from_the_metrics_once(tmp_path: Path, monkeypatch: pytes
         tracking.log({"x": 3.0}, step=8)
         assert not steps.read()
     assert seen == [(8, {"x": 1.0}), (9, {"x": 2.0}), (8, {"x": 3.0})]
+
+
+def test_gpus_that_ray_does_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lockstep.single_controller.ray_backend import cluster
+
+    asked: list[Any] = []
+    monkeypatch.setattr(cluster, "has_gpus", lambda: False)
+    monkeypatch.setattr(cluster, "require_machines", lambda pool, bundles: asked.append(bundles))
+
+    def check(*overrides: str) -> None:
+        ray_runner._check_machines(load_config(PPOConfig, overrides, run_checks=False))
+
+    with pytest.raises(
+        ValueError, match=r"n_gpus_per_node asks for 8 GPUs.*trainer.device=cpu to train in 8 CPU processes"
+    ):
+        check("trainer.n_gpus_per_node=8")
+    with pytest.raises(ValueError, match="resource_pool_spec asks for 3 GPUs"):
+        check("resource_pool_spec={a: [2], b: [1]}")
+    assert not asked
+    check("trainer.n_gpus_per_node=8", "trainer.device=cpu")
+    check("trainer.n_gpus_per_node=1", "trainer.controller=ray")
+    assert asked == [[{"CPU": 8}], [{"CPU": 1}]]

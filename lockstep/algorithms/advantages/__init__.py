@@ -16,7 +16,6 @@ from lockstep.algorithms.advantages.registry import (
     AdvantageFn,
     check_inputs,
     get_adv_estimator_fn,
-    may_read,
     parameters_of,
     register_adv_est,
 )
@@ -52,7 +51,6 @@ __all__ = [
     "compute_rloo_outcome_advantage",
     "compute_rloo_vectorized_outcome_advantage",
     "get_adv_estimator_fn",
-    "may_read",
     "needs_groups",
     "needs_values",
     "parameters_of",

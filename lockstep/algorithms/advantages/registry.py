@@ -53,15 +53,6 @@ def _parameters(estimator: AdvantageFn) -> list[inspect.Parameter]:
 _cached_parameters = cache(_parameters)
 
 
-def may_read(name: str, *keys: str) -> bool:
-    """Whether the estimator could read one of these batch keys: built-in ones name what they read, others may read everything."""
-    estimator = get_adv_estimator_fn(name)
-    parameters = parameters_of(estimator)
-    is_built_in = estimator.__module__.startswith("lockstep.")
-    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD or p.name == "batch" for p in parameters)
-    return any(p.name in keys for p in parameters) or (takes_all and not is_built_in)
-
-
 _HOW_TO_PROVIDE = {
     "values": "set critic.enable=true or null",
     "reward_baselines": "they come from a greedy rollout of each prompt",

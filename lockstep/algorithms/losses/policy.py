@@ -44,7 +44,7 @@ class PolicyLossFn(Protocol):
 POLICY_LOSSES: Registry[PolicyLossFn] = Registry("policy loss", key=LOSS_KEY, names=names.POLICY_LOSSES)
 
 
-PREPARATIONS: Registry[Prepare] = Registry("preparation of a policy loss")
+PREPARATIONS: Registry[Prepare] = Registry(names.PREPARATION, names=names.PREPARED_LOSSES)
 """The `prepare` functions, by policy loss."""
 
 

@@ -5,10 +5,13 @@ which layers do it changes time and memory, never a result. On CUDA, layers keep
 run offloads to save memory.
 """
 
+from collections.abc import Callable, Iterable
+
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn import Module, Parameter
 
-from lockstep.kernels.activation_memory import ACTIVATIONS_LEAVE_FREE
+from lockstep.kernels.activation_memory import STREAM_BYTES, gathered_bytes, kept_layers
 from lockstep.models.decoder_layer import DecoderLayer
 from lockstep.models.token_models import TokenModel
 from lockstep.utils.distributed import least_of_ranks
@@ -26,6 +29,7 @@ class LayerCheckpointing:
                 module.training = True  # which transformers asks for; its children stay in evaluation mode
         self._layers = [module for module in model.modules() if isinstance(module, DecoderLayer)]
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._gathered = self._gathered_bytes(model) if any(isinstance(p, DTensor) for p in model.parameters()) else 0.0
 
     def plan(self, num_tokens: int) -> None:
         """Choose the layers to checkpoint in the next forward of `num_tokens` tokens."""
@@ -34,10 +38,13 @@ class LayerCheckpointing:
         total = torch.cuda.get_device_properties(self._device).total_memory
         free = torch.cuda.mem_get_info(self._device)[0]
         cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        room = free + cached - ACTIVATIONS_LEAVE_FREE * total - self._missing_gradients()
+        free += cached - self._missing_gradients()
         sizes = [layer.activation_bytes(num_tokens, self._itemsize) for layer in self._layers]
-        largest = max((size for size in sizes if size is not None), default=None)
-        num_kept = int(max(0, room) // largest) if largest is not None and None not in sizes else 0
+        known = [size for size in sizes if size is not None]
+        num_kept = 0
+        if len(known) == len(sizes):
+            stream = num_tokens * self._layers[0].width * STREAM_BYTES
+            num_kept = kept_layers(total, free, len(sizes), max(known), stream, self._gathered)
         num_kept = least_of_ranks(num_kept)  # recomputation repeats the collectives of a layer
         for index, layer in enumerate(self._layers):
             layer.gradient_checkpointing = index >= num_kept
@@ -47,3 +54,14 @@ class LayerCheckpointing:
         missing = [p for p in self._trained if p.grad is None]
         sizes = [(p.to_local() if isinstance(p, DTensor) else p).numel() for p in missing]
         return sum(size * (p.grad_dtype or p.dtype).itemsize for size, p in zip(sizes, missing))
+
+    def _gathered_bytes(self, model: TokenModel) -> float:
+        """Of a sharded model, during its backward pass."""
+
+        def sizes(parameters: Callable[[Module], Iterable[Parameter]]) -> tuple[int, int]:
+            """Of a layer, and outside of layers."""
+            layers = [sum(p.numel() for p in parameters(layer)) for layer in self._layers]
+            return max(layers, default=0), sum(p.numel() for p in parameters(model)) - sum(layers)
+
+        trained = sizes(lambda module: (p for p in module.parameters() if p.requires_grad))
+        return gathered_bytes(*sizes(Module.parameters), max(trained), self._itemsize)

@@ -5,9 +5,9 @@ import os
 import socket
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 try:
     import ray
@@ -18,6 +18,7 @@ except ImportError as error:
     raise ImportError('the Ray backend needs Ray: pip install "lockstep-rl[ray]"') from error
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 PROBE_TIMEOUT_S = 5.0
 """How long to wait for a cluster's address to answer."""
@@ -126,6 +127,16 @@ def node_of(number: int) -> Any:
 def has_gpus() -> bool:
     """Whether the cluster has a GPU."""
     return bool(ray.cluster_resources().get("GPU", 0))
+
+
+def on_gpu_machines(function: Callable[[], T]) -> list[T]:
+    """The results of a function on each live machine that has GPUs. It reserves none, so Ray hides them in CUDA_VISIBLE_DEVICES."""
+    strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU")]
+    task = ray.remote(num_cpus=0)(function)
+    calls = [task.options(scheduling_strategy=strategy(node_id=node, soft=False)).remote() for node in nodes]
+    found: list[T] = ray.get(calls)
+    return found
 
 
 def require_machines(pool: str, asked: Sequence[Bundle], until: float = 0) -> None:

@@ -22,15 +22,17 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.agents.agents import Agents
-from lockstep.algorithms.advantages import check_inputs, get_adv_estimator_fn, may_read, required_inputs
+from lockstep.algorithms.advantages import check_inputs, get_adv_estimator_fn, required_inputs
 from lockstep.algorithms.compute_advantage import compute_advantage
 from lockstep.algorithms.kl import apply_kl_penalty, get_kl_controller
 from lockstep.algorithms.losses.aggregate import agg_loss
-from lockstep.algorithms.losses.policy import PREPARATIONS, policy_loss_mode, with_loss_settings
+from lockstep.algorithms.losses.policy import with_loss_settings
 from lockstep.algorithms.pf_ppo import pf_ppo_rows
 from lockstep.algorithms.rollout_correction import apply_rollout_correction, use_rollout_log_probs
 from lockstep.config.actor_rollout_ref import has_cut_log_probs
+from lockstep.config.batch_sizes import fitted_to_rows
 from lockstep.config.model import sequence_parallel_size
+from lockstep.config.old_log_probs import OldLogProbs, old_log_probs_source
 from lockstep.config.placement import is_trained, need_critic, need_reference_policy, need_reward_model
 from lockstep.config.plugin_settings import estimator_settings
 from lockstep.config.ppo import PPOConfig, prompts_per_batch
@@ -63,6 +65,7 @@ from lockstep.trainer.audit import (
 from lockstep.trainer.checkpoint import CheckpointStore, RunLock
 from lockstep.trainer.inputs import fetch_on_workers
 from lockstep.trainer.interrupt import Interrupt, StopRequested
+from lockstep.trainer.memory_check import with_chosen_sizes
 from lockstep.trainer.ppo import forks
 from lockstep.trainer.ppo.agent_rollout import AgentRollout
 from lockstep.trainer.ppo.async_sampling import AsyncSampling
@@ -85,6 +88,7 @@ from lockstep.trainer.run_config import (
     report_changes,
     saved_config,
     warn_if_epochs_end_first,
+    warn_if_on_cpu,
     write_run_config,
 )
 from lockstep.trainer.step_profiler import StepProfiler, profiled_roles
@@ -134,13 +138,16 @@ class PPOTrainer:
     ) -> None:
         if (train_dataset is None and not config.trainer.val_only) or reward_fn is None:
             raise ValueError("PPOTrainer needs train_dataset (unless trainer.val_only=true) and reward_fn")
+        self.device_name = device_name or resolve_device(config.trainer.device)
+        if train_dataset is not None:
+            config = fitted_to_rows(config, len(cast(Sized, train_dataset)))
+        config = with_chosen_sizes(config, self.device_name)
         self.config = config
         self.tokenizer = tokenizer
         self.role_worker_mapping = role_worker_mapping
         self.resource_pool_manager = resource_pool_manager
         self.worker_group_cls, self.class_with_init = ray_worker_group_cls, class_with_init
         self.agents = agents
-        self.device_name = device_name or resolve_device(config.trainer.device)
         self.reward_fn, self.val_reward_fn = reward_fn, val_reward_fn
         self.use_critic = need_critic(config)
         self.critic_warmup = config.trainer.critic_warmup if self.use_critic else 0
@@ -373,6 +380,7 @@ class PPOTrainer:
             logger.info("workers: %s", self._layout())
         logger.info("output folder: %s", self.run_dir)
         warn_if_epochs_end_first(config, self.total_training_steps)
+        warn_if_on_cpu(config, self.device_name, self.resource_pool_manager.get_n_gpus())
 
     def _layout(self) -> str:
         """Each pool with its processes per machine and its roles, and the actor's sequence parallel size."""
@@ -511,26 +519,14 @@ class PPOTrainer:
             self._dump_responses(self._responses([forks.conversations(batch)]), folder)
         return batch, metrics
 
-    def _old_log_probs_source(self, num_samples: int) -> str:
-        """Source of this step's old log-probs: a separate `pass`, the `rollout`, or the `update` itself."""
-        algorithm, actor = self.config.algorithm, self.config.actor_rollout_ref.actor
-        correction = algorithm.rollout_correction
-        if correction.bypass_mode:
-            return "rollout"
-        one_update = (
+    def _old_log_probs_source(self, num_samples: int) -> OldLogProbs:
+        actor = self.config.actor_rollout_ref.actor
+        is_one_update = (
             self.global_steps > self.critic_warmup
             and actor.ppo_epochs == 1
             and num_samples <= actor.ppo_mini_batch_size * actor.rollout_n
         )
-        read_before = (
-            algorithm.use_kl_in_reward
-            or algorithm.use_pf_ppo
-            or correction.rollout_is is not None
-            or correction.rollout_rs is not None
-            or policy_loss_mode(actor) in PREPARATIONS
-            or may_read(algorithm.adv_estimator, "old_log_probs", "entropys", "sum_pi_squared")
-        )
-        return "update" if one_update and not read_before and actor.old_log_prob_pass == "auto" else "pass"
+        return old_log_probs_source(self.config, is_one_update=is_one_update)
 
     def _advantages(self, batch: DataProto) -> tuple[DataProto, DataProto, dict[str, Any]]:
         """KL penalty, rollout correction, advantages: (the batch, the rows to train on, metrics)."""

@@ -71,6 +71,8 @@ class TaskRunner:
         """Called when training has ended, with 0 or 130, before the workers are shut down."""
         self.on_step: OnStep | None = None
         self.agents: Agents | None = None
+        self.config: PPOConfig | None = None
+        """The trainer's, with the sizes that were chosen for it."""
 
     def add_actor_rollout_worker(self, config: PPOConfig, pools: Pools) -> None:
         for role in (Role.ActorRollout, Role.Actor, Role.Rollout):
@@ -169,7 +171,7 @@ class TaskRunner:
                     self.wait_s = REPLACEMENT_S
                     continue
             except Exception as error:  # noqa: BLE001 - the end of the run; unexpected ones are raised again
-                failure, cause = error, cause_of(error, config)
+                failure, cause = error, cause_of(error, self.config or config)
             break
         if not self.has_begun:
             raise RunError(f"{cause.rstrip('.')}; the run did not start") from failure
@@ -183,7 +185,7 @@ class TaskRunner:
             try:
                 with phase("read the data"):
                     trainer = self.build(config)
-                trainer.on_step = self.on_step
+                trainer.on_step, self.config = self.on_step, trainer.config
                 closing.callback(self._close, trainer)
                 if self.last_checkpoint is None and _is_finished(trainer):
                     total = trainer.total_training_steps

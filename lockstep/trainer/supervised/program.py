@@ -41,6 +41,7 @@ def run(config: SupervisedConfig) -> int:
         try:
             with phase("read the data"):
                 trainer = build(config, rank, world_size)
+            config = trainer.config
             closing.callback(trainer.close)
             if on_first_rank(lambda: _is_finished(trainer)):
                 steps = trainer.total_training_steps

@@ -9,18 +9,19 @@ ranks changes it. Every rank reads the same rows in the same order and takes its
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from tensordict import TensorDict
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from lockstep.config.batch_sizes import fitted_to_rows
 from lockstep.config.derived_defaults import PROGRAMS
 from lockstep.config.schema import to_plain
 from lockstep.config.sft import SupervisedConfig
@@ -29,6 +30,7 @@ from lockstep.engines.train import EngineModel, LossFn, MicroBatching, create_tr
 from lockstep.observability.trackers import Tracking
 from lockstep.trainer.checkpoint import CheckpointStore, RunLock
 from lockstep.trainer.interrupt import Interrupt
+from lockstep.trainer.memory_check import with_chosen_sizes
 from lockstep.trainer.run_config import FILE as CONFIG_FILE
 from lockstep.trainer.run_config import (
     as_yaml,
@@ -36,6 +38,7 @@ from lockstep.trainer.run_config import (
     report_changes,
     saved_config,
     warn_if_epochs_end_first,
+    warn_if_on_cpu,
     write_run_config,
 )
 from lockstep.trainer.step_profiler import StepProfiler
@@ -82,6 +85,9 @@ class SupervisedTrainer(ABC):
         val_dataset: Any = None,
         device: str = "cpu",
     ) -> None:
+        config = with_chosen_sizes(fitted_to_rows(config, len(cast(Sized, train_dataset))), torch.device(device).type)
+        least = least_of_ranks(config.data.max_token_len_per_gpu)
+        config = replace(config, data=replace(config.data, max_token_len_per_gpu=least))
         data, trainer = config.data, config.trainer
         self.config, self.tokenizer, self.device = config, tokenizer, torch.device(device)
         self.val_dataset = val_dataset
@@ -319,6 +325,7 @@ class SupervisedTrainer(ABC):
         )
         logger.info("output folder: %s", self.run_dir)
         warn_if_epochs_end_first(config, self.total_training_steps)
+        warn_if_on_cpu(config, self.device.type, current_world_size())
 
     def _save_checkpoint(self, metrics: dict[str, Any]) -> None:
         """metrics: those of the step, saved in case the process dies before they are tracked."""

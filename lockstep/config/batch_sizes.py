@@ -1,0 +1,56 @@
+"""Batch sizes that nobody has set: a smaller batch for a dataset that has fewer rows than the default."""
+
+import logging
+from collections.abc import Collection
+from typing import Any, TypeVar
+
+from lockstep.config.ppo import PPOConfig, prompts_per_batch
+from lockstep.config.schema import with_values
+from lockstep.config.sft import SupervisedConfig
+
+logger = logging.getLogger(__name__)
+C = TypeVar("C", PPOConfig, SupervisedConfig)
+
+BATCH = "data.train_batch_size"
+MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
+
+
+def unset_sizes(keys: Collection[str]) -> frozenset[str]:
+    """keys: those that the user has set."""
+    return frozenset({BATCH, MINI} - set(keys))
+
+
+def fitted_to_rows(config: C, num_rows: int) -> C:
+    """The config with a batch that `num_rows` rows can fill, if the user has set none; logs it."""
+    if BATCH not in config.unset_sizes or num_rows < 1:
+        return config
+    sizes = _supervised(config, num_rows) if isinstance(config, SupervisedConfig) else _rl(config, num_rows)
+    if not sizes:
+        return config
+    logger.warning(
+        "the dataset has %d rows, fewer than %s=%d, which is the default; using %s",
+        num_rows,
+        BATCH,
+        config.data.train_batch_size,
+        " and ".join(f"{key}={size}" for key, size in sizes.items()),
+    )
+    if isinstance(config, PPOConfig) and MINI in sizes:
+        follows = config.critic.ppo_mini_batch_size == config.actor_rollout_ref.actor.ppo_mini_batch_size
+        sizes |= {"critic.ppo_mini_batch_size": sizes[MINI]} if follows else {}
+    found: C = with_values(config, sizes)
+    return found
+
+
+def _supervised(config: SupervisedConfig, num_rows: int) -> dict[str, Any]:
+    return {BATCH: num_rows} if num_rows < config.data.train_batch_size else {}
+
+
+def _rl(config: PPOConfig, num_rows: int) -> dict[str, Any]:
+    """Empty also if mini-batches that the user has set are too large: the loader reports it."""
+    if prompts_per_batch(config) <= num_rows or config.data.gen_batch_size is not None:
+        return {}
+    most = int(num_rows * (1 - config.actor_rollout_ref.rollout.over_sample_rate) + 1e-9)
+    mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    if mini > most > 0 and MINI in config.unset_sizes:
+        return {BATCH: most, MINI: most}
+    return {BATCH: most // mini * mini} if mini <= most else {}
