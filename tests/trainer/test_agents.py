@@ -24,7 +24,7 @@ from lockstep.trainer.main_ppo import main
 from lockstep.trainer.ppo.agent_rollout import AgentRollout
 from lockstep.utils.audit import AuditError
 from tests.agents.scripted import make_agents
-from tests.tiny import tiny_tokenizer, write_rows
+from tests.tiny import save_tiny_model, tiny_tokenizer, write_rows
 
 LOOP = """
 from lockstep.agents.loops import AgentLoop
@@ -324,7 +324,8 @@ def test_rewards_of_turns_that_nothing_reads_are_told_once(
     entry = '"agent_name": "tool_agent", "interaction_kwargs": {"name": "gsm8k", "ground_truth": "9"}, "ability"'
     rows.write_text(rows.read_text().replace('"ability"', entry))
     key = "actor_rollout_ref.rollout.multi_turn.interaction_config_path"
-    config = load_config(PPOConfig, [f"{key}={tmp_path}/interaction.yaml", *changes], run_checks=False)
+    model = f"actor_rollout_ref.model.path={save_tiny_model(tmp_path / 'model')}"
+    config = load_config(PPOConfig, [model, f"{key}={tmp_path}/interaction.yaml", *changes], run_checks=False)
     dataset = create_rl_dataset([str(rows)], tiny_tokenizer(), config.data)
     agents = agents_for(config, tiny_tokenizer(), dataset)
     assert agents is not None
