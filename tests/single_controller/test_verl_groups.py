@@ -18,7 +18,9 @@ from lockstep.verl.single_controller.ray import (
     RayResourcePool,
     RayWorkerGroup,
     create_colocated_worker_cls_fused,
+    split_resource_pool,
 )
+from lockstep.verl.utils.ray_utils import parallel_put
 
 pytestmark = pytest.mark.slow
 
@@ -115,3 +117,18 @@ def test_environment_of_the_workers(ray_cluster: None) -> None:
     pool = RayResourcePool([1], use_gpu=False, name_prefix="env")
     with RayWorkerGroup(pool, RayClassWithInitArgs(Counter), worker_env={"MY_VARIABLE": "mine"}) as group:
         assert group.variables("MY_VARIABLE", "RAY_LOCAL_WORLD_SIZE", "WORLD_SIZE") == [["mine", "1", "1"]]
+
+
+def test_a_group_on_a_part_of_a_pool(ray_cluster: None) -> None:
+    whole = RayResourcePool([2], use_gpu=False, name_prefix="whole")
+    first, _ = split_resource_pool(whole, 1)
+    with RayWorkerGroup(first, RayClassWithInitArgs(Counter, 5)) as group:
+        assert group.world_size == 1 and group.add_in_place(batch(2)).batch["x"].tolist() == [5, 6]
+        with pytest.raises(ValueError, match="has started workers"):
+            split_resource_pool(first, 1)
+
+
+def test_objects_are_put_in_their_order(ray_cluster: None) -> None:
+    assert ray.get(parallel_put(list(range(20)), max_workers=4)) == list(range(20))
+    with pytest.raises(AssertionError, match="no objects"):
+        parallel_put([])

@@ -227,8 +227,9 @@ def test_objects_of_files(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("class Mine:\n    value = 3\n")
     assert load_extern_object(str(tmp_path / "mine.py"), "Mine").value == 3
     assert load_extern_object("pkg://json", "dumps") is json.dumps and load_extern_type(None, "Mine") is None
-    with pytest.raises(FileNotFoundError):
-        load_extern_object(str(tmp_path / "none.py"), "Mine")
+    for missing in ("none.py", "none"):
+        with pytest.raises(FileNotFoundError):
+            load_extern_object(str(tmp_path / missing), "Mine")
     with pytest.raises(AttributeError, match="has no attribute 'Other'"):
         load_extern_object(str(tmp_path / "mine.py"), "Other")
     assert isinstance(is_nvtx_available(), bool)

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from lockstep.utils.distributed import current_rank
 from lockstep.verl.utils.device import get_device_id, get_device_name
@@ -40,7 +40,6 @@ __all__ = [
     "get_fsdp_state_ctx",
     "get_fsdp_wrap_policy",
     "get_init_weight_context_manager",
-    "get_shard_placement_fn",
     "init_fn",
     "load_fsdp_model_to_gpu",
     "load_fsdp_optimizer",
@@ -226,13 +225,3 @@ def init_fn(x: nn.Module) -> nn.Module:
         x = x.to_empty(device=_device(), recurse=False)
         _free_cache()
     return x
-
-
-def get_shard_placement_fn(fsdp_size: int) -> Callable[[Tensor], Any]:
-    """`shard_placement_fn` of `fully_shard`: the largest dimension that divides among the ranks, else the first."""
-
-    def place(parameter: Tensor) -> Any:
-        fitting = [dim for dim, size in enumerate(parameter.shape) if size % fsdp_size == 0]
-        return Shard(max(fitting, key=lambda dim: parameter.shape[dim], default=0))
-
-    return place

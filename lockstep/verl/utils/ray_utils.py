@@ -3,7 +3,6 @@
 import asyncio
 import functools
 import inspect
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -49,9 +48,3 @@ def auto_await(func: Callable[..., Any]) -> Callable[..., Any]:
         return result if in_coroutine or not inspect.iscoroutine(result) else event_loop.run(lambda: result)
 
     return call
-
-
-def ray_noset_visible_devices(env_vars: Any = None) -> bool:
-    """Whether Ray is told to leave the variables with the visible devices alone."""
-    variables = os.environ if env_vars is None else env_vars
-    return any(value for name, value in variables.items() if name.startswith("RAY_EXPERIMENTAL_NOSET_") and value)

@@ -70,7 +70,7 @@ class AgentLoopWorker:
         Reads `raw_prompt`, or `raw_prompt_ids` of single-turn rows, and `agent_name`, `tools_kwargs`, `interaction_kwargs`.
         meta_info: `validate` samples as validation does, `do_sample=False` greedily; `global_steps` is part of the samples' seeds.
         """
-        output = await self._rollout._generate(self._inputs(batch))
+        output = await asyncio.to_thread(self._rollout.generate_sequences, self._inputs(batch))
         output.meta_info.setdefault("timing", {})
         return output
 
