@@ -9,7 +9,7 @@ from lockstep.config.schema import with_values
 from lockstep.config.sft import SupervisedConfig
 
 logger = logging.getLogger(__name__)
-C = TypeVar("C", PPOConfig, SupervisedConfig)
+C = TypeVar("C", bound=PPOConfig | SupervisedConfig)
 
 BATCH = "data.train_batch_size"
 MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"

@@ -21,7 +21,7 @@ from lockstep.plan.estimate import longest_lengths, plan_of, sections_of
 from lockstep.plan.hardware import DEVICES, Device
 from lockstep.plan.memory import RESERVED
 
-C = TypeVar("C", PPOConfig, SupervisedConfig)
+C = TypeVar("C", bound=PPOConfig | SupervisedConfig)
 
 BUDGETS = (1024, 2048, 4096, 8192, 16384, 32768)
 """Tokens that are tried."""
