@@ -19,7 +19,7 @@ from jinja2 import TemplateError
 from torch.utils.data import Dataset
 
 from lockstep.config.data import DataConfig
-from lockstep.data.files import FileRow, drop_none, file_digests, read_rows
+from lockstep.data.files import MEDIA_COLUMNS, FileRow, drop_none, file_digests, media_problem, read_rows
 from lockstep.data.settings import from_mapping
 from lockstep.data.tensors import truncate_ids
 from lockstep.protocol import object_array
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MEDIA_COLUMNS = ("images", "videos", "audios")
 ENCODE_ROWS = 1024
 
 Messages = list[dict[str, Any]]
@@ -227,7 +226,7 @@ def check_prompt(row: FileRow, config: DataConfig) -> None:
     _require(row, config.prompt_key, _PROMPT_REMEDY)
     for name in MEDIA_COLUMNS:
         if row.columns.get(name):
-            raise ValueError(f"{row.location} has {name!r}: only text prompts are supported; remove the column")
+            raise ValueError(f"{row.location} {media_problem(name)}")
     problem = _message_problem(row.columns[config.prompt_key])
     if problem:
         raise ValueError(
