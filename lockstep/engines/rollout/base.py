@@ -126,10 +126,17 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def fingerprints(self, names: Sequence[str]) -> dict[str, int]:
-        """Checksums of the bits of these parameters, as they compute or, if that is unknown, as they were received last.
+        """Checksums of the bits of these parameters, as they compute or, of those in `unread_weights`, as they were received last.
 
         A parameter that the engine lacks is left out.
         """
+
+    def unread_weights(self, names: Sequence[str]) -> dict[str, str]:
+        """Parameters whose bits cannot be read back from the engine, and why; depends on its structure, not on their values.
+
+        Known after the first update.
+        """
+        return {}
 
     def drop_cached_prefixes(self) -> None:  # noqa: B027
         """Forget the KV cache of earlier prompts."""
