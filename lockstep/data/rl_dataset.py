@@ -45,7 +45,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
     All rows are checked on construction, so that a bad row stops the run before it starts.
 
     A script may pass `config` as a mapping with some of the keys. Then, as in verl, overlong prompts are dropped unless
-    `filter_overlong_prompts: false`, and neither truncated nor rejected unless `truncation` is set.
+    `filter_overlong_prompts: false`.
     """
 
     def __init__(
@@ -57,7 +57,6 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         max_samples: int = -1,
     ) -> None:
         self.tools_of: ToolsOf | None = None
-        self.limits_length = isinstance(config, DataConfig) or "truncation" in config
         if not isinstance(config, DataConfig):
             config = from_mapping(DataConfig, config, filter_overlong_prompts=True, shuffle=False)
         if processor is not None:
@@ -89,7 +88,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         config = self.config
         if config.filter_overlong_prompts:
             self.rows = self._without_overlong(self.rows)
-        elif config.truncation == "error" and self.limits_length:
+        elif config.truncation == "error":
             self._refuse_overlong(self.rows)
 
     def _check(self, rows: Sequence[FileRow]) -> None:
@@ -126,9 +125,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         sample["extra_info"] = extra_info
         if self.config.return_raw_chat:
             sample["raw_prompt"] = self._messages(row)
-        if self.limits_length:
-            ids = truncate_ids(ids, self.config.max_prompt_length, self.config.truncation)
-        sample["raw_prompt_ids"] = ids
+        sample["raw_prompt_ids"] = truncate_ids(ids, self.config.max_prompt_length, self.config.truncation)
         sample["index"] = position if index is None else index
         return sample | agent_kwargs(row.columns)
 

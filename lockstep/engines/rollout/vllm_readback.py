@@ -21,7 +21,9 @@ IDENTITY_ROWS = 1024
 CONTENT_WORDS = 1 << 22
 ROUNDING = 0.2
 """Largest relative distance between a weight and its quantised form. fp8 rounds by about 0.03; an unrelated tensor is at 1.4."""
-_EXPERTS = re.compile(r"(?P<owner>(?:.*\.)?experts)(?:\.\d+)?\.(?P<part>\w+?)(?:\.(?P<leaf>weight|bias))?$")
+_EXPERTS = re.compile(
+    r"(?P<owner>(?:.*\.)?experts)(?:\.\d+)?\.(?:(?P<down>down_proj|w2)|(?:gate|up|gate_up)_proj|w[13])(?:[._](?P<leaf>weight|bias))?"
+)
 
 
 @dataclass(frozen=True)
@@ -74,18 +76,17 @@ class Received:
     norm: float = 0.0
 
 
-Agreement = Literal["bits", "contents", "rounding", "none"]
-"""bits: equal; contents: equal in another order; rounding: as near as quantisation allows; none: another tensor."""
+Agreement = Literal["bits", "contents", "rounding", "none", "unknown"]
+"""bits: equal; contents: equal in another order; rounding: as near as quantisation allows; none: another tensor; unknown: the
+kernel keeps experts in a form of its own."""
 
 
 def find_place(model: Any, name: str, shape: Sequence[int]) -> Place | str:
     """Where `model` holds the tensor; if that is unknown, the reason."""
     path, leaf, index = _locate(model, name)
     module = _module(model, path)
-    if module is None:
+    if module is None or (leaf not in module._parameters and leaf not in module._buffers):
         return _expert_place(model, name)
-    if leaf not in module._parameters and leaf not in module._buffers:
-        return f"{type(module).__name__} has no {leaf}"
     is_quantized = leaf == "weight" and _is_quantized(module)
     rows, columns = _rows(module, shape, index), _columns(module, shape)
     if rows is not None and columns is not None:
@@ -175,11 +176,11 @@ def _columns(module: Any, shape: Sequence[int]) -> tuple[int, int] | None:
 
 def _expert_place(model: nn.Module, name: str) -> Place | str:
     """All experts of a layer are two parameters of vLLM, in an order that depends on the kernel."""
-    match = _EXPERTS.match(name)
+    match = _EXPERTS.fullmatch(name)
     owner = _module(model, match["owner"]) if match else None
     if match is None or owner is None:
-        return "no module of this name"
-    leaf = ("w2_" if match["part"] in ("down_proj", "w2") else "w13_") + (match["leaf"] or "weight")
+        return "vLLM's model has no parameter of this name"
+    leaf = ("w2_" if match["down"] else "w13_") + (match["leaf"] or "weight")
     for path, module in owner.named_modules(prefix=match["owner"]):
         if leaf in module._parameters:
             if max(getattr(module, size, 1) for size in ("tp_size", "ep_size")) > 1:
@@ -210,6 +211,9 @@ def compare(model: nn.Module, places: Mapping[str, Place], received: Mapping[str
     found: dict[str, Agreement] = {}
     for names in fused.values():
         parameter = read(model.get_submodule(places[names[0]].path), places[names[0]].leaf)
+        if parameter.numel() == 0:
+            found |= dict.fromkeys(names, "unknown")
+            continue
         agreements = {name: _agreement(parameter, places[name], received[name]) for name in names}
         parts = [received[name].contents for name in names]
         if "none" in agreements.values() and None not in parts:
@@ -234,10 +238,11 @@ def read(module: Any, leaf: str) -> Tensor:
     """The parameter as the module computes with it."""
     parameter: Tensor = getattr(module, leaf).detach()
     is_head = "LMHead" in type(module).__name__  # packs a copy and keeps its weight
-    is_packed = hasattr(module, "cpu_linear") and (parameter.numel() == 0 or is_head)
-    if leaf != "weight" or not (is_packed or _is_quantized(module)):
+    is_packed = parameter.numel() == 0 or (is_head and hasattr(module, "cpu_linear"))
+    if leaf != "weight" or not hasattr(module, "quant_method") or not (is_packed or _is_quantized(module)):
         return parameter
-    width = getattr(module, "input_size_per_partition", None) or module.embedding_dim
+    sizes = ("input_size_per_partition", "input_size", "embedding_dim")
+    width = next(getattr(module, name) for name in sizes if hasattr(module, name))
     identity = torch.eye(width, dtype=getattr(module, "params_dtype", parameter.dtype), device=parameter.device)
     with torch.no_grad():
         columns = [module.quant_method.apply(module, rows, None) for rows in identity.split(IDENTITY_ROWS)]

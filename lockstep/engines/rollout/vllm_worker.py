@@ -82,6 +82,8 @@ class WeightUpdates:
         agreements = compare(self.lockstep_model(), places, self.lockstep_received)
         # Bits in order are that once and for all: another order later is no reordering by vLLM's loader.
         self.lockstep_ordered |= {name for name, agreement in agreements.items() if agreement == "bits"}
+        unknown = [name for name, agreement in agreements.items() if agreement == "unknown"]
+        self.lockstep_places |= dict.fromkeys(unknown, "the kernel keeps experts in a form of its own")
         whole = {name: received.whole for name, received in self.lockstep_received.items() if name in names}
         return {name: ~value if agreements.get(name) == "none" else value for name, value in whole.items()}
 

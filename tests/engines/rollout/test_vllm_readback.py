@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lockstep.engines.rollout.vllm_readback import Place, find_place
 from lockstep.engines.rollout.vllm_worker import WeightUpdates
 from lockstep.utils.fingerprint import fingerprint
 
@@ -85,7 +86,10 @@ class ParallelLMHead(Embedding):
 class Model(nn.Module):
     """What vLLM makes of a small Qwen2 on one rank. skipped: names that `load_weights` leaves out; stale: adds to these."""
 
-    packed_modules_mapping: ClassVar = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+    packed_modules_mapping: ClassVar = {
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+        "gate_up_proj": ["gate_proj", "up_proj"],
+    }
 
     def __init__(self, tp: tuple[int, int], is_packed: bool) -> None:
         super().__init__()
@@ -250,7 +254,7 @@ def test_tensors_in_another_order_are_compared_by_their_contents(monkeypatch: py
     worker = Worker(model, monkeypatch)
     model.load_weights(reordered_weights(99))
     assert worker.update(reordered_weights(1)) == []
-    assert worker.lockstep_unread() == {"mixer.A_log": "Module has no A_log"}
+    assert worker.lockstep_unread() == {"mixer.A_log": "vLLM's model has no parameter of this name"}
     for name in ("attention.weight", "experts.1.up_proj.weight", "experts.0.down_proj.weight"):
         load = model.load_weights
         model.load_weights = lambda weights, name=name, load=load: load(  # type: ignore[method-assign]
@@ -259,6 +263,30 @@ def test_tensors_in_another_order_are_compared_by_their_contents(monkeypatch: py
         wrong = worker.update(reordered_weights(2))
         assert name in wrong and all(other.split(".")[0] == name.split(".")[0] for other in wrong)
         model.load_weights = load  # type: ignore[method-assign]
+
+
+def test_experts_in_a_form_of_the_kernel_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Reordering()
+    worker, finish = Worker(model, monkeypatch), model.finish
+
+    def finish_and_pack() -> None:
+        finish()
+        model.experts.w2_weight.data = torch.empty(0)
+
+    monkeypatch.setattr(model, "finish", finish_and_pack)
+    assert worker.update(reordered_weights(1)) == []
+    packed = [name for name, reason in worker.lockstep_unread().items() if "form of its own" in reason]
+    assert packed == ["experts.0.down_proj.weight", "experts.1.down_proj.weight"]
+
+
+@pytest.mark.parametrize("name", ["experts.gate_up_proj", "experts.down_proj_bias", "experts.3.w3.weight"])
+def test_names_of_experts(name: str) -> None:
+    model = Reordering()
+    model.experts.w2_bias = nn.Parameter(torch.zeros(2, HIDDEN), requires_grad=False)
+    place = find_place(model, name, (1,))
+    leaf = "w2_bias" if "bias" in name else "w13_weight"
+    assert isinstance(place, Place) and place.leaf == leaf and not place.is_ordered
+    assert find_place(model, "experts.gate_up_proj_scales", (1,)) == "vLLM's model has no parameter of this name"
 
 
 def rounded(tensor: Tensor) -> Tensor:
