@@ -123,7 +123,7 @@ class EngineCheck:
         before = self.actor.canary_log_probs(rows)[0]
         self._train(LARGE_LEARNING_RATE)
         moved = canary_gap(before, self.actor.canary_log_probs(rows)[0], rows.tensors["response_mask"])
-        if moved < 2 * self.bound:
+        if moved < 2 * self.sync.bound:
             raise AuditError(
                 f"the step moved the log-probs of the canary by {moved:.2g} only: nothing can be concluded"
             )

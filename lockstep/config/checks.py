@@ -24,6 +24,7 @@ from lockstep.utils.dataset_files import Use, locate_data
 from lockstep.utils.files import did_you_mean_path
 from lockstep.utils.model_path import FORMS as MODEL_FORMS
 from lockstep.utils.model_path import is_adapter, is_model_folder, locate_model
+from lockstep.utils.vision import vision_problem
 
 _ACTOR = "actor_rollout_ref.actor"
 SEPARATE = ("one_step_off", "fully_async")
@@ -98,6 +99,8 @@ def model(values: Values, name: str, what: str) -> Iterator[Problem]:
         return
     if isinstance(place, Path) and not is_model_folder(place):
         yield Problem(name, path, "not a Hugging Face model: the folder has no config.json")
+    elif isinstance(place, Path) and (problem := vision_problem(place)):
+        yield Problem(name, path, problem)
 
 
 def adapters(values: Values, section: str) -> Iterator[Problem]:

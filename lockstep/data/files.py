@@ -17,6 +17,7 @@ from lockstep.utils.files import sha256_all
 logger = logging.getLogger(__name__)
 
 READ_ROWS = 1024
+MEDIA_COLUMNS = ("images", "videos", "audios")
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,33 @@ def file_digests(files: Sequence[Path]) -> dict[str, str]:
 def drop_none(struct: dict[str, Any] | None, keep: str | None = None) -> dict[str, Any]:
     """Drop null fields: parquet gives every row the fields of all rows, with null for absent ones."""
     return {name: value for name, value in (struct or {}).items() if value is not None or name == keep}
+
+
+def refuse_media(files: Sequence[Path], key: str) -> None:
+    """ValueError if a row has images, videos or sounds; other columns are not read. key: the config key of the files."""
+    for file in files:
+        for number, columns in enumerate(_iter_media(file)):
+            for name in MEDIA_COLUMNS:
+                if columns.get(name):
+                    raise ValueError(f"{key}: {FileRow(str(file), number, columns).location} {media_problem(name)}")
+
+
+def media_problem(column: str) -> str:
+    return f"has {column!r}: only text is supported; remove the column"
+
+
+def _iter_media(file: Path) -> Iterator[dict[str, Any]]:
+    """The media columns of the rows, as far as the file may have some; files that cannot be read are reported elsewhere."""
+    try:
+        if file.suffix == ".parquet":
+            reader = pq.ParquetFile(file)
+            present = [name for name in MEDIA_COLUMNS if name in reader.schema_arrow.names]
+            for batch in reader.iter_batches(batch_size=16, columns=present) if present else ():
+                yield from batch.to_pylist()
+        elif any(f'"{name}"'.encode() in file.read_bytes() for name in MEDIA_COLUMNS):
+            yield from _iter_json(file)
+    except (pa.ArrowInvalid, ValueError, OSError):
+        return
 
 
 def iter_file(path: Path) -> Iterator[dict[str, Any]]:

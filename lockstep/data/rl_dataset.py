@@ -20,7 +20,7 @@ from jinja2 import TemplateError
 from torch.utils.data import Dataset
 
 from lockstep.config.data import DataConfig
-from lockstep.data.files import FileRow, drop_none, file_digests, read_rows
+from lockstep.data.files import MEDIA_COLUMNS, FileRow, drop_none, file_digests, media_problem, read_rows
 from lockstep.data.rows import rows_by_source, to_schema
 from lockstep.data.settings import from_mapping
 from lockstep.data.tensors import truncate_ids
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MEDIA_COLUMNS = ("images", "videos", "audios")
 ENCODE_ROWS = 1024
 
 Messages = list[dict[str, Any]]
@@ -48,7 +47,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
     All rows are checked on construction, so that a bad row stops the run before it starts.
 
     A script may pass `config` as a mapping with some of the keys. Then, as in verl, overlong prompts are dropped unless
-    `filter_overlong_prompts: false`, and neither truncated nor rejected unless `truncation` is set.
+    `filter_overlong_prompts: false`.
     """
 
     def __init__(
@@ -60,7 +59,6 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         max_samples: int = -1,
     ) -> None:
         self.tools_of: ToolsOf | None = None
-        self.limits_length = isinstance(config, DataConfig) or "truncation" in config
         if not isinstance(config, DataConfig):
             config = from_mapping(DataConfig, config, filter_overlong_prompts=True, shuffle=False)
         if processor is not None:
@@ -95,7 +93,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         config = self.config
         if config.filter_overlong_prompts:
             self.rows = self._without_overlong(self.rows)
-        elif config.truncation == "error" and self.limits_length:
+        elif config.truncation == "error":
             self._refuse_overlong(self.rows)
 
     def _check(self, rows: Sequence[FileRow]) -> None:
@@ -129,9 +127,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         sample["extra_info"] = extra_info
         if self.config.return_raw_chat:
             sample["raw_prompt"] = self._messages(row)
-        if self.limits_length:
-            ids = truncate_ids(ids, self.config.max_prompt_length, self.config.truncation)
-        sample["raw_prompt_ids"] = ids
+        sample["raw_prompt_ids"] = truncate_ids(ids, self.config.max_prompt_length, self.config.truncation)
         sample["index"] = position if index is None else index
         return sample | agent_kwargs(row.columns)
 
@@ -233,7 +229,7 @@ def check_prompt(row: FileRow, config: DataConfig) -> None:
     _require(row, config.prompt_key, _PROMPT_REMEDY)
     for name in MEDIA_COLUMNS:
         if row.columns.get(name):
-            raise ValueError(f"{row.location} has {name!r}: only text prompts are supported; remove the column")
+            raise ValueError(f"{row.location} {media_problem(name)}")
     problem = _message_problem(row.columns[config.prompt_key])
     if problem:
         raise ValueError(

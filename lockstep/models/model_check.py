@@ -59,6 +59,23 @@ def reference_log_probs(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -
     return found
 
 
+@torch.no_grad()
+def check_causal(model: PreTrainedModel, row: Sequence[int]) -> None:
+    """ValueError if log-probs of transformers' own forward depend on a later token. row: at least three tokens."""
+    with_last, without = reference_log_probs(model, [row, row[:-1]])
+    refuse_later_tokens(with_last[:-1], without, model, next(model.parameters()).dtype, _scale(without))
+
+
+def refuse_later_tokens(one: Tensor, other: Tensor, model: nn.Module, dtype: torch.dtype, scale: float) -> None:
+    """ValueError if outputs for the same tokens differ, one with tokens after them and the other without."""
+    error = float((one - other).abs().mean())
+    if not error <= BOUNDS[dtype] * scale:
+        raise ValueError(
+            f"{type(model).__name__} is not a causal language model: what it computes for a token changes with later tokens (by "
+            f"{error:.2g}). A decoder is needed; of a BERT-like model that is one with is_decoder=true in its config.json"
+        )
+
+
 def check_log_probs(
     got: Sequence[Tensor],
     expected: Sequence[Tensor],
@@ -77,7 +94,7 @@ def check_log_probs(
     ours, theirs = (torch.cat([t.detach().float().cpu() for t in found]) for found in (got, expected))
     dtype = dtype or next(model.parameters()).dtype
     if scale is None:
-        scale = max(1.0, float(theirs.std())) if theirs.numel() > 1 else 1.0
+        scale = _scale(theirs)
     error = float((ours - theirs).abs().mean())
     if not error <= BOUNDS[dtype] * scale:
         worst = int((ours - theirs).abs().nan_to_num(float("inf")).argmax())
@@ -85,6 +102,10 @@ def check_log_probs(
             f"{path} computes {type(model).__name__} differently from transformers: {error:.2g} per token on average in "
             f"{str(dtype).removeprefix('torch.')} (worst: {ours[worst]:.4g} instead of {theirs[worst]:.4g}). {advice}"
         )
+
+
+def _scale(log_probs: Tensor) -> float:
+    return max(1.0, float(log_probs.float().std())) if log_probs.numel() > 1 else 1.0
 
 
 def check_outputs(
@@ -103,6 +124,26 @@ def check_outputs(
         ours, theirs = got[name].cpu()[mask], values.cpu()[mask]
         scale = None if name == "log_probs" else float(theirs.square().mean().sqrt())  # values may be small
         check_log_probs([ours], [theirs], model=model, path=path, advice=advice, dtype=dtype, scale=scale)
+
+
+def check_causal_outputs(
+    one: dict[str, Tensor], other: dict[str, Tensor], batch: TensorDict, *, model: nn.Module, dtype: torch.dtype
+) -> None:
+    """ValueError if outputs (B, R) before the last token of a row differ. other: of `without_last(batch)`."""
+    before_end = batch["response_mask"][:, 1:].bool()
+    for name, values in one.items():
+        earlier, without = (outputs.float().cpu()[:, :-1][before_end] for outputs in (values, other[name]))
+        scale = _scale(earlier) if name == "log_probs" else float(earlier.square().mean().sqrt())
+        refuse_later_tokens(earlier, without, model, dtype, scale)
+
+
+def without_last(batch: TensorDict) -> TensorDict:
+    """The batch without the last token of every row that has several."""
+    batch = batch.clone()
+    num_kept = (batch["response_mask"].sum(1, keepdim=True) - 1).clamp_min(1)
+    batch["response_mask"] *= torch.arange(RESPONSE_LENGTH) < num_kept
+    batch["attention_mask"][:, PROMPT_LENGTH:] = batch["response_mask"]
+    return batch
 
 
 def check_batch(vocab_size: int) -> TensorDict:

@@ -5,6 +5,7 @@ change with the longest row of its batch, and cached keys would not match later 
 run's longest sequence.
 """
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,8 @@ def fix_rope(model: nn.Module, max_length: int | None) -> None:
         frequencies = ROPE_INIT_FUNCTIONS[rotary.rope_type](rotary.config, device, seq_len=max_length or original)
         rotary.inv_freq, rotary.attention_scaling = frequencies
         rotary.rope_type = "fixed"
+        if "long_mscale" in rotary.config.rope_parameters:
+            rotary.config = _of_one_length(rotary.config, is_long=rotary.max_length > original)
 
 
 def copy_rope(source: nn.Module, target: nn.Module) -> None:
@@ -30,6 +33,7 @@ def copy_rope(source: nn.Module, target: nn.Module) -> None:
             rotary: Any = target.get_submodule(name)
             rotary.rope_type, rotary.max_length = "fixed", module.max_length
             rotary.attention_scaling = module.attention_scaling
+            rotary.config = module.config
 
 
 def rope_limit(model: nn.Module) -> int | None:
@@ -38,10 +42,24 @@ def rope_limit(model: nn.Module) -> int | None:
     return min(limits, default=None)
 
 
+def changes_with_length(rope_type: object) -> bool:
+    """Whether transformers chooses the frequencies of this type by the length of a call."""
+    return isinstance(rope_type, str) and (rope_type == "longrope" or "dynamic" in rope_type)
+
+
+def _of_one_length(config: Any, *, is_long: bool) -> Any:
+    """A config for PhiMoE's rotary module, whose forward takes frequencies and scale from it: the same for all lengths."""
+    config = copy.deepcopy(config)
+    rope, kind = config.rope_parameters, "long" if is_long else "short"
+    rope |= {"short_factor": rope[f"{kind}_factor"], "long_factor": rope[f"{kind}_factor"]}
+    rope |= {"short_mscale": rope[f"{kind}_mscale"], "long_mscale": rope[f"{kind}_mscale"]}
+    return config
+
+
 def _changing(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
-        if isinstance(kind, dict) and any(one == "longrope" or "dynamic" in one for one in kind.values()):
+        if isinstance(kind, dict) and any(map(changes_with_length, kind.values())):
             raise ValueError(f"{type(module).__name__}: dynamic rope per layer type is not supported")
-        if isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind):
+        if changes_with_length(kind):
             yield module

@@ -8,6 +8,7 @@ from typing import Any
 from lockstep.config.placement import controller_of, need_reward_model, needed_models
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.sft import SupervisedConfig
+from lockstep.data.files import refuse_media
 from lockstep.trainer.preflight import check_positions
 from lockstep.utils.dataset_files import local_data_files
 from lockstep.utils.generated_data import is_generated
@@ -40,8 +41,8 @@ def fetch_inputs(config: PPOConfig | SupervisedConfig) -> None:
         else:
             train_files = [] if config.trainer.val_only else _files(config.data.train_files)
             val_files = _files(config.data.val_files)
-        local_data_files(train_files, "train", "data.train_files")
-        local_data_files(val_files, "val", "data.val_files")
+        refuse_media(local_data_files(train_files, "train", "data.train_files"), "data.train_files")
+        refuse_media(local_data_files(val_files, "val", "data.val_files"), "data.val_files")
 
 
 def _files(entries: Sequence[str]) -> list[str]:

@@ -8,6 +8,7 @@ import os
 import sys
 
 from lockstep.config.evaluation import EvaluationConfig, as_validation
+from lockstep.data.files import refuse_media
 from lockstep.rewards.errors import RewardError
 from lockstep.trainer.command import run_program
 from lockstep.trainer.errors import RunError
@@ -22,7 +23,7 @@ def run_evaluation(config: EvaluationConfig) -> int:
     """Score and show the metrics; returns 0. RunError if it fails."""
     try:
         check_reward_function(as_validation(config))
-        local_data_files(config.data.path, "val", "data.path")
+        refuse_media(local_data_files(config.data.path, "val", "data.path"), "data.path")
         with ProgressLog():
             with phase("load torch"):
                 from lockstep.trainer.evaluation import evaluate

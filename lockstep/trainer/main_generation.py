@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.config.generation import GenerationConfig, as_validation, with_own_keys
 from lockstep.config.placement import controller_of
+from lockstep.data.files import refuse_media
 from lockstep.kernels.gpu_warmup import start_gpu_warmup
 from lockstep.trainer.command import run_program
 from lockstep.trainer.errors import RunError
@@ -67,7 +68,9 @@ def prepare(config: GenerationConfig) -> GeneratedRows:
         check_weights("model.path", str(folders[0]))
     if config.model.tokenizer_path:
         local_model_folder(config.model.tokenizer_path, "model.tokenizer_path", weights=False)
-    return GeneratedRows(config, job_of(config, folders, local_data_files(config.data.path, "val", "data.path")))
+    files = local_data_files(config.data.path, "val", "data.path")
+    refuse_media(files, "data.path")
+    return GeneratedRows(config, job_of(config, folders, files))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -14,6 +14,7 @@ from lockstep.utils.checkpoint_folder import MANIFEST, STEP_FOLDER, check_sizes,
 from lockstep.utils.files import did_you_mean_path
 from lockstep.utils.fs import check_protocol, copy_matching, copy_to_local, is_remote
 from lockstep.utils.hub import MODEL_FILES, HubName, check_offline, has_weights, model_snapshot, parse_name
+from lockstep.utils.vision import vision_problem
 
 HF_FOLDER, ADAPTER_FOLDER, SHARDS_FOLDER = "huggingface", "lora_adapter", "shards"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -31,15 +32,20 @@ def local_model_folder(path: str | Path, key: str, *, weights: bool = True) -> P
     """The folder, on this machine; every process of a run may call this, one per machine downloads.
 
     key:     the config key of the path, for messages; one of the critic selects the critic of a checkpoint.
-    weights: false is enough for a tokenizer or a config.
+    weights: false is enough for a tokenizer or a config. With weights a vision model is refused, on the Hub before its weights
+             are fetched.
     """
     try:
         place = locate_model(path, key)
         if isinstance(place, HubName):
-            return model_snapshot(place, weights)
-        if isinstance(place, Path):
-            return place
-        return Path(copy_to_local(place) if weights else copy_matching(place, MODEL_FILES))
+            folder = model_snapshot(place, weights=False)
+        elif isinstance(place, Path):
+            folder = place
+        else:
+            folder = Path(copy_to_local(place) if weights else copy_matching(place, MODEL_FILES))
+        if weights and (problem := vision_problem(folder)):
+            raise ValueError(problem)
+        return model_snapshot(place, weights) if isinstance(place, HubName) and weights else folder
     except ValueError as error:
         raise ValueError(f"{key}={path}: {without_prefix(error, path)}") from error
 
@@ -50,8 +56,10 @@ def is_adapter(folder: Path) -> bool:
 
 
 def base_folder(folder: Path, key: str, *, weights: bool = True) -> Path:
-    """The folder of the base model that an adapter names; any other folder is its own base."""
+    """The folder of the base model that an adapter names; any other folder is its own base. A vision model is refused."""
     if not is_adapter(folder):
+        if problem := vision_problem(folder):
+            raise ValueError(f"{key}={folder} {problem}")
         return folder
     try:
         named = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")

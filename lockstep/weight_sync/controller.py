@@ -1,14 +1,17 @@
 """The controller's side of a weight update: send the actor's weights to the rollout, then prove that they arrived."""
 
+import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any, Literal
 
 from lockstep.protocol import DataProto
 from lockstep.single_controller import FutureList, WorkerGroup
 from lockstep.utils.audit import AuditError
-from lockstep.weight_sync.proof import CANARY_METRIC, Fingerprints, canary_gap, check_fingerprints
+from lockstep.weight_sync.proof import CANARY_METRIC, Fingerprints, canary_gap, check_fingerprints, measured_bound
+
+logger = logging.getLogger(__name__)
 
 IN_FLIGHT = 2
 """Buckets in flight through the object store."""
@@ -19,12 +22,16 @@ and the rollout's weights cannot be updated, so the canary alone proves that the
 
 
 class WeightSync:
-    """actor, rollout: worker groups, the same one if transport is in_process. bound: see `canary_bound`."""
+    """actor, rollout: worker groups, the same one if transport is in_process.
+
+    bound: of the canary's gap, see `canary_bound`; after the first update as measured there.
+    """
 
     def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, transport: Transport, bound: float) -> None:
         self.actor: Any = actor
         self.rollout: Any = rollout
         self.bound = bound
+        self._is_measured = False
         self.layout = self.actor.weight_layout()[0]
         self.num_bytes = sum(entry.num_bytes for bucket in self.layout for entry in bucket)
         self.rollout.expect_weights(self.layout)
@@ -55,8 +62,28 @@ class WeightSync:
                 f"after update {version} the rollout's log-probs of the canary text differ from the trainer's by {gap:.4g} (bound "
                 f"{self.bound:g}): {cause}; its samples would not come from this policy"
             )
+        if not self._is_measured:
+            self._is_measured = True
+            self.bound = measured_bound(self.bound, gap)
+            self._list_unread()
         times = {"weight_sync/send_s": sent - start, "weight_sync/canary_s": time.perf_counter() - sent}
         return {CANARY_METRIC: gap, **times, "weight_sync/gb": self.num_bytes / 1e9}
+
+    def _list_unread(self) -> None:
+        """Log what the fingerprints do not prove."""
+        unread = {name: reason for rank in self.rollout.unread_weights() for name, reason in rank.items()}
+        if unread:
+            num_tensors = sum(map(len, self.layout))
+            reasons = Counter(unread.values()).most_common()
+            logger.warning(
+                "%d of %d tensors of the rollout cannot be compared bit by bit with the actor's (%s): %s. They are proved by what "
+                "the rollout received and by the canary, within %.2g",
+                len(unread),
+                num_tensors,
+                "; ".join(f"{reason}: {count}" for reason, count in reasons),
+                ", ".join(sorted(unread)),
+                self.bound,
+            )
 
     def _canary_gap(self) -> float:
         rows = DataProto.concat(self.rollout.generate_canary())

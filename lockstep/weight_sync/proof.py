@@ -1,6 +1,7 @@
 """Proof that a rollout holds the trainer's weights, after every update and before a sample is made.
 
-fingerprints   every tensor is counted and checksummed on both sides, by name
+fingerprints   every tensor is counted and checksummed on both sides, by name: the rollout's as it computes with it, if the engine
+               can read it back (`RolloutEngine.unread_weights` lists the others)
 canary         the rollout continues a fixed text, and the trainer computes the log-probs of what it wrote
 """
 
@@ -31,11 +32,15 @@ def canary_prompt(token_ids: Collection[int], config: RolloutConfig) -> list[int
 
 def canary_bound(*dtypes: torch.dtype, quantized: bool = False) -> float:
     """The largest difference of log-probs that rounding explains, of engines that compute in these types."""
-    # vLLM in bfloat16 against the trainer, random weights: at most 0.02 (0.5B shape, 24 layers) and 0.09 (7B, 28 layers). Checksums
-    # find small errors of the weights; this finds that they are not those that compute.
+    # vLLM in bfloat16 against the trainer, random weights: at most 0.02 (0.5B shape, 24 layers) and 0.09 (7B, 28 layers).
     if quantized:
         return 1.0
     return 1e-3 if all(dtype == torch.float32 for dtype in dtypes) else 0.3
+
+
+def measured_bound(bound: float, gap: float) -> float:
+    """The bound of all later gaps after a first one that was within `bound`: rounding is of the same size in every update."""
+    return min(bound, max(bound / 10, 10 * gap))
 
 
 def check_fingerprints(sent: Fingerprints, received: list[Fingerprints], version: int) -> None:

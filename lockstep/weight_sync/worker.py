@@ -74,6 +74,11 @@ class WeightSyncWorker(Worker):
         self.rollout.finish_update(version)
         return self.rollout.fingerprints(names_of(self._layout))
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def unread_weights(self) -> dict[str, str]:
+        """Rollout, after an update: tensors that its fingerprints do not prove, and why."""
+        return self.rollout.unread_weights(names_of(self._layout))
+
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def open_weight_group(self) -> tuple[str, int]:
         """Actor: address and port of the broadcast group's store."""

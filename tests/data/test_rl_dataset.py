@@ -116,8 +116,11 @@ def test_mapping_as_config(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     short = OmegaConf.create({"max_prompt_length": 40, "cache_dir": "/tmp/x"})
     assert len(RLHFDataset(file, TOKENIZER, short)) == 1
     assert "DataConfig ignores these settings: cache_dir" in caplog.text
-    whole = RLHFDataset(file, TOKENIZER, {"max_prompt_length": 40, "filter_overlong_prompts": False})
-    assert len(whole) == 2 and whole[1]["raw_prompt_ids"] == prompt_ids("x" * 99)
+    tokens = len(prompt_ids("x" * 99))
+    with pytest.raises(
+        ValueError, match=rf"row 1: the prompt has {tokens} tokens, more than data\.max_prompt_length=40"
+    ):
+        RLHFDataset(file, TOKENIZER, {"max_prompt_length": 40, "filter_overlong_prompts": False})
     cut = {"max_prompt_length": 40, "filter_overlong_prompts": False, "truncation": "left"}
     assert len(RLHFDataset(file, TOKENIZER, cut)[1]["raw_prompt_ids"]) == 40
     with pytest.raises(ValueError, match="truncation"):
@@ -182,8 +185,8 @@ def test_collate_keeps_lists_of_equal_length_as_objects() -> None:
         ({"prompt": ["hello"]}, "message 0 is of type str"),
         ({"prompt": [{"content": "hello"}]}, "message 0 has no role"),
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "content of message 0 is of type list"),
-        ({"images": ["a.png"]}, r"row 1 has 'images': only text prompts are supported"),
-        ({"videos": ["a.mp4"]}, r"row 1 has 'videos': only text prompts are supported"),
+        ({"images": ["a.png"]}, r"row 1 has 'images': only text is supported"),
+        ({"videos": ["a.mp4"]}, r"row 1 has 'videos': only text is supported"),
     ],
 )
 def test_bad_rows_are_rejected(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -44,16 +44,12 @@ MODEL_TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 SKIPPED: dict[str, str] = {
     "blt": "patches of bytes, cut by a second model",
-    "cpmant": "a prefix language model: its prompt attends to what follows",
     "gemma3n": "its vision tower needs timm; `gemma3n_text` is the language model",
     "gemma4_assistant": "a drafter: reads the hidden states of another model",
     "gemma4_unified_assistant": "a drafter: reads the hidden states of another model",
     "musicgen": "predicts audio codebooks",
     "musicgen_melody": "predicts audio codebooks",
-    "prophetnet": "predicts several tokens ahead; its logits depend on later tokens",
     "reformer": "draws the hashes of its attention at random, and trains in training mode only",
-    "xlm": "transformers has its encoder only",
-    "xlnet": "a permutation language model: attends to later tokens",
 }
 """Types that are no decoder-only language model over tokens, or that cannot be built here."""
 
@@ -357,6 +353,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 """What a type needs beside `SMALL`."""
 
 
+NOT_CAUSAL = (
+    *("bert", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert", "roberta"),
+    *("roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+)
+"""Types that are causal with `is_decoder` alone."""
+
+
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, llama3 rope": (
         "llama",
@@ -497,12 +500,15 @@ def support(folder: Path) -> Support:
         with unchecked(bool(found.engines)):
             if found.training == "ours":
                 found.engines["packed"] = train_engine(model, packed=True)
-            found.engines["checkpointed"] = train_engine(model, packed=True, gradient_checkpointing=True)
+            try:
+                found.engines["checkpointed"] = train_engine(model, packed=True, gradient_checkpointing=True)
+            except ValueError as error:
+                if "does not support gradient checkpointing" not in str(error):
+                    raise
+                found.refusals["checkpointing"] = str(error)
+                found.engines["packed"] = train_engine(model, packed=True)
     except ValueError as error:
-        if "does not support gradient checkpointing" not in str(error):
-            return Support(refusals={"training": str(error)})
-        found.refusals["checkpointing"] = str(error)
-        found.engines["packed"] = train_engine(model, packed=True)
+        return Support(refusals={"training": str(error)})
     for name, engine_class, max_num_seqs in ROLLOUTS:
         config = RolloutConfig(prompt_length=16, response_length=16, kv_block_size=4, max_num_seqs=max_num_seqs)
         engine = engine_class(config, [2], 0)
@@ -537,6 +543,8 @@ def reason_of(message: str) -> str:
     """The part of a refusal that does not depend on numbers or advice."""
     if "differently from transformers" in message:
         return "differs from transformers' forward"
+    if "is not a causal language model" in message:
+        return "its log-probs depend on later tokens"
     reason = re.sub(r"^.*? cannot (?:serve|train) \w+: ", "", message)
     return re.split(r"[;.](?:\s|$)", reason)[0]
 

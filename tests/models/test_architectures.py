@@ -17,6 +17,7 @@ from tests.models.architectures import (
     DOCS,
     EXAMPLES,
     MODEL_TYPES,
+    NOT_CAUSAL,
     SKIPPED,
     VARIANTS,
     VOCAB,
@@ -47,6 +48,24 @@ def test_a_type_is_right_or_refused(model_type: str, tmp_path: Path) -> None:
 def test_a_variant_is_right(variant: str, tmp_path: Path) -> None:
     model_type, changes = VARIANTS[variant]
     assert check(model_type, tmp_path, **changes).rollout != "none"
+
+
+@pytest.mark.parametrize("model_type", NOT_CAUSAL)
+def test_encoders_are_refused(model_type: str, tmp_path: Path) -> None:
+    save_tiny_model(model_type, tmp_path, is_decoder=False)
+    message = support(tmp_path).refusals["training"]
+    assert "is not a causal language model: what it computes for a token changes with later tokens" in message
+
+
+def test_youtu_differs_from_transformers_by_rounding_alone(tmp_path: Path) -> None:
+    """With large weights log-probs reach -70, where float32 rounds by 1e-4: transformers is as far from float64 as we are."""
+    naive = save_tiny_model("youtu", tmp_path, initializer_range=1.0, embedding_initializer_range=2.0)
+    batch = make_batch()
+    ours = support(tmp_path).engines["padded"].forward(batch, SPLITS[0])["log_probs"] * batch["response_mask"]
+    with torch.no_grad():
+        theirs, exact = naive_log_probs(naive, batch), naive_log_probs(naive.double(), batch)
+    assert exact.min() < -30
+    assert (ours - exact).abs().max() <= 5 * (theirs - exact).abs().max() + 1e-6
 
 
 def check(model_type: str, folder: Path, **changes: Any) -> Support:

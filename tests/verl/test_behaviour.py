@@ -277,6 +277,9 @@ def test_rows_have_prompt_tensors(tmp_path: Path) -> None:
     ids, mask = batch.batch["input_ids"], batch.batch["attention_mask"]
     assert ids.shape == (2, 48) and ids[0][mask[0].bool()].tolist() == batch.non_tensor_batch["raw_prompt_ids"][0]
     assert batch.batch["position_ids"][0, -1] == mask[0].sum() - 1
+    short = OmegaConf.create({"max_prompt_length": 3, "filter_overlong_prompts": False})
+    with pytest.raises(ValueError, match=r"row 0: the prompt has \d+ tokens, more than data\.max_prompt_length=3"):
+        RLHFDataset(str(rows), tokenizer, short)
 
 
 def test_folders_are_validated_on_their_test_split(tmp_path: Path) -> None:

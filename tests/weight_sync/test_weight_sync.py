@@ -17,6 +17,7 @@ from lockstep.utils.audit import AuditError
 from lockstep.utils.fingerprint import PERIOD, fingerprint
 from lockstep.weight_sync.broadcast import BroadcastGroup, open_store
 from lockstep.weight_sync.buckets import Layout, cast_buckets, layout_of, pack_bucket, unpack_bucket
+from lockstep.weight_sync.proof import measured_bound
 from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
 from tests.tiny import save_tiny_model, write_rows
 from tests.weight_sync.copies import Copy
@@ -186,3 +187,21 @@ def test_read_only_bucket_is_loaded(pair: Copy) -> None:
         flat.flags.writeable = False
         rollout.load_bucket(index, flat)
     assert rollout.finish_update(5) == actor.sent_fingerprints()
+
+
+def test_unread_tensors_are_listed_once_and_the_bound_is_measured(
+    pair: Copy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    unread = {"model.norm.weight": "quantised", "lm_head.weight": "quantised"}
+    monkeypatch.setattr(pair.engine, "unread_weights", lambda names: unread)
+    again = Copy(pair.actor, pair.rollout)
+    before = again.sync.bound
+    assert [again.update(), again.update()] == pytest.approx([0, 0], abs=1e-4)
+    (line,) = [record.getMessage() for record in caplog.records if "bit by bit" in record.getMessage()]
+    assert "2 of 26 tensors" in line and "quantised: 2" in line and "lm_head.weight, model.norm.weight" in line
+    assert again.sync.bound == before / 10
+
+
+@pytest.mark.parametrize(("gap", "expected"), [(0.001, 0.03), (0.01, 0.1), (0.2, 0.3)])
+def test_later_gaps_are_bound_by_the_first(gap: float, expected: float) -> None:
+    assert measured_bound(0.3, gap) == pytest.approx(expected)

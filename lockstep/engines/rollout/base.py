@@ -13,7 +13,7 @@ from lockstep.config.actor_rollout_ref import SERVER_ENGINES, ActorRolloutRefCon
 from lockstep.config.model import HFModelConfig
 from lockstep.models.loading import load_causal_lm, resolve_dtype
 from lockstep.models.lora import install_adapters
-from lockstep.models.model_check import check_log_probs, reference_log_probs
+from lockstep.models.model_check import check_causal, check_log_probs, reference_log_probs
 from lockstep.models.packed_weights import pack_weights
 from lockstep.models.token_models import PolicyModel
 from lockstep.protocol.generation import Completion, GenerationRequest, Outcome, SamplingParams
@@ -126,10 +126,17 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def fingerprints(self, names: Sequence[str]) -> dict[str, int]:
-        """Checksums of the bits of these parameters, as they compute or, if that is unknown, as they were received last.
+        """Checksums of the bits of these parameters, as they compute or, of those in `unread_weights`, as they were received last.
 
         A parameter that the engine lacks is left out.
         """
+
+    def unread_weights(self, names: Sequence[str]) -> dict[str, str]:
+        """Parameters whose bits cannot be read back from the engine, and why; depends on its structure, not on their values.
+
+        Known after the first update.
+        """
+        return {}
 
     def drop_cached_prefixes(self) -> None:  # noqa: B027
         """Forget the KV cache of earlier prompts."""
@@ -254,13 +261,15 @@ def check_against_transformers(
     path: str,
     advice: str,
 ) -> None:
-    """Compare the log-probs of an engine with transformers' eager forward; ValueError if they differ.
+    """Compare the log-probs of an engine with transformers' eager forward; ValueError if they differ, or if it is not causal.
 
     Three random prompts end within the first, second and third cache block, as far as `max_length` allows. The model must be
     in evaluation mode.
     path, advice: for the message, see `check_log_probs`.
     """
     rng, vocab_size = random.Random(0), model.config.get_text_config().vocab_size
+    if max_length > 2:
+        check_causal(model, random.Random(1).choices(range(vocab_size), k=min(8, max_length)))
     num_new = min(4, max_length - 1)
     lengths = [min(length, max_length - num_new) for length in (3, block_size + 2, 2 * block_size + 1)]
     sampling = SamplingParams(max_tokens=num_new, ignore_eos=True)

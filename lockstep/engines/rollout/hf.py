@@ -6,8 +6,10 @@
 logits processor: seeds, filters and log-probs mean the same in both engines, and may differ between rows.
 """
 
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -32,7 +34,9 @@ from lockstep.engines.rollout.base import (
 )
 from lockstep.engines.rollout.embedded.sampler import SamplingBatch, sample, uniform
 from lockstep.models.attention import ATTENTION_NAME
+from lockstep.models.length_switches import ORIGINAL, miniature, switch_lengths
 from lockstep.models.model_check import transformers_forward
+from lockstep.models.rope import rope_limit
 from lockstep.protocol.generation import Completion, GenerationRequest, StopReason
 
 
@@ -92,7 +96,31 @@ class HFEngine(ModuleEngine):
             advice = "Set actor_rollout_ref.rollout.max_num_seqs=1, which needs no padding."
         block_size = self.config.kv_block_size
         check_against_transformers(self._run, self.module, self.max_model_len, block_size, path=path, advice=advice)
+        switches = {key: n for key, n in switch_lengths(self.module.config).items() if n < self.max_model_len}
+        if switches:
+            self._check_switches(switches)
         self._model_is_checked = True
+
+    def _check_switches(self, switches: dict[str, int]) -> None:
+        """Check that decoding goes on across the lengths at which the model changes, on a small model with the same settings."""
+        key = min(switches, key=lambda key: switches[key])
+        advice = (
+            f"It changes at {switches[key]} tokens ({key} in its config.json): keep data.max_prompt_length + "
+            f"data.max_response_length (actor_rollout_ref.rollout.max_model_len) at {switches[key]} or less, or set another "
+            "actor_rollout_ref.rollout.name."
+        )
+        engine = HFEngine(replace(self.config, prompt_length=48, response_length=16, max_model_len=None), [], 0)
+        try:
+            engine.bind(miniature(self.module, engine.max_model_len))
+        except Exception as error:  # the model's own code, for a config that nobody has
+            problem = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ValueError(
+                f"{type(self.module).__name__} cannot be checked as a small model ({problem}). {advice}"
+            ) from error
+        path = f"transformers' generate beyond {switches[key]} tokens"
+        for block_size in (2, 16):  # prompts that end before the switch, and such that end after it
+            length = engine.max_model_len
+            check_against_transformers(engine._run, engine.module, length, block_size, path=path, advice=advice)
 
     def _generate_batch(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         model = self.module
@@ -170,15 +198,23 @@ class RowsDone(StoppingCriteria):
 
 @contextmanager
 def _generation_mode(model: Any) -> Iterator[None]:
-    """transformers' own layers and attention, and no generation defaults of the model; restored afterwards."""
+    """transformers' own layers and attention, and no generation defaults of the model; restored afterwards.
+
+    Phi models would drop the cache at `original_max_position_embeddings`, although their frequencies are fixed (models/rope.py).
+    """
     text, defaults = model.config.get_text_config(), model.generation_config
+    original = getattr(model.config, ORIGINAL, None) if rope_limit(model) is not None else None
     attention = text._attn_implementation
     if attention == ATTENTION_NAME:  # sdpa ignores soft-capping
         use_sdpa = model._supports_sdpa and getattr(text, "attn_logit_softcapping", None) is None
         attention = "sdpa" if use_sdpa else "eager"
     model.generation_config = GenerationConfig()
+    if original is not None:
+        setattr(model.config, ORIGINAL, sys.maxsize)
     try:
         with transformers_forward(model, attention):
             yield
     finally:
         model.generation_config = defaults
+        if original is not None:
+            setattr(model.config, ORIGINAL, original)

@@ -131,6 +131,10 @@ class VllmEngine(RolloutEngine):
         found: dict[str, int] = self._on_worker("lockstep_fingerprints", list(names))
         return found
 
+    def unread_weights(self, names: Sequence[str]) -> dict[str, str]:
+        found: dict[str, str] = self._on_worker("lockstep_unread")
+        return found
+
     def drop_cached_prefixes(self) -> None:
         if self.config.enable_prefix_caching and not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")

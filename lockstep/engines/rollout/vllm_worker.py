@@ -4,7 +4,7 @@ begin   every layer gets its checkpoint format back (vLLM's layer-wise reload)
 load    parameters by Hugging Face name; vLLM fuses q/k/v and gate/up, quantises and packs a layer when it is complete
 finish  the others are completed, and a tied head gets the new embedding: on CPU it computes with a packed copy
 
-What arrived is checksummed by name before it is loaded. Parameters that can be found again in the model are checksummed there.
+Every tensor is checksummed as it arrives, and the model's parameters afterwards (vllm_readback.py).
 """
 
 from collections.abc import Iterator
@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
+from lockstep.engines.rollout.vllm_readback import Place, Received, compare, describe, find_place, read
 from lockstep.utils.distributed import join_group
-from lockstep.utils.fingerprint import fingerprint
 
 
 class WeightUpdates:
@@ -31,18 +31,21 @@ class WeightUpdates:
     def lockstep_begin_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        self.lockstep_received: dict[str, int] = {}
-        self.lockstep_shapes: dict[str, torch.Size] = {}
-        self.lockstep_constant: set[str] = set()
+        self.lockstep_received: dict[str, Received] = {}
+        if not hasattr(self, "lockstep_places"):
+            self.lockstep_places: dict[str, Place | str] = {}
+            self.lockstep_ordered: set[str] = set()
         with self.lockstep_context():
             initialize_layerwise_reload(self.lockstep_model())
 
     def lockstep_load(self, weights: list[tuple[str, Tensor]]) -> None:
-        self.lockstep_received |= {name: fingerprint(tensor) for name, tensor in weights}
-        self.lockstep_shapes |= {name: tensor.shape for name, tensor in weights}
-        self.lockstep_constant |= {name for name, tensor in weights if is_constant(tensor)}
+        model = self.lockstep_model()
+        for name, tensor in weights:
+            place = self.lockstep_places.setdefault(name, find_place(model, name, tensor.shape))
+            found = place if isinstance(place, Place) else None
+            self.lockstep_received[name] = describe(tensor, found, name not in self.lockstep_ordered)
         with self.lockstep_context():
-            self.lockstep_model().load_weights(iter(weights))
+            model.load_weights(iter(weights))
 
     def lockstep_load_file(self, path: str) -> None:
         """Load the tensors of a safetensors file: for a server, which is handed nothing but text."""
@@ -74,16 +77,21 @@ class WeightUpdates:
         return head_problem(model)
 
     def lockstep_fingerprints(self, names: list[str]) -> dict[str, int]:
-        """Of the parameters as they are in the model; of those that cannot be found there, as they were received."""
-        here, received = self.lockstep_read_back(self.lockstep_model()), self.lockstep_received
-        # Some architectures transform parameters while loading: those that were equal once must always be equal. Constant tensors
-        # are equal by chance.
-        if not hasattr(self, "lockstep_readable"):
-            self.lockstep_readable: dict[str, bool] = {}
-        for name in here.keys() - self.lockstep_constant:
-            self.lockstep_readable.setdefault(name, here[name] == received[name])
-        readable = {name: value for name, value in here.items() if self.lockstep_readable.get(name)}
-        return {name: value for name, value in (received | readable).items() if name in names}
+        """The fingerprints of received tensors, changed for those that the model does not hold; see `lockstep_unread`."""
+        places = {name: place for name, place in self.lockstep_places.items() if isinstance(place, Place)}
+        agreements = compare(self.lockstep_model(), places, self.lockstep_received)
+        # Bits in order are that once and for all: another order later is no reordering by vLLM's loader.
+        self.lockstep_ordered |= {name for name, agreement in agreements.items() if agreement == "bits"}
+        unknown = [name for name, agreement in agreements.items() if agreement == "unknown"]
+        self.lockstep_places |= dict.fromkeys(unknown, "the kernel keeps experts in a form of its own")
+        whole = {name: received.whole for name, received in self.lockstep_received.items() if name in names}
+        return {name: ~value if agreements.get(name) == "none" else value for name, value in whole.items()}
+
+    def lockstep_unread(self) -> dict[str, str]:
+        """Tensors that are not compared bit by bit with those of the model, and why. By structure, whatever was loaded."""
+        reasons = {name: place for name, place in self.lockstep_places.items() if isinstance(place, str)}
+        quantized = [name for name, p in self.lockstep_places.items() if isinstance(p, Place) and p.is_quantized]
+        return reasons | dict.fromkeys(quantized, "quantised")
 
     def lockstep_model(self) -> Any:
         return self.model_runner.get_model()
@@ -106,32 +114,6 @@ class WeightUpdates:
 
             dispatch_cpu_unquantized_gemm(model.lm_head, remove_weight=False)
 
-    def lockstep_read_back(self, model: Any) -> dict[str, int]:
-        """Fingerprints of the received parameters that the model holds whole: not those that are sharded or, on CPU, packed."""
-        parameters = dict(model.named_parameters())
-        found = {}
-        for name, shape in self.lockstep_shapes.items():
-            if name in parameters:
-                tensor = parameters[name]
-                if tensor.shape[1:] == shape[1:] and tensor.shape[0] >= shape[0]:  # the vocabulary is padded
-                    found[name] = fingerprint(tensor[: shape[0]])
-        for joint, parts in getattr(model, "packed_modules_mapping", {}).items():
-            for path, tensor in parameters.items():
-                owner, _, leaf = path.rpartition(".")
-                if owner.rpartition(".")[2] != joint:
-                    continue
-                names = [f"{owner.removesuffix(joint)}{part}.{leaf}" for part in parts]
-                shapes = [self.lockstep_shapes.get(name) for name in names]
-                sizes = [shape[0] for shape in shapes if shape]
-                if len(sizes) == len(parts) and tensor.dim() > 0 and tensor.shape[0] == sum(sizes):
-                    found |= {name: fingerprint(rows) for name, rows in zip(names, tensor.split(sizes))}
-        return found
-
-
-def is_constant(tensor: Tensor) -> bool:
-    """Judged by its first values."""
-    return len(tensor.flatten()[:1024].unique()) == 1
-
 
 EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in")
 
@@ -152,9 +134,6 @@ def head_problem(model: Any) -> str:
     weight, head = model.get_submodule(path).weight, model.lm_head
     if head.weight is not weight and not torch.equal(head.weight, weight):
         return f"lm_head.weight is not the new {path}.weight, to which it is tied"
-    probe = torch.linspace(-1, 1, weight.shape[1], dtype=weight.dtype, device=weight.device)[None]
-    logits, expected = head.quant_method.apply(head, probe), nn.functional.linear(probe, weight)
-    scale = expected.abs().max().clamp_min(1e-6)
-    if (logits - expected).abs().max() > (1e-5 if weight.dtype == torch.float32 else 0.05) * scale:
+    if not torch.equal(read(head, "weight"), weight):
         return f"lm_head.weight is an old copy of {path}.weight, to which it is tied"
     return ""

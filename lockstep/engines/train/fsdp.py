@@ -41,7 +41,14 @@ from lockstep.models.lora import (
     trial_adapters,
 )
 from lockstep.models.lora_identity import LoraIdentity, check_identity, identity_of, save_identity
-from lockstep.models.model_check import check_batch, check_outputs, refuse_errors, transformers_forward
+from lockstep.models.model_check import (
+    check_batch,
+    check_causal_outputs,
+    check_outputs,
+    refuse_errors,
+    transformers_forward,
+    without_last,
+)
 from lockstep.models.packed_weights import pack_weights
 from lockstep.models.packing import ForwardRows, Layout, forward_rows, prompt_owners
 from lockstep.models.rope import rope_limit
@@ -359,7 +366,7 @@ class FsdpEngine(TrainEngine):
         return self.world_size > 1 or self._streams
 
     def _check_model(self) -> None:
-        """Compare log-probs or values of a few random rows with transformers' own eager forward."""
+        """Compare log-probs or values of a few random rows with transformers' own eager forward, which must be causal."""
         layouts: list[Layout] = ["rows"] if self.layout == "rows" else ["packed", "padded"]
         # masters of adapters do not compute: they have another dtype than their base
         models = [self.model, self.compute] if self._copied and not has_adapters(self.model) else [self.compute]
@@ -368,9 +375,12 @@ class FsdpEngine(TrainEngine):
             with phase("check the model"), refuse_errors(model.transformer), torch.no_grad(), trial_adapters(model):
                 got = [model(forward_rows(batch, self.device, layout)) for layout in layouts]
                 with transformers_forward(model.transformer):
-                    expected = model(forward_rows(batch, self.device, "rows"))
+                    expected, later = (
+                        model(forward_rows(b, self.device, "rows")) for b in (batch, without_last(batch))
+                    )
             sharding.reshard(model)
             dtype = self._compute_dtype if model is self.compute else _master_dtype(model)
+            check_causal_outputs(expected, later, batch, model=model.transformer, dtype=dtype)
             for layout, outputs in zip(layouts, got):
                 path = f"training with {layout} rows"
                 check_outputs(outputs, expected, batch, model=model.transformer, path=path, dtype=dtype)

@@ -243,6 +243,8 @@ class _Handler(BaseHTTPRequestHandler):
             state.weights |= {name: tensor.clone() for name, tensor in load_file(args[0]).items()}
         elif method == "lockstep_fingerprints":
             return {name: fingerprint(state.weights[name]) for name in args[0] if name in state.weights}
+        elif method == "lockstep_unread":
+            return {}
         elif method == "lockstep_finish_update":
             return ""
         elif method != "lockstep_begin_update":

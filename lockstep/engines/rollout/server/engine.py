@@ -239,6 +239,16 @@ class ServerEngine(RolloutEngine):
                 raise AuditError(f"{name} of {server.url} differs from that of {self._pool.servers[0].url}")
         return first or {}
 
+    def unread_weights(self, names: Sequence[str]) -> dict[str, str]:
+        return self._loop.run(self._unread_weights(names))
+
+    async def _unread_weights(self, names: Sequence[str]) -> dict[str, str]:
+        unread: dict[str, str] = {}
+        for server in self._pool.servers:
+            if server.is_current:
+                unread |= await server.protocol.unread_weights(server, names)
+        return unread
+
     def drop_cached_prefixes(self) -> None:
         self._loop.run(self._on_current(lambda server: server.protocol.drop_cached_prefixes(server)))
 

@@ -106,6 +106,10 @@ class ServerProtocol(ABC):
         """Of the server's parameters; None if it cannot tell."""
         return None
 
+    async def unread_weights(self, server: Server, names: Sequence[str]) -> dict[str, str]:
+        """Parameters that are not in `fingerprints` as they compute, and why."""
+        return dict.fromkeys(names, f"{server.url} does not show its weights")
+
     async def drop_cached_prefixes(self, server: Server) -> None:  # noqa: B027
         """Forget cached prefixes; requests must not be running."""
 
@@ -226,6 +230,10 @@ class VllmProtocol(ServerProtocol):
             if len({rank[name] for rank in ranks if name in rank}) > 1:
                 raise AuditError(f"{name} differs between the ranks of {server.url}")
         return {name: ranks[0][name] for name in names if all(name in rank for rank in ranks)}
+
+    async def unread_weights(self, server: Server, names: Sequence[str]) -> dict[str, str]:
+        ranks: list[dict[str, str]] = await self._on_workers(server, "lockstep_unread")
+        return {name: reason for rank in ranks for name, reason in rank.items()}
 
     async def drop_cached_prefixes(self, server: Server) -> None:
         done = await server.post("/reset_prefix_cache")

@@ -24,8 +24,7 @@ class RLHFDataset(rl_dataset.RLHFDataset):
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         row = super().__getitem__(item)
-        length = max(self.config.max_prompt_length, len(row["raw_prompt_ids"]))
-        ids, mask = pad_prompts([row["raw_prompt_ids"]], length, self._pad_token_id)
+        ids, mask = pad_prompts([row["raw_prompt_ids"]], self.config.max_prompt_length, self._pad_token_id)
         return row | {
             "input_ids": ids[0],
             "attention_mask": mask[0],

@@ -1,0 +1,98 @@
+"""Vision models and rows with images end every program with one sentence, before a model is loaded."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lockstep.api import train
+from lockstep.cli import main
+from lockstep.trainer.errors import RunError
+from tests.tiny import save_tiny_model, tiny_tokenizer, write_rows
+
+VISION = "is a vision model (Qwen2VLForConditionalGeneration: config.json has vision_config)"
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_config", fail)
+    monkeypatch.setattr("transformers.AutoModelForSequenceClassification.from_config", fail)
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    return write_rows(tmp_path / "rows.jsonl", 4)
+
+
+@pytest.fixture
+def images(rows: Path) -> Path:
+    """The third row has an image, the others an empty list."""
+    entries = [json.loads(line) | {"images": []} for line in rows.read_text().splitlines()]
+    entries[2]["images"] = ["a.png"]
+    file = rows.with_name("images.jsonl")
+    file.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return file
+
+
+@pytest.fixture
+def vision(tmp_path: Path) -> Path:
+    folder = tmp_path / "vision"
+    tiny_tokenizer().save_pretrained(folder)
+    config = {"model_type": "qwen2_vl", "architectures": ["Qwen2VLForConditionalGeneration"], "vision_config": {}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+COMMANDS = {
+    "ppo": "ppo actor_rollout_ref.model.path={model} data.train_files={rows} trainer.default_local_dir={run} {lengths}",
+    "sft": "sft model.path={model} data.train_files={rows} trainer.default_local_dir={run}",
+    "rm": "rm model.path={model} data.train_files={rows} trainer.default_local_dir={run}",
+    "dpo": "dpo model.path={model} data.train_files={rows} trainer.default_local_dir={run}",
+    "generate": "generate model.path={model} data.path={rows} data.output_path={run}.parquet {lengths}",
+    "plan": "plan ppo actor_rollout_ref.model.path={model} data.train_files={rows}",
+    "chat": "chat {model}",
+    "serve": "serve {model} --port 0",
+    "eval": "eval data.path={rows}",
+}
+
+
+def run(name: str, model: Path, rows: Path) -> int:
+    lengths = "data.max_prompt_length=16 data.max_response_length=16"
+    command = COMMANDS[name].format(model=model, rows=rows, run=rows.parent / "run", lengths=lengths)
+    try:
+        return main(command.split())
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "eval"])
+def test_a_vision_model_is_one_sentence(
+    name: str, vision: Path, rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(name, vision, rows) == 2
+    assert VISION in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("plan", "chat", "serve")])
+def test_images_are_one_sentence(name: str, tmp_path: Path, images: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(name, save_tiny_model(tmp_path / "model"), images) == 2
+    assert f"{images}, row 2 has 'images': only text is supported; remove the column" in capsys.readouterr().err
+
+
+def test_the_python_api_says_the_same(vision: Path, tmp_path: Path) -> None:
+    data = [{"prompt": "1+1=", "answer": "2", "data_source": "openai/gsm8k"}]
+    with pytest.raises((ValueError, RunError), match=r"is a vision model"):
+        train(str(vision), data, run_dir=tmp_path / "run")
+    picture = {"prompt": "1+1=", "images": ["a.png"], "data_source": "x", "reward_model": {"ground_truth": "2"}}
+    with pytest.raises((ValueError, RunError), match=r"row 0 has 'images': only text is supported"):
+        train(
+            str(save_tiny_model(tmp_path / "model")),
+            [picture],
+            run_dir=tmp_path / "run",
+            max_prompt_length=16,
+            max_response_length=16,
+        )
