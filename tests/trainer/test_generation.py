@@ -273,6 +273,18 @@ def test_rows_keep_their_columns_and_overlong_ones_can_be_dropped(command: list[
     )
 
 
+def test_a_row_cannot_name_code(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "planted.py").write_text(f"open('{tmp_path}/marker', 'w')\n")
+    row = {"prompt": [{"role": "user", "content": "1+1="}], "agent_name": f"{tmp_path}/planted.py:Loop"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    assert main_generation.main([*command, f"data.path={tmp_path}/rows.jsonl"]) == 2
+    message = capsys.readouterr().err
+    assert (
+        f"{tmp_path}/rows.jsonl, row 0: agent_name=" in message and " rollout.agent.agent_loop_config_path" in message
+    )
+    assert not (tmp_path / "marker").exists()
+
+
 def test_progress_on_a_terminal_and_in_a_log(caplog: pytest.LogCaptureFixture) -> None:
     screen = io.StringIO()
     with BatchProgress(8, done=2, console=Console(file=screen, force_terminal=True, width=100)) as progress:
