@@ -57,7 +57,7 @@ class ToolAgent(AgentLoop):
         known = self.setup.interactions
         if row.get("interaction_kwargs"):
             remedy = "add an entry with this `name` to actor_rollout_ref.rollout.multi_turn.interaction_config_path"
-            name_from_data("interaction_kwargs.name", name, "interaction", known, remedy)
+            name = name_from_data("interaction_kwargs.name", name, "interaction", known, remedy)
             known[name].check_kwargs({key: value for key, value in row["interaction_kwargs"].items() if key != "name"})
         if not self.setup.tools and not name:
             raise ValueError(
