@@ -89,6 +89,10 @@ def test_only_the_turns_of_the_policy_are_trained_on_in_both_modes(agent_overrid
     assert [step["num_turns/mean"] for step in steps] == [4, 4]
     assert all(step["tool_call_counts/max"] == step["trajectory_breaks/max"] == 0 for step in steps)
     assert all("again" in rollout["output"] for rollout in rollouts)
+    for rollout in rollouts:
+        assert [message["role"] for message in rollout["messages"]] == ["assistant", "user", "assistant"]
+        assert rollout["messages"][1]["content"] == "again" and rollout["num_turns"] == 4
+        assert not [name for name in rollout if name.endswith(("_counts", "_breaks"))], "they are 0 everywhere"
     # The rollout's log-probs agree with the trainer's at the sampled tokens (the audit would stop the run otherwise).
     assert all(step["training/rollout_probs_diff_max"] < 1e-4 for step in steps)
     assert all(step["actor/grad_norm"] > 0 for step in steps)
