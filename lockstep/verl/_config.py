@@ -6,8 +6,9 @@
 A program may have keys that Lockstep does not know; they stay in the DictConfig.
 """
 
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -15,12 +16,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep.config.compat import ALIASES, NO_EFFECT, UNSUPPORTED_KEYS
 from lockstep.config.compose import config_from_tree, log_once
+from lockstep.config.environment import noted_variables
 from lockstep.config.errors import ConfigError
 from lockstep.config.normalize import canonical_name, normalize
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import build, defaults, get_in, keys, sections, set_in, to_plain
 
 MISSING = object()
+_REFERENCE = re.compile(r"\$\{[^:}]+\}")
+"""An interpolation of another key, which may be one of the program's own."""
 
 
 def default_tree() -> dict[str, Any]:
@@ -52,9 +56,14 @@ def typed_config(config: DictConfig | Mapping[str, Any] | PPOConfig, run_checks:
     resolved = _container(given, resolve=True)
     default = default_tree()
     tree: dict[str, Any] = {}
+    written: dict[str, Any] = {}
     for name, value in _leaves(_container(given, resolve=False)):
         if value != get_in(default, name, MISSING):  # what equals the default was not set by the user
-            set_in(tree, name, get_in(resolved, name, None))
+            from_environment = _reads_environment(given, name, value)
+            keeps_text = from_environment and not _REFERENCE.search(str(value))
+            set_in(tree, name, value if keeps_text else get_in(resolved, name, None))
+            if from_environment and not keeps_text:
+                written[canonical_name(PPOConfig, name)] = value
     own = sorted(
         problem.key
         for problem in normalize(PPOConfig, tree).problems
@@ -64,7 +73,20 @@ def typed_config(config: DictConfig | Mapping[str, Any] | PPOConfig, run_checks:
         log_once(f"read by your program only: {', '.join(own)}")
     for name in own:
         _remove(tree, name)
-    return config_from_tree(PPOConfig, tree, run_checks)
+    typed = config_from_tree(PPOConfig, tree, run_checks)
+    plain = to_plain(typed)
+    found = {
+        name: (text, value) for name, text in written.items() if (value := get_in(plain, name, MISSING)) is not MISSING
+    }
+    return replace(typed, from_environment=typed.from_environment | found)
+
+
+def _reads_environment(config: DictConfig, name: str, value: Any) -> bool:
+    if "${" not in str(value):
+        return False
+    with noted_variables() as variables:
+        OmegaConf.to_container(OmegaConf.create([OmegaConf.select(config, name)]), resolve=True)
+    return bool(variables)
 
 
 def view(config: DictConfig | Mapping[str, Any] | PPOConfig, typed: PPOConfig) -> DictConfig:
