@@ -9,8 +9,10 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
+from lockstep.observability.console import LogHandler
 from lockstep.policy import Policy
 from lockstep.utils.model_path import local_model_folder
+from lockstep.utils.terminal import printable
 
 HELP = """\
 /reset         forget the conversation
@@ -22,7 +24,7 @@ Ctrl-C         stop an answer
 
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", handlers=[LogHandler()])
     try:
         if options.max_tokens < 1:
             raise ValueError(f"--max-tokens {options.max_tokens}: must be 1 or more")
@@ -86,8 +88,7 @@ class Conversation:
 def _printable(text: str) -> str:
     """Model output may contain terminal escapes, and characters that the stream cannot encode."""
     encoding = sys.stdout.encoding or "utf-8"
-    kept = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
-    return kept.encode(encoding, "replace").decode(encoding)
+    return printable(text).encode(encoding, "replace").decode(encoding)
 
 
 def _loop(conversation: Conversation, is_terminal: bool) -> int:

@@ -176,7 +176,21 @@ def did_you_mean(name: str, known: Any) -> str:
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     guess = f"Did you mean {near[0]!r}? " if near else ""
-    return f"{guess}Known: {', '.join(names)}."
+    return f"{guess}Known: {', '.join(names) or 'none'}."
+
+
+def name_from_data(column: str, name: Any, kind: str, known: Collection[str], remedy: str) -> str:
+    """The name that a row has in `column`; ValueError unless the config or a registry defines it.
+
+    Every name that comes from data goes through here: rows are data, so what they name is looked up and never imported.
+
+    kind: what it names, for the message ("agent loop"). remedy: which config key defines more names.
+    """
+    if isinstance(name, str) and name in known:
+        return name
+    raise ValueError(
+        f"{column}={name!r:.200}: no such {kind}. {did_you_mean(str(name), known)} A row may only use these names; {remedy}"
+    )
 
 
 def defined_at(function: Any) -> str:

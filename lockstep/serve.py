@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.observability.console import LogHandler
 from lockstep.registry import did_you_mean
 from lockstep.utils.model_path import base_folder, is_model_folder, local_model_folder
 
@@ -32,7 +33,7 @@ LONGEST_BY_DEFAULT = 32768
 
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", handlers=[LogHandler()])
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     try:
         service = Service(options)

@@ -18,7 +18,7 @@ from lockstep.agents.tool_parser import ToolParser
 from lockstep.agents.tools.load import close_tools, load_tools, read_entries
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.protocol.generation import SamplingParams
-from lockstep.registry import did_you_mean, load_plugin
+from lockstep.registry import did_you_mean, load_plugin, name_from_data
 
 LOOPS_KEY = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
 DEFAULT_KEY = "actor_rollout_ref.rollout.agent.default_agent_loop"
@@ -50,6 +50,7 @@ class Agents:
 
     stop_ids:        tokens that end a response of the model.
     template_kwargs: `data.apply_chat_template_kwargs`.
+    data_files:      `data.train_files` and `data.val_files`.
     """
 
     def __init__(
@@ -58,11 +59,13 @@ class Agents:
         tokenizer: Any,
         stop_ids: Sequence[int],
         template_kwargs: Mapping[str, Any] | None = None,
+        data_files: Sequence[str] = (),
     ) -> None:
         self.config = rollout
         self.tokenizer = tokenizer
         self._stop_ids = stop_ids
         self._template_kwargs = template_kwargs
+        self._data_files = data_files
         multi_turn = rollout.multi_turn
         self.interactions = load_interactions(multi_turn.interaction_config_path)
         path = rollout.agent.agent_loop_config_path
@@ -86,31 +89,36 @@ class Agents:
         return renderer
 
     def name_of(self, row: Mapping[str, Any]) -> str:
-        return row.get("agent_name") or self.config.agent.default_agent_loop
+        """The name of the row's loop; ValueError if neither the config nor the registry has it."""
+        name, default = row.get("agent_name"), self.config.agent.default_agent_loop
+        if not name:
+            return default
+        remedy = f"give your own loop a `name` in an entry of {LOOPS_KEY}, with its `_target_`"
+        return name_from_data("agent_name", name, "agent loop", {*AGENT_LOOPS, *self._entries, default}, remedy)
 
     def loop_of(self, row: Mapping[str, Any]) -> AgentLoop:
         """The row's loop; ValueError if there is none of that name."""
         name = self.name_of(row)
         if name not in self._loops:
-            cls, options = self._entries.get(name) or (self._class_of(name, bool(row.get("agent_name"))), {})
-            setup = Setup(self.config, self.renderer, self.tools, self.interactions)
+            cls, options = self._entries.get(name) or (self._class_of(name), {})
+            setup = Setup(self.config, self.renderer, self.tools, self.interactions, self._data_files)
             try:
                 self._loops[name] = cls.create(setup, **options)
             except TypeError as error:
                 raise ValueError(f"agent_name={name}: {error}") from error
         return self._loops[name]
 
-    def _class_of(self, name: str, is_of_row: bool) -> type[AgentLoop]:
+    def _class_of(self, name: str) -> type[AgentLoop]:
+        """A registered loop, or the one that the config's default refers to."""
         if name not in AGENT_LOOPS and ":" in name:
-            own: type[AgentLoop] = load_plugin("agent_name" if is_of_row else DEFAULT_KEY, name, base=AgentLoop)
+            own: type[AgentLoop] = load_plugin(DEFAULT_KEY, name, base=AgentLoop)
             return own
-        where = f"agent_name={name!r}" if is_of_row else f"{DEFAULT_KEY}={name}"
         if name not in AGENT_LOOPS:
             known = did_you_mean(name, {*AGENT_LOOPS, *self._entries})
-            raise ValueError(f"{where}: no such agent loop. {known} See {LOOPS_KEY} for your own")
+            raise ValueError(f"{DEFAULT_KEY}={name}: no such agent loop. {known} See {LOOPS_KEY} for your own")
         cls = AGENT_LOOPS.get(name)
         if not (isinstance(cls, type) and issubclass(cls, AgentLoop)):
-            raise ValueError(f"{where} is not a subclass of lockstep.agents.AgentLoop")
+            raise ValueError(f"the agent loop {name!r} is not a subclass of lockstep.agents.AgentLoop")
         return cls
 
     def is_single_turn(self, row: Mapping[str, Any]) -> bool:

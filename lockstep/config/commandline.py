@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from lockstep.config.compose import load_config, to_yaml
+from lockstep.config.environment import RootConfig
 from lockstep.config.errors import ConfigError
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.short_names import SHORT_NAMES
 
-C = TypeVar("C")
+C = TypeVar("C", bound=RootConfig)
 
 EPILOG = """\
 Overrides follow Hydra's grammar:
@@ -34,7 +35,7 @@ def config_from_command_line(
 ) -> C | None:
     """The configuration that `argv` describes (`sys.argv[1:]` for None).
 
-    Returns None after printing the help or the resolved configuration. An invalid configuration exits with code 2 and lists
+    Returns None after printing the help or the composed configuration. An invalid configuration exits with code 2 and lists
     every problem on stderr.
     """
     parser = _parser(prog, description, SHORT_NAMES.get(cls, ()))
@@ -77,7 +78,7 @@ def _parser(prog: str, description: str, short_names: Collection[str]) -> argpar
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings; override those of the file")
     parser.add_argument("-h", "--help", action="store_true", help="show this message and exit")
-    parser.add_argument("-c", "--cfg", choices=("job",), help="print the resolved configuration as YAML and exit")
+    parser.add_argument("-c", "--cfg", choices=("job",), help="print the composed configuration as YAML and exit")
     parser.add_argument("-cn", "--config-name", metavar="NAME", help="YAML file to start from, or a path to one")
     parser.add_argument("-cp", "--config-path", metavar="DIR", type=Path, help="folder of that file")
     parser.add_argument("-cd", "--config-dir", metavar="DIR", type=Path, help="the same as --config-path")

@@ -27,6 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lockstep.config.batch_sizes import unset_sizes
 from lockstep.config.compat import UNSUPPORTED_FILES
 from lockstep.config.derived_defaults import derived_defaults
+from lockstep.config.environment import RootConfig
 from lockstep.config.errors import NO_VALUE, ConfigError, Problem, show
 from lockstep.config.evaluation import EvaluationConfig
 from lockstep.config.generation import GenerationConfig
@@ -43,7 +44,7 @@ from lockstep.config.normalize import (
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.ppo_checks import check
 from lockstep.config.preference import DPOConfig, RMConfig
-from lockstep.config.schema import build, explain_unknown_key, is_mapping_key, keys, sections, set_in, to_plain
+from lockstep.config.schema import as_written, build, explain_unknown_key, is_mapping_key, keys, sections, set_in
 from lockstep.config.sft import SFTConfig, SupervisedConfig
 from lockstep.config.sft_checks import check_supervised
 from lockstep.config.short_names import FOLLOWS_BATCH, SHORT_NAMES, short_setting
@@ -51,7 +52,7 @@ from lockstep.registry import load_module
 from lockstep.utils.model_path import newest_of_run
 
 logger = logging.getLogger(__name__)
-C = TypeVar("C")
+C = TypeVar("C", bound=RootConfig)
 
 PRESETS = Path(__file__).parent / "presets"
 DEFAULT_NAMES: dict[type, str] = {
@@ -188,7 +189,10 @@ def _checked(merged: _Settings, cls: type[C], run_checks: bool) -> C:
     if follows_batch and any(problem.key == merged.short["batch_size"] for problem in problems):
         problems = [problem for problem in problems if problem.key != FOLLOWS_BATCH]
     if problems:
-        raise ConfigError(problems, merged.short)
+        written = config.from_environment
+        raise ConfigError(
+            [replace(p, value=written[p.key][0]) if p.key in written else p for p in problems], merged.short
+        )
     return config
 
 
@@ -233,7 +237,7 @@ def _no_effect_notices(no_effect: Mapping[str, str]) -> list[str]:
 
 def to_yaml(config: Any) -> str:
     """A config instance as YAML; `load_config` reads it back to the same values."""
-    return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(as_written(config), sort_keys=False, allow_unicode=True)
 
 
 def _locate(name: str, config_dir: str | Path | None) -> tuple[str, Path | None]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from lockstep.config.data import DataConfig
+from lockstep.config.environment import RootConfig
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.reward import CustomRewardFunctionConfig, RewardFunctionConfig, RewardModelConfig
 
@@ -30,7 +31,7 @@ class EvaluationDataConfig:
 
 
 @dataclass(frozen=True)
-class EvaluationConfig:
+class EvaluationConfig(RootConfig):
     data: EvaluationDataConfig = field(default_factory=EvaluationDataConfig)
     reward_model: RewardFunctionConfig = field(default_factory=RewardFunctionConfig)
     custom_reward_function: CustomRewardFunctionConfig = field(default_factory=CustomRewardFunctionConfig)

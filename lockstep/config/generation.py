@@ -11,6 +11,7 @@ from lockstep.config.actor_rollout_ref import (
     SamplingConfig,
 )
 from lockstep.config.data import DataConfig, Truncation
+from lockstep.config.environment import RootConfig
 from lockstep.config.model import FSDPEngineConfig, HFModelConfig
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.trainer import RayInitConfig, TrainerConfig
@@ -93,7 +94,7 @@ class GenerationRolloutConfig(RolloutConfig):
 
 
 @dataclass(frozen=True)
-class GenerationConfig:
+class GenerationConfig(RootConfig):
     trainer: GenerationTrainerConfig = field(default_factory=GenerationTrainerConfig)
     data: GenerationDataConfig = field(default_factory=GenerationDataConfig)
     model: HFModelConfig = field(default_factory=HFModelConfig)

@@ -7,13 +7,14 @@ from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig
 from lockstep.config.algorithm import AlgoConfig
 from lockstep.config.critic import CriticConfig
 from lockstep.config.data import DataConfig
+from lockstep.config.environment import RootConfig
 from lockstep.config.profiler import GlobalProfilerConfig
 from lockstep.config.reward import CustomRewardFunctionConfig, RewardModelConfig
 from lockstep.config.trainer import RayInitConfig, TrainerConfig
 
 
 @dataclass(frozen=True)
-class PPOConfig:
+class PPOConfig(RootConfig):
     algorithm: AlgoConfig = field(default_factory=AlgoConfig)
     data: DataConfig = field(default_factory=DataConfig)
     actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)

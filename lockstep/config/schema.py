@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lockstep.config.environment import RootConfig, noted_variables
 from lockstep.config.errors import ConfigError, Problem, nearest, show
 
 C = TypeVar("C")
@@ -73,6 +74,15 @@ def to_plain(config: Any) -> dict[str, Any]:
         if not field.metadata.get("internal"):
             value = getattr(config, field.name)
             plain[field.name] = to_plain(value) if dataclasses.is_dataclass(value) else _plain_value(value)
+    return plain
+
+
+def as_written(config: Any) -> dict[str, Any]:
+    """`to_plain` for files, trackers and the screen: a setting that reads environment variables is as the user wrote it."""
+    plain = to_plain(config)
+    for name, (written, value) in config.from_environment.items():
+        if get_in(plain, name, None) == _plain_value(value):  # else it was replaced after the config was composed
+            set_in(plain, name, _plain_value(written))
     return plain
 
 
@@ -136,15 +146,20 @@ def build(cls: type[C], data: Mapping[str, Any]) -> tuple[C, list[Problem]]:
     known: dict[str, Key] = keys(typing.cast(Any, cls))
     given = {name: value for name in known if (value := get_in(data, name, MISSING)) != MISSING}
     unset = [name for name in known if get_in(data, name, None) == MISSING]
-    values, problems = _typed_values(cls, given)
+    values, written, problems = _typed_values(cls, given)
     if problems:
         bad = {problem.key for problem in problems}
-        values, _ = _typed_values(cls, {name: value for name, value in given.items() if name not in bad})
+        values, written, _ = _typed_values(cls, {name: value for name, value in given.items() if name not in bad})
     problems += [Problem(name, MISSING, "must be set on the command line") for name in unset]
-    return _instantiate(cls, values, ""), problems
+    config = _instantiate(cls, values, "")
+    if isinstance(config, RootConfig) and written:
+        found = {name: (text, values[name]) for name, text in written.items() if name in values}
+        config = dataclasses.replace(config, from_environment=found)
+    return config, problems
 
 
-def _typed_values(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+def _typed_values(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[Problem]]:
+    """The values by key, the text of those that read environment variables, and the problems."""
     tree = defaults(cls)
     for name, value in given.items():
         if is_mapping_key(keys(cls)[name]) and isinstance(value, Mapping):  # over the entries that it has by default
@@ -152,23 +167,27 @@ def _typed_values(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], 
         set_in(tree, name, value)
     config = OmegaConf.create(tree)
     values: dict[str, Any] = {}
+    written: dict[str, Any] = {}
     own: list[Problem] = []
     inherited: list[Problem] = []
     for key in keys(cls).values():
         found = own if key.name in given else inherited
+        value = text = get_in(tree, key.name, None)
         try:
-            value = get_in(tree, key.name, None)
             if "${" in str(value) or OmegaConf.is_config(value):  # OmegaConf is slow, and few values need it
-                value = OmegaConf.select(config, key.name)
-                value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+                with noted_variables() as variables:
+                    value = OmegaConf.select(config, key.name)
+                    value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+                if variables:
+                    written[key.name] = text
             values[key.name] = coerce(value, key.annotation)
         except OmegaConfBaseException as error:
             reason = str(error).splitlines()[0]
-            found.append(Problem(key.name, get_in(tree, key.name, None), f"interpolation failed: {reason}"))
+            found.append(Problem(key.name, text, f"interpolation failed: {reason}"))
         except Mismatch as error:
-            found.append(Problem(key.name, value, f"must be {error}"))
+            found.append(Problem(key.name, written.get(key.name, value), f"must be {error}"))
     # A key that follows an invalid one is invalid for the same reason: report the one that was set.
-    return values, own or inherited
+    return values, written, own or inherited
 
 
 def _instantiate(cls: type[C], values: Mapping[str, Any], section: str) -> C:
@@ -292,6 +311,18 @@ def get_in(tree: Mapping[str, Any], name: str, default: Any) -> Any:
             return default
         node = node[part]
     return node
+
+
+def resolved_value(tree: Mapping[str, Any], name: str) -> Any:
+    """The value at dotted `name` with its interpolations, None if there is none; ValueError if one cannot be resolved here."""
+    value = get_in(tree, name, None)
+    if "${" not in str(value):
+        return value
+    try:
+        value = OmegaConf.select(OmegaConf.create(dict(tree)), name)
+        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    except OmegaConfBaseException as error:
+        raise ValueError(str(error).splitlines()[0]) from error
 
 
 def set_in(tree: MutableMapping[str, Any], name: str, value: Any) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lockstep.config.data import CustomClassConfig, SequenceDataConfig, SFTDataConfig
+from lockstep.config.environment import RootConfig
 from lockstep.config.model import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from lockstep.config.profiler import GlobalProfilerConfig, ProfilerConfig
 from lockstep.config.trainer import ResumeMode
@@ -110,7 +111,7 @@ class SupervisedTrainerConfig:
 
 
 @dataclass(frozen=True)
-class SupervisedConfig:
+class SupervisedConfig(RootConfig):
     """What the configurations of SFT, reward models and DPO have in common."""
 
     data: SupervisedDataConfig = field(default_factory=SupervisedDataConfig)

@@ -76,8 +76,7 @@ def task_of(config: Mapping[str, Any], index: int) -> Any:
 
 def verifiers_rows(data: GeneratedData, config: DataConfig) -> Iterator[FileRow]:
     """One row per task."""
-    env_config = config_of(data.name, data.options)
-    env = make_env(env_config)
+    env = make_env(config_of(data.name, data.options))
     size = data.options.get(SIZE)
     if size is None and not env.taskset.bounded:
         raise ValueError(f"{data.entry}: the taskset is endless; set {SIZE}, the number of tasks")
@@ -87,7 +86,7 @@ def verifiers_rows(data: GeneratedData, config: DataConfig) -> Iterator[FileRow]
             config.prompt_key: _messages(task.data),
             "agent_name": "verifiers_agent",
             "reward_model": {"style": "environment"},
-            "extra_info": {"index": index, "verifiers": {"config": env_config, "index": index}},
+            "extra_info": {"index": index, "verifiers": {"entry": data.entry, "index": index}},
         }
         yield FileRow(data.entry, index, columns)
 

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from lockstep.demo.tasks import DemoTask
 from lockstep.utils.files import atomic_write_json
+from lockstep.utils.terminal import printable
 
 REWARD = "critic/score/mean"
 BARS = " ▁▂▃▄▅▆▇█"
@@ -82,13 +83,13 @@ def _samples(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]], 
         table.add_column(column)
     pairs = [pair for pair in zip(before, after) if task.is_sample(pair[0])]
     for old, new in pairs[:NUM_SAMPLES]:
-        table.add_row(old["input"], task.right_answer(old), _mark(old), _mark(new))
+        table.add_row(escape(old["input"]), escape(task.right_answer(old)), _mark(old), _mark(new))
     return table
 
 
 def _mark(row: dict[str, Any]) -> str:
     color = "green" if row["acc"] else "red"
-    return f"[{color}]{escape(row['output'])}[/{color}]  {'right' if row['acc'] else 'wrong'}"
+    return f"[{color}]{escape(printable(row['output']))}[/{color}]  {'right' if row['acc'] else 'wrong'}"
 
 
 def plot(values: Sequence[float], width: int, height: int, *, unicode: bool) -> str:
@@ -120,7 +121,7 @@ def _files(folder: Path, steps: int) -> Table:
         ("reward.py", "the reward function"),
         ("metrics.jsonl", "every metric of every step"),
         ("validation", "every answer of every validation"),
-        ("config.yaml", "the resolved configuration"),
+        ("config.yaml", "the configuration"),
         ("train_again.sh", "the training command, with a new output folder"),
         ("summary.json", "the numbers of this report"),
     ):

@@ -174,11 +174,17 @@ def base_model(part: Path, given: str | None, trust_remote_code: bool) -> HFMode
         saved = saved.get("actor_rollout_ref" if part.name == "actor" else "critic") or {}
     section = saved.get("model") or {}
     path = given or section.get("path")
+    tokenizer = section.get("tokenizer_path") if given is None else None
     if not path:
         raise ValueError(f"{part} does not say which model the run started from; give it by --model")
+    if "${" in f"{path}{tokenizer}":  # a checkpoint of others must not choose what is read from the environment
+        raise ValueError(
+            f"{part} was trained from {path} (tokenizer: {tokenizer or 'its own'}); environment variables in a saved config are "
+            "not read, so give the model by --model"
+        )
     return HFModelConfig(
         path=str(path),
-        tokenizer_path=section.get("tokenizer_path") if given is None else None,
+        tokenizer_path=tokenizer,
         override_config=section.get("override_config") or {},
         custom_chat_template=section.get("custom_chat_template"),
         trust_remote_code=trust_remote_code,

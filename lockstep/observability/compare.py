@@ -1,7 +1,7 @@
 """`lockstep compare RUN RUN ...`: the settings that differ between runs, and their results, side by side.
 
-config.yaml ─► keys with different values ─┐
-metrics.jsonl ─► final, best, mean values ─┴─► tables
+config of the last step ─► keys with different values ─┐
+metrics.jsonl ───────────► final, best, mean values ───┴─► tables
 """
 
 import argparse
@@ -21,9 +21,10 @@ from lockstep.config.errors import show
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import defaults
 from lockstep.observability.curves import Points, Run, read_runs
+from lockstep.observability.run_folder import config_of_step
 from lockstep.observability.step_line import format_number, one_line
+from lockstep.utils.terminal import printable
 
-CONFIG = "config.yaml"
 NAMES = (
     "trainer.default_local_dir",
     "trainer.experiment_name",
@@ -83,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
         if len(options.runs) < 2:
             raise ValueError("give two or more runs")
         runs = read_runs(options.runs)
-        configs = [read_settings(path) for path in dict.fromkeys(options.runs)]
+        configs = [read_settings(path, max(run.values)) for path, run in zip(dict.fromkeys(options.runs), runs)]
     except ValueError as error:
         sys.stderr.write(f"lockstep compare: {error}\n")
         return 2
@@ -99,9 +100,9 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def read_settings(run: Path) -> dict[str, Any]:
-    """The settings of a run by dotted key; ValueError if it has no config."""
-    path = (run if run.is_dir() else run.parent) / CONFIG
+def read_settings(run: Path, step: int) -> dict[str, Any]:
+    """The settings by dotted key that a step of a run was trained with; ValueError if it has no config."""
+    path = config_of_step(run if run.is_dir() else run.parent, step)
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
         if not isinstance(tree, dict):
@@ -157,7 +158,7 @@ def _table(what: str, runs: Sequence[Run], rows: Sequence[tuple[str, list[str]]]
     for run in runs:
         table.add_column(Text(run.name), overflow="fold")
     for name, values in rows:
-        table.add_row(Text(name), *map(Text, values))
+        table.add_row(Text(printable(name)), *map(Text, values))
     return table
 
 

@@ -33,6 +33,7 @@ from lockstep.observability.step_line import (
     validation_parts,
 )
 from lockstep.utils.progress import describe, show_live
+from lockstep.utils.terminal import printable
 
 STEPS_AVERAGED = 20
 STEPS_DRAWN = 40
@@ -40,11 +41,14 @@ CELL_CHARS = 300
 
 
 class LogHandler(logging.Handler):
-    """Writes log records to the current stderr, which the live display replaces so that they appear above it."""
+    """Writes log records to the current stderr, which the live display replaces so that they appear above it.
+
+    Records may hold what a model or a tool wrote, so they are made `printable`.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            sys.stderr.write(self.format(record) + "\n")
+            sys.stderr.write(printable(self.format(record)) + "\n")
             sys.stderr.flush()
         except RecursionError:
             raise

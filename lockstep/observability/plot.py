@@ -10,6 +10,7 @@ from rich.console import Console
 from lockstep.observability import chart, text_chart
 from lockstep.observability.curves import DEFAULT_METRICS, Panel, Run, panels, read_runs, select_metrics
 from lockstep.observability.glossary import explain
+from lockstep.utils.terminal import printable
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
 def _list(metrics: Sequence[str]) -> None:
     width = max(map(len, metrics))
     for name in metrics:
-        sys.stdout.write(f"{name:{width}}  {explain(name) or ''}".rstrip() + "\n")
+        sys.stdout.write(printable(f"{name:{width}}  {explain(name) or ''}".rstrip()) + "\n")
 
 
 def _note_missing(runs: Sequence[Run], drawn: Sequence[Panel]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.observability.jsonl import json_line
-from lockstep.utils.files import atomic_writer
+from lockstep.utils.files import atomic_writer, make_private_folder
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ def dump_generations(
 ) -> Path:
     """Write the generations of a step; return the file."""
     folder = Path(dump_path).expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
+    make_private_folder(folder)
     path = folder / f"{step}.jsonl"
     write_generations(inputs, outputs, gts, scores, details, reward_extra_infos_dict, path, step)
     return path
@@ -41,11 +41,11 @@ def write_generations(
 ) -> None:
     """Write input, output, gts, score, step, details (uid, index, length, ...) and the reward's extras.
 
-    Extras that do not have one value per answer are skipped with a warning; one with the name of a detail is written as
-    `reward_{name}`.
+    Scores and details are float32 in the batch and are written with its seven digits. Extras that do not have one value per answer
+    are skipped with a warning; one with the name of a detail is written as `reward_{name}`.
     """
-    columns: dict[str, Sequence[Any]] = {"input": inputs, "output": outputs, "gts": gts, "score": scores}
-    columns |= {"step": [step] * len(inputs), **details}
+    columns: dict[str, Sequence[Any]] = {"input": inputs, "output": outputs, "gts": gts, "score": _rounded(scores)}
+    columns |= {"step": [step] * len(inputs), **{name: _rounded(values) for name, values in details.items()}}
     for name, values in columns.items():
         if len(values) != len(inputs):
             raise ValueError(f"dump_generations: {len(values)} values of {name} for {len(inputs)} inputs")
@@ -57,3 +57,7 @@ def write_generations(
     with atomic_writer(path) as file:
         for row in zip(*columns.values()):
             file.write(json_line(dict(zip(columns, row))))
+
+
+def _rounded(values: Sequence[Any]) -> list[Any]:
+    return [float(f"{value:.7g}") if isinstance(value, float) else value for value in values]

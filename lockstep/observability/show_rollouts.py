@@ -1,12 +1,13 @@
 """`lockstep rollouts RUN --step N`: the prompts of a step with their responses, scores and advantages.
 
-run folder ─► its config.yaml ─► dump folder ─► {step}.jsonl ─► groups (one per prompt) ─► text
+run folder ─► the configs of its starts ─► dump folders ─► {step}.jsonl ─► groups (one per prompt) ─► text
 """
 
 import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -14,14 +15,17 @@ from typing import Any
 
 import yaml
 
+from lockstep.config.schema import get_in, resolved_value
+from lockstep.observability.run_folder import CONFIG, starts
 from lockstep.observability.step_line import format_number, one_line
+from lockstep.utils.terminal import printable
 
 Row = dict[str, Any]
 
 KEYS = {False: "trainer.rollout_data_dir", True: "trainer.validation_data_dir"}
 """Whether it is about validation -> the key that selects the dump folder."""
 SHOWN_APART = {"input", "output", "gts", "score", "step", "uid", "index", "length", "advantage", "finish_reason"}
-SHOWN_APART |= {"reward_failed", "non_finite"}
+SHOWN_APART |= {"reward_failed", "non_finite", "messages"}
 GROUPS, CHARS = 3, 800
 """Groups shown, and characters of each text, unless the user asks for more."""
 
@@ -58,35 +62,57 @@ def dump_file(run: Path, step: int | None, validation: bool) -> Path:
     """The dump of a step; None is the last one. run: a run's folder, a dump folder or a dump."""
     if run.is_file():
         return run
-    folder = _dump_folder(run, KEYS[validation]) if (run / "config.yaml").is_file() else run
-    dumps = {int(path.stem): path for path in folder.glob("*.jsonl") if path.stem.isdecimal()}
+    dumps = _dumps_of_run(run, validation) if (run / CONFIG).is_file() else _dumps_in(run)
     if not dumps:
-        raise ValueError(f"{folder} is neither a run's folder (with config.yaml) nor has it dumps ({{step}}.jsonl)")
+        raise ValueError(f"{run} is neither a run's folder (with {CONFIG}) nor has it dumps ({{step}}.jsonl)")
     steps = sorted(dumps)
     if step is not None and step not in dumps:
-        raise ValueError(
-            f"--step {step}: {folder} has no such step; it has {len(steps)}, from {steps[0]} to {steps[-1]}"
-        )
+        raise ValueError(f"--step {step}: {run} has no such step; it has {len(steps)}, from {steps[0]} to {steps[-1]}")
     return dumps[steps[-1] if step is None else step]
 
 
-def _dump_folder(run: Path, key: str) -> Path:
-    """The dump folder in a run's config. A relative one is relative to where the run was started."""
+def _dumps_in(folder: Path) -> dict[int, Path]:
+    return {int(path.stem): path for path in folder.glob("*.jsonl") if path.stem.isdecimal()}
+
+
+def _dumps_of_run(run: Path, validation: bool) -> dict[int, Path]:
+    """Step -> dump, of each step in the folder that the run used then."""
+    key, missing = KEYS[validation], ""
+    dumps: dict[int, Path] = {}
+    for start, path in starts(run):
+        value, folder = _dump_folder(run, path, key)
+        if value and folder is None:
+            missing = value
+        elif folder is not None:
+            first = start if validation else start + 1  # a start may validate before it trains
+            dumps |= {step: dump for step, dump in _dumps_in(folder).items() if step >= first}
+    if dumps:
+        return dumps
+    if missing:
+        raise ValueError(
+            f"{run} wrote its dumps to {key}={missing}, which does not exist here; pass that folder instead"
+        )
+    raise ValueError(f"{run} has no dumps; set {key}=FOLDER when you start or resume a run to write them")
+
+
+def _dump_folder(run: Path, config: Path, key: str) -> tuple[str | None, Path | None]:
+    """The dump folder that a config names, and where it is. A relative one is relative to where the run was started."""
     try:
-        config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-        trainer = dict(config["trainer"])
+        tree = yaml.safe_load(config.read_text(encoding="utf-8"))
+        tree["trainer"]["default_local_dir"]
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
-        raise ValueError(f"{run}/config.yaml is not the config of a run ({type(error).__name__})") from None
-    value = trainer.get(key.removeprefix("trainer."))
-    if not value:
-        raise ValueError(f"{run} has no dumps; set {key}=FOLDER when you start or resume a run to write them")
-    local_dir, here = Path(trainer.get("default_local_dir") or "."), run.resolve()
-    started_in = Path(str(here).removesuffix(str(local_dir)))  # unless the run was moved
+        raise ValueError(f"{config} is not the config of a run ({type(error).__name__})") from None
+    local_dir = tree["trainer"]["default_local_dir"]
+    try:
+        if not (value := resolved_value(tree, key)):
+            return None, None
+    except ValueError:  # it names an environment variable that is not set here
+        return get_in(tree, key, None), None
+    with suppress(ValueError):
+        local_dir = resolved_value(tree, "trainer.default_local_dir")
+    started_in = Path(str(run.resolve()).removesuffix(str(local_dir or ".")))  # unless the run was moved
     places = [folder / Path(value).expanduser() for folder in (Path(), started_in, run)]
-    found = next((place for place in places if place.is_dir()), None)
-    if found is None:
-        raise ValueError(f"{run} wrote its dumps to {key}={value}, which does not exist here; pass that folder instead")
-    return found
+    return value, next((place for place in places if place.is_dir()), None)
 
 
 def read_groups(path: Path) -> list[Group]:
@@ -132,15 +158,26 @@ def page(path: Path, groups: Sequence[Group], shown: Sequence[Group], chars: int
     if cut := sum(row.get("finish_reason") == "length" for row in rows):
         parts.append(f"{cut} responses cut at the maximum length")
     yield f"{', '.join(parts)} | {path}"
+    extras = _extras(rows)
     for group in shown:
         yield ""
-        yield from _group_lines(group, len(groups), chars)
+        yield from _group_lines(group, len(groups), chars, extras)
     if len(shown) < len(groups):
         yield ""
         yield f"{len(shown)} of {len(groups)} groups; --show 0 shows all, --group K one of them in full"
 
 
-def _group_lines(group: Group, num_groups: int, chars: int) -> Iterator[str]:
+def _extras(rows: Sequence[Row]) -> list[str]:
+    """The other columns, without counters that are 0 everywhere."""
+    names = dict.fromkeys(name for row in rows for name in row if name not in SHOWN_APART)
+    return [name for name in names if not all(row.get(name) is None or _is_zero_count(row[name]) for row in rows)]
+
+
+def _is_zero_count(value: Any) -> bool:
+    return type(value) is int and value == 0
+
+
+def _group_lines(group: Group, num_groups: int, chars: int, extras: Sequence[str]) -> Iterator[str]:
     first = group.rows[0]
     index = f" | row {first['index']} of the data" if first.get("index") is not None else ""
     yield f"group {group.number} of {num_groups}{index} | score {format_number(group.mean('score'))}"
@@ -153,11 +190,31 @@ def _group_lines(group: Group, num_groups: int, chars: int) -> Iterator[str]:
             parts.append(f"advantage {_number(row, 'advantage'):+.3g}")
         parts += [f"{row['length']} tokens"] if row.get("length") is not None else []
         parts += {"length": ["cut at the maximum length"], "stop": ["stopped"]}.get(str(row.get("finish_reason")), [])
-        extras = {name: value for name, value in row.items() if name not in SHOWN_APART}
         parts += ["scoring failed"] if row.get("reward_failed") else []
-        parts += [f"{name} {one_line(value, 60)}" for name, value in extras.items() if value is not None]
+        parts += [f"{name} {_short(row[name])}" for name in extras if row.get(name) is not None]
         yield " | ".join(parts)
-        yield from _indented(row["output"], chars, "      ")
+        yield from _answer_lines(row, chars, "      ")
+
+
+def _short(value: Any) -> str:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return format_number(value) if is_number else one_line(value, 60)
+
+
+def _answer_lines(row: Row, chars: int, indent: str) -> Iterator[str]:
+    """The response; of a conversation each turn, with its role and its tool calls."""
+    messages = row.get("messages")
+    if not isinstance(messages, list) or len(messages) < 2:
+        yield from _indented(row["output"], chars, indent)
+        return
+    for message in messages:
+        who = f"{message.get('role')} {message.get('name') or ''}"
+        yield f"{indent}[{one_line(who, 60)}]"
+        if message.get("content"):
+            yield from _indented(str(message["content"]), chars, indent + "  ")
+        for call in message.get("tool_calls") or ():
+            function = call.get("function") or {}
+            yield from _indented(f"-> {function.get('name')}({function.get('arguments')})", chars, indent + "  ")
 
 
 def _indented(text: str, chars: int, indent: str) -> Iterator[str]:
@@ -166,7 +223,7 @@ def _indented(text: str, chars: int, indent: str) -> Iterator[str]:
         head, tail = text[: chars * 2 // 3], text[-(chars // 3) :]
         text = f"{head} [... {len(text) - len(head) - len(tail):,} characters ...] {tail}"
     for line in text.splitlines() or [""]:
-        yield indent + "".join(c if c.isprintable() or c == "\t" else "\N{REPLACEMENT CHARACTER}" for c in line)
+        yield indent + printable(line)
 
 
 def _number(row: Row, column: str) -> float:

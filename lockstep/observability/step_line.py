@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.observability.base import Metrics, plain
+from lockstep.utils.terminal import printable
 
 VALIDATION_PREFIXES = ("val-core/", "val/")
 UNKNOWN_SHOWN = 6
@@ -55,7 +56,7 @@ def validation_parts(data: Metrics) -> list[str]:
     parts = []
     for name, value in numbers_of(core).items():
         prefix = next(prefix for prefix in VALIDATION_PREFIXES if name.startswith(prefix))
-        parts.append(f"{name.removeprefix(prefix)} {format_number(value)}")
+        parts.append(f"{printable(name.removeprefix(prefix))} {format_number(value)}")
     return parts
 
 
@@ -94,8 +95,7 @@ def format_seconds(seconds: float) -> str:
 
 def one_line(value: Any, max_chars: int) -> str:
     """Any text as one printable line; model output may contain line breaks and terminal escapes."""
-    text = " ".join(str(plain(value)).split())
-    text = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+    text = printable(" ".join(str(plain(value)).split()))
     return text if len(text) <= max_chars else text[: max_chars - 1] + "…"
 
 

@@ -35,7 +35,8 @@ from lockstep.config.reward import JudgeConfig
 from lockstep.rewards.errors import RewardError
 from lockstep.rewards.rate_limit import RateLimiter
 from lockstep.utils.chat_tokens import as_plain_text
-from lockstep.utils.json_http import is_local
+from lockstep.utils.files import make_private_folder
+from lockstep.utils.json_http import AnswerTooLargeError, is_local, request_limited
 
 logger = logging.getLogger(__name__)
 logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs every request
@@ -44,6 +45,8 @@ RETRIED = {408, 409, 425, 500, 502, 503, 504}
 REFUSED = {401: "api_key_env", 403: "api_key_env", 404: "model"}
 """Status to the key that is wrong: no request will succeed. A 404 that names no model is about the path, so `base_url`."""
 MAX_BACKOFF_S = 30.0
+MAX_ANSWER_BYTES = 2**22
+"""More than the longest reasoning; a row's answer is kept in memory and in the cache."""
 CHARS_PER_TOKEN = 4
 """For the estimate of a request's tokens."""
 ROW_VARIABLES = ("data_source", "ground_truth", "extra_info")
@@ -273,9 +276,11 @@ class Judge:
         client = self._clients[asyncio.get_running_loop()]
         try:
             async with asyncio.timeout(limit_s if left_s is None else max(0.0, min(limit_s, left_s))):
-                response = await client.post(url, json=body)
+                response = await request_limited(client, "POST", url, json=body, max_bytes=MAX_ANSWER_BYTES)
         except TimeoutError:
             raise _Retry(f"no answer within {self.key}.timeout_s={limit_s:g}") from None
+        except AnswerTooLargeError as error:
+            raise _Retry(str(error)) from None
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
             raise _Retry(f"cannot connect ({error or type(error).__name__})", never_connected=True) from None
         except httpx2.TransportError as error:
@@ -306,7 +311,8 @@ class AnswerCache:
         self._lock = threading.Lock()
         try:
             if path is not None:
-                Path(path).expanduser().parent.mkdir(parents=True, exist_ok=True)
+                make_private_folder(Path(path).expanduser().parent)
+                os.close(os.open(Path(path).expanduser(), os.O_RDWR | os.O_CREAT, 0o600))  # it holds what a judge wrote
             place = ":memory:" if path is None else Path(path).expanduser()
             self._database = sqlite3.connect(place, check_same_thread=False, timeout=30, isolation_level=None)
             self._database.execute(

@@ -124,6 +124,7 @@ def agent_setup(config: PPOConfig) -> AgentSetup:
         model=config.actor_rollout_ref.model.path,
         template_kwargs=config.data.apply_chat_template_kwargs,
         sandbox=config.reward_model.sandbox,
+        data_files=[*config.data.train_files, *config.data.val_files],
     )
 
 

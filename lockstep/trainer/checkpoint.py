@@ -37,6 +37,7 @@ from lockstep.utils.files import (
     ensure_writable,
     fsync_path,
     fsync_tree,
+    make_private_folder,
     remove_temporary_files,
     sha256_all,
 )
@@ -83,7 +84,7 @@ class CheckpointStore:
         final = self.root / f"global_step_{step}"
         staging = self._hidden("staging", final)
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
+            make_private_folder(self.root)
             _remove(staging)
             staging.mkdir()
             write(staging)

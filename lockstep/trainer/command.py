@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from lockstep.config.commandline import config_from_command_line
+from lockstep.config.environment import RootConfig
 from lockstep.observability.console import LogHandler
 from lockstep.trainer.errors import RunError, out_of_memory_as_run_error
 from lockstep.trainer.interrupt import stop_on_sigterm
+from lockstep.utils.terminal import printable
 
-C = TypeVar("C")
+C = TypeVar("C", bound=RootConfig)
 
 
 def run_program(
@@ -23,7 +25,7 @@ def run_program(
             config = config_from_command_line(argv, cls, prog, description)
             return 0 if config is None else run(config)
     except RunError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(printable(f"error: {error}\n"))
         return error.exit_code
     except KeyboardInterrupt:
         sys.stderr.write(f"stopped by the user{if_stopped}\n")

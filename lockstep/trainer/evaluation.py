@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from lockstep.config.evaluation import EvaluationConfig, as_validation
@@ -28,6 +29,7 @@ from lockstep.trainer.ppo.validation import Responses
 from lockstep.utils.dataset_files import local_data_files
 from lockstep.utils.files import atomic_write_json
 from lockstep.utils.progress import phase
+from lockstep.utils.terminal import printable
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +100,7 @@ def load_manager(config: EvaluationConfig, rows: Sequence[FileRow]) -> NaiveRewa
 
 def responses_of(rows: Sequence[FileRow], config: EvaluationConfig) -> tuple[Responses, list[ScoringRow]]:
     """The responses of the file, and the same as the reward function gets them. ValueError for a row that has none."""
-    responses = Responses(details={"index": [], "length": [], "finish_reason": []})
+    responses = Responses(details={"index": [], "length": [], "finish_reason": [], "messages": []})
     scoring: list[ScoringRow] = []
     for number, row in enumerate(rows):
         texts = _texts(row, config.data.response_key)
@@ -118,10 +120,13 @@ def responses_of(rows: Sequence[FileRow], config: EvaluationConfig) -> tuple[Res
         responses.details["length"] += lengths
         responses.details["finish_reason"] += _per_response(row, "finish_reasons", texts, None)
         conversations = [json.loads(given) for given in _per_response(row, ROLLOUT_INFOS, texts, "{}")]
+        responses.details["messages"] += [conversation.get("messages") for conversation in conversations]
         scoring += [
             ScoringRow(source, text, truth, {**extra_info, **conversation}, length)
             for text, conversation, length in zip(texts, conversations, lengths)
         ]
+    if not any(responses.details["messages"]):
+        del responses.details["messages"]
     return responses, scoring
 
 
@@ -172,12 +177,12 @@ def table_of(responses: Responses, metrics: Mapping[str, float], intervals: Inte
     table = Table("data source", "prompts", "metric", "value", "95 % interval", box=None)
     sources = prompts_of(responses)
     for source, prompts in sources.items():
-        first = [source, str(len(prompts))]
+        first = [escape(printable(source)), str(len(prompts))]
         for name, bounds in intervals.items():
             path = name.partition("/")[2]
             # a data source may be the beginning of another
             if source == max((s for s in sources if path.startswith(f"{s}/")), key=len):
-                metric = path.removeprefix(f"{source}/")
+                metric = escape(printable(path.removeprefix(f"{source}/")))
                 low, high = map(format_number, bounds)
                 table.add_row(*first, metric, format_number(metrics[name]), f"{low} to {high}")
                 first = ["", ""]
@@ -196,8 +201,7 @@ def write_metrics(
 
 
 def write_scores(path: Path, responses: Responses) -> None:
-    details = {"uid": responses.uids, **responses.details}
     texts = (responses.inputs, responses.outputs, responses.ground_truths, responses.scores)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_generations(*texts, details, responses.extra, path)
+    write_generations(*texts, responses.dumped_details, responses.extra, path)
     logger.info("wrote %s; `lockstep rollouts %s` shows it", path, path)

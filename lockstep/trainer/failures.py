@@ -23,6 +23,7 @@ from lockstep.single_controller.futures import worker_report
 from lockstep.trainer.errors import is_out_of_memory
 from lockstep.trainer.memory_check import planned
 from lockstep.utils.audit import AuditError
+from lockstep.utils.terminal import printable
 from lockstep.workers.agent_worker import NAME as AGENT_WORKER
 
 _ARR = "actor_rollout_ref"
@@ -64,7 +65,7 @@ def cause_of(error: Exception, config: PPOConfig | SupervisedConfig) -> str:
     if cause is None:
         if (report := worker_report(error)) is None:
             raise error
-        sys.stderr.write(f"{report}\n")
+        sys.stderr.write(printable(f"{report}\n"))
         return f"{type(error).__name__} on a worker"
     log = Path(config.trainer.default_local_dir).expanduser() / "error.txt"
     try:

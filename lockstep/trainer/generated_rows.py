@@ -20,9 +20,15 @@ import pyarrow.parquet as pq
 
 from lockstep.config.errors import show
 from lockstep.config.generation import GenerationConfig, parts_folder
-from lockstep.config.schema import flat_values
+from lockstep.config.schema import as_written, get_in, keys
 from lockstep.data.files import READ_ROWS, file_digests, iter_file
-from lockstep.utils.files import atomic_write_json, atomic_writer, remove_temporary_files, sha256_all
+from lockstep.utils.files import (
+    atomic_write_json,
+    atomic_writer,
+    make_private_folder,
+    remove_temporary_files,
+    sha256_all,
+)
 from lockstep.utils.model_path import revision_of
 
 logger = logging.getLogger(__name__)
@@ -56,7 +62,8 @@ _NOT_OF_THE_JOB = (
 
 def job_of(config: GenerationConfig, model: Sequence[Path], data_files: Sequence[Path]) -> Job:
     """The job of a command. model: its local folders, more than one with an adapter."""
-    settings = {k: v for k, v in flat_values(config).items() if not k.startswith(_NOT_OF_THE_JOB)}
+    tree = as_written(config)
+    settings = {key: get_in(tree, key, None) for key in keys(GenerationConfig) if not key.startswith(_NOT_OF_THE_JOB)}
     data = [digest for _, digest in sorted(file_digests(data_files).items())]
     identities = [revision_of(folder) or _file_identities(folder) for folder in model]
     return {**settings, "model": identities, "data": data}
@@ -112,7 +119,7 @@ class GeneratedRows:
 
     def open(self) -> None:
         """Begin or go on with the parts; hold the lock."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_private_folder(self.folder)
         remove_temporary_files(self.folder)
         self.check_parts()
         atomic_write_json(self.folder / JOB_FILE, self.job)

@@ -1,8 +1,6 @@
 """The configs of a run: in its folder, in its checkpoints, and what changed when it is resumed.
 
-config.yaml                   the config of the run, or of its last start
-configs/001_step_0.yaml ...   every config that it was started with, with the step of that start
-global_step_N/config.yaml     the config that step N was trained with
+The files are listed in `observability/run_folder.py`. Settings that read environment variables are saved as they were written.
 """
 
 import logging
@@ -15,14 +13,13 @@ import yaml
 from lockstep.config.model import CheckpointPart
 from lockstep.config.placement import need_critic
 from lockstep.config.ppo import PPOConfig
-from lockstep.config.schema import get_in, to_plain
+from lockstep.config.schema import as_written, get_in, resolved_value, to_plain
 from lockstep.config.sft import SupervisedConfig
+from lockstep.observability.run_folder import CONFIG, HISTORY, starts
 from lockstep.utils.files import atomic_write_text
 
 logger = logging.getLogger(__name__)
 
-FILE = "config.yaml"
-HISTORY = "configs"
 IDENTITY: dict[type, tuple[str, ...]] = {
     PPOConfig: ("algorithm.adv_estimator", "actor_rollout_ref.model.path", "critic.enable", "data.train_files"),
     SupervisedConfig: ("model.path", "data.train_files"),
@@ -43,32 +40,31 @@ NO_EFFECT = {
 """Keys that do nothing once the run has begun, and why; kl_coef only with an adaptive controller."""
 
 
-def write_run_config(run_dir: Path, config: PPOConfig | SupervisedConfig, step: int) -> None:
+def write_run_config(run_dir: Path, config: PPOConfig | SupervisedConfig, step: int, trains: bool = True) -> None:
     """Write the config of a start at `step`, and add it to the history unless it is the last one there.
 
-    With `trainer.val_only`, a folder that has a config keeps it: the one of its training.
+    trains: false if the start only validates or the run is finished: a folder that has a config keeps it, the one of its training.
     """
-    if isinstance(config, PPOConfig) and config.trainer.val_only and (run_dir / FILE).exists():
+    if not trains and (run_dir / CONFIG).exists():
         return
     text = as_yaml(config)
-    history = run_dir / HISTORY
-    history.mkdir(exist_ok=True)
-    earlier = sorted(history.glob("*_step_*.yaml"))
+    (run_dir / HISTORY).mkdir(exist_ok=True)
+    earlier = [path for _, path in starts(run_dir) if path.parent.name == HISTORY]
     if not earlier or earlier[-1].read_bytes() != text.encode():
-        atomic_write_text(history / f"{len(earlier) + 1:03d}_step_{step}.yaml", text)
-    atomic_write_text(run_dir / FILE, text)
+        atomic_write_text(run_dir / HISTORY / f"{len(earlier) + 1:03d}_step_{step}.yaml", text)
+    atomic_write_text(run_dir / CONFIG, text)
 
 
 def as_yaml(config: PPOConfig | SupervisedConfig) -> str:
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # five times faster; PyYAML may be built without it
-    text: str = yaml.dump(to_plain(config), Dumper=dumper, sort_keys=False)
+    text: str = yaml.dump(as_written(config), Dumper=dumper, sort_keys=False)
     return text
 
 
 def saved_config(checkpoint: Path) -> dict[str, Any]:
     """The config of a checkpoint; empty, with a warning, if it cannot be read."""
-    path = checkpoint / FILE
-    return read_config(path if path.exists() else checkpoint.parent / FILE)
+    path = checkpoint / CONFIG
+    return read_config(path if path.exists() else checkpoint.parent / CONFIG)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -92,12 +88,12 @@ def check_same_experiment(
     saved: the config of the checkpoint to resume from; None reads the run's.
     """
     if saved is None:
-        saved = read_config(run_dir / FILE) if (run_dir / FILE).exists() else {}
-    now = to_plain(config)
+        saved = read_config(run_dir / CONFIG) if (run_dir / CONFIG).exists() else {}
+    now = as_written(config)
     changed = [
         f"{key} was {get_in(saved, key, None)} and is {get_in(now, key, None)}"
         for key in _identity(config)
-        if saved and get_in(saved, key, None) != get_in(now, key, None)
+        if saved and get_in(saved, key, None) != get_in(now, key, None) and not _has_same_value(key, saved, config)
     ]
     if changed:
         section = "model" if isinstance(config, SupervisedConfig) else "actor_rollout_ref.model"
@@ -113,7 +109,9 @@ def check_same_experiment(
 
 def report_changes(saved: dict[str, Any], config: PPOConfig | SupervisedConfig, checkpoint: Path) -> None:
     """Log each setting that differs from the checkpoint's, old and new, and each part of the state that was not saved."""
-    for key, old, new in _differences(saved, to_plain(config)) if saved else ():
+    for key, old, new in _differences(saved, as_written(config)) if saved else ():
+        if _has_same_value(key, saved, config):
+            continue
         note = NO_EFFECT.get(key, "")
         if (
             isinstance(config, PPOConfig)
@@ -121,6 +119,8 @@ def report_changes(saved: dict[str, Any], config: PPOConfig | SupervisedConfig, 
             and config.algorithm.kl_ctrl.type == "fixed"
         ):
             note = ""
+        if "${" in str(new) and "${" not in str(old):
+            old = "another value"  # perhaps the secret itself, which an earlier version has saved
         if not key.startswith(START_KEYS):
             logger.warning("changed since the checkpoint: %s was %s, is now %s%s", key, old, new, note and f" ({note})")
     for section, wanted in _loaded_parts(config).items():
@@ -169,6 +169,16 @@ def _differences(saved: Any, now: Any, name: str = "") -> Iterator[tuple[str, An
             yield from _differences(saved.get(key, "unset"), now.get(key, "unset"), dotted)
     elif saved != now:
         yield name, saved, now
+
+
+def _has_same_value(key: str, saved: dict[str, Any], config: PPOConfig | SupervisedConfig) -> bool:
+    """Whether a setting that is written in another way, such as by an environment variable, is the same as before."""
+    try:
+        old = resolved_value(saved, key)
+    except ValueError:
+        return False
+    now = get_in(to_plain(config), key, None)
+    return bool(old == now) and now is not None
 
 
 def warn_if_epochs_end_first(config: PPOConfig | SupervisedConfig, num_steps: int) -> None:

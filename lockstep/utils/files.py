@@ -90,11 +90,19 @@ def sha256_all(paths: Sequence[Path]) -> dict[Path, str]:
         return dict(zip(paths, pool.map(sha256, paths)))
 
 
+def make_private_folder(path: Path) -> None:
+    """Create a folder that only its owner can enter, for what may be private: configs, prompts, responses, weights.
+
+    One that exists keeps its permissions; missing parents get the usual ones.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
 def ensure_writable(folder: Path | str, key: str) -> Path:
-    """Create `folder` and check that it is writable. key: its config key, for the error message."""
+    """Create `folder`, private, and check that it is writable. key: its config key, for the error message."""
     path = Path(folder).expanduser()
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        make_private_folder(path)
         with tempfile.TemporaryFile(prefix=".writable-", dir=path):  # has no name, so a stop leaves nothing behind
             pass
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A JSON request with a deadline: failures that may pass are retried with growing pauses."""
+"""A JSON request with a deadline and a limit on the answer's size: failures that may pass are retried with growing pauses."""
 
 import asyncio
 import functools
@@ -10,10 +10,31 @@ import httpx2
 
 RETRIED = {408, 425, 429, 500, 502, 503, 504}
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 5.0
+MAX_ANSWER_BYTES = 2**27
+"""A program's output of 64 MiB in base64, with room to spare."""
 
 
 class HttpError(ConnectionError):
     """No usable answer. The message is one line with the URL."""
+
+
+class AnswerTooLargeError(HttpError):
+    """The body of an answer exceeds its limit; the rest of it was not read."""
+
+
+async def request_limited(
+    client: httpx2.AsyncClient, method: str, url: str, *, json: Any = None, max_bytes: int = MAX_ANSWER_BYTES
+) -> httpx2.Response:
+    """The response with its whole body, decompressed, of at most `max_bytes`; AnswerTooLargeError otherwise."""
+    async with client.stream(method, url, json=json) as response:
+        body = bytearray()
+        async for chunk in response.aiter_bytes():
+            body += chunk
+            if len(body) > max_bytes:
+                raise AnswerTooLargeError(f"{response.url}: the answer is larger than {max_bytes / 2**20:g} MiB")
+    encoding = ("content-encoding", "content-length", "transfer-encoding")
+    headers = [(name, value) for name, value in response.headers.multi_items() if name not in encoding]
+    return httpx2.Response(response.status_code, headers=headers, content=bytes(body), request=response.request)
 
 
 async def post_json(
@@ -30,7 +51,7 @@ async def post_json(
                 if attempt:
                     await asyncio.sleep(min(FIRST_PAUSE_S * 2 ** (attempt - 1), MAX_PAUSE_S))
                 try:
-                    response = await client.post(url, json=body)
+                    response = await request_limited(client, "POST", url, json=body)
                 except httpx2.TransportError as error:
                     problem = f"{type(error).__name__}: {error}"
                     continue

@@ -9,10 +9,11 @@ A program may have keys that Lockstep does not know; they stay in the DictConfig
 `ppo_trainer`, the keys that have a derived default (`config/derived_defaults.py`) are interpolations that resolve to it.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from copy import copy
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.config.compose import DEFAULT_NAMES, config_from_tree, log_once
 from lockstep.config.derived_defaults import IF_SET, derived_defaults
+from lockstep.config.environment import noted_variables
 from lockstep.config.errors import ConfigError
 from lockstep.config.normalize import canonical_name, normalize, tables_of
 from lockstep.config.ppo import PPOConfig
@@ -38,6 +40,8 @@ MISSING = object()
 RESOLVER = "lockstep.default"
 CONFIGS: dict[str, type] = {DEFAULT_NAMES[cls]: cls for cls in (PPOConfig, SFTConfig)}
 """The configs that are added to Hydra."""
+_REFERENCE = re.compile(r"\$\{[^:}]+\}")
+"""An interpolation of another key, which may be one of the program's own."""
 
 
 def default_tree(cls: type = PPOConfig) -> dict[str, Any]:
@@ -108,8 +112,13 @@ def typed_config(config: Any, run_checks: bool = True, *, cls: type = PPOConfig)
     given = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
     resolved = _container(given, resolve=True)
     tree: dict[str, Any] = {}
-    for name, _ in _changes(cls, _container(given, resolve=False)):
-        set_in(tree, name, get_in(resolved, name, None))
+    written: dict[str, Any] = {}
+    for name, value in _changes(cls, _container(given, resolve=False)):
+        from_environment = _reads_environment(given, name, value)
+        keeps_text = from_environment and not _REFERENCE.search(str(value))
+        set_in(tree, name, value if keeps_text else get_in(resolved, name, None))
+        if from_environment and not keeps_text:
+            written[canonical_name(cls, name)] = value
     own = sorted(
         problem.key for problem in normalize(cls, tree).problems if canonical_name(cls, problem.key) not in keys(cls)
     )
@@ -117,7 +126,12 @@ def typed_config(config: Any, run_checks: bool = True, *, cls: type = PPOConfig)
         log_once(f"read by your program only: {', '.join(own)}")
     for name in own:
         _remove(tree, name)
-    return config_from_tree(cls, tree, run_checks)
+    typed = config_from_tree(cls, tree, run_checks)
+    plain = to_plain(typed)
+    found = {
+        name: (text, value) for name, text in written.items() if (value := get_in(plain, name, MISSING)) is not MISSING
+    }
+    return replace(typed, from_environment=typed.from_environment | found)
 
 
 def typed_section(section: Any, name: str, cls: type = PPOConfig) -> Any:
@@ -168,6 +182,14 @@ def _derived_values(cls: type, written: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 OmegaConf.register_new_resolver(RESOLVER, _default_of, replace=True)
+
+
+def _reads_environment(config: DictConfig, name: str, value: Any) -> bool:
+    if "${" not in str(value):
+        return False
+    with noted_variables() as variables:
+        OmegaConf.to_container(OmegaConf.create([OmegaConf.select(config, name)]), resolve=True)
+    return bool(variables)
 
 
 def view(config: DictConfig | Mapping[str, Any] | PPOConfig, typed: PPOConfig) -> DictConfig:

@@ -47,6 +47,7 @@ class AgentSetup:
     model:           `actor_rollout_ref.model.path`.
     template_kwargs: `data.apply_chat_template_kwargs`.
     sandbox:         `reward_model.sandbox`, for tools that run code.
+    data_files:      `data.train_files` and `data.val_files`.
     """
 
     rollout: RolloutConfig
@@ -54,6 +55,7 @@ class AgentSetup:
     model: str
     template_kwargs: Mapping[str, Any]
     sandbox: str
+    data_files: Sequence[str] = ()
 
     def make_agents(self, tokenizer: Any = None) -> Agents:
         """tokenizer: if it is loaded already."""
@@ -61,7 +63,8 @@ class AgentSetup:
         folder = base_folder(local_model_folder(self.model, key, weights=False), key, weights=False)
         tokenizer = tokenizer or hf_tokenizer(**self.tokenizer)
         sandbox.configure(self.sandbox)
-        return Agents(self.rollout, tokenizer, eos_token_ids(tokenizer, folder), self.template_kwargs)
+        stop_ids = eos_token_ids(tokenizer, folder)
+        return Agents(self.rollout, tokenizer, stop_ids, self.template_kwargs, self.data_files)
 
 
 @dataclass(frozen=True)

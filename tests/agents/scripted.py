@@ -38,7 +38,10 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-def make_agents(response_length: int = 400, loops: str | None = None, **multi_turn: Any) -> Agents:
+def make_agents(
+    response_length: int = 400, loops: str | None = None, loop: str = "single_turn_agent", **multi_turn: Any
+) -> Agents:
+    """loops: `agent_loop_config_path`. loop: `default_agent_loop`."""
     rollout = RolloutConfig(
         seed=0,
         prompt_length=100,
@@ -46,7 +49,7 @@ def make_agents(response_length: int = 400, loops: str | None = None, **multi_tu
         log_prob_use_dynamic_bsz=False,
         log_prob_max_token_len_per_gpu=1000,
         multi_turn=MultiTurnConfig(**multi_turn),
-        agent=replace(AgentConfig(), agent_loop_config_path=loops),
+        agent=replace(AgentConfig(), agent_loop_config_path=loops, default_agent_loop=loop),
     )
     return Agents(rollout, TOKENIZER, [END])
 

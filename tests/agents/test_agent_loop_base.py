@@ -94,7 +94,7 @@ def test_requests_at_the_same_time_have_different_seeds(tmp_path: Path) -> None:
 def test_the_template_has_the_arguments_of_the_data(tmp_path: Path) -> None:
     policy = Scripted("one")
     (tmp_path / "mine.py").write_text(IMPORTS + ONE_TURN.format(params="sampling_params", change="", more=""))
-    agents = make_agents(loops=None)
+    agents = make_agents(loop=f"{tmp_path}/mine.py:Loop")
     tokenizer = copy.deepcopy(TOKENIZER)
     tokenizer.chat_template = "{% if brief is defined %}Be brief. {% endif %}" + tokenizer.chat_template
     agents = Agents(agents.config, tokenizer, [END], {"brief": True})
@@ -122,8 +122,8 @@ def test_a_loop_of_verl_runs(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("no_registrations")
 def test_conversations_do_not_share_an_object(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(IMPORTS + ONE_TURN.format(params="sampling_params", change="", more=""))
-    agents: Agents = make_agents()
-    row = {"raw_prompt": [{"role": "user", "content": "Q"}], "agent_name": f"{tmp_path}/mine.py:Loop"}
+    agents: Agents = make_agents(loop=f"{tmp_path}/mine.py:Loop")
+    row = {"raw_prompt": [{"role": "user", "content": "Q"}]}
     policy = Scripted("one", "two", "three")
 
     async def run() -> list[Conversation]:

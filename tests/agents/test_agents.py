@@ -31,9 +31,13 @@ def loop_file(tmp_path: Path) -> Path:
     return tmp_path / "asks.py"
 
 
-def test_a_loop_can_be_a_file(loop_file: Path) -> None:
-    done = converse(make_agents(), Scripted("a", "b"), agent_name=f"{loop_file}:Asks")
+@pytest.mark.parametrize("names_it", [False, True])
+def test_the_default_loop_can_be_a_file(loop_file: Path, names_it: bool) -> None:
+    agents = make_agents(loop=f"{loop_file}:Asks")
+    done = converse(agents, Scripted("a", "b"), agent_name=f"{loop_file}:Asks" if names_it else "")
     assert roles(done.new_messages) == ["assistant", "user", "assistant"]
+    with pytest.raises(ValueError, match="default_agent_loop=json:JSONDecoder: must be a subclass of"):
+        make_agents(loop="json:JSONDecoder").check_row({})
 
 
 def test_a_loop_can_be_an_entry_with_options(loop_file: Path) -> None:
@@ -74,7 +78,6 @@ def test_single_turn_is_the_default() -> None:
             {"agent_name": "tool_agnt"},
             r"agent_name='tool_agnt': no such agent loop. Did you mean 'tool_agent'\? Known: ",
         ),
-        ({"agent_name": "json:JSONDecoder"}, "agent_name=json:JSONDecoder: must be a subclass of"),
         ({"agent_name": "tool_agent"}, "needs tools or an interaction"),
         ({"tools_kwargs": {"calc": {}}}, "has tools_kwargs, but its loop single_turn_agent"),
         ({"interaction_kwargs": {"name": "gsm8k"}}, "has interaction_kwargs, but its loop single_turn_agent"),
@@ -101,4 +104,4 @@ def test_a_loop_that_says_nothing_is_an_error(tmp_path: Path) -> None:
         LOOP.split("    async def run")[0] + "    async def run(self, c):\n        pass\n"
     )
     with pytest.raises(ValueError, match="ended without a turn"):
-        converse(make_agents(), Scripted(), agent_name=f"{tmp_path}/mute.py:Asks")
+        converse(make_agents(loop=f"{tmp_path}/mute.py:Asks"), Scripted(), agent_name="")

@@ -211,11 +211,11 @@ class AskTwice(AgentLoop):
 def test_the_history_is_kept_or_follows_the_template() -> None:
     loops = {}
     for follows in (False, True):
-        agents = make_agents(use_inference_chat_template=follows, function_tool_path=None)
+        agents = make_agents(loop=f"{__file__}:AskTwice", use_inference_chat_template=follows)
         agents.tokenizer = tokenizer_of(DROPS_THINKING + CHATML_PROMPT)
         agents.__dict__["renderer"] = Renderer(agents.tokenizer, [2])
         policy = Scripted("<think>hard</think>8", "<think>so</think>9", tokenizer=agents.tokenizer)
-        loops[follows] = converse(agents, policy, agent_name=f"{__file__}:AskTwice")
+        loops[follows] = converse(agents, policy, agent_name="")
     kept, followed = loops[False], loops[True]
     assert (len(kept.trajectories), kept.counts.breaks) == (1, 0)
     assert (len(followed.trajectories), followed.counts.breaks) == (2, 1)
@@ -233,11 +233,11 @@ class AskInVain(AgentLoop):
 
 
 def test_a_rewritten_history_without_a_turn_is_no_sample() -> None:
-    agents = make_agents(use_inference_chat_template=True, function_tool_path=None)
+    agents = make_agents(loop=f"{__file__}:AskInVain", use_inference_chat_template=True)
     agents.tokenizer = tokenizer_of(DROPS_THINKING + CHATML_PROMPT)
     agents.__dict__["renderer"] = Renderer(agents.tokenizer, [2])
     policy = Scripted("<think>hard</think>8", tokenizer=agents.tokenizer)
-    done = converse(agents, policy, agent_name=f"{__file__}:AskInVain")
+    done = converse(agents, policy, agent_name="")
     (only,) = done.trajectories
     assert all(only.response_mask) and "hard" in agents.tokenizer.decode(only.response_ids)
 

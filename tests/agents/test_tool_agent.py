@@ -281,7 +281,7 @@ def test_an_interaction_answers_until_the_answer_is_correct(tmp_path: Path) -> N
     assert roles(done.new_messages) == ["assistant", "user", "assistant"]
     assert "wrong" in done.new_messages[1]["content"]
     assert (done.turn_scores, done.turn_rewards, done.num_turns) == ([0.0, 1.0], [0.0, 1.0], 4)
-    with pytest.raises(ValueError, match=r"interaction_kwargs\.name='other' is not an interaction .*known: gsm8k"):
+    with pytest.raises(ValueError, match=r"interaction_kwargs\.name='other': no such interaction\. Known: gsm8k"):
         agents.check_row({"agent_name": "tool_agent", "interaction_kwargs": {"name": "other"}})
 
 

@@ -61,6 +61,7 @@ def test_reasoning_gym(folder: Path) -> None:
 def test_own_environment(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "guess.py").write_text(block("python", "guess.py"))
     (folder / "guess_rows.py").write_text(block("python", "guess_rows.py"))
+    (folder / "guess_loops.yaml").write_text(block("yaml", "guess_loops.yaml"))
     capsys.readouterr()
     runpy.run_path(str(folder / "guess_rows.py"))
     (folder / "guess.jsonl").write_text(capsys.readouterr().out)

@@ -136,6 +136,18 @@ def test_config_of_the_checkpoint_is_data(models: Path, run: Path, tmp_path: Pat
     assert export(tmp_path / "run", "-o", tmp_path / "out", "--model", models / "base") == 0
 
 
+def test_variables_in_the_config_of_a_checkpoint_are_not_read(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They could carry a secret of this machine to an address that the file's author chose."""
+    monkeypatch.setenv("SECRET", "s3cret")
+    write_run(tmp_path / "run", "https://elsewhere/${oc.env:SECRET}", models / "trained")
+    assert export(tmp_path / "run", "-o", tmp_path / "out") == 2
+    error = capsys.readouterr().err
+    assert "trained from https://elsewhere/${oc.env:SECRET}" in error and "--model" in error and "s3cret" not in error
+    assert export(tmp_path / "run", "-o", tmp_path / "out", "--model", models / "base") == 0
+
+
 def test_wrong_export_is_kept_aside(
     models: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -76,3 +76,17 @@ def test_bad_arguments(runs: list[Path], tmp_path: Path, capsys: pytest.CaptureF
     assert cli.main(["compare", *map(str, runs)]) == 2
     error = capsys.readouterr().err
     assert error.count("lockstep compare: ") == 3 and "config.yaml cannot be read: No such file" in error
+
+
+def test_settings_are_those_of_the_last_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A start that trained nothing has no part in the results."""
+    runs = [write_run(tmp_path / name, {"trainer": {"seed": 5}}, [{"critic/score/mean": 0.5}] * 2) for name in "ab"]
+    (runs[0] / "configs").mkdir()
+    for name, seed in (("001_step_0", 1), ("002_step_1", 2), ("003_step_2", 3)):
+        (runs[0] / "configs" / f"{name}.yaml").write_text(yaml.safe_dump({"trainer": {"seed": seed}}))
+    assert cli.main(["compare", *map(str, runs)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == ["trainer.seed", "2", "5"]
+    (runs[0] / "global_step_2").mkdir()
+    (runs[0] / "global_step_2/config.yaml").write_text(yaml.safe_dump({"trainer": {"seed": 4}}))
+    assert cli.main(["compare", *map(str, runs)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == ["trainer.seed", "4", "5"]

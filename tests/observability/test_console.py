@@ -94,7 +94,7 @@ def test_model_output_is_sanitised_for_the_terminal() -> None:
 def test_data_source_names_are_sanitised_for_the_terminal() -> None:
     stream = io.StringIO()
     tracker_into(stream).log({"val-core/a\rb\x07c/acc/mean@1": 1.0}, step=1)
-    assert stream.getvalue() == "validation at step 1 | abc/acc/mean@1 1\n"
+    assert stream.getvalue() == "validation at step 1 | a\ufffdb\ufffdc/acc/mean@1 1\n"
 
 
 def test_unencodable_characters_do_not_stop_the_run() -> None:

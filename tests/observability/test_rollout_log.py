@@ -38,6 +38,15 @@ def test_dump_generations(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     assert "skipping odd: 1 values for 2 answers" in caplog.text
 
 
+def test_numbers_of_the_batch_have_the_digits_of_float32(tmp_path: Path) -> None:
+    third = np.float32(1 / 3).item()
+    path = dump_generations(
+        ["q"], ["a"], ["gt"], [np.float32(0.3).item()], {"advantage": [third]}, {"own": [third]}, tmp_path, 1
+    )
+    row = json.loads(path.read_text())
+    assert (row["score"], row["advantage"], row["own"]) == (0.3, 0.3333333, third)
+
+
 def test_dump_generations_replaces_the_file_of_a_repeated_step(tmp_path: Path) -> None:
     for answer in ("first", "second"):
         path = dump_generations(["q"], [answer], ["gt"], [0.0], {}, {}, tmp_path, 1)

@@ -89,3 +89,63 @@ def test_mistakes_are_one_line(run: Path, tmp_path: Path, capsys: pytest.Capture
         assert cli.main(["rollouts", *arguments]) == 2
         err = capsys.readouterr().err
         assert message in err and err.count("\n") == 1, err
+
+
+def test_each_step_is_found_in_the_folder_of_its_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run wrote no dumps at first, then to `a`, and was resumed with `b`, named by an environment variable."""
+    monkeypatch.setenv("DUMPS", str(tmp_path))
+    run = tmp_path / "run"
+    (run / "configs").mkdir(parents=True)
+    starts = {"001_step_0": None, "002_step_1": f"{tmp_path}/a", "003_step_3": "${oc.env:DUMPS}/b"}
+    for name, folder in starts.items():
+        text = yaml.safe_dump({"trainer": {"default_local_dir": str(run), "rollout_data_dir": folder}})
+        (run / "configs" / f"{name}.yaml").write_text(text)
+        (run / "config.yaml").write_text(text)
+    for folder, steps in (("a", (2, 3, 4)), ("b", (4, 5))):
+        (tmp_path / folder).mkdir()
+        for step in steps:
+            rows = [row("x", 1.0, 3, output=f"{folder}{step}")]
+            (tmp_path / folder / f"{step}.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in rows))
+    for step, output in ((2, "a2"), (3, "a3"), (4, "b4"), (5, "b5")):
+        assert f"      {output}\n" in shown(capsys, str(run), "--step", str(step))
+    assert "b5" in shown(capsys, str(run))
+    monkeypatch.delenv("DUMPS")
+    assert "a4" in shown(capsys, str(run)), "the last one that can be found"
+
+
+CONVERSATION: list[dict[str, Any]] = [
+    {
+        "role": "assistant",
+        "content": "I compute.\x1b[2J",
+        "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "calculator", "arguments": '{"expression": "6*7"}'}}
+        ],
+    },
+    {"role": "tool", "name": "calculator", "tool_call_id": "1", "content": "42"},
+    {"role": "assistant", "content": "The answer\nis 42"},
+]
+
+
+def test_conversations_have_roles_calls_and_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    counts = {"num_turns": 4, "tool_call_counts": 1, "tool_error_counts": 0, "trajectory_breaks": 0}
+    rows = [
+        row("a", 1.0, 9, output="raw tokens", messages=CONVERSATION, acc=0.33333334, **counts),
+        row("a", 0.0, 2, output="just text", messages=CONVERSATION[2:], acc=0.0, **counts | {"tool_call_counts": 0}),
+    ]
+    (tmp_path / "1.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in rows))
+    text = shown(capsys, str(tmp_path))
+    assert "stopped | acc 0.333 | num_turns 4 | tool_call_counts 1\n" in text
+    assert "stopped | acc 0 | num_turns 4 | tool_call_counts 0\n      just text" in text
+    assert text[text.index("      [assistant]") : text.index("  [2]")].splitlines() == [
+        "      [assistant]",
+        "        I compute.\ufffd[2J",
+        '        -> calculator({"expression": "6*7"})',
+        "      [tool calculator]",
+        "        42",
+        "      [assistant]",
+        "        The answer",
+        "        is 42",
+    ]
+    assert "raw tokens" not in text and "error_counts" not in text and "breaks" not in text

@@ -15,7 +15,7 @@ from lockstep.config.ensemble import judge_of
 from lockstep.config.errors import ConfigError
 from lockstep.config.reward import JudgeConfig
 from lockstep.rewards.errors import AllRowsFailedError, RewardError
-from lockstep.rewards.judge import Judge
+from lockstep.rewards.judge import AnswerCache, Judge
 from lockstep.rewards.managers import NaiveRewardManager
 from lockstep.rewards.managers.naive import ScoringRow
 from lockstep.rewards.rate_limit import RateLimiter, RateLimits
@@ -77,6 +77,7 @@ def test_the_score_is_the_place_in_the_range(monkeypatch: pytest.MonkeyPatch) ->
         Answer({"choices": []}),
         Answer("not here", status=500),
         Answer("busy", status=503),
+        Answer('{"score": 10, "reason": "' + "x" * 2**22 + '"}'),
     ],
 )
 def test_bad_answers_are_asked_for_again_and_then_fail_their_row(bad: Answer) -> None:
@@ -307,3 +308,11 @@ def test_incomplete_settings_are_found_in_the_config() -> None:
     assert (
         json.dumps(judge_of(JudgeConfig(base_url="http://h/v1", model="m"), "k", {"max_tokens": 7}).max_tokens) == "7"
     )
+
+
+def test_the_cache_is_private(tmp_path: Path) -> None:
+    """Requests hold prompts and responses; the answers quote them."""
+    AnswerCache(str(tmp_path / "new/cache.sqlite")).put("request", "content")
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "new/cache.sqlite").stat().st_mode & 0o777 == 0o600
+    assert AnswerCache(str(tmp_path / "new/cache.sqlite")).get("request") == "content"

@@ -221,6 +221,12 @@ def test_examples_are_logged_per_data_source(caplog: pytest.LogCaptureFixture) -
     assert "[prompt] 1+1=\n[response] #### 2\n[ground truth] 2\n[score] 1.0" in caplog.text
 
 
+def test_examples_are_logged_without_terminal_escapes(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        NaiveRewardManager(TOKENIZER, 1)(make_batch(["\x1b[2J\x1b]0;title\x07#### 2"]))
+    assert "[response] \ufffd[2J\ufffd]0;title\ufffd#### 2\n" in caplog.text
+
+
 def test_missing_columns_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"no 'data_source', which scoring needs.*data\.reward_fn_key"):
         run(None, make_batch(["a"], data_source=None))

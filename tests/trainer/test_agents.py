@@ -93,6 +93,10 @@ def test_only_the_turns_of_the_policy_are_trained_on_in_both_modes(agent_overrid
     assert [step["num_turns/mean"] for step in steps] == [4, 4]
     assert all(step["tool_call_counts/max"] == step["trajectory_breaks/max"] == 0 for step in steps)
     assert all("again" in rollout["output"] for rollout in rollouts)
+    for rollout in rollouts:
+        assert [message["role"] for message in rollout["messages"]] == ["assistant", "user", "assistant"]
+        assert rollout["messages"][1]["content"] == "again" and rollout["num_turns"] == 4
+        assert not [name for name in rollout if name.endswith(("_counts", "_breaks"))], "they are 0 everywhere"
     # The rollout's log-probs agree with the trainer's at the sampled tokens (the audit would stop the run otherwise).
     assert all(step["training/rollout_probs_diff_max"] < 1e-4 for step in steps)
     assert all(step["actor/grad_norm"] > 0 for step in steps)
@@ -119,6 +123,7 @@ def test_validation_leaves_the_requests_of_asynchronous_training_alone(overrides
     "agent_name, settings, message",
     [
         ("tool_agnt", [], "agent_name='tool_agnt': no such agent loop"),
+        ("{folder}/tool.py:now", [], "rows.parquet, row 0: agent_name='{folder}/tool.py:now': no such agent loop"),
         ("tool_agent", [], "needs tools or an interaction"),
         (None, [f"{DEFAULT_KEY}=json:Nope"], f"{DEFAULT_KEY}=json:Nope: 'json' has no attribute 'Nope'"),
         (None, ["actor_rollout_ref.rollout.multi_turn.enable=true"], "every row is served by single_turn_agent"),
@@ -138,12 +143,12 @@ def test_rows_that_no_loop_serves_end_the_run_before_training(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     rows = pd.read_parquet(write_rows(tmp_path / "rows.parquet", 16))
-    rows["agent_name"] = agent_name
+    rows["agent_name"] = agent_name and agent_name.format(folder=tmp_path)
     rows.to_parquet(tmp_path / "rows.parquet")
     (tmp_path / "tool.py").write_text("def now() -> str:\n    'The time.'\n    return 'noon'\n")
     settings = [setting.format(folder=tmp_path) for setting in settings]
     assert main([*overrides, f"data.train_files={tmp_path}/rows.parquet", *settings]) == 2
-    assert message in capsys.readouterr().err
+    assert message.format(folder=tmp_path) in capsys.readouterr().err
 
 
 CLOSED = """
@@ -257,7 +262,8 @@ def rows_for(number: int, agent_name: str) -> DataProto:
 
 def test_conversations_that_lost_their_policy_are_not_trained_on(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(TOLERANT)
-    rollout = AgentRollout(make_agents(), DeadGroup(), pad_token_id=0, batch_size=1)
+    agents = make_agents(loop=f"{tmp_path}/loop.py:Tolerant")
+    rollout = AgentRollout(agents, DeadGroup(), pad_token_id=0, batch_size=1)
     rows = rows_for(2, agent_name=f"{tmp_path}/loop.py:Tolerant")
     with pytest.raises(WorkerDiedError, match="the rollout worker died"):
         rollout.generate_sequences(rows)

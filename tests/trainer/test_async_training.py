@@ -218,6 +218,21 @@ def test_stopped_run_goes_on_with_the_samples_it_has(overrides: list[str], tmp_p
     assert_each_group_is_trained_on_once(run, steps=2)
 
 
+def test_a_run_goes_on_with_a_damaged_journal(
+    overrides: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = [*overrides, *GRPO, *MODES["colocated"], "trainer.save_freq=1", "trainer.total_training_steps=2"]
+    config, run = load_config(PPOConfig, settings), tmp_path / "run"
+    assert run_until(config, stop_after=1) == 130
+    file = run / "rollout_journal/journal.jsonl"
+    lines = file.read_bytes().split(b"\n")
+    number = next(number for number, line in enumerate(lines) if b'"finish"' in line)
+    file.write_bytes(b"\n".join([*lines[:number], b'{"event": "fin#', *lines[number + 1 :]]))
+    assert run_until(config) == 0
+    assert f"{file}, line {number + 1} is damaged" in caplog.text
+    assert_each_group_is_trained_on_once(run, steps=2)
+
+
 def test_step_that_a_stop_discards_loses_no_prompt(overrides: list[str], tmp_path: Path) -> None:
     settings = [*overrides, *GRPO, *MODES["one_step_off"], *LONG_TAIL, "trainer.total_training_steps=4"]
     config, run = load_config(PPOConfig, settings), tmp_path / "run"

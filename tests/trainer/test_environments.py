@@ -75,16 +75,23 @@ def test_reasoning_gym_trains_validates_and_resumes_exactly(tiny_run_files: Path
     assert rollouts_of(tmp_path / "parts", 2) == rollouts_of(tmp_path / "whole", 2)
 
 
+def letters(tmp_path: Path) -> list[str]:
+    loops = f"actor_rollout_ref.rollout.agent.agent_loop_config_path={tmp_path}/loops.yaml"
+    return [f"data.train_files={tmp_path}/rows.parquet", loops]
+
+
 def write_letters(tmp_path: Path, broken: Sequence[int]) -> None:
-    """Rows of an environment; broken: those whose environment cannot be made."""
+    """Rows of an environment and its entry; broken: those whose environment cannot be made."""
     (tmp_path / "letters.py").write_text(ENV)
+    (tmp_path / "loops.yaml").write_text(
+        f"- {{name: gym_agent, _target_: lockstep.agents.environments.GymAgent, env_class: '{tmp_path}/letters.py:Letters'}}"
+    )
     rows = [
         {
             "data_source": "environment/letters",
             "prompt": [{"role": "user", "content": f"{number}:"}],
             "reward_model": {"style": "environment"},
             "agent_name": "gym_agent",
-            "env_class": f"{tmp_path}/letters.py:Letters",
             "env_kwargs": {"wanted": "broken" if number in broken else "a"},
             "extra_info": {"index": number},
         }
@@ -99,7 +106,7 @@ def test_an_environment_that_always_fails_stops_the_run(
     tiny_run_files: Path, tmp_path: Path, mode: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_letters(tmp_path, broken=range(8))
-    arguments = arguments_for(tiny_run_files, f"data.train_files={tmp_path}/rows.parquet")
+    arguments = arguments_for(tiny_run_files, *letters(tmp_path))
     assert (
         main([*arguments, f"actor_rollout_ref.rollout.mode={mode}", f"trainer.default_local_dir={tmp_path}/run"]) == 1
     )
@@ -114,7 +121,7 @@ def test_gym_environments_in_training(tiny_run_files: Path, tmp_path: Path) -> N
     write_letters(tmp_path, broken=[1])
     arguments = arguments_for(
         tiny_run_files,
-        f"data.train_files={tmp_path}/rows.parquet",
+        *letters(tmp_path),
         "data.shuffle=false",
         f"actor_rollout_ref.rollout.stop_token_ids={list(range(3, 200))}",  # so that turns end
     )

@@ -264,6 +264,9 @@ def test_rows_of_agents_get_conversations(
     assert main_eval.main([*evaluation, f"data.output_path={tmp_path}/metrics.json"]) == 0
     metrics = json.loads((tmp_path / "metrics.json").read_text())["metrics"]
     assert [value for name, value in metrics.items() if name.endswith("/reward/mean@2")] == [4.0]
+    assert main_eval.main([*evaluation, f"data.scores_path={tmp_path}/scores.jsonl"]) == 0
+    scored = [json.loads(line) for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
+    assert [row["messages"][1]["content"] for row in scored] == ["again"] * 8
 
 
 @pytest.mark.usefixtures("no_registrations")
@@ -300,6 +303,33 @@ def test_rows_keep_their_columns_and_overlong_ones_can_be_dropped(command: list[
         main_generation.main([*command, f"data.path={tmp_path}/out.parquet", f"data.output_path={tmp_path}/2.parquet"])
         == 2
     )
+
+
+def test_values_of_environment_variables_are_in_no_file(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GENERATION_KEY", "s3cret")
+    own = "+data.apply_chat_template_kwargs.key=${oc.env:GENERATION_KEY}"
+    with monkeypatch.context() as patch:
+        patch.setattr(BatchProgress, "advance", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert main_generation.main([*command, own]) == 130
+    assert "${oc.env:GENERATION_KEY}" in next(tmp_path.glob("*.parts/job.json")).read_text()
+    assert next(tmp_path.glob("*.parts")).stat().st_mode & 0o777 == 0o700
+    monkeypatch.setenv("GENERATION_KEY", "an0ther-s3cret")
+    assert main_generation.main([*command, own]) == 0
+    assert b"s3cret" not in (tmp_path / "out.parquet").read_bytes()
+
+
+def test_a_row_cannot_name_code(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "planted.py").write_text(f"open('{tmp_path}/marker', 'w')\n")
+    row = {"prompt": [{"role": "user", "content": "1+1="}], "agent_name": f"{tmp_path}/planted.py:Loop"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    assert main_generation.main([*command, f"data.path={tmp_path}/rows.jsonl"]) == 2
+    message = capsys.readouterr().err
+    assert (
+        f"{tmp_path}/rows.jsonl, row 0: agent_name=" in message and " rollout.agent.agent_loop_config_path" in message
+    )
+    assert not (tmp_path / "marker").exists()
 
 
 def test_progress_on_a_terminal_and_in_a_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
+from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
+from lockstep.config.schema import to_plain
 from lockstep.observability.trackers import Tracking
 from lockstep.trainer.checkpoint import CheckpointStore
 from lockstep.trainer.main_ppo import main
@@ -201,3 +203,96 @@ def test_report_names_keys_that_only_one_side_has(caplog: pytest.LogCaptureFixtu
     report_changes({"data": {"removed": 1}}, PPOConfig(), tmp_path)
     assert "data.removed was 1, is now unset" in caplog.text
     assert "trainer.resume_mode" not in caplog.text
+
+
+TRACKER = """
+class Tracker:
+    def __init__(self, run):
+        (run.run_dir / "tracked.txt").write_text(str(run.config))
+
+    def log(self, data, step): ...
+    def log_table(self, name, columns, rows, step): ...
+    def finish(self): ...
+"""
+
+
+@pytest.mark.usefixtures("no_registrations")
+def test_values_of_environment_variables_are_in_no_file(
+    saved_run: tuple[list[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A secret is used, saved as it was written, and may be another one when the run is resumed."""
+    (tmp_path / "tracker.py").write_text(TRACKER)
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info, key):\n"
+        f"    open({str(tmp_path / 'used')!r}, 'a').write(key)\n"
+        "    return sum(map(ord, solution_str)) % 7 / 7\n"
+    )
+    own = [
+        f"custom_reward_function.path={tmp_path}/reward.py",
+        "+custom_reward_function.reward_kwargs.key=${oc.env:REWARD_KEY}",
+        f"trainer.logger=[console,'{tmp_path}/tracker.py:Tracker']",
+    ]
+    run = tmp_path / "run"
+    for step, secret in enumerate(("first-s3cret", "second-s3cret"), start=1):
+        monkeypatch.setenv("REWARD_KEY", secret)
+        assert resume(saved_run, run, *own, f"trainer.total_training_steps={step}") == 0
+        assert secret in (tmp_path / "used").read_text()
+    holding = [path for path in run.rglob("*") if path.is_file() and b"s3cret" in path.read_bytes()]
+    assert holding == [] and "s3cret" not in caplog.text
+    saved = [
+        "config.yaml",
+        "configs/001_step_0.yaml",
+        "global_step_1/config.yaml",
+        "global_step_2/config.yaml",
+        "tracked.txt",
+    ]
+    assert all("${oc.env:REWARD_KEY}" in (run / name).read_text() for name in saved)
+    assert "changed since the checkpoint: custom_reward_function" not in caplog.text
+    caplog.clear()
+    shutil.rmtree(run / "global_step_2")
+    monkeypatch.setenv("REWARD_KEY", "plain")
+    assert resume(saved_run, run, *own, own[1].partition("=")[0] + "=plain", "trainer.total_training_steps=2") == 0
+    assert "changed since the checkpoint: custom_reward_function" not in caplog.text, "the value is the same"
+
+
+def test_a_setting_that_is_an_environment_variable_now(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """The log shows neither the old value, which may be the secret itself, nor the new one."""
+    os.environ["LOCKSTEP_TEST_KEY"] = "new-s3cret"
+    try:
+        config = load_config(
+            PPOConfig, ["+custom_reward_function.reward_kwargs.key=${oc.env:LOCKSTEP_TEST_KEY}"], run_checks=False
+        )
+    finally:
+        del os.environ["LOCKSTEP_TEST_KEY"]
+    saved = to_plain(config)
+    saved["custom_reward_function"]["reward_kwargs"] = {"key": "old-s3cret"}
+    report_changes(saved, config, tmp_path)
+    assert "reward_kwargs.key was another value, is now ${oc.env:LOCKSTEP_TEST_KEY}" in caplog.text
+    assert "s3cret" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "changes", [[f"{LR}=7e-3"], [f"{LR}=7e-3", "trainer.total_training_steps=2"], ["trainer.val_only=true"]]
+)
+def test_a_start_that_trains_nothing_keeps_the_config(
+    changes: list[str], saved_run: tuple[list[str], Path], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(saved_run[1], run)
+    before = {path: path.read_bytes() for path in [run / "config.yaml", *(run / "configs").iterdir()]}
+    (run / "metrics.jsonl").unlink()  # so that the run is not known to be finished before its model is loaded
+    assert resume(saved_run, run, *changes) == 0
+    assert {path: path.read_bytes() for path in [run / "config.yaml", *(run / "configs").iterdir()]} == before
+
+
+def test_new_run_folders_are_private(saved_run: tuple[list[str], Path], tmp_path: Path) -> None:
+    assert saved_run[1].stat().st_mode & 0o777 == 0o700
+    shared = tmp_path / "shared"
+    shared.mkdir(mode=0o755)
+    dumps = f"trainer.rollout_data_dir={tmp_path}/dumps"
+    assert resume(saved_run, shared, dumps, "trainer.total_training_steps=1") == 0
+    assert shared.stat().st_mode & 0o777 == 0o755, "the user's choice"
+    assert (tmp_path / "dumps").stat().st_mode & 0o777 == 0o700

@@ -176,6 +176,45 @@ def test_damaged_samples_are_sampled_again(
     journal.close()
 
 
+@pytest.mark.parametrize(
+    "damage", [b"", b"{", bytes(40), b"[1]", b"{}", b'{"event": "finish", "group": 3}', b"\xff\xfe", b"[" * 9999]
+)
+def test_a_damaged_line_costs_its_own_group(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: bytes) -> None:
+    journal = Journal(tmp_path, step=0)
+    journal.train(1, [make_group(1, 0)])
+    journal.checkpoint(1)
+    for row in range(3):
+        journal.finish(finished(2, row, version=1))
+    journal.close()
+    file = tmp_path / FOLDER / EVENTS
+    lines = file.read_bytes().split(b"\n")
+    file.write_bytes(b"\n".join([*lines[:3], damage, *lines[4:]]))
+    journal = Journal(tmp_path, step=1, policy_version=1)
+    assert f"{file}, line 4 is damaged and skipped" in caplog.text
+    assert [journal.recover(make_group(2, row)) is not None for row in range(3)] == [True, False, True]
+    journal.train(2, [make_group(2, 0)])
+    journal.close()
+    assert trained_groups(tmp_path) == {1: [(1, 0)], 2: [(2, 0)]}
+
+
+def test_a_lost_mark_recovers_no_samples_of_other_weights(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, step=0)
+    journal.checkpoint(1)
+    journal.checkpoint(2)
+    journal.finish(finished(2, 0, version=2))
+    journal.close()
+    journal = Journal(tmp_path, step=1, policy_version=1)  # step 2 is trained again, with other settings
+    journal.checkpoint(2)
+    journal.close()
+    file = tmp_path / FOLDER / EVENTS
+    lines = file.read_bytes().split(b"\n")
+    assert b"checkpoint" in lines[-2]
+    file.write_bytes(b"\n".join([*lines[:-2], b"{", b""]))
+    journal = Journal(tmp_path, step=2, policy_version=2)
+    assert journal.recover(make_group(2, 0)) is None
+    journal.close()
+
+
 def test_a_run_that_starts_over_uses_no_earlier_samples(tmp_path: Path) -> None:
     journal = Journal(tmp_path, step=0)
     journal.finish(finished(1, 0, version=0))

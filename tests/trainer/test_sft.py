@@ -295,6 +295,18 @@ def test_other_ranks_report_a_config_error_after_the_first(
     assert waits == [3.0]
 
 
+def test_values_of_environment_variables_are_in_no_file(
+    overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = ["trainer.project_name=${oc.env:PROJECT}", "trainer.logger=[console,tensorboard]"]
+    for step, secret in enumerate(("s3cret-1", "s3cret-2"), start=1):
+        monkeypatch.setenv("PROJECT", secret)
+        assert main([*overrides, *own, f"trainer.total_training_steps={step}"]) == 0
+    holding = [path for path in (tmp_path / "run").rglob("*") if path.is_file() and b"s3cret" in path.read_bytes()]
+    assert holding == []
+    assert "${oc.env:PROJECT}" in (tmp_path / "run/global_step_2/config.yaml").read_text()
+
+
 def test_another_experiment_in_the_folder_is_refused(
     overrides: list[str], files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

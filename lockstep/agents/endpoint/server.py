@@ -11,7 +11,7 @@ import logging
 import re
 import socket
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -40,6 +40,8 @@ T = TypeVar("T")
 
 MAX_BODY_BYTES = 64 * 2**20
 SESSION_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+HOST = re.compile(r"(\[[\da-f:.]+\]|[\da-z.-]+)(?::\d{1,5})?")
+"""A Host header: name or address, and port."""
 GRACE_S = 30
 """How long running requests may take when the server stops."""
 
@@ -213,7 +215,7 @@ class Endpoint:
         """Without a token only loopback is bound; pages in a browser of this machine must not reach it either."""
         token = self.settings.token
         if token is None:
-            if not is_loopback(request.url.hostname or "") or "origin" in request.headers:
+            if not names_loopback(request.headers.getlist("host")) or "origin" in request.headers:
                 raise ApiError(403, "only local programs have access: start the server with a token to allow others")
             return
         given = request.headers.get("x-api-key", "")
@@ -391,6 +393,12 @@ def _event_bytes(event: Event) -> bytes:
 def _error_response(request: Request, error: ApiError) -> Response:
     is_anthropic = "anthropic-version" in request.headers or "/v1/messages" in request.url.path
     return JSONResponse(error.anthropic() if is_anthropic else error.openai(), status_code=error.status)
+
+
+def names_loopback(hosts: Sequence[str]) -> bool:
+    """Whether the Host header, as it was sent, is one and names this machine; Starlette replaces an invalid one by our address."""
+    found = HOST.fullmatch(hosts[0].lower()) if len(hosts) == 1 else None
+    return found is not None and is_loopback(found[1])
 
 
 def is_loopback(host: str) -> bool:

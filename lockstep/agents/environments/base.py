@@ -10,7 +10,7 @@ import inspect
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -20,9 +20,15 @@ from lockstep.agents.loops.base import AgentLoop, Setup, has_had_its_turns
 from lockstep.agents.renderer import Message
 from lockstep.agents.tools import calls
 from lockstep.agents.tools.calls import ToolError, finite, run_contained
+from lockstep.registry import name_from_data
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+ENV_REMEDY = (
+    "put env_class of your own environment into an entry of actor_rollout_ref.rollout.agent.agent_loop_config_path, and its "
+    "`name` into the rows' agent_name"
+)
 
 
 class EpisodeError(Exception):
@@ -155,7 +161,8 @@ class EnvironmentLoop(AgentLoop):
 class RowSettings:
     """What a loop's entry in `agent_loop_config_path` says, and a row overrides: by its columns or in `extra_info`.
 
-    env_class:    the environment: a registered name, `module:Class` or `file.py:Class`.
+    env_class:    the environment: a registered name, `module:Class` or `file.py:Class`. A row may have a registered name only,
+                  or repeat that of the entry.
     env_kwargs:   arguments of the class.
     reset_kwargs: arguments of its `reset`.
     """
@@ -164,14 +171,19 @@ class RowSettings:
     env_kwargs: dict[str, Any] = field(default_factory=dict)
     reset_kwargs: dict[str, Any] = field(default_factory=dict)
 
-    def of_row(self, row: Mapping[str, Any]) -> "RowSettings":
+    def of_row(self, row: Mapping[str, Any], registered: Collection[str] = ()) -> "RowSettings":
+        """ValueError if the row names an environment that is neither `registered` nor the entry's."""
         extra = row.get("extra_info") or {}
 
         def found(name: str) -> Any:
             return row.get(name) if row.get(name) is not None else extra.get(name)
 
+        name = self.env_class
+        if found("env_class"):
+            known = {*registered, *filter(None, [self.env_class])}
+            name = name_from_data("env_class", found("env_class"), "environment", known, ENV_REMEDY)
         return RowSettings(
-            found("env_class") or self.env_class,
+            name,
             self.env_kwargs | without_none(found("env_kwargs")),
             self.reset_kwargs | without_none(found("reset_kwargs")),
         )

@@ -3,15 +3,18 @@
     skyrl-gym      init(prompt) -> messages, info        step(text) -> {observations, reward, done, metadata}
     Gymnasium      reset(seed=...) -> observation, info  step(text) -> observation, reward, terminated, truncated, info
 
-A row's `env_class` names the environment. Code of the environment runs in threads, so it may block.
+A row's `env_class` names an environment of skyrl-gym; the class of your own is in the loop's entry. Its code runs in threads, so it
+may block.
 """
 
+import functools
 import importlib.util
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lockstep.agents.environments.base import (
+    ENV_REMEDY,
     Calls,
     EnvironmentLoop,
     Episode,
@@ -41,10 +44,10 @@ class GymAgent(EnvironmentLoop):
         self._makers: dict[str, Callable[..., Any]] = {}
 
     def check_row(self, row: Mapping[str, Any]) -> None:
-        self._maker(self.settings.of_row(row).env_class)
+        self._maker(self.settings.of_row(row, _registered()).env_class)
 
     def episode(self, row: Mapping[str, Any]) -> Episode:
-        settings = self.settings.of_row(row)
+        settings = self.settings.of_row(row, _registered())
         maker = self._maker(settings.env_class)
         calls = self.calls(str(settings.env_class))
         if _is_skyrl(maker):
@@ -59,24 +62,29 @@ class GymAgent(EnvironmentLoop):
     def _maker(self, name: str | None) -> Callable[..., Any]:
         """The class or function that makes the environment; ValueError if there is none of that name."""
         if not name:
-            raise ValueError(
-                "gym_agent needs the column env_class: an environment of skyrl-gym, module:Class or file.py:Class"
-            )
+            raise ValueError(f"gym_agent needs the column env_class with an environment of skyrl-gym; or {ENV_REMEDY}")
         if name not in self._makers:
-            maker: Callable[..., Any] = load_plugin("env_class", name) if ":" in name else _registered(name)
+            maker: Callable[..., Any] = load_plugin("env_class", name) if ":" in name else _creator(name)
             if not (_is_skyrl(maker) or callable(getattr(maker, "reset", None)) or not isinstance(maker, type)):
                 raise ValueError(f"env_class={name} has neither `init` nor `reset`")
             self._makers[name] = maker
         return self._makers[name]
 
 
-def _registered(name: str) -> Callable[..., Any]:
-    """The class of a skyrl-gym environment."""
+@functools.cache
+def _registered() -> frozenset[str]:
+    """The names of skyrl-gym's environments; none if it is not installed."""
     if importlib.util.find_spec("skyrl_gym") is None:
-        raise ValueError(
-            f"env_class={name}: skyrl-gym is not installed: pip install 'lockstep-rl[environments]'; your own environment is "
-            "module:Class or file.py:Class"
-        )
+        return frozenset()
+    from skyrl_gym.envs.registration import registry
+
+    return frozenset(registry)
+
+
+def _creator(name: str) -> Callable[..., Any]:
+    """The class of a skyrl-gym environment."""
+    if not _registered():
+        raise ValueError(f"env_class={name}: skyrl-gym is not installed: pip install 'lockstep-rl[environments]'")
     from skyrl_gym.envs.registration import load_env_creator, registry
 
     if name not in registry:

@@ -31,7 +31,7 @@ from lockstep.agents.environments.base import (
 )
 from lockstep.agents.loops.base import Setup, register
 from lockstep.agents.renderer import Message
-from lockstep.registry import load_plugin
+from lockstep.registry import load_plugin, name_from_data
 
 TEXT_FIELDS = ("text", "message", "echoed_message", "prompt", "content", "output", "response", "result", "observation")
 """Fields of an observation that are its text; the first one that has text."""
@@ -43,7 +43,7 @@ NOT_SHOWN = ("done", "reward", "metadata")
 class OpenEnvAgent(EnvironmentLoop):
     """options, of an entry in `agent_loop_config_path`:
 
-    base_url:       of the environment's server; a row's `env_kwargs` may have another one.
+    base_url:       of the environment's server, or a list: a row's `env_kwargs` may choose another one of them.
     client:         the client class as `module:Class`; the default sends and receives dicts.
     env_class:      instead of both, the environment's class, run in this process.
     action:         `module:name` of a function text -> action, or of the action's class; the default is a dict.
@@ -57,7 +57,7 @@ class OpenEnvAgent(EnvironmentLoop):
     def __init__(
         self,
         setup: Setup,
-        base_url: str | None = None,
+        base_url: str | Sequence[str] = (),
         client: str = "openenv.core:GenericEnvClient",
         action: str | None = None,
         action_field: str = "message",
@@ -72,7 +72,7 @@ class OpenEnvAgent(EnvironmentLoop):
             raise ValueError(f"openenv_agent: max_concurrent={max_concurrent} must be at least 1")
         self.settings = RowSettings(**options)
         self.client = client
-        self.base_url = base_url
+        self.base_urls = [base_url] if isinstance(base_url, str) else list(base_url)
         self.max_concurrent = max_concurrent
         self.to_action = _action_of(action, action_field)
         self.to_text: Callable[[Any], Any] = text_of if observation is None else load_plugin("observation", observation)
@@ -97,8 +97,7 @@ class OpenEnvAgent(EnvironmentLoop):
         if settings.env_class is None and not self._base_url(settings):
             raise ValueError(
                 "openenv_agent needs the address of the environment's server: base_url of the loop's entry in "
-                "actor_rollout_ref.rollout.agent.agent_loop_config_path or of the row's env_kwargs; or env_class to run the "
-                "environment in this process"
+                "actor_rollout_ref.rollout.agent.agent_loop_config_path; or env_class there to run the environment in this process"
             )
         self._class(settings)
 
@@ -116,7 +115,14 @@ class OpenEnvAgent(EnvironmentLoop):
         return OpenEnvEpisode(calls, lambda: cls(**kwargs), reset_kwargs, self.to_action, self.to_text, is_async(cls))
 
     def _base_url(self, settings: RowSettings) -> str | None:
-        return settings.env_kwargs.get("base_url") or self.base_url
+        """That of the row, if the loop's entry lists it, else the first one."""
+        known = [*filter(None, [self.settings.env_kwargs.get("base_url")]), *self.base_urls]
+        if (chosen := settings.env_kwargs.get("base_url")) is None:
+            return known[0] if known else None
+        remedy = (
+            "add it to the list base_url of the loop's entry in actor_rollout_ref.rollout.agent.agent_loop_config_path"
+        )
+        return name_from_data("env_kwargs.base_url", chosen, "server", known, remedy)
 
     def _class(self, settings: RowSettings) -> type:
         key, name = ("env_class", settings.env_class) if settings.env_class else ("client", self.client)

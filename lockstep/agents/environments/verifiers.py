@@ -21,7 +21,9 @@ from lockstep.agents.loops.base import AgentLoop, Setup, register
 from lockstep.agents.loops.program_agent import KEY, ProgramAgent, ProgramError
 from lockstep.agents.loops.recorded import OutOfTimeError, OwnTime
 from lockstep.config.actor_rollout_ref import ProgramConfig
-from lockstep.data.verifiers_tasks import make_env, task_of
+from lockstep.data.verifiers_tasks import config_of, make_env, task_of
+from lockstep.registry import name_from_data
+from lockstep.utils.generated_data import is_generated, parse_generated
 
 STOP_S = 10.0
 
@@ -40,8 +42,17 @@ class VerifiersAgent(ProgramAgent):
         self._threads: dict[asyncio.AbstractEventLoop, _LoopThread] = {}
 
     def check_row(self, row: Mapping[str, Any]) -> None:
-        if not (row.get("extra_info") or {}).get("verifiers"):
+        self._task(row)
+
+    def _task(self, row: Mapping[str, Any]) -> tuple[str, int]:
+        """The data entry that the row was made from, and the number of its task; ValueError if the config has no such entry."""
+        place = (row.get("extra_info") or {}).get("verifiers")
+        if not isinstance(place, Mapping) or "index" not in place:
             raise ValueError("verifiers_agent answers rows of data.train_files=verifiers:TASKSET only")
+        known = [str(entry) for entry in self.setup.data_files if is_generated(entry)]
+        remedy = "add it to data.train_files or data.val_files"
+        entry = name_from_data("extra_info.verifiers.entry", place.get("entry"), "taskset", known, remedy)
+        return entry, int(place["index"])
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -58,9 +69,10 @@ class VerifiersAgent(ProgramAgent):
 
     async def _run_program(self, row: Mapping[str, Any], environment: dict[str, str], own_time: OwnTime) -> str:
         """One episode; returns its rewards and metrics as a JSON object."""
-        place = row["extra_info"]["verifiers"]
+        entry, index = self._task(row)
+        data = parse_generated(entry)
         address, token = environment["OPENAI_BASE_URL"], environment["OPENAI_API_KEY"]
-        rollout = _episode(json.loads(json.dumps(place["config"])), int(place["index"]), address, token)
+        rollout = _episode(config_of(data.name, data.options), index, address, token)
         running = asyncio.run_coroutine_threadsafe(rollout, self._threads[asyncio.get_running_loop()].loop)
         try:
             return json.dumps(await own_time.limit(asyncio.wrap_future(running), self.config.timeout_s))

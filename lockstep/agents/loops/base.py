@@ -2,7 +2,7 @@
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,12 +17,13 @@ from lockstep.registry import Registry, did_you_mean
 
 @dataclass(frozen=True)
 class Setup:
-    """What loops are built from, once per run."""
+    """What loops are built from, once per run. data_files: `data.train_files` and `data.val_files`."""
 
     rollout: RolloutConfig
     renderer: Renderer
     tools: Mapping[str, BaseTool] = field(default_factory=dict)
     interactions: Mapping[str, BaseInteraction] = field(default_factory=dict)
+    data_files: Sequence[str] = ()
 
     @property
     def config(self) -> MultiTurnConfig:

@@ -26,6 +26,7 @@ from lockstep.agents.tools.calls import (
     finite,
     run_contained,
 )
+from lockstep.registry import name_from_data
 
 T = TypeVar("T")
 
@@ -54,12 +55,9 @@ class ToolAgent(AgentLoop):
     def check_row(self, row: Mapping[str, Any]) -> None:
         name = (row.get("interaction_kwargs") or {}).get("name")
         known = self.setup.interactions
-        if row.get("interaction_kwargs") and name not in known:
-            raise ValueError(
-                f"interaction_kwargs.name={name!r} is not an interaction of "
-                f"actor_rollout_ref.rollout.multi_turn.interaction_config_path (known: {', '.join(known) or 'none'})"
-            )
-        if name:
+        if row.get("interaction_kwargs"):
+            remedy = "add an entry with this `name` to actor_rollout_ref.rollout.multi_turn.interaction_config_path"
+            name = name_from_data("interaction_kwargs.name", name, "interaction", known, remedy)
             known[name].check_kwargs({key: value for key, value in row["interaction_kwargs"].items() if key != "name"})
         if not self.setup.tools and not name:
             raise ValueError(

@@ -26,6 +26,7 @@ from lockstep.rewards.errors import AllRowsFailedError, RewardError
 from lockstep.rewards.monitor import raised_at
 from lockstep.rewards.rate_limit import RateLimiter
 from lockstep.utils.decoding import decode_all
+from lockstep.utils.terminal import printable
 
 logger = logging.getLogger(__name__)
 
@@ -234,10 +235,10 @@ class NaiveRewardManager:
                 (prompt,) = self._texts(ids[only], attended[only, : ids.shape[1]])
                 logger.info(
                     "%s\n[prompt] %s\n[response] %s\n[ground truth] %s\n[score] %s",
-                    row.data_source,
-                    prompt,
-                    row.solution_str,
-                    row.ground_truth,
+                    printable(row.data_source),
+                    printable(prompt),
+                    printable(row.solution_str),
+                    printable(str(row.ground_truth)),
                     score,
                 )
 

@@ -36,12 +36,13 @@ from lockstep.config.old_log_probs import OldLogProbs, old_log_probs_source
 from lockstep.config.placement import is_trained, need_critic, need_reference_policy, need_reward_model
 from lockstep.config.plugin_settings import estimator_settings
 from lockstep.config.ppo import PPOConfig, prompts_per_batch
-from lockstep.config.schema import to_plain
+from lockstep.config.schema import as_written
 from lockstep.data.loader import StatefulLoader, create_dataloader, shuffled_order
 from lockstep.engines.rollout import ROLLOUT_ENGINES
 from lockstep.engines.rollout.base import rollout_dtype
 from lockstep.models.loading import resolve_dtype
 from lockstep.observability.rollout_log import dump_generations
+from lockstep.observability.run_folder import CONFIG
 from lockstep.observability.trackers import Tracking
 from lockstep.protocol import DataProto
 from lockstep.single_controller import (
@@ -81,7 +82,6 @@ from lockstep.trainer.ppo.mini_batches import (
 from lockstep.trainer.ppo.rollout_sources import create_source
 from lockstep.trainer.ppo.sampling import FailureLimit, RewardFn, Sampling, extra_metrics
 from lockstep.trainer.ppo.validation import Responses, prompt_batches
-from lockstep.trainer.run_config import FILE as CONFIG_FILE
 from lockstep.trainer.run_config import (
     as_yaml,
     check_same_experiment,
@@ -337,12 +337,13 @@ class PPOTrainer:
             if not config.val_only:
                 closing.callback(self.source.close)
                 self.source.start(self.run_dir, self.global_steps, self.num_updates, self.last_checkpoint)
-            write_run_config(self.run_dir, self.config, self.global_steps)
+            trains = not config.val_only and self.global_steps < self.total_training_steps
+            write_run_config(self.run_dir, self.config, self.global_steps, trains)
             self.tracking = Tracking(
                 project_name=config.project_name,
                 experiment_name=config.experiment_name,
                 default_backend=config.logger,
-                config=to_plain(self.config),
+                config=as_written(self.config),
                 run_dir=self.run_dir,
                 total_steps=None if config.val_only else self.total_training_steps,
                 start_step=None if config.val_only else self.global_steps,
@@ -671,7 +672,7 @@ class PPOTrainer:
             responses.outputs,
             responses.ground_truths,
             responses.scores,
-            {"uid": responses.uids, **responses.details},
+            responses.dumped_details,
             responses.extra,
             folder,
             self.global_steps,
@@ -699,7 +700,7 @@ class PPOTrainer:
                 "metrics": metrics,
             }
             save_state(folder / "trainer_state", state | {"kl_coef": self.kl_ctrl_in_reward.value}, owner="the trainer")
-            (folder / CONFIG_FILE).write_text(as_yaml(self.config))
+            (folder / CONFIG).write_text(as_yaml(self.config))
 
         self.tracking.sync()
         self.last_checkpoint = self.checkpoints.save(self.global_steps, write)

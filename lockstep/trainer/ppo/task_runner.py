@@ -41,6 +41,7 @@ from lockstep.trainer.step_profiler import nsys_environment
 from lockstep.utils.device import resolve_device
 from lockstep.utils.model_path import base_folder, locate_model
 from lockstep.utils.progress import ProgressLog, phase
+from lockstep.utils.terminal import printable
 from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
 from lockstep.workers.critic import CriticWorker
 from lockstep.workers.reward_model import RewardModelWorker
@@ -165,7 +166,7 @@ class TaskRunner:
             except WorkerDiedError as error:
                 failure, cause = error, str(error)
                 if left:
-                    sys.stderr.write(f"error: {cause}\n")
+                    sys.stderr.write(printable(f"error: {cause}\n"))
                     begin = self.last_checkpoint or "the start of the run"
                     logger.warning("restarting the workers from %s (%d restarts left)", begin, left - 1)
                     self.wait_s = REPLACEMENT_S

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from lockstep.data.loader import Collate
 from lockstep.data.rl_dataset import collate_fn as collate_samples
 from lockstep.protocol import DataProto
+from lockstep.trainer.ppo.agent_rollout import COUNT_COLUMNS
 from lockstep.trainer.ppo.metrics import CONVERSATION_COLUMNS, name_validation_metrics, process_validation_metrics
 from lockstep.trainer.ppo.sampling import extra_columns, fill_failed
 from lockstep.utils.decoding import decode_all
@@ -22,8 +23,8 @@ from lockstep.utils.decoding import decode_all
 class Responses:
     """One entry per response, in the order of generation.
 
-    details: index of the row in its data set, length in tokens, finish reason, counts of a conversation and, in training, the
-             advantage (mean over the response's tokens).
+    details: index of the row in its data set, length in tokens, finish reason, messages after the prompt and counts of a
+             conversation, and in training the advantage (mean over the response's tokens).
     extra:   the reward function's other results.
     """
 
@@ -58,6 +59,12 @@ class Responses:
         return name_validation_metrics(process_validation_metrics(self.data_sources, self.uids, self.variables))
 
     @property
+    def dumped_details(self) -> dict[str, list[Any]]:
+        """`uid` and the details, without counters that are 0 for all responses."""
+        counters = COUNT_COLUMNS.values()
+        return {"uid": self.uids} | {n: v for n, v in self.details.items() if n not in counters or any(v)}
+
+    @property
     def variables(self) -> dict[str, list[Any]]:
         """What metrics are computed of: one value per response, or None."""
         return {"reward": self.scores, **self.extra}
@@ -88,6 +95,8 @@ def _details(batch: DataProto) -> dict[str, list[Any]]:
     width = tensors["responses"].shape[1]
     names = {"index": "index", "finish_reason": "finish_reason"} | CONVERSATION_COLUMNS
     found: dict[str, list[Any]] = {name: list(columns[key]) for key, name in names.items() if key in columns}
+    if any(len(messages) > 1 for messages in columns.get("messages", ())):
+        found["messages"] = list(columns["messages"])
     found["length"] = tensors["attention_mask"][:, -width:].sum(-1).tolist()
     if "advantages" in tensors:
         mask = tensors["response_mask"]

@@ -22,6 +22,7 @@ from lockstep.trainer.memory_check import check_memory
 from lockstep.trainer.preflight import preflight
 from lockstep.utils.imports import without_collections
 from lockstep.utils.progress import ProgressLog, phase
+from lockstep.utils.terminal import printable
 
 logger = logging.getLogger(__name__)
 
@@ -85,4 +86,4 @@ def _config(
 def _report(message: str) -> None:
     if _rank():
         time.sleep(OTHERS_WAIT_S)
-    sys.stderr.write(message)
+    sys.stderr.write(printable(message))

@@ -23,15 +23,15 @@ from transformers import PreTrainedTokenizerBase
 
 from lockstep.config.batch_sizes import fitted_to_rows
 from lockstep.config.derived_defaults import PROGRAMS
-from lockstep.config.schema import to_plain
+from lockstep.config.schema import as_written
 from lockstep.config.sft import SupervisedConfig
 from lockstep.data.loader import create_dataloader
 from lockstep.engines.train import EngineModel, LossFn, MicroBatching, create_train_engine
+from lockstep.observability.run_folder import CONFIG
 from lockstep.observability.trackers import Tracking
 from lockstep.trainer.checkpoint import CheckpointStore, RunLock
 from lockstep.trainer.interrupt import Interrupt
 from lockstep.trainer.memory_check import with_chosen_sizes
-from lockstep.trainer.run_config import FILE as CONFIG_FILE
 from lockstep.trainer.run_config import (
     as_yaml,
     check_same_experiment,
@@ -296,12 +296,13 @@ class SupervisedTrainer(ABC):
 
     def _open_trackers(self, saved_metrics: dict[str, Any]) -> None:
         trainer = self.config.trainer
-        write_run_config(self.run_dir, self.config, self.global_steps)
+        trains = self.global_steps < self.total_training_steps
+        write_run_config(self.run_dir, self.config, self.global_steps, trains)
         self.tracking = Tracking(
             project_name=trainer.project_name,
             experiment_name=trainer.experiment_name,
             default_backend=trainer.logger,
-            config=to_plain(self.config),
+            config=as_written(self.config),
             run_dir=self.run_dir,
             total_steps=self.total_training_steps,
             start_step=self.global_steps,
@@ -340,7 +341,7 @@ class SupervisedTrainer(ABC):
                 save_state(folder / "data", self.loader_state, owner="the data loader")
                 state = {"global_steps": self.global_steps, "num_tokens": self.num_tokens, "metrics": metrics}
                 save_state(folder / "trainer_state", state, owner="the trainer")
-                (folder / CONFIG_FILE).write_text(as_yaml(self.config))
+                (folder / CONFIG).write_text(as_yaml(self.config))
             wait_for_all_ranks()
 
         if self.tracking is None:  # not rank 0, which creates the folder and commits it

@@ -91,7 +91,19 @@ def test_wrong_requests_and_access_without_a_token(monkeypatch: pytest.MonkeyPat
         assert send(endpoint, CHAT, method="GET")[0] == 405
         assert status("/s/a%20b/v1/chat/completions")[0] == 400
         # pages in a browser, also after DNS rebinding
-        assert status(CHAT, host="example.org:80")[0] == 403
+        for host in (
+            "example.org:80",
+            "evil.com:99999",
+            "a@b",
+            "a@127.0.0.1",
+            "",
+            "127.0.0.1.evil.com",
+            "[::1",
+            "localhost:8x",
+        ):
+            assert status(CHAT, host=host)[0] == 403, host
+        for host in ("localhost", "LOCALHOST:80", "127.0.0.1", "127.0.0.1:8000", "[::1]", "[::1]:8000"):
+            assert send(endpoint, "/v1/models", headers={"host": host}, method="GET")[0] == 200, host
         assert status(CHAT, origin="http://example.org")[0] == 403
         monkeypatch.setattr("lockstep.agents.endpoint.server.MAX_BODY_BYTES", 10)
         assert status(CHAT)[0] == 413

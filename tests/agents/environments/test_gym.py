@@ -1,6 +1,7 @@
 """Gymnasium-style environments: the order of calls, rewards, limits, failures, and the real environments of skyrl-gym."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +93,17 @@ def play(agents: Agents, *texts: str, **row: Any) -> tuple[Conversation, Scripte
     return converse(agents, policy, "gym_agent", **row), policy
 
 
+def agents_of(env_class: str, *args: Any, **multi_turn: Any) -> Agents:
+    """Agents whose config has this class for `gym_agent`."""
+    loops = Path(env_class.partition(":")[0]).with_name("loops.yaml")
+    entry = {"name": "gym_agent", "_target_": "lockstep.agents.environments.GymAgent", "env_class": env_class}
+    loops.write_text(json.dumps([entry]))
+    return make_agents(*args, loops=str(loops), **multi_turn)
+
+
 def test_an_environment_answers_every_turn(envs: str) -> None:
-    row: dict[str, Any] = {"env_class": f"{envs}:Guess", "env_kwargs": {"number": 4, "other": None}, "index": 7}
-    done, policy = play(make_agents(), "2", "6", "4", **row)
+    row: dict[str, Any] = {"env_kwargs": {"number": 4, "other": None}, "index": 7}
+    done, policy = play(agents_of(f"{envs}:Guess"), "2", "6", "4", **row)
     assert sampled_texts(done) == ["2<|im_end|>", "6<|im_end|>", "4<|im_end|>"]
     assert [m["content"] for m in done.messages] == ["Q\n\nGuess. 7", "2", "higher", "6", "lower", "4"]
     # the prompt of the row does not have the first observation, so rewards find it among the messages
@@ -123,17 +132,17 @@ def test_settings_of_the_loop_and_of_the_row(envs: str, tmp_path: Path) -> None:
 
 
 def test_old_gym_and_special_tokens(envs: str) -> None:
-    done, _ = play(make_agents(), "1", "5", env_class=f"{envs}:Old")
+    done, _ = play(agents_of(f"{envs}:Old"), "1", "5", env_class=f"{envs}:Old")
     assert done.turn_scores == [0.5, 0.5] and done.messages[2]["content"] == "again < |im_end|>"
     assert done.trajectory.response_mask.count(1) == len("1") + len("5") + 2
 
 
 def test_limits(envs: str) -> None:
-    done, _ = play(make_agents(max_assistant_turns=2), "1", "2", env_class=f"{envs}:Guess")
+    done, _ = play(agents_of(f"{envs}:Guess", max_assistant_turns=2), "1", "2")
     assert (done.finish_reason, len(done.turn_scores), done.reward_scores) == ("turns", 2, {"reward": -0.2})
-    done, _ = play(make_agents(response_length=20), "1", "2", env_class=f"{envs}:Guess")
+    done, _ = play(agents_of(f"{envs}:Guess", response_length=20), "1", "2")
     assert done.finish_reason == "length" and len(done.turn_scores) == 1 and len(done.trajectory.response_ids) <= 20
-    done, _ = play(make_agents(response_length=4), "1         ", env_class=f"{envs}:Guess")
+    done, _ = play(agents_of(f"{envs}:Guess", response_length=4), "1         ")
     assert done.finish_reason == "length" and done.turn_scores == [-0.1]  # a turn that was cut is scored, too
 
 
@@ -156,8 +165,8 @@ def test_limits(envs: str) -> None:
 def test_a_failure_costs_its_own_conversation(
     envs: str, caplog: pytest.LogCaptureFixture, what: str, problem: str
 ) -> None:
-    agents = make_agents(tool_timeout_s=0.2 if what == "hang" else 30)
-    done, policy = play(agents, "1", env_class=f"{envs}:Broken", env_kwargs={"what": what})
+    agents = agents_of(f"{envs}:Broken", tool_timeout_s=0.2 if what == "hang" else 30)
+    done, policy = play(agents, "1", env_kwargs={"what": what})
     assert done.counts.environment_errors == 1 and done.reward_scores == {} and done.turn_scores == []
     assert problem in caplog.text
     assert len(policy.requests) == (0 if what in ("init", "reset", "bytes", "long", "array") else 1)
@@ -175,20 +184,21 @@ def test_time_outs_of_a_client_keep_their_message() -> None:
 
 
 def test_a_failing_close_is_no_error(envs: str) -> None:
-    done, _ = play(make_agents(), "1", env_class=f"{envs}:Broken", env_kwargs={"what": ""})
+    done, _ = play(agents_of(f"{envs}:Broken"), "1", env_kwargs={"what": ""})
     assert done.reward_scores == {"reward": 1.0} and done.counts.environment_errors == 0
 
 
 def test_rows_are_checked_before_training(envs: str) -> None:
-    agents = make_agents()
-    for env_class, problem in [
-        (None, "needs the column env_class"),
-        (f"{envs}:Gues", "env_class=.*has no attribute 'Gues'. Did you mean 'Guess'"),
-        (f"{envs}:Nothing", "has neither `init` nor `reset`"),
+    with pytest.raises(ValueError, match="needs the column env_class"):
+        make_agents().check_row({"agent_name": "gym_agent"})
+    for name, problem in [
+        ("Gues", "has no attribute 'Gues'. Did you mean 'Guess'"),
+        ("Nothing", "has neither `init` nor"),
     ]:
-        with pytest.raises(ValueError, match=problem):
-            agents.check_row({"agent_name": "gym_agent", "env_class": env_class})
-    agents.check_row({"agent_name": "gym_agent", "extra_info": {"env_class": f"{envs}:Guess"}})
+        with pytest.raises(ValueError, match=f"env_class=.*{problem}"):
+            agents_of(f"{envs}:{name}").check_row({"agent_name": "gym_agent"})
+    row = {"agent_name": "gym_agent", "extra_info": {"env_class": f"{envs}:Guess"}}
+    agents_of(f"{envs}:Guess").check_row(row)
 
 
 class TestSkyrlGym:
@@ -214,9 +224,7 @@ class TestSkyrlGym:
         assert done.turn_scores == [1.0] and len(done.new_messages) == 1
 
     def test_what_the_package_refuses(self, caplog: pytest.LogCaptureFixture) -> None:
-        with pytest.raises(
-            ValueError, match=r"env_class=gsm8: skyrl-gym has no such environment. Did you mean 'gsm8k'"
-        ):
+        with pytest.raises(ValueError, match=r"env_class='gsm8': no such environment. Did you mean 'gsm8k'"):
             make_agents().check_row({"agent_name": "gym_agent", "env_class": "gsm8"})
         done, _ = play(make_agents(), env_class="gsm8k")  # no ground truth
         assert done.counts.environment_errors == 1 and "ground_truth is required" in caplog.text

@@ -134,9 +134,10 @@ def test_over_the_server(server: str, tmp_path: Path) -> None:
         assert request.prompt_ids == done.trajectory.ids[: len(request.prompt_ids)]
 
 
-def test_rows_have_their_own_server_and_seed(server: str) -> None:
+def test_rows_choose_their_server_and_seed(server: str, tmp_path: Path) -> None:
+    agents = agents_with(tmp_path, f"base_url: ['http://127.0.0.1:9', '{server}']")
     row = {"extra_info": {"env_kwargs": {"base_url": server}, "reset_kwargs": {"seed": 9}}}
-    done = converse(make_agents(), Scripted("end"), "openenv_agent", **row)
+    done = converse(agents, Scripted("end"), "echo", **row)
     assert done.messages[0]["content"] == "Q\n\nHello 9" and done.turn_scores == [3.0]
 
 

@@ -76,6 +76,9 @@ __all__ = ["SumTaskset", "AskTwice"]
 '''
 
 
+ENTRIES = ["verifiers:sums-v1", "verifiers:plain-sums-v1"]
+
+
 @pytest.fixture(autouse=True)
 def tasksets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sums_v1.py").write_text(TASKSET + HARNESS)
@@ -94,7 +97,7 @@ def rows_of(entry: str, **settings: Any) -> list[dict[str, Any]]:
 def agents_with(**program: Any) -> Agents:
     agents = make_agents()
     agent = replace(agents.config.agent, program=replace(agents.config.agent.program, **program))
-    return Agents(replace(agents.config, agent=agent), TOKENIZER, [END])
+    return Agents(replace(agents.config, agent=agent), TOKENIZER, [END], data_files=ENTRIES)
 
 
 def test_tasks_are_rows() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 
 from lockstep.config.actor_rollout_ref import ServerConfig
+from lockstep.utils.json_http import AnswerTooLargeError, request_limited
 
 if TYPE_CHECKING:
     from lockstep.engines.rollout.server.protocols import ServerProtocol
@@ -87,7 +88,9 @@ class Server:
     async def _send(self, method: str, path: str, body: Any) -> httpx2.Response:
         timeout_s = self.config.timeout_s
         try:
-            return await asyncio.wait_for(self._http.request(method, path, json=body), timeout_s)
+            return await asyncio.wait_for(request_limited(self._http, method, path, json=body), timeout_s)
+        except AnswerTooLargeError as error:
+            raise ServerError(str(error)) from error
         except TimeoutError as error:
             raise Unavailable(f"{self.url}{path}: no answer within {KEY}.timeout_s={timeout_s:g}") from error
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:

@@ -12,11 +12,13 @@
     {"event": "resume", "step": 4}           undoes what was trained or dropped in later steps
 
 A line is written when its event happens, so that it survives the death of the process. If the machine dies, what is not yet on
-disk is sampled again: events are synced before the checkpoint that builds on them is complete, and samples have a checksum.
+disk is sampled again: events are synced before the checkpoint that builds on them is complete, and samples have a checksum. A
+damaged line is skipped with a warning. It costs the samples of its group at most: what was trained on is in the checkpoint.
 """
 
 import json
 import logging
+import operator
 import os
 import threading
 import zlib
@@ -33,6 +35,15 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "rollout_journal"
 EVENTS = "journal.jsonl"
+NUMBERS = {
+    "start": ("step",),
+    "finish": ("started", "offset", "size", "crc32"),
+    "train": ("step",),
+    "drop": ("step",),
+    "checkpoint": ("step",),
+    "resume": ("step",),
+}
+"""Event -> its fields that are numbers."""
 
 
 class Journal:
@@ -127,16 +138,40 @@ class Journal:
 
 
 def read_events(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """The events of a run, first to last; a group is a (batch, row) tuple."""
+    """The events of a run, first to last; a group is a (batch, row) tuple. A damaged line is skipped with a warning."""
     file = run_dir / FOLDER / EVENTS
-    for line in file.read_bytes().splitlines(keepends=True) if file.exists() else ():
-        if line.endswith(b"\n"):  # else the process died while it wrote
-            event = json.loads(line)
-            if "group" in event:
-                event["group"] = tuple(event["group"])
-            if "groups" in event:
-                event["groups"] = [tuple(group) for group in event["groups"]]
+    *lines, _ = file.read_bytes().split(b"\n") if file.exists() else [b""]  # the last one has no end: the process died
+    for number, line in enumerate(lines, start=1):
+        try:
+            event = _event(line)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            logger.warning(
+                "%s, line %d is damaged and skipped (%s: %s); a group that it records is sampled again if it is not in the "
+                "checkpoint",
+                *(file, number, type(error).__name__, error),
+            )
+        else:
             yield event
+
+
+def _event(line: bytes) -> dict[str, Any]:
+    """ValueError, KeyError or TypeError if the line is not an event."""
+    event = json.loads(line)
+    for name in NUMBERS[event["event"]]:
+        event[name] = operator.index(event[name])
+    if event["event"] in ("start", "finish", "drop"):
+        event["group"] = _pair(event["group"])
+    if event["event"] == "finish":
+        event["versions"] = _pair(event["versions"])  # first and last
+        event["file"] = str(event["file"])
+    if event["event"] == "train":
+        event["groups"] = [_pair(group) for group in event["groups"]]
+    return dict(event)
+
+
+def _pair(pair: Any) -> tuple[int, int]:
+    first, second = map(operator.index, pair)
+    return first, second
 
 
 def trained_groups(run_dir: Path) -> dict[int, list[GroupId]]:
@@ -154,6 +189,8 @@ def _finished_since(events: list[dict[str, Any]], step: int) -> dict[GroupId, di
     """The groups that finished after the checkpoint of `step`, up to its death."""
     marks = [i for i, event in enumerate(events) if event["event"] == "checkpoint" and event["step"] == step]
     since = events[marks[-1] :] if marks else []
+    if any(event["event"] == "resume" and event["step"] < step for event in since):
+        return {}  # the step was trained again, and the mark of its new checkpoint is lost
     return {event["group"]: event for event in since if event["event"] == "finish"}
 
 

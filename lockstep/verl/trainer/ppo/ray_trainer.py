@@ -334,7 +334,8 @@ class RayPPOTrainer(PPOTrainer):
                 metrics = super()._load_checkpoint(resume_from)
                 if self.train_dataloader is not None:
                     self.train_dataloader.check_state()
-                write_run_config(self.run_dir, typed, self.global_steps)
+                trains = not typed.trainer.val_only and self.global_steps < self.total_training_steps
+                write_run_config(self.run_dir, typed, self.global_steps, trains)
                 if self.weight_sync is not None:
                     self.weight_sync.run(self.num_updates)
             return metrics

@@ -1,0 +1,45 @@
+"""Settings that read environment variables, such as `${oc.env:HF_TOKEN}`.
+
+Their values exist in memory only: files, trackers and messages get them as they were written (`schema.as_written`).
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.resolvers import oc
+
+_replacing = threading.Lock()
+
+
+@dataclass(frozen=True)
+class RootConfig:
+    """The base of each program's config.
+
+    from_environment: dotted key -> (as written, value) of the settings that read environment variables, themselves or through other
+                      keys.
+    """
+
+    from_environment: dict[str, tuple[Any, Any]] = field(
+        default_factory=dict, kw_only=True, repr=False, compare=False, metadata={"internal": True}
+    )
+
+
+@contextmanager
+def noted_variables() -> Iterator[list[str]]:
+    """The environment variables that interpolations read inside the block, in this order."""
+    names: list[str] = []
+
+    def read(name: str, *default: Any) -> Any:
+        names.append(name)
+        return oc.env(name, *default)
+
+    with _replacing:
+        OmegaConf.register_new_resolver("oc.env", read, replace=True)
+        try:
+            yield names
+        finally:
+            OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
