@@ -22,6 +22,7 @@ from lockstep.agents.loops.program_agent import KEY, ProgramAgent, ProgramError
 from lockstep.agents.loops.recorded import OutOfTimeError, OwnTime
 from lockstep.config.actor_rollout_ref import ProgramConfig
 from lockstep.data.verifiers_tasks import make_env, task_of
+from lockstep.utils.untrusted import message_of
 
 STOP_S = 10.0
 
@@ -69,7 +70,7 @@ class VerifiersAgent(ProgramAgent):
         except ProgramError:
             raise
         except Exception as error:  # the user's environment
-            raise ProgramError(f"{type(error).__name__}: {error}") from error
+            raise ProgramError(f"{type(error).__name__}: {message_of(error)}") from error
 
 
 def _key_variable(token: str) -> str:
