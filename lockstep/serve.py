@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.observability.console import LogHandler
 from lockstep.registry import did_you_mean
 from lockstep.utils.model_path import base_folder, is_model_folder, local_model_folder
+from lockstep.utils.untrusted import message_of
 
 if TYPE_CHECKING:
     from lockstep.agents.endpoint.server import Endpoint, ServerSettings
@@ -45,8 +46,54 @@ def main(argv: Sequence[str]) -> int:
         return 130
 
 
+class SteadyClient:
+    """Requests to the rollout, of which none ends the others' service.
+
+    If the engine fails, it is started again, and the requests that it had are tried again, one at a time: a request that fails
+    alone gets the error. An engine that does not answer a simple request either is broken.
+
+    on_broken: called then.
+    """
+
+    def __init__(self, client: "RolloutClient", on_broken: Callable[[], None]) -> None:
+        self.client, self._on_broken = client, on_broken
+        self._alone = asyncio.Lock()
+
+    async def generate(self, request: "GenerationRequest") -> "Completion":
+        async with self._alone:  # wait while another one is tried again
+            pass
+        try:
+            return await self.client.generate(request)
+        except Exception:
+            if self.client.failure is None:  # it is of this request alone
+                raise
+        async with self._alone:
+            await self._recover()
+            try:
+                return await self.client.generate(request)
+            except Exception as error:
+                logger.error("a request failed, alone too: %s: %s", type(error).__name__, message_of(error))
+                await self._recover()
+                raise
+
+    async def _recover(self) -> None:
+        """Start the engine again if it has failed; raises if it is broken."""
+        if (failure := self.client.failure) is None:
+            return
+        from lockstep.protocol.generation import GenerationRequest, SamplingParams
+
+        logger.warning("the engine failed and is started again: %s: %s", type(failure).__name__, message_of(failure))
+        try:
+            await self.client.restart()
+            await self.client.generate(GenerationRequest([0], SamplingParams(temperature=0.0, max_tokens=1)))
+        except Exception as error:
+            self.client.failure = self.client.failure or error
+            self._on_broken()
+            raise
+
+
 class Service:
-    """The server of one command; creating it loads the model. A failure of the rollout ends it."""
+    """The server of one command; creating it loads the model. It ends if the engine is broken."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -113,16 +160,8 @@ class Service:
         renderer = Renderer(tokenizer, [*eos_token_ids(tokenizer, base), *parser.stop_token_ids])
         answers = AnswerSettings(sampling, max_model_len, options.tool_format, seed=options.seed)
         client = RolloutClient(_worker_group(options, max_model_len))
-
-        async def generate(request: "GenerationRequest") -> "Completion":
-            try:
-                return await client.generate(request)
-            except Exception:
-                if client.failure is not None:  # else it is of this request alone
-                    self._stopping.set()
-                raise
-
-        return client, Endpoint(generate, renderer, answers, self.settings)
+        steady = SteadyClient(client, on_broken=lambda: self._stopping.set())
+        return client, Endpoint(steady.generate, renderer, answers, self.settings)
 
     def _stop_on_signals(self) -> None:
         """The first signal lets running requests end, the second does not."""

@@ -1,10 +1,13 @@
 """`lockstep serve` with a tiny model: tokens and log-probs, many clients at once, clients that go away, signals, errors."""
 
 import asyncio
+import http.client
 import json
 import os
 import signal
-from collections.abc import AsyncIterator
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,8 @@ from typing import Any
 import httpx2
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from lockstep import cli
@@ -92,9 +97,17 @@ def test_a_stream_has_the_tokens_of_the_whole_answer(service: Service) -> None:
     assert (text, ids) == (streamed_text, streamed_ids) and len(ids) > 16
 
 
-def test_requests_of_clients_that_go_away_leave_the_engine(service: Service) -> None:
+def test_requests_of_clients_that_go_away_leave_the_engine(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = service.client._group.workers[0].rollout
     most = 0
+    step = engine.step
+
+    def waiting() -> Any:
+        """No request ends before all are there."""
+        time.sleep(0 if most else 0.001)
+        return step() if most else {}
+
+    monkeypatch.setattr(engine, "step", waiting)
 
     async def leave() -> None:
         nonlocal most
@@ -239,6 +252,98 @@ def test_a_request_that_fails_alone_does_not_end_the_server(service: Service, mo
     assert answer.status_code == 200 and not service._stopping.is_set()
 
 
+def test_a_request_that_breaks_the_engine_is_answered_with_its_error_alone(
+    service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The requests that the engine had with it are tried again."""
+    engine = service.client._group.workers[0].rollout
+    service._stopping = asyncio.Event()
+    step = engine.step
+
+    def broken(*arguments: Any) -> Any:
+        if any(sequence.request.sampling.top_k == 77 for sequence in engine._sequences.values()):
+            raise IndexError("index 7 is out of bounds")
+        return step()
+
+    monkeypatch.setattr(engine, "step", broken)
+
+    async def run() -> list[Any]:
+        async with running(service) as client:
+            bodies: list[dict[str, Any]] = [{"model": "tiny", "prompt": f"{i}", "max_tokens": 40} for i in range(6)]
+            bodies[3]["top_k"] = 77
+            answers = await asyncio.gather(*(client.post("/completions", json=body) for body in bodies))
+            return [*answers, await client.post("/completions", json=bodies[0])]
+
+    answers = asyncio.run(run())
+    assert [answer.status_code for answer in answers] == [200, 200, 200, 500, 200, 200, 200]
+    assert "index 7 is out of bounds" in answers[3].json()["error"]["message"]
+    assert not service._stopping.is_set() and "the engine failed and is started again" in caplog.text
+
+
+@pytest.fixture(scope="module")
+def url(model: Path) -> Iterator[str]:
+    """Of a service with short answers, which runs in a thread."""
+    options = [str(model), "--port", "0", "--name", "tiny", "--device", "cpu", "--max-model-len", "24"]
+    service = Service(_parser().parse_args(options))
+    loop, ready, stop = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
+
+    async def run() -> None:
+        async with service.client.running(), service.endpoint.running():
+            ready.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(run(),))
+    thread.start()
+    assert ready.wait(60)
+    yield service.endpoint.url
+    loop.call_soon_threadsafe(stop.set)
+    thread.join(60)
+    assert service.client.failure is None
+    loop.close()
+
+
+def post(url: str, body: str) -> tuple[int, str]:
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
+    connection.request("POST", "/v1/completions", body.encode())
+    response = connection.getresponse()
+    found = response.status, response.read().decode()
+    connection.close()
+    return found
+
+
+NUMBER = st.one_of(
+    st.floats(),
+    st.sampled_from([0.0, 1e-300, 1e-40, 1e-10, 1e-5, 0.7, 1.0, 1e6, 1e39, -0.0, 5e-324]),
+    st.sampled_from([-1, 0, 1, 5, 2**31, 2**63, 2**64, -(2**70), 10**400]),
+    st.none(),
+)
+FIELDS = st.fixed_dictionaries(
+    {},
+    optional={
+        **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "n"), NUMBER),
+        "logprobs": st.sampled_from([0, 1, 5, True, None, "x"]),
+        "stop": st.one_of(st.text(max_size=3), st.lists(st.text(max_size=2), max_size=2)),
+        "stream": st.sampled_from([False, True, 7]),
+    },
+)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(fields=FIELDS, prompt=st.one_of(st.just("1+1="), st.lists(NUMBER, min_size=1, max_size=3)))
+def test_no_request_ends_the_server(url: str, fields: dict[str, Any], prompt: Any) -> None:
+    """Whatever numbers it has, it is answered or refused."""
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 3} | fields
+    status, text = post(url, json.dumps(body))
+    assert status in (200, 400), (body, text)
+
+
+@pytest.mark.parametrize("temperature", ["1e-40", "1e-300", "5e-324", "0", "1e-6"])
+def test_tiny_temperatures_are_greedy(url: str, temperature: str) -> None:
+    content = '{"model": "tiny", "prompt": "1+1=", "max_tokens": 8, "temperature": %s, "logprobs": 0}'
+    greedy, tiny = (json.loads(post(url, content % value)[1])["choices"][0] for value in ("0", temperature))
+    assert (tiny["text"], tiny["logprobs"]) == (greedy["text"], greedy["logprobs"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -248,6 +353,8 @@ def test_a_request_that_fails_alone_does_not_end_the_server(service: Service, mo
         (["{model}", "--max-model-len", "1000"], "--max-model-len 1000: must be 2 to 256"),
         (["{model}", "--tool-format", "hermess"], "--tool-format hermess: no such tool parser. Did you mean 'hermes'?"),
         (["{model}", "--top-p", "2"], "--top-p 2.0: must lie in (0, 1]"),
+        (["{model}", "--temperature", "1e9"], "--temperature 1000000000.0: must be at most 1e+06"),
+        (["{model}", "--temperature", "nan"], "--temperature nan: must be 0 (greedy) or more"),
         (["{model}", "--temperature", "-1"], "--temperature -1.0: must be 0 (greedy) or more"),
         (["{model}", "--port", "99999"], "--port 99999: must be 0 to 65535"),
         (["{model}", "--max-num-seqs", "0"], "--max-num-seqs 0: must be at least 1"),

@@ -16,6 +16,7 @@ from lockstep.agents.loops import AGENT_LOOPS, AgentLoop, Setup
 from lockstep.agents.renderer import Renderer
 from lockstep.agents.tool_parser import ToolParser
 from lockstep.agents.tools.load import close_tools, load_tools, read_entries
+from lockstep.agents.tools.threads import end_child_processes
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.protocol.generation import SamplingParams
 from lockstep.registry import did_you_mean, load_plugin, name_from_data
@@ -77,8 +78,9 @@ class Agents:
         self.schemas = [tool.tool_schema.model_dump(exclude_unset=True) for tool in self.tools.values()]
 
     def close(self) -> None:
-        """End what the tools keep, such as sessions of MCP servers."""
+        """End what the tools keep, such as sessions of MCP servers, and processes that their calls left running."""
         close_tools(self.tools.values())
+        end_child_processes()
 
     @cached_property
     def renderer(self) -> Renderer:

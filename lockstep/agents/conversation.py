@@ -11,11 +11,12 @@ from dataclasses import dataclass, fields, replace
 from itertools import groupby, takewhile
 from typing import Any, Literal
 
-from lockstep.agents.renderer import Message, Renderer
+from lockstep.agents.renderer import Message, Renderer, TooLongError
 from lockstep.agents.tools.calls import CallResult
 from lockstep.agents.trajectory import Trajectory
 from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
 from lockstep.utils.terminal import printable
+from lockstep.utils.untrusted import valid_text
 
 Generate = Callable[[GenerationRequest], Awaitable[Completion]]
 FinishReason = Literal["stop", "length", "turns", "abort"]
@@ -171,7 +172,7 @@ class Conversation:
         """Count that its holder failed, and keep why."""
         self.counts.program_errors += holder == "program"
         self.counts.environment_errors += holder == "environment"
-        self.failure = printable(why)  # it quotes what programs and environments wrote, and is logged
+        self.failure = printable(valid_text(why))  # it quotes what programs and environments wrote, and is logged
 
     def note_call(self, result: CallResult) -> None:
         """Count a tool call and keep its reward."""
@@ -200,13 +201,16 @@ class Conversation:
         """
         if self.num_assistant_turns:
             raise ValueError("the prompt can be replaced before the first turn only")
-        messages = [
-            m if m in self.messages else {**m, "content": self.renderer.as_plain_text(m["content"])} for m in messages
-        ]
-        if messages == self.messages:
-            return True
-        ids = self.renderer.ids(messages, self.tools)
-        if len(ids) - max_prompt_length >= self.response_length:
+        room = max_prompt_length + self.response_length
+        try:
+            trusted = [m.get("content") or "" for m in self.messages]
+            messages = self.renderer.plain_messages(messages, max_tokens=room, trusted=trusted)
+            if messages == self.messages:
+                return True
+            ids = self.renderer.ids(messages, self.tools, max_tokens=room)
+        except TooLongError:
+            return False
+        if len(ids) >= room:
             return False
         self.trajectories = [Trajectory(ids[:max_prompt_length])]
         self.trajectory.add_context(ids[max_prompt_length:])
@@ -249,25 +253,31 @@ class Conversation:
         last_id = self.trajectory.response_ids[-1]
         if self.finish_reason != "stop":
             return False
-        new = [m | {"content": self.renderer.as_plain_text(m["content"])} for m in messages]
+        try:
+            self._append(messages, last_id)
+        except TooLongError:
+            self.finish_reason = "length"
+            return False
+        self.num_user_turns += 1
+        return True
+
+    def _append(self, messages: Sequence[Message], last_id: int) -> None:
+        """TooLongError if they leave no room for another turn."""
+        new = self.renderer.plain_messages(messages, max_tokens=self.response_length)
         if self.follows_template and self.renderer.is_rewritten(self.messages, new, self.tools):
-            ids = self.renderer.ids([*self.messages, *new], self.tools)
             num_prompt = len(self.trajectory.prompt_ids)
-            trajectory = Trajectory(ids[:num_prompt])
-            trajectory.add_context(ids[num_prompt:])
-            if len(trajectory.response_ids) >= self.response_length:
-                self.finish_reason = "length"
-                return False
-            self.trajectories.append(trajectory)
+            most = num_prompt + self.response_length
+            ids = self.renderer.ids([*self.messages, *new], self.tools, max_tokens=most)
+            if len(ids) >= most:
+                raise TooLongError
+            self.trajectories.append(Trajectory(ids[:num_prompt]))
+            self.trajectory.add_context(ids[num_prompt:])
             self.counts.breaks += 1
         else:
-            bridge = self.renderer.bridge(self.messages, new, last_id, self.tools)
+            bridge = self.renderer.bridge(self.messages, new, last_id, self.tools, max_tokens=self.room)
             if bridge is None:
                 raise ValueError(f"the chat template cannot render messages of the role {new[0]['role']} after a turn")
             if len(bridge) >= self.room:
-                self.finish_reason = "length"
-                return False
+                raise TooLongError
             self.trajectory.add_context(bridge)
         self.messages += new
-        self.num_user_turns += 1
-        return True

@@ -5,19 +5,22 @@
 
 The template is rendered with a marker as the assistant turn, followed by the new messages; the tokens after the marker's end of
 turn are the bridge. Its cost does not depend on the length of the conversation, and what the model sampled is never rendered.
+The marker is a hash of the messages, so that they cannot contain it.
 """
 
+import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
-from typing import Any
+from typing import Any, Literal
 
 from jinja2 import TemplateError
 
 from lockstep.agents.schemas import arguments_object
+from lockstep.utils.untrusted import valid_text
 
 logger = logging.getLogger(__name__)
 
@@ -26,27 +29,43 @@ Message = dict[str, Any]
 {"id": ..., "type": "function", "function": {"name": ..., "arguments": {...}}}."""
 Tools = Sequence[Mapping[str, Any]]
 
-MARKER = "QXZJ7719MARKER"
-"""Text that no template produces by itself."""
+LONGEST_TOKEN = 128
+"""Bytes of text that any tokenizer may have as one token: the blanks of Qwen's longest one, or a word that is not in the vocabulary."""
+CHARS_PER_TOKEN = 8
+"""Most texts have more tokens than one for so many characters."""
+CUT_TOKENS = 16
+"""Tokens that the end of a text may have more if it is cut there."""
 QUESTION: Message = {"role": "user", "content": "Hello"}
 RESULT: Message = {"role": "tool", "name": "tool", "tool_call_id": "call00000", "content": "RESULT7719"}
 
 
 @dataclass(frozen=True)
 class TurnForm:
-    """An assistant turn with the marker: in its content, or in the arguments of its calls."""
+    """Where an assistant turn has the marker.
 
-    content: str | None
-    arguments: Any = None
+    arguments: in its calls, whose arguments are an object or JSON text; None: in its content.
+    content:   of a turn with calls.
+    """
+
+    arguments: Literal["object", "text"] | None = None
+    content: str | None = None
+
+    def turn(self, marker: str, last: Message, results: Sequence[Message]) -> Message:
+        """The turn. last: the one before `results`, which answer its calls."""
+        if self.arguments is None:
+            return {"role": "assistant", "content": marker}
+        arguments = {"value": marker} if self.arguments == "object" else f'{{"value": "{marker}"}}'
+        return {"role": "assistant", "content": self.content, "tool_calls": _calls(last, results, arguments)}
 
 
-PLAIN = TurnForm(MARKER)
-CALL_FORMS = (
-    *(TurnForm(c, a) for a in ({"value": MARKER}, f'{{"value": "{MARKER}"}}') for c in (None, "")),
-    PLAIN,
-)
+PLAIN = TurnForm()
+CALL_FORMS = (TurnForm("object"), TurnForm("object", ""), TurnForm("text"), TurnForm("text", ""), PLAIN)
 """How templates expect an assistant turn with calls: arguments as an object or as JSON text, content null or empty. The last is for
 templates that render no calls: they are part of the turn's text."""
+
+
+class TooLongError(ValueError):
+    """A text has more tokens than there is room for; it was not tokenized."""
 
 
 class Renderer:
@@ -99,12 +118,32 @@ class Renderer:
         )
         return rendered
 
-    def ids(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
-        """The whole conversation as tokens, with the generation prompt."""
-        return self.encode(self.text(self._fitted(messages), tools))
+    def ids(self, messages: Sequence[Message], tools: Tools | None = None, max_tokens: int | None = None) -> list[int]:
+        """The whole conversation as tokens, with the generation prompt. max_tokens: see `encode`."""
+        return self.encode(self.text(self._fitted(messages), tools), max_tokens)
 
-    def encode(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+    def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
+        """The tokens of a text, whose special tokens count as such.
+
+        max_tokens: TooLongError if a small part of the text has more; otherwise the caller checks the number.
+        """
+        if max_tokens is not None:
+            self.check_length(text, max_tokens)
+            start = text[: CHARS_PER_TOKEN * max_tokens]
+            if len(start) < len(text) and len(self.encode(start)) > max_tokens + CUT_TOKENS:
+                raise TooLongError(f"more than {max_tokens} tokens")
+        return list(self.tokenizer(valid_text(text), add_special_tokens=False)["input_ids"])
+
+    def check_length(self, text: str, max_tokens: int) -> None:
+        """TooLongError if a text has so many bytes that it cannot have as few tokens."""
+        max_bytes = max_tokens * self._longest_token
+        if len(text) > max_bytes or len(text.encode(errors="replace")) > max_bytes:
+            raise TooLongError(f"more than {max_tokens} tokens")
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Most bytes of text that one token stands for."""
+        return max(LONGEST_TOKEN, *(len(token.encode(errors="replace")) for token in self.tokenizer.get_vocab()))
 
     def bridge(
         self,
@@ -112,19 +151,21 @@ class Renderer:
         new: Sequence[Message],
         last_id: int | None = None,
         tools: Tools | None = None,
+        max_tokens: int | None = None,
     ) -> list[int] | None:
         """The tokens after an assistant turn: what is left of its end, `new` messages and the generation prompt.
 
         None if the template does not show where the turn ends.
         messages: the conversation up to the turn; the bridge depends only on its system message and the names of the turn's calls.
         last_id:  the last sampled token; if it ends the turn, the end is not repeated.
+        max_tokens: see `encode`.
         """
         results = list(takewhile(lambda message: message["role"] == "tool", new))
         form = self._call_form if results else PLAIN
         if form is None:
             return None
-        _, found, tail = self._with_marker(form, messages, new, results, tools).rpartition(MARKER)
-        split = self._split_end(tail, has_calls=form is not PLAIN) if found else None
+        marker, text = self._with_marker(form, messages, new, results, tools)
+        split = self._split_end(text, marker, form, max_tokens)
         if split is None:
             return None
         end, rest = split
@@ -142,11 +183,39 @@ class Renderer:
             return False
 
     def as_plain_text(self, content: str) -> str:
-        """`content` without special tokens, which a tool or user could use to fake a turn: a space breaks them up."""
+        """`content` without special tokens, which a tool or user could use to fake a turn: a space breaks them up.
+
+        Lone surrogates, which no tokenizer takes, are replaced.
+        """
         for token in self._special:
             if token in content:
                 content = content.replace(token, f"{token[0]} {token[1:]}")
-        return content
+        return valid_text(content)
+
+    def plain_messages(
+        self, messages: Sequence[Message], *, max_tokens: int | None = None, trusted: Collection[str] = ()
+    ) -> list[Message]:
+        """Messages that come from outside, with all their text as plain text: content, names, ids, calls and their arguments.
+
+        max_tokens: TooLongError if the messages cannot have as few.
+        trusted:    contents that stay as they are, such as those of the row.
+        """
+        plain = []
+        for message in messages:
+            content = message.get("content")
+            if max_tokens is not None and isinstance(content, str):
+                self.check_length(content, max_tokens)
+            kept = {"content": content} if isinstance(content, str) and content in trusted else {}
+            plain.append(self.as_plain(message) | kept)
+        return plain
+
+    def as_plain(self, value: Any) -> Any:
+        """JSON data with all its text as plain text."""
+        if isinstance(value, str):
+            return self.as_plain_text(value)
+        if isinstance(value, Mapping):
+            return {self.as_plain(name): self.as_plain(item) for name, item in value.items()}
+        return [self.as_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
     def tool_messages(self, results: Sequence[tuple[str, str, str]]) -> list[Message]:
         """Messages with the results of calls, each given as (name, id, text)."""
@@ -158,18 +227,35 @@ class Renderer:
         """The messages with the arguments of calls as the template expects them: objects or JSON text."""
         if not any(message.get("tool_calls") for message in messages):
             return list(messages)
-        as_text = self._call_form is not None and isinstance(self._call_form.arguments, str)
-        return [_with_arguments(m, as_text) if m.get("tool_calls") else m for m in messages]
+        as_text = self._call_form is not None and self._call_form.arguments == "text"
+        return [self._with_calls(m, as_text) if m.get("tool_calls") else m for m in messages]
+
+    def _with_calls(self, message: Message, as_text: bool) -> Message:
+        """Special tokens in the calls are broken up when the arguments have their form: JSON text may hide them in escapes."""
+
+        def fitted(arguments: Any) -> Any:
+            if isinstance(arguments, str) and not as_text:
+                arguments = arguments_object(arguments)
+            plain = self.as_plain(arguments)
+            return json.dumps(plain, ensure_ascii=False) if as_text and not isinstance(plain, str) else plain
+
+        calls = []
+        for call in message["tool_calls"]:
+            function = call["function"]
+            arguments = fitted(function.get("arguments", {}))
+            calls.append(call | {"function": self.as_plain(function) | {"arguments": arguments}})
+        return message | {"tool_calls": calls}
 
     @cached_property
     def _call_form(self) -> TurnForm | None:
         """How the template expects a turn with calls; None if it cannot render their results."""
         for form in CALL_FORMS:
             try:
-                _, found, tail = self._with_marker(form, [], [RESULT], [RESULT]).rpartition(MARKER)
+                marker, text = self._with_marker(form, [], [RESULT], [RESULT])
             except (TemplateError, TypeError, ValueError):
                 continue
-            if found and RESULT["content"] in tail and self._split_end(tail, has_calls=form is not PLAIN) is not None:
+            is_shown = RESULT["content"] in text.rpartition(marker)[2]
+            if is_shown and self._split_end(text, marker, form) is not None:
                 return form
         return None
 
@@ -180,21 +266,27 @@ class Renderer:
         new: Sequence[Message],
         results: Sequence[Message],
         tools: Tools | None = None,
-    ) -> str:
-        """A short conversation whose assistant turn has the marker, as text. results: the tool messages that answer its calls."""
+    ) -> tuple[str, str]:
+        """The marker, and a short conversation whose assistant turn has it. results: the tool messages that answer its calls."""
         system = [message for message in messages[:1] if message["role"] in ("system", "developer")]
-        turn: Message = {"role": "assistant", "content": form.content}
-        if form.arguments is not None:
-            turn["tool_calls"] = _calls(messages[-1] if messages else {}, results, form.arguments)
-        return self.text([*system, QUESTION, turn, *new], tools)
+        last = messages[-1] if messages else {}
+        given = json.dumps([system, last.get("tool_calls"), list(new), list(tools or ())], default=str)
+        marker = f"M{hashlib.blake2b(given.encode(), digest_size=16).hexdigest()}M"
+        return marker, self.text([*system, QUESTION, form.turn(marker, last, results), *new], tools)
 
-    def _split_end(self, tail: str, has_calls: bool) -> tuple[list[int], list[int]] | None:
-        """The token that ends the turn, and those after it. tail: the text after the marker.
+    def _split_end(
+        self, text: str, marker: str, form: TurnForm, max_tokens: int | None = None
+    ) -> tuple[list[int], list[int]] | None:
+        """The token that ends the turn with the marker, and those after it.
 
         Some templates end turns with plain text: it is part of the rest. After calls, whose syntax follows the marker, the end
-        cannot be told from it, and the result is None.
+        cannot be told from it, and the result is None. So it is if the template leaves out the turn.
         """
-        ids = self.encode(tail)
+        _, found, tail = text.rpartition(marker)
+        if not found:
+            return None
+        has_calls = form is not PLAIN
+        ids = self.encode(tail, max_tokens)
         # a template may end earlier turns with another token than the last one, which the model samples
         for ends in (self.stop_ids, self._special_ids):
             at = next((number for number, token in enumerate(ids) if token in ends), None)
@@ -206,7 +298,7 @@ class Renderer:
         new = [RESULT] if role == "tool" else [QUESTION]
         try:
             prompt, bridge = self.text([QUESTION]), self.bridge([], new)
-            whole = self._with_marker((role == "tool" and self._call_form) or PLAIN, [], new, new)
+            _, whole = self._with_marker((role == "tool" and self._call_form) or PLAIN, [], new, new)
         except TemplateError:
             return False
         if bridge is None or not whole.startswith(prompt):
@@ -226,20 +318,6 @@ def _calls(turn: Message, results: Sequence[Message], arguments: Any) -> list[di
         name = result.get("name") or name_of.get(call_id, by_place)
         calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
     return calls
-
-
-def _with_arguments(message: Message, as_text: bool) -> Message:
-    def fitted(arguments: Any) -> Any:
-        if isinstance(arguments, str):
-            return arguments if as_text else arguments_object(arguments)
-        return json.dumps(arguments, ensure_ascii=False) if as_text else arguments
-
-    functions = [
-        call["function"] | {"arguments": fitted(call["function"].get("arguments", {}))}
-        for call in message["tool_calls"]
-    ]
-    calls = [call | {"function": function} for call, function in zip(message["tool_calls"], functions)]
-    return message | {"tool_calls": calls}
 
 
 def _added_special(tokenizer: Any) -> set[str]:

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, get_type_hints
 
-JSON_ERRORS = (ValueError, RecursionError)
-"""What `json.loads` raises for text of a model: JSONDecodeError, numbers with too many digits, and deep nesting."""
+from lockstep.utils.untrusted import JSON_ERRORS
 
 
 def arguments_object(arguments: str) -> dict[str, Any]:

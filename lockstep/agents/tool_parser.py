@@ -15,8 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from lockstep.agents.schemas import JSON_ERRORS, OpenAIFunctionToolSchema
+from lockstep.agents.schemas import OpenAIFunctionToolSchema
 from lockstep.registry import Registry
+from lockstep.utils.untrusted import JSON_ERRORS, valid_text
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,10 @@ class FunctionCall:
     name: str
     id: str = ""
     """As the model wrote it, which its result must repeat; empty if the format has none."""
+
+    def __post_init__(self) -> None:
+        for name in ("arguments", "name", "id"):
+            object.__setattr__(self, name, valid_text(getattr(self, name)))
 
 
 Parsed = tuple[str, list[FunctionCall]]

@@ -24,6 +24,7 @@ from lockstep.utils.dataset_files import Use, locate_data
 from lockstep.utils.files import did_you_mean_path
 from lockstep.utils.model_path import FORMS as MODEL_FORMS
 from lockstep.utils.model_path import is_adapter, is_model_folder, locate_model
+from lockstep.utils.sampling_limits import MIN_TEMPERATURE
 from lockstep.utils.vision import vision_problem
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -226,9 +227,12 @@ def _servers(values: Values, section: str) -> Iterator[Problem]:
 
 def sampling(values: Values, *sections: str) -> Iterator[Problem]:
     for section in sections:
-        if values[f"{section}.do_sample"] and values[f"{section}.temperature"] == 0:
-            message = "sampling needs a temperature above 0; set one, or do_sample=false"
-            yield Problem(f"{section}.temperature", 0, message, also=(f"{section}.do_sample",))
+        temperature = values[f"{section}.temperature"]
+        if values[f"{section}.do_sample"] and temperature < MIN_TEMPERATURE:
+            message = (
+                f"sampling needs a temperature above 0 (at least {MIN_TEMPERATURE:g}); set one, or do_sample=false"
+            )
+            yield Problem(f"{section}.temperature", temperature, message, also=(f"{section}.do_sample",))
 
 
 def controller(config: PPOConfig, values: Values) -> Iterator[Problem]:

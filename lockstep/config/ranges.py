@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from lockstep.config.errors import Problem
+from lockstep.utils.sampling_limits import MAX_TEMPERATURE
 
 Range = tuple[Callable[[Any], bool], str]
 POSITIVE: Range = (lambda x: x > 0, "must be greater than 0")
@@ -88,7 +89,7 @@ RANGES: dict[str, Range] = {
     "clip_ratio_low": NOT_NEGATIVE,
     "clip_ratio_high": NOT_NEGATIVE,
     "cliprange_value": NOT_NEGATIVE,
-    "temperature": NOT_NEGATIVE,
+    "temperature": (lambda x: 0 <= x <= MAX_TEMPERATURE, f"must be 0 to {MAX_TEMPERATURE:g}"),
     "critic_warmup": NOT_NEGATIVE,
     "dataloader_num_workers": NOT_NEGATIVE,
     "num_workers": NOT_NEGATIVE,

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from lockstep.utils.sampling_limits import MAX_TEMPERATURE, MAX_TOP_K, MIN_TEMPERATURE, MIN_TOP_P
+
 StopReason = Literal["stop", "length", "abort"]
 
 
@@ -10,7 +12,7 @@ StopReason = Literal["stop", "length", "abort"]
 class SamplingParams:
     """How the tokens of one request are sampled.
 
-    temperature:    divides the logits; 0 takes the likeliest token.
+    temperature:    divides the logits; 0 takes the likeliest token, and so does every one below `MIN_TEMPERATURE`.
     top_k:          sample from the k likeliest tokens; -1 or 0 for all.
     top_p:          sample from the smallest set of likeliest tokens whose probability reaches p.
     min_p:          sample from the tokens with at least this share of the likeliest token's probability.
@@ -28,8 +30,11 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
+        """Values that 32 bits cannot hold are replaced by limits of the same effect, so that no sampler meets them."""
+        if not self.temperature >= 0:  # also NaN
             raise ValueError(f"temperature={self.temperature}: must be 0 (greedy) or more")
+        if self.temperature > MAX_TEMPERATURE:
+            raise ValueError(f"temperature={self.temperature}: must be at most {MAX_TEMPERATURE:g}")
         if self.top_k < -1:
             raise ValueError(f"top_k={self.top_k}: must be -1 or 0 (all tokens) or at least 1")
         if not 0 < self.top_p <= 1:
@@ -38,6 +43,10 @@ class SamplingParams:
             raise ValueError(f"min_p={self.min_p}: must lie in [0, 1]")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens={self.max_tokens}: must be at least 1")
+        if self.temperature < MIN_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
+        object.__setattr__(self, "top_p", max(self.top_p, MIN_TOP_P))
+        object.__setattr__(self, "top_k", min(self.top_k, MAX_TOP_K))
 
     @property
     def greedy(self) -> bool:

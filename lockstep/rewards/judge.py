@@ -37,6 +37,7 @@ from lockstep.rewards.rate_limit import RateLimiter
 from lockstep.utils.chat_tokens import as_plain_text
 from lockstep.utils.files import make_private_folder
 from lockstep.utils.json_http import AnswerTooLargeError, is_local, request_limited
+from lockstep.utils.untrusted import JSON_ERRORS, valid_text
 
 logger = logging.getLogger(__name__)
 logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs every request
@@ -213,7 +214,7 @@ class Judge:
         value, reason = _from_line(self._regex, content) if self._regex else _from_json(content)
         try:
             score = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise _Retry(f"its score {value!r:.80} is no number") from None
         if isinstance(value, bool) or not (math.isfinite(score) and self.low <= score <= self.high):
             raise _Retry(f"its score {value!r:.80} is not between {self.low:g} and {self.high:g}")
@@ -297,11 +298,11 @@ class Judge:
             raise JudgeError(f"{self.key}: {url} answered {status}: {reason}")
         try:
             content = response.json()["choices"][0]["message"]["content"]
-        except (ValueError, KeyError, IndexError, TypeError):
+        except (*JSON_ERRORS, KeyError, IndexError, TypeError):
             raise _Retry(f"{url} answered without choices[0].message.content: {reason}") from None
         if not isinstance(content, str):
             raise _Retry(f"its content is {content!r:.80}")
-        return content
+        return valid_text(content)
 
 
 class AnswerCache:
@@ -356,11 +357,11 @@ def _from_json(content: str) -> tuple[Any, str]:
     fenced = re.fullmatch(r"```(?:json)?\s*(.*?)\s*```", content.strip(), flags=re.S)
     try:
         answer = json.loads(fenced[1] if fenced else content, object_pairs_hook=_without_repeats)
-    except ValueError:
+    except JSON_ERRORS:
         raise _Retry(f"its answer is no JSON object: {content.strip()!r:.200}") from None
     if not isinstance(answer, dict) or "score" not in answer:
         raise _Retry(f"its answer has no score: {content.strip()!r:.200}")
-    return answer["score"], str(answer.get("reason") or "")
+    return answer["score"], valid_text(str(answer.get("reason") or ""))
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -170,6 +170,12 @@ class ActorRolloutRefWorker(WeightSyncWorker):
         return list(ended.items())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def restart_generation(self) -> None:
+        """After `advance_generation` has raised: drop all requests, and serve others."""
+        self._serving.close()
+        self.begin_generation()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def end_generation(self) -> list[tuple[int, Completion]]:
         """End all requests; returns what each has so far."""
         ended = self.rollout.abort(self.rollout.unfinished())
@@ -231,8 +237,7 @@ class ActorRolloutRefWorker(WeightSyncWorker):
     @property
     def _temperature(self) -> float:
         """Of the sampled distribution, which log-probs must be of; 1 for greedy rollouts."""
-        rollout = self.config.rollout
-        return rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0
+        return sampling_params(self.config.rollout, validate=False, greedy=False).temperature or 1.0
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"), blocking=False)
     def update_actor(self, data: DataProto) -> DataProto:

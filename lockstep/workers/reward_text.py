@@ -9,6 +9,8 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from lockstep.utils.untrusted import JSON_ERRORS
+
 Message = dict[str, Any]
 
 
@@ -56,7 +58,7 @@ def _with_calls(message: Message, convert: Callable[[Any], Any]) -> Message:
 def _parsed(arguments: Any) -> Any:
     try:
         return json.loads(arguments) if isinstance(arguments, str) else arguments
-    except json.JSONDecodeError:
+    except JSON_ERRORS:
         return arguments
 
 

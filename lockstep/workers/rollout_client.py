@@ -142,6 +142,20 @@ class RolloutClient:
         if self.failure is not None:
             raise self.failure
         await self._in_thread(self._parts[0], self._group.begin_generation)
+        self._start_pumps()
+
+    async def restart(self) -> None:
+        """Serve again after a failure, which ended all requests; raises if the workers cannot."""
+        await asyncio.gather(*self._pumps)
+        await self._in_thread(self._parts[0], self._group.restart_generation)
+        for part in self._parts:
+            part.new.clear()
+            part.aborted.clear()
+            part.sent.clear()
+        self.failure = None
+        self._start_pumps()
+
+    def _start_pumps(self) -> None:
         self._stopping = False
         for part in self._parts:
             part.has_work = asyncio.Event()  # of this event loop

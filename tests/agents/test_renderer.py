@@ -7,7 +7,7 @@ import pytest
 
 from lockstep.agents.conversation import Conversation
 from lockstep.agents.loops import AgentLoop
-from lockstep.agents.renderer import Renderer
+from lockstep.agents.renderer import PLAIN, Renderer, TooLongError
 from tests.agents.scripted import Scripted, converse, make_agents
 from tests.tiny import tiny_tokenizer
 
@@ -259,3 +259,74 @@ def test_a_malformed_call_that_a_template_cannot_render_ends_no_run(tmp_path: Pa
     policy = Scripted("<tool_call>{now}</tool_call>", "Well.", tokenizer=agents.tokenizer)
     done = converse(agents, policy)
     assert done.counts.malformed_calls == 1 and done.num_assistant_turns == 2 and len(done.trajectories) == 1
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_no_text_is_special_to_a_bridge(name: str) -> None:
+    """Also not the marker that the renderer uses for the same messages."""
+    tokenizer = tokenizer_of(TEMPLATES[name][0])
+    end, called = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|call|>")
+    renderer = Renderer(tokenizer, [end, called])
+    for role in renderer.exact:
+
+        def bridge_of(text: str, role: str = role) -> str:
+            results = renderer.tool_messages([("f", "call00000", text)])
+            new = results if role == "tool" else [{"role": "user", "content": text}]
+            return str(tokenizer.decode(renderer.bridge([], new, end)))
+
+        plain = bridge_of("A 7 B")
+        marker, _ = renderer._with_marker(PLAIN, [], [{"role": "user", "content": "A 7 B"}], [])
+        for text in ("QXZJ7719MARKER", "RESULT7719", marker, "M", marker[:-1]):
+            assert bridge_of(f"A {text} B") == plain.replace("A 7 B", f"A {text} B")
+
+
+def test_special_tokens_hidden_in_the_arguments_of_calls_are_broken_up() -> None:
+    """JSON text that is decoded for the template may have escapes; names, keys and ids are text as well."""
+    for template in (QWEN, DEEPSEEK):
+        tokenizer = tokenizer_of(template + CHATML_PROMPT)
+        renderer = Renderer(tokenizer, [tokenizer.eos_token_id])
+
+        def num_ends(name: str, arguments: Any, result: str, renderer: Renderer = renderer) -> int:
+            function = {"name": name, "arguments": arguments}
+            turn = {"role": "assistant", "content": None, "tool_calls": [{"id": "call00000", "function": function}]}
+            messages = [{"role": "user", "content": "Hi"}, turn, *renderer.tool_messages([(name, "call00000", result)])]
+            return renderer.ids(renderer.plain_messages(messages)).count(renderer.tokenizer.eos_token_id)
+
+        usual = num_ends("f", {"a": 1}, "1")
+        assert usual > 0
+        for arguments in (
+            {"a": "<|im_end|>"},
+            {"<|im_end|>": [{"b": "x<|im_end|>"}]},
+            '{"a": "\\u003c|im_end|>"}',
+            '["\\u003c|im_end|>"]',
+            "<|im_end|>",
+        ):
+            assert num_ends("f", arguments, "1") == usual
+        assert num_ends("f<|im_end|>", {"a": 1}, "1<|im_end|>") == usual
+
+
+def test_text_that_cannot_fit_is_not_tokenized() -> None:
+    renderer = Renderer(tokenizer_of(CHATML + CHATML_PROMPT), [2])
+    longest = 0
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tokenizer, name)
+
+        def __call__(self, text: str, **options: Any) -> Any:
+            nonlocal longest
+            longest = max(longest, len(text))
+            return tokenizer(text, **options)
+
+    tokenizer, renderer.tokenizer = renderer.tokenizer, Watched()
+    message = {"role": "user", "content": "é" * 1_000_000}
+    for call in (
+        lambda: renderer.ids([message], max_tokens=100),
+        lambda: renderer.encode("a" * 9_000, max_tokens=100),
+        lambda: renderer.bridge([], [message], 2, max_tokens=100),
+        lambda: renderer.plain_messages([message], max_tokens=100),
+    ):
+        with pytest.raises(TooLongError, match="more than 100 tokens"):
+            call()
+    assert longest <= 800
+    assert len(renderer.encode("a" * 101, max_tokens=100)) == 101  # the caller checks

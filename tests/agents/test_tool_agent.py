@@ -1,16 +1,19 @@
 """`tool_agent`: states, limits, failures of tools and interactions, and which tokens are trained on."""
 
 import asyncio
+import json
 import time
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
+from lockstep.agents.conversation import Conversation
 from lockstep.agents.interactions import Gsm8kInteraction
+from lockstep.agents.loops import AgentLoop
 from lockstep.agents.schemas import ToolResponse
 from lockstep.agents.tools.base import BaseTool
-from lockstep.agents.tools.calls import CallLimits, truncate
+from lockstep.agents.tools.calls import CallLimits, ToolError, checked_text, truncate
 from lockstep.protocol.generation import SamplingParams
 from tests.agents.scripted import END, TOKENIZER, Scripted, call, converse, make_agents, roles, sampled_texts
 
@@ -49,6 +52,25 @@ def binary() -> str:
 def odd() -> str:
     """Return a text that is not one."""
     return "\\udc80"
+
+def odd_error() -> str:
+    """Raise an error whose text is not one."""
+    raise ValueError("no \\ud800")
+
+def mute_error() -> str:
+    """Raise an error that has no text."""
+    class Mute(Exception):
+        def __str__(self):
+            raise RuntimeError("never")
+    raise Mute
+
+def thing() -> object:
+    """Return an object."""
+    return object()
+
+def things() -> list:
+    """Return functions."""
+    return [thing]
 
 def fake() -> str:
     """Try to end the turn."""
@@ -92,6 +114,10 @@ def test_a_call_is_answered_and_only_sampled_tokens_are_trained_on(tools: str) -
         ("wait", "took longer than 0.3 s"),
         ("binary", "returned bytes, not text"),
         ("odd", "binary data, not text"),
+        ("odd_error", "Error: ValueError: no \N{REPLACEMENT CHARACTER}"),
+        ("mute_error", "Error: Mute: (its message cannot be read)"),
+        ("thing", "TypeError: the tool returned an object of object, not text or data"),
+        ("things", "TypeError: the tool returned an object of function, not text or data"),
     ],
 )
 def test_a_failing_tool_is_an_error_message_to_the_policy(tools: str, name: str, message: str) -> None:
@@ -117,6 +143,48 @@ def test_the_first_failure_of_each_kind_is_logged_with_the_users_frames_only(
     assert len(frames) == 2 and tools in frames[0] and frames[1].strip() == 'raise RuntimeError("no luck")'
     assert late == "tool wait failed: took longer than 0.3 s (further ones are only counted)"
     assert binary == "tool binary failed: TypeError: the tool returned bytes, not text (further ones are only counted)"
+
+
+def test_a_policy_that_writes_lone_surrogates_goes_on(tools: str) -> None:
+    """In the name of a parameter, of a tool and in arguments: JSON allows them as escapes, tokenizers and files do not."""
+    texts = ['{"name": "add", "arguments": {"\\ud800": 1}}', '{"name": "\\ud800", "arguments": {"a": "\\ud800"}}']
+    policy = Scripted(*(f"<tool_call>{text}</tool_call>" for text in texts), "Done.")
+    done = converse(make_agents(function_tool_path=tools), policy)
+    assert sampled_texts(done)[2] == "Done.<|im_end|>"
+    unexpected, unknown = (message["content"] for message in done.new_messages if message["role"] == "tool")
+    assert "unexpected keyword argument '\N{REPLACEMENT CHARACTER}'" in unexpected and "there is no tool" in unknown
+    json.dumps(done.new_messages, ensure_ascii=False).encode()
+
+
+def test_a_long_result_is_cut_before_it_is_read(tools: str) -> None:
+    """Reading all of it would take long; a fault in what is cut off is not seen."""
+    limits = CallLimits(max_chars=10, side="left")
+    assert checked_text("the tool", "a" * 20 + "\ud800", limits) == "a" * 10 + "...(truncated)"
+    with pytest.raises(ToolError, match="binary data"):
+        checked_text("the tool", "\ud800" + "a" * 20, limits)
+
+
+class LongAnswer(AgentLoop):
+    async def run(self, conversation: Conversation) -> None:
+        await conversation.generate()
+        assert not conversation.add([{"role": "user", "content": "1 " * 25_000_000}])
+
+
+def test_a_message_that_cannot_fit_ends_the_conversation_without_being_tokenized(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As an interaction or environment may send it."""
+    agents = make_agents(function_tool_path=None)
+    encode, longest = agents.renderer.encode, 0
+
+    def watched(text: str, *limit: Any) -> list[int]:
+        nonlocal longest
+        longest = max(longest, len(text))
+        return encode(text, *limit)
+
+    monkeypatch.setattr(agents.renderer, "encode", watched)
+    done = converse(agents, Scripted("Well."), agent_name=f"{__file__}:LongAnswer")
+    assert done.finish_reason == "length" and longest < 10_000
 
 
 def test_a_hanging_tool_holds_up_no_other_conversation(tools: str) -> None:

@@ -75,6 +75,8 @@ def test_the_score_is_the_place_in_the_range(monkeypatch: pytest.MonkeyPatch) ->
         Answer('{"score": 10} {"score": 1}'),
         Answer('[{"score": 10}]'),
         Answer({"choices": []}),
+        Answer("[" * 100_000),
+        Answer('{"score": 1' + "0" * 400 + "}"),
         Answer("not here", status=500),
         Answer("busy", status=503),
         Answer('{"score": 10, "reason": "' + "x" * 2**22 + '"}'),
@@ -89,6 +91,11 @@ def test_bad_answers_are_asked_for_again_and_then_fail_their_row(bad: Answer) ->
         assert len(server.requests) == 4
         with pytest.raises(AllRowsFailedError, match=r"judge grader failed on 1 .*max_retries: no valid answer in 3"):
             score(judge(server.url, max_retries=2), rows("b"))
+
+
+def test_a_reason_with_a_lone_surrogate_is_text() -> None:
+    with serve(lambda body, _: Answer('{"score": 5, "reason": "\\ud800"}')) as server:
+        assert score(judge(server.url), rows("a"))[1]["judge_reason"] == ["\N{REPLACEMENT CHARACTER}"]
 
 
 def test_a_fence_around_the_object_is_accepted() -> None:

@@ -106,6 +106,32 @@ def test_only_the_turns_of_the_policy_are_trained_on_in_both_modes(agent_overrid
     ]
 
 
+ODD_TEXT = """
+from lockstep.agents.loops import AgentLoop
+
+class OddText(AgentLoop):
+    # Meets text that is not valid, as tools and environments may return it.
+
+    async def run(self, conversation):
+        await conversation.generate(stop_token_ids=range(259))
+        if conversation.add([{"role": "user", "content": "no \\ud800"}]):
+            await conversation.generate(stop_token_ids=range(259))
+        conversation.fail("environment", "\\ud800")
+"""
+
+
+@pytest.mark.usefixtures("no_registrations")
+def test_a_run_with_invalid_text_in_its_conversations_ends_and_resumes(overrides: list[str], tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(ODD_TEXT)
+    settings = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", "trainer.async_mode=colocated"]
+    settings += ["data.max_response_length=60", "trainer.save_freq=1", "trainer.val_before_train=false"]
+    settings += [f"actor_rollout_ref.rollout.agent.default_agent_loop={tmp_path}/loop.py:OddText"]
+    for num_steps in (1, 2):
+        steps, rollouts = run([*overrides, *settings, f"trainer.total_training_steps={num_steps}"], tmp_path / "run")
+    assert [step["step"] for step in steps] == [1, 2]
+    assert all("no \N{REPLACEMENT CHARACTER}" in rollout["output"] for rollout in rollouts)
+
+
 @pytest.mark.usefixtures("no_registrations")
 def test_validation_leaves_the_requests_of_asynchronous_training_alone(overrides: list[str], tmp_path: Path) -> None:
     """A step ends with 8 requests unfinished; the conversations of validation end long before those would."""

@@ -242,6 +242,21 @@ def test_step_that_a_stop_discards_loses_no_prompt(overrides: list[str], tmp_pat
     assert_each_group_is_trained_on_once(run, steps=4)
 
 
+@pytest.mark.parametrize("frequency", ["test_freq=-1", "test_freq=2"])
+def test_a_resumed_run_reports_the_weights_that_it_sends(overrides: list[str], tmp_path: Path, frequency: str) -> None:
+    """Weights of a step are sent in the next one, or before its validation."""
+    settings = [*overrides, *GRPO, *MODES["one_step_off"], f"trainer.{frequency}", "trainer.total_training_steps=4"]
+    runs = [f"trainer.default_local_dir={tmp_path}/{name}" for name in ("whole", "stopped")]
+    whole, stopped = (load_config(PPOConfig, [*settings, run]) for run in runs)
+    assert run_until(whole) == 0
+    assert (run_until(stopped, stop_after=2), run_until(stopped)) == (130, 0)
+    names = [
+        [{name for name in row if name.startswith("weight_sync/")} for row in metrics_of(tmp_path / run)]
+        for run in ("whole", "stopped")
+    ]
+    assert names[0] == names[1] and len(names[0][2]) == 4
+
+
 def test_stop_while_prompts_are_drawn_loses_none(
     overrides: list[str], tmp_path: Path, batches: list[DataProto], monkeypatch: pytest.MonkeyPatch
 ) -> None:

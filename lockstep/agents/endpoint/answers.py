@@ -11,7 +11,7 @@ same tokens: a token depends only on its logits, the seed and its position.
 import asyncio
 import dataclasses
 import hashlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from typing import Any, Literal
 from lockstep.agents.conversation import Generate
 from lockstep.agents.endpoint.errors import ApiError
 from lockstep.agents.endpoint.recorder import Prompt, SessionRecorder
-from lockstep.agents.renderer import Message
+from lockstep.agents.renderer import Message, TooLongError
 from lockstep.agents.schemas import OpenAIFunctionToolSchema, arguments_object
 from lockstep.agents.tool_parser import FunctionCall, ToolParser
 from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
@@ -119,7 +119,7 @@ class Session:
     responses: dict[str, list[Message]] = field(default_factory=dict)
 
     def prompt_for(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Prompt:
-        """`SessionRecorder.prompt_for`; ApiError if the chat template rejects the messages."""
+        """`SessionRecorder.prompt_for`; ApiError if the chat template rejects the messages, or they are too long."""
         from jinja2 import TemplateError
 
         if getattr(self.recorder.renderer.tokenizer, "chat_template", None) is None:
@@ -127,9 +127,18 @@ class Session:
         if not messages:
             raise ApiError(400, "there are no messages", param="messages")
         try:
-            return self.recorder.prompt_for(messages, tools)
-        except (TemplateError, TypeError) as error:
+            return self.recorder.prompt_for(messages, tools, self.settings.max_model_len)
+        except TooLongError as error:
+            raise self._too_long(str(error), self.settings.max_model_len) from error
+        except (TemplateError, TypeError, ValueError, RecursionError) as error:
             raise ApiError(400, f"the model's chat template rejects the messages: {error}", param="messages") from error
+
+    def prompt_for_text(self, text: str) -> Prompt:
+        """`SessionRecorder.prompt_for_text`; ApiError if the text is too long."""
+        try:
+            return self.recorder.prompt_for_text(text, self.settings.max_model_len)
+        except TooLongError as error:
+            raise self._too_long(str(error), self.settings.max_model_len) from error
 
     def start(self, prompts: Sequence[Prompt], request: AnswerRequest) -> "list[AsyncIterator[Delta | Answer]]":
         """`request.n` answers to each prompt; ApiError before the first token if the request cannot be served."""
@@ -159,12 +168,12 @@ class Session:
         if not prompt.ids:
             raise ApiError(400, "the prompt has no tokens", param="prompt")
         if len(prompt.ids) >= limit:
-            raise ApiError(
-                400,
-                f"the prompt is too long: {len(prompt.ids)} tokens, but the model's context has {limit}, with the answer",
-                code="context_length_exceeded",
-                param="messages",
-            )
+            raise self._too_long(f"{len(prompt.ids)} tokens", limit)
+
+    @staticmethod
+    def _too_long(length: str, limit: int) -> ApiError:
+        message = f"the prompt is too long: {length}, but the model's context has {limit}, with the answer"
+        return ApiError(400, message, code="context_length_exceeded", param="messages")
 
 
 class _Run:
@@ -284,7 +293,7 @@ class _Run:
         return answer
 
     async def _tool_calls(self, parser: ToolParser) -> tuple[str, list[dict[str, Any]]]:
-        content, calls = await parser.extract_tool_calls(self.token_ids, _schemas(self.request.tools))
+        content, calls = await parser.extract_tool_calls(self.token_ids, [*map(parser_schema, self.request.tools)])
         if self.stop_reason == "stop":
             content = content.removesuffix(self._decode(self.token_ids[-1:]))
         if self.stop_string is not None:
@@ -325,20 +334,27 @@ def _message_call(call: FunctionCall, id: int) -> dict[str, Any]:
     return {"id": call.id or f"{id:016x}"[:9], "type": "function", "function": function}
 
 
-def _schemas(tools: Sequence[dict[str, Any]]) -> list[OpenAIFunctionToolSchema]:
-    """What parsers read of the tools: names, required arguments, and the types of those that have one."""
-    schemas = []
-    for tool in tools:
-        parameters = tool["function"].get("parameters") or {}
-        properties = {name: value for name, value in (parameters.get("properties") or {}).items() if "type" in value}
-        required = [name for name in parameters.get("required") or () if name in properties]
-        function = {
-            "name": tool["function"]["name"],
-            "description": tool["function"].get("description") or "",
-            "parameters": {"type": "object", "properties": properties, "required": required},
-        }
-        schemas.append(OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function}))
-    return schemas
+def parser_schema(tool: Mapping[str, Any]) -> OpenAIFunctionToolSchema:
+    """What parsers read of a tool: its name, required arguments, and the types of those that have one.
+
+    ValueError if its JSON schema is wrong.
+    """
+    parameters = tool["function"].get("parameters") or {}
+    properties, required = parameters.get("properties") or {}, parameters.get("required") or []
+    if not isinstance(properties, dict):
+        raise ValueError(f"properties must be an object, not {properties!r:.80}")
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise ValueError(f"required must be a list of names, not {required!r:.80}")
+    for name, value in properties.items():
+        if not isinstance(value, dict | bool):
+            raise ValueError(f"properties.{name} must be an object, not {value!r:.80}")
+    typed = {name: value for name, value in properties.items() if isinstance(value, dict) and "type" in value}
+    function = {
+        "name": tool["function"]["name"],
+        "description": tool["function"].get("description") or "",
+        "parameters": {"type": "object", "properties": typed, "required": [name for name in required if name in typed]},
+    }
+    return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
 
 
 async def merged(streams: "Sequence[AsyncIterator[Delta | Answer]]") -> "AsyncIterator[tuple[int, Delta | Answer]]":

@@ -22,6 +22,9 @@ from lockstep.agents.endpoint.fields import (
 )
 from lockstep.agents.renderer import Message
 
+MAX_STOPS = 64
+MAX_STOP_CHARS = 1000
+
 
 class Function(BaseModel):
     name: str
@@ -87,8 +90,13 @@ class ChatCompletions(ProtocolCall):
     def __init__(self, data: Any, session: Session) -> None:
         self.body = body = ChatBody.read(data)
         tools = [
-            function_tool(tool.function.name, tool.function.description, tool.function.parameters)
-            for tool in body.tools or ()
+            function_tool(
+                tool.function.name,
+                tool.function.description,
+                tool.function.parameters,
+                f"tools.{i}.function.parameters",
+            )
+            for i, tool in enumerate(body.tools or ())
         ]
         self.request = body.answer_request(
             max_tokens=body.max_completion_tokens or body.max_tokens,
@@ -162,7 +170,7 @@ def _message(message: ChatMessage, place: str) -> Message:
             {
                 "id": call.id or "",
                 "type": "function",
-                "function": {"name": call.function.name, "arguments": arguments_of(call.function.arguments)},
+                "function": {"name": call.function.name, "arguments": arguments_of(call.function.arguments, place)},
             }
             for call in message.tool_calls
         ]
@@ -182,6 +190,8 @@ def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if "" in stops:
         raise invalid("stop: a stop string must not be empty", "stop")
+    if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
+        raise invalid(f"stop: at most {MAX_STOPS} strings of {MAX_STOP_CHARS} characters are allowed", "stop")
     return stops
 
 

@@ -1,6 +1,7 @@
-"""OpenAI's `/v1/completions`: prompts as text or token ids, without a chat template."""
+"""OpenAI's `/v1/completions`: prompts as text, whose special tokens count as such, or token ids; without a chat template."""
 
 from collections.abc import AsyncIterator, Sequence
+from itertools import accumulate
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -40,9 +41,10 @@ class Completions(ProtocolCall):
     def __init__(self, data: Any, session: Session) -> None:
         self.body = body = CompletionBody.read(data)
         self.request = body.answer_request(max_tokens=body.max_tokens, stop=stop_strings(body.stop), n=body.n)
-        self.prompts = _prompts(body.prompt, session)
-        if not 1 <= len(self.prompts) * body.n <= MAX_CHOICES:
-            raise invalid(f"prompt: {len(self.prompts)} prompts x n={body.n}; 1 to {MAX_CHOICES} are allowed", "prompt")
+        several: list[Any] = body.prompt if _is_several(body.prompt) else [body.prompt]  # type: ignore[assignment]
+        if not 1 <= len(several) * body.n <= MAX_CHOICES:
+            raise invalid(f"prompt: {len(several)} prompts x n={body.n}; 1 to {MAX_CHOICES} are allowed", "prompt")
+        self.prompts = [_prompt(one, session) for one in several]
         self._head = {"id": new_id("cmpl-"), "object": "text_completion", "created": now(), "model": body.model}
         self._decode = session.recorder.renderer.tokenizer.decode
 
@@ -59,7 +61,7 @@ class Completions(ProtocolCall):
         if self.body.logprobs is None:
             return None
         tokens = [self._decode([token]) for token in token_ids]
-        offsets = [sum(map(len, tokens[:i])) for i in range(len(tokens))]
+        offsets = list(accumulate(map(len, tokens[:-1]), initial=0))[: len(tokens)]
         return {"tokens": tokens, "token_logprobs": log_probs, "top_logprobs": None, "text_offset": offsets}
 
     async def events(self, items: Items) -> AsyncIterator[Event]:
@@ -83,15 +85,14 @@ class Completions(ProtocolCall):
         return None, {**self._head, "choices": [choice]}
 
 
-def _prompts(prompt: Any, session: Session) -> list[Prompt]:
-    several = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
+def _is_several(prompt: str | list[Any]) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+
+
+def _prompt(prompt: str | list[int], session: Session) -> Prompt:
+    if isinstance(prompt, str):
+        return session.prompt_for_text(prompt)
     vocabulary = len(session.recorder.renderer.tokenizer)
-    found = []
-    for one in several:
-        if isinstance(one, str):
-            found.append(session.recorder.prompt_for_text(one))
-        elif all(0 <= token < vocabulary for token in one):
-            found.append(session.recorder.prompt_for_ids(one))
-        else:
-            raise invalid(f"prompt: token ids must lie in 0..{vocabulary - 1}", "prompt")
-    return found
+    if not all(0 <= token < vocabulary for token in prompt):
+        raise invalid(f"prompt: token ids must lie in 0..{vocabulary - 1}", "prompt")
+    return session.recorder.prompt_for_ids(prompt)

@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, Field, ValidationError
 
-from lockstep.agents.endpoint.answers import Answer, AnswerRequest, Delta, Session
+from lockstep.agents.endpoint.answers import Answer, AnswerRequest, Delta, Session, parser_schema
 from lockstep.agents.endpoint.errors import ApiError, invalid
 from lockstep.agents.endpoint.recorder import Prompt
-from lockstep.agents.schemas import JSON_ERRORS
+from lockstep.utils.untrusted import JSON_ERRORS
 
 Event = tuple[str | None, dict[str, Any] | str]
 """The name (not in chat and plain completions) and data of a server-sent event."""
@@ -82,10 +82,12 @@ class ProtocolCall(ABC):
         return None, error.openai()
 
 
-def text_of(content: str | Sequence[Mapping[str, Any]] | None, place: str) -> str:
-    """The text of a message's content; ApiError for images and other parts."""
+def text_of(content: Any, place: str) -> str:
+    """The text of a message's content, which is text or a list of parts; ApiError for images and other parts."""
     if content is None or isinstance(content, str):
         return content or ""
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise invalid(f"{place}: must be text or a list of parts", place)
     for part in content:
         kind = part.get("type")
         if kind not in _TEXT_PARTS or not isinstance(part.get("text", part.get("refusal")), str):
@@ -93,8 +95,10 @@ def text_of(content: str | Sequence[Mapping[str, Any]] | None, place: str) -> st
     return "".join(part.get("text", part.get("refusal")) for part in content)
 
 
-def arguments_of(text: str | None) -> Any:
-    """A call's arguments for the chat template: an object, or the text if it is none."""
+def arguments_of(text: Any, place: str) -> Any:
+    """A call's arguments for the chat template: an object, or the text if it is none; ApiError if they are not text."""
+    if text is not None and not isinstance(text, str):
+        raise invalid(f"{place}: the arguments of a call must be JSON text", place)
     try:
         value = json.loads(text or "{}")
     except JSON_ERRORS:
@@ -102,9 +106,15 @@ def arguments_of(text: str | None) -> Any:
     return value if isinstance(value, dict) else text
 
 
-def function_tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
+def function_tool(name: str, description: str | None, parameters: dict[str, Any] | None, place: str) -> dict[str, Any]:
+    """A tool in OpenAI's form; ApiError if it is wrong. place: of its schema in the request."""
     parameters = parameters or {"type": "object", "properties": {}}
-    return {"type": "function", "function": {"name": name, "description": description or "", "parameters": parameters}}
+    tool = {"type": "function", "function": {"name": name, "description": description or "", "parameters": parameters}}
+    try:
+        parser_schema(tool)
+    except ValueError as error:
+        raise invalid(f"{place}: {error}", place) from error
+    return tool
 
 
 def allowed_tools(tools: list[dict[str, Any]], choice: Any) -> tuple[dict[str, Any], ...]:

@@ -113,12 +113,13 @@ def count_tokens(data: Any, session: Session) -> dict[str, Any]:
 
 def _tools(body: CountBody) -> tuple[dict[str, Any], ...]:
     tools = []
-    for tool in body.tools or ():
+    for number, tool in enumerate(body.tools or ()):
         if tool.type not in (None, "custom"):
             raise invalid(
                 f"tools: {tool.name} has the type {tool.type!r}; only tools of the client are supported", "tools"
             )
-        tools.append(function_tool(tool.name, tool.description, tool.input_schema))
+        place = f"tools.{number}.input_schema"
+        tools.append(function_tool(tool.name, tool.description, tool.input_schema, place))
     choice = body.tool_choice or {}
     if choice.get("disable_parallel_tool_use"):
         raise invalid("tool_choice.disable_parallel_tool_use cannot be enforced; leave it out", "tool_choice")
@@ -141,15 +142,15 @@ def _messages(body: CountBody) -> list[Message]:
 
 def _assistant(blocks: list[dict[str, Any]], place: str) -> Message:
     """Reasoning is not shown to the model again: answers of this server have it in their text."""
-    calls = [
-        {
-            "id": str(block.get("id", "")),
-            "type": "function",
-            "function": {"name": block.get("name"), "arguments": block.get("input", {})},
-        }
-        for block in blocks
-        if block.get("type") == "tool_use"
-    ]
+    calls = []
+    for block in blocks:
+        if block.get("type") != "tool_use":
+            continue
+        name, arguments = block.get("name"), block.get("input", {})
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            raise invalid(f"{place}: a tool_use needs a name, which is text, and an object as input", place)
+        function = {"name": name, "arguments": arguments}
+        calls.append({"id": str(block.get("id", "")), "type": "function", "function": function})
     text = [block for block in blocks if block.get("type") not in ("tool_use", "thinking", "redacted_thinking")]
     return {"role": "assistant", "content": text_of(text, place), **({"tool_calls": calls} if calls else {})}
 

@@ -5,13 +5,14 @@
                   └── tokens of the turn that the messages continue ◄───────┘
 
 A prompt that continues a recorded turn has its very tokens, followed by the template's bridge: sampled text is never tokenized
-again. If the client rewrote the history, the prompt is rendered from the messages, and a new branch begins.
+again. If the client rewrote the history, the prompt is rendered from the messages, and a new branch begins. Special tokens in
+messages and tools are broken up, as in every conversation; only the text of a plain completion may have them.
 """
 
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 from lockstep.agents.renderer import Message, Renderer
 from lockstep.agents.trajectory import Trajectory
 from lockstep.protocol.generation import Completion
+from lockstep.utils.untrusted import valid_text
 
 logger = logging.getLogger(__name__)
 
@@ -76,45 +78,59 @@ class Prompt:
 
 
 class SessionRecorder:
-    """Append-only. Several answers to one prompt and concurrent conversations are branches of a tree."""
+    """Append-only. Several answers to one prompt and concurrent conversations are branches of a tree.
 
-    def __init__(self, renderer: Renderer) -> None:
+    trusted: contents of messages whose special tokens stay, such as those of the row.
+    """
+
+    def __init__(self, renderer: Renderer, trusted: Collection[str] = ()) -> None:
         self.renderer = renderer
+        self.trusted = trusted
         self.turns: list[Turn] = []
         self._conversations: dict[bytes, Turn] = {}
         self._texts: dict[str, Turn] = {}
 
-    def prompt_for(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Prompt:
-        """The prompt of a conversation; it continues the recorded turn that covers most of the messages."""
+    def prompt_for(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), max_tokens: int | None = None
+    ) -> Prompt:
+        """The prompt of a conversation; it continues the recorded turn that covers most of the messages.
+
+        max_tokens: TooLongError if the prompt has many more; it is not tokenized then.
+        """
+        plain = self.renderer.plain_messages(messages, max_tokens=max_tokens, trusted=self.trusted)
+        plain_tools = self.renderer.as_plain(tools)
         keys = [hashlib.blake2b(_json(list(tools)), digest_size=16)]
         for message in messages:
             keys.append(_extended(keys[-1], message))
         for at in range(len(messages) - 1, -1, -1):
             turn = self._conversations.get(keys[at + 1].digest()) if messages[at]["role"] == "assistant" else None
             if turn is not None and turn.token_ids:
-                bridge = self.renderer.bridge(messages[: at + 1], messages[at + 1 :], turn.token_ids[-1], tools)
+                before, new = plain[: at + 1], plain[at + 1 :]
+                bridge = self.renderer.bridge(before, new, turn.token_ids[-1], plain_tools, max_tokens)
                 if bridge is not None:
-                    return Prompt(turn.all_ids + bridge, turn, keys[-1], messages)
+                    return Prompt(turn.all_ids + bridge, turn, keys[-1], [*turn.messages, *new])
                 logger.warning(
                     "the chat template does not show where an answer ends: the next turn begins a new branch"
                 )
                 break
-        return Prompt(self.renderer.ids(messages, tools), None, keys[-1], messages)
+        return Prompt(self.renderer.ids(plain, plain_tools, max_tokens), None, keys[-1], plain)
 
     def prompt_for_ids(self, ids: list[int]) -> Prompt:
         """A prompt of tokens; it continues the longest recorded turn that it begins with."""
         turns = [turn for turn in self.turns if (done := turn.all_ids) and ids[: len(done)] == done]
         return Prompt(ids, max(turns, key=lambda turn: len(turn.all_ids), default=None), None)
 
-    def prompt_for_text(self, text: str) -> Prompt:
-        """A plain text; if it begins with a recorded text, with the tokens of that."""
-        done = max((known for known in self._texts if text.startswith(known)), key=len, default=None)
+    def prompt_for_text(self, text: str, max_tokens: int | None = None) -> Prompt:
+        """A plain text; if it begins with a recorded text, with the tokens of that. max_tokens: see `prompt_for`."""
+        text = valid_text(text)
+        done = max((known for known in list(self._texts) if text.startswith(known)), key=len, default=None)
         if done is None:
-            return Prompt(self.renderer.encode(text), None, text, [{"role": "user", "content": text}])
+            ids = self.renderer.encode(text, max_tokens)
+            return Prompt(ids, None, text, [{"role": "user", "content": text}])
         turn = self._texts[done]
         new = text[len(done) :]
         messages = [*turn.messages, {"role": "user", "content": new}]
-        return Prompt(turn.all_ids + self.renderer.encode(new), turn, text, messages)
+        return Prompt(turn.all_ids + self.renderer.encode(new, max_tokens), turn, text, messages)
 
     def add(self, prompt: Prompt, answer: Message | str, completion: Completion, *, trainable: bool) -> Turn:
         """Record a turn. answer: as the client was sent it, a message or the text of a completion."""

@@ -60,7 +60,10 @@ class Responses(ProtocolCall):
         self._session = session
         if wrong := [tool.type for tool in body.tools or () if tool.type != "function"]:
             raise invalid(f"tools: only tools of type 'function' are supported, not {wrong[0]!r}", "tools")
-        tools = [function_tool(tool.name, tool.description, tool.parameters) for tool in body.tools or ()]
+        tools = [
+            function_tool(tool.name, tool.description, tool.parameters, f"tools.{i}.parameters")
+            for i, tool in enumerate(body.tools or ())
+        ]
         self.request = body.answer_request(
             max_tokens=body.max_output_tokens, tools=allowed_tools(tools, body.tool_choice)
         )
@@ -194,7 +197,7 @@ def _messages(items: str | list[dict[str, Any]]) -> list[Message]:
     for number, item in enumerate(items):
         place, kind = f"input.{number}", item.get("type", "message")
         if kind == "message":
-            if item.get("role") not in ROLES:
+            if item.get("role") not in list(ROLES):
                 raise invalid(f"{place}.role: must be one of {', '.join(ROLES)}", place)
             messages.append({"role": ROLES[item["role"]], "content": text_of(item.get("content"), place)})
         elif kind == "function_call":
@@ -214,6 +217,6 @@ def _add_call(messages: list[Message], item: dict[str, Any], place: str) -> None
         raise invalid(f"{place}.name: a call needs the name of a function", place)
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
-    function = {"name": item["name"], "arguments": arguments_of(item.get("arguments"))}
+    function = {"name": item["name"], "arguments": arguments_of(item.get("arguments"), place)}
     call = {"id": str(item.get("call_id", "")), "type": "function", "function": function}
     messages[-1] = messages[-1] | {"tool_calls": [*messages[-1].get("tool_calls", []), call]}

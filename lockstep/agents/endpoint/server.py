@@ -12,6 +12,7 @@ import re
 import socket
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -98,6 +99,8 @@ class Endpoint:
         self._running: set[asyncio.Task[Any]] = set()
         self._server: _Server | None = None
         self._created = now()
+        # one thread: prompts are made in the order of their requests, and no two of them take memory at a time
+        self._thread = ThreadPoolExecutor(1, "endpoint")
         self.app = Starlette(routes=self._routes(), exception_handlers={HTTPException: self._http_error})
 
     def has_session(self, name: str) -> bool:
@@ -227,29 +230,52 @@ class Endpoint:
 
     def _answering(self, call_class: type[ProtocolCall]) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
-            data = await self._body(request)
+            body = await self._body(request)
             session = self._session_of(request)
-            call = call_class(data, session)
+            async with self._used(session):
+                call = await self._in_thread(lambda: call_class(self._json(body), session))
+            if session.name == "":
+                session.num_requests = self.counters.num_requests
             items = merged(session.start(call.prompts, call.request))
             self.counters.num_requests += 1
             if call.request.stream:
                 return EventStream(self, session, call, items)
-            answers = await self._watched(request.receive, _collected(session, items))
-            return JSONResponse(call.document(answers))
+            async with self._used(session):
+                answers = await self._watched(request.receive, _collected(items))
+            return JsonResponse(call.document(answers))
 
         return answer
 
     async def _count_tokens(self, request: Request) -> Response:
-        data = await self._body(request)
-        return JSONResponse(messages.count_tokens(data, self._session_of(request)))
+        body = await self._body(request)
+        session = self._session_of(request)
+        async with self._used(session):
+            count = await self._in_thread(lambda: messages.count_tokens(self._json(body), session))
+        return JsonResponse(count)
 
-    async def _body(self, request: Request) -> Any:
-        """The JSON body, of a model that is served."""
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        """The result of what may take long: reading a body, rendering and tokenizing its messages."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
+    @asynccontextmanager
+    async def _used(self, session: Session) -> AsyncIterator[None]:
+        """The session is not dropped inside."""
+        session.num_running += 1
+        try:
+            yield
+        finally:
+            session.num_running -= 1
+
+    async def _body(self, request: Request) -> bytearray:
         body = bytearray()
         async for chunk in request.stream():
             body += chunk
             if len(body) > MAX_BODY_BYTES:
                 raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+        return body
+
+    def _json(self, body: bytearray) -> Any:
+        """The JSON of a request, of a model that is served."""
         try:
             data = json.loads(body)
         except (ValueError, RecursionError) as error:
@@ -275,9 +301,7 @@ class Endpoint:
         if name is None:
             if not self.settings.open_sessions:
                 raise ApiError(404, "requests need the URL of a session: /s/SESSION/v1/...")
-            session = self._session("")  # for this request
-            session.num_requests = self.counters.num_requests
-            return session
+            return self._session("")  # for this request
         if name not in self._sessions:
             if not self.settings.open_sessions:
                 raise ApiError(404, f"there is no session {name!r}")
@@ -307,7 +331,7 @@ class Endpoint:
             | {"trainable": turn.trainable}
             for turn in turns
         ]
-        return JSONResponse({"turns": rows})
+        return JsonResponse({"turns": rows})
 
     async def _models(self, request: Request) -> Response:
         name = request.path_params.get("model")
@@ -325,16 +349,23 @@ class Endpoint:
                 {"id": model, "object": "model", "created": self._created, "owned_by": "lockstep"} for model in names
             ]
             page = {"object": "list"}
-        return JSONResponse(rows[0] if name is not None else {"data": rows, **page})
+        return JsonResponse(rows[0] if name is not None else {"data": rows, **page})
 
     async def _health(self, request: Request) -> Response:
-        return JSONResponse({"status": "ok"})
+        return JsonResponse({"status": "ok"})
 
     async def _http_error(self, request: Request, error: Exception) -> Response:
         """Unknown paths and wrong methods."""
         assert isinstance(error, HTTPException)
         message = f"{request.method} {request.url.path}: {error.detail}"
         return _error_response(request, ApiError(error.status_code, message))
+
+
+class JsonResponse(JSONResponse):
+    """Lone surrogates, which clients may send in text that is repeated to them, are replaced."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(errors="replace")
 
 
 class EventStream(Response):
@@ -353,16 +384,14 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        self.session.num_running += 1
-        try:
-            async with aclosing(self.items), aclosing(self.call.events(self.items)) as events:  # type: ignore[type-var]
-                async for event in events:
-                    await send({"type": "http.response.body", "body": _event_bytes(event), "more_body": True})
-        except Exception as error:  # noqa: BLE001 - sent
-            event = self.call.error_event(self.endpoint._as_api_error(error))
-            await send({"type": "http.response.body", "body": _event_bytes(event), "more_body": True})
-        finally:
-            self.session.num_running -= 1
+        async with self.endpoint._used(self.session):
+            try:
+                async with aclosing(self.items), aclosing(self.call.events(self.items)) as events:  # type: ignore[type-var]
+                    async for event in events:
+                        await send({"type": "http.response.body", "body": _event_bytes(event), "more_body": True})
+            except Exception as error:  # noqa: BLE001 - sent
+                event = self.call.error_event(self.endpoint._as_api_error(error))
+                await send({"type": "http.response.body", "body": _event_bytes(event), "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
 
@@ -370,17 +399,13 @@ class ClientGone(Exception):
     """The client closed the connection, or the server stops at once."""
 
 
-async def _collected(session: Session, items: Items) -> list[Answer]:
+async def _collected(items: Items) -> list[Answer]:
     """The answers, in the order of their streams."""
     answers = {}
-    session.num_running += 1
-    try:
-        async with aclosing(items):  # type: ignore[type-var]
-            async for number, item in items:
-                if isinstance(item, Answer):
-                    answers[number] = item
-    finally:
-        session.num_running -= 1
+    async with aclosing(items):  # type: ignore[type-var]
+        async for number, item in items:
+            if isinstance(item, Answer):
+                answers[number] = item
     return [answers[number] for number in sorted(answers)]
 
 
@@ -392,7 +417,7 @@ def _event_bytes(event: Event) -> bytes:
 
 def _error_response(request: Request, error: ApiError) -> Response:
     is_anthropic = "anthropic-version" in request.headers or "/v1/messages" in request.url.path
-    return JSONResponse(error.anthropic() if is_anthropic else error.openai(), status_code=error.status)
+    return JsonResponse(error.anthropic() if is_anthropic else error.openai(), status_code=error.status)
 
 
 def names_loopback(hosts: Sequence[str]) -> bool:

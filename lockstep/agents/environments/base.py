@@ -21,6 +21,7 @@ from lockstep.agents.renderer import Message
 from lockstep.agents.tools import calls
 from lockstep.agents.tools.calls import ToolError, finite, run_contained
 from lockstep.registry import name_from_data
+from lockstep.utils.untrusted import message_of, valid_text
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -68,9 +69,9 @@ class Calls:
         try:
             return await asyncio.wait_for(result, self.timeout_s)
         except TimeoutError as error:
-            raise EpisodeError(str(error) or f"took longer than {self.timeout_s:g} s") from error
+            raise EpisodeError(message_of(error) or f"took longer than {self.timeout_s:g} s") from error
         except Exception as error:
-            raise EpisodeError(f"{type(error).__name__}: {error}") from error
+            raise EpisodeError(f"{type(error).__name__}: {message_of(error)}") from error
 
 
 async def _of_environment(result: Awaitable[T]) -> T:
@@ -80,7 +81,7 @@ async def _of_environment(result: Awaitable[T]) -> T:
     except EpisodeError:
         raise
     except Exception as error:
-        raise EpisodeError(f"{type(error).__name__}: {error}") from error
+        raise EpisodeError(f"{type(error).__name__}: {message_of(error)}") from error
 
 
 class Episode(ABC):
@@ -121,7 +122,7 @@ class EnvironmentLoop(AgentLoop):
         episode = self.episode(conversation.row)
         try:
             await self._hold(conversation, episode)
-            conversation.reward_scores |= _numbers(await _of_environment(episode.metrics()))
+            conversation.reward_scores |= await _of_environment(_numbers(episode.metrics()))
             conversation.reward_scores["reward"] = math.fsum(conversation.turn_scores)
         except EpisodeError as error:
             name = conversation.row.get("agent_name") or type(self).__name__
@@ -240,5 +241,6 @@ def checked_reward(reward: Any) -> float:
         raise EpisodeError(str(error)) from error
 
 
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    return {str(name): float(value) for name, value in metrics.items() if isinstance(value, int | float)}
+async def _numbers(metrics: Awaitable[Mapping[str, Any]]) -> dict[str, float]:
+    found = await metrics
+    return {valid_text(str(name)): float(value) for name, value in found.items() if isinstance(value, int | float)}

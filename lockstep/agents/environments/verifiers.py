@@ -24,6 +24,7 @@ from lockstep.config.actor_rollout_ref import ProgramConfig
 from lockstep.data.verifiers_tasks import config_of, make_env, task_of
 from lockstep.registry import name_from_data
 from lockstep.utils.generated_data import is_generated, parse_generated
+from lockstep.utils.untrusted import message_of
 
 STOP_S = 10.0
 
@@ -81,7 +82,7 @@ class VerifiersAgent(ProgramAgent):
         except ProgramError:
             raise
         except Exception as error:  # the user's environment
-            raise ProgramError(f"{type(error).__name__}: {error}") from error
+            raise ProgramError(f"{type(error).__name__}: {message_of(error)}") from error
 
 
 def _key_variable(token: str) -> str:

@@ -121,9 +121,7 @@ class PolicyChatModel(BaseChatModel):
         request = AnswerRequest(
             tools=tuple(kwargs.get("tools") or ()), stop=tuple(stop or ()), max_tokens=kwargs.get("max_tokens")
         )
-        num_prompt = len(own.conversation.row["raw_prompt"])
-        plain = plain_messages(messages, own.session.recorder.renderer, num_prompt)
-        answer = await own.answer(plain, request)
+        answer = await own.answer(as_messages(messages, own.session.recorder.renderer), request)
         known = {tool["function"]["name"] for tool in request.tools}
         own.conversation.counts.malformed_calls += sum(c["function"]["name"] not in known for c in answer.tool_calls)
         num_malformed = own.num_malformed(answer) if request.tools and answer.finish != "length" else 0
@@ -147,17 +145,15 @@ class PolicyChatModel(BaseChatModel):
         return ChatResult(generations=[ChatGeneration(message=message)])
 
 
-def plain_messages(messages: Sequence[BaseMessage], renderer: Renderer, num_prompt: int) -> list[Message]:
-    """Messages as the renderer takes them. num_prompt: messages of the row, whose special tokens stay."""
+def as_messages(messages: Sequence[BaseMessage], renderer: Renderer) -> list[Message]:
+    """Messages as the renderer takes them."""
     found: list[Message] = []
     call_ids: dict[str, str] = {}
-    converted = enumerate(convert_to_openai_messages(list(messages), text_format="string"))
-    for is_result, group in groupby(converted, key=lambda pair: pair[1]["role"] == "tool"):
+    converted = convert_to_openai_messages(list(messages), text_format="string")
+    for is_result, group in groupby(converted, key=lambda message: message["role"] == "tool"):
         results = []
-        for number, message in group:
+        for message in group:
             content = message.get("content") or ""
-            if message["role"] in ("user", "tool") and number >= num_prompt:
-                content = renderer.as_plain_text(content)
             if is_result:
                 results.append(
                     (message.get("name") or "", call_ids.get(message["tool_call_id"], call_id_of(0)), content)

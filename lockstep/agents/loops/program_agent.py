@@ -24,8 +24,8 @@ from typing import IO, TYPE_CHECKING, Any
 from lockstep.agents.conversation import Conversation
 from lockstep.agents.loops.base import AgentLoop, Setup, register
 from lockstep.agents.loops.recorded import OutOfTimeError, OwnTime, answer_settings, take_branches
-from lockstep.agents.schemas import JSON_ERRORS
 from lockstep.config.actor_rollout_ref import ProgramConfig
+from lockstep.utils.untrusted import JSON_ERRORS, valid_text
 
 if TYPE_CHECKING:
     from lockstep.agents.endpoint.server import Endpoint
@@ -170,7 +170,7 @@ def rewards_of(output: str) -> dict[str, float]:
     except JSON_ERRORS:
         return {}
     values: dict[str, Any] = last if isinstance(last, dict) else {"reward": last}
-    return {str(name): float(value) for name, value in values.items() if _is_number(value)}
+    return {valid_text(str(name)): float(value) for name, value in values.items() if _is_number(value)}
 
 
 def _is_number(value: Any) -> bool:

@@ -71,8 +71,9 @@ class ReactAgent(AgentLoop):
 
         answers = answer_settings(conversation, self.setup.rollout, force_sampling=True)
         own_time = OwnTime(conversation.sample)
-        session = Session("", SessionRecorder(self.setup.renderer), own_time.sample, answers)
         row = conversation.row
+        trusted = [message.get("content") or "" for message in row["raw_prompt"]]
+        session = Session("", SessionRecorder(self.setup.renderer, trusted), own_time.sample, answers)
         tools = ToolSession(self.setup.tools, row.get("tools_kwargs") or {}, self.limits, str(uuid.uuid4()), row)
         token = held.set(Held(conversation, session, tools))
         try:

@@ -11,18 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from lockstep.agents.schemas import JSON_ERRORS, ToolResponse
+from lockstep.agents.schemas import ToolResponse
 from lockstep.agents.tool_parser import FunctionCall
 from lockstep.agents.tools.base import BaseTool
 from lockstep.agents.tools.threads import run_in_thread
 from lockstep.config.actor_rollout_ref import MultiTurnConfig
+from lockstep.utils.untrusted import JSON_ERRORS, is_valid, message_of
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 TruncateSide = Literal["left", "middle", "right"]
 
-MAX_ERROR_CHARS = 300
+MAX_CHOSEN_CHARS = 100_000
+"""Of a message that a tool chose itself; `CallLimits` cut it further."""
 PACKAGE = str(Path(__file__).parents[2])
 TRIVIAL = (BaseTool.create, BaseTool.calc_reward, BaseTool.release)
 """Methods that need no thread and no deadline: those that a tool did not override."""
@@ -82,21 +84,34 @@ class ToolSession:
         tool = self.tools.get(call.name)
         if tool is None:
             known = ", ".join(self.tools)
-            return CallResult(call.name, f"Error: there is no tool {call.name!r}; tools: {known}", "malformed")
+            return self._failed(call, f"there is no tool {call.name!r}; tools: {known}", "malformed")
         try:
             parameters = json.loads(call.arguments)
         except JSON_ERRORS as error:
-            return CallResult(call.name, f"Error: the arguments are not valid JSON: {error}", "malformed")
+            return self._failed(call, f"the arguments are not valid JSON: {message_of(error)}", "malformed")
         if not isinstance(parameters, dict):
-            return CallResult(call.name, "Error: the arguments must be a JSON object", "malformed")
+            return self._failed(call, "the arguments must be a JSON object", "malformed")
         try:
             instance_id = await self._instance(tool)
             text, reward = await self._run(
-                tool, tool.execute, _outcome_of, instance_id, parameters, **self._arguments(tool, "execute_kwargs")
+                tool, tool.execute, self._outcome_of, instance_id, parameters, **self._arguments(tool, "execute_kwargs")
             )
         except ToolError as error:
-            return CallResult(call.name, truncate(f"Error: {error}", self.limits), "error")
-        return CallResult(call.name, truncate(text, self.limits), reward=reward)
+            return self._failed(call, str(error), "error")
+        return CallResult(call.name, text, reward=reward)
+
+    def _failed(self, call: FunctionCall, message: str, how: Literal["malformed", "error"]) -> CallResult:
+        return CallResult(call.name, truncate(f"Error: {message}", self.limits), how)
+
+    def _outcome_of(self, result: Any) -> tuple[str, float | None]:
+        """Text and reward of what `execute` returned; ToolError if it is something else."""
+        if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[0], ToolResponse):
+            raise ToolError(f"the tool returned {type(result).__name__}, not (ToolResponse, reward, metrics)")
+        response, reward, _ = result
+        if response.image or response.video:
+            raise ToolError("the tool returned an image or a video; only text is supported")
+        text = checked_text("the tool", "" if response.text is None else response.text, self.limits)
+        return text, None if reward is None else finite(reward)
 
     async def close(self) -> dict[str, float | None]:
         """The rewards of the tools that were called, None for those that failed, and release them."""
@@ -156,37 +171,29 @@ async def run_contained(what: str, start: Callable[[], Coroutine[Any, Any, T]], 
     try:
         return await run_in_thread(start, timeout_s)
     except ToolError as error:
-        _log_once(what, error)
-        raise
+        chosen = ToolError(message_of(error, MAX_CHOSEN_CHARS))
+        _log_once(what, chosen)
+        raise chosen from error
     except TimeoutError as error:
-        late = TimeoutError(str(error) or f"took longer than {timeout_s:g} s")
+        late = TimeoutError(message_of(error) or f"took longer than {timeout_s:g} s")
         _log_once(what, late)
         raise ToolError(str(late)) from error
     except Exception as error:
         _log_once(what, error)
-        raise ToolError(f"{type(error).__name__}: {str(error)[:MAX_ERROR_CHARS]}") from error
+        raise ToolError(f"{type(error).__name__}: {message_of(error)}") from error
 
 
 def _as_it_is(result: Any) -> Any:
     return result
 
 
-def _outcome_of(result: Any) -> tuple[str, float | None]:
-    """Text and reward of what `execute` returned; ToolError if it is something else."""
-    if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[0], ToolResponse):
-        raise ToolError(f"the tool returned {type(result).__name__}, not (ToolResponse, reward, metrics)")
-    response, reward, _ = result
-    if response.image or response.video:
-        raise ToolError("the tool returned an image or a video; only text is supported")
-    text = checked_text("the tool", "" if response.text is None else response.text)
-    return text, None if reward is None else finite(reward)
-
-
-def checked_text(what: str, text: Any) -> str:
-    """ToolError if what a user's code returned cannot be rendered."""
+def checked_text(what: str, text: Any, limits: CallLimits | None = None) -> str:
+    """What a user's code returned, cut to the limits; ToolError if it cannot be rendered."""
     if not isinstance(text, str):
         raise ToolError(f"{what} returned {type(text).__name__}, not text")
-    if "\0" in text or any("\ud800" <= char <= "\udfff" for char in text):
+    if limits is not None:
+        text = truncate(text, limits)
+    if "\0" in text or not is_valid(text):
         raise ToolError(f"{what} returned binary data, not text")
     return text
 
@@ -222,7 +229,7 @@ def _log_once(name: str, error: Exception) -> None:
         return
     _logged.add(kind)
     is_message = isinstance(error, ToolError | TimeoutError)
-    what = str(error) if is_message else f"{type(error).__name__}: {error}"
+    what = str(error) if is_message else f"{type(error).__name__}: {message_of(error)}"
     frames = traceback.extract_tb(error.__traceback__)
     ours = [place for place, frame in enumerate(frames) if frame.filename.startswith(PACKAGE)]
     theirs = frames[ours[-1] + 1 :] if ours else frames

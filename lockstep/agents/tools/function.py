@@ -14,6 +14,7 @@ The schema comes from type hints and a docstring with an `Args:` section:
 
 import inspect
 import json
+import re
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from typing import Any
 from lockstep.agents.schemas import OpenAIFunctionToolSchema, ToolResponse
 from lockstep.agents.tools.base import BaseTool
 from lockstep.registry import defined_at
+
+ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+>")
+"""In the text of objects that have none of their own."""
 
 
 class FunctionTool(BaseTool):
@@ -145,7 +149,17 @@ async def _answer(function: Callable[..., Any], parameters: dict[str, Any]) -> T
     result = await _awaited(function(**parameters))
     if isinstance(result, bytes | bytearray | memoryview):
         raise TypeError("the tool returned bytes, not text")
-    return ToolResponse(text=result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str))
+    if not isinstance(result, str):
+        result = json.dumps(result, ensure_ascii=False, default=_as_text)
+    return ToolResponse(text=result)
+
+
+def _as_text(value: Any) -> str:
+    """A value that JSON lacks, such as a date; TypeError if its text is only the address of an object."""
+    text = str(value)
+    if ADDRESS.search(text):
+        raise TypeError(f"the tool returned an object of {type(value).__name__}, not text or data")
+    return text
 
 
 def schema_of(function: Callable[..., Any]) -> OpenAIFunctionToolSchema:

@@ -14,8 +14,9 @@ from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import Context
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
+from lockstep.agents.tools import child_processes
 from lockstep.utils.event_loop import cancelled
 
 T = TypeVar("T")
@@ -42,6 +43,13 @@ async def run_in_thread(start: Callable[[], Coroutine[Any, Any, T]], timeout_s: 
         return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s + GRACE_S)
 
 
+def end_child_processes() -> None:
+    """End the processes that calls have left running, also those of threads that still block."""
+    for thread in list(_threads):
+        thread.note_children()
+    child_processes.end_noted()
+
+
 class _Thread:
     """Runs one call at a time."""
 
@@ -49,9 +57,17 @@ class _Thread:
         self._loop = asyncio.new_event_loop()
         self._task: asyncio.Task[None] | None = None
         self._is_over = False
+        self._id: int | None = None
+        _threads.add(self)
         threading.Thread(target=self._run, name="tool", daemon=True).start()
 
+    def note_children(self) -> None:
+        """Processes that its calls left running end with the run."""
+        if self._id is not None:
+            child_processes.note_children(self._id)
+
     def _run(self) -> None:
+        self._id = threading.get_native_id()
         asyncio.set_event_loop(self._loop)
         while not self._is_over:
             # SystemExit of a task passes through the loop; who awaits the task gets it too
@@ -69,11 +85,13 @@ class _Thread:
 
     async def _call(self, start: Callable[[], Coroutine[Any, Any, T]], timeout_s: float, future: "Future[T]") -> None:
         result, error = None, None
+        child_processes.begin_call()
         try:
             async with asyncio.timeout(timeout_s):
                 result = await start()
         except BaseException as raised:  # noqa: BLE001 - a tool may raise anything, SystemExit too
             error = raised if isinstance(raised, Exception) else RuntimeError(repr(raised))
+        self.note_children()
         left_behind = asyncio.all_tasks() - {self._task}
         can_be_used_again = not left_behind and not isinstance(error, TimeoutError)
         if can_be_used_again:
@@ -96,4 +114,6 @@ def _settle(future: "Future[Any]", result: Any, error: Exception | None) -> None
 
 
 _idle: deque[_Thread] = deque()
-os.register_at_fork(after_in_child=_idle.clear)  # a forked process has none of the threads
+_threads: WeakSet[_Thread] = WeakSet()
+for found in (_idle, _threads):
+    os.register_at_fork(after_in_child=found.clear)  # a forked process has none of the threads

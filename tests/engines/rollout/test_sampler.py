@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lockstep.engines.rollout.base import SamplingParams
 from lockstep.engines.rollout.embedded.sampler import SamplingBatch, inverse_cdf, sample, uniform
@@ -138,3 +140,40 @@ def test_the_largest_uniform_stays_below_every_total() -> None:
 def test_wrong_parameters_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SamplingParams(**wrong)
+
+
+LOGITS = st.lists(st.floats(-1e4, 1e4, width=32) | st.just(float("-inf")), min_size=7, max_size=7)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    logits=LOGITS,
+    temperature=st.floats(0, 1e6),
+    top_p=st.floats(0, 1, exclude_min=True),
+    top_k=st.integers(-1, 2**80),
+    min_p=st.floats(0, 1),
+    seed=st.integers(-(2**70), 2**70),
+)
+def test_every_request_that_is_accepted_samples_a_possible_token(
+    logits: list[float], temperature: float, top_p: float, top_k: int, min_p: float, seed: int
+) -> None:
+    logits[3] = 0.0  # at least one is possible
+    params = SamplingParams(temperature, top_k, top_p, min_p)
+    tokens, log_probs = sample_rows(torch.tensor([logits, [0.0] * 7]), [params, SamplingParams()], [seed, 0], [5, 5])
+    assert 0 <= int(tokens[0]) < 7 and logits[int(tokens[0])] > float("-inf")
+    assert bool(log_probs.isfinite().all()) and bool((log_probs <= 0).all())
+    fields = [params.temperature, params.top_p, params.top_k]
+    assert torch.tensor(fields[:2], dtype=torch.float32).tolist()[1] > 0 and torch.tensor(fields[2:]) is not None
+
+
+@pytest.mark.parametrize("value", [float("nan"), -1e-9, 1e7, float("inf")])
+def test_temperatures_that_are_refused(value: float) -> None:
+    with pytest.raises(ValueError, match="temperature="):
+        SamplingParams(temperature=value)
+
+
+def test_values_that_32_bits_cannot_hold() -> None:
+    assert SamplingParams(temperature=1e-40) == SamplingParams(temperature=0.0)
+    assert SamplingParams(temperature=1e-40).greedy and not SamplingParams(temperature=1e-5).greedy
+    assert SamplingParams(top_p=1e-300) == SamplingParams(top_p=1e-9)
+    assert SamplingParams(top_k=2**80) == SamplingParams(top_k=2**31 - 1)

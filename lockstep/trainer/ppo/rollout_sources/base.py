@@ -75,7 +75,9 @@ class AsyncSource(ABC):
         self.num_drawn = 0
         """Batches of prompts drawn from the data."""
         self.sync_metrics: dict[str, float] = {}
-        """Of weights that were sent within `collect`."""
+        """Of weights that were sent and that `collect` has not reported."""
+        self.is_updated = False
+        """Whether the actor has been updated since weights were sent, for sources that send them within `collect`."""
         self.rollout: BackgroundRollout | None = None
 
     def start(self, run_dir: Path, step: int, policy_version: int, checkpoint: Path | None) -> None:
@@ -84,6 +86,8 @@ class AsyncSource(ABC):
         if checkpoint is not None and has_state(checkpoint / STATE):
             state = load_state(checkpoint / STATE)
             self.num_drawn = state["num_drawn"]
+            self.sync_metrics = state.get("sync_metrics", {})
+            self.is_updated = state.get("is_updated", False)
             num_samples = self.config.actor_rollout_ref.rollout.n
             self.schedule.restore([_group_of(group, num_samples) for group in state["groups"]], step + 1)
         self.rollout = BackgroundRollout(self.sampling.sampler, self.schedule, self.journal, self.sampling.is_kept)
@@ -119,7 +123,12 @@ class AsyncSource(ABC):
 
     def save(self, folder: Path) -> None:
         self.journal.sync()
-        state = {"num_drawn": self.num_drawn, "groups": [_state_of(group) for group in self._rollout.groups()]}
+        state = {
+            "num_drawn": self.num_drawn,
+            "groups": [_state_of(group) for group in self._rollout.groups()],
+            "sync_metrics": self.sync_metrics,
+            "is_updated": self.is_updated,
+        }
         save_state(folder / STATE, state, owner="trainer.async_mode, of the prompts that are not trained on yet")
 
     def saved(self, step: int) -> None:

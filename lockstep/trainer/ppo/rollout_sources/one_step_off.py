@@ -16,8 +16,6 @@ from lockstep.trainer.ppo.rollout_sources.schedule import Group
 
 class OneStepOffSource(AsyncSource):
     ahead = 0
-    _is_updated = False
-    """Whether the actor has been updated since weights were sent."""
 
     def _take(self, prompts: Iterator[DataProto], step: int) -> list[Group]:
         schedule = self.schedule
@@ -36,7 +34,7 @@ class OneStepOffSource(AsyncSource):
         return groups
 
     def update_weights(self, policy_version: int) -> dict[str, float]:
-        self.policy_version, self._is_updated = policy_version, True
+        self.policy_version, self.is_updated = policy_version, True
         return {}
 
     @contextmanager
@@ -47,7 +45,7 @@ class OneStepOffSource(AsyncSource):
         yield
 
     def _send_weights(self) -> None:
-        if self._is_updated:
+        if self.is_updated:
             self._rollout.pause()
             self.sync_metrics |= super().update_weights(self.policy_version)
-            self._is_updated = False
+            self.is_updated = False
