@@ -16,7 +16,6 @@ from lockstep.agents.tools.calls import CallResult
 from lockstep.agents.trajectory import Trajectory
 from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
 from lockstep.utils.terminal import printable
-from lockstep.utils.untrusted import valid_text
 
 Generate = Callable[[GenerationRequest], Awaitable[Completion]]
 FinishReason = Literal["stop", "length", "turns", "abort"]
@@ -172,7 +171,7 @@ class Conversation:
         """Count that its holder failed, and keep why."""
         self.counts.program_errors += holder == "program"
         self.counts.environment_errors += holder == "environment"
-        self.failure = printable(valid_text(why))  # it quotes what programs and environments wrote, and is logged
+        self.failure = printable(why)  # it quotes what programs and environments wrote, and is logged
 
     def note_call(self, result: CallResult) -> None:
         """Count a tool call and keep its reward."""
