@@ -8,7 +8,9 @@ not served raise an ImportError that says what to use instead (`_names.NOT_SERVE
 
 from lockstep import __version__ as __version__
 from lockstep.verl._names import explain_missing_modules, exports
+from lockstep.verl._resolver import register_resolver
 
 explain_missing_modules()
+register_resolver()
 
 __getattr__ = exports(__name__, {"lockstep.verl.protocol": ("DataProto",)})

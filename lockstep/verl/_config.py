@@ -34,10 +34,10 @@ from lockstep.config.normalize import canonical_name, normalize, tables_of
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import build, defaults, get_in, keys, sections, set_in, to_plain
 from lockstep.config.sft import SFTConfig
+from lockstep.verl._resolver import RESOLVER
 
 C = TypeVar("C", PPOConfig, SFTConfig)
 MISSING = object()
-RESOLVER = "lockstep.default"
 CONFIGS: dict[str, type] = {DEFAULT_NAMES[cls]: cls for cls in (PPOConfig, SFTConfig)}
 """The configs that are added to Hydra."""
 _REFERENCE = re.compile(r"\$\{[^:}]+\}")
@@ -161,9 +161,9 @@ class _Derived:
     values: Mapping[str, Any]
 
 
-def _default_of(config: str, name: str, _root_: DictConfig) -> Any:
-    """The resolver: the value that a run of the config uses for a key that is not set."""
-    cls, written = CONFIGS[config], _container(_root_, resolve=False)
+def default_of(config: str, name: str, root: DictConfig) -> Any:
+    """The value that a run of the config `root` uses for a key that is not set."""
+    cls, written = CONFIGS[config], _container(root, resolve=False)
     if written != _Derived.written:
         _Derived.values, _Derived.written = _derived_values(cls, written), written
     return _Derived.values.get(name, get_in(defaults(cls), name, None))
@@ -179,9 +179,6 @@ def _derived_values(cls: type, written: Mapping[str, Any]) -> Mapping[str, Any]:
             with suppress(OmegaConfBaseException):  # `typed_config` reports it
                 changes[name] = OmegaConf.select(complete, name)
     return derived_defaults(cls, normalize(cls, changes).values)[0]
-
-
-OmegaConf.register_new_resolver(RESOLVER, _default_of, replace=True)
 
 
 def _reads_environment(config: DictConfig, name: str, value: Any) -> bool:

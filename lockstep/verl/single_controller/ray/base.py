@@ -83,7 +83,7 @@ class RayClassWithInitArgs(backend.RayClassWithInitArgs):
         if (section := _section_of(cls)) is not None:
             if args:
                 args = (typed_section(args[0], section), *args[1:])
-            else:
+            elif "config" in kwargs:
                 kwargs["config"] = typed_section(kwargs["config"], section)
         super().__init__(cls, *args, **kwargs)
 
