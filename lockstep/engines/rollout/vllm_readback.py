@@ -87,12 +87,12 @@ def find_place(model: Any, name: str, shape: Sequence[int]) -> Place | str:
     module = _module(model, path)
     if module is None or (leaf not in module._parameters and leaf not in module._buffers):
         return _expert_place(model, name)
-    is_quantized = leaf == "weight" and _is_quantized(module)
+    rounds = leaf == "weight" and is_quantized(module)
     rows, columns = _rows(module, shape, index), _columns(module, shape)
     if rows is not None and columns is not None:
         cut = columns if len(shape) == 2 and columns[1] < shape[1] else None
-        return Place(path, leaf, rows if shape else None, cut, is_quantized=is_quantized)
-    if getattr(module, "tp_size", 1) > 1 or is_quantized:
+        return Place(path, leaf, rows if shape else None, cut, is_quantized=rounds)
+    if getattr(module, "tp_size", 1) > 1 or rounds:
         return f"{type(module).__name__} shards it in an own order"
     return Place(path, leaf, is_ordered=False)
 
@@ -141,9 +141,7 @@ def _rows(module: Any, shape: Sequence[int], index: int | None) -> tuple[tuple[i
 def _fused_rows(module: Any, sizes: Sequence[int], num_rows: int) -> tuple[tuple[int, int, int], ...] | None:
     """Of a tensor that the checkpoint has fused and whose parts are sharded one by one."""
     whole = list(getattr(module, "output_sizes", ()))
-    if hasattr(
-        module, "total_num_kv_heads"
-    ):  # output_sizes counts the key heads that ranks have in common once per rank
+    if hasattr(module, "total_num_kv_heads"):  # output_sizes counts key heads that ranks have in common once per rank
         values = getattr(module, "v_head_size", module.head_size)
         whole = [module.total_num_heads * module.head_size, module.total_num_kv_heads * module.head_size]
         whole.append(module.total_num_kv_heads * values)
@@ -185,7 +183,7 @@ def _expert_place(model: nn.Module, name: str) -> Place | str:
         if leaf in module._parameters:
             if max(getattr(module, size, 1) for size in ("tp_size", "ep_size")) > 1:
                 return "experts are sharded over ranks"
-            if _is_quantized(module):
+            if is_quantized(module):
                 return "experts are quantised"
             return Place(path, leaf, is_ordered=False)
     return f"{type(owner).__name__} has no {leaf}"
@@ -239,7 +237,7 @@ def read(module: Any, leaf: str) -> Tensor:
     parameter: Tensor = getattr(module, leaf).detach()
     is_head = "LMHead" in type(module).__name__  # packs a copy and keeps its weight
     is_packed = parameter.numel() == 0 or (is_head and hasattr(module, "cpu_linear"))
-    if leaf != "weight" or not hasattr(module, "quant_method") or not (is_packed or _is_quantized(module)):
+    if leaf != "weight" or not hasattr(module, "quant_method") or not (is_packed or is_quantized(module)):
         return parameter
     sizes = ("input_size_per_partition", "input_size", "embedding_dim")
     width = next(getattr(module, name) for name in sizes if hasattr(module, name))
@@ -249,7 +247,7 @@ def read(module: Any, leaf: str) -> Tensor:
     return torch.cat(columns).t()
 
 
-def _is_quantized(module: nn.Module) -> bool:
+def is_quantized(module: nn.Module) -> bool:
     method = getattr(module, "quant_method", None)
     return method is not None and not type(method).__name__.startswith("Unquantized")
 

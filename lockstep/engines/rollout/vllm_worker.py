@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lockstep.engines.rollout.vllm_readback import Place, Received, compare, describe, find_place, read
+from lockstep.engines.rollout.vllm_readback import Place, Received, compare, describe, find_place, is_quantized, read
 from lockstep.utils.distributed import join_group
 
 
@@ -41,7 +41,9 @@ class WeightUpdates:
     def lockstep_load(self, weights: list[tuple[str, Tensor]]) -> None:
         model = self.lockstep_model()
         for name, tensor in weights:
-            place = self.lockstep_places.setdefault(name, find_place(model, name, tensor.shape))
+            if name not in self.lockstep_places:
+                self.lockstep_places[name] = find_place(model, name, tensor.shape)
+            place = self.lockstep_places[name]
             found = place if isinstance(place, Place) else None
             self.lockstep_received[name] = describe(tensor, found, name not in self.lockstep_ordered)
         with self.lockstep_context():
@@ -134,6 +136,6 @@ def head_problem(model: Any) -> str:
     weight, head = model.get_submodule(path).weight, model.lm_head
     if head.weight is not weight and not torch.equal(head.weight, weight):
         return f"lm_head.weight is not the new {path}.weight, to which it is tied"
-    if not torch.equal(read(head, "weight"), weight):
+    if not is_quantized(head) and not torch.equal(read(head, "weight"), weight):
         return f"lm_head.weight is an old copy of {path}.weight, to which it is tied"
     return ""
