@@ -191,7 +191,9 @@ class RayPPOTrainer(PPOTrainer):
             train_sampler=train_sampler,
             device_name=device if device_name in (None, "auto") else device_name,
         )
-        self._typed, self._given = typed, OmegaConf.to_container(full)
+        self._typed = self.config  # with sizes that were not set
+        full = view(config, self._typed)
+        self._given = OmegaConf.to_container(full)
         self.config: Any = full
         self.processor = processor
         self.async_rollout_mode, self.ref_in_actor, self.hybrid_engine = False, False, True
