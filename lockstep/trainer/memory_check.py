@@ -2,6 +2,7 @@
 out of memory."""
 
 import logging
+import math
 import os
 from functools import partial
 
@@ -19,6 +20,9 @@ WARN_ABOVE = 0.95
 """Share of the device's memory, for the longest sequences that the config allows."""
 REFUSE_ABOVE = 1.05
 """The same for what a phase needs however short the sequences are."""
+
+
+UNKNOWN_GPU = Device("an unknown GPU", 24e9, math.nan, math.nan)
 
 
 def check_memory(config: PPOConfig | SupervisedConfig) -> None:
@@ -76,9 +80,11 @@ def _workers_gpu(config: PPOConfig | SupervisedConfig) -> Device:
 
         gpus = on_gpu_machines(partial(this_gpu, "0"))
     found = [gpu for gpu in gpus or [this_gpu()] if gpu is not None]
-    if not found:  # a driver without NVML
+    if not found:  # drivers without NVML
         import torch
 
+        if not torch.cuda.is_available():  # on the controller's machine
+            return UNKNOWN_GPU
         properties = torch.cuda.get_device_properties(0)
         found = [known_gpu(properties.name, properties.total_memory)]
     return min(found, key=lambda gpu: gpu.memory)

@@ -136,13 +136,15 @@ class RayPPOTrainer(PPOTrainer):
             train_sampler=train_sampler,
             device_name=device if device_name in (None, "auto") else device_name,
         )
+        self._typed = self.config  # with sizes that were not set
+        full = view(config, self._typed)
         for section, steps in (
             (full.actor_rollout_ref.actor, self.total_training_steps - self.critic_warmup),
             (full.critic, self.total_training_steps),
         ):  # for workers that the program constructs itself
             if section.optim.total_training_steps < 1:
                 section.optim.total_training_steps = max(1, steps)
-        self._typed, self._given = typed, OmegaConf.to_container(full)
+        self._given = OmegaConf.to_container(full)
         self.config: Any = full
         self._given_group_cls = ray_worker_group_cls
         if type(self)._create_dataloader is not RayPPOTrainer._create_dataloader:
