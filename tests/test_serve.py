@@ -320,7 +320,7 @@ NUMBER = st.one_of(
 FIELDS = st.fixed_dictionaries(
     {},
     optional={
-        **{name: NUMBER for name in ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "n")},
+        **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "n"), NUMBER),
         "logprobs": st.sampled_from([0, 1, 5, True, None, "x"]),
         "stop": st.one_of(st.text(max_size=3), st.lists(st.text(max_size=2), max_size=2)),
         "stream": st.sampled_from([False, True, 7]),

@@ -30,7 +30,7 @@ Message = dict[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 
 LONGEST_TOKEN = 128
-"""Bytes of text that any tokenizer may have as one token: the blanks of Qwen's longest one, or a word that is not in the vocabulary."""
+"""Bytes of text that one token of any tokenizer may stand for, such as a word that is not in its vocabulary."""
 CHARS_PER_TOKEN = 8
 """Most texts have more tokens than one for so many characters."""
 CUT_TOKENS = 16
@@ -118,9 +118,7 @@ class Renderer:
         )
         return rendered
 
-    def ids(
-        self, messages: Sequence[Message], tools: Tools | None = None, max_tokens: int | None = None
-    ) -> list[int]:
+    def ids(self, messages: Sequence[Message], tools: Tools | None = None, max_tokens: int | None = None) -> list[int]:
         """The whole conversation as tokens, with the generation prompt. max_tokens: see `encode`."""
         return self.encode(self.text(self._fitted(messages), tools), max_tokens)
 

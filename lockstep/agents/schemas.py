@@ -11,6 +11,7 @@ from typing import Any, Literal, Self, get_type_hints
 
 from lockstep.utils.untrusted import JSON_ERRORS
 
+
 def arguments_object(arguments: str) -> dict[str, Any]:
     """A call's arguments from its JSON text; what is no JSON object becomes one, with its value as `arguments`."""
     try:

@@ -223,7 +223,9 @@ def sampling(values: Values, *sections: str) -> Iterator[Problem]:
     for section in sections:
         temperature = values[f"{section}.temperature"]
         if values[f"{section}.do_sample"] and temperature < MIN_TEMPERATURE:
-            message = f"sampling needs a temperature above 0 (at least {MIN_TEMPERATURE:g}); set one, or do_sample=false"
+            message = (
+                f"sampling needs a temperature above 0 (at least {MIN_TEMPERATURE:g}); set one, or do_sample=false"
+            )
             yield Problem(f"{section}.temperature", temperature, message, also=(f"{section}.do_sample",))
 
 

@@ -228,9 +228,7 @@ def test_step_that_a_stop_discards_loses_no_prompt(overrides: list[str], tmp_pat
 
 
 @pytest.mark.parametrize("frequency", ["test_freq=-1", "test_freq=2"])
-def test_a_resumed_run_reports_the_weights_that_it_sends(
-    overrides: list[str], tmp_path: Path, frequency: str
-) -> None:
+def test_a_resumed_run_reports_the_weights_that_it_sends(overrides: list[str], tmp_path: Path, frequency: str) -> None:
     """Weights of a step are sent in the next one, or before its validation."""
     settings = [*overrides, *GRPO, *MODES["one_step_off"], f"trainer.{frequency}", "trainer.total_training_steps=4"]
     runs = [f"trainer.default_local_dir={tmp_path}/{name}" for name in ("whole", "stopped")]

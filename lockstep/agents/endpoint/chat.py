@@ -22,7 +22,6 @@ from lockstep.agents.endpoint.fields import (
 )
 from lockstep.agents.renderer import Message
 
-
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1000
 
@@ -92,7 +91,10 @@ class ChatCompletions(ProtocolCall):
         self.body = body = ChatBody.read(data)
         tools = [
             function_tool(
-                tool.function.name, tool.function.description, tool.function.parameters, f"tools.{i}.function.parameters"
+                tool.function.name,
+                tool.function.description,
+                tool.function.parameters,
+                f"tools.{i}.function.parameters",
             )
             for i, tool in enumerate(body.tools or ())
         ]

@@ -106,9 +106,7 @@ def arguments_of(text: Any, place: str) -> Any:
     return value if isinstance(value, dict) else text
 
 
-def function_tool(
-    name: str, description: str | None, parameters: dict[str, Any] | None, place: str
-) -> dict[str, Any]:
+def function_tool(name: str, description: str | None, parameters: dict[str, Any] | None, place: str) -> dict[str, Any]:
     """A tool in OpenAI's form; ApiError if it is wrong. place: of its schema in the request."""
     parameters = parameters or {"type": "object", "properties": {}}
     tool = {"type": "function", "function": {"name": name, "description": description or "", "parameters": parameters}}

@@ -24,7 +24,6 @@ from lockstep.agents.schemas import OpenAIFunctionToolSchema, ToolResponse
 from lockstep.agents.tools.base import BaseTool
 from lockstep.registry import defined_at
 
-
 ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+>")
 """In the text of objects that have none of their own."""
 

@@ -181,16 +181,22 @@ def test_the_server_answers_while_a_prompt_is_tokenized(
         ({"properties": {"a": {"type": "integer"}}, "required": [["a"]]}, "required must be a list of names"),
     ],
 )
-def test_wrong_schemas_of_tools(
-    parameters: Any, problem: str, running: tuple[Any, ScriptedPolicy]
-) -> None:
+def test_wrong_schemas_of_tools(parameters: Any, problem: str, running: tuple[Any, ScriptedPolicy]) -> None:
     endpoint, _ = running
     user, function = [{"role": "user", "content": "Q"}], {"name": "f", "parameters": parameters}
     for path, place, body in (
-        (CHAT, "tools.0.function.parameters", {"messages": user, "tools": [{"type": "function", "function": function}]}),
+        (
+            CHAT,
+            "tools.0.function.parameters",
+            {"messages": user, "tools": [{"type": "function", "function": function}]},
+        ),
         (RESPONSES, "tools.0.parameters", {"input": "Q", "tools": [{"type": "function", **function}]}),
         (MESSAGES, "tools.0.input_schema", {"messages": user, "tools": [{"name": "f", "input_schema": parameters}]}),
-        (f"{MESSAGES}/count_tokens", "tools.0", {"messages": user, "tools": [{"name": "f", "input_schema": parameters}]}),
+        (
+            f"{MESSAGES}/count_tokens",
+            "tools.0",
+            {"messages": user, "tools": [{"name": "f", "input_schema": parameters}]},
+        ),
     ):
         status, answer = send(endpoint, path, {"model": "policy", "max_tokens": 9} | body)
         assert status == 400 and place in answer["error"]["message"] and problem in answer["error"]["message"]

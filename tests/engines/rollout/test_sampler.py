@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
