@@ -30,7 +30,7 @@ Message = dict[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 
 LONGEST_TOKEN = 128
-"""Bytes of text that any tokenizer may have as one token: the blanks of Qwen's longest one, or a word that is not in the vocabulary."""
+"""Bytes of text that one token of any tokenizer may stand for, such as a word that is not in its vocabulary."""
 CHARS_PER_TOKEN = 8
 """Most texts have more tokens than one for so many characters."""
 CUT_TOKENS = 16

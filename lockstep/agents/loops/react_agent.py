@@ -19,6 +19,7 @@ from lockstep.agents.loops.recorded import OutOfTimeError, OwnTime, answer_setti
 from lockstep.agents.loops.tool_agent import MALFORMED, check_tools_kwargs
 from lockstep.agents.tools.calls import CallLimits, ToolSession
 from lockstep.registry import load_plugin
+from lockstep.utils.untrusted import message_of
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +100,9 @@ class ReactAgent(AgentLoop):
         except LimitReachedError as limit:
             return limit.reason
         except Exception as error:  # noqa: BLE001 - a user's graph may raise anything: it costs its own conversation
-            what = f"timeout_s={self.timeout_s:g} exceeded" if isinstance(error, OutOfTimeError) else repr(error)
+            what = f"{type(error).__name__}({message_of(error)!r})"
+            if isinstance(error, OutOfTimeError):
+                what = f"timeout_s={self.timeout_s:g} exceeded"
             self._fail(conversation, type(error).__name__, f"the graph of react_agent failed: {what}", error)
         return None
 
