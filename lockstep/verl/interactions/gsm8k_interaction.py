@@ -33,7 +33,9 @@ class Gsm8kInteraction(gsm8k.Gsm8kInteraction):
     async def calculate_score(self, instance_id: str | None = None, **kwargs: Any) -> float:
         """1 if the last response is correct."""
         response = self._instance_dict[instance_id or ""]["response"]
-        _, _, score, _ = await super().generate_response(instance_id or "", [{"role": "assistant", "content": response}])
+        _, _, score, _ = await super().generate_response(
+            instance_id or "", [{"role": "assistant", "content": response}]
+        )
         return score
 
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
