@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.agents.interactions import gsm8k
-from lockstep.rewards.scorers.gsm8k import compute_score
 
 __all__ = ["Gsm8kInteraction"]
 
@@ -33,8 +32,11 @@ class Gsm8kInteraction(gsm8k.Gsm8kInteraction):
 
     async def calculate_score(self, instance_id: str | None = None, **kwargs: Any) -> float:
         """1 if the last response is correct."""
-        kept = self._instance_dict[instance_id or ""]
-        return float(compute_score(kept["response"], str(kept["ground_truth"]), method="flexible"))
+        response = self._instance_dict[instance_id or ""]["response"]
+        _, _, score, _ = await super().generate_response(
+            instance_id or "", [{"role": "assistant", "content": response}]
+        )
+        return score
 
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
         """KeyError for an id that was not started."""
