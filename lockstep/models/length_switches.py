@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lockstep.models.rope import changes_with_length, fix_rope
@@ -26,9 +27,11 @@ _INNER_SIZES = ("intermediate_size", "moe_intermediate_size", "shared_expert_int
 def switch_lengths(hf_config: PretrainedConfig) -> dict[str, int]:
     """Key of the config -> the longest sequence that is computed as a shorter one is."""
     text: Any = hf_config.get_text_config()
-    found = {name: value for name in WINDOWS if _is_length(value := getattr(text, name, None))}
+    found: dict[str, int] = {name: getattr(text, name) for name in WINDOWS if _is_length(getattr(text, name, None))}
     for rope in _changing_ropes(text):
-        original = rope.get(ORIGINAL) or getattr(text, ORIGINAL, None) or getattr(text, "max_position_embeddings", None)
+        original: Any = (
+            rope.get(ORIGINAL) or getattr(text, ORIGINAL, None) or getattr(text, "max_position_embeddings", None)
+        )
         if _is_length(original):
             found[f"rope_parameters ({rope['rope_type']})"] = original
     return found
@@ -52,12 +55,12 @@ def miniature(model: PreTrainedModel, max_length: int) -> PreTrainedModel:
     if any("dynamic" in rope["rope_type"] for rope in _changing_ropes(text)):
         text.max_position_embeddings = SMALL_LENGTH
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # not those of GPUs, whose state is kept
         small: PreTrainedModel = type(model)(config)
-        small = small.to(device="cpu", dtype=torch.float32).eval()
+        small = nn.Module.to(small, device="cpu", dtype=torch.float32).eval()
         for parameter in small.parameters():
             if parameter.ndim > 1:
-                torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+                nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
     fix_rope(small, max_length)
     return small
 
