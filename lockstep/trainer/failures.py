@@ -127,7 +127,8 @@ def _out_of_memory(error: BaseException, config: PPOConfig | SupervisedConfig) -
         fix = f"lower {LOWER_FOR_GENERATION}"
     elif method in MICRO_BATCHES:
         keys = (RL | SUPERVISED)[MICRO_BATCHES[method]]
-        fix = f"lower {keys.tokens if attrgetter(keys.switch)(config) else keys.rows}"
+        switch, rows = attrgetter(keys.switch, keys.rows)(config)
+        fix = f"lower {keys.rows if switch is False or (switch is None and rows) else keys.tokens}"
     elif isinstance(config, SupervisedConfig) and isinstance(error, torch.OutOfMemoryError):  # loading the model
         fix = (
             "the model is too large: use more GPUs (torchrun --nproc_per_node), or set model.lora_rank or "

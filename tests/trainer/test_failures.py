@@ -60,10 +60,10 @@ def test_file_system(config: PPOConfig, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "method", "key"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried ..."), "update_actor", "actor.ppo_micro_batch_size_per_gpu"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried ..."), "update_actor", "actor.ppo_max_token_len_per_gpu"),
         (torch.OutOfMemoryError("CUDA out of memory."), "generate_sequences", "rollout.gpu_memory_utilization"),
         (torch.OutOfMemoryError("CUDA out of memory."), "advance_generation", "rollout.gpu_memory_utilization"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "compute_values", "critic.forward_micro_batch"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "compute_values", "critic.forward_max_token_len"),
         (MemoryError(), "init_model", "actor_rollout_ref.model.path"),
         (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), None, "ulimit -v"),
         (RuntimeError("can't start new thread"), None, "data.train_batch_size"),
