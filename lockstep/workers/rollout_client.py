@@ -118,11 +118,7 @@ class RolloutClient:
         """Give the workers back to training; unfinished requests keep the tokens they have."""
         if not self._pumps:
             return
-        self._stopping = True
-        for part in self._parts:
-            part.has_work.set()
-        await asyncio.gather(*self._pumps)
-        self._pumps = []
+        await self._stop_pumps()
         if self.failure is not None:
             return
         for part, ended in zip(self._parts, await self._end_generation()):
@@ -146,7 +142,7 @@ class RolloutClient:
 
     async def restart(self) -> None:
         """Serve again after a failure, which ended all requests; raises if the workers cannot."""
-        await asyncio.gather(*self._pumps)
+        await self._stop_pumps()
         await self._in_thread(self._parts[0], self._group.restart_generation)
         for part in self._parts:
             part.new.clear()
@@ -155,12 +151,20 @@ class RolloutClient:
         self.failure = None
         self._start_pumps()
 
+    async def _stop_pumps(self) -> None:
+        self._stopping = True
+        for part in self._parts:
+            part.has_work.set()
+        await asyncio.gather(*self._pumps)
+        self._pumps = []
+
     def _start_pumps(self) -> None:
         self._stopping = False
         for part in self._parts:
             part.has_work = asyncio.Event()  # of this event loop
         for request_id, pending in self._pending.items():
-            self._queue(request_id, pending)
+            if not pending.future.done():
+                self._queue(request_id, pending)
         self._pumps = [asyncio.create_task(self._pump(part)) for part in self._parts]
 
     def _choose_part(self, key: str) -> _Part:

@@ -23,7 +23,8 @@ _noted: dict[int, int] = {}
 """Id of a process to its start time: ids are used again."""
 _first_call: list[float] = []
 """When the first thread was looked at, in clock ticks since the machine started."""
-os.register_at_fork(after_in_child=lambda: (_noted.clear(), _first_call.clear()))
+os.register_at_fork(after_in_child=_noted.clear)
+os.register_at_fork(after_in_child=_first_call.clear)
 
 
 class _Process(NamedTuple):
