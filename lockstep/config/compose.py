@@ -161,9 +161,7 @@ def _checked(merged: _Settings, cls: type[C], run_checks: bool) -> C:
     _load_external_lib(merged, cls)
     _fix_checkpoints(merged)
     unset = unset_sizes(merged.values)
-    follows_batch = "batch_size" in merged.short and FOLLOWS_BATCH in {*keys(cls)} - {*merged.values}
-    if follows_batch:
-        merged.values[FOLLOWS_BATCH] = f"${{{merged.short['batch_size']}}}"
+    follows_batch = _follow_batch_size(merged, cls)
     merged.values = merged.defaults | merged.values
     derived, notices = derived_defaults(cls, merged.values)
     merged.values |= derived
@@ -194,6 +192,14 @@ def _checked(merged: _Settings, cls: type[C], run_checks: bool) -> C:
             [replace(p, value=written[p.key][0]) if p.key in written else p for p in problems], merged.short
         )
     return config
+
+
+def _follow_batch_size(settings: _Settings, cls: type) -> bool:
+    """Let the mini-batch size follow a batch size that was given by its short name, unless it is set; returns whether it does."""
+    if "batch_size" not in settings.short or FOLLOWS_BATCH not in keys(cls) or FOLLOWS_BATCH in settings.values:
+        return False
+    settings.values[FOLLOWS_BATCH] = f"${{{settings.short['batch_size']}}}"
+    return True
 
 
 def _load_external_lib(settings: _Settings, cls: type) -> None:

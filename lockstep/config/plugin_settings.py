@@ -67,14 +67,18 @@ def _settings(
     function: Function | None, given: Mapping[str, Any], key: str, arguments: Collection[str], name: str
 ) -> tuple[dict[str, Any], list[Problem]]:
     """Values and problems. arguments: parameters that the run provides. name: of the function, for messages."""
-    parameters = {} if function is None else dict(inspect.signature(function).parameters)
+    parameters: dict[str, inspect.Parameter] = {}
+    names: dict[str, Any] = {}
+    if function is not None:
+        parameters = dict(inspect.signature(function).parameters)
+        names = getattr(inspect.unwrap(function), "__globals__", {})
     known = {p.name: p for p in parameters.values() if p.kind is p.KEYWORD_ONLY and p.name not in arguments}
     values = {p.name: p.default for p in known.values() if p.default is not p.empty}
     problems = []
     for setting, value in given.items():
         try:
             if setting in known:
-                values[setting] = _converted(value, _annotation(known[setting], function))
+                values[setting] = _converted(value, _annotation(known[setting], names))
                 continue
             message = _unknown(setting, name, known, is_parameter=setting in parameters)
         except Mismatch as error:
@@ -93,14 +97,15 @@ def _unknown(setting: str, name: str, known: Collection[str], is_parameter: bool
     return f"{name} has no such setting. {did_you_mean(setting, known)}"
 
 
-def _annotation(parameter: inspect.Parameter, function: Function | None) -> Any:
+def _annotation(parameter: inspect.Parameter, names: dict[str, Any]) -> Any:
+    """The type of a parameter. names: what an annotation that is text may refer to."""
     annotation, default = parameter.annotation, parameter.default
     if annotation is parameter.empty:
         kinds: dict[type, Any] = {bool: bool, int: int | float, float: float, str: str}
         return kinds.get(type(default), Any)
     if isinstance(annotation, str):  # from __future__ import annotations
         try:
-            return eval(annotation, getattr(inspect.unwrap(function), "__globals__", {}))
+            return eval(annotation, names)
         except (NameError, AttributeError, TypeError, SyntaxError):
             return Any
     return annotation
