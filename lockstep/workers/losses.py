@@ -51,8 +51,7 @@ def actor_loss_fn(
                 loss_agg_mode=config.loss_agg_mode,
                 config=counted,
                 rollout_is_weights=rows.get("rollout_is_weights", None),
-                **{name: rows[name] for name in prepared},
-                **counted.policy_loss.loss_kwargs,
+                **(counted.policy_loss.loss_kwargs | {name: rows[name] for name in prepared}),
             )
         loss, token_means = _checked(result, policy_loss)
         share = token_share(mask, info)
