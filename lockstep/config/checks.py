@@ -232,7 +232,7 @@ def sampling(values: Values, *sections: str) -> Iterator[Problem]:
             message = (
                 f"sampling needs a temperature above 0 (at least {MIN_TEMPERATURE:g}); set one, or do_sample=false"
             )
-            yield Problem(f"{section}.temperature", temperature, message, also=(f"{section}.do_sample",))
+            yield Problem(f"{section}.temperature", temperature or 0, message, also=(f"{section}.do_sample",))
 
 
 def controller(config: PPOConfig, values: Values) -> Iterator[Problem]:

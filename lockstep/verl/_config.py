@@ -126,7 +126,7 @@ def typed_config(config: Any, run_checks: bool = True, *, cls: type = PPOConfig)
         log_once(f"read by your program only: {', '.join(own)}")
     for name in own:
         _remove(tree, name)
-    typed = config_from_tree(cls, tree, run_checks)
+    typed: Any = config_from_tree(cls, tree, run_checks)
     plain = to_plain(typed)
     found = {
         name: (text, value) for name, text in written.items() if (value := get_in(plain, name, MISSING)) is not MISSING
