@@ -28,7 +28,7 @@ def fitted_to_rows(config: C, num_rows: int) -> C:
     if not sizes:
         return config
     logger.warning(
-        "the dataset has %d rows, fewer than %s=%d, which is the default; using %s",
+        "the dataset has %d rows, fewer than a step takes by default (%s=%d); using %s",
         num_rows,
         BATCH,
         config.data.train_batch_size,

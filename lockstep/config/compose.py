@@ -112,6 +112,7 @@ class _Settings:
             del self.values[key]
         for key in unsupported:
             del self.unsupported[key]
+        self.short = {short: key for short, key in self.short.items() if key not in below}
         return bool(below or unsupported)
 
 
@@ -187,11 +188,16 @@ def _checked(merged: _Settings, cls: type[C], run_checks: bool) -> C:
     if follows_batch and any(problem.key == merged.short["batch_size"] for problem in problems):
         problems = [problem for problem in problems if problem.key != FOLLOWS_BATCH]
     if problems:
-        written = config.from_environment
-        raise ConfigError(
-            [replace(p, value=written[p.key][0]) if p.key in written else p for p in problems], merged.short
-        )
+        raise ConfigError([_as_written(problem, config) for problem in problems], merged.short)
     return config
+
+
+def _as_written(problem: Problem, config: RootConfig) -> Problem:
+    """The problem without values of environment variables; its key may be an entry of a setting that is a mapping."""
+    for key, (written, _) in config.from_environment.items():
+        if problem.key == key or problem.key.startswith(f"{key}."):
+            return replace(problem, value=written)
+    return problem
 
 
 def _follow_batch_size(settings: _Settings, cls: type) -> bool:

@@ -72,7 +72,9 @@ def derived_defaults(cls: type, values: Mapping[str, Any]) -> tuple[dict[str, An
         notices.append(
             f"actor_rollout_ref.rollout.n is not set; using {GROUP_SIZE}, because {estimator} compares the samples of a prompt"
         )
-    batch, largest = values.get(BATCH), ActorConfig.ppo_mini_batch_size
+    batch, largest = _resolved(BATCH, values), ActorConfig.ppo_mini_batch_size
+    if isinstance(batch, str) and batch.isdigit():  # of an environment variable
+        batch = int(batch)
     if isinstance(batch, int) and 0 < batch < largest and MINI in keys(cls) and MINI not in values:
         derived[MINI] = batch
         notices.append(f"{MINI} is not set; using {batch}, all prompts of a step, because its default is {largest}")

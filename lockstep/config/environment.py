@@ -3,6 +3,8 @@
 Their values exist in memory only: files, trackers and messages get them as they were written (`schema.as_written`).
 """
 
+import hashlib
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +15,8 @@ from omegaconf import OmegaConf
 from omegaconf.resolvers import oc
 
 _replacing = threading.Lock()
+ROUNDS = 20_000
+"""Of a digest, so that guessing a value from it is slow."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,14 @@ class RootConfig:
     from_environment: dict[str, tuple[Any, Any]] = field(
         default_factory=dict, kw_only=True, repr=False, compare=False, metadata={"internal": True}
     )
+
+
+def digests_of(config: RootConfig) -> dict[str, str]:
+    """Dotted key -> digest of its value, which shows that a variable has changed without showing the value."""
+    return {
+        name: hashlib.pbkdf2_hmac("sha256", json.dumps(value, default=str).encode(), name.encode(), ROUNDS)[:12].hex()
+        for name, (_, value) in config.from_environment.items()
+    }
 
 
 @contextmanager

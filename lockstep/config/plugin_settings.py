@@ -93,7 +93,7 @@ def _unknown(setting: str, name: str, known: Collection[str], is_parameter: bool
     if is_parameter:
         return f"{name} has an ordinary parameter of this name; settings come after `*` in its signature"
     if not known:
-        return f"{name} has no settings of its own, which are the keyword-only parameters of a function; remove it"
+        return f"{name} takes no settings (those are keyword-only parameters of a function); remove it"
     return f"{name} has no such setting. {did_you_mean(setting, known)}"
 
 

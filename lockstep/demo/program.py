@@ -21,7 +21,7 @@ from lockstep.demo.warmup import WarmUp, warm_up_settings
 from lockstep.trainer import fsdp_sft_trainer, main_ppo
 from lockstep.trainer.interrupt import stop_on_sigterm
 from lockstep.utils.device import resolve_device
-from lockstep.utils.files import atomic_write_json
+from lockstep.utils.files import atomic_write_json, make_private_folder
 
 OPTIONS = "demo.json"
 """File with the demo's options; locked while the demo runs."""
@@ -83,7 +83,7 @@ def demo_folder(chosen: Path | None, default: Path, options: dict[str, Any]) -> 
         folder = chosen or (default if number == 1 else default.with_name(f"{default.name}-{number}"))
         if not folder.exists() or (chosen is not None and folder.is_dir() and not any(folder.iterdir())):
             try:
-                folder.mkdir(parents=True, exist_ok=True)
+                make_private_folder(folder)
                 atomic_write_json(folder / OPTIONS, options)
             except OSError as error:
                 raise ValueError(

@@ -75,7 +75,7 @@ def describe_budgets(
         return None
     memory = f"{device.memory / 1e9:.0f} GB ({'host' if device.is_cpu else device.name})"
     listed = ", ".join(f"{key}={values[key]}" for key in dict.fromkeys(tokens))
-    return f"tokens per micro-batch chosen for {memory}: {listed}; set these keys for others"
+    return f"tokens per micro-batch chosen for {memory}: {listed}; set these keys to override"
 
 
 def _budgets(

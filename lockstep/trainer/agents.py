@@ -70,8 +70,8 @@ def _prepare(agents: Agents, config: PPOConfig, datasets: tuple[Any, ...]) -> bo
         raise ValueError("data.return_raw_chat=false: agents read the messages of the prompts; set true")
     if (agents.tools or agents.interactions) and not _reads_turn_rewards(config, datasets):
         logger.warning(
-            "rewards of tools and scores of interactions are in no reward: the data sources' scorers do not read them; add them in "
-            "a reward function (extra_info has tool_rewards and turn_scores) or by reward_model.ensemble, see docs/agents.md"
+            "tool rewards and interaction scores are not part of the reward: the scorers of these data sources ignore them; add "
+            "them in a reward function (extra_info has tool_rewards and turn_scores) or by reward_model.ensemble, docs/agents.md"
         )
     return True
 

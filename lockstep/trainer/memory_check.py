@@ -63,7 +63,7 @@ def planned(config: PPOConfig | SupervisedConfig) -> Plan | None:
 
 def with_chosen_sizes(config: C, device_type: str) -> C:
     """The config with tokens per micro-batch for the workers' device, if they are not set; logs them. Ray must be connected."""
-    if not unset_keys(config) or (isinstance(config, PPOConfig) and config.trainer.val_only):
+    if not unset_keys(config):
         return config
     device = find_device("cpu") if device_type == "cpu" else _workers_gpu(config)
     chosen = with_token_budgets(config, device, torchrun_processes())

@@ -1,15 +1,18 @@
 """The configs of a run: in its folder, in its checkpoints, and what changed when it is resumed.
 
-The files are listed in `observability/run_folder.py`. Settings that read environment variables are saved as they were written.
+The files are listed in `observability/run_folder.py`. Settings that read environment variables are saved as they were written, with
+a digest of their values in a comment at the end.
 """
 
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from lockstep.config.environment import digests_of
 from lockstep.config.model import CheckpointPart
 from lockstep.config.placement import need_critic
 from lockstep.config.ppo import PPOConfig
@@ -40,6 +43,15 @@ NO_EFFECT = {
 """Keys that do nothing once the run has begun, and why; kl_coef only with an adaptive controller."""
 
 
+_DIGEST = re.compile(r"^# digest of ([\w.]+): ([0-9a-f]+)$", re.MULTILINE)
+
+
+class SavedConfig(dict[str, Any]):
+    """digests: key -> digest of the value that environment variables gave it."""
+
+    digests: Mapping[str, str] = {}
+
+
 def write_run_config(run_dir: Path, config: PPOConfig | SupervisedConfig, step: int, trains: bool = True) -> None:
     """Write the config of a start at `step`, and add it to the history unless it is the last one there.
 
@@ -58,25 +70,28 @@ def write_run_config(run_dir: Path, config: PPOConfig | SupervisedConfig, step: 
 def as_yaml(config: PPOConfig | SupervisedConfig) -> str:
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # five times faster; PyYAML may be built without it
     text: str = yaml.dump(as_written(config), Dumper=dumper, sort_keys=False)
-    return text
+    return text + "".join(f"# digest of {key}: {digest}\n" for key, digest in digests_of(config).items())
 
 
-def saved_config(checkpoint: Path) -> dict[str, Any]:
+def saved_config(checkpoint: Path) -> SavedConfig:
     """The config of a checkpoint; empty, with a warning, if it cannot be read."""
     path = checkpoint / CONFIG
     return read_config(path if path.exists() else checkpoint.parent / CONFIG)
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> SavedConfig:
     """A saved config; empty, with a warning, if it cannot be read."""
     try:
-        saved = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if not isinstance(saved, dict):
-            raise TypeError(f"it holds a {type(saved).__name__}")
+        text = path.read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
+        if not isinstance(content, dict):
+            raise TypeError(f"it holds a {type(content).__name__}")
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         logger.warning("%s cannot be read (%s): changed settings are not reported", path, reason)
-        return {}
+        return SavedConfig()
+    saved = SavedConfig(content)
+    saved.digests = dict(_DIGEST.findall(text))
     return saved
 
 
@@ -88,12 +103,17 @@ def check_same_experiment(
     saved: the config of the checkpoint to resume from; None reads the run's.
     """
     if saved is None:
-        saved = read_config(run_dir / CONFIG) if (run_dir / CONFIG).exists() else {}
+        saved = read_config(run_dir / CONFIG) if (run_dir / CONFIG).exists() else SavedConfig()
     now = as_written(config)
     changed = [
         f"{key} was {get_in(saved, key, None)} and is {get_in(now, key, None)}"
         for key in _identity(config)
         if saved and get_in(saved, key, None) != get_in(now, key, None) and not _has_same_value(key, saved, config)
+    ]
+    changed += [
+        f"{key}={get_in(now, key, None)} has another value than before"
+        for key in _other_values(saved, config)
+        if key in _identity(config)
     ]
     if changed:
         section = "model" if isinstance(config, SupervisedConfig) else "actor_rollout_ref.model"
@@ -123,6 +143,8 @@ def report_changes(saved: dict[str, Any], config: PPOConfig | SupervisedConfig, 
             old = "another value"  # perhaps the secret itself, which an earlier version has saved
         if not key.startswith(START_KEYS):
             logger.warning("changed since the checkpoint: %s was %s, is now %s%s", key, old, new, note and f" ({note})")
+    for key in _other_values(saved, config):
+        logger.warning("changed since the checkpoint: the value of %s=%s", key, config.from_environment[key][0])
     for section, wanted in _loaded_parts(config).items():
         held = get_in(saved, f"{section}.checkpoint.save_contents", wanted)
         for part, effect in EFFECTS.items():
@@ -169,6 +191,16 @@ def _differences(saved: Any, now: Any, name: str = "") -> Iterator[tuple[str, An
             yield from _differences(saved.get(key, "unset"), now.get(key, "unset"), dotted)
     elif saved != now:
         yield name, saved, now
+
+
+def _other_values(saved: Mapping[str, Any], config: PPOConfig | SupervisedConfig) -> list[str]:
+    """Settings that are written as before, but whose environment variables have other values."""
+    digests, now = getattr(saved, "digests", {}), as_written(config)
+    return [
+        key
+        for key, digest in digests_of(config).items()
+        if digests.get(key, digest) != digest and get_in(saved, key, None) == get_in(now, key, None)
+    ]
 
 
 def _has_same_value(key: str, saved: dict[str, Any], config: PPOConfig | SupervisedConfig) -> bool:

@@ -185,7 +185,9 @@ def _reads_environment(config: DictConfig, name: str, value: Any) -> bool:
     if "${" not in str(value):
         return False
     with noted_variables() as variables:
-        OmegaConf.to_container(OmegaConf.create([OmegaConf.select(config, name)]), resolve=True)
+        node = OmegaConf.select(config, name)
+        if OmegaConf.is_config(node):
+            OmegaConf.to_container(node, resolve=True)
     return bool(variables)
 
 

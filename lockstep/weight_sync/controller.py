@@ -76,8 +76,8 @@ class WeightSync:
             num_tensors = sum(map(len, self.layout))
             reasons = Counter(unread.values()).most_common()
             logger.warning(
-                "%d of %d tensors of the rollout cannot be compared bit by bit with the actor's (%s): %s. They are proved by what "
-                "the rollout received and by the canary, within %.2g",
+                "%d of %d tensors of the rollout cannot be compared bit by bit with the actor's (%s): %s. They are verified only "
+                "by the checksum of the received data and by the canary, within %.2g",
                 len(unread),
                 num_tensors,
                 "; ".join(f"{reason}: {count}" for reason, count in reasons),

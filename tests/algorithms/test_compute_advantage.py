@@ -115,5 +115,5 @@ def test_settings_reach_an_estimator() -> None:
         assert data.batch["advantages"][:, -1].tolist() == [2, 0, 0, 6]
     with pytest.raises(ValueError, match=r"algorithm\.adv_kwargs\.scale: must be set; scaled_scores needs it"):
         compute_advantage(make_batch(), f"{__name__}:scaled_scores")
-    with pytest.raises(ValueError, match=r"algorithm\.adv_kwargs\.scale=2: .* has no settings of its own"):
+    with pytest.raises(ValueError, match=r"algorithm\.adv_kwargs\.scale=2: .* takes no settings"):
         compute_advantage(make_batch(), "grpo", config=AlgoConfig(adv_kwargs={"scale": 2}))

@@ -75,6 +75,9 @@ def test_messages_do_not_show_values(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(ConfigError) as raised:
         config_of("trainer.nnodes=${oc.env:TOKEN}")
     assert "trainer.nnodes=${oc.env:TOKEN}: must be an integer" in str(raised.value) and SECRET not in str(raised.value)
+    with pytest.raises(ConfigError) as raised:
+        load_config(PPOConfig, ["algorithm.adv_kwargs={beta: '${oc.env:TOKEN}'}"])
+    assert "adv_kwargs.beta" in str(raised.value) and SECRET not in str(raised.value)
     assert config_from_command_line(["--cfg", "job", "trainer.project_name=${oc.env:TOKEN}"], SFTConfig) is None
     out = capsys.readouterr().out
     assert "project_name: ${oc.env:TOKEN}" in out and SECRET not in out

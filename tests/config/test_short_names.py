@@ -77,7 +77,7 @@ def test_sections_and_presets_of_the_same_name_keep_their_meaning(tmp_path: Path
 def test_a_mini_batch_that_is_set_stays() -> None:
     key = "actor_rollout_ref.actor.ppo_mini_batch_size"
     assert loaded(PPOConfig, f"{key}=4", "batch_size=16")[key] == 4
-    assert loaded(PPOConfig, "data.train_batch_size=16")[key] == 256
+    assert loaded(PPOConfig, "data.train_batch_size=512")[key] == 256
 
 
 @pytest.mark.parametrize(

@@ -362,4 +362,4 @@ def test_rewards_of_turns_that_nothing_reads_are_told_once(
     agents = agents_for(config, tiny_tokenizer(), dataset)
     assert agents is not None
     agents.close()
-    assert (caplog.text.count("scores of interactions are in no reward") == 1) is is_told
+    assert (caplog.text.count("interaction scores are not part of the reward") == 1) is is_told

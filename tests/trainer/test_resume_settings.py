@@ -15,7 +15,7 @@ from lockstep.config.schema import to_plain
 from lockstep.observability.trackers import Tracking
 from lockstep.trainer.checkpoint import CheckpointStore
 from lockstep.trainer.main_ppo import main
-from lockstep.trainer.run_config import check_same_experiment, report_changes, write_run_config
+from lockstep.trainer.run_config import check_same_experiment, read_config, report_changes, write_run_config
 from lockstep.utils import files as files_module
 from tests.tiny import write_rows
 
@@ -272,6 +272,28 @@ def test_a_setting_that_is_an_environment_variable_now(caplog: pytest.LogCapture
     report_changes(saved, config, tmp_path)
     assert "reward_kwargs.key was another value, is now ${oc.env:LOCKSTEP_TEST_KEY}" in caplog.text
     assert "s3cret" not in caplog.text
+
+
+def test_a_variable_with_another_value_is_another_setting(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Its text is the same, and the value is in no file: a digest tells."""
+    written = ["actor_rollout_ref.model.path=/${oc.env:LOCKSTEP_M}", f"{LR}=${{oc.env:LOCKSTEP_LR}}"]
+
+    def config_with(model: str, lr: str) -> PPOConfig:
+        monkeypatch.setenv("LOCKSTEP_M", model)
+        monkeypatch.setenv("LOCKSTEP_LR", lr)
+        return load_config(PPOConfig, written, run_checks=False)
+
+    write_run_config(tmp_path, config_with("one-model", "1e-6"), 0)
+    text = (tmp_path / "config.yaml").read_text()
+    assert "path: /${oc.env:LOCKSTEP_M}" in text and "1e-06" not in text
+    saved = read_config(tmp_path / "config.yaml")
+    check_same_experiment(tmp_path, config_with("one-model", "1e-5"), saved)
+    report_changes(saved, config_with("one-model", "1e-5"), tmp_path)
+    assert f"changed since the checkpoint: the value of {LR}=${{oc.env:LOCKSTEP_LR}}" in caplog.text
+    with pytest.raises(ValueError, match=r"model\.path=/\$\{oc\.env:LOCKSTEP_M\} has another value than before"):
+        check_same_experiment(tmp_path, config_with("another", "1e-6"), saved)
 
 
 @pytest.mark.parametrize(

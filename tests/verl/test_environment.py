@@ -24,3 +24,15 @@ def test_environment_variables_are_saved_as_written(monkeypatch: pytest.MonkeyPa
     assert config.custom_reward_function.reward_kwargs == {"direct": SECRET, "own": SECRET, "n": 1}
     assert SECRET not in to_yaml(config)
     assert as_written(config)["custom_reward_function"]["reward_kwargs"]["own"] == "${mine.token}"
+
+
+def test_lists_of_a_program_may_refer_to_its_own_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKEN", SECRET)
+    given = OmegaConf.create(
+        {"root": "/d", "token": "${oc.env:TOKEN}", "data": {"train_files": ["${root}/a.parquet", "${token}/b.parquet"]}}
+    )
+    config = typed_config(given, run_checks=False)
+    assert config.data.train_files == ["/d/a.parquet", f"{SECRET}/b.parquet"]
+    assert SECRET not in to_yaml(config)
+    del given.data.train_files[1]
+    assert typed_config(given, run_checks=False).data.train_files == ["/d/a.parquet"]

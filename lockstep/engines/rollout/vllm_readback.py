@@ -78,7 +78,7 @@ class Received:
 
 Agreement = Literal["bits", "contents", "rounding", "none", "unknown"]
 """bits: equal; contents: equal in another order; rounding: as near as quantisation allows; none: another tensor; unknown: the
-kernel keeps experts in a form of its own."""
+kernel stores experts in its own layout."""
 
 
 def find_place(model: Any, name: str, shape: Sequence[int]) -> Place | str:
@@ -93,7 +93,7 @@ def find_place(model: Any, name: str, shape: Sequence[int]) -> Place | str:
         cut = columns if len(shape) == 2 and columns[1] < shape[1] else None
         return Place(path, leaf, rows if shape else None, cut, is_quantized=rounds)
     if getattr(module, "tp_size", 1) > 1 or rounds:
-        return f"{type(module).__name__} shards it in an own order"
+        return f"{type(module).__name__} has its own shard order"
     return Place(path, leaf, is_ordered=False)
 
 

@@ -85,7 +85,7 @@ class WeightUpdates:
         # Bits in order are that once and for all: another order later is no reordering by vLLM's loader.
         self.lockstep_ordered |= {name for name, agreement in agreements.items() if agreement == "bits"}
         unknown = [name for name, agreement in agreements.items() if agreement == "unknown"]
-        self.lockstep_places |= dict.fromkeys(unknown, "the kernel keeps experts in a form of its own")
+        self.lockstep_places |= dict.fromkeys(unknown, "the kernel stores experts in its own layout")
         whole = {name: received.whole for name, received in self.lockstep_received.items() if name in names}
         return {name: ~value if agreements.get(name) == "none" else value for name, value in whole.items()}
 

@@ -61,5 +61,8 @@ def create_sft_dataset(data_paths: Any, data_config: Any, tokenizer: Any, max_sa
 
 
 def run_sft(config: Any) -> int:
-    """Train as the config says, in this process or as one of torchrun's."""
+    """Train as the config says, which may have the keys of sft_trainer_engine.yaml, in this process or as one of torchrun's.
+
+    Returns 0, or 130 if it was stopped.
+    """
     return run_training(typed_config(config, cls=SFTConfig))

@@ -11,6 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from lockstep.utils.files import make_private_folder
 from lockstep.verl.protocol import DataProto
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class RolloutSkip:
         sizes = f"GBS{batch_size}_N{rollout.get('n', 1)}_in{data.get('max_prompt_length', 0)}"
         root = Path(skip.get("dump_dir", "~/.verl/rollout_dump")).expanduser().resolve()
         self.dumped_dir = root / names / f"{sizes}_out{data.get('max_response_length', 0)}"
-        self.dumped_dir.mkdir(parents=True, exist_ok=True)
+        make_private_folder(self.dumped_dir)
         logger.warning("rollouts are reused from %s (rollout.skip.enable)", self.dumped_dir)
 
     @property

@@ -275,7 +275,7 @@ def test_experts_in_a_form_of_the_kernel_are_listed(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(model, "finish", finish_and_pack)
     assert worker.update(reordered_weights(1)) == []
-    packed = [name for name, reason in worker.lockstep_unread().items() if "form of its own" in reason]
+    packed = [name for name, reason in worker.lockstep_unread().items() if "its own layout" in reason]
     assert packed == ["experts.0.down_proj.weight", "experts.1.down_proj.weight"]
 
 

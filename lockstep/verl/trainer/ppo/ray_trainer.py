@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,9 @@ class RayPPOTrainer(PPOTrainer):
     def _typed_config(self) -> Iterator[PPOConfig]:
         """Lockstep's own code reads the typed config; that of a subclass the DictConfig, whose changes count."""
         if (now := OmegaConf.to_container(self.config)) != self._given:
-            self._typed, self._given = typed_config(self.config), now
+            changed = typed_config(self.config)
+            written = self._typed.from_environment | changed.from_environment  # `self.config` has the values alone
+            self._typed, self._given = replace(changed, from_environment=written), now
         full, self.config = self.config, self._typed
         try:
             yield self._typed
