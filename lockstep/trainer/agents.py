@@ -71,7 +71,7 @@ def _prepare(agents: Agents, config: PPOConfig, datasets: tuple[Any, ...]) -> bo
     if (agents.tools or agents.interactions) and not _reads_turn_rewards(config, datasets):
         logger.warning(
             "tool rewards and interaction scores are not part of the reward: the scorers of these data sources ignore them; add "
-            "them in a reward function (extra_info has tool_rewards and turn_scores) or by reward_model.ensemble, docs/agents.md"
+            "them in a reward function (extra_info has tool_rewards and turn_scores) or by reward_model.ensemble (docs/agents.md)"
         )
     return True
 
