@@ -42,12 +42,14 @@ def summary(plan: Plan) -> str:
 
 def advice(plan: Plan) -> str:
     """A sentence with settings that make the plan fit: alternatives, or several together."""
-    found = _alternatives(plan, list(_same_results(plan)))
+    same_results = list(_same_results(plan))
+    found = _alternatives(plan, same_results)
+    for candidates in (same_results, [*same_results, *_rounding(plan)]):
+        together = {} if found else _together(plan, candidates)
+        found = found or ([together] if _fits(plan, together) else [])
+    found = found or [*_more_gpus(plan), *_adapters(plan)]
     if not found:
-        together = _together(plan, [*_same_results(plan), *_rounding(plan)])
-        found = [together] if _fits(plan, together) else [*_more_gpus(plan), *_adapters(plan)]
-    if not found:
-        return "No setting makes it fit: it needs a smaller model or larger GPUs"
+        return "No setting that was tried makes it fit; `lockstep plan --search` tries placements and parallel sizes together"
     return f"Try {', or '.join(' '.join(as_arguments(settings)) for settings in found[:MOST_ALTERNATIVES])}"
 
 

@@ -181,7 +181,7 @@ def _search(console: Console, config: PPOConfig, device: Device, typical: Length
         found = search(config, device, typical, _tensor_parallel_sizes(config))
     if not found:
         plan = plan_of(with_token_budgets(config, device), device, typical)
-        console.print(f"nothing fits on {cluster}: {summary(plan)}", markup=False, soft_wrap=True)
+        console.print(f"no placement fits on {cluster}. As it is set, it {summary(plan)}", markup=False, soft_wrap=True)
         return 1
     table = Table("step s", *STAGES, "GB", "pools [GPUs]", "settings", box=None, pad_edge=False)
     for column in table.columns[: len(STAGES) + 2]:

@@ -25,8 +25,9 @@ C = TypeVar("C", bound=PPOConfig | SupervisedConfig)
 
 BUDGETS = (1024, 2048, 4096, 8192, 16384, 32768)
 """Tokens that are tried."""
-MOST_MEMORY = 0.9
-"""Share of a GPU's memory that a phase with a chosen budget may need."""
+MOST_MEMORY = 0.97
+"""Share of a GPU's memory that a phase with a chosen budget may need. An update whose layers keep as many activations as there is
+room for (`kernels/activation_memory.py`) needs less: with more tokens they keep fewer, which is faster than few that keep all."""
 MOST_HOST_MEMORY = 0.5
 """Share of the machine's memory for all processes, if they train on CPU."""
 OVERHEAD = 700

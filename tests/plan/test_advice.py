@@ -85,7 +85,7 @@ def test_every_hint_makes_it_fit(plan: Any, shape: str, device: str, words: tupl
 
 def test_nothing_helps(plan: Any) -> None:
     code, shown = plan("72b", "RTX4090", "algorithm=grpo", "resource_pool_spec={global_pool: [1]}")
-    assert code == 1 and "No setting makes it fit" in shown and "Try" not in shown
+    assert code == 1 and "No setting that was tried makes it fit" in shown and "Try" not in shown
 
 
 def test_search_considers_vllm_if_the_whole_model_does_not_fit_on_a_gpu(plan: Any) -> None:

@@ -26,7 +26,7 @@ def test_nothing_is_set(unsized: list[str], tmp_path: Path, caplog: pytest.LogCa
     caplog.set_level(logging.INFO)
     assert main([*unsized, "trainer.device=auto"]) == 0
     text = "\n".join(caplog.messages)
-    assert "the dataset has 16 rows, fewer than data.train_batch_size=1024" in text
+    assert "the dataset has 16 rows, fewer than a step takes by default (data.train_batch_size=1024)" in text
     assert "grpo: 16 prompts x 2 samples per step" in text
     assert "tokens per micro-batch chosen for" in text
     assert "no GPU is visible: training on CPU, in 1 process" in text
@@ -64,7 +64,7 @@ def test_supervised_training(tiny_run_files: Path, tmp_path: Path, caplog: pytes
     settings = [f"model.path={tiny_run_files}/model", f"data.train_files={rows}", "trainer.total_epochs=1"]
     assert fsdp_sft_trainer.main([*settings, f"trainer.default_local_dir={tmp_path}/run"]) == 0
     text = "\n".join(caplog.messages)
-    assert "the dataset has 6 rows, fewer than data.train_batch_size=256" in text
+    assert "the dataset has 6 rows, fewer than a step takes by default (data.train_batch_size=256)" in text
     assert "tokens per micro-batch chosen for" in text and "data.max_token_len_per_gpu=" in text
     assert "no GPU is visible: training on CPU" in text
     saved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
