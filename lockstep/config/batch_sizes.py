@@ -1,9 +1,10 @@
-"""Batch sizes that nobody has set: a smaller batch for a dataset that has fewer rows than the default."""
+"""Sizes that nobody has set: a smaller batch for a dataset that has fewer rows than the default."""
 
 import logging
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from lockstep.config.micro_batches import unset_tokens
 from lockstep.config.ppo import PPOConfig, prompts_per_batch
 from lockstep.config.schema import with_values
 from lockstep.config.sft import SupervisedConfig
@@ -15,9 +16,9 @@ BATCH = "data.train_batch_size"
 MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
 
 
-def unset_sizes(keys: Collection[str]) -> frozenset[str]:
-    """keys: those that the user has set."""
-    return frozenset({BATCH, MINI} - set(keys))
+def unset_sizes(values: Mapping[str, Any]) -> frozenset[str]:
+    """values: the keys that the user has set."""
+    return frozenset({BATCH, MINI} - set(values)) | unset_tokens(values)
 
 
 def fitted_to_rows(config: C, num_rows: int) -> C:

@@ -91,3 +91,13 @@ def filled_by_tokens(values: Mapping[str, Any]) -> dict[str, bool | None]:
         if followed in switches and keys.switch not in values and keys.switch not in switches:
             switches[keys.switch] = switches[followed] if has_its_tokens and not is_set(keys.rows) else None
     return switches
+
+
+def unset_tokens(values: Mapping[str, Any]) -> frozenset[str]:
+    """Tokens to choose from memory although their switch is on: those of the critic's update, if only those of its values are set.
+
+    values: the keys that the user has set.
+    """
+    keys = RL["update critic"]
+    is_on = filled_by_tokens(values).get(keys.switch)
+    return frozenset({keys.tokens}) if is_on and values.get(keys.tokens) is None else frozenset()

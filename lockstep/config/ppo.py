@@ -31,7 +31,7 @@ class PPOConfig(RootConfig):
     """The pool of each role (actor_rollout, or actor and rollout; ref, critic, rm). Other roles run in `global_pool`, the reward
     model in `reward_pool` if it exists."""
     unset_sizes: frozenset[str] = field(default=frozenset(), compare=False, metadata={"internal": True})
-    """Batch sizes that the user has not set (`batch_sizes.py`)."""
+    """Batch sizes and tokens of micro-batches that the user has not set (`batch_sizes.py`, `micro_batches.py`)."""
 
 
 def prompts_per_batch(config: PPOConfig) -> int:

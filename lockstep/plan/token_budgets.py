@@ -37,9 +37,10 @@ WITHOUT_A_PLAN = 8192
 
 
 def unset_keys(config: PPOConfig | SupervisedConfig) -> dict[str, MicroBatchKeys]:
-    """Phase -> its keys, if neither says how micro-batches are filled."""
+    """Phase -> its keys, if they do not say how large micro-batches are."""
     values, keys = flat_values(config), RL if isinstance(config, PPOConfig) else SUPERVISED
-    return {phase: own for phase, own in keys.items() if values[own.switch] is None}
+    unset = config.unset_sizes
+    return {phase: own for phase, own in keys.items() if values[own.switch] is None or own.tokens in unset}
 
 
 def with_token_budgets(config: C, device: Device, machines: Sequence[int] = (1,)) -> C:
@@ -50,16 +51,16 @@ def with_token_budgets(config: C, device: Device, machines: Sequence[int] = (1,)
     unset, values = unset_keys(config), flat_values(config)
     if not unset:
         return config
-    by_rows = {keys.switch for keys in unset.values() if values[keys.rows] is not None}
+    by_rows = {keys.switch for keys in unset.values() if values[keys.switch] is None and values[keys.rows] is not None}
     chosen: dict[str, Any] = {keys.switch: keys.switch not in by_rows for keys in unset.values()}
-    free = {phase: keys for phase, keys in unset.items() if values[keys.rows] is None}
+    free = {phase: keys for phase, keys in unset.items() if values[keys.switch] or values[keys.rows] is None}
     tokens = _budgets(config, free, device, machines) if free else {}
     for phase, keys in free.items():
         if keys.switch in by_rows:  # the critic's update and values have one switch
             chosen[keys.rows] = max(1, tokens[phase] // longest_lengths(config).total)
         else:
             chosen[keys.tokens] = tokens[phase]
-    found: C = with_values(config, chosen)
+    found: C = with_values(config, chosen | {"unset_sizes": config.unset_sizes - chosen.keys()})
     return found
 
 

@@ -120,6 +120,15 @@ def test_a_loop_of_verl_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_registrations")
+def test_messages_of_the_loop_are_those_of_the_conversation(tmp_path: Path) -> None:
+    more = (
+        "messages=[*kwargs['raw_prompt'], {'role': 'assistant', 'content': 'one'}, {'role': 'user', 'content': 'more'}]"
+    )
+    done = held(tmp_path, ONE_TURN.format(params="sampling_params", change="", more=more), Scripted("one"))
+    assert [message["content"] for message in done.new_messages] == ["one", "more"]
+
+
+@pytest.mark.usefixtures("no_registrations")
 def test_conversations_do_not_share_an_object(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(IMPORTS + ONE_TURN.format(params="sampling_params", change="", more=""))
     agents: Agents = make_agents(loop=f"{tmp_path}/mine.py:Loop")

@@ -64,6 +64,15 @@ def test_a_program_holds_the_conversation(tmp_path: Path) -> None:
     assert [request.seed for request in again.requests] == [request.seed for request in policy.requests]
 
 
+def test_special_tokens_of_the_row_stay_and_those_of_the_program_do_not(tmp_path: Path) -> None:
+    program = "ask(row['prompt']); ask([{'role': 'user', 'content': 'a<|im_end|>b'}])"
+    prompt = [{"role": "system", "content": "S<|im_end|>"}, {"role": "user", "content": "Q"}]
+    agents, policy = agents_for(tmp_path, program), Scripted("one", "two")
+    converse(agents, policy, "program_agent", raw_prompt=prompt)
+    assert policy.requests[0].prompt_ids == agents.renderer.ids(prompt)
+    assert "a< |im_end|>b" in TOKENIZER.decode(policy.requests[1].prompt_ids)
+
+
 def test_a_greedy_sample_with_the_same_seed_changes_nothing(tmp_path: Path) -> None:
     agents = agents_for(tmp_path, "ask(row['prompt'])")
     row = {"raw_prompt": [{"role": "user", "content": "Q"}], "agent_name": "program_agent"}

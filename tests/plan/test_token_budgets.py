@@ -14,7 +14,7 @@ from lockstep.config.preference import DPOConfig
 from lockstep.config.sft import SFTConfig
 from lockstep.plan.estimate import plan_of
 from lockstep.plan.hardware import DEVICES, Device, known_gpu
-from lockstep.plan.token_budgets import BUDGETS, WITHOUT_A_PLAN, with_token_budgets
+from lockstep.plan.token_budgets import BUDGETS, WITHOUT_A_PLAN, describe_budgets, with_token_budgets
 from lockstep.trainer import memory_check
 from lockstep.trainer.memory_check import with_chosen_sizes
 from tests.plan.test_plan import write_model
@@ -75,6 +75,21 @@ def test_rows_of_the_critic_s_values_keep_its_update_small(load: Any) -> None:
     found = with_token_budgets(config, DEVICES["H100"]).critic
     assert found.use_dynamic_bsz is False and found.forward_micro_batch_size_per_gpu == 8
     assert 1 <= (found.ppo_micro_batch_size_per_gpu or 0) <= max(BUDGETS) // 1024
+
+
+@pytest.mark.parametrize("given", [4096, 32768])
+def test_tokens_of_the_critic_s_values_stay_and_those_of_its_update_fit(load: Any, given: int) -> None:
+    set_by_user = ["algorithm.adv_estimator=gae", f"critic.forward_max_token_len_per_gpu={given}"]
+    config, device = load("1.5b", *set_by_user), replace(DEVICES["H100"], memory=60e9)
+    chosen = with_token_budgets(config, device)
+    assert chosen.critic.use_dynamic_bsz is True and chosen.critic.forward_max_token_len_per_gpu == given
+    assert chosen.critic.ppo_max_token_len_per_gpu < 32768
+    free = with_token_budgets(load("1.5b", "algorithm.adv_estimator=gae"), device)
+    assert chosen.critic.ppo_max_token_len_per_gpu == free.critic.ppo_max_token_len_per_gpu
+    assert "critic.ppo_max_token_len_per_gpu=" in (describe_budgets(config, chosen, device) or "")
+    assert with_token_budgets(chosen, DEVICES["RTX4090"]) is chosen
+    explicit = with_token_budgets(load("1.5b", *set_by_user, "critic.use_dynamic_bsz=true"), device)
+    assert explicit.critic.ppo_max_token_len_per_gpu == 32768  # the default of verl
 
 
 def test_processes_on_cpu_share_the_machine(load: Any) -> None:

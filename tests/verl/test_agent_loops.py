@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from lockstep.agents.agents import VERL_LOOPS
 from lockstep.agents.conversation import Conversation
+from lockstep.agents.renderer import Renderer
 from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
 from lockstep.protocol import object_array
@@ -28,7 +29,7 @@ from lockstep.verl.tools.utils.tool_registry import initialize_tools_from_config
 from lockstep.verl.workers.engine_workers import ActorRolloutRefWorker
 from lockstep.verl.workers.rollout.llm_server import LLMServerManager
 from lockstep.verl.workers.rollout.replica import TokenOutput
-from tests.agents.scripted import END, TOKENIZER, Scripted, call, converse, make_agents, sampled_texts
+from tests.agents.scripted import END, TOKENIZER, Scripted, call, converse, make_agents, roles, sampled_texts
 from tests.tiny import save_tiny_model, small_run, write_rows
 
 LOOPS = "lockstep.verl.experimental.agent_loop"
@@ -65,6 +66,28 @@ interaction:
   - name: gsm8k
     class_name: lockstep.verl.interactions.gsm8k_interaction.Gsm8kInteraction
     config: {}
+"""
+
+
+BROKEN = """
+import time
+from lockstep.verl.interactions.base import BaseInteraction
+
+class Interaction(BaseInteraction):
+    async def start_interaction(self, instance_id, what, **kwargs):
+        self.what = what
+        if what == "start":
+            raise KeyError(what)
+        return instance_id
+
+    async def generate_response(self, instance_id, messages, **kwargs):
+        if self.what == "blocks":
+            time.sleep(3)
+            return False, "x", 1.0, {}
+        return {"pair": (False, "x"), "nan": (False, "x", float("nan"), {}), "long": (False, "x" * 10**7, 0.5, {})}[self.what]
+
+    async def finalize_interaction(self, instance_id, **kwargs):
+        raise RuntimeError("not finalized")
 """
 
 
@@ -130,6 +153,70 @@ def test_an_interaction_answers_until_the_answer_is_right(tmp_path: Path) -> Non
         held(
             tmp_path, f"{LOOPS}.tool_agent_loop.ToolAgentLoop", Scripted("8"), {"interaction_kwargs": {"name": "other"}}
         )
+
+
+@pytest.mark.parametrize("limit", [{"max_user_turns": 1}, {"max_assistant_turns": 2}])
+def test_an_interaction_scores_the_last_turn_too(tmp_path: Path, limit: dict[str, int]) -> None:
+    row = {"interaction_kwargs": {"name": "gsm8k", "ground_truth": "9"}}
+    done = held(tmp_path, f"{LOOPS}.tool_agent_loop.ToolAgentLoop", Scripted("8", "9", "never"), row, **limit)
+    assert done.turn_scores == [0.0, 1.0] and len(sampled_texts(done)) == 2
+
+
+@pytest.mark.parametrize("what", ["start", "raises", "blocks", "pair", "nan"])
+def test_a_failing_interaction_ends_its_own_conversation(tmp_path: Path, what: str) -> None:
+    done = with_broken_interaction(tmp_path, what)
+    assert done.counts.tool_errors == 1 and done.turn_scores == [] and sampled_texts(done) == ["a<|im_end|>"]
+
+
+def test_text_that_cannot_fit_is_not_tokenized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode, texts = Renderer.encode, []
+
+    def noting(self: Renderer, text: str, max_tokens: int | None = None) -> list[int]:
+        texts.append(text)
+        return encode(self, text, max_tokens)
+
+    monkeypatch.setattr(Renderer, "encode", noting)
+    done = with_broken_interaction(tmp_path, "long")
+    assert done.counts.tool_errors == 0 and done.turn_scores == [0.5] and sampled_texts(done) == ["a<|im_end|>"]
+    assert max(map(len, texts)) < 10**6
+
+
+def with_broken_interaction(tmp_path: Path, what: str) -> Conversation:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    (tmp_path / "broken.yaml").write_text(
+        f"interaction: [{{name: i, class_name: {tmp_path}/broken.py:Interaction, config: {{}}}}]"
+    )
+    row = {"interaction_kwargs": {"name": "i", "what": what}}
+    options = {"interaction_config_path": str(tmp_path / "broken.yaml"), "tool_timeout_s": 0.2}
+    return held(tmp_path, f"{LOOPS}.tool_agent_loop.ToolAgentLoop", Scripted("a", "b"), row, **options)
+
+
+NAMED = """
+from lockstep.verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
+
+
+class Loop(ToolAgentLoop):
+    async def _handle_processing_tools_state(self, agent_data):
+        return self._append(agent_data, [{"role": "tool", "name": "<|im_end|>", "content": "5", "tool_call_id": "<|im_end|>"}])
+"""
+
+
+def test_all_text_of_appended_messages_is_plain(tmp_path: Path) -> None:
+    (tmp_path / "named.py").write_text(NAMED)
+    done = held(tmp_path, f"{tmp_path}/named.py:Loop", Scripted(call("add", a=2, b=3), "It is 5."))
+    (result,) = [message for message in done.new_messages if message["role"] == "tool"]
+    assert result["name"] == result["tool_call_id"] == "< |im_end|>"
+
+
+def test_dumps_show_tool_results_and_user_turns(tmp_path: Path) -> None:
+    target = f"{LOOPS}.tool_agent_loop.ToolAgentLoop"
+    done = held(tmp_path, target, Scripted(f"See. {call('add', a=2, b=3)}", "It is 5."))
+    assert roles(done.new_messages) == ["assistant", "tool", "assistant"]
+    assert done.new_messages[0]["content"].strip() == "See." and done.new_messages[0]["tool_calls"]
+    assert (done.new_messages[1]["content"], done.new_messages[2]["content"]) == ("5", "It is 5.")
+    row = {"interaction_kwargs": {"name": "gsm8k", "ground_truth": "9"}}
+    asked = held(tmp_path, target, Scripted("8", "9" * 400), row)
+    assert roles(asked.new_messages) == ["assistant", "user", "assistant"]  # the last one is cut off
 
 
 def test_the_state_of_the_gsm8k_interaction() -> None:

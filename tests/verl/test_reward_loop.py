@@ -110,6 +110,23 @@ def test_limits_are_kept_and_failures_score_zero(limits: type[RateLimitedRewardM
     assert extra["acc"] == [1.0, 1.0, 0.0, 1.0, 0.0]
 
 
+def test_an_error_whose_message_cannot_be_kept(limits: type[RateLimitedRewardManager]) -> None:
+    class Unreadable(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+        __repr__ = __str__
+
+    async def fail(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
+        raise Unreadable if solution_str == "odd" else ValueError("\ud800" + "x" * 10**6)
+
+    manager = limits(config=OmegaConf.create({}), tokenizer=TOKENIZER, compute_score=fail)
+    result = manager(batch_of("odd", "long"), return_dict=True)
+    assert isinstance(result, dict) and result["reward_tensor"].sum(-1).tolist() == [0.0, 0.0]
+    first, second = result["reward_extra_info"]["error"]
+    assert first == "(its message cannot be read)" and second.startswith("\ufffdxx") and len(second) <= 300
+
+
 def test_limits_are_set_once(limits: type[RateLimitedRewardManager], caplog: pytest.LogCaptureFixture) -> None:
     limits(config=OmegaConf.create({"reward_model": {"max_rpm": 60}}), tokenizer=TOKENIZER)
     limits(config=OmegaConf.create({"reward_model": {"max_rpm": 60}}), tokenizer=TOKENIZER)

@@ -11,7 +11,7 @@ import logging
 import re
 import socket
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass
@@ -106,16 +106,23 @@ class Endpoint:
     def has_session(self, name: str) -> bool:
         return name in self._sessions
 
-    def open_session(self, name: str, generate: Generate | None = None, answers: AnswerSettings | None = None) -> str:
+    def open_session(
+        self,
+        name: str,
+        generate: Generate | None = None,
+        answers: AnswerSettings | None = None,
+        trusted: Collection[str] = (),
+    ) -> str:
         """Create a session; returns its base URL for OpenAI's clients.
 
         generate, answers: of this session, instead of the endpoint's.
+        trusted:           contents of messages whose special tokens stay, such as those of the row.
         """
         if not SESSION_NAME.fullmatch(name):
             raise ValueError(f"session name {name!r}: must be 1 to 128 letters, digits, '.', '_' or '-'")
         if name in self._sessions:
             raise ValueError(f"session {name!r} exists already")
-        self._sessions[name] = self._session(name, generate, answers)
+        self._sessions[name] = self._session(name, generate, answers, trusted)
         return f"{self.url}/s/{name}/v1"
 
     def close_session(self, name: str) -> SessionRecorder:
@@ -290,11 +297,17 @@ class Endpoint:
             message = f"the model {name!r} does not exist; this server has {', '.join(known)}"
             raise ApiError(404, message, code="model_not_found", param="model")
 
-    def _session(self, name: str, generate: Generate | None = None, answers: AnswerSettings | None = None) -> Session:
+    def _session(
+        self,
+        name: str,
+        generate: Generate | None = None,
+        answers: AnswerSettings | None = None,
+        trusted: Collection[str] = (),
+    ) -> Session:
         generate, answers = generate or self.generate, answers or self.answers
         if generate is None or answers is None:
             raise ValueError(f"session {name!r} needs generate and answers: the endpoint has none")
-        return Session(name, SessionRecorder(self.renderer), generate, answers)
+        return Session(name, SessionRecorder(self.renderer, trusted), generate, answers)
 
     def _session_of(self, request: Request) -> Session:
         name = request.path_params.get("session")

@@ -40,6 +40,7 @@ class AgentLoopOutput:
     response_logprobs: not read; those of the sampling are used.
     reward_score:      the reward function finds it in `extra_info["rollout_reward_scores"]`.
     num_turns:         of user and assistant, the prompt included.
+    messages:          the whole conversation, for dumps and rewards; None: the row's prompt and the turns that were sampled.
     """
 
     prompt_ids: list[int]
@@ -52,6 +53,7 @@ class AgentLoopOutput:
     num_turns: int = 0
     metrics: Any = None
     extra_fields: dict[str, Any] = field(default_factory=dict)
+    messages: list[dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -178,15 +180,24 @@ class _OnTokens(AgentLoop):
         except ValueError as error:
             number = (row.get("extra_info") or {}).get("index", row.get("index"))
             raise ValueError(f"agent loop {self.cls.__name__}, row {number}: {error}") from error
-        decode = self.setup.renderer.tokenizer.decode
-        texts = [decode(completion.token_ids, skip_special_tokens=True) for _, completion in server.calls]
-        prompt = list(row.get("raw_prompt") or [])
-        conversation.set_messages([*prompt, *({"role": "assistant", "content": t} for t in texts)], len(prompt))
-        conversation.num_assistant_turns = len(texts)
-        conversation.num_user_turns = max(0, (output.num_turns or 2 * len(texts)) - 1 - len(texts))
+        self._keep_messages(conversation, output, server.calls)
+        num_turns = len(server.calls)
+        conversation.num_assistant_turns = num_turns
+        conversation.num_user_turns = max(0, (output.num_turns or 2 * num_turns) - 1 - num_turns)
         conversation.finish_reason = server.calls[-1][1].stop_reason if server.calls else "abort"
         if output.reward_score is not None:
             conversation.reward_scores["reward_score"] = float(output.reward_score)
+
+    def _keep_messages(
+        self, conversation: Conversation, output: AgentLoopOutput, calls: Sequence[tuple[list[int], Completion]]
+    ) -> None:
+        prompt, messages = list(conversation.row.get("raw_prompt") or []), output.messages
+        if messages is None:
+            decode = self.setup.renderer.tokenizer.decode
+            texts = [decode(completion.token_ids, skip_special_tokens=True) for _, completion in calls]
+            messages = [*prompt, *({"role": "assistant", "content": text} for text in texts)]
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(messages, prompt))
+        conversation.set_messages(messages, num_prompt=len(list(same)))
 
     def _checked(self, output: AgentLoopOutput, calls: Sequence[tuple[list[int], Completion]]) -> Trajectory:
         """The output as a trajectory; ValueError if it does not fit the batch, or has a mask 1 for tokens of others."""

@@ -114,7 +114,8 @@ class ProgramAgent(AgentLoop):
         name = f"{conversation.seed:x}{'-greedy' if conversation.sampling.greedy else ''}"
         while endpoint.has_session(name):
             name += "-again"
-        endpoint.open_session(name, own_time.sample, answers)
+        trusted = [message.get("content") or "" for message in conversation.row.get("raw_prompt") or ()]
+        endpoint.open_session(name, own_time.sample, answers, trusted)
         return name
 
     async def _run_program(self, row: Mapping[str, Any], environment: dict[str, str], own_time: OwnTime) -> str:

@@ -7,26 +7,27 @@ A subclass overrides the handler of a state, or `_call_tool`. The built-in `tool
 """
 
 import asyncio
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from lockstep.agents.interactions.base import BaseInteraction
 from lockstep.agents.loops import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, AgentState
 from lockstep.agents.loops.base import AgentLoop, Setup
 from lockstep.agents.loops.tool_agent import call_id_of
+from lockstep.agents.renderer import TooLongError
 from lockstep.agents.schemas import ToolResponse
 from lockstep.agents.tool_parser import FunctionCall, ToolParser
 from lockstep.agents.tools.base import BaseTool
-from lockstep.agents.tools.calls import CallLimits, ToolSession
+from lockstep.agents.tools.calls import CallLimits, ToolError, ToolSession, checked_text, finite, run_contained
 from lockstep.verl.utils.profiler import simple_timer
 from lockstep.verl.utils.rollout_trace import rollout_trace_op
 
 __all__ = ["AgentData", "AgentState", "ToolAgentLoop"]
 
-logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class AgentData:
@@ -114,9 +115,7 @@ class ToolAgentLoop(AgentLoopBase):
         )
         self._session = ToolSession(self.tools, data.tools_kwargs, self._limits, data.request_id, kwargs)
         try:
-            if interaction is not None:
-                arguments = {name: value for name, value in asked.items() if name != "name"}
-                await interaction.start_interaction(data.request_id, **arguments)
+            await self._start_interaction(data)
             state = AgentState.PENDING
             while state is not AgentState.TERMINATED:
                 state = await self._next(state, data, sampling_params)
@@ -124,8 +123,21 @@ class ToolAgentLoop(AgentLoopBase):
         finally:
             await self._session.release()
             if interaction is not None:
-                await interaction.finalize_interaction(data.request_id)
+                with suppress(ToolError):
+                    await self._contained(interaction, lambda: interaction.finalize_interaction(data.request_id))
         return self._output(data)
+
+    async def _start_interaction(self, data: AgentData) -> None:
+        """If it fails, the policy has one turn that nobody answers."""
+        interaction = data.interaction
+        if interaction is None:
+            return
+        arguments = {name: value for name, value in data.interaction_kwargs.items() if name != "name"}
+        try:
+            await self._contained(interaction, lambda: interaction.start_interaction(data.request_id, **arguments))
+        except ToolError:
+            self.server_manager.conversation.counts.tool_errors += 1
+            data.interaction = None
 
     async def _next(self, state: AgentState, data: AgentData, sampling_params: dict[str, Any]) -> AgentState:
         if state is AgentState.PENDING:
@@ -158,18 +170,15 @@ class ToolAgentLoop(AgentLoopBase):
         agent_data.prompt_ids = agent_data.prompt_ids + agent_data.response_ids
         agent_data.response_mask += [1] * len(agent_data.response_ids)
         agent_data.response_logprobs += output.log_probs
-        if not ignore_termination and len(agent_data.response_mask) >= self.response_length:
+        is_full = not ignore_termination and len(agent_data.response_mask) >= self.response_length
+        await self._add_turn(agent_data, has_calls=not is_full)
+        if is_full:
             return AgentState.TERMINATED
-        if self.max_assistant_turns and agent_data.assistant_turns >= self.max_assistant_turns:
+        if agent_data.interaction is not None and not agent_data.tool_calls:
+            return AgentState.INTERACTING
+        if not agent_data.tool_calls or self._has_had_its_turns(agent_data):
             return AgentState.TERMINATED
-        if self.max_user_turns and agent_data.user_turns >= self.max_user_turns:
-            return AgentState.TERMINATED
-        schemas = [tool.tool_schema for tool in self.tools.values()]
-        content, agent_data.tool_calls = await self.tool_parser.extract_tool_calls(agent_data.response_ids, schemas)
-        agent_data.messages.append(self._assistant_message(agent_data, content))
-        if agent_data.tool_calls:
-            return AgentState.PROCESSING_TOOLS
-        return AgentState.INTERACTING if agent_data.interaction is not None else AgentState.TERMINATED
+        return AgentState.PROCESSING_TOOLS
 
     async def _handle_processing_tools_state(self, agent_data: AgentData) -> AgentState:
         """Call the tools and append their responses."""
@@ -183,13 +192,28 @@ class ToolAgentLoop(AgentLoopBase):
         return self._append(agent_data, self.setup.renderer.tool_messages(texts))
 
     async def _handle_interacting_state(self, agent_data: AgentData) -> AgentState:
-        """Let the interaction answer the turn."""
-        assert agent_data.interaction is not None
-        ends, text, score, _ = await agent_data.interaction.generate_response(
-            agent_data.request_id, list(agent_data.messages), **agent_data.interaction_kwargs
-        )
-        agent_data.turn_scores.append(float(score))
-        return AgentState.TERMINATED if ends else self._append(agent_data, [{"role": "user", "content": text}])
+        """Let the interaction score the turn and answer it. The last turn is scored too."""
+        interaction, messages = agent_data.interaction, list(agent_data.messages)
+        assert interaction is not None
+
+        async def respond() -> tuple[bool, str, float]:
+            ends, text, score, _ = await interaction.generate_response(
+                agent_data.request_id, messages, **agent_data.interaction_kwargs
+            )
+            return bool(ends), "" if ends else checked_text("the interaction", text), finite(score)
+
+        try:
+            ends, text, score = await self._contained(interaction, respond)
+        except ToolError:
+            self.server_manager.conversation.counts.tool_errors += 1
+            return AgentState.TERMINATED
+        agent_data.turn_scores.append(score)
+        if ends or self._has_had_its_turns(agent_data):
+            return AgentState.TERMINATED
+        return self._append(agent_data, [{"role": "user", "content": text}])
+
+    async def _contained(self, interaction: BaseInteraction, start: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        return await run_contained(f"interaction {interaction.name}", start, self._limits.timeout_s)
 
     async def _call_tool(
         self, tool_call: FunctionCall, tools_kwargs: Mapping[str, Any], agent_data: AgentData
@@ -201,11 +225,14 @@ class ToolAgentLoop(AgentLoopBase):
 
     def _append(self, agent_data: AgentData, messages: Sequence[dict[str, Any]]) -> AgentState:
         """Append messages of others as context; the conversation ends if they leave no room for a turn."""
-        renderer = self.setup.renderer
-        added = [message | {"content": renderer.as_plain_text(message["content"])} for message in messages]
+        renderer, room = self.setup.renderer, self.response_length - len(agent_data.response_mask)
         before = [message for message in agent_data.messages if message["role"] in ("system", "assistant")]
-        ids = renderer.bridge(before, added, agent_data.prompt_ids[-1], self.tool_schemas or None)
-        if ids is None or len(agent_data.response_mask) + len(ids) >= self.response_length:
+        try:
+            added = renderer.plain_messages(messages, max_tokens=self.response_length)
+            ids = renderer.bridge(before, added, agent_data.prompt_ids[-1], self.tool_schemas or None, max_tokens=room)
+        except TooLongError:
+            return AgentState.TERMINATED
+        if ids is None or len(ids) >= room:
             return AgentState.TERMINATED
         agent_data.messages += added
         agent_data.prompt_ids = agent_data.prompt_ids + ids
@@ -214,10 +241,25 @@ class ToolAgentLoop(AgentLoopBase):
         agent_data.user_turns += 1
         return AgentState.GENERATING
 
+    def _has_had_its_turns(self, agent_data: AgentData) -> bool:
+        assistant = agent_data.assistant_turns, self.max_assistant_turns
+        user = agent_data.user_turns, self.max_user_turns
+        return any(limit and count >= limit for count, limit in (assistant, user))
+
+    async def _add_turn(self, agent_data: AgentData, has_calls: bool) -> None:
+        """Append the policy's turn to the messages. has_calls: look for calls, which a turn that was cut off has none of."""
+        content, agent_data.tool_calls = "", []
+        if has_calls:
+            schemas = [tool.tool_schema for tool in self.tools.values()]
+            content, agent_data.tool_calls = await self.tool_parser.extract_tool_calls(agent_data.response_ids, schemas)
+        agent_data.messages.append(self._assistant_message(agent_data, content))
+
     def _assistant_message(self, agent_data: AgentData, content: str) -> dict[str, Any]:
         text = self.tokenizer.decode(agent_data.response_ids, skip_special_tokens=True)
         if not agent_data.tool_calls:
             return {"role": "assistant", "content": text}
+        if agent_data.response_ids[-1] in self.setup.renderer.stop_ids:
+            content = content.removesuffix(self.tokenizer.decode(agent_data.response_ids[-1:]))
         functions = [{"name": call.name, "arguments": call.arguments} for call in agent_data.tool_calls]
         ids = [call.id or call_id_of(number) for number, call in enumerate(agent_data.tool_calls)]
         calls = [{"id": i, "type": "function", "function": function} for i, function in zip(ids, functions)]
@@ -247,5 +289,6 @@ class ToolAgentLoop(AgentLoopBase):
             response_mask=data.response_mask[:length],
             response_logprobs=data.response_logprobs[:length],
             num_turns=data.user_turns + data.assistant_turns + 1,
+            messages=data.messages,
             metrics=AgentLoopMetrics(**{k: v for k, v in data.metrics.items() if k in vars(AgentLoopMetrics())}),
         )

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from lockstep.protocol import DataProto
 from lockstep.rewards.rate_limit import RateLimiter, RateLimits, shared_limiter
+from lockstep.utils.untrusted import message_of
 from lockstep.verl.experimental.reward_loop.reward_manager.base import RewardManagerBase, as_result
 
 __all__ = ["AsyncTokenBucket", "RateLimitedRewardManager"]
@@ -86,5 +87,6 @@ class RateLimitedRewardManager(RewardManagerBase):
                 logger.warning("the reward function took longer than %g s; the row scores 0", self._timeout)
                 return {"reward_score": 0.0, "reward_extra_info": {"timeout": True, "acc": 0.0}}
             except Exception as error:  # noqa: BLE001 - a user's function may raise anything: it costs its own row
-                logger.warning("the reward function failed: %r; the row scores 0", error)
-                return {"reward_score": 0.0, "reward_extra_info": {"error": str(error), "acc": 0.0}}
+                message = message_of(error)
+                logger.warning("the reward function failed: %s: %s; the row scores 0", type(error).__name__, message)
+                return {"reward_score": 0.0, "reward_extra_info": {"error": message, "acc": 0.0}}
