@@ -110,7 +110,11 @@ def test_they_are_checked_with_the_config(minimal: list[str], tmp_path: Path) ->
         ("reward_model.reward_manager", "CLASS"),
     ],
 )
-def test_a_file_without_a_name_is_one_problem(key: str, name: str, minimal: list[str]) -> None:
+def test_a_file_without_a_name_is_one_problem(
+    key: str, name: str, minimal: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(CODE)
+    monkeypatch.chdir(tmp_path)
     settings = {"loss": ["loss_kwargs.beta=1"], "algorithm.adv_estimator": ["adv_kwargs.scale=1"]}.get(key, [])
     with pytest.raises(ConfigError) as error:
         load_config(PPOConfig, [*minimal, f"{key}=mine.py", *settings])
