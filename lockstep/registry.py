@@ -179,6 +179,13 @@ def did_you_mean(name: str, known: Any) -> str:
     return f"{guess}Known: {', '.join(names) or 'none'}."
 
 
+def no_such_name(name: str, known: Any, what: str = "name", named: str = "function") -> str:
+    """The message about an unknown name in the config. named: what would be named in a file."""
+    if name.endswith(".py"):
+        return f"names a file; add the {named}: {name}:{named.upper()}"
+    return f"no such {what}. {did_you_mean(name, known)}"
+
+
 def name_from_data(column: str, name: Any, kind: str, known: Collection[str], remedy: str) -> str:
     """The name that a row has in `column`; ValueError unless the config or a registry defines it.
 
@@ -256,7 +263,9 @@ def load_object(reference: str, default_attr: str | None = None) -> Any:
     if not hasattr(module, attr):
         own = getattr(module, "__name__", None)
         public = [n for n, o in vars(module).items() if not n.startswith("_") and getattr(o, "__module__", own) == own]
-        raise ValueError(f"{module_ref!r} has no attribute {attr!r}. {did_you_mean(attr, public)}")
+        functions = [name for name in public if callable(getattr(module, name))]
+        hint = f" Write {reference}:{functions[0]} to use it." if ":" not in target and len(functions) == 1 else ""
+        raise ValueError(f"{module_ref!r} has no attribute {attr!r}. {did_you_mean(attr, public)}{hint}")
     return getattr(module, attr)
 
 

@@ -57,6 +57,9 @@ def test_errors_name_the_key_and_the_cause(file: str, tmp_path: Path) -> None:
     for reference, message in cases.items():
         with pytest.raises(ValueError, match=rf"^some\.key={re.escape(reference)}: .*{message}"):
             load_plugin("some.key", reference)
+    (tmp_path / "one.py").write_text("LIMIT = 3\n\ndef reward(): ...\n")
+    with pytest.raises(ValueError, match=r"no attribute 'compute_score'\. .*Write .*one\.py:reward to use it\.$"):
+        load_plugin("some.key", f"{tmp_path}/one.py", "compute_score")
     with pytest.raises(ValueError, match=r"must be a subclass of builtins\.dict, not Own"):
         load_plugin("some.key", f"{file}:Own", base=dict)
 

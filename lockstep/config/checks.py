@@ -18,7 +18,7 @@ from lockstep.config.errors import NO_VALUE, Problem, nearest
 from lockstep.config.placement import controller_of, num_workers
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.trainer import LOGGERS
-from lockstep.registry import did_you_mean, find_registered
+from lockstep.registry import find_registered, no_such_name
 from lockstep.utils.dataset_files import FORMS as DATA_FORMS
 from lockstep.utils.dataset_files import Use, locate_data
 from lockstep.utils.files import did_you_mean_path
@@ -169,14 +169,15 @@ def tracker_names(values: Values) -> Iterator[Problem]:
 
 
 def reward_manager(values: Values) -> Iterator[Problem]:
-    yield from known_name(values, "reward_model.reward_manager", names.REWARD_MANAGERS)
+    yield from known_name(values, "reward_model.reward_manager", names.REWARD_MANAGERS, "class")
     yield from reward_problems(values)
 
 
-def known_name(values: Values, key: str, known: Collection[str]) -> Iterator[Problem]:
+def known_name(values: Values, key: str, known: Collection[str], named: str = "function") -> Iterator[Problem]:
+    """named: what a file would define."""
     name = values[key]
     if name not in known and ":" not in name:
-        yield Problem(key, name, f"no such name. {did_you_mean(name, known)}")
+        yield Problem(key, name, no_such_name(name, known, named=named))
 
 
 NEEDS_BITSANDBYTES = 'needs bitsandbytes: pip install "lockstep-rl[qlora]"'

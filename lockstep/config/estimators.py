@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 from lockstep.config.errors import ConfigError, Problem
-from lockstep.registry import did_you_mean, find_registered, load_object
+from lockstep.registry import find_registered, load_object, no_such_name
 
 KEY = "algorithm.adv_estimator"
 ADV_KWARGS = "algorithm.adv_kwargs"
@@ -73,7 +73,7 @@ def required_inputs(name: str) -> frozenset[str]:
     if (registered := find_registered("advantage estimator", name)) is not None:  # in another process
         return signature_inputs(registered)
     if ":" not in name:
-        message = f"no such advantage estimator. {did_you_mean(name, ESTIMATOR_INPUTS)}"
+        message = no_such_name(name, ESTIMATOR_INPUTS, "advantage estimator")
         raise ConfigError([Problem(KEY, name, message)])
     try:
         return signature_inputs(load_object(name))

@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from lockstep.config.errors import NO_VALUE, ConfigError, Problem
-from lockstep.config.estimators import ADV_KWARGS, PARAMETERS
+from lockstep.config.estimators import ADV_KWARGS, ESTIMATOR_INPUTS, PARAMETERS
+from lockstep.config.names import POLICY_LOSSES
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import Mismatch, coerce, describe
 from lockstep.registry import did_you_mean, find_registered, load_object
@@ -41,10 +42,12 @@ def estimator_settings(function: Function, given: Mapping[str, Any]) -> dict[str
 def setting_problems(config: PPOConfig) -> Iterator[Problem]:
     """What is wrong with `loss_kwargs` and `adv_kwargs`, before anything is loaded but the user's code."""
     policy_loss, algorithm = config.actor_rollout_ref.actor.policy_loss, config.algorithm
-    loss = _find(policy_loss.loss_mode, "policy loss")
-    estimator = _find(algorithm.adv_estimator, "advantage estimator")
-    yield from _settings(loss, policy_loss.loss_kwargs, LOSS_KWARGS, LOSS_ARGUMENTS, policy_loss.loss_mode)[1]
-    yield from _settings(estimator, algorithm.adv_kwargs, ADV_KWARGS, PARAMETERS, algorithm.adv_estimator)[1]
+    name, loss = policy_loss.loss_mode, _find(policy_loss.loss_mode, "policy loss")
+    if loss is not None or name in POLICY_LOSSES:
+        yield from _settings(loss, policy_loss.loss_kwargs, LOSS_KWARGS, LOSS_ARGUMENTS, name)[1]
+    name, estimator = algorithm.adv_estimator, _find(algorithm.adv_estimator, "advantage estimator")
+    if estimator is not None or name in ESTIMATOR_INPUTS:
+        yield from _settings(estimator, algorithm.adv_kwargs, ADV_KWARGS, PARAMETERS, name)[1]
 
 
 def _find(name: str, kind: str) -> Function | None:

@@ -160,7 +160,7 @@ def _over_sampling(values: Values) -> Iterator[Problem]:
 def _names(values: Values) -> Iterator[Problem]:
     yield from checks.known_name(values, LOSS_KEY, names.POLICY_LOSSES)
     for section in (_ACTOR, _REF, "critic", "reward_model"):
-        yield from checks.known_name(values, f"{section}.strategy", names.TRAIN_ENGINES)
+        yield from checks.known_name(values, f"{section}.strategy", names.TRAIN_ENGINES, "class")
     yield from checks.reward_manager(values)
 
 

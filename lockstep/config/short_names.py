@@ -88,6 +88,7 @@ USUAL_NAMES = {
     "warmup_steps": "actor_rollout_ref.actor.optim.lr_warmup_steps",
     "warmup_ratio": "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio",
     "lora_r": "actor_rollout_ref.model.lora_rank",
+    "tools": "actor_rollout_ref.rollout.multi_turn.function_tool_path",
     "temperature": "actor_rollout_ref.rollout.temperature",
     "use_vllm": "actor_rollout_ref.rollout.name=vllm",
     "scale_rewards": "algorithm.norm_adv_by_std_in_grpo",

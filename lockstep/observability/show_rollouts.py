@@ -92,7 +92,16 @@ def _dumps_of_run(run: Path, validation: bool) -> dict[int, Path]:
         raise ValueError(
             f"{run} wrote its dumps to {key}={missing}, which does not exist here; pass that folder instead"
         )
-    raise ValueError(f"{run} has no dumps; set {key}=FOLDER when you start or resume a run to write them")
+    remedy = f"set {key}=FOLDER when you start or resume a run to write them"
+    if not validation and _has_validations(run):
+        remedy = f"--validation shows its validations; {remedy}"
+    raise ValueError(f"{run} has no dumps{'' if validation else ' of training'}; {remedy}")
+
+
+def _has_validations(run: Path) -> bool:
+    with suppress(ValueError):
+        return bool(_dumps_of_run(run, validation=True))
+    return False
 
 
 def _dump_folder(run: Path, config: Path, key: str) -> tuple[str | None, Path | None]:

@@ -103,6 +103,26 @@ def test_they_are_checked_with_the_config(minimal: list[str], tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("loss", "FUNCTION"),
+        ("algorithm.adv_estimator", "FUNCTION"),
+        ("reward_model.reward_manager", "CLASS"),
+    ],
+)
+def test_a_file_without_a_name_is_one_problem(
+    key: str, name: str, minimal: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(CODE)
+    monkeypatch.chdir(tmp_path)
+    settings = {"loss": ["loss_kwargs.beta=1"], "algorithm.adv_estimator": ["adv_kwargs.scale=1"]}.get(key, [])
+    with pytest.raises(ConfigError) as error:
+        load_config(PPOConfig, [*minimal, f"{key}=mine.py", *settings])
+    (problem,) = error.value.problems
+    assert problem.message == f"names a file; add the {name.lower()}: mine.py:{name}"
+
+
+@pytest.mark.parametrize(
     ("override", "name"),
     [("actor_rollout_ref.actor.policy_loss.loss_kwargs.beta=1", "vanilla"), ("algorithm.adv_kwargs.scale=1", "gae")],
 )

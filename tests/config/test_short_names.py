@@ -116,6 +116,7 @@ def test_errors_use_the_names_that_were_written(files: dict[str, str]) -> None:
         *(("per_device_train_batch_size", "batch_size"), ("max_completion_length", "max_response_length")),
         *(("num_train_epochs", "trainer.total_epochs"), ("beta", "actor_rollout_ref.actor.kl_loss_coef")),
         *(("stpes", "steps"), ("modle", "model")),
+        ("tools", "actor_rollout_ref.rollout.multi_turn.function_tool_path"),
     ],
 )
 def test_usual_names_of_other_libraries_are_recognised(written: str, ours: str) -> None:

@@ -77,7 +77,14 @@ def test_mistakes_are_one_line(run: Path, tmp_path: Path, capsys: pytest.Capture
     for name, text in (("moved", (run / "config.yaml").read_text().replace("dumps", "gone")), ("odd", "[1]\n")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.yaml").write_text(text)
+    (tmp_path / "validated").mkdir()
+    validated = {"default_local_dir": "validated", "validation_data_dir": str(tmp_path / "dumps")}
+    (tmp_path / "validated" / "config.yaml").write_text(yaml.safe_dump({"trainer": validated}))
     for arguments, message in (
+        (
+            [str(tmp_path / "validated")],
+            "has no dumps of training; --validation shows its validations; set trainer.roll",
+        ),
         ([str(run), "--validation"], "set trainer.validation_data_dir=FOLDER"),
         ([str(run), "--step", "2"], "has no such step; it has 2, from 1 to 3"),
         ([str(run), "--group", "9"], "the step has groups 1 to 2"),

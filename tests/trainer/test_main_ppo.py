@@ -293,11 +293,12 @@ def test_finished_run_exits_without_loading_a_model(
     overrides: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = [*overrides, *GRPO, "trainer.total_training_steps=1", "trainer.val_before_train=false"]
-    assert main(command) == 0
+    command += ["trainer.save_freq=1"]
+    assert main([*command, "trainer.total_training_steps=2"]) == 0
     monkeypatch.setattr("lockstep.trainer.ppo.task_runner.PPOTrainer.init_workers", None)
     caplog.clear()
     assert main(command) == 0
-    assert "nothing to do: the run is already at step 1 of 1" in caplog.text
+    assert "nothing to do: the run is already at step 2 of 1" in caplog.text
     assert main([*command, "algorithm.adv_estimator=rloo"]) == 2  # another experiment
 
 

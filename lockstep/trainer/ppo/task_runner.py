@@ -188,9 +188,10 @@ class TaskRunner:
                     trainer = self.build(config)
                 trainer.on_step, self.config = self.on_step, trainer.config
                 closing.callback(self._close, trainer)
-                if self.last_checkpoint is None and _is_finished(trainer):
+                step = _finished_at(trainer) if self.last_checkpoint is None else None
+                if step is not None:
                     total = trainer.total_training_steps
-                    logger.info("nothing to do: the run is already at step %d of %d", total, total)
+                    logger.info("nothing to do: the run is already at step %d of %d", step, total)
                     return 0
                 logger.info("loading models: %s", _models(config, self.role_worker_mapping))
                 with phase("load models"):
@@ -272,15 +273,15 @@ def check_rows(config: PPOConfig, reward_fn: RewardFn, *datasets: Any, in_traini
             check_scorers(reward_fn, dataset.data_sources, in_training)
 
 
-def _is_finished(trainer: PPOTrainer) -> bool:
-    """Whether the run's last step is saved and tracked, so that no model needs to be loaded."""
+def _finished_at(trainer: PPOTrainer) -> int | None:
+    """The run's newest step if its last one is saved and tracked, so that no model needs to be loaded; else None."""
     config, total = trainer.config.trainer, trainer.total_training_steps
     if config.resume_mode != "auto" or config.val_only or not (trainer.run_dir / f"global_step_{total}").is_dir():
-        return False
+        return None
     check_same_experiment(trainer.run_dir, trainer.config)
     found = trainer.checkpoints.find("auto")
     tracked = last_step(trainer.run_dir / METRICS_FILE)
-    return found is not None and found[0] >= total and tracked is not None and tracked >= total
+    return None if found is None or tracked is None or min(found[0], tracked) < total else found[0]
 
 
 def _seed_everything(seed: int) -> None:

@@ -43,9 +43,8 @@ def run(config: SupervisedConfig) -> int:
                 trainer = build(config, rank, world_size)
             config = trainer.config
             closing.callback(trainer.close)
-            if on_first_rank(lambda: _is_finished(trainer)):
-                steps = trainer.total_training_steps
-                logger.info("nothing to do: the run is already at step %d of %d", steps, steps)
+            if (step := on_first_rank(lambda: _finished_at(trainer))) is not None:
+                logger.info("nothing to do: the run is already at step %d of %d", step, trainer.total_training_steps)
                 return 0
             logger.info("loading the model")
             with phase("load the model"):
@@ -90,12 +89,12 @@ def build(config: SupervisedConfig, rank: int, world_size: int) -> SupervisedTra
     return cls(config, tokenizer, train, validation, device)
 
 
-def _is_finished(trainer: SupervisedTrainer) -> bool:
-    """Whether the run's last step is saved and tracked, so that no model needs to be loaded."""
+def _finished_at(trainer: SupervisedTrainer) -> int | None:
+    """The run's newest step if its last one is saved and tracked, so that no model needs to be loaded; else None."""
     config, total = trainer.config.trainer, trainer.total_training_steps
     if config.resume_mode != "auto" or not (trainer.run_dir / f"global_step_{total}").is_dir():
-        return False
+        return None
     check_same_experiment(trainer.run_dir, trainer.config)
     found = trainer.checkpoints.find("auto")
     tracked = last_step(trainer.run_dir / METRICS_FILE)
-    return found is not None and found[0] >= total and tracked is not None and tracked >= total
+    return None if found is None or tracked is None or min(found[0], tracked) < total else found[0]
