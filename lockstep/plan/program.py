@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -74,9 +73,11 @@ def main(argv: Sequence[str]) -> int:
             return _search(console, config, device, typical, options)
         sized = with_token_budgets(config, device, machines)
         plan = plan_of(sized, device, typical, machines)
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
     except ValueError as error:
-        text = re.sub(r"`(hf download [^\s`]+)", r"`\1 config.json", str(error))  # no other file is needed
-        sys.stderr.write(f"{'' if isinstance(error, ConfigError) else 'error: '}{text}\n")
+        sys.stderr.write(f"error: {error}\n")
         return 2
     if refused:
         lines = [

@@ -139,6 +139,8 @@ def test_program(settings: Any, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [shlex.split(line)[0] for line in lines[start + 1 :] if line.strip()]
     assert arguments and plan_of(load_config(PPOConfig, [*given, *arguments]), DEVICES["A100-80G"]).fits
     assert main(["plan", "--search", "--device", "RTX4090", *settings("34b", "34b", 2)]) == 1
-    assert capsys.readouterr().out.startswith("no placement fits on 2 x 8 RTX4090. As it is set, it does not fit on RTX4090")
+    assert capsys.readouterr().out.startswith(
+        "no placement fits on 2 x 8 RTX4090. As it is set, it does not fit on RTX4090"
+    )
     assert main(["plan", "--search", "--device", "H200", "resource_pool_spec={a:[8,8]}", *given]) == 2
     assert "the search chooses the pools" in capsys.readouterr().err
