@@ -24,7 +24,6 @@ from lockstep.plan.job import Job, job_of
 from lockstep.plan.memory import phases
 from lockstep.plan.model_shape import ModelShape
 from lockstep.plan.step_time import step_times, transfer_time
-from tests.hub import use_hub
 
 SHAPES = {  # Qwen2.5: vocabulary, width, inner, layers, heads, key heads, tied
     "0.5b": (151936, 896, 4864, 24, 14, 2, True),
@@ -373,15 +372,6 @@ def test_program(command: Any, capsys: pytest.CaptureFixture[str]) -> None:
         assert wrong[0] in capsys.readouterr().err
     assert main(["plan", "trainer.total_epoch=1"]) == 2
     assert "did you mean trainer.total_epochs" in capsys.readouterr().err.lower()
-
-
-def test_of_a_model_on_the_hub_only_the_config_is_fetched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for offline in (True, False):
-        use_hub(monkeypatch, tmp_path, offline=offline)
-        assert main(["plan", "model=org/model@v1", "batch_size=8"]) == 2
-        assert "run `hf download org/model config.json --revision v1` with network" in capsys.readouterr().err
 
 
 def test_no_torch_is_imported(command: Any) -> None:
