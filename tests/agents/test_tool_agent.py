@@ -174,7 +174,8 @@ def test_a_message_that_cannot_fit_ends_the_conversation_without_being_tokenized
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As an interaction or environment may send it."""
-    agents = make_agents(function_tool_path=None)
+    name = f"{__file__}:LongAnswer"
+    agents = make_agents(loop=name, function_tool_path=None)
     encode, longest = agents.renderer.encode, 0
 
     def watched(text: str, *limit: Any) -> list[int]:
@@ -183,7 +184,7 @@ def test_a_message_that_cannot_fit_ends_the_conversation_without_being_tokenized
         return encode(text, *limit)
 
     monkeypatch.setattr(agents.renderer, "encode", watched)
-    done = converse(agents, Scripted("Well."), agent_name=f"{__file__}:LongAnswer")
+    done = converse(agents, Scripted("Well."), agent_name=name)
     assert done.finish_reason == "length" and longest < 10_000
 
 

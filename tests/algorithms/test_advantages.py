@@ -363,6 +363,7 @@ def test_estimator_can_be_any_callable() -> None:
     assert [p.name for p in parameters_of(Estimator(2.0))] == ["token_level_rewards", "response_mask", "kwargs"]
 
 
+@pytest.mark.usefixtures("no_registrations")
 def test_registry_names() -> None:
     assert set(ADVANTAGE_ESTIMATORS) == {member.value for member in AdvantageEstimator}
     assert get_adv_estimator_fn(AdvantageEstimator.GAE) is get_adv_estimator_fn("gae")

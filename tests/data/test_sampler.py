@@ -205,7 +205,8 @@ def test_sampler_by_path(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
 
 def test_documented_sampler(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs/data.md").read_text()
-    (tmp_path / "sampler.py").write_text(page.split("```python\n")[1].split("```")[0])
+    blocks = [block.split("```")[0] for block in page.split("```python\n")[1:]]
+    (tmp_path / "sampler.py").write_text(next(block for block in blocks if "class EasyFirst" in block))
     config = DataConfig(sampler=SamplerConfig(str(tmp_path / "sampler.py"), "EasyFirst"))
 
     def make() -> StatefulLoader:

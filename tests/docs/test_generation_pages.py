@@ -35,7 +35,7 @@ def test_commands_run_in_the_order_of_the_pages(
     more = [f"trainer.default_local_dir={tmp_path}/run", "trainer.total_training_steps=1"]
     assert main([*small_run(tmp_path), *more]) == 0
     shutil.copytree(tmp_path / "run", tmp_path / "second")
-    config = tmp_path / "second" / "config.yaml"
+    config = tmp_path / "second" / "global_step_1" / "config.yaml"
     config.write_text(config.read_text().replace("lr: 0.001", "lr: 0.002", 1))
     (tmp_path / "run" / "global_step_1").rename(tmp_path / "run" / "global_step_100")
     manifest = tmp_path / "run" / "global_step_100" / "manifest.json"

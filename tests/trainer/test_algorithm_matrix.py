@@ -186,13 +186,14 @@ def test_a_short_validation_batch_that_fails_does_not_stop_the_run(overrides: li
 
 
 def test_rejected_tokens_do_not_lose_the_reward(overrides: list[str], tmp_path: Path) -> None:
-    """The threshold is within log-prob rounding, so most sequences have rejected tokens; returns must still equal the rewards."""
+    """The threshold is within log-prob rounding, so many sequences have rejected tokens; returns must still equal the rewards."""
     rows = run(
         overrides,
         tmp_path,
         "algorithm.adv_estimator=reinforce_plus_plus",
         "algorithm.rollout_correction.rollout_rs=token_k1",
-        "algorithm.rollout_correction.rollout_rs_threshold=0.9999999_1.0",
+        "algorithm.rollout_correction.rollout_rs_threshold=0.5_1.0",
+        "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16",  # in float32 trainer and rollout may agree to the bit
     )
     assert rows[0]["rollout_corr/rollout_rs_masked_fraction"] > 0.05
     assert rows[0]["critic/returns/max"] == pytest.approx(rows[0]["critic/score/max"])

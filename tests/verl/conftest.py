@@ -5,6 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from lockstep.utils.distributed import leave_process_group
+
 
 @pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
@@ -18,3 +20,10 @@ def logging_as_before() -> Iterator[None]:
     root.handlers[:] = handlers
     for logger, was_disabled in zip(loggers, disabled):
         logger.disabled = was_disabled
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_left() -> Iterator[None]:
+    """A program on verl may create a group for its own module, which would be that of later tests."""
+    yield
+    leave_process_group()
