@@ -18,7 +18,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lockstep.config.environment import digests_of
 from lockstep.config.errors import show
 from lockstep.config.generation import GenerationConfig, parts_folder
 from lockstep.config.schema import as_written, get_in, keys
@@ -67,8 +66,7 @@ def job_of(config: GenerationConfig, model: Sequence[Path], data_files: Sequence
     settings = {key: get_in(tree, key, None) for key in keys(GenerationConfig) if not key.startswith(_NOT_OF_THE_JOB)}
     data = [digest for _, digest in sorted(file_digests(data_files).items())]
     identities = [revision_of(folder) or _file_identities(folder) for folder in model]
-    values = {key: digest for key, digest in digests_of(config).items() if key in settings}
-    return {**settings, "model": identities, "data": data} | ({"environment": values} if values else {})
+    return {**settings, "model": identities, "data": data}
 
 
 def _file_identities(model: Path) -> dict[str, str]:
@@ -81,11 +79,7 @@ def _file_identities(model: Path) -> dict[str, str]:
 def differences(saved: Mapping[str, Any], job: Job) -> list[str]:
     """What two jobs differ in, for messages."""
     changed = [key for key in dict.fromkeys([*job, *saved]) if saved.get(key) != job.get(key)]
-    files = {
-        "model": "the files of the model",
-        "data": "the content of the data",
-        "environment": "the value of an environment variable",
-    }
+    files = {"model": "the files of the model", "data": "the content of the data"}
     return [
         f"{files[key]} changed" if key in files else f"{key} was {show(saved.get(key))} and is {show(job.get(key))}"
         for key in changed
