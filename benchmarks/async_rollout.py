@@ -20,9 +20,9 @@ import torch
 
 from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
-from lockstep.trainer.interrupt import Interrupt
 from lockstep.trainer.ppo.sampling import Sampling
 from lockstep.trainer.ppo.task_runner import TaskRunner
+from lockstep.trainer.run.interrupt import Interrupt
 
 REWARD = """
 import time

@@ -22,9 +22,9 @@ from lockstep.agents.conversation import Conversation
 from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
 from lockstep.demo.model import make_model_folder
-from lockstep.trainer.interrupt import Interrupt
 from lockstep.trainer.ppo.sampling import training_rows
 from lockstep.trainer.ppo.task_runner import TaskRunner
+from lockstep.trainer.run.interrupt import Interrupt
 
 PLUGINS = '''
 import time, uuid

@@ -30,7 +30,7 @@ from shapes import SHAPES
 
 from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
-from lockstep.engines.rollout.base import rollout_dtype
+from lockstep.engines.rollout.rollout_engine import rollout_dtype
 from lockstep.models.loading import resolve_dtype
 from lockstep.protocol import DataProto, object_array
 from lockstep.single_controller import ClassWithInitArgs, ResourcePool

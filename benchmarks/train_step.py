@@ -28,8 +28,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig
-from lockstep.engines.train.base import MicroBatching
 from lockstep.engines.train.fsdp import FsdpEngine
+from lockstep.engines.train.train_engine import MicroBatching
 from lockstep.models.attention import ATTENTION_NAME
 from lockstep.models.known_models import install_decoder_layers
 from lockstep.models.packed_weights import pack_weights

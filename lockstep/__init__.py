@@ -6,7 +6,7 @@ if TYPE_CHECKING:
     from lockstep.api import History, TrainResult, train
     from lockstep.config.errors import ConfigError
     from lockstep.policy import Policy
-    from lockstep.trainer.errors import RunError
+    from lockstep.trainer.run.errors import RunError
 
 __version__ = "0.1.0"
 __all__ = ["ConfigError", "History", "Policy", "RunError", "TrainResult", "train"]
@@ -15,7 +15,7 @@ _MODULES = {
     "ConfigError": "lockstep.config.errors",
     "History": "lockstep.api",
     "Policy": "lockstep.policy",
-    "RunError": "lockstep.trainer.errors",
+    "RunError": "lockstep.trainer.run.errors",
     "TrainResult": "lockstep.api",
     "train": "lockstep.api",
 }

@@ -33,9 +33,9 @@ from lockstep.policy import Policy
 from lockstep.registry import ObjectReferences
 from lockstep.rewards.custom import ARGUMENTS
 from lockstep.rewards.functions import RewardFunctions, accepts, parameters_of
-from lockstep.trainer.checkpoint import CheckpointStore, RunLock
-from lockstep.trainer.errors import RunError
 from lockstep.trainer.main_ppo import run_ppo
+from lockstep.trainer.run.checkpoint import CheckpointStore, RunLock
+from lockstep.trainer.run.errors import RunError
 from lockstep.utils.files import sha256_all
 from lockstep.utils.model_path import local_model_folder
 

@@ -175,15 +175,19 @@ PROGRAMS = {
     ),
     "eval": Program(_main_of("lockstep.trainer.main_eval"), "key=value ...", "score the answers in a file"),
     "plan": Program(
-        _main_of("lockstep.plan.program"),
+        _main_of("lockstep.plan.main_plan"),
         "key=value ...",
         "show the memory and time that a training command needs, without loading a model",
     ),
     "export": Program(
-        _main_of("lockstep.export.program"), "CHECKPOINT", "write a checkpoint as a Hugging Face folder, and check it"
+        _main_of("lockstep.export.main_export"),
+        "CHECKPOINT",
+        "write a checkpoint as a Hugging Face folder, and check it",
     ),
     "convert": Program(
-        _main_of("lockstep.convert.program"), "PATH", "turn a checkpoint, a config or a command of verl into Lockstep's"
+        _main_of("lockstep.convert.main_convert"),
+        "PATH",
+        "turn a checkpoint, a config or a command of verl into Lockstep's",
     ),
     "chat": Program(_main_of("lockstep.chat"), "RUN", "talk to a checkpoint or any other model"),
     "serve": Program(

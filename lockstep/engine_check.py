@@ -25,7 +25,7 @@ from lockstep.config.errors import ConfigError
 from lockstep.config.ppo import PPOConfig
 from lockstep.demo.model import make_model_folder
 from lockstep.engines.rollout import ROLLOUT_ENGINES
-from lockstep.engines.rollout.base import rollout_dtype
+from lockstep.engines.rollout.rollout_engine import rollout_dtype
 from lockstep.models.loading import resolve_dtype
 from lockstep.protocol import DataProto, object_array
 from lockstep.single_controller import ClassWithInitArgs, ResourcePool

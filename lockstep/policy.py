@@ -10,7 +10,7 @@ from lockstep.utils.fs import is_remote
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from lockstep.engines.rollout.base import RolloutEngine
+    from lockstep.engines.rollout.rollout_engine import RolloutEngine
 
 Prompt = str | Sequence[Mapping[str, Any]]
 """Text, which is the message of a user, or messages `{"role": ..., "content": ...}`."""

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-PRELOADED = ["tests.engines.train.cases", "lockstep.trainer.ppo.task_runner", "lockstep.trainer.supervised.program"]
+PRELOADED = ["tests.engines.train.cases", "lockstep.trainer.ppo.task_runner", "lockstep.trainer.supervised.runner"]
 """Imported once, by the process from which others are forked."""
 
 LIMIT_S = 120.0

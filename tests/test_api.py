@@ -22,8 +22,8 @@ from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
 from lockstep.observability.jsonl import read_metrics
 from lockstep.observability.step_line import format_number
-from lockstep.trainer.checkpoint import CheckpointStore, RunLock
 from lockstep.trainer.main_ppo import main
+from lockstep.trainer.run.checkpoint import CheckpointStore, RunLock
 from tests.tiny import save_tiny_model, small_run, write_rows
 
 ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i), "level": i % 2} for i in range(8)]

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from lockstep import cli
 from lockstep.policy import Policy
-from lockstep.trainer.checkpoint import CheckpointStore
+from lockstep.trainer.run.checkpoint import CheckpointStore
 from tests.tiny import save_tiny_model
 
 GREEDY = ["--temperature", "0", "--max-tokens", "40"]

@@ -2,7 +2,7 @@
 
     lockstep ppo actor_rollout_ref.actor.strategy=examples/plugins/training_engine.py:PlainEngine ...
 
-`lockstep/engines/train/base.py` says what each method must do, and `tests/engines/train/test_contract.py` checks it.
+`lockstep/engines/train/train_engine.py` says what each method must do, and `tests/engines/train/test_contract.py` checks it.
 """
 
 from collections.abc import Collection, Generator, Iterator
@@ -15,9 +15,9 @@ from tensordict import TensorDict
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lockstep.engines.train.base import PARTS, EngineModel, LossFn, MicroBatching, TrainEngine
-from lockstep.engines.train.schedule import build_schedule
+from lockstep.engines.train.lr_schedule import build_schedule
 from lockstep.engines.train.token_module import open_token_model
+from lockstep.engines.train.train_engine import PARTS, EngineModel, LossFn, MicroBatching, TrainEngine
 from lockstep.models.export import save_policy, save_scalar_model
 from lockstep.models.packing import forward_rows
 from lockstep.models.shared_weights import rollout_module, share_weights

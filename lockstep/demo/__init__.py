@@ -1,6 +1,6 @@
 """`lockstep demo`: create a small model, warm it up, train it with RL, report the result.
 
-create (model.py) ─► `lockstep sft` (warmup.py) ─► `lockstep ppo` (program.py) ─► report (report.py)
+create (model.py) ─► `lockstep sft` (warmup.py) ─► `lockstep ppo` (main_demo.py) ─► report (report.py)
                          tasks.py: sums of two two-digit numbers (task.py, reward.py), or
                                    products by a calculator (products.py, products_reward.py)
 """
@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     started = time.monotonic()
     options = _parser().parse_args(argv)
     # Importing torch takes seconds; `--help` and option errors do not need it.
-    from lockstep.demo.program import run_demo
+    from lockstep.demo.main_demo import run_demo
 
     return run_demo(
         task=options.task,

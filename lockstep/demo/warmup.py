@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lockstep.demo.task import Problem, answer_text
-from lockstep.observability.base import Metrics, RunInfo
+from lockstep.observability.tracker import Metrics, RunInfo
 
 LINE_EVERY = 150
 """Steps per line if the output is not a terminal."""

@@ -22,7 +22,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.observability.base import Metrics, RunInfo
 from lockstep.observability.step_line import (
     FIELDS,
     first_number,
@@ -32,6 +31,7 @@ from lockstep.observability.step_line import (
     step_parts,
     validation_parts,
 )
+from lockstep.observability.tracker import Metrics, RunInfo
 from lockstep.utils.progress import describe, show_live
 from lockstep.utils.terminal import printable
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.observability.base import Metrics, RunInfo, plain
+from lockstep.observability.tracker import Metrics, RunInfo, plain
 from lockstep.utils.files import atomic_writer, ensure_writable
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from lockstep.observability.base import Metrics, RunIdFile, RunInfo, check_installed, import_service, plain
+from lockstep.observability.tracker import Metrics, RunIdFile, RunInfo, check_installed, import_service, plain
 
 logger = logging.getLogger(__name__)
 

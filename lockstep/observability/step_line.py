@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.observability.base import Metrics, plain
+from lockstep.observability.tracker import Metrics, plain
 from lockstep.utils.terminal import printable
 
 VALIDATION_PREFIXES = ("val-core/", "val/")

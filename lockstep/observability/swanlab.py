@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.observability.base import Metrics, RunIdFile, RunInfo, check_installed, import_service, plain
+from lockstep.observability.tracker import Metrics, RunIdFile, RunInfo, check_installed, import_service, plain
 
 WITHOUT_LOGIN = ("local", "offline", "disabled")
 """Values of SWANLAB_MODE that send nothing."""

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from lockstep.observability.base import Metrics, RunInfo, plain
+from lockstep.observability.tracker import Metrics, RunInfo, plain
 from lockstep.utils.files import ensure_writable
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lockstep.observability.base import Metrics, RunInfo, Tracker
 from lockstep.observability.console import ConsoleTracker
 from lockstep.observability.jsonl import METRICS_FILE, FileTracker, JsonlFile, last_step, missing_steps
 from lockstep.observability.mlflow import MlflowTracker
 from lockstep.observability.swanlab import SwanlabTracker
 from lockstep.observability.tensorboard import TensorboardTracker
+from lockstep.observability.tracker import Metrics, RunInfo, Tracker
 from lockstep.observability.wandb import WandbTracker
 from lockstep.registry import Registry
 

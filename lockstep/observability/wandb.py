@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from lockstep.observability.base import (
+from lockstep.observability.tracker import (
     Metrics,
     RunIdFile,
     RunInfo,

@@ -15,7 +15,7 @@ from lockstep.rewards.ensemble import COLUMN_FUNCTIONS, Ensemble, Part
 from lockstep.rewards.rate_limit import limits_of, shared_limiter
 
 if TYPE_CHECKING:
-    from lockstep.rewards.judge import Judge
+    from lockstep.rewards.model_judge import Judge
 
 
 def load_compute_score(
@@ -54,7 +54,7 @@ def _part(config: PPOConfig, name: str, entry: RewardPartConfig, in_training: bo
 
 
 def _judge(config: PPOConfig, key: str = JUDGE_KEY, changes: dict[str, Any] | None = None) -> "Judge":
-    from lockstep.rewards.judge import Judge  # imports an HTTP client, which other runs do not need
+    from lockstep.rewards.model_judge import Judge  # imports an HTTP client, which other runs do not need
 
     reward = config.reward_model
     settings = judge_of(reward.judge, key, changes)

@@ -10,9 +10,9 @@ import sys
 from lockstep.config.evaluation import EvaluationConfig, as_validation
 from lockstep.data.files import refuse_media
 from lockstep.rewards.errors import RewardError
-from lockstep.trainer.command import run_program
-from lockstep.trainer.errors import RunError
-from lockstep.trainer.preflight import check_reward_function
+from lockstep.trainer.run.command import run_program
+from lockstep.trainer.run.errors import RunError
+from lockstep.trainer.run.preflight import check_reward_function
 from lockstep.utils.dataset_files import local_data_files
 from lockstep.utils.progress import ProgressLog, phase
 
@@ -26,7 +26,7 @@ def run_evaluation(config: EvaluationConfig) -> int:
         refuse_media(local_data_files(config.data.path, "val", "data.path"), "data.path")
         with ProgressLog():
             with phase("load torch"):
-                from lockstep.trainer.evaluation import evaluate
+                from lockstep.trainer.evaluation.evaluate import evaluate
             evaluate(config)
             return 0
     except ValueError as error:

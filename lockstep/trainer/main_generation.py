@@ -14,10 +14,10 @@ from lockstep.config.generation import GenerationConfig, as_validation, with_own
 from lockstep.config.placement import controller_of
 from lockstep.data.files import refuse_media
 from lockstep.kernels.gpu_warmup import start_gpu_warmup
-from lockstep.trainer.command import run_program
-from lockstep.trainer.errors import RunError
-from lockstep.trainer.generated_rows import GeneratedRows, job_of
-from lockstep.trainer.preflight import check_positions, check_weights
+from lockstep.trainer.generation.generated_rows import GeneratedRows, job_of
+from lockstep.trainer.run.command import run_program
+from lockstep.trainer.run.errors import RunError
+from lockstep.trainer.run.preflight import check_positions, check_weights
 from lockstep.utils.dataset_files import local_data_files
 from lockstep.utils.files import ensure_writable
 from lockstep.utils.imports import without_collections
@@ -25,7 +25,7 @@ from lockstep.utils.model_path import base_folder, local_model_folder, weight_fo
 from lockstep.utils.progress import ProgressLog, phase
 
 if TYPE_CHECKING:
-    from lockstep.trainer.generation import GenerationRunner
+    from lockstep.trainer.generation.generate import GenerationRunner
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def run_generation(config: GenerationConfig) -> int:
     except ValueError as error:
         raise RunError(with_own_keys(str(error)), exit_code=2) from error
     if controller_of(as_validation(config)) == "ray":
-        from lockstep.trainer.ray_runner import run_on_ray
+        from lockstep.trainer.run.ray_runner import run_on_ray
 
         logger.info("connecting to Ray, or starting it on this machine")
         return run_on_ray(as_validation(config), partial(_runner, config, output))
@@ -53,7 +53,7 @@ def run_generation(config: GenerationConfig) -> int:
 
 
 def _runner(config: GenerationConfig, output: GeneratedRows) -> "GenerationRunner":
-    from lockstep.trainer.generation import GenerationRunner
+    from lockstep.trainer.generation.generate import GenerationRunner
 
     return GenerationRunner(config, output)
 

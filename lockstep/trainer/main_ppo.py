@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from lockstep.config.placement import controller_of
 from lockstep.config.ppo import PPOConfig
 from lockstep.kernels.gpu_warmup import start_gpu_warmup
-from lockstep.trainer.command import run_program
-from lockstep.trainer.errors import RunError
-from lockstep.trainer.inputs import fetch_inputs
-from lockstep.trainer.memory_check import check_memory
-from lockstep.trainer.preflight import preflight
+from lockstep.trainer.run.command import run_program
+from lockstep.trainer.run.errors import RunError
+from lockstep.trainer.run.inputs import fetch_inputs
+from lockstep.trainer.run.memory_check import check_memory
+from lockstep.trainer.run.preflight import preflight
 from lockstep.utils.imports import without_collections
 from lockstep.utils.progress import ProgressLog, phase
 
@@ -45,7 +45,7 @@ def run_ppo(
     """
     prepare(config)
     if controller_of(config) == "ray":
-        from lockstep.trainer.ray_runner import run_on_ray
+        from lockstep.trainer.run.ray_runner import run_on_ray
 
         logger.info("connecting to Ray, or starting it on this machine")
         return run_on_ray(config, task_runner_class, on_step)

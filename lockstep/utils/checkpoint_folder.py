@@ -1,6 +1,6 @@
 """The `global_step_N` folders of a run and their manifests, without torch.
 
-trainer/checkpoint.py writes and verifies them; model paths, which may name a run, read them here.
+trainer/run/checkpoint.py writes and verifies them; model paths, which may name a run, read them here.
 """
 
 import json

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig
 from lockstep.engines.rollout import ROLLOUT_ENGINES
-from lockstep.engines.rollout.base import RolloutEngine, rollout_dtype
+from lockstep.engines.rollout.rollout_engine import RolloutEngine, rollout_dtype
 from lockstep.engines.train import TrainEngine
 from lockstep.single_controller import Dispatch, Worker, register
 from lockstep.utils.device import MemoryPeaks

@@ -17,7 +17,12 @@ import torch
 
 from lockstep.config.actor_rollout_ref import ActorConfig, ActorRolloutRefConfig, RefConfig, RolloutConfig
 from lockstep.config.model import sequence_parallel_size
-from lockstep.engines.rollout.base import check_request, create_rollout_engine, longest_sequence, rollout_dtype
+from lockstep.engines.rollout.rollout_engine import (
+    check_request,
+    create_rollout_engine,
+    longest_sequence,
+    rollout_dtype,
+)
 from lockstep.engines.train import EngineModel, TrainEngine, create_train_engine
 from lockstep.models.loading import model_folder, resolve_dtype
 from lockstep.models.tokenizer import eos_token_ids, hf_tokenizer

@@ -15,7 +15,7 @@ from lockstep.algorithms.losses.policy import PolicyLossFn, get_policy_loss_fn, 
 from lockstep.algorithms.losses.value import compute_value_loss
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.critic import CriticConfig
-from lockstep.engines.train.base import LossFn
+from lockstep.engines.train.train_engine import LossFn
 from lockstep.registry import defined_at, describe
 from lockstep.utils.audit import AuditError, RolloutGap
 from lockstep.workers.updates import token_share

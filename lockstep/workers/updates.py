@@ -7,7 +7,7 @@ from typing import Any
 from tensordict import TensorDict
 from torch import Tensor
 
-from lockstep.engines.train.base import MicroBatching
+from lockstep.engines.train.train_engine import MicroBatching
 from lockstep.protocol import DataProto
 from lockstep.utils.progress import phase
 

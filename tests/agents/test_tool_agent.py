@@ -12,8 +12,8 @@ from lockstep.agents.conversation import Conversation
 from lockstep.agents.interactions import Gsm8kInteraction
 from lockstep.agents.loops import AgentLoop
 from lockstep.agents.schemas import ToolResponse
-from lockstep.agents.tools.base import BaseTool
 from lockstep.agents.tools.calls import CallLimits, ToolError, checked_text, truncate
+from lockstep.agents.tools.tool import BaseTool
 from lockstep.protocol.generation import SamplingParams
 from tests.agents.scripted import END, TOKENIZER, Scripted, call, converse, make_agents, roles, sampled_texts
 

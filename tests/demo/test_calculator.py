@@ -11,7 +11,7 @@ from rich.console import Console
 
 from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
-from lockstep.demo.program import _prepare, training_overrides, warm_model
+from lockstep.demo.main_demo import _prepare, training_overrides, warm_model
 from lockstep.demo.tasks import TOOLS
 from lockstep.trainer.main_ppo import main
 

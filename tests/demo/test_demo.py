@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lockstep import cli
 from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
-from lockstep.demo import program
+from lockstep.demo import main_demo
+from lockstep.demo.main_demo import Algorithm, as_overrides, command_line, demo_folder, training_overrides
 from lockstep.demo.model import make_model_folder, make_tokenizer
 from lockstep.demo.products import parse_product, split_products
-from lockstep.demo.program import Algorithm, as_overrides, command_line, demo_folder, training_overrides
 from lockstep.demo.report import plot
 from lockstep.demo.reward import compute_score
 from lockstep.demo.task import Problem, answer_text, parse_question, split_problems, write_rows
@@ -248,7 +248,7 @@ def test_demo_continues_after_a_kill(
         raise KeyboardInterrupt
 
     command = ["demo", "--out", str(tmp_path / "run"), "--device", "cpu", "--steps", "1", "--warmup-steps", "2"]
-    for module in (program.fsdp_sft_trainer, program.main_ppo):
+    for module in (main_demo.fsdp_sft_trainer, main_demo.main_ppo):
         with monkeypatch.context() as patch:
             patch.setattr(module, "main", end)
             assert cli.main(command) == 130

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from lockstep.engines.train.state import save_shards
-from lockstep.trainer.checkpoint import CheckpointStore
+from lockstep.trainer.run.checkpoint import CheckpointStore
 from lockstep.utils.distributed import current_rank, current_world_size
 from tests.models.load_cases import opened
 

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from lockstep import cli
 from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-from lockstep.engines.train.base import MicroBatching
 from lockstep.engines.train.fsdp import FsdpEngine
-from lockstep.export import program, sources
-from lockstep.export.program import parse_size
+from lockstep.engines.train.train_engine import MicroBatching
+from lockstep.export import main_export, sources
+from lockstep.export.main_export import parse_size
 from lockstep.models.export import save_policy
 from lockstep.models.loading import load_reward_model, open_value_model
 from lockstep.models.lora import install_adapters
@@ -210,7 +210,7 @@ def test_bad_input_is_one_message(models: Path, run: Path, tmp_path: Path, capsy
 def test_models_beyond_the_host_memory(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(program, "_host_memory", lambda: 100_000)
+    monkeypatch.setattr(main_export, "_host_memory", lambda: 100_000)
     assert export(run, "-o", tmp_path / "out") == 2
     assert "but the host has 0 GB of memory; use --check tensors" in capsys.readouterr().err
     assert export(run, "-o", tmp_path / "out", "--check", "tensors") == 0

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import lockstep.data.loader
-import lockstep.demo.program
+import lockstep.demo.main_demo
 import lockstep.trainer.ppo.task_runner  # noqa: F401
 from lockstep.trainer import main_ppo
 from tests.faults.shim import Injection, install

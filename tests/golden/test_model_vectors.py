@@ -16,9 +16,9 @@ from tensordict import TensorDict
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.compose import load_config
 from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-from lockstep.engines.rollout.base import GenerationRequest, SamplingParams, create_rollout_engine
-from lockstep.engines.train.base import MicroBatching
+from lockstep.engines.rollout.rollout_engine import GenerationRequest, SamplingParams, create_rollout_engine
 from lockstep.engines.train.fsdp import FsdpEngine
+from lockstep.engines.train.train_engine import MicroBatching
 from lockstep.models.loading import load_causal_lm
 from lockstep.models.token_models import PolicyModel
 from lockstep.workers.losses import actor_loss_fn

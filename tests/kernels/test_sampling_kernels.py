@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.engines.rollout.base import SamplingParams
 from lockstep.engines.rollout.embedded.sampler import SamplingBatch, sample, uniform
+from lockstep.engines.rollout.rollout_engine import SamplingParams
 from tests.kernels.kernel_device import kernel_device
 
 DEVICE = kernel_device()

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lockstep.engines.rollout import GenerationRequest, RolloutEngine, SamplingParams
-from lockstep.engines.train.base import MicroBatching
 from lockstep.engines.train.fsdp import FsdpEngine
+from lockstep.engines.train.train_engine import MicroBatching
 from tests.models.architectures import (
     DOCS,
     EXAMPLES,

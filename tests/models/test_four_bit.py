@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from lockstep.cli import main
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.model import HFModelConfig
-from lockstep.engines.rollout.base import create_rollout_engine
+from lockstep.engines.rollout.rollout_engine import create_rollout_engine
 from lockstep.engines.train.fsdp import FsdpEngine
 from lockstep.engines.train.shard_reader import ShardReader
 from lockstep.models.four_bit import dequantized, is_4bit

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from lockstep.config.checks import LOGGERS
-from lockstep.observability.base import Metrics, RunInfo
 from lockstep.observability.jsonl import METRICS_FILE, JsonlFile, json_line, read_metrics, truncate_after
+from lockstep.observability.tracker import Metrics, RunInfo
 from lockstep.observability.trackers import TRACKERS, Tracking
 
 REPOSITORY = Path(__file__).parents[2]

@@ -15,8 +15,8 @@ from lockstep.config.sft import SFTConfig
 from lockstep.plan.estimate import plan_of
 from lockstep.plan.hardware import DEVICES, Device, known_gpu
 from lockstep.plan.token_budgets import BUDGETS, WITHOUT_A_PLAN, describe_budgets, with_token_budgets
-from lockstep.trainer import memory_check
-from lockstep.trainer.memory_check import with_chosen_sizes
+from lockstep.trainer.run import memory_check
+from lockstep.trainer.run.memory_check import with_chosen_sizes
 from tests.plan.test_plan import write_model
 
 ACTOR = "actor_rollout_ref.actor"

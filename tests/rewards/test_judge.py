@@ -15,9 +15,9 @@ from lockstep.config.ensemble import judge_of
 from lockstep.config.errors import ConfigError
 from lockstep.config.reward import JudgeConfig
 from lockstep.rewards.errors import AllRowsFailedError, RewardError
-from lockstep.rewards.judge import AnswerCache, Judge
 from lockstep.rewards.managers import NaiveRewardManager
 from lockstep.rewards.managers.naive import ScoringRow
+from lockstep.rewards.model_judge import AnswerCache, Judge
 from lockstep.rewards.rate_limit import RateLimiter, RateLimits
 from lockstep.trainer import main_eval
 from lockstep.utils.chat_tokens import as_plain_text

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lockstep.trainer import main_eval
-from lockstep.trainer.accuracy import accuracy, confidence_interval, pass_at_k
+from lockstep.trainer.evaluation.accuracy import accuracy, confidence_interval, pass_at_k
 from lockstep.trainer.ppo.validation import Responses
 
 

@@ -19,9 +19,9 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.data.rl_dataset import create_rl_dataset
 from lockstep.protocol import DataProto, object_array
 from lockstep.single_controller.futures import WorkerDiedError
-from lockstep.trainer.agents import agents_for
 from lockstep.trainer.main_ppo import main
 from lockstep.trainer.ppo.agent_rollout import AgentRollout
+from lockstep.trainer.ppo.run_agents import agents_for
 from lockstep.utils.audit import AuditError
 from tests.agents.scripted import make_agents
 from tests.tiny import save_tiny_model, tiny_tokenizer, write_rows

@@ -16,12 +16,12 @@ from lockstep.config.compose import load_config
 from lockstep.config.errors import ConfigError
 from lockstep.config.ppo import PPOConfig
 from lockstep.protocol import DataProto
-from lockstep.trainer.interrupt import Interrupt
 from lockstep.trainer.main_ppo import main
 from lockstep.trainer.ppo.group_sampler import GroupSampler
 from lockstep.trainer.ppo.ray_trainer import PPOTrainer
 from lockstep.trainer.ppo.rollout_sources.journal import read_events, trained_groups
 from lockstep.trainer.ppo.task_runner import TaskRunner
+from lockstep.trainer.run.interrupt import Interrupt
 from lockstep.workers.rollout_client import RolloutClient
 from tests.programs import Program
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lockstep.protocol import DataProto
-from lockstep.trainer.audit import (
+from lockstep.trainer.ppo.audit import (
     AuditError,
     CutResponses,
     FailedConversations,

@@ -142,7 +142,7 @@ def test_another_experiment_in_the_folder(overrides: list[str], capsys: pytest.C
 
 
 def test_two_runs_in_one_folder(overrides: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    from lockstep.trainer.checkpoint import RunLock
+    from lockstep.trainer.run.checkpoint import RunLock
 
     with RunLock(tmp_path / "run"):
         message = error_of(overrides, capsys)

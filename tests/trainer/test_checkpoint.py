@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.trainer.checkpoint import LOCK, TRACKER, CheckpointStore, RunLock, verify
+from lockstep.trainer.run.checkpoint import LOCK, TRACKER, CheckpointStore, RunLock, verify
 from lockstep.utils.checkpoint_folder import MANIFEST
 from lockstep.utils.files import sha256
 
@@ -302,7 +302,7 @@ def run_child(code: str, *arguments: object) -> subprocess.CompletedProcess[str]
 DYING_CHILD = """
     import os, shutil, signal, sys
     from pathlib import Path
-    from lockstep.trainer import checkpoint
+    from lockstep.trainer.run import checkpoint
 
     root, moment, step = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 
@@ -412,7 +412,7 @@ def test_clean_stale_restores_a_replaced_checkpoint(pid: int, tmp_path: Path, ca
 HOLDING_CHILD = """
     import os, sys, time
     from pathlib import Path
-    from lockstep.trainer.checkpoint import RunLock
+    from lockstep.trainer.run.checkpoint import RunLock
 
     lock = RunLock(Path(sys.argv[1]))
     lock.acquire()

@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
 from lockstep.observability.timeline import read_steps
-from lockstep.trainer.checkpoint import verify
 from lockstep.trainer.main_ppo import main
-from lockstep.trainer.ray_runner import _check_one_machine, _check_this_machine
+from lockstep.trainer.run.checkpoint import verify
+from lockstep.trainer.run.ray_runner import _check_one_machine, _check_this_machine
 
 pytest.importorskip("ray", reason='needs Ray: pip install "lockstep-rl[ray]"')
 

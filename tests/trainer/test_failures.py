@@ -16,7 +16,7 @@ from lockstep.registry import load_object
 from lockstep.rewards.errors import RewardError
 from lockstep.single_controller.futures import ON_WORKER
 from lockstep.trainer import main_ppo
-from lockstep.trainer.failures import explain
+from lockstep.trainer.run.failures import explain
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from lockstep import cli
 from lockstep.observability.batch_progress import BatchProgress
 from lockstep.trainer import main_eval, main_generation, main_ppo
-from lockstep.trainer.generated_rows import GeneratedRows
+from lockstep.trainer.generation.generated_rows import GeneratedRows
 from tests.tiny import write_rows
 
 REWARD = """

@@ -7,8 +7,8 @@ import pytest
 
 from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
-from lockstep.trainer.inputs import fetch_inputs, fetch_on_workers, tokenizer_of
 from lockstep.trainer.main_ppo import main
+from lockstep.trainer.run.inputs import fetch_inputs, fetch_on_workers, tokenizer_of
 from tests.hub import COMMIT, contents_of, hub_server, use_hub, write_cache
 from tests.tiny import write_rows
 
@@ -34,11 +34,11 @@ def test_inputs_are_fetched_and_named_once(
         assert "model.safetensors" not in sent  # the workers' machines fetch it
         assert "data/train-00000-of-00001.parquet" in sent
         caplog.clear()
-        with caplog.at_level(logging.INFO, logger="lockstep.trainer.inputs"):
+        with caplog.at_level(logging.INFO, logger="lockstep.trainer.run.inputs"):
             fetch_inputs(load_config(PPOConfig, overrides))
         folder = tmp_path / "cache" / "models--org--model" / "snapshots" / COMMIT
         assert contents_of(folder) == FILES
-        named = [record.getMessage() for record in caplog.records if record.name == "lockstep.trainer.inputs"]
+        named = [record.getMessage() for record in caplog.records if record.name == "lockstep.trainer.run.inputs"]
         assert named == [
             f"actor_rollout_ref.model.path=org/model is read from {folder}"
         ]  # and the critic's is the same

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.trainer.interrupt import Interrupt, stop_on_sigterm
+from lockstep.trainer.run.interrupt import Interrupt, stop_on_sigterm
 
 
 class StoppedWhenDeleted:
@@ -52,7 +52,7 @@ def test_an_error_of_code_that_was_interrupted_is_the_stop() -> None:
 
 STOPPED_WITHIN_EVAL = """
 import os, signal, sys
-from lockstep.trainer.interrupt import stop_on_sigterm
+from lockstep.trainer.run.interrupt import stop_on_sigterm
 try:
     with stop_on_sigterm():
         eval("os.kill(os.getpid(), signal.SIGTERM)")

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
-from lockstep.engines.rollout.base import ModuleEngine
+from lockstep.engines.rollout.rollout_engine import ModuleEngine
 from lockstep.models.model_check import transformers_forward
 from lockstep.protocol import DataProto
 from lockstep.trainer.fsdp_sft_trainer import main as sft

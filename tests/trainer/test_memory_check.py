@@ -16,10 +16,11 @@ from lockstep.config.sft import SFTConfig, SupervisedConfig
 from lockstep.engines.train.fsdp import FsdpEngine
 from lockstep.plan import estimate
 from lockstep.plan.hardware import DEVICES, Device, known_gpu
-from lockstep.trainer import fsdp_sft_trainer, main_dpo, main_rm, memory_check
-from lockstep.trainer.failures import explain
+from lockstep.trainer import fsdp_sft_trainer, main_dpo, main_rm
 from lockstep.trainer.main_ppo import main
-from lockstep.trainer.memory_check import check_memory
+from lockstep.trainer.run import memory_check
+from lockstep.trainer.run.failures import explain
+from lockstep.trainer.run.memory_check import check_memory
 from tests.plan.test_plan import write_model
 
 TORCH_MESSAGE = (

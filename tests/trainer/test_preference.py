@@ -22,12 +22,12 @@ from transformers import (
 from lockstep import cli
 from lockstep.config.compose import load_config
 from lockstep.config.preference import DPOConfig, RMConfig
-from lockstep.engines.train.base import MicroBatching
 from lockstep.engines.train.fsdp import FsdpEngine
+from lockstep.engines.train.train_engine import MicroBatching
 from lockstep.observability.glossary import explain
 from lockstep.trainer import main_dpo, main_ppo, main_rm
 from lockstep.trainer.supervised.batches import collate_pairs, share_of_pairs
-from lockstep.trainer.supervised.program import build
+from lockstep.trainer.supervised.runner import build
 from lockstep.trainer.supervised.trainer import SupervisedTrainer
 from tests.engines.train.ranks import Ranks, run_program
 from tests.metrics import metrics_of, numbers_of

@@ -19,8 +19,8 @@ from lockstep.observability.mlflow import MlflowTracker
 from lockstep.observability.swanlab import SwanlabTracker
 from lockstep.observability.wandb import WandbTracker
 from lockstep.rewards.managers import REWARD_MANAGERS
-from lockstep.trainer.checkpoint import RunLock
-from lockstep.trainer.preflight import preflight
+from lockstep.trainer.run.checkpoint import RunLock
+from lockstep.trainer.run.preflight import preflight
 
 SCORE = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.0\n"
 

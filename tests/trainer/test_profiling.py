@@ -26,8 +26,8 @@ from lockstep.single_controller import (
     register,
 )
 from lockstep.single_controller.worker_group import ResourcePool
-from lockstep.trainer.ray_runner import _timeline_file
-from lockstep.trainer.step_profiler import nsys_environment
+from lockstep.trainer.run.ray_runner import _timeline_file
+from lockstep.trainer.run.step_profiler import nsys_environment
 from lockstep.utils.spans import Span, take_spans
 
 ACTOR = "actor_rollout_ref.actor"

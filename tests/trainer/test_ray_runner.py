@@ -11,8 +11,8 @@ from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
 from lockstep.observability.jsonl import truncate_after
 from lockstep.observability.trackers import Tracking
-from lockstep.trainer import ray_runner
-from lockstep.trainer.errors import RunError
+from lockstep.trainer.run import ray_runner
+from lockstep.trainer.run.errors import RunError
 
 pytest.importorskip("ray", reason='needs Ray: pip install "lockstep-rl[ray]"')
 

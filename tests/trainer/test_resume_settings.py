@@ -13,9 +13,9 @@ from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import to_plain
 from lockstep.observability.trackers import Tracking
-from lockstep.trainer.checkpoint import CheckpointStore
 from lockstep.trainer.main_ppo import main
-from lockstep.trainer.run_config import check_same_experiment, read_config, report_changes, write_run_config
+from lockstep.trainer.run.checkpoint import CheckpointStore
+from lockstep.trainer.run.run_config import check_same_experiment, read_config, report_changes, write_run_config
 from lockstep.utils import files as files_module
 from tests.tiny import write_rows
 

@@ -11,8 +11,8 @@ import torch
 from lockstep.agents.trajectory import Trajectory
 from lockstep.protocol import DataProto, object_array
 from lockstep.trainer.ppo.forks import EARLIER
+from lockstep.trainer.ppo.rollout_sources.group_schedule import Group, GroupSchedule
 from lockstep.trainer.ppo.rollout_sources.journal import EVENTS, FOLDER, Journal, read_events, trained_groups
-from lockstep.trainer.ppo.rollout_sources.schedule import Group, GroupSchedule
 
 PER_STEP, STEPS = 3, 40
 

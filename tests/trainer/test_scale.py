@@ -16,7 +16,7 @@ from lockstep.config.generation import GenerationConfig, as_validation
 from lockstep.config.model import HFModelConfig
 from lockstep.config.ppo import PPOConfig
 from lockstep.models.export import save_scalar_model
-from lockstep.trainer.generation import GenerationRunner, device_and_backend
+from lockstep.trainer.generation.generate import GenerationRunner, device_and_backend
 from lockstep.trainer.main_generation import prepare
 from tests.tiny import tiny_tokenizer
 from tests.trainer.test_forks import LOOP, TEMPLATE
@@ -249,7 +249,7 @@ def test_generated_responses(runs: Runs, tiny_run_files: Path, tmp_path: Path, m
         device, backend = device_and_backend(config, **options)
         return device, replace(backend, group_class=group_class(runs.shared)) if backend.name == "ray" else backend
 
-    monkeypatch.setattr("lockstep.trainer.generation.device_and_backend", on_shared_processes)
+    monkeypatch.setattr("lockstep.trainer.generation.generate.device_and_backend", on_shared_processes)
     base = [f"model.path={tiny_run_files}/model", f"data.path={tiny_run_files}/train.parquet", "data.n_samples=3"]
     base += ["data.batch_size=5", "data.max_prompt_length=40", "data.max_response_length=8", "trainer.device=cpu"]
     tables = []

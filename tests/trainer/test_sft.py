@@ -18,11 +18,11 @@ from lockstep.config.compose import load_config
 from lockstep.config.sft import SFTConfig
 from lockstep.data.sft_dataset import MultiTurnSFTDataset, SFTDataset
 from lockstep.observability.glossary import explain
-from lockstep.trainer.errors import RunError
 from lockstep.trainer.fsdp_sft_trainer import main
+from lockstep.trainer.run.errors import RunError
 from lockstep.trainer.supervised.batches import collate, share_of
 from lockstep.trainer.supervised.command import run_training
-from lockstep.trainer.supervised.program import build
+from lockstep.trainer.supervised.runner import build
 from lockstep.trainer.supervised.trainer import SupervisedTrainer
 from tests.hub import use_hub, write_cache
 from tests.metrics import metrics_of, numbers_of

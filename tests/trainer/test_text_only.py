@@ -7,7 +7,7 @@ import pytest
 
 from lockstep.api import train
 from lockstep.cli import main
-from lockstep.trainer.errors import RunError
+from lockstep.trainer.run.errors import RunError
 from tests.tiny import save_tiny_model, tiny_tokenizer, write_rows
 
 VISION = "is a vision model (Qwen2VLForConditionalGeneration: config.json has vision_config)"

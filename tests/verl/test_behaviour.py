@@ -353,7 +353,7 @@ def test_tracking_writes_where_the_config_says(tmp_path: Path) -> None:
 def test_checkpoints_are_found_and_saved_before_an_instance_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lockstep.trainer.checkpoint import CheckpointStore
+    from lockstep.trainer.run.checkpoint import CheckpointStore
 
     assert find_latest_ckpt_path(None) is None and find_latest_ckpt_path(str(tmp_path)) is None
     CheckpointStore(tmp_path).save(3, lambda folder: (folder / "state").write_text("x") and None)

@@ -15,7 +15,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from lockstep.protocol import DataProto
-from lockstep.trainer.errors import RunError
+from lockstep.trainer.run.errors import RunError
 from lockstep.verl._config import default_tree
 from lockstep.verl.trainer.main_ppo import TaskRunner, run_ppo
 from lockstep.verl.trainer.ppo.core_algos import agg_loss, register_adv_est, register_policy_loss

@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lockstep.agents.environments.base import (
+from lockstep.agents.environments.environment import (
     ENV_REMEDY,
     Calls,
     EnvironmentLoop,
@@ -26,7 +26,7 @@ from lockstep.agents.environments.base import (
     row_seed,
     with_observation,
 )
-from lockstep.agents.loops.base import Setup, register
+from lockstep.agents.loops.agent_loop import Setup, register
 from lockstep.agents.renderer import Message
 from lockstep.registry import did_you_mean, load_plugin
 

@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from lockstep.agents.conversation import Conversation
-from lockstep.agents.environments.base import (
+from lockstep.agents.environments.environment import (
     Calls,
     EnvironmentLoop,
     Episode,
@@ -29,7 +29,7 @@ from lockstep.agents.environments.base import (
     row_seed,
     with_observation,
 )
-from lockstep.agents.loops.base import Setup, register
+from lockstep.agents.loops.agent_loop import Setup, register
 from lockstep.agents.renderer import Message
 from lockstep.registry import load_plugin, name_from_data
 

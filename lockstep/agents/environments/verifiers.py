@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import Any
 
-from lockstep.agents.loops.base import AgentLoop, Setup, register
+from lockstep.agents.loops.agent_loop import AgentLoop, Setup, register
 from lockstep.agents.loops.program_agent import KEY, ProgramAgent, ProgramError
 from lockstep.agents.loops.recorded import OutOfTimeError, OwnTime
 from lockstep.config.actor_rollout_ref import ProgramConfig

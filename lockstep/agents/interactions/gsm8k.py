@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
-from lockstep.agents.interactions.base import INTERACTIONS, BaseInteraction
+from lockstep.agents.interactions.interaction import INTERACTIONS, BaseInteraction
 from lockstep.rewards.scorers.gsm8k import TAIL_CHARS
 
 NUMBER = re.compile(r"-?(?:[0-9][0-9,]*)?\.?[0-9]+")

@@ -8,7 +8,7 @@ interaction:
 
 from typing import Any
 
-from lockstep.agents.interactions.base import INTERACTIONS, BaseInteraction
+from lockstep.agents.interactions.interaction import INTERACTIONS, BaseInteraction
 from lockstep.agents.tools.load import find_class, read_entries
 
 KEY = "actor_rollout_ref.rollout.multi_turn.interaction_config_path"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any
 
-from lockstep.agents.interactions.base import INTERACTIONS, BaseInteraction
+from lockstep.agents.interactions.interaction import INTERACTIONS, BaseInteraction
 from lockstep.registry import check_signature, load_plugin
 from lockstep.utils import event_loop
 from lockstep.utils.chat_tokens import as_plain_text

@@ -1,7 +1,7 @@
 """Agent loops; the built-in ones register here."""
 
+from lockstep.agents.loops.agent_loop import AGENT_LOOPS, AgentLoop, Setup, register
 from lockstep.agents.loops.agent_loop_base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
-from lockstep.agents.loops.base import AGENT_LOOPS, AgentLoop, Setup, register
 from lockstep.agents.loops.program_agent import ProgramAgent
 from lockstep.agents.loops.react_agent import ReactAgent
 from lockstep.agents.loops.single_turn import SingleTurnAgent

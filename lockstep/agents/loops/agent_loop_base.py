@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from lockstep.agents.conversation import Conversation
-from lockstep.agents.loops.base import AgentLoop, Setup
+from lockstep.agents.loops.agent_loop import AgentLoop, Setup
 from lockstep.agents.trajectory import NOT_SAMPLED, Trajectory
 from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
 

@@ -31,8 +31,8 @@ from lockstep.agents.endpoint.errors import ApiError
 from lockstep.agents.loops.tool_agent import call_id_of
 from lockstep.agents.renderer import Message, Renderer
 from lockstep.agents.tool_parser import FunctionCall, ToolParser
-from lockstep.agents.tools.base import BaseTool
 from lockstep.agents.tools.calls import ToolSession
+from lockstep.agents.tools.tool import BaseTool
 
 LIMITS: dict[str | None, FinishReason] = {"context_length_exceeded": "length", "turn_limit_reached": "turns"}
 """Code of an error to the limit that it is about."""

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 from lockstep.agents.conversation import Conversation
-from lockstep.agents.loops.base import AgentLoop, Setup, register
+from lockstep.agents.loops.agent_loop import AgentLoop, Setup, register
 from lockstep.agents.loops.recorded import OutOfTimeError, OwnTime, answer_settings, take_branches
 from lockstep.config.actor_rollout_ref import ProgramConfig
 from lockstep.utils.untrusted import JSON_ERRORS, valid_text

@@ -14,7 +14,7 @@ from typing import Any
 from lockstep.agents.conversation import Conversation
 from lockstep.agents.endpoint.answers import Session
 from lockstep.agents.endpoint.recorder import SessionRecorder
-from lockstep.agents.loops.base import AgentLoop, Setup, register
+from lockstep.agents.loops.agent_loop import AgentLoop, Setup, register
 from lockstep.agents.loops.recorded import OutOfTimeError, OwnTime, answer_settings, take_branches
 from lockstep.agents.loops.tool_agent import MALFORMED, check_tools_kwargs
 from lockstep.agents.tools.calls import CallLimits, ToolSession

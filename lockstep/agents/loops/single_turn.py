@@ -1,7 +1,7 @@
 """`single_turn_agent`: one response to the prompt."""
 
 from lockstep.agents.conversation import Conversation
-from lockstep.agents.loops.base import AgentLoop, register
+from lockstep.agents.loops.agent_loop import AgentLoop, register
 
 
 @register("single_turn_agent")

@@ -13,10 +13,9 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from lockstep.agents.conversation import Conversation, Turn
-from lockstep.agents.interactions.base import BaseInteraction
-from lockstep.agents.loops.base import AgentLoop, Setup, has_had_its_turns, register
+from lockstep.agents.interactions.interaction import BaseInteraction
+from lockstep.agents.loops.agent_loop import AgentLoop, Setup, has_had_its_turns, register
 from lockstep.agents.tool_parser import FunctionCall, ToolParser
-from lockstep.agents.tools.base import BaseTool
 from lockstep.agents.tools.calls import (
     CallLimits,
     CallResult,
@@ -26,6 +25,7 @@ from lockstep.agents.tools.calls import (
     finite,
     run_contained,
 )
+from lockstep.agents.tools.tool import BaseTool
 from lockstep.registry import name_from_data
 
 T = TypeVar("T")

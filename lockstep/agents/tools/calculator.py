@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.agents.schemas import OpenAIFunctionToolSchema, ToolResponse
-from lockstep.agents.tools.base import TOOLS, BaseTool
+from lockstep.agents.tools.tool import TOOLS, BaseTool
 
 MAX_CHARS = 200
 MAX_DIGITS = 100

@@ -13,8 +13,8 @@ from typing import Any, Literal, TypeVar
 
 from lockstep.agents.schemas import ToolResponse
 from lockstep.agents.tool_parser import FunctionCall
-from lockstep.agents.tools.base import BaseTool
 from lockstep.agents.tools.threads import run_in_thread
+from lockstep.agents.tools.tool import BaseTool
 from lockstep.config.actor_rollout_ref import MultiTurnConfig
 from lockstep.utils.untrusted import JSON_ERRORS, is_valid, message_of
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.agents.schemas import OpenAIFunctionToolSchema, ToolResponse
-from lockstep.agents.tools.base import BaseTool
+from lockstep.agents.tools.tool import BaseTool
 from lockstep.registry import defined_at
 
 ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+>")

@@ -3,7 +3,7 @@
 from typing import Any
 
 from lockstep.agents.schemas import OpenAIFunctionToolSchema, ToolResponse
-from lockstep.agents.tools.base import TOOLS, BaseTool
+from lockstep.agents.tools.tool import TOOLS, BaseTool
 from lockstep.rewards.scorers.gsm8k import compute_score
 
 WORSE_ANSWER = -0.05

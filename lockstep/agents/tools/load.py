@@ -14,10 +14,10 @@ from typing import Any
 import yaml
 
 from lockstep.agents.schemas import OpenAIFunctionToolSchema
-from lockstep.agents.tools.base import TOOLS, BaseTool
 from lockstep.agents.tools.calls import by_name
 from lockstep.agents.tools.function import FunctionTool, tools_of
 from lockstep.agents.tools.mcp import McpTool, load_mcp_tools
+from lockstep.agents.tools.tool import TOOLS, BaseTool
 from lockstep.registry import load_module, load_object, load_plugin
 
 TOOL_KEY = "actor_rollout_ref.rollout.multi_turn.tool_config_path"

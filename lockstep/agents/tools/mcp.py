@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.agents.schemas import OpenAIFunctionToolSchema, ToolResponse
-from lockstep.agents.tools.base import TOOLS, BaseTool
 from lockstep.agents.tools.calls import ToolError
 from lockstep.agents.tools.mcp_server import McpServer
+from lockstep.agents.tools.tool import TOOLS, BaseTool
 
 if TYPE_CHECKING:
     from mcp import Tool

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.agents.schemas import OpenAIFunctionToolSchema, ToolResponse
-from lockstep.agents.tools.base import TOOLS, BaseTool
+from lockstep.agents.tools.tool import TOOLS, BaseTool
 from lockstep.rewards.sandbox import Limits, Sandbox, SandboxedProcess
 
 SERVER = Path(__file__).with_name("python_server.py").read_text()

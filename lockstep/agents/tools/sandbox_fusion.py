@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.agents.schemas import OpenAIFunctionToolSchema, ToolResponse
-from lockstep.agents.tools.base import TOOLS, BaseTool
 from lockstep.agents.tools.calls import ToolError
+from lockstep.agents.tools.tool import TOOLS, BaseTool
 from lockstep.utils.json_http import HttpError, post_json
 
 KNOWN = (

@@ -24,7 +24,8 @@ from transformers import (
 )
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
-from lockstep.engines.rollout.base import (
+from lockstep.engines.rollout.embedded.sampler import SamplingBatch, sample, uniform
+from lockstep.engines.rollout.rollout_engine import (
     ROLLOUT_ENGINES,
     ModuleEngine,
     check_against_transformers,
@@ -32,7 +33,6 @@ from lockstep.engines.rollout.base import (
     longest_sequence,
     stop_tokens,
 )
-from lockstep.engines.rollout.embedded.sampler import SamplingBatch, sample, uniform
 from lockstep.models.attention import ATTENTION_NAME
 from lockstep.models.length_switches import ORIGINAL, miniature, switch_lengths
 from lockstep.models.model_check import transformers_forward

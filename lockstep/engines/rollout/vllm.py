@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.model import HFModelConfig
-from lockstep.engines.rollout.base import (
+from lockstep.engines.rollout.rollout_engine import (
     ROLLOUT_ENGINES,
     RolloutEngine,
     longest_sequence,

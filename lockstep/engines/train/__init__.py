@@ -1,6 +1,7 @@
 """Training engines, by the name in `actor_rollout_ref.actor.strategy`."""
 
-from lockstep.engines.train.base import (
+from lockstep.engines.train.fsdp import FsdpEngine
+from lockstep.engines.train.train_engine import (
     TRAIN_ENGINES,
     EngineModel,
     LossFn,
@@ -8,7 +9,6 @@ from lockstep.engines.train.base import (
     TrainEngine,
     create_train_engine,
 )
-from lockstep.engines.train.fsdp import FsdpEngine
 
 __all__ = [
     "TRAIN_ENGINES",

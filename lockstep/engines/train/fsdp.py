@@ -18,15 +18,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig
 from lockstep.engines.train import sharding
-from lockstep.engines.train.base import PARTS, TRAIN_ENGINES, EngineModel, LossFn, MicroBatching, TrainEngine
 from lockstep.engines.train.checkpointing import LayerCheckpointing
 from lockstep.engines.train.compute_copy import copy_in, hand_gradients, refresh
 from lockstep.engines.train.loss_scale import LossScale
+from lockstep.engines.train.lr_schedule import build_schedule
 from lockstep.engines.train.offload import CopyStream, OffloadedMoments, PinnedBuffer, move_parameters
 from lockstep.engines.train.optimizer import PiecewiseAdamW, build_optimizer
-from lockstep.engines.train.schedule import build_schedule
 from lockstep.engines.train.state import load_extra, load_shards, save_extra, save_shards
 from lockstep.engines.train.token_module import open_token_model
+from lockstep.engines.train.train_engine import PARTS, TRAIN_ENGINES, EngineModel, LossFn, MicroBatching, TrainEngine
 from lockstep.models.export import save_policy, save_scalar_model
 from lockstep.models.four_bit import dequantized, whole_shape
 from lockstep.models.known_models import computes_packed

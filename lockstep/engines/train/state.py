@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lockstep.engines.train.loss_scale import LossScale
-from lockstep.engines.train.schedule import go_to_step
+from lockstep.engines.train.lr_schedule import go_to_step
 from lockstep.engines.train.shard_reader import METADATA, ShardReader, TensorPlanner, plain_errors
 from lockstep.utils.distributed import current_rank
 from lockstep.utils.state_file import has_state, load_state, save_state

@@ -2,7 +2,7 @@
 
 import torch
 
-from lockstep.engines.train.base import EngineModel
+from lockstep.engines.train.train_engine import EngineModel
 from lockstep.models.loading import (
     open_causal_lm,
     open_reward_model,

@@ -23,7 +23,7 @@ from typing import Any
 from lockstep.rewards import sandbox
 from lockstep.rewards.sandbox import Limits, Sandbox, fusion
 
-JUDGE = (Path(sandbox.__file__).parent / "judge.py").read_text()
+JUDGE = (Path(sandbox.__file__).parent / "run_tests.py").read_text()
 TEST_TIMEOUT_S = 5.0
 MEMORY_MB = 1024
 FILE_MB = 16

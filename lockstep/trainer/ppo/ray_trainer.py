@@ -39,7 +39,7 @@ from lockstep.config.ppo import PPOConfig, prompts_per_batch
 from lockstep.config.schema import as_written
 from lockstep.data.loader import StatefulLoader, create_dataloader, shuffled_order
 from lockstep.engines.rollout import ROLLOUT_ENGINES
-from lockstep.engines.rollout.base import rollout_dtype
+from lockstep.engines.rollout.rollout_engine import rollout_dtype
 from lockstep.models.loading import resolve_dtype
 from lockstep.observability.rollout_log import dump_generations
 from lockstep.observability.run_folder import CONFIG
@@ -54,8 +54,10 @@ from lockstep.single_controller import (
     WorkerGroup,
     create_colocated_worker_cls,
 )
-from lockstep.trainer.agents import start_agent_workers
-from lockstep.trainer.audit import (
+from lockstep.trainer.ppo import forks
+from lockstep.trainer.ppo.agent_rollout import AgentRollout
+from lockstep.trainer.ppo.async_sampling import AsyncSampling
+from lockstep.trainer.ppo.audit import (
     CutResponses,
     FailedConversations,
     IdleSteps,
@@ -63,13 +65,6 @@ from lockstep.trainer.audit import (
     check_policy_version,
     rollout_gap,
 )
-from lockstep.trainer.checkpoint import CheckpointStore, RunLock
-from lockstep.trainer.inputs import fetch_on_workers
-from lockstep.trainer.interrupt import Interrupt, StopRequested
-from lockstep.trainer.memory_check import with_chosen_sizes
-from lockstep.trainer.ppo import forks
-from lockstep.trainer.ppo.agent_rollout import AgentRollout
-from lockstep.trainer.ppo.async_sampling import AsyncSampling
 from lockstep.trainer.ppo.metrics import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
 from lockstep.trainer.ppo.mini_batches import (
     MiniBatches,
@@ -80,9 +75,14 @@ from lockstep.trainer.ppo.mini_batches import (
     spread,
 )
 from lockstep.trainer.ppo.rollout_sources import create_source
+from lockstep.trainer.ppo.run_agents import start_agent_workers
 from lockstep.trainer.ppo.sampling import FailureLimit, RewardFn, Sampling, extra_metrics
 from lockstep.trainer.ppo.validation import Responses, prompt_batches
-from lockstep.trainer.run_config import (
+from lockstep.trainer.run.checkpoint import CheckpointStore, RunLock
+from lockstep.trainer.run.inputs import fetch_on_workers
+from lockstep.trainer.run.interrupt import Interrupt, StopRequested
+from lockstep.trainer.run.memory_check import with_chosen_sizes
+from lockstep.trainer.run.run_config import (
     as_yaml,
     check_same_experiment,
     report_changes,
@@ -91,7 +91,7 @@ from lockstep.trainer.run_config import (
     warn_if_on_cpu,
     write_run_config,
 )
-from lockstep.trainer.step_profiler import StepProfiler, profiled_roles
+from lockstep.trainer.run.step_profiler import StepProfiler, profiled_roles
 from lockstep.utils.audit import GapBound
 from lockstep.utils.decoding import decode_all
 from lockstep.utils.device import resolve_device

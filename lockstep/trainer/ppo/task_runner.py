@@ -30,14 +30,14 @@ from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.observability.jsonl import METRICS_FILE, last_step
 from lockstep.rewards.managers import RewardFn, check_scorers, load_reward_manager
 from lockstep.single_controller import LOCAL, Backend, ResourcePoolManager, Role, Worker, WorkerDiedError
-from lockstep.trainer.agents import agents_for
-from lockstep.trainer.errors import RunError
-from lockstep.trainer.failures import cause_of, how_to_resume
-from lockstep.trainer.inputs import tokenizer_arguments
-from lockstep.trainer.interrupt import Interrupt
 from lockstep.trainer.ppo.ray_trainer import OnStep, PPOTrainer
-from lockstep.trainer.run_config import check_same_experiment
-from lockstep.trainer.step_profiler import nsys_environment
+from lockstep.trainer.ppo.run_agents import agents_for
+from lockstep.trainer.run.errors import RunError
+from lockstep.trainer.run.failures import cause_of, how_to_resume
+from lockstep.trainer.run.inputs import tokenizer_arguments
+from lockstep.trainer.run.interrupt import Interrupt
+from lockstep.trainer.run.run_config import check_same_experiment
+from lockstep.trainer.run.step_profiler import nsys_environment
 from lockstep.utils.device import resolve_device
 from lockstep.utils.model_path import base_folder, locate_model
 from lockstep.utils.progress import ProgressLog, phase

@@ -15,11 +15,11 @@ from lockstep.config.commandline import config_from_command_line
 from lockstep.config.sft import SupervisedConfig
 from lockstep.kernels.gpu_warmup import start_gpu_warmup
 from lockstep.observability.console import LogHandler
-from lockstep.trainer.errors import RunError, out_of_memory_as_run_error
-from lockstep.trainer.inputs import fetch_inputs
-from lockstep.trainer.interrupt import stop_on_sigterm
-from lockstep.trainer.memory_check import check_memory
-from lockstep.trainer.preflight import preflight
+from lockstep.trainer.run.errors import RunError, out_of_memory_as_run_error
+from lockstep.trainer.run.inputs import fetch_inputs
+from lockstep.trainer.run.interrupt import stop_on_sigterm
+from lockstep.trainer.run.memory_check import check_memory
+from lockstep.trainer.run.preflight import preflight
 from lockstep.utils.imports import without_collections
 from lockstep.utils.progress import ProgressLog, phase
 from lockstep.utils.terminal import printable
@@ -44,7 +44,7 @@ def run_training(config: SupervisedConfig) -> int:
         with phase("load torch and transformers"), without_collections():
             if os.environ.get("WORLD_SIZE", "1") == "1":  # else each rank would open a context on the first GPU
                 start_gpu_warmup(config.trainer.device)
-            from lockstep.trainer.supervised.program import run
+            from lockstep.trainer.supervised.runner import run
         return run(config)
 
 

@@ -26,7 +26,7 @@ from lockstep.algorithms.preference import dpo_loss
 from lockstep.config.preference import DPOConfig
 from lockstep.config.schema import to_plain
 from lockstep.data.preference_dataset import create_preference_dataset
-from lockstep.engines.train.base import LossFn
+from lockstep.engines.train.train_engine import LossFn
 from lockstep.trainer.supervised.batches import collate_pairs, pairs
 from lockstep.trainer.supervised.trainer import SupervisedTrainer
 from lockstep.utils.distributed import on_first_rank

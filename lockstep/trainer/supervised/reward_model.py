@@ -8,7 +8,7 @@ from torch import Tensor
 from lockstep.algorithms.preference import bradley_terry, centering
 from lockstep.config.preference import RMConfig
 from lockstep.data.preference_dataset import create_preference_dataset
-from lockstep.engines.train.base import LossFn
+from lockstep.engines.train.train_engine import LossFn
 from lockstep.trainer.supervised.batches import collate_pairs, pairs
 from lockstep.trainer.supervised.trainer import SupervisedTrainer
 

@@ -4,7 +4,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lockstep.data.sft_dataset import create_sft_dataset
-from lockstep.engines.train.base import LossFn
+from lockstep.engines.train.train_engine import LossFn
 from lockstep.trainer.supervised.batches import collate
 from lockstep.trainer.supervised.trainer import SupervisedTrainer
 

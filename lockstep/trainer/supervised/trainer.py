@@ -29,10 +29,10 @@ from lockstep.data.loader import create_dataloader
 from lockstep.engines.train import EngineModel, LossFn, MicroBatching, create_train_engine
 from lockstep.observability.run_folder import CONFIG
 from lockstep.observability.trackers import Tracking
-from lockstep.trainer.checkpoint import CheckpointStore, RunLock
-from lockstep.trainer.interrupt import Interrupt
-from lockstep.trainer.memory_check import with_chosen_sizes
-from lockstep.trainer.run_config import (
+from lockstep.trainer.run.checkpoint import CheckpointStore, RunLock
+from lockstep.trainer.run.interrupt import Interrupt
+from lockstep.trainer.run.memory_check import with_chosen_sizes
+from lockstep.trainer.run.run_config import (
     as_yaml,
     check_same_experiment,
     report_changes,
@@ -41,7 +41,7 @@ from lockstep.trainer.run_config import (
     warn_if_on_cpu,
     write_run_config,
 )
-from lockstep.trainer.step_profiler import StepProfiler
+from lockstep.trainer.run.step_profiler import StepProfiler
 from lockstep.trainer.supervised.batches import share_of, share_of_pairs
 from lockstep.utils.audit import AuditError
 from lockstep.utils.device import memory_peaks

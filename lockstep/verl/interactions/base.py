@@ -1,5 +1,5 @@
 """verl.interactions.base"""
 
-from lockstep.agents.interactions.base import BaseInteraction
+from lockstep.agents.interactions.interaction import BaseInteraction
 
 __all__ = ["BaseInteraction"]

@@ -1,5 +1,5 @@
 """verl.tools.base_tool"""
 
-from lockstep.agents.tools.base import BaseTool
+from lockstep.agents.tools.tool import BaseTool
 
 __all__ = ["BaseTool"]

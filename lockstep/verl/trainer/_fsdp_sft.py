@@ -8,7 +8,7 @@ import torch
 from lockstep.config.sft import SFTConfig
 from lockstep.data import sft_dataset
 from lockstep.trainer.supervised.command import run_training
-from lockstep.trainer.supervised.program import TIMEOUT_S
+from lockstep.trainer.supervised.runner import TIMEOUT_S
 from lockstep.trainer.supervised.sft import SFTTrainer
 from lockstep.utils.device import resolve_device
 from lockstep.utils.distributed import join_process_group

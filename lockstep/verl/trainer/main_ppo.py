@@ -41,7 +41,7 @@ def run_ppo(config: Any, task_runner_class: Any = None) -> Any:
 
 def _run_on_ray(runner: Any, config: Any, typed: PPOConfig) -> Any:
     from lockstep.single_controller.ray_backend import disconnect
-    from lockstep.trainer.ray_runner import _connect
+    from lockstep.trainer.run.ray_runner import _connect
 
     joined = _connect(typed)
     try:

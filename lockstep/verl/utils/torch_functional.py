@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lockstep.algorithms.losses import entropy_from_logits
 from lockstep.data.tensors import postprocess_data
-from lockstep.engines.train.schedule import (
+from lockstep.engines.train.lr_schedule import (
     get_constant_schedule_with_warmup,
     get_cosine_schedule_with_warmup,
     get_wsd_schedule_with_warmup,

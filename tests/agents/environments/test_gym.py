@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.agents.agents import Agents
 from lockstep.agents.conversation import Conversation
-from lockstep.agents.environments.base import Calls, EpisodeError
+from lockstep.agents.environments.environment import Calls, EpisodeError
 from lockstep.rewards.default import default_compute_score
 from tests.agents.scripted import Scripted, converse, make_agents, roles, sampled_texts
 

@@ -12,8 +12,8 @@ from lockstep.engines.rollout import (
     EmbeddedEngine,
     GenerationRequest,
     SamplingParams,
-    base,
     create_rollout_engine,
+    rollout_engine,
 )
 from lockstep.engines.rollout.embedded.cpu.decode_attention import CpuDecodeAttention
 from lockstep.engines.rollout.embedded.paged_attention import PagedAttention
@@ -401,8 +401,8 @@ def test_a_model_that_differs_from_transformers_is_refused(context: Any, monkeyp
 
 def test_the_model_is_checked_once_per_bind(monkeypatch: pytest.MonkeyPatch) -> None:
     model, calls = tiny_model(), []
-    original = base.reference_log_probs
-    monkeypatch.setattr(base, "reference_log_probs", lambda *args: calls.append(1) or original(*args))
+    original = rollout_engine.reference_log_probs
+    monkeypatch.setattr(rollout_engine, "reference_log_probs", lambda *args: calls.append(1) or original(*args))
     engine, state = embedded(model), torch.get_rng_state()
     for _ in range(2):
         engine.generate(mixed_requests())

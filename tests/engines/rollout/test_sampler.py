@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.engines.rollout.base import SamplingParams
 from lockstep.engines.rollout.embedded.sampler import SamplingBatch, inverse_cdf, sample, uniform
+from lockstep.engines.rollout.rollout_engine import SamplingParams
 
 CPU = torch.device("cpu")
 MASK = (1 << 64) - 1

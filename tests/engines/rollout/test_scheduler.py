@@ -3,10 +3,10 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.engines.rollout.base import GenerationRequest, SamplingParams
 from lockstep.engines.rollout.embedded.block_manager import BlockManager
 from lockstep.engines.rollout.embedded.scheduler import DecodeWindow, PrefillRow, PrefillStep, Scheduler
 from lockstep.engines.rollout.embedded.sequence import Sequence
+from lockstep.engines.rollout.rollout_engine import GenerationRequest, SamplingParams
 
 
 def make(

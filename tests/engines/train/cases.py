@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM
 
 from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-from lockstep.engines.train.base import MicroBatching
 from lockstep.engines.train.fsdp import FsdpEngine
+from lockstep.engines.train.train_engine import MicroBatching
 from lockstep.kernels.packed import packed_view
 from lockstep.models.attention import PackedAttention, no_mask
 from lockstep.models.four_bit import dequantized

@@ -1,4 +1,4 @@
-"""What every training engine must do, by its interface alone: `lockstep/engines/train/base.py`."""
+"""What every training engine must do, by its interface alone: `lockstep/engines/train/train_engine.py`."""
 
 from pathlib import Path
 from typing import Any

@@ -12,8 +12,8 @@ from lockstep.algorithms.losses.aggregate import count_batch
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.compose import load_config
 from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-from lockstep.engines.train.base import MicroBatching
 from lockstep.engines.train.fsdp import FsdpEngine
+from lockstep.engines.train.train_engine import MicroBatching
 from lockstep.models.loading import load_causal_lm
 from lockstep.models.shared_weights import rollout_module
 from lockstep.models.token_models import PolicyModel, ScalarModel

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.engines.train.base import MicroBatching
+from lockstep.engines.train.train_engine import MicroBatching
 from lockstep.kernels.packed import packed_view
 from lockstep.models.shared_weights import rollout_module
 from tests.engines.train import cases

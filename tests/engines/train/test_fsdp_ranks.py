@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.engines.train.base import MicroBatching
+from lockstep.engines.train.train_engine import MicroBatching
 from tests.engines.train import cases
 from tests.engines.train.cases import Case, Reference
 from tests.engines.train.ranks import Ranks

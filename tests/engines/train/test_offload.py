@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from lockstep.config.model import FSDPOptimizerConfig
 from lockstep.engines.train import optimizer as optimizer_module
+from lockstep.engines.train.lr_schedule import build_schedule, go_to_step
 from lockstep.engines.train.offload import CopyStream, OffloadedMoments, PinnedBuffer, _copied, move_parameters
 from lockstep.engines.train.optimizer import PiecewiseAdamW, build_optimizer
-from lockstep.engines.train.schedule import build_schedule, go_to_step
 from lockstep.engines.train.state import load_shards, save_shards
 from lockstep.kernels.packed import packed_view
 from tests.engines.train import cases

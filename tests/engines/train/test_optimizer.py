@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from lockstep.engines.train import optimizer as optimizer_module
-from lockstep.engines.train.base import MicroBatching
 from lockstep.engines.train.fsdp import FsdpEngine
 from lockstep.engines.train.loss_scale import LossScale
 from lockstep.engines.train.optimizer import PiecewiseAdamW, build_optimizer, write_rounded
+from lockstep.engines.train.train_engine import MicroBatching
 from lockstep.models.loading import load_causal_lm
 from lockstep.models.token_models import PolicyModel
 from tests.engines.train import cases

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lockstep.config.model import FSDPOptimizerConfig
-from lockstep.engines.train.schedule import build_schedule
+from lockstep.engines.train.lr_schedule import build_schedule
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear"])

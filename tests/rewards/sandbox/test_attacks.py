@@ -87,8 +87,8 @@ if SECRET in str(values): print('BROKEN')
     "read the package": "if open(PACKAGE + '/__init__.py').read(): print('BROKEN')",
     "rewrite the judge": """
 import os
-if os.access(PACKAGE + '/rewards/sandbox/judge.py', os.R_OK):
-    open(PACKAGE + '/rewards/sandbox/judge.py', 'a').close()
+if os.access(PACKAGE + '/rewards/sandbox/run_tests.py', os.R_OK):
+    open(PACKAGE + '/rewards/sandbox/run_tests.py', 'a').close()
     print('BROKEN')
 """,
     "write outside": "open(FOLDER + '/planted', 'w').write('x')\nprint('BROKEN')",
@@ -118,7 +118,7 @@ def test_attacks_that_reach_out(form: Form, outside: Outside, monkeypatch: pytes
 @pytest.mark.parametrize("name", REACHING_OUT)
 def test_these_attacks_succeed_without_a_sandbox(name: str, outside: Outside, tmp_path: Path) -> None:
     if name == "rewrite the judge" and not os.access(
-        Path(lockstep.__file__).parent / "rewards/sandbox/judge.py", os.W_OK
+        Path(lockstep.__file__).parent / "rewards/sandbox/run_tests.py", os.W_OK
     ):
         pytest.skip("the package is installed read-only")
     work = tmp_path / "work"

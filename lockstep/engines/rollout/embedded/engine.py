@@ -13,18 +13,18 @@ from heapq import nlargest
 from torch import Tensor, nn
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
-from lockstep.engines.rollout.base import (
+from lockstep.engines.rollout.embedded import sequence as sequences
+from lockstep.engines.rollout.embedded.block_manager import BlockManager
+from lockstep.engines.rollout.embedded.model_runner import ModelRunner
+from lockstep.engines.rollout.embedded.scheduler import Scheduler
+from lockstep.engines.rollout.embedded.step_loop import StepLoop
+from lockstep.engines.rollout.rollout_engine import (
     ROLLOUT_ENGINES,
     ModuleEngine,
     check_against_transformers,
     longest_sequence,
     stop_tokens,
 )
-from lockstep.engines.rollout.embedded import sequence as sequences
-from lockstep.engines.rollout.embedded.block_manager import BlockManager
-from lockstep.engines.rollout.embedded.model_runner import ModelRunner
-from lockstep.engines.rollout.embedded.scheduler import Scheduler
-from lockstep.engines.rollout.embedded.step_loop import StepLoop
 from lockstep.protocol.generation import Completion, GenerationRequest
 from lockstep.utils.progress import phase
 

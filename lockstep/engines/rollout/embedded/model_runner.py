@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lockstep.engines.rollout.base import evaluation_mode
 from lockstep.engines.rollout.embedded.paged_attention import LayerProbe, LayerShape, PagedCache
+from lockstep.engines.rollout.rollout_engine import evaluation_mode
 from lockstep.kernels.activation_memory import CACHE_SHARE_OF_FREE
 from lockstep.models.attention import ATTENTION_NAME, AttentionContext, no_mask
 from lockstep.models.known_models import why_own_forward

@@ -21,7 +21,13 @@ from torch import Tensor
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.model import HFModelConfig
-from lockstep.engines.rollout.base import ROLLOUT_ENGINES, RolloutEngine, longest_sequence, responses_of, stop_tokens
+from lockstep.engines.rollout.rollout_engine import (
+    ROLLOUT_ENGINES,
+    RolloutEngine,
+    longest_sequence,
+    responses_of,
+    stop_tokens,
+)
 from lockstep.engines.rollout.server.http import KEY, Server, ServerError, Unavailable
 from lockstep.engines.rollout.server.pool import InFlight, ServerPool
 from lockstep.engines.rollout.server.protocols import Answer, open_server

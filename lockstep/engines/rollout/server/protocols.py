@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.config.actor_rollout_ref import WEIGHT_TRANSFERS, RolloutConfig
-from lockstep.engines.rollout.base import longest_sequence
+from lockstep.engines.rollout.rollout_engine import longest_sequence
 from lockstep.engines.rollout.server.http import KEY, Server, ServerError
 from lockstep.engines.rollout.vllm import logprobs_mode
 from lockstep.protocol.generation import GenerationRequest

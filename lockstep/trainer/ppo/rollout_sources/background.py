@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 from lockstep.protocol import DataProto
 from lockstep.trainer.ppo.group_sampler import GroupSampler
+from lockstep.trainer.ppo.rollout_sources.group_schedule import Group, GroupId, GroupSchedule
 from lockstep.trainer.ppo.rollout_sources.journal import Journal
-from lockstep.trainer.ppo.rollout_sources.schedule import Group, GroupId, GroupSchedule
 
 logger = logging.getLogger(__name__)
 

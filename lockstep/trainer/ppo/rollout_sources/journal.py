@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 
 from lockstep.protocol import DataProto
 from lockstep.trainer.ppo.forks import newest_earlier
-from lockstep.trainer.ppo.rollout_sources.schedule import Group, GroupId
+from lockstep.trainer.ppo.rollout_sources.group_schedule import Group, GroupId
 from lockstep.utils.state_file import from_bytes, to_bytes
 
 logger = logging.getLogger(__name__)

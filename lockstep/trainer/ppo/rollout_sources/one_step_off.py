@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lockstep.protocol import DataProto
-from lockstep.trainer.ppo.rollout_sources.base import AsyncSource
-from lockstep.trainer.ppo.rollout_sources.schedule import Group
+from lockstep.trainer.ppo.rollout_sources.group_schedule import Group
+from lockstep.trainer.ppo.rollout_sources.rollout_source import AsyncSource
 
 
 class OneStepOffSource(AsyncSource):

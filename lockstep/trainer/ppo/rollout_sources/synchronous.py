@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from lockstep.protocol import DataProto
-from lockstep.trainer.ppo.rollout_sources.base import num_groups
+from lockstep.trainer.ppo.rollout_sources.rollout_source import num_groups
 from lockstep.trainer.ppo.sampling import Sampling
 from lockstep.weight_sync import WeightSync
 

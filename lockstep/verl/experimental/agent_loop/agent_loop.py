@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from lockstep.agents.loops import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
-from lockstep.agents.loops.base import AGENT_LOOPS
+from lockstep.agents.loops.agent_loop import AGENT_LOOPS
 from lockstep.protocol import DataProto, object_array
-from lockstep.trainer.agents import agent_setup
 from lockstep.trainer.ppo.agent_rollout import AgentRollout
+from lockstep.trainer.ppo.run_agents import agent_setup
 from lockstep.verl._config import typed_config
 from lockstep.verl._names import exports
 from lockstep.verl._registry import RegistryView

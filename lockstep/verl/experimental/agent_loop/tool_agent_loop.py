@@ -13,15 +13,15 @@ from dataclasses import replace
 from typing import Any, TypeVar
 from uuid import uuid4
 
-from lockstep.agents.interactions.base import BaseInteraction
+from lockstep.agents.interactions.interaction import BaseInteraction
 from lockstep.agents.loops import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, AgentState
-from lockstep.agents.loops.base import AgentLoop, Setup
+from lockstep.agents.loops.agent_loop import AgentLoop, Setup
 from lockstep.agents.loops.tool_agent import call_id_of
 from lockstep.agents.renderer import TooLongError
 from lockstep.agents.schemas import ToolResponse
 from lockstep.agents.tool_parser import FunctionCall, ToolParser
-from lockstep.agents.tools.base import BaseTool
 from lockstep.agents.tools.calls import CallLimits, ToolError, ToolSession, checked_text, finite, run_contained
+from lockstep.agents.tools.tool import BaseTool
 from lockstep.verl.utils.profiler import simple_timer
 from lockstep.verl.utils.rollout_trace import rollout_trace_op
 

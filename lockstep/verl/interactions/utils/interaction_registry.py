@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from lockstep.agents.interactions.base import INTERACTIONS, BaseInteraction
+from lockstep.agents.interactions.interaction import INTERACTIONS, BaseInteraction
 from lockstep.agents.interactions.load import VERL_INTERACTIONS, load_interactions
 from lockstep.agents.tools.load import find_class
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from lockstep.agents.tools.base import BaseTool
 from lockstep.agents.tools.load import load_tools
+from lockstep.agents.tools.tool import BaseTool
 
 __all__ = ["initialize_tools_from_config"]
 

@@ -26,13 +26,13 @@ from lockstep.observability.rollout_log import dump_generations
 from lockstep.protocol import DataProto, object_array, pad_dataproto_to_divisor, unpad_dataproto
 from lockstep.rewards.managers import RewardFn, load_reward_manager
 from lockstep.single_controller import Backend, LocalWorkerGroup, Role, Worker, WorkerGroup, placement
-from lockstep.trainer.agents import agents_for, start_agent_workers
-from lockstep.trainer.checkpoint import RunLock
 from lockstep.trainer.ppo.mini_batches import loss_preparation, mini_batches_of
 from lockstep.trainer.ppo.ray_trainer import PPOTrainer
+from lockstep.trainer.ppo.run_agents import agents_for, start_agent_workers
 from lockstep.trainer.ppo.sampling import Sampling
 from lockstep.trainer.ppo.task_runner import check_rows, device_and_backend
-from lockstep.trainer.run_config import write_run_config
+from lockstep.trainer.run.checkpoint import RunLock
+from lockstep.trainer.run.run_config import write_run_config
 from lockstep.verl._config import typed_config, view
 from lockstep.verl._ray import unwrapped
 from lockstep.verl._whole_batches import WholeBatchGroup, rollout_inputs, update_inputs

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.trainer.checkpoint import TRACKER, CheckpointStore
+from lockstep.trainer.run.checkpoint import TRACKER, CheckpointStore
 from lockstep.utils.distributed import current_rank, current_world_size
 from lockstep.verl._names import exports
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from lockstep.agents.conversation import Conversation
-from lockstep.agents.loops.base import AgentLoop, Setup, has_had_its_turns
+from lockstep.agents.loops.agent_loop import AgentLoop, Setup, has_had_its_turns
 from lockstep.agents.renderer import Message
 from lockstep.agents.tools import calls
 from lockstep.agents.tools.calls import ToolError, finite, run_contained

@@ -17,8 +17,8 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.data.files import FileRow
 from lockstep.data.rl_dataset import RLHFDataset, agent_kwargs
 from lockstep.single_controller.message_process import ChildProcess, MessageProcess
-from lockstep.trainer.inputs import tokenizer_arguments
 from lockstep.trainer.ppo.agent_rollout import AGENT_COLUMNS
+from lockstep.trainer.run.inputs import tokenizer_arguments
 from lockstep.workers.agent_client import AgentClient
 from lockstep.workers.agent_worker import KEY as WORKERS_KEY
 from lockstep.workers.agent_worker import NAME, AgentSetup, AgentWorker

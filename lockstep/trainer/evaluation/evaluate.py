@@ -22,8 +22,8 @@ from lockstep.observability.rollout_log import write_generations
 from lockstep.observability.step_line import format_number
 from lockstep.rewards.managers import DapoRewardManager, NaiveRewardManager, check_scorers, load_reward_manager
 from lockstep.rewards.managers.naive import ScoringRow
-from lockstep.trainer.accuracy import Intervals, accuracy, prompts_of
-from lockstep.trainer.generated_rows import COLUMNS
+from lockstep.trainer.evaluation.accuracy import Intervals, accuracy, prompts_of
+from lockstep.trainer.generation.generated_rows import COLUMNS
 from lockstep.trainer.ppo.sampling import fill_failed
 from lockstep.trainer.ppo.validation import Responses
 from lockstep.utils.dataset_files import local_data_files

@@ -12,8 +12,8 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.protocol import DataProto, object_array
 from lockstep.trainer.ppo.async_sampling import AsyncSampling
 from lockstep.trainer.ppo.rollout_sources.background import BackgroundRollout
+from lockstep.trainer.ppo.rollout_sources.group_schedule import Group, GroupSchedule
 from lockstep.trainer.ppo.rollout_sources.journal import Journal
-from lockstep.trainer.ppo.rollout_sources.schedule import Group, GroupSchedule
 from lockstep.trainer.ppo.sampling import concat_scored
 from lockstep.utils.progress import phase
 from lockstep.utils.state_file import has_state, load_state, save_state

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.agents.conversation import Conversation
-from lockstep.agents.interactions.base import BaseInteraction
+from lockstep.agents.interactions.interaction import BaseInteraction
 from lockstep.agents.renderer import Renderer
-from lockstep.agents.tools.base import BaseTool
+from lockstep.agents.tools.tool import BaseTool
 from lockstep.config.actor_rollout_ref import MultiTurnConfig, RolloutConfig
 from lockstep.registry import Registry, did_you_mean
 

@@ -19,7 +19,7 @@ from lockstep.demo.report import SUMMARY, show_report, write_summary
 from lockstep.demo.tasks import SUMS, TASKS, Algorithm, DemoTask
 from lockstep.demo.warmup import WarmUp, warm_up_settings
 from lockstep.trainer import fsdp_sft_trainer, main_ppo
-from lockstep.trainer.interrupt import stop_on_sigterm
+from lockstep.trainer.run.interrupt import stop_on_sigterm
 from lockstep.utils.device import resolve_device
 from lockstep.utils.files import atomic_write_json, make_private_folder
 

@@ -25,9 +25,9 @@ from lockstep.config.placement import machines_of, needed_models, num_workers, p
 from lockstep.config.ppo import PPOConfig
 from lockstep.observability.console import LogHandler
 from lockstep.observability.jsonl import METRICS_FILE, read_metrics
-from lockstep.trainer.errors import RunError
-from lockstep.trainer.interrupt import Interrupt, stop_on_sigterm
-from lockstep.trainer.step_profiler import nsys_environment, profile_folder
+from lockstep.trainer.run.errors import RunError
+from lockstep.trainer.run.interrupt import Interrupt, stop_on_sigterm
+from lockstep.trainer.run.step_profiler import nsys_environment, profile_folder
 from lockstep.utils.imports import without_collections
 from lockstep.utils.progress import ProgressLog, phase
 

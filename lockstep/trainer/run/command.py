@@ -8,8 +8,8 @@ from typing import TypeVar
 from lockstep.config.commandline import config_from_command_line
 from lockstep.config.environment import RootConfig
 from lockstep.observability.console import LogHandler
-from lockstep.trainer.errors import RunError, out_of_memory_as_run_error
-from lockstep.trainer.interrupt import stop_on_sigterm
+from lockstep.trainer.run.errors import RunError, out_of_memory_as_run_error
+from lockstep.trainer.run.interrupt import stop_on_sigterm
 from lockstep.utils.terminal import printable
 
 C = TypeVar("C", bound=RootConfig)

@@ -21,18 +21,18 @@ from lockstep.observability.batch_progress import BatchProgress
 from lockstep.protocol import DataProto
 from lockstep.rewards.managers.naive import ROLLOUT_COLUMNS
 from lockstep.single_controller import ResourcePoolManager, Role, WorkerGroup, create_colocated_worker_cls
-from lockstep.trainer.agents import agents_for, start_agent_workers
-from lockstep.trainer.checkpoint import RunLock
-from lockstep.trainer.errors import RunError
-from lockstep.trainer.failures import cause_of
-from lockstep.trainer.generated_rows import GeneratedRows, read_table
-from lockstep.trainer.inputs import fetch_on_workers, tokenizer_of
-from lockstep.trainer.interrupt import Interrupt
+from lockstep.trainer.generation.generated_rows import GeneratedRows, read_table
 from lockstep.trainer.ppo.agent_rollout import AgentRollout
 from lockstep.trainer.ppo.ray_trainer import OnStep
+from lockstep.trainer.ppo.run_agents import agents_for, start_agent_workers
 from lockstep.trainer.ppo.sampling import generate_for_rows
 from lockstep.trainer.ppo.task_runner import device_and_backend
 from lockstep.trainer.ppo.validation import prompt_batches, response_texts
+from lockstep.trainer.run.checkpoint import RunLock
+from lockstep.trainer.run.errors import RunError
+from lockstep.trainer.run.failures import cause_of
+from lockstep.trainer.run.inputs import fetch_on_workers, tokenizer_of
+from lockstep.trainer.run.interrupt import Interrupt
 from lockstep.utils.dataset_files import local_data_files
 from lockstep.utils.progress import ProgressLog, phase
 from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker

@@ -9,7 +9,7 @@ from lockstep.config.placement import controller_of, need_reward_model, needed_m
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.sft import SupervisedConfig
 from lockstep.data.files import refuse_media
-from lockstep.trainer.preflight import check_positions
+from lockstep.trainer.run.preflight import check_positions
 from lockstep.utils.dataset_files import local_data_files
 from lockstep.utils.generated_data import is_generated
 from lockstep.utils.model_path import base_folder, local_model_folder, revision_of

@@ -18,8 +18,8 @@ from lockstep.observability.trackers import TRACKERS
 from lockstep.registry import check_signature, find_registered, load_object
 from lockstep.rewards.custom import ARGUMENTS, BATCH_ARGUMENTS
 from lockstep.rewards.load import load_compute_score
-from lockstep.trainer.checkpoint import CheckpointStore, RunLock
-from lockstep.trainer.run_config import check_same_experiment, saved_config
+from lockstep.trainer.run.checkpoint import CheckpointStore, RunLock
+from lockstep.trainer.run.run_config import check_same_experiment, saved_config
 from lockstep.utils.checkpoint_folder import read_manifest
 from lockstep.utils.files import ensure_writable
 from lockstep.utils.model_path import ADAPTER_CONFIG, is_adapter, locate_model

@@ -20,8 +20,8 @@ from lockstep.registry import USER_FILES
 from lockstep.rewards.errors import RewardError
 from lockstep.rewards.monitor import printed_frames
 from lockstep.single_controller.futures import worker_report
-from lockstep.trainer.errors import is_out_of_memory
-from lockstep.trainer.memory_check import planned
+from lockstep.trainer.run.errors import is_out_of_memory
+from lockstep.trainer.run.memory_check import planned
 from lockstep.utils.audit import AuditError
 from lockstep.utils.terminal import printable
 from lockstep.workers.agent_worker import NAME as AGENT_WORKER

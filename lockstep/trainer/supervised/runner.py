@@ -12,9 +12,9 @@ from lockstep.config.preference import DPOConfig, RMConfig
 from lockstep.config.sft import SFTConfig, SupervisedConfig
 from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.observability.jsonl import METRICS_FILE, last_step
-from lockstep.trainer.errors import RunError
-from lockstep.trainer.failures import cause_of, how_to_resume
-from lockstep.trainer.run_config import check_same_experiment
+from lockstep.trainer.run.errors import RunError
+from lockstep.trainer.run.failures import cause_of, how_to_resume
+from lockstep.trainer.run.run_config import check_same_experiment
 from lockstep.trainer.supervised.dpo import DPOTrainer
 from lockstep.trainer.supervised.reward_model import RewardModelTrainer
 from lockstep.trainer.supervised.sft import SFTTrainer

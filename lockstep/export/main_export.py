@@ -167,7 +167,7 @@ def base_model(part: Path, given: str | None, trust_remote_code: bool) -> HFMode
 
     given: its path, if it is elsewhere now. The file is data: what could run code is not read from it.
     """
-    from lockstep.trainer.run_config import saved_config
+    from lockstep.trainer.run.run_config import saved_config
 
     saved: Any = saved_config(part.parent if part.name in PARTS else part)
     if part.name in PARTS:
