@@ -5,21 +5,24 @@ token_level_rewards, response_mask, values, uid .. -> compute_advantage -> advan
 """
 
 import inspect
+from collections.abc import Collection
+from functools import partial
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from lockstep.algorithms.advantages import AdvantageFn, get_adv_estimator_fn, parameters_of, required_inputs
 from lockstep.config.algorithm import AlgoConfig
 from lockstep.config.plugin_settings import estimator_settings
 from lockstep.protocol import DataProto
+from lockstep.protocol.tokens import PLACES, pack, read, row_chunks, shape_of
 from lockstep.registry import defined_at, describe
 
 
 def compute_response_mask(data: DataProto) -> Tensor:
     """The part of attention_mask that covers the responses, (B, R); correct for responses without tool tokens."""
-    assert data.batch is not None
-    return data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :]
+    return read(data.tensors, "attention_mask")[:, -shape_of(data.tensors, "responses")[1] :]
 
 
 def compute_advantage(
@@ -39,46 +42,76 @@ def compute_advantage(
     norm_adv_by_std_in_grpo. `num_repeat` (samples per prompt) is accepted for compatibility with verl and unused: groups
     are found by uid.
     """
-    assert data.batch is not None
     estimator = get_adv_estimator_fn(adv_estimator)
-    if "response_mask" not in data.batch:
-        data.batch["response_mask"] = compute_response_mask(data)
+    if "response_mask" not in data.tensors:
+        data.tensors["response_mask"] = compute_response_mask(data)
     if config is None:
         config = AlgoConfig(gamma=gamma, lam=lam, norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo)
     given = dict(getattr(config, "adv_kwargs", None) or {})  # a program of verl may pass its own config
     settings = estimator_settings(estimator, given)
-    available: dict[str, Any] = {
-        **settings,
-        **data.batch,
+    others: dict[str, Any] = {
         "gamma": gamma,
         "lam": lam,
         "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo,
         "config": config,
-        "batch": data.batch,
-        "non_tensor_batch": data.non_tensor_batch,
         **{name: settings[name] for name in given},
     }
+    _check_columns(data, adv_estimator, {*settings, *others})
+
+    def estimate(part: DataProto) -> dict[str, Tensor]:
+        columns = {name: partial(read, part.tensors, name) for name in part.tensors.keys()}  # noqa: SIM118
+        named = {"batch": part.tensors, "non_tensor_batch": part.non_tensor_batch}
+        if "uid" in part.non_tensor_batch:
+            named["index"] = part.non_tensor_batch["uid"]
+        result = estimator(**_accepted(estimator, settings | columns | named | others))
+        shape = shape_of(part.tensors, "response_mask")
+        is_pair = isinstance(result, tuple) and len(result) == 2
+        if not is_pair or any(not isinstance(part, Tensor) or part.shape != shape for part in result):
+            raise ValueError(
+                f"algorithm.adv_estimator={adv_estimator}: {defined_at(estimator)} must return (advantages, returns), two "
+                f"tensors of shape {tuple(shape)}; it returned {describe(result)}"
+            )
+        return dict(zip(("advantages", "returns"), result))
+
+    if getattr(estimator, "by_group", False) and len(list(row_chunks(data.tensors))) > 1:
+        parts = _by_prompt(data)
+        outputs = DataProto.concat([part.outputs(estimate(part)) for part in map(data.select_idxs, parts)])
+        data.tensors.update(outputs.select_idxs(np.argsort(np.concatenate(parts))).tensors)
+    else:
+        data.tensors.update(estimate(data))
+    return pack(data)
+
+
+def _check_columns(data: DataProto, adv_estimator: str, others: Collection[str]) -> None:
+    available = {*data.tensors.keys(), *others, "batch", "non_tensor_batch"}
     if "uid" in data.non_tensor_batch:
-        available["index"] = data.non_tensor_batch["uid"]
-    missing = required_inputs(adv_estimator) - set(available)
+        available.add("index")
+    missing = required_inputs(adv_estimator) - available
     if missing:
         names = ", ".join("uid" if name == "index" else name for name in sorted(missing))
         raise ValueError(f"algorithm.adv_estimator={adv_estimator} needs batch keys that are missing: {names}")
-    result = estimator(**_accepted(estimator, available))
-    shape = data.batch["response_mask"].shape
-    is_pair = isinstance(result, tuple) and len(result) == 2
-    if not is_pair or any(not isinstance(part, Tensor) or part.shape != shape for part in result):
-        raise ValueError(
-            f"algorithm.adv_estimator={adv_estimator}: {defined_at(estimator)} must return (advantages, returns), two "
-            f"tensors of shape {tuple(shape)}; it returned {describe(result)}"
-        )
-    data.batch["advantages"], data.batch["returns"] = result
-    return data
+
+
+def _by_prompt(data: DataProto) -> list[np.ndarray]:
+    """Row numbers in parts that are small enough to be padded; all samples of a prompt are in one."""
+    rows_of: dict[Any, list[int]] = {}
+    for row, uid in enumerate(data.non_tensor_batch.get("uid", range(len(data)))):
+        rows_of.setdefault(uid, []).append(row)
+    limit = max(1, PLACES // shape_of(data.tensors, "responses")[1])
+    parts: list[list[int]] = [[]]
+    for rows in rows_of.values():
+        if parts[-1] and len(parts[-1]) + len(rows) > limit:
+            parts.append([])
+        parts[-1] += rows
+    return [np.array(part) for part in parts]
 
 
 def _accepted(estimator: AdvantageFn, available: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that the estimator has parameters for; all of them if it takes **kwargs."""
+    """The arguments that the estimator has parameters for; all of them if it takes **kwargs, unless it is `by_group`.
+
+    Columns are read when they are needed.
+    """
     parameters = parameters_of(estimator)
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-        return available
-    return {p.name: available[p.name] for p in parameters if p.name in available}
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters) and not hasattr(estimator, "by_group")
+    names = list(available) if takes_all else [p.name for p in parameters if p.name in available]
+    return {name: v() if isinstance(v := available[name], partial) else v for name in names}

@@ -7,6 +7,7 @@ rows:    one row at a time without padding, for models that can compute neither 
 sliced:  rank s of a sequence group holds tokens [s T/size, (s+1) T/size) of the packed row
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from lockstep.models.attention import AttentionContext, PackedAttention, PaddedAttention
 from lockstep.models.ulysses import SequenceGroup, UlyssesAttention
+from lockstep.protocol.tokens import first_alike
 from lockstep.utils.device import to_device
 
 Layout = Literal["packed", "padded", "rows"]
@@ -120,7 +122,10 @@ class _Pack:
 
     def __init__(self, input_ids: np.ndarray, mask: np.ndarray, prompt_length: int, share_prompts: bool) -> None:
         self.prompt_length = prompt_length
-        owners = prompt_owners(input_ids, mask, prompt_length) if share_prompts else range(len(mask))
+        owners: Sequence[int] = range(len(mask))
+        if share_prompts:
+            prompts = np.where(mask[:, :prompt_length], input_ids[:, :prompt_length], -1)
+            owners = first_alike((row.tobytes() for row in prompts), mask[:, prompt_length:].sum(-1).tolist())
         self.owner = np.array(owners)
         shares = self.owner != np.arange(len(mask))
         self.kept = mask.copy()
@@ -137,14 +142,6 @@ class _Pack:
         """Index in the packed row of the token at a place of a padded row."""
         found: np.ndarray = self._place[np.where(place < self.prompt_length, self.owner[row], row), place]
         return found
-
-
-def prompt_owners(input_ids: np.ndarray, mask: np.ndarray, prompt_length: int) -> list[int]:
-    """For each row, the first row with the same prompt; a row without a response is its own."""
-    prompts = np.where(mask[:, :prompt_length], input_ids[:, :prompt_length], -1)
-    answered: list[int] = mask[:, prompt_length:].sum(-1).tolist()
-    first: dict[bytes, int] = {}
-    return [first.setdefault(prompt.tobytes(), i) if answered[i] else i for i, prompt in enumerate(prompts)]
 
 
 def _slice_of(rows: ForwardRows, pack: _Pack, sequence: SequenceGroup, device: torch.device) -> ForwardRows:

@@ -8,7 +8,7 @@ from lockstep.protocol.columns import (
 )
 from lockstep.protocol.data_proto import DataProto, DataProtoItem, collate_fn
 from lockstep.protocol.future import DataProtoFuture
-from lockstep.protocol.keys import BATCH_KEYS, BatchKey, require
+from lockstep.protocol.keys import BATCH_KEYS, BatchKey
 from lockstep.protocol.padding import (
     PADDING_KEY,
     drop_marked,
@@ -19,6 +19,8 @@ from lockstep.protocol.padding import (
     unfold_batch_dim,
     unpad_dataproto,
 )
+from lockstep.protocol.ragged import Ragged, RaggedBatch
+from lockstep.protocol.require import require
 
 __all__ = [
     "BATCH_KEYS",
@@ -27,6 +29,8 @@ __all__ = [
     "DataProto",
     "DataProtoFuture",
     "DataProtoItem",
+    "Ragged",
+    "RaggedBatch",
     "collate_fn",
     "drop_marked",
     "fold_batch_dim",

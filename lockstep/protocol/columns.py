@@ -1,11 +1,17 @@
 """Columns of a batch (tensors and object arrays): equality, union, concatenation, row selection, pickling."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict
+
+from lockstep.protocol.ragged import Ragged, RaggedBatch
+
+Batch = TensorDict | RaggedBatch
+"""The tensors of a batch: padded, or without padding."""
 
 
 def object_array(values: Iterable[Any]) -> np.ndarray:
@@ -17,15 +23,33 @@ def object_array(values: Iterable[Any]) -> np.ndarray:
     return array
 
 
-def tensors_of(batch: TensorDict | None) -> dict[str, torch.Tensor]:
-    """The columns of a TensorDict as a plain dict; empty for None."""
+def tensors_of(batch: Batch | None) -> dict[str, torch.Tensor]:
+    """The columns as a plain dict, padded; empty for None."""
+    if isinstance(batch, RaggedBatch):
+        return {key: batch.read(key) for key in batch.keys()}  # noqa: SIM118
     return {} if batch is None else {str(key): batch.get(key) for key in batch.keys()}  # noqa: SIM118
+
+
+def stored_columns(batch: Batch) -> tuple[dict[str, torch.Tensor | Ragged], list[str] | None]:
+    """The columns as they are stored, and the names of those that a batch without padding has; None of a padded one."""
+    if isinstance(batch, RaggedBatch):
+        return batch.pack().columns, batch.keys()
+    return {**tensors_of(batch)}, None
+
+
+def batch_of_stored(columns: dict[str, Any], names: list[str] | None, batch_size: Sequence[int]) -> Batch:
+    """The inverse of `stored_columns`."""
+    return TensorDict(columns, batch_size=batch_size) if names is None else RaggedBatch(columns, names)
 
 
 def deep_equal(a: Any, b: Any) -> bool:
     """Equality of nested values; NaN equals NaN, tensors and arrays compare by shape and content."""
     if a is b:
         return True
+    if isinstance(a, Ragged) and isinstance(b, Ragged):
+        return a.equals(b)
+    if isinstance(a, Ragged) or isinstance(b, Ragged):
+        return deep_equal(*(x.padded() if isinstance(x, Ragged) else x for x in (a, b)))
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return _tensors_equal(a, b)
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
@@ -46,17 +70,29 @@ def _tensors_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(((a == b) | ((a != a) & (b != b))).all())
 
 
-def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
+def union_tensor_dict(tensor_dict1: Batch, tensor_dict2: Batch) -> Batch:
     """Add the tensors of the second to the first, in place; shared keys must have equal values."""
     if tensor_dict1.batch_size != tensor_dict2.batch_size:
         raise ValueError(
             f"union: the batches have {tuple(tensor_dict1.batch_size)} and {tuple(tensor_dict2.batch_size)} rows "
             f"(keys {sorted(tensor_dict1.keys())} and {sorted(tensor_dict2.keys())})"
         )
-    mine, theirs = tensors_of(tensor_dict1), tensors_of(tensor_dict2)
+    if isinstance(tensor_dict2, RaggedBatch) and not isinstance(tensor_dict1, RaggedBatch):
+        tensor_dict1 = RaggedBatch(tensors_of(tensor_dict1))
+    shared = [key for key in tensor_dict2.keys() if key in tensor_dict1.keys()]  # noqa: SIM118
+    mine, theirs = ({key: _stored(batch, key) for key in shared} for batch in (tensor_dict1, tensor_dict2))
     _refuse_conflicts("batch key", mine, theirs)
-    tensor_dict1.update({k: v for k, v in theirs.items() if k not in mine})
+    added = tensor_dict2.select(*(key for key in tensor_dict2.keys() if key not in shared))  # noqa: SIM118
+    tensor_dict1.update(added)
     return tensor_dict1
+
+
+def _stored(batch: Batch, key: str) -> torch.Tensor | Ragged:
+    """A column as it is stored, or if it is not, in padded form."""
+    if not isinstance(batch, RaggedBatch):
+        return batch.get(key)
+    column = batch.pack().stored(key)
+    return batch.read(key) if column is None else column
 
 
 def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -104,7 +140,7 @@ def row_numbers(idxs: Any, num_rows: int) -> np.ndarray:
     return rows.astype(np.int64)
 
 
-def common_batch_size(tensors: dict[str, torch.Tensor], num_batch_dims: int) -> tuple[int, ...]:
+def common_batch_size(tensors: Mapping[str, torch.Tensor | Ragged], num_batch_dims: int) -> tuple[int, ...]:
     """The leading dimensions shared by all tensors; an error names a tensor that differs."""
     first = next(iter(tensors))
     sizes = {k: tuple(v.shape[:num_batch_dims]) for k, v in tensors.items()}
@@ -114,8 +150,10 @@ def common_batch_size(tensors: dict[str, torch.Tensor], num_batch_dims: int) -> 
     return sizes[first]
 
 
-def concat_tensors(batches: Sequence[TensorDict]) -> TensorDict:
+def concat_tensors(batches: Sequence[Batch]) -> Batch:
     """Concatenate the rows of all batches; an error names a column whose shapes differ."""
+    if any(isinstance(batch, RaggedBatch) for batch in batches):
+        return RaggedBatch.concat(batches)
     columns = {}
     for key in tensors_of(batches[0]):
         parts = [batch[key] for batch in batches]
@@ -156,6 +194,8 @@ def pack_tensor(value: Any) -> Any:
 
     Default pickling would include the whole storage behind each shard. Values that are not dense tensors are unchanged.
     """
+    if isinstance(value, Ragged):
+        return replace(value, values=pack_tensor(value.values), lengths=pack_tensor(value.lengths))
     if type(value) is not torch.Tensor or value.layout is not torch.strided or value.is_nested:
         return value
     flat = value.detach().cpu().contiguous().flatten()
@@ -164,6 +204,8 @@ def pack_tensor(value: Any) -> Any:
 
 def unpack_tensor(packed: Any) -> Any:
     """The inverse of `pack_tensor`; the tensor is on the CPU in writable memory."""
+    if isinstance(packed, Ragged):
+        return replace(packed, values=unpack_tensor(packed.values), lengths=unpack_tensor(packed.lengths))
     if not isinstance(packed, tuple):
         return packed
     dtype, shape, raw = packed

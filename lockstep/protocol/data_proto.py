@@ -2,7 +2,7 @@
 
 A batch has B rows and three parts:
 
-    batch             tensors with B as their first dimension
+    batch             tensors with B as their first dimension; those of rollouts are kept without padding (`protocol/ragged.py`)
     non_tensor_batch  numpy arrays of B entries, mostly objects (uid, raw_prompt, ...)
     meta_info         values for the whole batch (temperature, metrics, ...)
 
@@ -13,7 +13,7 @@ place. `meta_info` is copied shallowly.
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, overload
@@ -24,18 +24,22 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch.utils.data import DataLoader
 
 from lockstep.protocol.columns import (
+    Batch,
+    batch_of_stored,
     common_batch_size,
     concat_meta_info,
     concat_tensors,
     object_array,
     pack_tensor,
     row_numbers,
+    stored_columns,
     tensors_of,
     union_meta_info,
     union_numpy_dict,
     union_tensor_dict,
     unpack_tensor,
 )
+from lockstep.protocol.ragged import Ragged, RaggedBatch, entries_of
 from lockstep.utils.state_file import from_bytes, to_bytes
 
 logger = logging.getLogger(__name__)
@@ -59,7 +63,7 @@ class DataProtoItem:
 class DataProto:
     """See the module docstring. `batch` is None if there are only non-tensor keys."""
 
-    batch: TensorDict | None = None
+    batch: Batch | None = None
     non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
 
@@ -67,7 +71,7 @@ class DataProto:
         self.check_consistency()
 
     @property
-    def tensors(self) -> TensorDict:
+    def tensors(self) -> Batch:
         """`batch`; an error if the batch has no tensors."""
         if self.batch is None:
             raise ValueError(f"the batch has no tensors, only {sorted(self.non_tensor_batch)}")
@@ -94,13 +98,16 @@ class DataProto:
     @classmethod
     def from_dict(
         cls,
-        tensors: dict[str, torch.Tensor] | None = None,
+        tensors: Mapping[str, torch.Tensor | Ragged] | None = None,
         non_tensors: dict[str, Any] | None = None,
         meta_info: dict[str, Any] | None = None,
         num_batch_dims: int = 1,
         auto_padding: bool = False,
     ) -> Self:
-        """Build a batch from tensors with the same first `num_batch_dims` dimensions, and arrays or lists."""
+        """Build a batch from tensors with the same first `num_batch_dims` dimensions, and arrays or lists.
+
+        With ragged columns the batch is kept without padding, and gets the keys that can be derived.
+        """
         if num_batch_dims < 1:
             raise ValueError(f"num_batch_dims is {num_batch_dims}; a batch has at least one batch dimension")
         if num_batch_dims > 1 and non_tensors:
@@ -114,7 +121,16 @@ class DataProto:
         if not tensors:
             return cls(None, arrays, meta)
         batch_size = common_batch_size(tensors, num_batch_dims)
+        if any(isinstance(column, Ragged) for column in tensors.values()):
+            return cls(RaggedBatch(tensors), arrays, meta)
         return cls(TensorDict(dict(tensors), batch_size=batch_size), arrays, meta)
+
+    def outputs(self, tensors: dict[str, torch.Tensor]) -> "DataProto":
+        """A batch of results (B, R) for these rows, without padding if these have none."""
+        if not isinstance(self.batch, RaggedBatch) or self.batch.tokens() is None:
+            return DataProto.from_dict(tensors)
+        lengths = entries_of(self.batch.responses)
+        return DataProto.from_dict({name: Ragged.of_padded(column, lengths) for name, column in tensors.items()})
 
     @classmethod
     def from_tensordict(
@@ -136,7 +152,7 @@ class DataProto:
 
     def to_tensordict(self) -> TensorDict:
         """One TensorDict: the columns, objects as NonTensorStack, and the entries of `meta_info` as NonTensorData."""
-        out = TensorDict({}, batch_size=[len(self)]) if self.batch is None else self.batch.copy()
+        out = TensorDict(tensors_of(self.batch), batch_size=[len(self)])
         for key, column in self.non_tensor_batch.items():
             out[key] = NonTensorStack(*column.tolist())
         for key, value in self.meta_info.items():
@@ -218,10 +234,13 @@ class DataProto:
     ) -> "DataProto":
         """Remove the given keys from this batch and return them as a batch; None removes nothing from that part."""
         self._require_keys(batch_keys, non_tensor_batch_keys, meta_info_keys)
-        tensors = {k: self.batch.pop(k) for k in batch_keys or () if self.batch is not None}
+        batch = None
+        if self.batch is not None and batch_keys:
+            batch = self.batch.select(*batch_keys)
+            for key in batch_keys:
+                del self.batch[key]
         arrays = {k: self.non_tensor_batch.pop(k) for k in non_tensor_batch_keys or ()}
         meta = {k: self.meta_info.pop(k) for k in meta_info_keys or ()}
-        batch = TensorDict(tensors, batch_size=self.batch.batch_size) if tensors and self.batch is not None else None
         return type(self)(batch, arrays, meta)
 
     def rename(
@@ -239,7 +258,9 @@ class DataProto:
             if target in kept:
                 raise ValueError(f"rename: {key!r} cannot become {target!r}, which the batch already has")
         table = dict(zip(old, new))
-        if self.batch is not None:
+        if isinstance(self.batch, RaggedBatch):
+            self.batch = self.batch.renamed({key: target for key, target in table.items() if key in self.batch})
+        elif self.batch is not None:
             renamed = {table.get(k, k): v for k, v in tensors_of(self.batch).items()}
             self.batch = TensorDict(renamed, batch_size=self.batch.batch_size)
         self.non_tensor_batch = {table.get(k, k): v for k, v in self.non_tensor_batch.items()}
@@ -390,9 +411,11 @@ class DataProto:
 
     def to_state(self) -> dict[str, Any]:
         """The batch as a dict for `utils.state_file`."""
+        columns, names = ({}, None) if self.batch is None else stored_columns(self.batch)
         return {
             "batch_size": None if self.batch is None else list(self.batch.batch_size),
-            "batch": tensors_of(self.batch),
+            "batch": {k: v.to_state() if isinstance(v, Ragged) else v for k, v in columns.items()},
+            "names": names,
             "non_tensor_batch": self.non_tensor_batch,
             "meta_info": self.meta_info,
         }
@@ -400,8 +423,9 @@ class DataProto:
     @staticmethod
     def from_state(state: dict[str, Any]) -> "DataProto":
         """The inverse of `to_state`."""
-        size, tensors = state["batch_size"], state["batch"]
-        batch = None if size is None else TensorDict(tensors, batch_size=size)
+        columns = {k: Ragged.from_state(v) if isinstance(v, dict) else v for k, v in state["batch"].items()}
+        size = state["batch_size"]
+        batch = None if size is None else batch_of_stored(columns, state.get("names"), size)
         return DataProto(batch, state["non_tensor_batch"], state["meta_info"])
 
     def save_to_disk(self, filepath: str | Path) -> None:
@@ -419,22 +443,23 @@ class DataProto:
     def __getstate__(self) -> dict[str, Any]:
         packed = None
         if self.batch is not None:
-            packed = (tuple(self.batch.batch_size), {k: pack_tensor(v) for k, v in tensors_of(self.batch).items()})
+            columns, names = stored_columns(self.batch)
+            packed = (tuple(self.batch.batch_size), {k: pack_tensor(v) for k, v in columns.items()}, names)
         return {"batch": packed, "non_tensor_batch": self.non_tensor_batch, "meta_info": self.meta_info}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         packed = state["batch"]
         self.batch = None
         if packed is not None:
-            batch_size, columns = packed
-            self.batch = TensorDict({k: unpack_tensor(v) for k, v in columns.items()}, batch_size=batch_size)
+            batch_size, columns, names = packed
+            self.batch = batch_of_stored({k: unpack_tensor(v) for k, v in columns.items()}, names, batch_size)
         self.non_tensor_batch = state["non_tensor_batch"]
         self.meta_info = state["meta_info"]
 
     def _columns(self) -> set[str]:
-        return tensors_of(self.batch).keys() | self.non_tensor_batch.keys()
+        return set(() if self.batch is None else self.batch.keys()) | self.non_tensor_batch.keys()
 
-    def _with_rows(self, batch: TensorDict | None, arrays: dict[str, np.ndarray]) -> "DataProto":
+    def _with_rows(self, batch: Batch | None, arrays: dict[str, np.ndarray]) -> "DataProto":
         return type(self)(batch, arrays, dict(self.meta_info))
 
     def _require_columns(self, keys: set[str], operation: str) -> None:
@@ -445,7 +470,7 @@ class DataProto:
         self, batch_keys: Sequence[str] | None, array_keys: Sequence[str] | None, meta_keys: Sequence[str] | None
     ) -> None:
         for part, wanted, present in (
-            ("batch", batch_keys, list(tensors_of(self.batch))),
+            ("batch", batch_keys, [] if self.batch is None else list(self.batch.keys())),
             ("non_tensor_batch", array_keys, list(self.non_tensor_batch)),
             ("meta_info", meta_keys, list(self.meta_info)),
         ):

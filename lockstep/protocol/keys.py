@@ -1,18 +1,18 @@
-"""The table of all batch keys: shape, dtype, writer, readers and meaning.
+"""The table of all batch keys: shape, dtype, writer, readers, meaning, and how a batch of rollouts stores the column.
 
-Shapes: B rows, P prompt length (left-padded), R response length (right-padded), T = P + R.
+Shapes, padded: B rows, P prompt length (left-padded), R response length (right-padded), T = P + R. A batch of rollouts stores no
+padding (`protocol/ragged.py`):
 
-A worker method starts with `require(data, "responses", "advantages")`, so that a skipped stage is a clear error and not a
-KeyError deep inside a loss.
+    B          the tensor
+    BP, BR     the entries at tokens, of all rows, and the rows' lengths; of an empty response one entry, for its score
+    BT         nothing: derived from prompts and responses
+
+Other columns, whatever their shape, are stored as they are, or as `Ragged` if whoever adds them makes one.
 """
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-
-from lockstep.protocol.data_proto import DataProto
-from lockstep.registry import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class BatchKey:
     written_by: the stage that adds the key, for error messages.
     read_by:    the stages that need it.
     meaning:    one line.
+    stored:     dtype of the values of a batch without padding; None: `dtype`.
+    fill:       what a padded row is filled up with; prompts and responses with the token for padding.
     """
 
     name: str
@@ -33,13 +35,16 @@ class BatchKey:
     written_by: str
     read_by: str
     meaning: str
+    stored: torch.dtype | None = None
+    fill: float = 0
 
 
 _INT, _FLOAT = torch.int64, torch.float32
+_IDS, _BOOL = torch.int32, torch.bool
 
 _TABLE = (
-    BatchKey("prompts", "BP", _INT, "the rollout", "reward", "prompt tokens, left-padded"),
-    BatchKey("responses", "BR", _INT, "the rollout", "reward, losses", "response tokens, right-padded"),
+    BatchKey("prompts", "BP", _INT, "the rollout", "reward", "prompt tokens, left-padded", _IDS),
+    BatchKey("responses", "BR", _INT, "the rollout", "reward, losses", "response tokens, right-padded", _IDS),
     BatchKey("input_ids", "BT", _INT, "the rollout", "every forward", "prompts and responses in one row"),
     BatchKey("attention_mask", "BT", _INT, "the rollout", "every forward", "1 = token, 0 = padding"),
     BatchKey(
@@ -52,6 +57,7 @@ _TABLE = (
         "the rollout or the agent loop",
         "all losses, advantages, metrics",
         "1 = the policy's own token, its EOS included; 0 = tool, user or padding",
+        _BOOL,
     ),
     BatchKey("policy_version", "B", _INT, "the rollout", "audit", "`policy_versions` of the row's first token"),
     BatchKey(
@@ -61,6 +67,8 @@ _TABLE = (
         "the rollout",
         "metrics of asynchronous training",
         "number of updates of the policy that sampled the token; -1 if none did",
+        _IDS,
+        fill=-1,
     ),
     BatchKey("sampling_seed", "B", _INT, "the trainer", "rollout", "seed of the row's own random stream"),
     BatchKey(
@@ -118,40 +126,6 @@ _TABLE = (
 
 BATCH_KEYS: dict[str, BatchKey] = {key.name: key for key in _TABLE}
 
-
-def require(data: DataProto, *names: str) -> None:
-    """Check that the batch has the named keys with the shape and dtype of the table.
-
-    KeyError for a missing key, ValueError for a wrong dtype or shape. P, R and T must agree between the keys.
-    """
-    lengths: dict[str, tuple[int, str]] = {"B": (len(data), "the batch")}
-    for name in names:
-        if name not in BATCH_KEYS:
-            raise KeyError(f"{name!r} is not a batch key. {did_you_mean(name, BATCH_KEYS)}")
-        key = BATCH_KEYS[name]
-        shape = _checked_shape(data, key)
-        for letter, length in zip(key.shape, shape):
-            known, owner = lengths.setdefault(letter, (length, repr(name)))
-            if known != length:
-                raise ValueError(f"batch key {name!r} has shape {shape}: {letter} is {length}, but {known} in {owner}")
-    if {"P", "R", "T"} <= lengths.keys() and lengths["P"][0] + lengths["R"][0] != lengths["T"][0]:
-        parts = ", ".join(f"{letter} = {lengths[letter][0]} in {lengths[letter][1]}" for letter in "PRT")
-        raise ValueError(f"batch lengths do not add up to T = P + R: {parts}")
-
-
-def _checked_shape(data: DataProto, key: BatchKey) -> tuple[int, ...]:
-    column = _column(data, key)
-    if column is None:
-        raise KeyError(f"batch key {key.name!r} is missing: it is written by {key.written_by}")
-    if key.dtype is not None and column.dtype != key.dtype:
-        raise ValueError(f"batch key {key.name!r} is {column.dtype}, it must be {key.dtype}")
-    shape = tuple(column.shape)
-    if key.dtype is not None and len(shape) != len(key.shape):
-        raise ValueError(f"batch key {key.name!r} has shape {shape}, it must be ({', '.join(key.shape)})")
-    return shape
-
-
-def _column(data: DataProto, key: BatchKey) -> torch.Tensor | np.ndarray | None:
-    if key.dtype is None:
-        return data.non_tensor_batch.get(key.name)
-    return None if data.batch is None else data.batch.get(key.name, None)
+SOURCES = ("prompts", "responses")
+"""What the derived columns are derived from."""
+DERIVED = tuple(key.name for key in _TABLE if key.shape == "BT")

@@ -28,7 +28,7 @@ from lockstep.models.loading import model_folder, resolve_dtype
 from lockstep.models.tokenizer import eos_token_ids, hf_tokenizer
 from lockstep.protocol import DataProto, drop_marked
 from lockstep.protocol.generation import Completion, GenerationRequest, Outcome, SamplingParams
-from lockstep.protocol.keys import require
+from lockstep.protocol.require import require
 from lockstep.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from lockstep.utils.audit import GapBound, RolloutGap
 from lockstep.utils.device import memory_peaks
@@ -217,13 +217,13 @@ class ActorRolloutRefWorker(WeightSyncWorker):
         with self.memory.phase("old_log_prob"):
             out = self._log_probs(self.actor, self.config.rollout, data, **more)
         names = {"log_probs": "old_log_probs", "entropy": "entropys", "sum_pi_squared": "sum_pi_squared"}
-        return DataProto.from_dict(tensors={names[name]: values for name, values in out.items()})
+        return data.outputs({names[name]: values for name, values in out.items()})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("ref"), blocking=False)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         with self.memory.phase("ref"), self.ref.adapters_off():
             out = self._log_probs(self.ref, self.config.ref, data)
-        return DataProto.from_dict(tensors={"ref_log_prob": out["log_probs"]})
+        return data.outputs({"ref_log_prob": out["log_probs"]})
 
     def _log_probs(
         self, engine: TrainEngine, sizes: RolloutConfig | RefConfig, data: DataProto, **options: bool

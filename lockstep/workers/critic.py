@@ -8,7 +8,7 @@ from lockstep.engines.train import EngineModel, create_train_engine
 from lockstep.models.loading import model_folder
 from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.protocol import DataProto
-from lockstep.protocol.keys import require
+from lockstep.protocol.require import require
 from lockstep.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 from lockstep.utils.distributed import join_process_group
 from lockstep.utils.model_path import revision_of
@@ -61,7 +61,7 @@ class CriticWorker(Worker):
         self.engine.onload()
         values = self.engine.forward(data.tensors, micro)["values"]
         self.engine.offload()
-        return DataProto.from_dict(tensors={"values": values})
+        return data.outputs({"values": values})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("critic"), blocking=False)
     def update_critic(self, data: DataProto) -> DataProto:

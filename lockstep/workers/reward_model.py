@@ -11,7 +11,8 @@ from lockstep.engines.train import EngineModel, create_train_engine
 from lockstep.models.loading import model_folder
 from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.protocol import DataProto
-from lockstep.protocol.keys import require
+from lockstep.protocol.require import require
+from lockstep.protocol.tokens import read
 from lockstep.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 from lockstep.utils.distributed import join_process_group
 from lockstep.utils.model_path import revision_of
@@ -73,18 +74,20 @@ class RewardModelWorker(Worker):
         self.engine.onload()
         score = self.engine.forward(rows, micro, at_end=True)["score"]
         self.engine.offload()
-        mask = data.tensors["response_mask"]
+        mask = read(data.tensors, "response_mask")
         place = torch.arange(mask.shape[1])
         last = (mask * place).amax(-1, keepdim=True)
         rm_scores = torch.where((place == last) & mask.any(-1, keepdim=True), score[:, None], 0.0)
-        return DataProto.from_dict(tensors={"rm_scores": rm_scores})
+        return data.outputs({"rm_scores": rm_scores})
 
     def _reencode(self, data: DataProto, policy_tokenizer: PreTrainedTokenizerBase) -> TensorDict:
         """The conversation in the reward model's tokens and chat template, if its tokenizer is not the policy's."""
         require(data, "raw_prompt")
         columns, has_turns = data.non_tensor_batch, "__num_turns__" in data.non_tensor_batch
         sequences, plain = [], Renderer(self.tokenizer, ()).as_plain_text
-        for row, (response, mask) in enumerate(zip(data.tensors["responses"], data.tensors["response_mask"])):
+        for row, (response, mask) in enumerate(
+            zip(*(read(data.tensors, name) for name in ("responses", "response_mask")))
+        ):
             if has_turns:  # of an agent: tool and user messages are part of the response
                 turns = list(columns["messages"][row])
             else:

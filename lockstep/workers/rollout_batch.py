@@ -6,16 +6,14 @@ raw_prompt_ids, sampling_seed ──► GenerationRequest … Completion ──�
 """
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.agents.trajectory import NOT_SAMPLED, Trajectory
+from lockstep.agents.trajectory import Trajectory
 from lockstep.config.actor_rollout_ref import RolloutConfig
-from lockstep.protocol import DataProto, object_array
+from lockstep.protocol import BATCH_KEYS, DataProto, Ragged, object_array
 from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
 
 
@@ -57,31 +55,30 @@ def batch_of(
     )
 
 
-def trajectory_tensors(rows: Sequence[Trajectory], config: RolloutConfig, pad_token_id: int) -> dict[str, Tensor]:
-    """Prompts padded on the left to `rollout.prompt_length`, responses on the right to `rollout.response_length`."""
+def trajectory_tensors(
+    rows: Sequence[Trajectory], config: RolloutConfig, pad_token_id: int
+) -> dict[str, Tensor | Ragged]:
+    """Without padding; padded, prompts have `rollout.prompt_length` places and responses `rollout.response_length`."""
     length = config.response_length
-    prompts, prompt_mask = _pad([row.prompt_ids for row in rows], config.prompt_length, pad_token_id, left=True)
-    responses, is_token = _pad([row.response_ids for row in rows], length, pad_token_id)
-    attention_mask = torch.cat([prompt_mask, is_token], 1)
-    tensors: dict[str, Tensor] = {
-        "prompts": prompts,
-        "responses": responses,
-        "input_ids": torch.cat([prompts, responses], 1),
-        "attention_mask": attention_mask,
-        "position_ids": (attention_mask.cumsum(1) - 1).clamp_min(0),
-        "response_mask": _pad([row.response_mask for row in rows], length, 0)[0],
+    columns: dict[str, Tensor | Ragged] = {
+        "prompts": _column("prompts", [row.prompt_ids for row in rows], config.prompt_length, pad_token_id),
+        "responses": _column("responses", [row.response_ids for row in rows], length, pad_token_id),
+        "response_mask": _entries("response_mask", [row.response_mask for row in rows], length),
         "policy_version": torch.tensor([row.policy_version for row in rows], dtype=torch.int64),
-        "policy_versions": _pad([row.policy_versions for row in rows], length, NOT_SAMPLED)[0],
+        "policy_versions": _entries("policy_versions", [row.policy_versions for row in rows], length),
     }
     if config.calculate_log_probs:
-        tensors["rollout_log_probs"] = _pad([row.log_probs for row in rows], length, 0.0)[0]
-    return tensors
+        columns["rollout_log_probs"] = _entries("rollout_log_probs", [row.log_probs for row in rows], length)
+    return columns
 
 
-def _pad(rows: Sequence[Sequence[Any]], width: int, fill: float, *, left: bool = False) -> tuple[Tensor, Tensor]:
-    """(B, width) values and their 0/1 mask."""
-    lengths, place = np.array([len(row) for row in rows])[:, None], np.arange(width)[None, :]
-    mask = place >= width - lengths if left else place < lengths
-    values = np.full(mask.shape, fill, dtype=np.float32 if isinstance(fill, float) else np.int64)
-    values[mask] = np.fromiter(chain.from_iterable(rows), values.dtype)
-    return torch.from_numpy(values), torch.from_numpy(mask.astype(np.int64))
+def _entries(name: str, rows: Sequence[Sequence[Any]], width: int) -> Ragged:
+    """A column with an entry for each token of the response, and one for an empty response."""
+    fill = BATCH_KEYS[name].fill
+    return _column(name, [row or [fill] for row in rows], width, fill)
+
+
+def _column(name: str, rows: Sequence[Sequence[Any]], width: int, fill: float) -> Ragged:
+    key = BATCH_KEYS[name]
+    assert key.dtype is not None
+    return Ragged.of_rows(rows, width, fill, key.dtype, key.stored or key.dtype, left=key.shape == "BP")

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
-from tensordict import TensorDict
 from torch import Tensor
 
 from lockstep.engines.train.train_engine import MicroBatching
 from lockstep.protocol import DataProto
+from lockstep.protocol.columns import Batch
 from lockstep.utils.progress import phase
 
 
@@ -16,9 +16,7 @@ def micro_batching(num_rows: int | None, use_dynamic_bsz: bool | None, max_token
     return MicroBatching(max_tokens=max_tokens) if use_dynamic_bsz else MicroBatching(num_rows=num_rows)
 
 
-def mini_batches(
-    data: DataProto, loss_scale_factor: float | None = None
-) -> Iterator[tuple[TensorDict, dict[str, Any]]]:
+def mini_batches(data: DataProto, loss_scale_factor: float | None = None) -> Iterator[tuple[Batch, dict[str, Any]]]:
     """This rank's rows of each mini-batch, and the counts over all ranks that normalize its loss."""
     number, all_counts = data.tensors["mini_batch"], data.meta_info["mini_batches"]
     num_steps = data.meta_info["num_repeats"] * len(all_counts)

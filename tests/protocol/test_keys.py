@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from lockstep.protocol import DataProto
-from lockstep.protocol.keys import BATCH_KEYS, require
+from lockstep.protocol.keys import BATCH_KEYS
+from lockstep.protocol.require import require
 
 
 def batch() -> DataProto:

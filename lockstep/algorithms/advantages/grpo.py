@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.advantages.registry import register_adv_est
+from lockstep.algorithms.advantages.registry import by_group, register_adv_est
 from lockstep.config.algorithm import AlgoConfig
 from lockstep.config.estimators import AdvantageEstimator
 from lockstep.utils.groupwise import as_torch_index, group_mean_std
@@ -14,6 +14,7 @@ from lockstep.utils.groupwise import as_torch_index, group_mean_std
 
 @register_adv_est(AdvantageEstimator.GRPO_VECTORIZED)
 @register_adv_est(AdvantageEstimator.GRPO)
+@by_group
 def compute_grpo_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -40,6 +41,7 @@ def compute_grpo_outcome_advantage(
 
 
 @register_adv_est(AdvantageEstimator.GRPO_PASSK)
+@by_group
 def compute_grpo_passk_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,

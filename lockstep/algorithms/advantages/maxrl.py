@@ -6,12 +6,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.advantages.registry import register_adv_est
+from lockstep.algorithms.advantages.registry import by_group, register_adv_est
 from lockstep.config.estimators import AdvantageEstimator
 from lockstep.utils.groupwise import as_torch_index, group_mean
 
 
 @register_adv_est(AdvantageEstimator.MAXRL)
+@by_group
 def compute_maxrl_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray, epsilon: float = 1e-6, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:

@@ -37,6 +37,15 @@ def register_adv_est(name: str) -> Callable[[AdvantageFn], AdvantageFn]:
     return enter
 
 
+def by_group(estimator: AdvantageFn) -> AdvantageFn:
+    """Decorator: a row's advantages depend on the rows of its prompt alone, and on the columns that the parameters name.
+
+    So a large batch is computed some prompts after others.
+    """
+    estimator.by_group = True  # type: ignore[attr-defined]
+    return estimator
+
+
 def get_adv_estimator_fn(name: str) -> AdvantageFn:
     """The estimator registered as `name`, or outside code if `name` is `module:function`."""
     return ADVANTAGE_ESTIMATORS.get(str(name))

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.advantages.registry import register_adv_est
+from lockstep.algorithms.advantages.registry import by_group, register_adv_est
 from lockstep.config.algorithm import AlgoConfig
 from lockstep.config.estimators import AdvantageEstimator
 from lockstep.utils.groupwise import as_torch_index, group_mean_std
@@ -58,6 +58,7 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
 
 
 @register_adv_est(AdvantageEstimator.REMAX)
+@by_group
 def compute_remax_outcome_advantage(
     token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:

@@ -6,12 +6,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.advantages.registry import register_adv_est
+from lockstep.algorithms.advantages.registry import by_group, register_adv_est
 from lockstep.config.estimators import AdvantageEstimator
 from lockstep.utils.groupwise import as_torch_index, first_of_group, group_sum
 
 
 @register_adv_est(AdvantageEstimator.RLOO)
+@by_group
 def compute_rloo_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
@@ -20,6 +21,7 @@ def compute_rloo_outcome_advantage(
 
 
 @register_adv_est(AdvantageEstimator.RLOO_VECTORIZED)
+@by_group
 def compute_rloo_vectorized_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:

@@ -50,13 +50,15 @@ from lockstep.models.model_check import (
     without_last,
 )
 from lockstep.models.packed_weights import pack_weights
-from lockstep.models.packing import ForwardRows, Layout, forward_rows, prompt_owners
+from lockstep.models.packing import ForwardRows, Layout, forward_rows
 from lockstep.models.rope import rope_limit
 from lockstep.models.shared_weights import copy_gathered, release_weights, rollout_module, share_weights
 from lockstep.models.token_models import ScalarModel, TokenModel
 from lockstep.models.ulysses import SequenceGroup, check_heads
 from lockstep.models.weight_source import WeightSource
-from lockstep.protocol.columns import tensors_of
+from lockstep.protocol.columns import Batch, tensors_of
+from lockstep.protocol.ragged import RaggedBatch
+from lockstep.protocol.tokens import lengths_of, prompt_owners
 from lockstep.utils.device import HostCopy, to_device
 from lockstep.utils.distributed import current_rank, current_world_size, get_mesh
 from lockstep.utils.host import prepare_cpu_for
@@ -157,7 +159,7 @@ class FsdpEngine(TrainEngine):
             sequence_parallel_size=model.sequence_parallel_size,
         )
 
-    def forward(self, batch: TensorDict, micro: MicroBatching, **options: object) -> dict[str, Tensor]:
+    def forward(self, batch: Batch, micro: MicroBatching, **options: object) -> dict[str, Tensor]:
         order: list[int] = []
         pieces: list[dict[str, Tensor]] = []
         with torch.no_grad():
@@ -171,7 +173,7 @@ class FsdpEngine(TrainEngine):
 
     @spanned
     def forward_backward(
-        self, batch: TensorDict, loss_fn: LossFn, micro: MicroBatching, **options: object
+        self, batch: Batch, loss_fn: LossFn, micro: MicroBatching, **options: object
     ) -> dict[str, float]:
         totals: dict[str, Tensor] = {}
         own: list[str] = []
@@ -411,16 +413,14 @@ class FsdpEngine(TrainEngine):
         mesh = get_mesh(self.device, {"dp": self.world_size // size, "sp": size})
         return SequenceGroup(mesh.get_group("sp"), current_rank() % size, size)
 
-    def _partitions(self, batch: TensorDict, micro: MicroBatching) -> list[list[int]]:
+    def _partitions(self, batch: Batch, micro: MicroBatching) -> list[list[int]]:
         """Rows of each micro-batch, as many of them on every rank. A token budget is one rank's: `sp_size` ranks have more."""
         if self.layout == "rows":  # each row gathers parameters: ranks must agree on rows per micro-batch
             return [list(range(i, i + micro.group_size)) for i in range(0, len(batch), micro.group_size)]
         if micro.max_tokens is not None:
             group = dist.group.WORLD if self.world_size > 1 else None
-            ids, mask = batch["input_ids"].numpy(), batch["attention_mask"].numpy().astype(bool)
-            start = ids.shape[1] - batch["responses"].shape[1]
-            own, before = mask[:, start:].sum(-1).tolist(), mask[:, :start].sum(-1).tolist()
-            owners = prompt_owners(ids, mask, start) if self.layout == "packed" else list(range(len(batch)))
+            before, own = (lengths.tolist() for lengths in lengths_of(batch))
+            owners = prompt_owners(batch) if self.layout == "packed" else list(range(len(batch)))
             return agreed_runs(own, before, owners, micro.max_tokens * self.sp_size, group, micro.group_size)
         size = micro.num_rows or len(batch)
         return [list(range(i, min(i + size, len(batch)))) for i in range(0, len(batch), size)]
@@ -440,12 +440,11 @@ class FsdpEngine(TrainEngine):
         return forward_rows(batch, self.device, self.layout, self.sequence)
 
 
-def _taken(batch: TensorDict, rows: list[int]) -> TensorDict:
-    """These rows of the batch; not copied where they follow each other."""
+def _taken(batch: Batch, rows: list[int]) -> TensorDict:
+    """These rows of the batch, padded; those of a padded batch are not copied where they follow each other."""
     start, end = rows[0], rows[-1] + 1
-    if rows != list(range(start, end)):
-        return batch[rows]
-    return batch if len(rows) == len(batch) else batch[start:end]
+    part = batch[rows] if rows != list(range(start, end)) else batch if len(rows) == len(batch) else batch[start:end]
+    return part.to_tensordict() if isinstance(part, RaggedBatch) else part
 
 
 def _master_dtype(model: nn.Module) -> torch.dtype:

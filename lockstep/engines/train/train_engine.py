@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.config import names
 from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from lockstep.protocol.columns import Batch
 from lockstep.registry import Registry
 
 LossFn = Callable[[dict[str, Tensor], TensorDict], tuple[Tensor, dict[str, Tensor]]]
@@ -89,7 +90,7 @@ class TrainEngine(ABC):
         """Load the model on this rank. Collective; every rank of the role calls it with the same arguments."""
 
     @abstractmethod
-    def forward(self, batch: TensorDict, micro: MicroBatching, **options: object) -> dict[str, Tensor]:
+    def forward(self, batch: Batch, micro: MicroBatching, **options: object) -> dict[str, Tensor]:
         """Outputs for every row, in the order of `batch`, on the host and without gradient.
 
         Collective, like everything that computes: every rank needs the same number of rows; pad with rows of one token.
@@ -97,7 +98,7 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def forward_backward(
-        self, batch: TensorDict, loss_fn: LossFn, micro: MicroBatching, **options: object
+        self, batch: Batch, loss_fn: LossFn, micro: MicroBatching, **options: object
     ) -> dict[str, float]:
         """Accumulate the gradient of one mini-batch; returns the summed metrics."""
 

@@ -6,14 +6,15 @@ unless the reader promises not to write, and `check_unwritten` verifies that it 
 
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
-from lockstep.protocol import DataProto
+from lockstep.protocol import DataProto, Ragged
+from lockstep.protocol.columns import batch_of_stored, stored_columns
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class _Packed:
     cls: type[DataProto]
     batch_size: tuple[int, ...] | None
     columns: dict[str, Any]
+    names: list[str] | None
     arrays: dict[str, np.ndarray]
     meta_info: dict[str, Any]
 
@@ -41,9 +43,10 @@ def pack(value: Any) -> Any:
     if not isinstance(value, DataProto):
         return value
     if value.batch is None:
-        return _Packed(type(value), None, {}, value.non_tensor_batch, value.meta_info)
-    columns = {str(key): _pack_tensor(column) for key, column in value.batch.items()}
-    return _Packed(type(value), tuple(value.batch.batch_size), columns, value.non_tensor_batch, value.meta_info)
+        return _Packed(type(value), None, {}, None, value.non_tensor_batch, value.meta_info)
+    stored, names = stored_columns(value.batch)
+    columns = {key: _pack_tensor(column) for key, column in stored.items()}
+    return _Packed(type(value), tuple(value.batch.batch_size), columns, names, value.non_tensor_batch, value.meta_info)
 
 
 def unpack(value: Any, writable: bool = True) -> Any:
@@ -53,7 +56,7 @@ def unpack(value: Any, writable: bool = True) -> Any:
     batch = None
     if value.batch_size is not None:
         columns = {key: _unpack_tensor(column, writable) for key, column in value.columns.items()}
-        batch = TensorDict(columns, batch_size=value.batch_size)
+        batch = batch_of_stored(columns, value.names, value.batch_size)
     arrays = {k: _writable(v) if writable else v for k, v in value.arrays.items()}
     return value.cls(batch, arrays, value.meta_info)
 
@@ -61,7 +64,8 @@ def unpack(value: Any, writable: bool = True) -> Any:
 def tensors_in(values: Iterable[Any]) -> list[tuple[str, torch.Tensor]]:
     """Every dense tensor of the batches among `values`, with its key."""
     batches = [value.batch for value in values if isinstance(value, DataProto) and value.batch is not None]
-    return [(str(key), column) for batch in batches for key, column in batch.items() if type(column) is torch.Tensor]
+    columns = [item for batch in batches for item in stored_columns(batch)[0].items()]
+    return [(key, column) for key, column in columns if type(column) is torch.Tensor]
 
 
 def check_unwritten(tensors: Iterable[tuple[str, torch.Tensor]], method: str) -> None:
@@ -75,6 +79,8 @@ def check_unwritten(tensors: Iterable[tuple[str, torch.Tensor]], method: str) ->
 
 
 def _pack_tensor(tensor: Any) -> Any:
+    if isinstance(tensor, Ragged):
+        return replace(tensor, values=_pack_tensor(tensor.values), lengths=_pack_tensor(tensor.lengths))
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
         return tensor
     flat = tensor.detach().cpu().contiguous().flatten()
@@ -82,6 +88,9 @@ def _pack_tensor(tensor: Any) -> Any:
 
 
 def _unpack_tensor(column: Any, writable: bool) -> Any:
+    if isinstance(column, Ragged):
+        values, lengths = (_unpack_tensor(part, writable) for part in (column.values, column.lengths))
+        return replace(column, values=values, lengths=lengths)
     if not isinstance(column, _Column):
         return column
     with warnings.catch_warnings():

@@ -6,6 +6,7 @@ import torch
 
 from lockstep.agents.trajectory import NOT_SAMPLED
 from lockstep.protocol import DataProto
+from lockstep.protocol.tokens import entries, read, row_chunks, shape_of
 from lockstep.utils.audit import AuditError, GapBound, RolloutGap
 
 logger = logging.getLogger(__name__)
@@ -13,12 +14,12 @@ logger = logging.getLogger(__name__)
 
 def check_finite(batch: DataProto, *keys: str) -> None:
     """AuditError if a value that the losses read is not finite at an unmasked position."""
-    mask = batch.tensors["response_mask"].bool()
     for key in keys:
         if key not in batch.tensors:
             continue
-        bad = ~torch.isfinite(batch.tensors[key]) & mask
-        if bad.any():
+        values, mask = entries(batch.tensors, key, "response_mask")
+        if not torch.isfinite(values[mask.bool()]).all():
+            bad = ~torch.isfinite(read(batch.tensors, key)) & read(batch.tensors, "response_mask").bool()
             rows = bad.any(-1).nonzero().flatten().tolist()
             raise AuditError(
                 f"batch key {key!r} is not finite in {len(rows)} of {len(batch)} rows, first row {rows[0]}"
@@ -33,7 +34,8 @@ class IdleSteps:
 
     def note(self, batch: DataProto) -> None:
         """Warn at the 1st, 2nd, 4th, 8th … such step."""
-        useful = bool((batch.tensors["advantages"] * batch.tensors["response_mask"]).any())
+        advantages, mask = entries(batch.tensors, "advantages", "response_mask")
+        useful = bool((advantages * mask).any())
         self.count = 0 if useful else self.count + 1
         if self.count.bit_count() == 1:
             logger.warning(
@@ -82,7 +84,7 @@ class CutResponses:
             logger.warning(
                 "every response was cut at data.max_response_length=%d%s for %d steps: none ends by itself, and most scorers find "
                 "no answer. Raise data.max_response_length, or check that the model and its chat template have an end token",
-                batch.tensors["responses"].shape[1],
+                shape_of(batch.tensors, "responses")[1],
                 ", which includes the answers of tools," if has_tools else "",
                 self.count,
             )
@@ -104,7 +106,8 @@ def rollout_gap(batch: DataProto, bound: GapBound, *, corrected: bool = False) -
     if "rollout_log_probs" not in batch.tensors:
         return {}
     gap = RolloutGap()
-    gap.add(batch.tensors["rollout_log_probs"], batch.tensors["old_log_probs"], batch.tensors["response_mask"])
+    for part in row_chunks(batch.tensors):
+        gap.add(*(read(part, name) for name in ("rollout_log_probs", "old_log_probs", "response_mask")))
     metrics = gap.metrics(*gap.sums())
     if not corrected:
         bound.check(metrics)

@@ -14,6 +14,8 @@ import numpy as np
 from torch import Tensor
 
 from lockstep.protocol import DataProto
+from lockstep.protocol.columns import Batch
+from lockstep.protocol.tokens import entries, lengths_of, read, row_chunks, shape_of
 from lockstep.trainer.ppo.agent_rollout import COUNT_COLUMNS
 
 NUM_BOOTSTRAP = 1000
@@ -40,18 +42,20 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
     tensors = batch.tensors
     prompt_B, response_B = _lengths(batch)
     finished_B = response_B > 0
-    max_response, max_prompt = tensors["responses"].shape[-1], tensors["prompts"].shape[-1]
-    mask = _bools(tensors["response_mask"])
-    returns = _floats(tensors["returns"])[mask]
+    max_response, max_prompt = shape_of(tensors, "responses")[-1], shape_of(tensors, "prompts")[-1]
+    names = ["advantages", "returns", "values"] if use_critic else ["advantages", "returns"]
+    mask, *columns = entries(tensors, "response_mask", *names)
+    of_tokens = {name: _floats(column)[_bools(mask)] for name, column in zip(names, columns)}
+    returns = of_tokens["returns"]
 
     metrics = {
-        **_mean_max_min("critic/score", _floats(tensors["token_level_scores"]).sum(-1)[finished_B]),
-        **_mean_max_min("critic/rewards", _floats(tensors["token_level_rewards"]).sum(-1)[finished_B]),
-        **_mean_max_min("critic/advantages", _floats(tensors["advantages"])[mask]),
+        **_mean_max_min("critic/score", _row_sums(tensors, "token_level_scores")[finished_B]),
+        **_mean_max_min("critic/rewards", _row_sums(tensors, "token_level_rewards")[finished_B]),
+        **_mean_max_min("critic/advantages", of_tokens["advantages"]),
         **_mean_max_min("critic/returns", returns),
     }
     if use_critic:
-        values = _floats(tensors["values"])[mask]
+        values = of_tokens["values"]
         metrics |= _mean_max_min("critic/values", values)
         metrics["critic/vf_explained_var"] = 1.0 - _variance(returns - values) / (_variance(returns) + 1e-5)
     metrics |= {
@@ -212,9 +216,12 @@ def is_numeric(values: Sequence[Any]) -> bool:
 
 def _lengths(batch: DataProto) -> tuple[np.ndarray, np.ndarray]:
     """Tokens of each prompt and of each response (including tool output), (B,)."""
-    width = batch.tensors["responses"].shape[-1]
-    attention_mask = _bools(batch.tensors["attention_mask"])
-    return attention_mask[:, :-width].sum(-1), attention_mask[:, -width:].sum(-1)
+    prompts, responses = lengths_of(batch.tensors)
+    return prompts.numpy(), responses.numpy()
+
+
+def _row_sums(tensors: Batch, name: str) -> np.ndarray:
+    return np.concatenate([_floats(read(part, name)).sum(-1) for part in row_chunks(tensors)])
 
 
 def _floats(tensor: Tensor) -> np.ndarray:

@@ -21,8 +21,8 @@ from torch import Tensor
 from lockstep.algorithms.losses.policy import PREPARATIONS, policy_loss_mode, prepare_policy_loss
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.critic import CriticConfig
-from lockstep.models.packing import prompt_owners
-from lockstep.protocol import DataProto
+from lockstep.protocol import DataProto, RaggedBatch
+from lockstep.protocol.tokens import lengths_of, prompt_owners, row_sums
 from lockstep.trainer.ppo.forks import OWNER, rows_of
 from lockstep.utils.seqlen import get_group_balanced_partitions, get_seqlen_balanced_partitions
 
@@ -87,7 +87,7 @@ def lay_out(batch: DataProto, rule: MiniBatches, dp_size: int, *, balance: bool)
     prepared: list[dict[str, Tensor]] = []
     per_rank: list[list[int]] = [[] for _ in range(dp_size)]  # positions in `rows_in_order`
     padding: list[list[bool]] = [[] for _ in range(dp_size)]
-    num_tokens = batch.tensors["response_mask"].numpy().sum(-1)
+    num_tokens = row_sums(batch.tensors, "response_mask").numpy()
     of_conversation = rows_of(batch)
     for number, chosen in enumerate(rule.split(len(of_conversation))):
         rows = [row for conversation in chosen for row in of_conversation[conversation]]
@@ -108,14 +108,23 @@ def lay_out(batch: DataProto, rule: MiniBatches, dp_size: int, *, balance: bool)
     names = sorted(prepared[0]) if prepared else []
     tensors |= {name: torch.cat([columns[name] for columns in prepared])[positions] for name in names}
     order = torch.tensor(rows_in_order)[positions]
-    unchanged = torch.equal(order, torch.arange(len(batch)))
-    laid_out = batch.select(None, [])
-    laid_out.tensors.pop(OWNER, None)
-    laid_out = (laid_out if unchanged else laid_out.select_idxs(order)).union(DataProto.from_dict(tensors=tensors))
-    clear_rows(laid_out.tensors, torch.tensor(list(chain.from_iterable(padding))))
+    laid_out = batch.select([name for name in batch.tensors.keys() if name != OWNER], [])  # noqa: SIM118
+    laid_out = _in_order(laid_out, order, list(chain.from_iterable(padding))).union(
+        DataProto.from_dict(tensors=tensors)
+    )
     num_repeats = rule.epochs // rule.num_passes
     laid_out.meta_info |= {"mini_batches": counts, "num_repeats": num_repeats, "prepared": names}
     return laid_out
+
+
+def _in_order(batch: DataProto, order: Tensor, is_padding: list[bool]) -> DataProto:
+    """The rows in this order, padding rows reduced to one token."""
+    if isinstance(batch.batch, RaggedBatch) and any(is_padding):
+        return DataProto(batch.batch.take_or_clear(order.tolist(), is_padding), meta_info=dict(batch.meta_info))
+    if not torch.equal(order, torch.arange(len(batch))):
+        batch = batch.select_idxs(order)
+    clear_rows(batch.tensors, torch.tensor(is_padding))
+    return batch
 
 
 def spread(lengths: list[int], num_parts: int, *, balance: bool, owners: list[int] | None = None) -> list[list[int]]:
@@ -138,9 +147,8 @@ def spread(lengths: list[int], num_parts: int, *, balance: bool, owners: list[in
 
 def _lengths_and_owners(batch: DataProto) -> tuple[list[int], list[int]]:
     """Number of tokens of each row, and the first row with the same prompt."""
-    mask, ids = batch.tensors["attention_mask"].numpy().astype(bool), batch.tensors["input_ids"].numpy()
-    start = ids.shape[1] - batch.tensors["responses"].shape[1]
-    return mask.sum(-1).tolist(), prompt_owners(ids, mask, start)
+    prompts, responses = lengths_of(batch.tensors)
+    return (prompts + responses).tolist(), prompt_owners(batch.tensors)
 
 
 def call_balanced(method: Callable[[DataProto], Any], batch: DataProto, num_parts: int) -> Callable[[], DataProto]:

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from lockstep.data.loader import Collate
 from lockstep.data.rl_dataset import collate_fn as collate_samples
 from lockstep.protocol import DataProto
+from lockstep.protocol.tokens import lengths_of, read, row_chunks, row_sums, token_rows
 from lockstep.trainer.ppo.agent_rollout import COUNT_COLUMNS
 from lockstep.trainer.ppo.metrics import CONVERSATION_COLUMNS, name_validation_metrics, process_validation_metrics
 from lockstep.trainer.ppo.sampling import extra_columns, fill_failed
@@ -40,10 +41,9 @@ class Responses:
     def add(self, batch: DataProto, decode: Callable[[list[Tensor]], list[str]]) -> None:
         """Append the responses of a scored batch."""
         tensors, columns, done = batch.tensors, batch.non_tensor_batch, len(self.scores)
-        width = tensors["prompts"].shape[1]
-        self.inputs += decode(valid_tokens(tensors["prompts"], tensors["attention_mask"][:, :width]))
-        self.outputs += decode(valid_tokens(tensors["responses"], tensors["attention_mask"][:, width:]))
-        self.scores += tensors["token_level_scores"].sum(-1).tolist()
+        self.inputs += decode(token_rows(tensors, "prompts"))
+        self.outputs += decode(token_rows(tensors, "responses"))
+        self.scores += row_sums(tensors, "token_level_scores").tolist()
         self.uids += [f"{done}:{uid}" for uid in columns["uid"]]
         self.data_sources += [str(source) for source in columns["data_source"]]
         self.ground_truths += [(r or {}).get("ground_truth") for r in columns["reward_model"]]
@@ -85,25 +85,20 @@ def prompt_batches(
 
 def response_texts(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], list[int]]:
     """The text of each response, as the reward function gets it, and its length in tokens."""
-    ids = batch.tensors["responses"]
-    rows = [row.tolist() for row in valid_tokens(ids, batch.tensors["attention_mask"][:, -ids.shape[1] :])]
+    rows = [row.tolist() for row in token_rows(batch.tensors, "responses")]
     return decode_all(tokenizer, rows), [len(row) for row in rows]
 
 
 def _details(batch: DataProto) -> dict[str, list[Any]]:
     tensors, columns = batch.tensors, batch.non_tensor_batch
-    width = tensors["responses"].shape[1]
     names = {"index": "index", "finish_reason": "finish_reason"} | CONVERSATION_COLUMNS
     found: dict[str, list[Any]] = {name: list(columns[key]) for key, name in names.items() if key in columns}
     if any(len(messages) > 1 for messages in columns.get("messages", ())):
         found["messages"] = list(columns["messages"])
-    found["length"] = tensors["attention_mask"][:, -width:].sum(-1).tolist()
+    found["length"] = lengths_of(tensors)[1].tolist()
     if "advantages" in tensors:
-        mask = tensors["response_mask"]
-        found["advantage"] = ((tensors["advantages"] * mask).sum(-1) / mask.sum(-1).clamp_min(1)).tolist()
+        found["advantage"] = []
+        for part in row_chunks(tensors):
+            advantages, mask = (read(part, name) for name in ("advantages", "response_mask"))
+            found["advantage"] += ((advantages * mask).sum(-1) / mask.sum(-1).clamp_min(1)).tolist()
     return found
-
-
-def valid_tokens(ids: Tensor, mask: Tensor) -> list[Tensor]:
-    """Each row's tokens without padding."""
-    return [row[keep.bool()] for row, keep in zip(ids, mask)]

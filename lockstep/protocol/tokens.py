@@ -1,0 +1,88 @@
+"""What the stages of a step read of a batch, padded or not, at a cost that depends on its real tokens if it is not."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from lockstep.protocol.columns import Batch
+from lockstep.protocol.data_proto import DataProto
+from lockstep.protocol.ragged import Ragged, RaggedBatch
+
+PLACES = 2**24
+"""Padded places of a column that a stage looks at together, where it may look at some rows after others."""
+
+
+def lengths_of(batch: Batch) -> tuple[Tensor, Tensor]:
+    """(B,) tokens of each prompt, and of each response."""
+    if isinstance(batch, RaggedBatch) and (tokens := batch.tokens()) is not None:
+        return tokens[0].lengths, tokens[1].lengths
+    mask, width = read(batch, "attention_mask").bool(), shape_of(batch, "responses")[1]
+    return mask[:, :-width].sum(-1), mask[:, -width:].sum(-1)
+
+
+def token_rows(batch: Batch, name: str) -> list[Tensor]:
+    """The tokens of each prompt or response (`name`), without padding."""
+    if isinstance(batch, RaggedBatch) and (tokens := batch.tokens()) is not None:
+        return list(tokens[name == "responses"].rows())
+    ids, mask = read(batch, name), read(batch, "attention_mask")
+    mask = mask[:, -ids.shape[1] :] if name == "responses" else mask[:, : ids.shape[1]]
+    return [row[keep] for row, keep in zip(ids, mask.bool())]
+
+
+def entries(batch: Batch, *names: str) -> list[Tensor]:
+    """(N,) the entries of columns of responses, in the same order: at least those at response tokens."""
+    if isinstance(batch, RaggedBatch):
+        columns = [batch.pack().stored(name) for name in names]
+        ragged = [column for column in columns if isinstance(column, Ragged)]
+        if len(ragged) == len(names) and all(torch.equal(column.lengths, ragged[0].lengths) for column in ragged):
+            return [column.values for column in ragged]
+    return [read(batch, name).flatten() for name in names]
+
+
+def read(batch: Batch, name: str) -> Tensor:
+    """A padded column, which a batch without padding does not keep."""
+    column: Tensor = batch.read(name) if isinstance(batch, RaggedBatch) else batch[name]
+    return column
+
+
+def shape_of(batch: Batch, name: str) -> tuple[int, ...]:
+    return batch.shape_of(name) if isinstance(batch, RaggedBatch) else tuple(batch[name].shape)
+
+
+def row_sums(batch: Batch, name: str) -> Tensor:
+    """(B,) the sum of each row of a column of responses."""
+    return torch.cat([read(part, name).sum(-1) for part in row_chunks(batch)])
+
+
+def row_chunks(batch: Batch) -> Iterator[Batch]:
+    """The rows in parts, each small enough to be padded; a small batch is one part."""
+    num_rows = max(1, PLACES // max(1, shape_of(batch, "responses")[1]))
+    if len(batch) <= num_rows:
+        yield batch
+        return
+    for start in range(0, len(batch), num_rows):
+        yield batch[start : start + num_rows]
+
+
+def prompt_owners(batch: Batch) -> list[int]:
+    """For each row, the first row with the same prompt; a row without a response is its own."""
+    answered = lengths_of(batch)[1].tolist()
+    if isinstance(batch, RaggedBatch) and (tokens := batch.tokens()) is not None:
+        return first_alike((row.numpy().tobytes() for row in tokens[0].rows()), answered)
+    width = shape_of(batch, "responses")[1]
+    ids, mask = (read(batch, name)[:, :-width] for name in ("input_ids", "attention_mask"))
+    return first_alike((row.tobytes() for row in ids.masked_fill(mask == 0, -1).numpy()), answered)
+
+
+def first_alike(prompts: Iterable[bytes], answered: Sequence[int]) -> list[int]:
+    """`prompt_owners`, from the prompts in any form and the lengths of the responses."""
+    first: dict[bytes, int] = {}
+    return [first.setdefault(prompt, i) if answered[i] else i for i, prompt in enumerate(prompts)]
+
+
+def pack(data: DataProto) -> DataProto:
+    """Drop the padding that stages added to a batch of rollouts."""
+    if isinstance(data.batch, RaggedBatch):
+        data.batch.pack()
+    return data
