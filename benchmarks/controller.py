@@ -9,6 +9,7 @@ padding: 4 bytes each.
 """
 
 import argparse
+import pickle
 import resource
 import sys
 import time
@@ -20,9 +21,10 @@ import torch
 
 from lockstep.algorithms.compute_advantage import compute_advantage
 from lockstep.config.actor_rollout_ref import RolloutConfig
-from lockstep.protocol import DataProto, object_array
-from lockstep.protocol.columns import tensors_of
+from lockstep.protocol import DataProto, Ragged, object_array
+from lockstep.protocol.columns import stored_columns
 from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
+from lockstep.protocol.tokens import pack
 from lockstep.trainer.ppo.metrics import compute_data_metrics
 from lockstep.trainer.ppo.mini_batches import MiniBatches, lay_out
 from lockstep.workers.rollout_batch import batch_of
@@ -51,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     with timed("lay_out", times):
         laid_out = lay_out(batch, MiniBatches(args.rows), args.ranks, balance=True)
     with timed("send", times):
-        sent = sum(size_of_stored(part) for part in laid_out.chunk(args.ranks))
+        sent = sum(len(pickle.dumps(part, protocol=5)) for part in laid_out.chunk(args.ranks))
     print(
         f"{args.rows} rows of up to {args.prompt} + {args.response} tokens for {args.ranks} ranks, real {num_real / 1e9:.2f} GB"
     )
@@ -65,28 +67,31 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def rollout(args: argparse.Namespace, times: dict[str, float]) -> tuple[DataProto, int]:
-    """A scored batch, and the bytes of its real tokens."""
+    """A scored batch, joined from the outputs of rollout workers with 256 rows each, and the bytes of its real tokens."""
     rng = np.random.default_rng(0)
-    lengths = (
-        rng.lognormal(np.log(args.mean_response) - 0.32, 0.8, args.rows).clip(1, args.response).astype(int).tolist()
-    )
+    lengths = rng.lognormal(np.log(args.mean_response) - 0.32, 0.8, args.rows).clip(1, args.response).astype(int).tolist()
     num_prompts = args.rows // args.samples
     prompts = [rng.integers(0, 150_000, n).tolist() for n in rng.integers(args.prompt // 8, args.prompt, num_prompts)]
-    requests, completions = [], []
-    for row, length in enumerate(lengths):
-        requests.append(GenerationRequest(prompts[row // args.samples], SamplingParams(max_tokens=args.response)))
-        tokens = rng.integers(0, 150_000, length).tolist()
-        completions.append(Completion(tokens, [-1.0] * length, "stop", [0] * length))
     config = RolloutConfig(prompt_length=args.prompt, response_length=args.response)
-    with timed("batch_of", times):
-        batch = batch_of(requests, completions, config, pad_token_id=0)
+    outputs = []
+    for start in range(0, args.rows, 256):
+        requests, completions = [], []
+        for row in range(start, min(start + 256, args.rows)):
+            requests.append(GenerationRequest(prompts[row // args.samples], SamplingParams(max_tokens=args.response)))
+            tokens = rng.integers(0, 150_000, lengths[row]).tolist()
+            completions.append(Completion(tokens, [-1.0] * lengths[row], "stop", [0] * lengths[row]))
+        with timed("batch_of", times):
+            output = batch_of(requests, completions, config, pad_token_id=0)
+        scores = np.zeros(args.response, np.float32)
+        output.tensors["token_level_scores"] = torch.from_numpy(scores).expand(len(output), -1).clone()
+        for row, length in enumerate(lengths[start : start + 256]):
+            output.tensors["token_level_scores"][row, length - 1] = float(rng.random())
+        output.tensors["old_log_probs"] = -torch.rand(len(output), args.response)
+        outputs.append(pack(output))
+    with timed("join", times):
+        batch = DataProto.concat(outputs)
     batch.non_tensor_batch["uid"] = object_array(str(row // args.samples) for row in range(args.rows))
-    mask = batch.tensors["response_mask"]
-    last = (mask.sum(-1) - 1).clamp_min(0)
-    scores = torch.zeros(mask.shape).scatter(1, last[:, None], torch.rand(args.rows, 1))
-    for name in ("token_level_scores", "token_level_rewards"):
-        batch.tensors[name] = scores
-    batch.tensors["old_log_probs"] = -torch.rand(mask.shape) * mask
+    batch.tensors.update(batch.tensors.select("token_level_scores").renamed({"token_level_scores": "token_level_rewards"}))
     return batch, 4 * (COLUMNS * sum(lengths) + sum(map(len, prompts)))
 
 
@@ -94,18 +99,14 @@ def rollout(args: argparse.Namespace, times: dict[str, float]) -> tuple[DataProt
 def timed(name: str, times: dict[str, float]) -> Iterator[None]:
     began = time.perf_counter()
     yield
-    times[name] = time.perf_counter() - began
+    times[name] = times.get(name, 0.0) + time.perf_counter() - began
 
 
 def size_of(batch: DataProto) -> int:
-    """Bytes of the distinct tensors."""
-    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors_of(batch.batch).values()}.values())
-
-
-def size_of_stored(part: DataProto) -> int:
-    """Bytes of a rank's part, copied as it is for the object store."""
-    _, columns = part.__getstate__()["batch"]
-    return sum(raw.nbytes for *_, raw in columns.values())
+    """Bytes of the distinct columns."""
+    columns, _ = stored_columns(batch.tensors)
+    tensors = [column.values if isinstance(column, Ragged) else column for column in columns.values()]
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
 def peak_gb() -> float:

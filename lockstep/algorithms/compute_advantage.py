@@ -75,7 +75,9 @@ def compute_advantage(
 
     if getattr(estimator, "by_group", False) and len(list(row_chunks(data.tensors))) > 1:
         parts = _by_prompt(data)
-        outputs = DataProto.concat([part.outputs(estimate(part)) for part in map(data.select_idxs, parts)])
+        columns = {p.name for p in parameters_of(estimator)} & set(data.tensors.keys())
+        inputs = data.select([*columns, "responses"])
+        outputs = DataProto.concat([part.outputs(estimate(part)) for part in map(inputs.select_idxs, parts)])
         data.tensors.update(outputs.select_idxs(np.argsort(np.concatenate(parts))).tensors)
     else:
         data.tensors.update(estimate(data))

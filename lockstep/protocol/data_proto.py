@@ -127,9 +127,10 @@ class DataProto:
 
     def outputs(self, tensors: dict[str, torch.Tensor]) -> "DataProto":
         """A batch of results (B, R) for these rows, without padding if these have none."""
-        if not isinstance(self.batch, RaggedBatch) or self.batch.tokens() is None:
+        responses = self.batch.pack().stored("responses") if isinstance(self.batch, RaggedBatch) else None
+        if not isinstance(responses, Ragged):
             return DataProto.from_dict(tensors)
-        lengths = entries_of(self.batch.responses)
+        lengths = entries_of(responses)
         return DataProto.from_dict({name: Ragged.of_padded(column, lengths) for name, column in tensors.items()})
 
     @classmethod

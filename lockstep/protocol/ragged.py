@@ -63,8 +63,12 @@ class Ragged:
         cls, padded: Tensor, lengths: Tensor, stored: torch.dtype | None = None, *, fill: float = 0, left: bool = False
     ) -> "Ragged":
         """The first `lengths` entries of each row, or with `left` the last. stored: dtype of the values, by default the same."""
-        mask = is_entry(lengths, padded.shape[1], left=left)
-        return cls(padded[mask].to(stored or padded.dtype), lengths, padded.shape[1], fill, padded.dtype, left)
+        values = torch.empty((int(lengths.sum()), *padded.shape[2:]), dtype=stored or padded.dtype)
+        ragged = cls(values, lengths, padded.shape[1], fill, padded.dtype, left)
+        rows = padded.numpy()
+        for row, (entries, places) in enumerate(ragged._rows_and_places()):
+            entries[:] = rows[row, places]
+        return ragged
 
     @property
     def shape(self) -> torch.Size:
@@ -75,9 +79,18 @@ class Ragged:
 
     def padded(self) -> Tensor:
         out = torch.full(tuple(self.shape), self.fill, dtype=self.dtype)
-        mask = is_entry(self.lengths, self.width, left=self.left)
-        out.numpy()[mask.numpy()] = self.values.numpy()
+        rows = out.numpy()
+        for row, (entries, places) in enumerate(self._rows_and_places()):
+            rows[row, places] = entries
         return out
+
+    def _rows_and_places(self) -> Iterator[tuple[np.ndarray, slice]]:
+        """The entries of each row, as a view, and their places in a padded row."""
+        values = self.values.numpy()
+        start = 0
+        for length in self.lengths.tolist():
+            yield values[start : start + length], slice(self.width - length, self.width) if self.left else slice(length)
+            start += length
 
     def rows(self) -> tuple[Tensor, ...]:
         """The entries of each row, as views."""
@@ -398,8 +411,12 @@ class RaggedBatch:
                 self._columns[name] = column
                 del self._padded[name]
         padded, self._padded = self._padded, {}
+        done: dict[tuple[int, str], Column | None] = {}
         for name, column in padded.items():
-            if (packed := self._packed(name, column)) is None:
+            alike = id(column), BATCH_KEYS[name].shape if name in BATCH_KEYS and name not in DERIVED else name
+            if alike not in done:  # else two names share a column
+                done[alike] = self._packed(name, column)
+            if (packed := done[alike]) is None:
                 self._columns.pop(name, None)
             else:
                 self._columns[name] = packed

@@ -9,7 +9,7 @@ from lockstep.protocol.columns import Batch
 from lockstep.protocol.data_proto import DataProto
 from lockstep.protocol.ragged import Ragged, RaggedBatch
 
-PLACES = 2**24
+PLACES = 2**22
 """Padded places of a column that a stage looks at together, where it may look at some rows after others."""
 
 
