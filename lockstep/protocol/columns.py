@@ -78,7 +78,7 @@ def union_tensor_dict(tensor_dict1: Batch, tensor_dict2: Batch) -> Batch:
             f"(keys {sorted(tensor_dict1.keys())} and {sorted(tensor_dict2.keys())})"
         )
     if isinstance(tensor_dict2, RaggedBatch) and not isinstance(tensor_dict1, RaggedBatch):
-        tensor_dict1 = RaggedBatch(tensors_of(tensor_dict1))
+        tensor_dict1 = RaggedBatch(tensors_of(tensor_dict1), num_rows=len(tensor_dict1))
     shared = [key for key in tensor_dict2.keys() if key in tensor_dict1.keys()]  # noqa: SIM118
     mine, theirs = ({key: _stored(batch, key) for key in shared} for batch in (tensor_dict1, tensor_dict2))
     _refuse_conflicts("batch key", mine, theirs)

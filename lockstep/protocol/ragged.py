@@ -153,20 +153,25 @@ class RaggedBatch:
         columns: Mapping[str, Column],
         names: Iterable[str] | None = None,
         padded: Mapping[str, Tensor] | None = None,
+        num_rows: int | None = None,
     ) -> None:
         """columns: as they are stored, and the sources of derived ones.
         names:   the columns that the batch has; by default `columns` and what can be derived from them.
         padded:  columns in padded form, which replace the stored ones at the next `pack`.
+        num_rows: of a batch without columns.
         """
         self._columns: dict[str, Column] = dict(columns)
         self._padded: dict[str, Tensor] = dict(padded or {})
+        self._num_rows = next(
+            (len(column) for column in (*self._columns.values(), *self._padded.values())), num_rows or 0
+        )
         if names is None:
             names = [*columns, *(name for name in DERIVED if name not in columns and self._derives)]
         self._names = dict.fromkeys(names)
 
     @property
     def batch_size(self) -> torch.Size:
-        return torch.Size([len(next(iter((self._columns or self._padded).values())))])
+        return torch.Size([self._num_rows])
 
     @property
     def device(self) -> None:
@@ -174,7 +179,7 @@ class RaggedBatch:
         return None
 
     def __len__(self) -> int:
-        return self.batch_size[0]
+        return self._num_rows
 
     def keys(self) -> list[str]:
         return list(self._names)
@@ -261,9 +266,19 @@ class RaggedBatch:
         return value
 
     def update(self, other: "Mapping[str, Tensor] | TensorDict | RaggedBatch") -> "RaggedBatch":
-        for name in other.keys():  # noqa: SIM118 - a TensorDict iterates over rows
-            column = other.pack().stored(name) if isinstance(other, RaggedBatch) else None
-            self[name] = other[name] if column is None else column
+        if not isinstance(other, RaggedBatch):
+            for name in other.keys():  # noqa: SIM118 - a TensorDict iterates over rows
+                self[name] = other[name]
+            return self
+        columns = other.pack().columns
+        for name in other._names:
+            if name in columns:
+                self[name] = columns[name]
+            elif all(self._columns.get(source, columns[source]) is columns[source] for source in SOURCES):
+                self._columns |= {source: columns[source] for source in SOURCES}
+                self._names[name] = None
+            else:
+                self[name] = other.read(name)
         return self
 
     def select(self, *names: str) -> "RaggedBatch":
@@ -285,7 +300,7 @@ class RaggedBatch:
 
     def copy(self) -> "RaggedBatch":
         """Another batch with the same columns, not copied."""
-        return RaggedBatch(self._columns, self._names, self._padded)
+        return RaggedBatch(self._columns, self._names, self._padded, len(self))
 
     def clone(self) -> "RaggedBatch":
         columns = {
@@ -302,13 +317,10 @@ class RaggedBatch:
 
     def _forget(self) -> None:
         """Drop what is neither a column of the batch nor the source of one."""
-        size = len(self)
         self._padded = {name: column for name, column in self._padded.items() if name in self._names}
         present = self._padded.keys() | self._columns.keys()
         needed = self._names.keys() if self._names.keys() <= present else {*self._names, *SOURCES}
         self._columns = {name: column for name, column in self._columns.items() if name in needed}
-        if not self._columns and not self._padded:
-            self._columns[""] = torch.empty(size, 0)  # only to know the number of rows
 
     # ---- rows
 

@@ -56,8 +56,10 @@ def row_sums(batch: Batch, name: str) -> Tensor:
 
 
 def row_chunks(batch: Batch) -> Iterator[Batch]:
-    """The rows in parts, each small enough to be padded; a small batch is one part."""
-    num_rows = max(1, PLACES // max(1, shape_of(batch, "responses")[1]))
+    """The rows in parts, each small enough to be padded; a small or padded batch is one part."""
+    num_rows = (
+        max(1, PLACES // max(1, batch.shape_of("responses")[1])) if isinstance(batch, RaggedBatch) else len(batch)
+    )
     if len(batch) <= num_rows:
         yield batch
         return
