@@ -16,6 +16,7 @@ from lockstep.algorithms.advantages import AdvantageFn, get_adv_estimator_fn, pa
 from lockstep.config.algorithm import AlgoConfig
 from lockstep.config.plugin_settings import estimator_settings
 from lockstep.protocol import DataProto
+from lockstep.protocol.columns import names_of
 from lockstep.protocol.tokens import PLACES, pack, read, row_chunks, shape_of
 from lockstep.registry import defined_at, describe
 
@@ -59,8 +60,8 @@ def compute_advantage(
     _check_columns(data, adv_estimator, {*settings, *others})
 
     def estimate(part: DataProto) -> dict[str, Tensor]:
-        columns = {name: partial(read, part.tensors, name) for name in part.tensors.keys()}  # noqa: SIM118
-        named = {"batch": part.tensors, "non_tensor_batch": part.non_tensor_batch}
+        columns = {name: partial(read, part.tensors, name) for name in names_of(part.batch)}
+        named: dict[str, Any] = {"batch": part.tensors, "non_tensor_batch": part.non_tensor_batch}
         if "uid" in part.non_tensor_batch:
             named["index"] = part.non_tensor_batch["uid"]
         result = estimator(**_accepted(estimator, settings | columns | named | others))
@@ -75,17 +76,18 @@ def compute_advantage(
 
     if getattr(estimator, "by_group", False) and len(list(row_chunks(data.tensors))) > 1:
         parts = _by_prompt(data)
-        columns = {p.name for p in parameters_of(estimator)} & set(data.tensors.keys())
+        columns = {p.name for p in parameters_of(estimator)} & set(names_of(data.batch))
         inputs = data.select([*columns, "responses"])
         outputs = DataProto.concat([part.outputs(estimate(part)) for part in map(inputs.select_idxs, parts)])
-        data.tensors.update(outputs.select_idxs(np.argsort(np.concatenate(parts))).tensors)
+        found: Any = outputs.select_idxs(np.argsort(np.concatenate(parts))).tensors
+        data.tensors.update(found)
     else:
         data.tensors.update(estimate(data))
     return pack(data)
 
 
 def _check_columns(data: DataProto, adv_estimator: str, others: Collection[str]) -> None:
-    available = {*data.tensors.keys(), *others, "batch", "non_tensor_batch"}
+    available = {*names_of(data.batch), *others, "batch", "non_tensor_batch"}
     if "uid" in data.non_tensor_batch:
         available.add("index")
     missing = required_inputs(adv_estimator) - available

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from lockstep.protocol.ragged import Ragged, RaggedBatch
+from lockstep.protocol.ragged import Ragged, RaggedBatch, is_ragged
 
 Batch = TensorDict | RaggedBatch
 """The tensors of a batch: padded, or without padding."""
@@ -25,14 +25,14 @@ def object_array(values: Iterable[Any]) -> np.ndarray:
 
 def tensors_of(batch: Batch | None) -> dict[str, torch.Tensor]:
     """The columns as a plain dict, padded; empty for None."""
-    if isinstance(batch, RaggedBatch):
-        return {key: batch.read(key) for key in batch.keys()}  # noqa: SIM118
-    return {} if batch is None else {str(key): batch.get(key) for key in batch.keys()}  # noqa: SIM118
+    if is_ragged(batch):
+        return {key: batch.read(key) for key in names_of(batch)}
+    return {} if batch is None else {key: batch.get(key) for key in names_of(batch)}
 
 
 def stored_columns(batch: Batch) -> tuple[dict[str, torch.Tensor | Ragged], list[str] | None]:
     """The columns as they are stored, and the names of those that a batch without padding has; None of a padded one."""
-    if isinstance(batch, RaggedBatch):
+    if is_ragged(batch):
         return batch.pack().columns, batch.keys()
     return {**tensors_of(batch)}, None
 
@@ -40,6 +40,11 @@ def stored_columns(batch: Batch) -> tuple[dict[str, torch.Tensor | Ragged], list
 def batch_of_stored(columns: dict[str, Any], names: list[str] | None, batch_size: Sequence[int]) -> Batch:
     """The inverse of `stored_columns`."""
     return TensorDict(columns, batch_size=batch_size) if names is None else RaggedBatch(columns, names)
+
+
+def names_of(batch: Batch | None) -> list[str]:
+    """The names of the columns; empty for None."""
+    return [] if batch is None else [str(key) for key in batch.keys()]  # noqa: SIM118
 
 
 def deep_equal(a: Any, b: Any) -> bool:
@@ -77,19 +82,19 @@ def union_tensor_dict(tensor_dict1: Batch, tensor_dict2: Batch) -> Batch:
             f"union: the batches have {tuple(tensor_dict1.batch_size)} and {tuple(tensor_dict2.batch_size)} rows "
             f"(keys {sorted(tensor_dict1.keys())} and {sorted(tensor_dict2.keys())})"
         )
-    if isinstance(tensor_dict2, RaggedBatch) and not isinstance(tensor_dict1, RaggedBatch):
+    if is_ragged(tensor_dict2) and not is_ragged(tensor_dict1):
         tensor_dict1 = RaggedBatch(tensors_of(tensor_dict1), num_rows=len(tensor_dict1))
-    shared = [key for key in tensor_dict2.keys() if key in tensor_dict1.keys()]  # noqa: SIM118
+    shared = [key for key in names_of(tensor_dict2) if key in names_of(tensor_dict1)]
     mine, theirs = ({key: _stored(batch, key) for key in shared} for batch in (tensor_dict1, tensor_dict2))
     _refuse_conflicts("batch key", mine, theirs)
-    added = tensor_dict2.select(*(key for key in tensor_dict2.keys() if key not in shared))  # noqa: SIM118
+    added: Any = tensor_dict2.select(*(key for key in names_of(tensor_dict2) if key not in shared))
     tensor_dict1.update(added)
     return tensor_dict1
 
 
 def _stored(batch: Batch, key: str) -> torch.Tensor | Ragged:
     """A column as it is stored, or if it is not, in padded form."""
-    if not isinstance(batch, RaggedBatch):
+    if not is_ragged(batch):
         return batch.get(key)
     column = batch.pack().stored(key)
     return batch.read(key) if column is None else column
@@ -152,7 +157,7 @@ def common_batch_size(tensors: Mapping[str, torch.Tensor | Ragged], num_batch_di
 
 def concat_tensors(batches: Sequence[Batch]) -> Batch:
     """Concatenate the rows of all batches; an error names a column whose shapes differ."""
-    if any(isinstance(batch, RaggedBatch) for batch in batches):
+    if any(is_ragged(batch) for batch in batches):
         return RaggedBatch.concat(batches)
     columns = {}
     for key in tensors_of(batches[0]):

@@ -29,6 +29,7 @@ from lockstep.protocol.columns import (
     common_batch_size,
     concat_meta_info,
     concat_tensors,
+    names_of,
     object_array,
     pack_tensor,
     row_numbers,
@@ -39,7 +40,7 @@ from lockstep.protocol.columns import (
     union_tensor_dict,
     unpack_tensor,
 )
-from lockstep.protocol.ragged import Ragged, RaggedBatch, entries_of
+from lockstep.protocol.ragged import Ragged, RaggedBatch, entries_of, is_ragged
 from lockstep.utils.state_file import from_bytes, to_bytes
 
 logger = logging.getLogger(__name__)
@@ -127,7 +128,7 @@ class DataProto:
 
     def outputs(self, tensors: dict[str, torch.Tensor]) -> "DataProto":
         """A batch of results (B, R) for these rows, without padding if these have none."""
-        responses = self.batch.pack().stored("responses") if isinstance(self.batch, RaggedBatch) else None
+        responses = self.batch.pack().stored("responses") if is_ragged(self.batch) else None
         if not isinstance(responses, Ragged):
             return DataProto.from_dict(tensors)
         lengths = entries_of(responses)
@@ -259,7 +260,7 @@ class DataProto:
             if target in kept:
                 raise ValueError(f"rename: {key!r} cannot become {target!r}, which the batch already has")
         table = dict(zip(old, new))
-        if isinstance(self.batch, RaggedBatch):
+        if is_ragged(self.batch):
             self.batch = self.batch.renamed({key: target for key, target in table.items() if key in self.batch})
         elif self.batch is not None:
             renamed = {table.get(k, k): v for k, v in tensors_of(self.batch).items()}
@@ -458,7 +459,7 @@ class DataProto:
         self.meta_info = state["meta_info"]
 
     def _columns(self) -> set[str]:
-        return set(() if self.batch is None else self.batch.keys()) | self.non_tensor_batch.keys()
+        return {*names_of(self.batch), *self.non_tensor_batch}
 
     def _with_rows(self, batch: Batch | None, arrays: dict[str, np.ndarray]) -> "DataProto":
         return type(self)(batch, arrays, dict(self.meta_info))
@@ -471,7 +472,7 @@ class DataProto:
         self, batch_keys: Sequence[str] | None, array_keys: Sequence[str] | None, meta_keys: Sequence[str] | None
     ) -> None:
         for part, wanted, present in (
-            ("batch", batch_keys, [] if self.batch is None else list(self.batch.keys())),
+            ("batch", batch_keys, names_of(self.batch)),
             ("non_tensor_batch", array_keys, list(self.non_tensor_batch)),
             ("meta_info", meta_keys, list(self.meta_info)),
         ):

@@ -11,7 +11,7 @@ ragged again. Stages whose cost must not depend on the padded width read a batch
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, TypeGuard, cast, final
 
 import numpy as np
 import torch
@@ -103,8 +103,8 @@ class Ragged:
             first, own = int(self.lengths[:start].sum()), self.lengths[start:stop]
             return replace(self, values=self.values[first : first + int(own.sum())], lengths=own)
         numbers = range(len(self))[rows] if isinstance(rows, slice) else rows
-        own = self.rows()
-        parts = [own[i] for i in numbers]
+        views = self.rows()
+        parts = [views[i] for i in numbers]
         if limits is not None:
             parts = [part[:limit] for part, limit in zip(parts, limits, strict=True)]
         lengths = torch.tensor([len(part) for part in parts], dtype=torch.int64)
@@ -142,6 +142,7 @@ def is_entry(lengths: Tensor, width: int, *, left: bool = False) -> Tensor:
     return place >= width - lengths[:, None] if left else place < lengths[:, None]
 
 
+@final
 class RaggedBatch:
     """The columns of a batch, with the methods of a TensorDict that this project and programs of verl use.
 
@@ -266,8 +267,8 @@ class RaggedBatch:
         return value
 
     def update(self, other: "Mapping[str, Tensor] | TensorDict | RaggedBatch") -> "RaggedBatch":
-        if not isinstance(other, RaggedBatch):
-            for name in other.keys():  # noqa: SIM118 - a TensorDict iterates over rows
+        if not is_ragged(other):
+            for name in map(str, other.keys()):
                 self[name] = other[name]
             return self
         columns = other.pack().columns
@@ -357,7 +358,7 @@ class RaggedBatch:
     @staticmethod
     def concat(parts: "Sequence[RaggedBatch | TensorDict]") -> "RaggedBatch":
         """All rows of the parts, which have the same columns. ValueError for a column whose padded rows differ in shape."""
-        batches = [part.pack() if isinstance(part, RaggedBatch) else RaggedBatch(dict(part.items())) for part in parts]
+        batches = [part.pack() if is_ragged(part) else RaggedBatch({**part}) for part in parts]
         names = batches[0]._names
         columns: dict[str, Column] = {}
         for name in dict.fromkeys((*names, *SOURCES)):
@@ -478,3 +479,8 @@ class RaggedBatch:
 def entries_of(responses: Ragged) -> Tensor:
     """Entries of each row in the other columns of responses: one per token, and one of an empty response, for its score."""
     return responses.lengths.clamp_min(1)
+
+
+def is_ragged(batch: object) -> TypeGuard[RaggedBatch]:
+    """Whether these tensors of a batch are kept without padding."""
+    return isinstance(batch, RaggedBatch)

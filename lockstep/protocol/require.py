@@ -6,7 +6,7 @@ KeyError deep inside a loss.
 
 from lockstep.protocol.data_proto import DataProto
 from lockstep.protocol.keys import BATCH_KEYS, BatchKey
-from lockstep.protocol.ragged import RaggedBatch
+from lockstep.protocol.ragged import is_ragged
 from lockstep.registry import did_you_mean
 
 
@@ -36,7 +36,7 @@ def _checked_shape(data: DataProto, key: BatchKey) -> tuple[int, ...]:
         raise KeyError(f"batch key {key.name!r} is missing: it is written by {key.written_by}")
     if key.dtype is None:
         return tuple(data.non_tensor_batch[key.name].shape)
-    if isinstance(data.batch, RaggedBatch):
+    if is_ragged(data.batch):
         shape, dtype = data.batch.shape_of(key.name), data.batch.dtype_of(key.name)
     else:
         column = data.tensors[key.name]

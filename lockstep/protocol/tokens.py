@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lockstep.protocol.columns import Batch
 from lockstep.protocol.data_proto import DataProto
-from lockstep.protocol.ragged import Ragged, RaggedBatch
+from lockstep.protocol.ragged import Ragged, is_ragged
 
 PLACES = 2**22
 """Padded places of a column that a stage looks at together, where it may look at some rows after others."""
@@ -15,7 +15,7 @@ PLACES = 2**22
 
 def lengths_of(batch: Batch) -> tuple[Tensor, Tensor]:
     """(B,) tokens of each prompt, and of each response."""
-    if isinstance(batch, RaggedBatch) and (tokens := batch.tokens()) is not None:
+    if is_ragged(batch) and (tokens := batch.tokens()) is not None:
         return tokens[0].lengths, tokens[1].lengths
     mask, width = read(batch, "attention_mask").bool(), shape_of(batch, "responses")[1]
     return mask[:, :-width].sum(-1), mask[:, -width:].sum(-1)
@@ -23,7 +23,7 @@ def lengths_of(batch: Batch) -> tuple[Tensor, Tensor]:
 
 def token_rows(batch: Batch, name: str) -> list[Tensor]:
     """The tokens of each prompt or response (`name`), without padding."""
-    if isinstance(batch, RaggedBatch) and (tokens := batch.tokens()) is not None:
+    if is_ragged(batch) and (tokens := batch.tokens()) is not None:
         return list(tokens[name == "responses"].rows())
     ids, mask = read(batch, name), read(batch, "attention_mask")
     mask = mask[:, -ids.shape[1] :] if name == "responses" else mask[:, : ids.shape[1]]
@@ -32,7 +32,7 @@ def token_rows(batch: Batch, name: str) -> list[Tensor]:
 
 def entries(batch: Batch, *names: str) -> list[Tensor]:
     """(N,) the entries of columns of responses, in the same order: at least those at response tokens."""
-    if isinstance(batch, RaggedBatch):
+    if is_ragged(batch):
         columns = [batch.pack().stored(name) for name in names]
         ragged = [column for column in columns if isinstance(column, Ragged)]
         if len(ragged) == len(names) and all(torch.equal(column.lengths, ragged[0].lengths) for column in ragged):
@@ -42,12 +42,12 @@ def entries(batch: Batch, *names: str) -> list[Tensor]:
 
 def read(batch: Batch, name: str) -> Tensor:
     """A padded column, which a batch without padding does not keep."""
-    column: Tensor = batch.read(name) if isinstance(batch, RaggedBatch) else batch[name]
+    column: Tensor = batch.read(name) if is_ragged(batch) else batch[name]
     return column
 
 
 def shape_of(batch: Batch, name: str) -> tuple[int, ...]:
-    return batch.shape_of(name) if isinstance(batch, RaggedBatch) else tuple(batch[name].shape)
+    return batch.shape_of(name) if is_ragged(batch) else tuple(batch[name].shape)
 
 
 def row_sums(batch: Batch, name: str) -> Tensor:
@@ -57,9 +57,7 @@ def row_sums(batch: Batch, name: str) -> Tensor:
 
 def row_chunks(batch: Batch) -> Iterator[Batch]:
     """The rows in parts, each small enough to be padded; a small or padded batch is one part."""
-    num_rows = (
-        max(1, PLACES // max(1, batch.shape_of("responses")[1])) if isinstance(batch, RaggedBatch) else len(batch)
-    )
+    num_rows = max(1, PLACES // max(1, batch.shape_of("responses")[1])) if is_ragged(batch) else len(batch)
     if len(batch) <= num_rows:
         yield batch
         return
@@ -70,7 +68,7 @@ def row_chunks(batch: Batch) -> Iterator[Batch]:
 def prompt_owners(batch: Batch) -> list[int]:
     """For each row, the first row with the same prompt; a row without a response is its own."""
     answered = lengths_of(batch)[1].tolist()
-    if isinstance(batch, RaggedBatch) and (tokens := batch.tokens()) is not None:
+    if is_ragged(batch) and (tokens := batch.tokens()) is not None:
         return first_alike((row.numpy().tobytes() for row in tokens[0].rows()), answered)
     width = shape_of(batch, "responses")[1]
     ids, mask = (read(batch, name)[:, :-width] for name in ("input_ids", "attention_mask"))
@@ -85,6 +83,6 @@ def first_alike(prompts: Iterable[bytes], answered: Sequence[int]) -> list[int]:
 
 def pack(data: DataProto) -> DataProto:
     """Drop the padding that stages added to a batch of rollouts."""
-    if isinstance(data.batch, RaggedBatch):
+    if is_ragged(data.batch):
         data.batch.pack()
     return data

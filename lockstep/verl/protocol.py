@@ -144,7 +144,7 @@ class DataProto(protocol.DataProto, metaclass=_AnyBatch):
     @classmethod
     def from_dict(
         cls,
-        tensors: dict[str, torch.Tensor] | None = None,
+        tensors: Mapping[str, torch.Tensor | protocol.Ragged] | None = None,
         non_tensors: dict[str, Any] | None = None,
         meta_info: dict[str, Any] | None = None,
         num_batch_dims: int = 1,

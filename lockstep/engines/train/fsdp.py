@@ -57,7 +57,7 @@ from lockstep.models.token_models import ScalarModel, TokenModel
 from lockstep.models.ulysses import SequenceGroup, check_heads
 from lockstep.models.weight_source import WeightSource
 from lockstep.protocol.columns import Batch, tensors_of
-from lockstep.protocol.ragged import RaggedBatch
+from lockstep.protocol.ragged import is_ragged
 from lockstep.protocol.tokens import lengths_of, prompt_owners
 from lockstep.utils.device import HostCopy, to_device
 from lockstep.utils.distributed import current_rank, current_world_size, get_mesh
@@ -443,8 +443,10 @@ class FsdpEngine(TrainEngine):
 def _taken(batch: Batch, rows: list[int]) -> TensorDict:
     """These rows of the batch, padded; those of a padded batch are not copied where they follow each other."""
     start, end = rows[0], rows[-1] + 1
-    part = batch[rows] if rows != list(range(start, end)) else batch if len(rows) == len(batch) else batch[start:end]
-    return part.to_tensordict() if isinstance(part, RaggedBatch) else part
+    part: Any = (
+        batch[rows] if rows != list(range(start, end)) else batch if len(rows) == len(batch) else batch[start:end]
+    )
+    return part.to_tensordict() if is_ragged(part) else part
 
 
 def _master_dtype(model: nn.Module) -> torch.dtype:

@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from lockstep.algorithms.losses.policy import PREPARATIONS, policy_loss_mode, prepare_policy_loss
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.critic import CriticConfig
-from lockstep.protocol import DataProto, RaggedBatch
+from lockstep.protocol import DataProto
+from lockstep.protocol.columns import Batch, names_of
+from lockstep.protocol.ragged import is_ragged
 from lockstep.protocol.tokens import lengths_of, prompt_owners, row_sums
 from lockstep.trainer.ppo.forks import OWNER, rows_of
 from lockstep.utils.seqlen import get_group_balanced_partitions, get_seqlen_balanced_partitions
@@ -108,7 +109,7 @@ def lay_out(batch: DataProto, rule: MiniBatches, dp_size: int, *, balance: bool)
     names = sorted(prepared[0]) if prepared else []
     tensors |= {name: torch.cat([columns[name] for columns in prepared])[positions] for name in names}
     order = torch.tensor(rows_in_order)[positions]
-    laid_out = batch.select([name for name in batch.tensors.keys() if name != OWNER], [])  # noqa: SIM118
+    laid_out = batch.select([name for name in names_of(batch.batch) if name != OWNER], [])
     laid_out = _in_order(laid_out, order, list(chain.from_iterable(padding))).union(
         DataProto.from_dict(tensors=tensors)
     )
@@ -119,7 +120,7 @@ def lay_out(batch: DataProto, rule: MiniBatches, dp_size: int, *, balance: bool)
 
 def _in_order(batch: DataProto, order: Tensor, is_padding: list[bool]) -> DataProto:
     """The rows in this order, padding rows reduced to one token."""
-    if isinstance(batch.batch, RaggedBatch) and any(is_padding):
+    if is_ragged(batch.batch) and any(is_padding):
         return DataProto(batch.batch.take_or_clear(order.tolist(), is_padding), meta_info=dict(batch.meta_info))
     if not torch.equal(order, torch.arange(len(batch))):
         batch = batch.select_idxs(order)
@@ -168,7 +169,7 @@ def call_balanced(method: Callable[[DataProto], Any], batch: DataProto, num_part
     return lambda: future.get().select_idxs(np.argsort(order))
 
 
-def clear_rows(rows: TensorDict, which: Tensor) -> None:
+def clear_rows(rows: Batch, which: Tensor) -> None:
     """Reduce these rows to their first token, with an empty response mask."""
     if not which.any():
         return

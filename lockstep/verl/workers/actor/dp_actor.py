@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lockstep.algorithms.losses import entropy_from_logits
 from lockstep.config import actor_rollout_ref
 from lockstep.protocol import DataProto
+from lockstep.protocol.columns import tensors_of
 from lockstep.verl._config import set_keys
 from lockstep.verl._names import exports
 from lockstep.verl.utils.fsdp_utils import fsdp2_clip_grad_norm_
@@ -66,7 +67,7 @@ class DataParallelPPOActor(BasePPOActor):
         else:
             parts = rows.split(size)
         outputs = [
-            self._forward_micro_batch(_columns(part.tensors), info["temperature"], calculate_entropy) for part in parts
+            self._forward_micro_batch(tensors_of(part.batch), info["temperature"], calculate_entropy) for part in parts
         ]
         joined = {name: torch.cat([output[name] for output in outputs]) for name in outputs[0]}
         return joined if order is None else {name: restore_dynamic_batch(v, order) for name, v in joined.items()}
@@ -101,7 +102,7 @@ class DataParallelPPOActor(BasePPOActor):
         needs_entropy = self.config.entropy_coeff != 0 or self.config.calculate_entropy
         total: dict[str, float] = {}
         for rows in self._micro_batches(mini_batch):
-            output = self._forward_micro_batch(_columns(rows), temperature, needs_entropy)
+            output = self._forward_micro_batch(tensors_of(rows), temperature, needs_entropy)
             outputs = {"log_probs": output["log_probs"]}
             if needs_entropy:
                 outputs["entropy"] = output["entropys"]
@@ -116,7 +117,7 @@ class DataParallelPPOActor(BasePPOActor):
             parts, _ = prepare_dynamic_batch(mini_batch, max_token_len=self.config.ppo_max_token_len_per_gpu)
         else:
             parts = mini_batch.split(self.config.ppo_micro_batch_size_per_gpu or len(mini_batch))
-        return (part.tensors for part in parts)
+        return (TensorDict(tensors_of(part.batch), batch_size=[len(part)]) for part in parts)
 
     def _forward_micro_batch(
         self, micro_batch: dict[str, Tensor], temperature: float, calculate_entropy: bool = False
@@ -141,7 +142,3 @@ class DataParallelPPOActor(BasePPOActor):
             self.actor_optimizer.step()
         self.actor_optimizer.zero_grad()
         return norm
-
-
-def _columns(rows: TensorDict) -> dict[str, Tensor]:
-    return {str(name): rows[name] for name in rows.keys()}  # noqa: SIM118 (a TensorDict is not a mapping)
