@@ -42,7 +42,7 @@ MICRO_BATCHES = {
 }
 """Method of a worker or of a supervised trainer -> its phase in a plan."""
 
-PACKAGE = str(Path(__file__).parents[1]) + os.sep
+PACKAGE = str(Path(__file__).parents[2]) + os.sep
 FULL_CODES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 _SIZE = r"([\d.]+ [KMG]?i?B)"
