@@ -203,8 +203,15 @@ def pack_tensor(value: Any) -> Any:
         return replace(value, values=pack_tensor(value.values), lengths=pack_tensor(value.lengths))
     if type(value) is not torch.Tensor or value.layout is not torch.strided or value.is_nested:
         return value
-    flat = value.detach().cpu().contiguous().flatten()
-    return value.dtype, tuple(value.shape), flat.view(torch.uint8).numpy().copy()
+    return value.dtype, tuple(value.shape), bytes_of(value).copy()
+
+
+def bytes_of(tensor: torch.Tensor) -> np.ndarray:
+    """The bytes of a dense tensor, without a copy if it is on the CPU and contiguous."""
+    flat = tensor.detach().cpu().contiguous().flatten()
+    if flat.stride(0) != 1:  # possible for one entry or none
+        flat = flat.new_empty(flat.shape).copy_(flat)
+    return flat.view(torch.uint8).numpy()
 
 
 def unpack_tensor(packed: Any) -> Any:

@@ -135,6 +135,13 @@ def test_is_sent_without_padding() -> None:
     assert many - one == pytest.approx(64 * (R - 1) * (4 + 1 + 4 + 4), abs=32)  # ids, mask, log-probs, scores
 
 
+def test_one_entry_of_any_stride_is_sent() -> None:
+    empty = ragged([(1, 0)])
+    responses = empty.tensors.responses
+    empty.tensors["responses"] = replace(responses, values=torch.tensor([5], dtype=torch.int32).expand(3)[:0])
+    assert_same(serialize.unpack(serialize.pack(empty)), padded(ragged([(1, 0)])))
+
+
 def test_a_change_in_place_is_kept() -> None:
     batch = ragged()
     batch.tensors["token_level_scores"][2, 1] = 7.0

@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 
 from lockstep.protocol import DataProto, Ragged
-from lockstep.protocol.columns import batch_of_stored, stored_columns
+from lockstep.protocol.columns import batch_of_stored, bytes_of, stored_columns
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,7 @@ def _pack_tensor(tensor: Any) -> Any:
         return replace(tensor, values=_pack_tensor(tensor.values), lengths=_pack_tensor(tensor.lengths))
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
         return tensor
-    flat = tensor.detach().cpu().contiguous().flatten()
-    return _Column(tensor.dtype, tuple(tensor.shape), flat.view(torch.uint8).numpy())
+    return _Column(tensor.dtype, tuple(tensor.shape), bytes_of(tensor))
 
 
 def _unpack_tensor(column: Any, writable: bool) -> Any:
