@@ -223,4 +223,9 @@ def unpack_tensor(packed: Any) -> Any:
     dtype, shape, raw = packed
     if not raw.flags.writeable:
         raw = raw.copy()
-    return torch.from_numpy(raw).view(dtype).reshape(shape)
+    return tensor_of_bytes(raw, dtype, shape)
+
+
+def tensor_of_bytes(raw: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """The inverse of `bytes_of`, in the memory of `raw`."""
+    return torch.from_numpy(raw).view(dtype).reshape(shape) if raw.size else torch.empty(shape, dtype=dtype)

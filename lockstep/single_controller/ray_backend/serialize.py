@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 
 from lockstep.protocol import DataProto, Ragged
-from lockstep.protocol.columns import batch_of_stored, bytes_of, stored_columns
+from lockstep.protocol.columns import batch_of_stored, bytes_of, stored_columns, tensor_of_bytes
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,7 @@ def _unpack_tensor(column: Any, writable: bool) -> Any:
         return column
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writ")
-        raw = torch.from_numpy(_writable(column.raw) if writable else column.raw)
-    return raw.view(column.dtype).reshape(column.shape)
+        return tensor_of_bytes(_writable(column.raw) if writable else column.raw, column.dtype, column.shape)
 
 
 def _writable(array: np.ndarray) -> np.ndarray:
