@@ -28,9 +28,10 @@ from lockstep.engines.rollout.rollout_engine import (
     responses_of,
     stop_tokens,
 )
-from lockstep.engines.rollout.server.http import KEY, Server, ServerError, Unavailable
+from lockstep.engines.rollout.server.http import KEY, ServerError, Unavailable
+from lockstep.engines.rollout.server.inference_server import Server, open_server
 from lockstep.engines.rollout.server.pool import InFlight, ServerPool
-from lockstep.engines.rollout.server.protocols import Answer, open_server
+from lockstep.engines.rollout.server.protocols import Answer
 from lockstep.engines.rollout.server.weights import WeightTransfer, transfer_of
 from lockstep.protocol.generation import Completion, GenerationRequest, Outcome, SamplingParams
 from lockstep.utils.audit import AuditError

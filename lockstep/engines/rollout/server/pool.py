@@ -12,7 +12,8 @@ from itertools import count
 from uuid import uuid4
 
 from lockstep.config.actor_rollout_ref import ServerConfig
-from lockstep.engines.rollout.server.http import KEY, Server, ServerError, Unavailable
+from lockstep.engines.rollout.server.http import KEY, ServerError, Unavailable
+from lockstep.engines.rollout.server.inference_server import Server
 from lockstep.engines.rollout.server.protocols import Answer
 from lockstep.protocol.generation import GenerationRequest
 

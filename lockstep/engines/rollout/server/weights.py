@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lockstep.config.actor_rollout_ref import ServerConfig
-from lockstep.engines.rollout.server.http import KEY, Server, ServerError
+from lockstep.engines.rollout.server.http import KEY, ServerError
+from lockstep.engines.rollout.server.inference_server import Server
 from lockstep.utils.distributed import join_group
 
 Bucket = list[tuple[str, Tensor]]
