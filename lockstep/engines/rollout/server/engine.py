@@ -185,7 +185,8 @@ class ServerEngine(RolloutEngine):
         if self._leads:
             self._wake("weights")
         for server in self._pool.servers:
-            server.is_current, server.weights_label = True, None
+            server.is_current = True
+            server.weights_label = None
         if self._leads:
             self._loop.run(self._begin())
 
@@ -274,7 +275,7 @@ class ServerEngine(RolloutEngine):
             self._awake |= set(asleep)
 
     def _salt(self) -> str:
-        """Of cached prefixes: blocks of one policy version are never used by another."""
+        """Key of cached prefixes: blocks of one policy version are never used by another."""
         return f"version {self.policy_version}"
 
 

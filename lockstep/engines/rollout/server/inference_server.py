@@ -67,7 +67,8 @@ async def open_server(server: Server, config: RolloutConfig, kind: str) -> None:
     if wanted is not None and wanted not in names:
         raise ServerError(f"{KEY}.model={wanted}: {server.url} serves {', '.join(names) or 'no model'}")
     server.model = wanted or names[0]
-    longest, limit = longest_sequence(config), models[names.index(server.model)].get("max_model_len")
+    longest = longest_sequence(config)
+    limit = models[names.index(server.model)].get("max_model_len")
     if limit is not None and limit < longest:
         raise ServerError(
             f"{server.url} serves at most {limit} tokens per sequence, data.max_prompt_length + data.max_response_length is "

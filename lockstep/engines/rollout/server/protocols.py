@@ -104,7 +104,7 @@ class ServerProtocol(ABC):
         raise NotImplementedError
 
     async def fingerprints(self, server: Connection, names: Sequence[str]) -> dict[str, int] | None:
-        """Of the server's parameters; None if it cannot tell."""
+        """Fingerprints of the server's parameters; None if it cannot tell."""
         return None
 
     async def unread_weights(self, server: Connection, names: Sequence[str]) -> dict[str, str]:
@@ -227,7 +227,7 @@ class VllmProtocol(ServerProtocol):
         await server.post("/resume")
 
     async def fingerprints(self, server: Connection, names: Sequence[str]) -> dict[str, int] | None:
-        """Of all ranks of the server together: a parameter that is missing on one is left out."""
+        """Those of all ranks together: a parameter that is missing on one is left out."""
         ranks = await self._on_workers(server, "lockstep_fingerprints", list(names))
         for name in names:
             if len({rank[name] for rank in ranks if name in rank}) > 1:
