@@ -16,10 +16,7 @@ _ENGINE = (
     "the worker owns its training engine; choose the loss with actor_rollout_ref.actor.policy_loss.loss_mode "
     "({0}.trainer.ppo.core_algos.register_policy_loss), or subclass {0}.workers.fsdp_workers.ActorRolloutRefWorker"
 )
-_ROLLOUT = (
-    "the rollout engine is chosen by actor_rollout_ref.rollout.name; the interface is "
-    "lockstep.engines.rollout.rollout_engine"
-)
+_ROLLOUT = "a rollout engine is chosen by actor_rollout_ref.rollout.name; the interface is lockstep.engines.rollout.rollout_engine"
 _SHARDING = (
     "weights reach the rollout through lockstep.weight_sync; FSDP2 is applied by lockstep.engines.train.fsdp.FsdpEngine"
 )
