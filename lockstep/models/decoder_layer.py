@@ -101,6 +101,7 @@ class DecoderLayer(GradientCheckpointingLayer):
         return self._block()(hidden_states.float(), position_embeddings, lockstep_context)
 
     def _plain(self, stream: Tensor, rope: Rope | None, context: AttentionContext) -> Tensor:
+        """x + f(norm(x)) for attention and MLP. Their last product adds to the stream."""
         stream = self._attention(*self._norm_stream("input_layernorm", stream), rope, context)
         return self._mlp(*self._norm_stream(self.form.mlp_norm, stream))
 
@@ -116,6 +117,7 @@ class DecoderLayer(GradientCheckpointingLayer):
         return self._add(stream, self._mlp(x), "post_feedforward_layernorm")
 
     def _block(self) -> Callable[[Tensor, Rope | None, AttentionContext], Tensor]:
+        """The form of the block, see `LayerForm.order`."""
         if self.form.order == "parallel":
             return self._parallel
         return self._plain if self.form.order == "pre" and self.residual_multiplier == 1.0 else self._adjusted
