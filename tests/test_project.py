@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -79,6 +79,45 @@ def test_every_module_has_a_docstring() -> None:
         if path.stat().st_size and not ast.get_docstring(ast.parse(path.read_text()))
     ]
     assert silent == []
+
+
+def imports_of(name: str, path: Path, modules: Mapping[str, Path]) -> set[str]:
+    """The modules of the project that one imports, wherever the import stands; `from package import name` is its `__init__`."""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            source = node.module or ""
+            if node.level:
+                source = ".".join([*package.split(".")[: len(package.split(".")) + 1 - node.level], *source.split()])
+            members = {f"{source}.{alias.name}" for alias in node.names}
+            found |= {member if member in modules else source for member in members}
+    return found & set(modules)
+
+
+def circles(graph: Mapping[str, set[str]]) -> set[str]:
+    """The modules that are left once those that import none of the others are taken away: a circle, and who imports it."""
+    left = set(graph)
+    while leaves := {name for name in left if not graph[name] & left}:
+        left -= leaves
+    while roots := left - set().union(*(graph[name] for name in left)):
+        left -= roots
+    return left
+
+
+def test_a_circle_is_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}) == {"b", "c"}
+
+
+def test_imports_have_no_circles() -> None:
+    modules = {}
+    for path in (ROOT / "lockstep").rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    graph = {name: imports_of(name, path, modules) for name, path in modules.items()}
+    assert circles(graph) == set()
 
 
 def test_pins_are_within_ranges_and_every_dependency_is_documented() -> None:

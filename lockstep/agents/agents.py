@@ -175,7 +175,7 @@ class Agents:
         conversation = Conversation(
             row,
             prompt_ids,
-            generate=generate,
+            complete=generate,
             renderer=self.renderer,
             sampling=sampling,
             seed=seed,

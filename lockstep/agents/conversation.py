@@ -76,7 +76,7 @@ class ConversationResult:
 class Conversation:
     """One sample of one row.
 
-    sample, seed:    the policy, and the seed of its tokens; `generate` uses both.
+    complete, seed:  the policy, and the seed of its tokens; `generate` uses both.
     row:             the row's columns, such as `extra_info` and `tools_kwargs`.
     messages:        the conversation so far; assistant turns as text.
     tools:           the tools that the prompt was rendered with, as schemas.
@@ -91,7 +91,7 @@ class Conversation:
         row: Mapping[str, Any],
         prompt_ids: Sequence[int],
         *,
-        generate: Generate,
+        complete: Generate,
         renderer: Renderer,
         sampling: SamplingParams,
         seed: int,
@@ -114,7 +114,7 @@ class Conversation:
         self.reward_scores: dict[str, float] = {}
         self.finish_reason: FinishReason = "stop"
         self.failure: str | None = None
-        self.sample = generate
+        self.complete = complete
         self.seed = seed
         self._num_prompt_messages = len(self.messages)
         self._turn_starts: list[tuple[int, int]] = []  # number of tool_rewards and turn_scores before each turn
@@ -228,7 +228,7 @@ class Conversation:
         )
         # A token depends on its request's seed and its position, and positions of one trajectory never come again.
         seed = (self.seed + len(self.trajectories) - 1) % 2**63
-        completion = await self.sample(GenerationRequest(self.trajectory.ids, sampling, seed))
+        completion = await self.complete(GenerationRequest(self.trajectory.ids, sampling, seed))
         if completion.token_ids and not any(self.trajectory.response_mask[-1:]):  # else it continues the turn before
             self._turn_starts.append((len(self.tool_rewards), len(self.turn_scores)))
         self.trajectory.add_sampled(completion)

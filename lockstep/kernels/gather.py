@@ -22,6 +22,7 @@ def sum_rows(x: Tensor, places: Tensor, starts: Tensor) -> Tensor:
     """out[r] = sum of x[places[i]] for i from starts[r] to starts[r + 1]; x (N, ...) contiguous."""
     out = torch.empty(len(starts) - 1, *x.shape[1:], dtype=x.dtype, device=x.device)
     width = out[0].numel()
-    columns, warps = triton.next_power_of_2(width), 1 if width <= 256 else 4
+    columns = triton.next_power_of_2(width)
+    warps = 1 if width <= 256 else 4
     _sum_rows[(len(out),)](x, places, starts, out, width, columns, num_warps=warps)
     return out

@@ -124,7 +124,7 @@ def _gradient(
 
 
 class _Kept(NamedTuple):
-    """Of a chunk: exp(l - top) (C, V), and the top of each block (C, V / BLOCK)."""
+    """What a chunk keeps: exp(l - top) (C, V), and the top of each block (C, V / BLOCK)."""
 
     weights: Tensor
     tops: Tensor

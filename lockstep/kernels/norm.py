@@ -82,7 +82,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, kind: str, copy_to: Tensor |
         x = x.contiguous()
         inner, stride_outer, stride_inner = 1, width, 0
     out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
-    num_rows, (columns, rows, warps) = x.numel() // width, _tiling(width)
+    num_rows = x.numel() // width
+    columns, rows, warps = _tiling(width)
     _forward[(triton.cdiv(num_rows, rows),)](
         *(x, weight, out, copy_to, num_rows, inner, stride_outer, stride_inner, eps),
         *(width, columns, rows, kind == "rms_offset", kind == "rms"),
@@ -95,9 +96,12 @@ def rms_norm_gradient(
     x: Tensor, weight: Tensor, grad: Tensor, residual: Tensor | None, eps: float, kind: str
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x, with `residual` added, and of the weight in float32."""
-    x, grad, residual = x.contiguous(), grad.contiguous(), None if residual is None else residual.contiguous()
+    x = x.contiguous()
+    grad = grad.contiguous()
+    residual = None if residual is None else residual.contiguous()
     width = x.shape[-1]
-    num_rows, (columns, rows, warps) = x.numel() // width, _tiling(width)
+    num_rows = x.numel() // width
+    columns, rows, warps = _tiling(width)
     programs = max(1, min(MAX_PROGRAMS, triton.cdiv(num_rows, rows)))
     grad_x = torch.empty_like(x)
     grad_weight = torch.empty(programs, width, dtype=torch.float32, device=x.device)

@@ -81,7 +81,8 @@ class _RmsNorm(torch.autograd.Function):
         from lockstep.kernels.norm import rms_norm
 
         ctx.save_for_backward(x, weight)
-        ctx.eps, ctx.kind = eps, kind
+        ctx.eps = eps
+        ctx.kind = kind
         copy = torch.empty(x.shape, dtype=x.dtype, device=x.device) if copies else None
         return rms_norm(x, weight, eps, kind, copy_to=copy), copy
 
@@ -197,7 +198,8 @@ class _JointLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, scales: Sequence[float | None], *parameters: Tensor) -> Tensor:
         number = len(scales)
         weights, biases, tensors = parameters[:number], parameters[number : 2 * number], parameters[2 * number :]
-        ctx.sizes, ctx.scales = [len(weight) for weight in weights], scales
+        ctx.sizes = [len(weight) for weight in weights]
+        ctx.scales = scales
         ctx.dtype = _gradient_dtype(next((w for w in weights if w.requires_grad), weights[0]))
         ctx.adapter_dtype = _gradient_dtype(tensors[0]) if tensors else None
         out = F.linear(x, packed(weights), None if biases[0] is None else packed(biases))
@@ -212,7 +214,8 @@ class _JointLinear(torch.autograd.Function):
         x, hidden, *parameters = ctx.saved_tensors
         number = len(ctx.sizes)
         wants_x, _, *wants = ctx.needs_input_grad
-        grad, rows = grad.flatten(0, -2), _rows(x)
+        grad = grad.flatten(0, -2)
+        rows = _rows(x)
         grad_x = grad @ packed(parameters[:number]) if wants_x else None
         grads: list[Tensor | None] = [None] * (2 * number)
         if any(wants[:number]):
@@ -246,7 +249,8 @@ class _AddLinear(torch.autograd.Function):
         _add_product(stream, x, weight)
         hidden = None
         if a is not None and b is not None:
-            ctx.adapter_dtype, ctx.scale = _gradient_dtype(a), scale
+            ctx.adapter_dtype = _gradient_dtype(a)
+            ctx.scale = scale
             hidden = _add_adapters(_rows(stream), _rows(x), [Adapter(a, b, scale or 0.0)], [len(weight)])
         ctx.save_for_backward(x, weight, hidden, a, b)
         return stream
@@ -256,7 +260,8 @@ class _AddLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, hidden, a, b = ctx.saved_tensors
         wants_stream, wants_x, wants_weight, *_ = ctx.needs_input_grad
-        half, rows = grad.to(x.dtype).flatten(0, -2), _rows(x)
+        half = grad.to(x.dtype).flatten(0, -2)
+        rows = _rows(x)
         grad_x = half @ weight if wants_x else None
         grads: list[Tensor | None] = [None, None]
         if hidden is not None:
@@ -304,7 +309,8 @@ class _GatedLinear(torch.autograd.Function):
     ) -> Tensor:
         from lockstep.kernels.gated import gated_product
 
-        ctx.activation, ctx.dtype = activation, _gradient_dtype(weight)
+        ctx.activation = activation
+        ctx.dtype = _gradient_dtype(weight)
         product = gated_product(gate_up.flatten(0, -2), activation).view(*gate_up.shape[:-1], -1)
         if stream is None:
             out = F.linear(product, weight)
@@ -313,7 +319,8 @@ class _GatedLinear(torch.autograd.Function):
             out = _add_product(stream, product, weight)
         hidden = None
         if a is not None and b is not None:
-            ctx.adapter_dtype, ctx.scale = _gradient_dtype(a), scale
+            ctx.adapter_dtype = _gradient_dtype(a)
+            ctx.scale = scale
             hidden = _add_adapters(_rows(out), _rows(product), [Adapter(a, b, scale or 0.0)], [len(weight)])
         ctx.save_for_backward(gate_up, weight, hidden, a, b)
         return out
@@ -442,7 +449,8 @@ class RowIndex:
     """Which of `num_rows` rows are taken, in order: (N)."""
 
     def __init__(self, index: Tensor, num_rows: int) -> None:
-        self.index, self.num_rows = index, num_rows
+        self.index = index
+        self.num_rows = num_rows
 
     @cached_property
     def places(self) -> tuple[Tensor, Tensor]:

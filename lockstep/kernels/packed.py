@@ -11,8 +11,11 @@ def packed_view(tensors: Sequence[Tensor | None]) -> Tensor | None:
     first = tensors[0]
     if first is None or not first.is_contiguous():
         return None
-    dtype, size, storage = first.dtype, first.shape[1:], first.untyped_storage().data_ptr()
-    end, rows = first.data_ptr() + first.nbytes, first.shape[0]
+    dtype = first.dtype
+    size = first.shape[1:]
+    storage = first.untyped_storage().data_ptr()
+    end = first.data_ptr() + first.nbytes
+    rows = first.shape[0]
     for tensor in tensors[1:]:
         if tensor is None or tensor.data_ptr() != end or not tensor.is_contiguous():
             return None

@@ -292,7 +292,8 @@ class FlashWithSinks(torch.autograd.Function):
         total = torch.logaddexp(lse, sinks.float()[:, None])  # (H, T)
         out = (out * (lse - total).exp().T[..., None]).to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, total, *random_state)
-        ctx.lengths, ctx.settings = lengths, settings
+        ctx.lengths = lengths
+        ctx.settings = settings
         return out
 
     @staticmethod
@@ -363,6 +364,7 @@ def _length_buckets(num_keys: np.ndarray) -> Iterator[np.ndarray]:
             longest = 2 * max(length, 8)
         elif length > longest:
             yield order[start:place]
-            start, longest = place, 2 * max(length, 8)
+            start = place
+            longest = 2 * max(length, 8)
     if len(order):
         yield order[start:]

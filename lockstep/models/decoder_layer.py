@@ -11,7 +11,7 @@ same weights differ most. What a token may see is up to the attention context (`
 Shapes: x (B, T, E); q (B, H, T, D); k, v (B, HK, T, D). B is 1 for packed tokens.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -75,7 +75,8 @@ class DecoderLayer(GradientCheckpointingLayer):
         self._modules = layer._modules
         self.__dict__["reference"] = layer  # not a child
         self.form = form
-        attention, config = layer.self_attn, layer.self_attn.config
+        attention = layer.self_attn
+        config = layer.self_attn.config
         self.layer_idx: int = attention.layer_idx
         self.head_dim: int = attention.head_dim
         self.num_heads: int = config.num_attention_heads
@@ -97,22 +98,41 @@ class DecoderLayer(GradientCheckpointingLayer):
         if lockstep_context is None:  # transformers' own forward and attention, see `reference_layers`
             out: Tensor = self.reference(hidden_states, position_embeddings=position_embeddings, **options)
             return out
-        x, stream = self._norm_stream("input_layernorm", hidden_states.float())
-        attended = self._attend(x, position_embeddings, lockstep_context)
-        if self.form.order == "parallel":
-            return stream + self.self_attn.o_proj(attended) + self._mlp(x)
-        if self._adds_directly:
-            stream = add_linear(stream, attended, self.self_attn.o_proj)
-        else:
-            stream = self._add(stream, self.self_attn.o_proj(attended), "post_attention_layernorm")
+        return self._block()(hidden_states.float(), position_embeddings, lockstep_context)
+
+    def _plain(self, stream: Tensor, rope: Rope | None, context: AttentionContext) -> Tensor:
+        """x + f(norm(x)) for attention and MLP. Their last product adds to the stream."""
+        stream = self._attention(*self._norm_stream("input_layernorm", stream), rope, context)
+        return self._mlp(*self._norm_stream(self.form.mlp_norm, stream))
+
+    def _parallel(self, stream: Tensor, rope: Rope | None, context: AttentionContext) -> Tensor:
+        x, stream = self._norm_stream("input_layernorm", stream)
+        return stream + self._attention(x, None, rope, context) + self._mlp(x)
+
+    def _adjusted(self, stream: Tensor, rope: Rope | None, context: AttentionContext) -> Tensor:
+        """With a norm or a factor between f and the stream."""
+        x, stream = self._norm_stream("input_layernorm", stream)
+        stream = self._add(stream, self._attention(x, None, rope, context), "post_attention_layernorm")
         x, stream = self._norm_stream(self.form.mlp_norm, stream)
-        if self._adds_directly:
-            return self._mlp(x, stream)
         return self._add(stream, self._mlp(x), "post_feedforward_layernorm")
+
+    def _block(self) -> Callable[[Tensor, Rope | None, AttentionContext], Tensor]:
+        """The form of the block, see `LayerForm.order`."""
+        if self.form.order == "parallel":
+            return self._parallel
+        return self._plain if self.form.order == "pre" and self.residual_multiplier == 1.0 else self._adjusted
+
+    def _attention(self, x: Tensor, stream: Tensor | None, rope: Rope | None, context: AttentionContext) -> Tensor:
+        """The attention's output, added to `stream` if given."""
+        attended = self._attend(x, rope, context)
+        project = self.self_attn.o_proj
+        out: Tensor = project(attended) if stream is None else add_linear(stream, attended, project)
+        return out
 
     def _attend(self, x: Tensor, rope: Rope | None, context: AttentionContext) -> Tensor:
         """x (B, T, E) -> (B, T, H * D), before the output projection."""
-        attention, form = self.self_attn, self.form
+        attention = self.self_attn
+        form = self.form
         names = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
         qkv = joint_linear(x, [getattr(attention, name) for name in names])
         width = self.num_key_heads * self.head_dim
@@ -143,11 +163,6 @@ class DecoderLayer(GradientCheckpointingLayer):
         names = ("gate_up_proj",) if hasattr(mlp, "gate_up_proj") else ("gate_proj", "up_proj")
         gate_up = joint_linear(x, [getattr(mlp, name) for name in names])
         return gated_linear(gate_up, mlp.down_proj, self.activation, stream)
-
-    @property
-    def _adds_directly(self) -> bool:
-        """Whether nothing comes between a projection and the residual stream."""
-        return self.form.order == "pre" and self.residual_multiplier == 1.0
 
     def _add(self, stream: Tensor, update: Tensor, norm_name: str) -> Tensor:
         if self.form.order in ("sandwich", "post"):

@@ -75,7 +75,8 @@ def _save_weights(
     weights: Weights, folder: Path, write: Callable[[dict[str, Tensor], Path], object], file_bytes: int | None
 ) -> None:
     """write: puts the tensors into `model.safetensors` of a folder; other files that it writes there are kept too."""
-    writes, limit = current_rank() == 0, file_bytes or FILE_BYTES
+    writes = current_rank() == 0
+    limit = file_bytes or FILE_BYTES
     part: dict[str, Tensor] = {}
     layer: dict[str, Tensor] = {}
     files: list[Path] = []

@@ -31,7 +31,8 @@ def use_4bit_linears(model: PreTrainedModel, dtype: torch.dtype) -> None:
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     for name, linear in linears_to_quantize(model).items():
-        size, options = (linear.in_features, linear.out_features), {"compute_dtype": dtype, **_FORM}
+        size = (linear.in_features, linear.out_features)
+        options = {"compute_dtype": dtype, **_FORM}
         layer = Linear4bit(*size, bias=linear.bias is not None, device="meta", **options)
         layer.support_avx512bf16_for_cpu = False  # would compute in bfloat16 without gradients, whatever the dtype
         weight = linear.weight.detach()
@@ -78,6 +79,6 @@ def rounded_to_4bit(weight: Tensor) -> Tensor:
 
 
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Of the parameter before it was quantised."""
+    """The parameter's shape before it was quantised."""
     state = cast(Any, parameter).quant_state if is_4bit(parameter) else None
     return tuple(parameter.shape if state is None else state.shape)

@@ -20,7 +20,9 @@ WINDOWS = (
 )
 """Keys of a model's config that are a number of tokens."""
 ORIGINAL = "original_max_position_embeddings"
-SMALL_LENGTH, VOCABULARY, INNER = 5, 64, 32
+SMALL_LENGTH = 5
+VOCABULARY = 64
+INNER = 32
 _INNER_SIZES = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim")
 
 

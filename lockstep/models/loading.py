@@ -189,7 +189,8 @@ def _open(
     body_only: bool = False,
 ) -> tuple[PreTrainedModel, WeightSource]:
     """body_only: the folder may lack the head."""
-    folder, adapters = model_folder(config, key), _adapters_to_merge(config, key)
+    folder = model_folder(config, key)
+    adapters = _adapters_to_merge(config, key)
     model = meta_model(cls, hf_config, dtype, trust_remote_code=config.trust_remote_code)
     kept = _path_of(model.get_decoder(), model) if body_only else ""
     with _named(config, key):
@@ -232,7 +233,8 @@ def _sent_weights(
     model: PreTrainedModel, cls: Any, config: HFModelConfig, hf_config: PretrainedConfig, key: str, dtype: torch.dtype
 ) -> SentWeights:
     """Rank 0 loads the whole model; if it fails, so do all ranks."""
-    whole, error = None, ""
+    whole = None
+    error = ""
     if current_rank() == 0:
         try:
             whole = _from_pretrained(cls, config, hf_config, key, dtype)

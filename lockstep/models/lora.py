@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 ADAPTER = "default"
 """The adapter's name in peft's layers."""
 _PREFIX = "base_model.model."
-"""Of the names in an adapter's file."""
+"""Prefix of the names in an adapter's file."""
 SCORE_HEAD = "score.weight"
 _PLAIN = {
     "bias": "none",
@@ -189,7 +189,8 @@ def merge_adapters(
 
     weights: all parameters of `model`; adapters: at least those of its adapters. Whole, by their Hugging Face names.
     """
-    layers, own = adapter_layers(model), dict(model.named_parameters())
+    layers = adapter_layers(model)
+    own = dict(model.named_parameters())
     for path in layers:
         if f"{path}.base_layer.weight" not in own:
             raise ValueError(f"the adapter of {path} cannot be merged: the layer's weight is tied to another layer")
@@ -224,7 +225,7 @@ def read_adapter(folder: Path, what: str) -> tuple[dict[str, Adapter], Tensor | 
 
 
 def adapter_config(model: PreTrainedModel) -> "LoraConfig":
-    """Of a model with adapters."""
+    """The LoRA config of a model with adapters."""
     return cast(Any, model.peft_config)[ADAPTER]
 
 
@@ -249,7 +250,8 @@ def _saved_config(folder: Path, config: HFModelConfig, key: str) -> "LoraConfig"
     lora = _read_config(folder, what)
     if lora.r != config.lora_rank:
         raise ValueError(f"{what}: the adapter has rank {lora.r}, not {config.lora_rank}; set {key}.lora_rank={lora.r}")
-    lora.inference_mode, lora.lora_dropout = False, 0.0  # no noise: the policy that trains is the one that was sampled
+    lora.inference_mode = False
+    lora.lora_dropout = 0.0  # no noise: the policy that trains is the one that was sampled
     return lora
 
 

@@ -38,7 +38,8 @@ def identity_of(model: PreTrainedModel, base: Iterable[tuple[str, Tensor]]) -> L
     """base: the frozen parameters, whole."""
     lora = adapter_config(model)
     bits = sum(fingerprint(weight.to(torch.bfloat16)) for _, weight in base)
-    layers, path = len(adapter_layers(model)), str(lora.base_model_name_or_path)
+    layers = len(adapter_layers(model))
+    path = str(lora.base_model_name_or_path)
     return LoraIdentity(path, bits, lora.r, lora.lora_alpha, layers, has_4bit_linears(model))
 
 

@@ -50,7 +50,8 @@ def refuse_errors(model: nn.Module) -> Iterator[None]:
 @torch.no_grad()
 def reference_log_probs(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> list[Tensor]:
     """log p (L - 1,) float32 of every token after the first of each row, one row at a time."""
-    device, found = next(model.parameters()).device, []
+    device = next(model.parameters()).device
+    found = []
     with transformers_forward(model):
         for row in rows:
             ids = torch.tensor([list(row)], device=device)

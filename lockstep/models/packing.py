@@ -90,7 +90,8 @@ def forward_rows(
     width = batch["responses"].shape[1]
     row, column = batch["response_mask"].numpy().nonzero()
     place = column + (length - width)  # of the response token in its padded row
-    every, end = np.arange(num_rows), (np.arange(length) * mask).max(-1)
+    every = np.arange(num_rows)
+    end = (np.arange(length) * mask).max(-1)
     arrays = {"targets": input_ids[row, place], "row": row, "column": column, "last_row": every}
     context: AttentionContext | None = None
     if layout != "padded":

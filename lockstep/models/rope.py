@@ -31,7 +31,8 @@ def copy_rope(source: nn.Module, target: nn.Module) -> None:
     for name, module in source.named_modules():
         if getattr(module, "rope_type", None) == "fixed":
             rotary: Any = target.get_submodule(name)
-            rotary.rope_type, rotary.max_length = "fixed", module.max_length
+            rotary.rope_type = "fixed"
+            rotary.max_length = module.max_length
             rotary.attention_scaling = module.attention_scaling
             rotary.config = module.config
 
@@ -50,7 +51,8 @@ def changes_with_length(rope_type: object) -> bool:
 def _of_one_length(config: Any, *, is_long: bool) -> Any:
     """A config for PhiMoE's rotary module, whose forward takes frequencies and scale from it: the same for all lengths."""
     config = copy.deepcopy(config)
-    rope, kind = config.rope_parameters, "long" if is_long else "short"
+    rope = config.rope_parameters
+    kind = "long" if is_long else "short"
     rope |= {"short_factor": rope[f"{kind}_factor"], "long_factor": rope[f"{kind}_factor"]}
     rope |= {"short_mscale": rope[f"{kind}_mscale"], "long_mscale": rope[f"{kind}_mscale"]}
     return config

@@ -217,7 +217,8 @@ def find_weights(
             for key in tensors.keys():  # noqa: SIM118
                 name, converted = rename_source_key(key, renamings, converters, model.base_model_prefix, expected)
                 if name not in expected and key in expected:
-                    name, converted = key, None
+                    name = key
+                    converted = None
                 if converted is not None:
                     return None, f"transformers converts {key} to {name}"
                 if name not in expected:
@@ -304,7 +305,8 @@ def _own_rows(parameter: Tensor) -> tuple[Tensor, int]:
     """This rank's shard (on the meta device) and its first row. FSDP2 splits the first dimension into chunks."""
     if not isinstance(parameter, DTensor):
         return parameter, 0
-    own, start = parameter.to_local(), 0
+    own = parameter.to_local()
+    start = 0
     for dimension, placement in enumerate(parameter.placements):
         if placement.is_shard():
             assert placement.is_shard(0)

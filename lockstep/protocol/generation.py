@@ -96,7 +96,7 @@ class Completion:
 
     @property
     def policy_version(self) -> int:
-        """Of the first token: the oldest weights."""
+        """That of the first token: the oldest weights."""
         return self.policy_versions[0]
 
     def then(self, rest: "Completion") -> "Completion":

@@ -34,7 +34,7 @@ from lockstep.config.normalize import canonical_name, normalize, tables_of
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import build, defaults, get_in, keys, sections, set_in, to_plain
 from lockstep.config.sft import SFTConfig
-from lockstep.verl._resolver import RESOLVER
+from lockstep.verl._names import RESOLVER
 
 C = TypeVar("C", PPOConfig, SFTConfig)
 MISSING = object()

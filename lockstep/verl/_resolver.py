@@ -4,7 +4,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-RESOLVER = "lockstep.default"
+from lockstep.verl._names import RESOLVER
 
 
 def _resolve(config: str, name: str, *, _root_: DictConfig) -> Any:

@@ -102,7 +102,8 @@ class WeightSync:
         return self.actor.sent_fingerprints()[0], self.rollout.finish_update(version)
 
     def _by_broadcast(self, version: int) -> tuple[Fingerprints, list[Fingerprints]]:
-        sent, loaded = self.actor.send_weights(), self.rollout.receive_weights(version)
+        sent = self.actor.send_weights()
+        loaded = self.rollout.receive_weights(version)
         outputs = FutureList([*sent, *loaded]).get()  # raises the first failure of either side
         return outputs[0], outputs[len(sent) :]
 

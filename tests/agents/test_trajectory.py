@@ -42,7 +42,7 @@ def test_masks_log_probs_versions_and_ids_line_up(turns: list[tuple[list[int], s
         conversation = Conversation(
             {"raw_prompt": [{"role": "user", "content": "Q"}]},
             [1, 2, 3],
-            generate=generate,
+            complete=generate,
             renderer=RENDERER,
             sampling=SamplingParams(max_tokens=response_length),
             seed=0,

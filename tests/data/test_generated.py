@@ -8,9 +8,9 @@ from lockstep.config.compose import load_config
 from lockstep.config.data import DataConfig
 from lockstep.config.errors import ConfigError
 from lockstep.config.ppo import PPOConfig
+from lockstep.data.create_dataset import create_rl_dataset
 from lockstep.data.generated import TRAIN_SIZE, VAL_SEED, VAL_SIZE, digest
 from lockstep.data.loader import create_dataloader
-from lockstep.data.rl_dataset import create_rl_dataset
 from lockstep.rewards.default import default_compute_score
 from lockstep.utils.dataset_files import local_data_files
 from lockstep.utils.generated_data import parse_generated

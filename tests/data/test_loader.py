@@ -14,9 +14,10 @@ import torch
 from torch.utils.data import Dataset
 
 from lockstep.config.data import CustomClassConfig, DataConfig
+from lockstep.data.create_dataset import create_rl_dataset
 from lockstep.data.fingerprint import changes, content_of
 from lockstep.data.loader import StatefulLoader, _kill_processes, create_dataloader, shuffled_order
-from lockstep.data.rl_dataset import RLHFDataset, create_rl_dataset
+from lockstep.data.rl_dataset import RLHFDataset
 from lockstep.utils.files import sha256
 from tests.tiny import tiny_tokenizer, write_rows
 

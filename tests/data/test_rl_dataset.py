@@ -12,7 +12,8 @@ import torch
 from omegaconf import OmegaConf
 
 from lockstep.config.data import CustomClassConfig, DataConfig
-from lockstep.data.rl_dataset import RLHFDataset, collate_fn, create_rl_dataset
+from lockstep.data.create_dataset import create_rl_dataset
+from lockstep.data.rl_dataset import RLHFDataset, collate_fn
 from tests.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

@@ -16,7 +16,7 @@ from lockstep.agents.conversation import ConversationResult, Counts
 from lockstep.agents.trajectory import Trajectory
 from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
-from lockstep.data.rl_dataset import create_rl_dataset
+from lockstep.data.create_dataset import create_rl_dataset
 from lockstep.protocol import DataProto, object_array
 from lockstep.single_controller.futures import WorkerDiedError
 from lockstep.trainer.main_ppo import main

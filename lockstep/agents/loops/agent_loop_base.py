@@ -94,7 +94,7 @@ class ServerManager:
             )
         sampling = _sampling_of(sampling_params, self.conversation.sampling, self.max_len - len(ids))
         seed = (self.conversation.seed + next(self._numbers)) % 2**63
-        completion = await self.conversation.sample(GenerationRequest(ids, sampling, seed))
+        completion = await self.conversation.complete(GenerationRequest(ids, sampling, seed))
         self.calls.append((ids, completion))
         reason = "aborted" if completion.stop_reason == "abort" else "completed"
         return TokenOutput(completion.token_ids, completion.log_probs, reason, completion.num_preempted)

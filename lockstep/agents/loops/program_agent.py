@@ -91,7 +91,7 @@ class ProgramAgent(AgentLoop):
         running = self._running[asyncio.get_running_loop()]
         endpoint = running.endpoint
         async with running.slots:
-            own_time = OwnTime(conversation.sample)
+            own_time = OwnTime(conversation.complete)
             name = self._open_session(endpoint, conversation, own_time)
             try:
                 output = await self._run_program(conversation.row, _environment(endpoint, name), own_time)

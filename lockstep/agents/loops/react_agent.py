@@ -71,7 +71,7 @@ class ReactAgent(AgentLoop):
         from lockstep.agents.loops.chat_model import Held, held
 
         answers = answer_settings(conversation, self.setup.rollout, force_sampling=True)
-        own_time = OwnTime(conversation.sample)
+        own_time = OwnTime(conversation.complete)
         row = conversation.row
         trusted = [message.get("content") or "" for message in row["raw_prompt"]]
         session = Session("", SessionRecorder(self.setup.renderer, trusted), own_time.sample, answers)

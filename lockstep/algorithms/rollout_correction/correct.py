@@ -52,7 +52,8 @@ def correct_tokens(
     if not response_mask.any():
         raise ValueError("rollout correction needs at least one token with response_mask 1")
     log_ratio = old_log_prob.detach() - rollout_log_prob.detach()
-    weights, mask = None, response_mask.clone()
+    weights = None
+    mask = response_mask.clone()
     metrics: Metrics = {}
     if config.rollout_is is not None:
         weights, weight_metrics = compute_rollout_correction_weights(

@@ -90,7 +90,8 @@ class HFEngine(ModuleEngine):
         return self.model
 
     def _check_model(self) -> None:
-        path, advice = "transformers' generate with a cache", "No rollout engine can serve this model."
+        path = "transformers' generate with a cache"
+        advice = "No rollout engine can serve this model."
         if self.config.max_num_seqs > 1:
             path = "transformers' generate on a left-padded batch"
             advice = "Set actor_rollout_ref.rollout.max_num_seqs=1, which needs no padding."
@@ -202,7 +203,8 @@ def _generation_mode(model: Any) -> Iterator[None]:
 
     Phi models would drop the cache at `original_max_position_embeddings`, although their frequencies are fixed (models/rope.py).
     """
-    text, defaults = model.config.get_text_config(), model.generation_config
+    text = model.config.get_text_config()
+    defaults = model.generation_config
     original = getattr(model.config, ORIGINAL, None) if rope_limit(model) is not None else None
     attention = text._attn_implementation
     if attention == ATTENTION_NAME:  # sdpa ignores soft-capping

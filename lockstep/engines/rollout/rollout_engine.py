@@ -267,7 +267,8 @@ def check_against_transformers(
     in evaluation mode.
     path, advice: for the message, see `check_log_probs`.
     """
-    rng, vocab_size = random.Random(0), model.config.get_text_config().vocab_size
+    rng = random.Random(0)
+    vocab_size = model.config.get_text_config().vocab_size
     if max_length > 2:
         check_causal(model, random.Random(1).choices(range(vocab_size), k=min(8, max_length)))
     num_new = min(4, max_length - 1)

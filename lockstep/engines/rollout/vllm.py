@@ -106,7 +106,8 @@ class VllmEngine(RolloutEngine):
         chosen = self._unfinished.intersection(request_ids)
         self._unfinished -= chosen
         # Tensor-parallel ranks must free blocks in the same order, or they find different prefixes in their caches.
-        names, last_outputs = [str(request_id) for request_id in sorted(chosen)], _LastOutputs()
+        names = [str(request_id) for request_id in sorted(chosen)]
+        last_outputs = _LastOutputs()
         for state in self._engine.output_processor.request_states.values():
             if state.external_req_id in names:
                 state.queue = last_outputs
@@ -181,7 +182,7 @@ class VllmEngine(RolloutEngine):
         return output
 
     def _salt(self) -> str:
-        """Of cached prefixes: blocks of one policy version are never used by another."""
+        """Key of cached prefixes: blocks of one policy version are never used by another."""
         return f"version {self.policy_version}"
 
     def _sampling(self, sampling: SamplingParams, seed: int) -> Any:

@@ -139,7 +139,7 @@ def _rows(module: Any, shape: Sequence[int], index: int | None) -> tuple[tuple[i
 
 
 def _fused_rows(module: Any, sizes: Sequence[int], num_rows: int) -> tuple[tuple[int, int, int], ...] | None:
-    """Of a tensor that the checkpoint has fused and whose parts are sharded one by one."""
+    """The rows of a tensor that the checkpoint has fused and whose parts are sharded one by one."""
     whole = list(getattr(module, "output_sizes", ()))
     if hasattr(module, "total_num_kv_heads"):  # output_sizes counts key heads that ranks have in common once per rank
         values = getattr(module, "v_head_size", module.head_size)

@@ -133,7 +133,8 @@ def head_problem(model: Any) -> str:
     path = tied_embedding(model)
     if path is None:
         return ""
-    weight, head = model.get_submodule(path).weight, model.lm_head
+    weight = model.get_submodule(path).weight
+    head = model.lm_head
     if head.weight is not weight and not torch.equal(head.weight, weight):
         return f"lm_head.weight is not the new {path}.weight, to which it is tied"
     if not is_quantized(head) and not torch.equal(read(head, "weight"), weight):

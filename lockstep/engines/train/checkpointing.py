@@ -21,7 +21,8 @@ class LayerCheckpointing:
     """every_layer: checkpoint all layers, also if activations fit: for runs that offload to save memory."""
 
     def __init__(self, model: TokenModel, device: torch.device, dtype: torch.dtype, *, every_layer: bool) -> None:
-        self._device, self._itemsize = device, dtype.itemsize
+        self._device = device
+        self._itemsize = dtype.itemsize
         self._adapts = device.type == "cuda" and not every_layer
         model.transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         for module in model.modules():
@@ -56,10 +57,10 @@ class LayerCheckpointing:
         return sum(size * (p.grad_dtype or p.dtype).itemsize for size, p in zip(sizes, missing))
 
     def _gathered_bytes(self, model: TokenModel) -> float:
-        """Of a sharded model, during its backward pass."""
+        """Bytes of gathered parameters and their gradients during the backward pass of a sharded model."""
 
         def sizes(parameters: Callable[[Module], Iterable[Parameter]]) -> tuple[int, int]:
-            """Of a layer, and outside of layers."""
+            """Entries of the largest layer, and of all parameters outside of layers."""
             layers = [sum(p.numel() for p in parameters(layer)) for layer in self._layers]
             return max(layers, default=0), sum(p.numel() for p in parameters(model)) - sum(layers)
 

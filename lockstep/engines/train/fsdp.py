@@ -450,5 +450,5 @@ def _taken(batch: Batch, rows: list[int]) -> TensorDict:
 
 
 def _master_dtype(model: nn.Module) -> torch.dtype:
-    """Of the trained parameters, or of a model that is not trained."""
+    """The dtype of the trained parameters; of all, if none is trained."""
     return next((p for p in model.parameters() if p.requires_grad), next(model.parameters())).dtype

@@ -25,11 +25,13 @@ class LossScale:
     def update(self, norm: float) -> None:
         """Take note of a step by its gradient norm; FloatingPointError if no scale can help."""
         if math.isfinite(norm):
-            self._good, self._skipped = self._good + 1, 0
+            self._good += 1
+            self._skipped = 0
             if self.enabled and self._good % self.GROWTH_INTERVAL == 0:
                 self.value *= 2
             return
-        self._good, self._skipped = 0, self._skipped + 1
+        self._good = 0
+        self._skipped += 1
         if not self.enabled:
             raise FloatingPointError(
                 f"the gradient norm is {norm}: the loss or the model produced a number that is not finite. "
@@ -49,4 +51,6 @@ class LossScale:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         if self.enabled and state:  # empty in the checkpoint of a run that did not scale
-            self.value, self._good, self._skipped = state["value"], int(state["good"]), int(state["skipped"])
+            self.value = state["value"]
+            self._good = int(state["good"])
+            self._skipped = int(state["skipped"])

@@ -85,7 +85,8 @@ def build_schedule(optimizer: Optimizer, config: FSDPOptimizerConfig) -> LambdaL
     if warmup < 0:
         warmup = int(config.lr_warmup_steps_ratio * max(total, 0))
     if config.lr_scheduler_type == "cosine":
-        floor, cycles = config.min_lr_ratio, config.num_cycles
+        floor = config.min_lr_ratio
+        cycles = config.num_cycles
         return get_cosine_schedule_with_warmup(optimizer, warmup, total, floor, cycles, constant_after_end=True)
     if config.lr_scheduler_type == "linear":
         return get_linear_schedule_with_warmup(optimizer, warmup, total, config.min_lr_ratio)

@@ -78,7 +78,9 @@ class OffloadedMoments:
     """
 
     def __init__(self, optimizer: PiecewiseAdamW, device: torch.device, bucket_bytes: int = 2**28) -> None:
-        self._optimizer, self._device, self._bucket_bytes = optimizer, device, bucket_bytes
+        self._optimizer = optimizer
+        self._device = device
+        self._bucket_bytes = bucket_bytes
         self._parameters: list[Tensor] = optimizer.param_groups[0]["params"]
         self._copy_in, self._copy_out = CopyStream(device), CopyStream(device)
         self._host: list[Tensor] = []
@@ -92,14 +94,16 @@ class OffloadedMoments:
         pinned = self._device.type == "cuda"
         self._host = [torch.zeros(sum(sizes), dtype=torch.uint8, pin_memory=pinned) for _ in _MOMENTS]
         for parameter, *parts in zip(self._parameters, *(memory.split(sizes) for memory in self._host)):
-            state, shard = self._optimizer.state[parameter], local(parameter)
+            state = self._optimizer.state[parameter]
+            shard = local(parameter)
             state["step"] = torch.tensor(0.0)
             for name, part in zip(_MOMENTS, parts):
                 moment = part[: shard.nbytes].view(shard.dtype).view(shard.shape)
                 # DTensor.from_local would copy it to the device
                 sharded = isinstance(parameter, DTensor)
                 state[name] = DTensor(moment, parameter._spec, requires_grad=False) if sharded else moment
-            width, offset = shard.element_size(), parts[0].storage_offset()
+            width = shard.element_size()
+            offset = parts[0].storage_offset()
             for piece in pieces_of(parameter):
                 place = slice(offset + piece.start * width, offset + piece.end * width)
                 if not self._buckets or place.stop - self._buckets[-1][0][1].start > self._bucket_bytes:

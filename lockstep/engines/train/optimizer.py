@@ -94,7 +94,9 @@ class PiecewiseAdamW(torch.optim.AdamW):
 
     def update(self, piece: Piece, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
         """Update one piece and its moments, which are flat, in a step that has begun."""
-        group, weight, gradient = self.param_groups[0], piece.of(piece.parameter), piece.parameter.grad
+        group = self.param_groups[0]
+        weight = piece.of(piece.parameter)
+        gradient = piece.parameter.grad
         assert gradient is not None
         gradient = piece.of(local(gradient).contiguous())
         (beta1, beta2), lr, decay, eps = group["betas"], group["lr"], group["weight_decay"], group["eps"]

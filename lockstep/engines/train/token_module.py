@@ -20,7 +20,9 @@ def open_token_model(spec: EngineModel, device: torch.device) -> tuple[TokenMode
 
     It has the master dtype if it is trained, else the compute dtype; with LoRA its adapters are trained.
     """
-    config, engine, key = spec.config, spec.engine, spec.key
+    config = spec.config
+    engine = spec.engine
+    key = spec.key
     is_trained = spec.optim is not None
     dtype = trained_dtype(config, engine, device) if is_trained else resolve_dtype(engine.dtype, device)
     model: TokenModel

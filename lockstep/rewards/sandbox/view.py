@@ -5,14 +5,12 @@ import os
 import sys
 from pathlib import Path
 
-import lockstep
-
 SYSTEM = ("/bin", "/lib", "/lib32", "/lib64", "/usr/bin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/nix/store")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives", "/usr/share/zoneinfo")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 FOLDER = "/tmp"
 """The private folder: the working folder, HOME and TMPDIR; a tmpfs, empty except for mounts below it."""
-PACKAGE = str(Path(lockstep.__file__).resolve().parent)
+PACKAGE = str(Path(__file__).resolve().parents[2])
 
 
 def import_paths() -> list[str]:

@@ -70,7 +70,8 @@ class DriverConsole:
             copy.join(timeout=1.0)
 
     def _send_streams(self, connection: socket.socket) -> None:
-        files, close_after = [], []
+        files = []
+        close_after = []
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
             try:

@@ -188,7 +188,8 @@ class RayWorkerGroup(WorkerGroup):
         return processes
 
     def _fill(self, processes: Processes, pool: RayResourcePool) -> None:
-        groups, options = pool.get_placement_groups(), getattr(self.cls_with_init, "options", {})
+        groups = pool.get_placement_groups()
+        options = getattr(self.cls_with_init, "options", {})
         if not options and not self._detached and (early := pool.take_early()) is not None:
             processes.handles.extend(early.handles)
             processes.names.extend(early.names)

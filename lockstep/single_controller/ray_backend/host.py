@@ -69,7 +69,8 @@ class WorkerHost:
         from lockstep.single_controller.worker import worker_place
 
         os.environ.update(environment)
-        self._place, self._environment = place, environment
+        self._place = place
+        self._environment = environment
         try:
             with worker_place(place):
                 self._worker = construct()

@@ -21,7 +21,8 @@ class _Unpickling:
 
     def __init__(self, make_peer: Callable[[], Peer]) -> None:
         self._peer = make_peer()
-        self.pull, self.close = self._peer.pull, self._peer.close
+        self.pull = self._peer.pull
+        self.close = self._peer.close
 
     def push(self, messages: bytes) -> None:
         self._peer.push(pickle.loads(messages))

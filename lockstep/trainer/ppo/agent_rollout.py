@@ -102,7 +102,8 @@ class AgentRollout:
             self._failures.append(result.failure)
             self._check_failures(self.batch_size)
         else:
-            self._failures, self._had_turns = [], True
+            self._failures = []
+            self._had_turns = True
         return result
 
     def _check_failures(self, most: int) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from lockstep.algorithms.filtering import keep_informative_groups
 from lockstep.config.ppo import PPOConfig
 from lockstep.protocol import DataProto
 from lockstep.trainer.ppo.agent_rollout import AgentRollout
@@ -26,7 +25,7 @@ from lockstep.utils.spans import span
 from lockstep.workers.rollout_client import RolloutClient
 
 Place = tuple[int, int]
-"""Of a prompt: its batch within the step, and its row in that."""
+"""A prompt's batch within the step, and its row in that."""
 
 
 class AsyncSampling(Sampling):
@@ -59,7 +58,8 @@ class AsyncSampling(Sampling):
             groups, metrics = await self._groups(prompts, step)
             scored = time.perf_counter()
         batch = self._joined(groups)
-        ended, generated = time.perf_counter(), self.sampler.generated or [began]
+        ended = time.perf_counter()
+        generated = self.sampler.generated or [began]
         timing["reward"] = timing.get("reward", 0.0) + scored - generated[-1]
         timing["gen"] = timing.get("gen", 0.0) + ended - began - (scored - generated[-1])
         return batch, metrics | {
@@ -76,43 +76,31 @@ class AsyncSampling(Sampling):
 
         A further batch is drawn as soon as those at hand cannot suffice, and what cannot become part of the step is aborted.
         """
-        draws = 0
+        num_draws = 0
         waiting: dict[asyncio.Task[ScoredGroup], Place] = {}
         finished: asyncio.Queue[asyncio.Task[ScoredGroup]] = asyncio.Queue()
         selection = Selection(self.config.data.train_batch_size, self._in_order)
         try:
             while (groups := selection.complete()) is None:
                 if selection.num_kept + len(waiting) < selection.num_needed:
-                    if draws:
-                        self._check_draws(draws, selection.num_kept)
-                    draw = self.sampler.draw(next(prompts), step=step, draw=draws)
-                    for number in range(len(draw)):
-                        task = asyncio.create_task(self.sampler.respond(draw, number))
+                    self.filter.check(num_draws, selection.num_kept)
+                    batch = self.sampler.prepare(next(prompts), step=step, draw=num_draws)
+                    for number in range(len(batch)):
+                        task = asyncio.create_task(self.sampler.respond(batch, number))
                         task.add_done_callback(finished.put_nowait)
-                        waiting[task] = draws, number
+                        waiting[task] = num_draws, number
                         selection.ask(waiting[task])
-                    draws += 1
+                    num_draws += 1
                 task = await finished.get()
                 group = task.result()
-                selection.add(waiting.pop(task), group if self.is_kept(group.call[group.rows]) else None)
+                selection.add(waiting.pop(task), group if self.filter.keeps(group.call[group.rows]) else None)
                 count(selection.num_finished, selection.num_finished + len(waiting), "prompts")
         finally:
             await event_loop.cancelled(list(waiting))
-        metrics: dict[str, float] = (
-            {"train/num_gen_batches": draws} if self.config.algorithm.filter_groups.enable else {}
-        )
+        metrics = self.filter.metrics(num_draws)
         if not self._in_order:
             metrics["train/num_unfinished_prompts"] = sum(task.cancelled() for task in waiting)
         return groups, metrics
-
-    def is_kept(self, samples: DataProto) -> bool:
-        """Whether `algorithm.filter_groups` keeps the samples of a prompt."""
-        rule = self.config.algorithm.filter_groups
-        if not rule.enable:
-            return True
-        if all(samples.non_tensor_batch.get("reward_failed", [False])):  # they may have none of the function's columns
-            return self.n == 1
-        return bool(keep_informative_groups(concat_scored([samples]), rule.metric))
 
     def _joined(self, groups: dict[Place, ScoredGroup]) -> DataProto:
         calls = list({id(group.call): group.call for group in groups.values()}.values())

@@ -94,7 +94,8 @@ def joined(batch: DataProto) -> DataProto:
     """
     if OWNER not in batch.tensors:
         return batch
-    places, rows = _places(batch), conversations(batch)
+    places = _places(batch)
+    rows = conversations(batch)
     width = batch.tensors["responses"].shape[1]
     tensors = {}
     for name, last in tensors_of(rows.batch).items():

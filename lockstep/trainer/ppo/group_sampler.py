@@ -1,6 +1,6 @@
 """One prompt in, its n scored samples out, for many prompts at once: rewards are computed while others still generate.
 
-prompts ─► Draw ─► respond: n requests per prompt ─► RolloutClient ─► GroupScorer: rows with responses, token_level_scores
+prompts ─► PromptBatch ─► respond: n requests per prompt ─► RolloutClient ─► GroupScorer: rows with responses, token_level_scores
 """
 
 import time
@@ -24,7 +24,7 @@ from lockstep.workers.rollout_client import RolloutClient
 
 
 @dataclass(frozen=True, eq=False)
-class Draw:
+class PromptBatch:
     """Prompts of one batch, to be sampled together or one by one.
 
     rows, requests: `n` per prompt, in order; those of a group are at `places`.
@@ -34,7 +34,7 @@ class Draw:
     rows: DataProto
     requests: list[GenerationRequest]
     n: int
-    greedy: "Draw | None" = None
+    greedy: "PromptBatch | None" = None
 
     def __len__(self) -> int:
         return len(self.requests) // self.n
@@ -85,55 +85,48 @@ class GroupSampler:
         The reward function's columns may differ between groups, see `concat_scored`.
         draw, number: index of the prompt batch within the step, and the prompt's row in it.
         """
-        drawn = self.draw(prompt, step=step, draw=draw, first=number)
-        group = await self.respond(drawn, 0)
+        batch = self.prepare(prompt, step=step, draw=draw, first=number)
+        group = await self.respond(batch, 0)
         rows = group.call[group.rows]
         if group.baseline is not None:
             rows.tensors["reward_baselines"] = torch.full((len(rows),), group.baseline)
         return rows
 
-    def draw(self, prompts: DataProto, *, step: int, draw: int, first: int = 0) -> Draw:
-        """first: row of the first of `prompts` in its batch."""
-        greedy = self._draw(prompts, 1, step, draw, first, greedy=True) if self.needs_baselines else None
-        return self._draw(prompts, self.n, step, draw, first, greedy=False, baselines=greedy)
+    def prepare(self, prompts: DataProto, *, step: int, draw: int, first: int = 0) -> PromptBatch:
+        """draw, first: index of the prompt batch within the step, and the row in it of the first of `prompts`."""
 
-    def _draw(
-        self,
-        prompts: DataProto,
-        n: int,
-        step: int,
-        draw: int,
-        first: int,
-        *,
-        greedy: bool,
-        baselines: Draw | None = None,
-    ) -> Draw:
-        rows = training_rows(self.config, prompts, n=n, step=step, draw=draw, first=first, greedy=greedy)
-        sampling = sampling_params(self.config.actor_rollout_ref.rollout, validate=False, greedy=greedy)
-        return Draw(rows, requests_of(rows, sampling), n, baselines)
+        def make(n: int, *, greedy: bool, baselines: PromptBatch | None = None) -> PromptBatch:
+            rows = training_rows(self.config, prompts, n=n, step=step, draw=draw, first=first, greedy=greedy)
+            sampling = sampling_params(self.config.actor_rollout_ref.rollout, validate=False, greedy=greedy)
+            return PromptBatch(rows, requests_of(rows, sampling), n, baselines)
 
-    async def respond(self, draw: Draw, number: int) -> ScoredGroup:
-        """The scored samples of one prompt of the draw."""
-        if draw.greedy is None:
-            return await self._respond(draw, number)
-        group, greedy = await all_of([self._respond(draw, number), self._respond(draw.greedy, number)])
+        baselines = make(1, greedy=True) if self.needs_baselines else None
+        return make(self.n, greedy=False, baselines=baselines)
+
+    async def respond(self, batch: PromptBatch, number: int) -> ScoredGroup:
+        """The scored samples of one prompt of the batch."""
+        if batch.greedy is None:
+            return await self._respond(batch, number)
+        group, greedy = await all_of([self._respond(batch, number), self._respond(batch.greedy, number)])
         group.baseline = float(greedy.call.tensors["token_level_scores"][greedy.rows].sum())
         return group
 
-    async def _respond(self, draw: Draw, number: int) -> ScoredGroup:
-        places = draw.places(number)
+    async def _respond(self, batch: PromptBatch, number: int) -> ScoredGroup:
+        places = batch.places(number)
         if self.agents is not None:
-            responses: list[Any] = await all_of([self.agents.converse(draw.rows, p, draw.requests[p]) for p in places])
+            responses: list[Any] = await all_of(
+                [self.agents.converse(batch.rows, p, batch.requests[p]) for p in places]
+            )
         else:
-            key = group_key(draw.rows, places.start)
-            responses = await all_of([self.client.generate(draw.requests[place], key=key) for place in places])
+            key = group_key(batch.rows, places.start)
+            responses = await all_of([self.client.generate(batch.requests[place], key=key) for place in places])
         self.generated.append(time.perf_counter())
-        return await self.scorer.score(draw, places, responses)
+        return await self.scorer.score(batch, places, responses)
 
-    def _with_responses(self, draw: Draw, places: Sequence[int], responses: Sequence[Any]) -> DataProto:
-        """Rows of a draw with the responses to them: completions, or conversations of agents."""
+    def _with_responses(self, batch: PromptBatch, places: Sequence[int], responses: Sequence[Any]) -> DataProto:
+        """Rows of a batch with the responses to them: completions, or conversations of agents."""
         if self.agents is not None:
-            return draw.rows[places].union(self.agents.batch(responses))
-        requests = [draw.requests[place] for place in places]
+            return batch.rows[places].union(self.agents.batch(responses))
+        requests = [batch.requests[place] for place in places]
         rollout = self.config.actor_rollout_ref.rollout
-        return draw.rows[places].union(batch_of(requests, responses, rollout, self.pad_token_id))
+        return batch.rows[places].union(batch_of(requests, responses, rollout, self.pad_token_id))

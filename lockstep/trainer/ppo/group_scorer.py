@@ -14,8 +14,7 @@ from itertools import chain, groupby
 from typing import Any, TypeVar
 
 from lockstep.protocol import DataProto
-from lockstep.trainer.ppo.sampling import FailureLimit, RewardFn, with_rm_scores, with_scores
-from lockstep.utils.progress import phase
+from lockstep.trainer.ppo.sampling import FailureLimit, RewardFn, with_scores
 from lockstep.utils.spans import span
 
 T = TypeVar("T")
@@ -37,7 +36,7 @@ class ScoredGroup:
 
 @dataclass(eq=False)
 class _Waiting:
-    draw: Any
+    batch: Any
     places: Sequence[int]
     responses: Sequence[Any]
     future: "asyncio.Future[ScoredGroup]"
@@ -45,7 +44,7 @@ class _Waiting:
 
 class GroupScorer:
     """
-    with_responses: (draw, places, responses) -> rows of the draw, at these places, with their responses.
+    with_responses: (batch, places, responses) -> rows of a `PromptBatch`, at these places, with their responses.
     rm_wg:          None without a reward model. It may share its processes with the rollout.
     submission:     held while calls are submitted to workers, so that all ranks get them in the same order.
     batch_rows:     this many failed rows stop the run, see `FailureLimit`.
@@ -79,10 +78,10 @@ class GroupScorer:
         if self._in_progress is not None:
             await asyncio.wait([self._in_progress])
 
-    async def score(self, draw: Any, places: Sequence[int], responses: Sequence[Any]) -> ScoredGroup:
-        """Score a group: the rows of a draw at `places`, whose responses are complete."""
+    async def score(self, batch: Any, places: Sequence[int], responses: Sequence[Any]) -> ScoredGroup:
+        """Score a group: the rows of a `PromptBatch` at `places`, whose responses are complete."""
         future: asyncio.Future[ScoredGroup] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Waiting(draw, places, responses, future))
+        self._waiting.append(_Waiting(batch, places, responses, future))
         if not self._calling:
             self._calling = True
             asyncio.get_running_loop().call_soon(self._call)  # groups that complete together are scored together
@@ -92,18 +91,19 @@ class GroupScorer:
         """Score the groups that wait."""
         waiting = [group for group in self._waiting if not group.future.done()]  # others were cancelled
         self._calling = bool(waiting)
-        meta = waiting[0].draw.rows.meta_info if waiting else {}  # a call is for one step
-        taken = [group for group in waiting if group.draw.rows.meta_info == meta]
-        self._waiting = [group for group in waiting if group.draw.rows.meta_info != meta]
+        meta = waiting[0].batch.rows.meta_info if waiting else {}  # a call is for one step
+        taken = [group for group in waiting if group.batch.rows.meta_info == meta]
+        self._waiting = [group for group in waiting if group.batch.rows.meta_info != meta]
         if taken:
-            taken.sort(key=lambda group: id(group.draw))
+            taken.sort(key=lambda group: id(group.batch))
             self._in_progress = in_thread(lambda: self._scored(taken))
             self._in_progress.add_done_callback(lambda call: self._hand_out(taken, call))
 
     def _hand_out(self, taken: list[_Waiting], call: "asyncio.Future[DataProto]") -> None:
         if call.cancelled():
             return
-        error, first = call.exception(), 0
+        error = call.exception()
+        first = 0
         for group in taken:
             rows = slice(first, first + len(group.places))
             first = rows.stop
@@ -117,22 +117,20 @@ class GroupScorer:
 
     def _rows(self, taken: list[_Waiting]) -> DataProto:
         parts = []
-        for _, same in groupby(taken, key=lambda group: id(group.draw)):
+        for _, same in groupby(taken, key=lambda group: id(group.batch)):
             groups = list(same)
             places = list(chain.from_iterable(group.places for group in groups))
             responses = list(chain.from_iterable(group.responses for group in groups))
-            parts.append(self._with_responses(groups[0].draw, places, responses))
+            parts.append(self._with_responses(groups[0].batch, places, responses))
         return parts[0] if len(parts) == 1 else DataProto.concat(parts)
 
     def _scored(self, taken: list[_Waiting]) -> DataProto:
         began = time.perf_counter()
         batch = self._rows(taken)
         with span("reward", ("rewards", 0)):
-            batch = with_rm_scores(batch, self.rm_wg, self._submission)
-            with phase("rewards"):
-                result = self.reward_fn(batch, return_dict=True)
+            batch = with_scores(batch, self.rm_wg, self.reward_fn, self._submission)
         self.busy_s += time.perf_counter() - began
-        return with_scores(batch, result)
+        return batch
 
 
 def in_thread(function: Callable[[], T]) -> "asyncio.Future[T]":
@@ -149,7 +147,7 @@ def in_thread(function: Callable[[], T]) -> "asyncio.Future[T]":
             future.set_result(result)  # type: ignore[arg-type]
 
     def call() -> None:
-        result, error = None, None
+        result = error = None
         try:
             result = function()
         except BaseException as raised:  # noqa: BLE001 - raised by the future

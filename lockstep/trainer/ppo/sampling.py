@@ -39,7 +39,7 @@ class Sampling:
     """
 
     submission: AbstractContextManager[Any] = nullcontext()
-    """See `with_rm_scores`."""
+    """See `with_scores`."""
 
     def __init__(self, config: PPOConfig, rollout_wg: Any, rm_wg: Any, reward_fn: RewardFn) -> None:
         self.config = config
@@ -47,6 +47,7 @@ class Sampling:
         self.rm_wg = rm_wg
         self.reward_fn = reward_fn
         self.n = config.actor_rollout_ref.rollout.n
+        self.filter = GroupFilter(config)
         self.needs_baselines = "reward_baselines" in required_inputs(config.algorithm.adv_estimator)
 
     def collect(
@@ -57,33 +58,15 @@ class Sampling:
         With `algorithm.filter_groups`, generates batches of prompts until `data.train_batch_size` prompts have samples with
         different scores.
         """
-        rule = self.config.algorithm.filter_groups
-        batch = self.scored(next(prompts), step=step, draw=0, timing=timing)
-        if not rule.enable:
-            return batch, {}
-        num_rows, draws = self.config.data.train_batch_size * self.n, 1
-        kept = [batch[keep_informative_groups(batch, rule.metric)]]
+        if not self.filter.enable:
+            return self.scored(next(prompts), step=step, draw=0, timing=timing), {}
+        num_rows = self.config.data.train_batch_size * self.n
+        kept: list[DataProto] = []
         while (num_kept := sum(map(len, kept))) < num_rows:
-            self._check_draws(draws, num_kept // self.n)
-            batch = self.scored(next(prompts), step=step, draw=draws, timing=timing)
-            kept.append(batch[keep_informative_groups(batch, rule.metric)])
-            draws += 1
-        return concat_scored(kept)[:num_rows], {"train/num_gen_batches": draws}
-
-    def _check_draws(self, draws: int, num_kept: int) -> None:
-        """Before a further batch of prompts is drawn: ValueError if there may be none; warn after the 8th, 16th, 32nd …"""
-        most, num_prompts = self.config.algorithm.filter_groups.max_num_gen_batches, self.config.data.train_batch_size
-        if 0 < most <= draws:
-            raise ValueError(
-                f"algorithm.filter_groups.max_num_gen_batches={most}: only {num_kept} of {num_prompts} prompts have samples with "
-                "different scores; the prompts are too hard or too easy for the policy"
-            )
-        if draws >= 8 and draws.bit_count() == 1:
-            logger.warning(
-                "filter_groups: %d batches sampled, %d of %d prompts kept: most prompts are too hard or too easy; set "
-                "algorithm.filter_groups.max_num_gen_batches to limit the number of batches",
-                *(draws, num_kept, num_prompts),
-            )
+            self.filter.check(len(kept), num_kept // self.n)
+            batch = self.scored(next(prompts), step=step, draw=len(kept), timing=timing)
+            kept.append(batch[self.filter.rows(batch)])
+        return concat_scored(kept)[:num_rows], self.filter.metrics(len(kept))
 
     def scored(self, prompts: DataProto, *, step: int, draw: int, timing: dict[str, float]) -> DataProto:
         """Scored samples of one batch of prompts, with greedy baselines if the estimator needs them."""
@@ -108,16 +91,61 @@ class Sampling:
 
     def score(self, batch: DataProto, reward_fn: RewardFn) -> DataProto:
         """Write `token_level_scores` and the extra columns of the reward function."""
-        batch = with_rm_scores(batch, self.rm_wg, self.submission)
-        with phase("rewards"):
-            result = reward_fn(batch, return_dict=True)
-        return _with_failed_filled(with_scores(batch, result))
+        return _with_failed_filled(with_scores(batch, self.rm_wg, reward_fn, self.submission))
 
     def greedy_baselines(self, prompts: DataProto, *, step: int, draw: int) -> torch.Tensor:
         """(B * n) score of each prompt's greedy response."""
         greedy = self.generate(prompts, n=1, step=step, draw=draw, greedy=True)
         scores: torch.Tensor = self.score(greedy, self.reward_fn).tensors["token_level_scores"].sum(-1)
         return scores.repeat_interleave(self.n)
+
+
+class GroupFilter:
+    """`algorithm.filter_groups`: which prompts are trained on, and how many batches of prompts a step may draw to find them."""
+
+    def __init__(self, config: PPOConfig) -> None:
+        rule = config.algorithm.filter_groups
+        self.enable = rule.enable
+        self.metric = rule.metric
+        self.max_draws = rule.max_num_gen_batches
+        self.num_prompts = config.data.train_batch_size
+
+    def rows(self, batch: DataProto) -> list[int]:
+        """The rows of the groups that are kept, in order."""
+        return keep_informative_groups(batch, self.metric)
+
+    def keeps(self, samples: DataProto) -> bool:
+        """Whether the samples of one prompt are kept."""
+        if not self.enable:
+            return True
+        if all(samples.non_tensor_batch.get("reward_failed", [False])):  # they may have none of the function's columns
+            return len(samples) == 1
+        return bool(self.rows(concat_scored([samples])))
+
+    def check(self, num_draws: int, num_kept: int) -> None:
+        """Before a batch of prompts is drawn: ValueError if there may be no further one; warn after the 8th, 16th, 32nd …"""
+        if 0 < self.max_draws <= num_draws:
+            raise ValueError(
+                f"algorithm.filter_groups.max_num_gen_batches={self.max_draws}: only {num_kept} of {self.num_prompts} prompts "
+                "have samples with different scores; the prompts are too hard or too easy for the policy"
+            )
+        if num_draws >= 8 and num_draws.bit_count() == 1:
+            logger.warning(
+                "filter_groups: %d batches sampled, %d of %d prompts kept: most prompts are too hard or too easy; set "
+                "algorithm.filter_groups.max_num_gen_batches to limit the number of batches",
+                *(num_draws, num_kept, self.num_prompts),
+            )
+
+    def check_dropped(self, num_dropped: int) -> None:
+        """Before a batch of prompts is drawn in the background. num_dropped: prompts that were not kept during the step."""
+        if self.enable and 0 < self.max_draws * self.num_prompts <= num_dropped:
+            raise ValueError(
+                f"algorithm.filter_groups.max_num_gen_batches={self.max_draws}: the samples of {num_dropped} "
+                "prompts had equal scores in one step; the prompts are too hard or too easy for the policy"
+            )
+
+    def metrics(self, num_draws: int) -> dict[str, float]:
+        return {"train/num_gen_batches": num_draws} if self.enable else {}
 
 
 class FailureLimit:
@@ -127,7 +155,8 @@ class FailureLimit:
     """
 
     def __init__(self, reward_fn: RewardFn, max_rows: int) -> None:
-        self.reward_fn, self.max_rows = reward_fn, max_rows
+        self.reward_fn = reward_fn
+        self.max_rows = max_rows
         self.reset()
 
     def reset(self) -> None:
@@ -223,21 +252,21 @@ def fill_failed(extra_info: dict[str, list[Any]]) -> dict[str, list[Any]]:
     return filled
 
 
-def with_rm_scores(batch: DataProto, rm_wg: Any, submission: AbstractContextManager[Any]) -> DataProto:
-    """The rows with the reward model's scores, if there is one.
+def with_scores(
+    batch: DataProto, rm_wg: Any, reward_fn: RewardFn, submission: AbstractContextManager[Any]
+) -> DataProto:
+    """The rows with the reward model's scores, if there is one, and the result of the reward function: `token_level_scores` and
+    its columns, with None for rows without a value.
 
-    submission: held while the call is submitted, so that all ranks get the calls of several threads in the same order.
+    submission: held while the reward model is called, so that all ranks get the calls of several threads in the same order.
     """
-    if rm_wg is None:
-        return batch
-    with phase("reward model"):
-        with submission:
-            scores = rm_wg.compute_rm_score(batch)
-        return batch.union(scores.get())
-
-
-def with_scores(batch: DataProto, result: Any) -> DataProto:
-    """The rows with the reward function's result: `token_level_scores` and its columns, with None for rows without a value."""
+    if rm_wg is not None:
+        with phase("reward model"):
+            with submission:
+                scores = rm_wg.compute_rm_score(batch)
+            batch = batch.union(scores.get())
+    with phase("rewards"):
+        result = reward_fn(batch, return_dict=True)
     extra = result["reward_extra_info"]
     batch.tensors["token_level_scores"] = result["reward_tensor"]
     batch.non_tensor_batch |= {name: object_array(values) for name, values in extra.items()}

@@ -24,7 +24,8 @@ from lockstep.config.placement import (
     pools_of,
 )
 from lockstep.config.ppo import PPOConfig
-from lockstep.data.rl_dataset import RLHFDataset, create_rl_dataset
+from lockstep.data.create_dataset import create_rl_dataset
+from lockstep.data.rl_dataset import RLHFDataset
 from lockstep.data.sampler import create_rl_sampler
 from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.observability.jsonl import METRICS_FILE, last_step

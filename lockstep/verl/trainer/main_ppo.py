@@ -5,20 +5,17 @@ Programs call `run_ppo(config)` from their own `hydra.main`, often with a subcla
 
 import gc
 import sys
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from lockstep.config.data import DataConfig
 from lockstep.config.placement import Pools, controller_of, needed_models, pools_of
 from lockstep.config.ppo import PPOConfig
 from lockstep.trainer.main_ppo import main, prepare
-from lockstep.verl._config import set_keys, typed_config
+from lockstep.verl._config import typed_config
 from lockstep.verl._ray import unwrapped
+from lockstep.verl.trainer._datasets import create_rl_dataset, create_rl_sampler
 
 if TYPE_CHECKING:
-    from torch.utils.data import Dataset
-
     from lockstep.single_controller import ResourcePoolManager, Role
-    from lockstep.utils.dataset_files import Use
 
 __all__ = ["TaskRunner", "create_rl_dataset", "create_rl_sampler", "main", "run_ppo"]
 
@@ -145,45 +142,6 @@ class TaskRunner:
             return trainer.fit()
         finally:
             trainer.close()
-
-
-def create_rl_dataset(
-    data_paths: Any,
-    data_config: Any,
-    tokenizer: Any,
-    processor: Any = None,
-    is_train: bool = True,
-    max_samples: int | None = None,
-) -> "Dataset[Any]":
-    """The dataset of the files, of the class that `data.custom_cls` names or `RLHFDataset`.
-
-    is_train: selects the split of folders and of datasets on the Hub. A custom class that does not derive from `RLHFDataset`
-    gets `data_paths` as they are.
-    max_samples: None is `data.train_max_samples` or, without `is_train`, `data.val_max_samples`.
-    """
-    from lockstep.data import rl_dataset
-    from lockstep.registry import load_object
-    from lockstep.utils.dataset_files import local_data_files
-    from lockstep.verl.utils.dataset.rl_dataset import RLHFDataset
-
-    custom = data_config.get("custom_cls") or {}
-    cls = load_object(custom["path"], custom["name"]) if custom.get("path") else RLHFDataset
-    if max_samples is None:
-        max_samples = data_config.get("train_max_samples" if is_train else "val_max_samples", -1)
-    files = data_paths if isinstance(data_paths, str) else list(data_paths)
-    if isinstance(cls, type) and issubclass(cls, rl_dataset.RLHFDataset):
-        use: Use = "train" if is_train else "val"
-        files = [str(file) for file in local_data_files(files, use, f"data.{use}_files")]
-    options = {"data_files": files, "tokenizer": tokenizer, "config": data_config, "processor": processor}
-    return cast("Dataset[Any]", cls(**options, max_samples=max_samples))
-
-
-def create_rl_sampler(data_config: Any, dataset: Any) -> Any:
-    """The sampler that `data.sampler` names; None leaves the order to the data loader (`data.shuffle`)."""
-    from lockstep.data import sampler
-    from lockstep.data.settings import from_mapping
-
-    return sampler.create_rl_sampler(from_mapping(DataConfig, set_keys(DataConfig, data_config)), dataset)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.agents.agents import Agents
 from lockstep.config.data import DataConfig
-from lockstep.data.rl_dataset import create_rl_dataset
+from lockstep.data.create_dataset import create_rl_dataset
 from lockstep.rewards.default import default_compute_score
 from tests.agents.scripted import END, TOKENIZER, Scripted, converse, make_agents, roles, sampled_texts
 

@@ -147,10 +147,13 @@ class EmbeddedEngine(ModuleEngine):
         """Compare with transformers once per `bind`; at the first request, when the weights are there."""
         if self._model_is_checked:
             return
-        model, block_size, max_length = self._bound[0].model, self.config.kv_block_size, self.max_model_len
+        model = self._bound[0].model
+        block_size = self.config.kv_block_size
+        max_length = self.max_model_len
         if self.num_blocks is not None:
             max_length = min(max_length, self.num_blocks * block_size)
-        path, advice = "the embedded rollout", "Use actor_rollout_ref.rollout.name=hf for this model."
+        path = "the embedded rollout"
+        advice = "Use actor_rollout_ref.rollout.name=hf for this model."
         with phase("check the model"):
             check_against_transformers(self._run, model, max_length, block_size, path=path, advice=advice)
         self._model_is_checked = True
@@ -180,7 +183,9 @@ class EmbeddedEngine(ModuleEngine):
         """needed: most blocks of each unfinished sequence."""
         if self.num_blocks is not None:
             return self.num_blocks
-        runner, current, max_num_seqs = self._bound[0], self.blocks.num_blocks, self.config.max_num_seqs
+        runner = self._bound[0]
+        current = self.blocks.num_blocks
+        max_num_seqs = self.config.max_num_seqs
         if runner.device.type == "cuda":
             if current:
                 return current  # allocated once, at full size

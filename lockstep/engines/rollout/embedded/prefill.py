@@ -21,14 +21,16 @@ class PrefillInputs:
     """
 
     def __init__(self, rows: list[PrefillRow], cache: PagedCache) -> None:
-        size, device = cache.block_size, cache.device
+        size = cache.block_size
+        device = cache.device
         rows = sorted(rows, key=lambda row: (row.start == 0, _shape(row)))  # as `PagedAttention` expects
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
         last: list[int] = []
         for row in rows:
-            blocks, new = row.sequence.blocks, range(row.start, row.stop)
+            blocks = row.sequence.blocks
+            new = range(row.start, row.stop)
             tokens += row.sequence.tokens[row.start : row.stop]
             positions += new
             slots += [blocks[p // size] * size + p % size for p in new]
@@ -47,7 +49,8 @@ def _shape(row: PrefillRow) -> tuple[int, int]:
 
 
 def _cached_rows(rows: list[PrefillRow], device: torch.device) -> list[CachedRows]:
-    result, first = [], 0
+    result = []
+    first = 0
     for (num_new, _), group in groupby(rows, key=_shape):
         same = list(group)
         tables = [row.sequence.blocks for row in same]

@@ -83,7 +83,8 @@ def sample(logits_NV: Tensor, batch: SamplingBatch, uniform_N: Tensor) -> tuple[
 
 def keep_mask(scaled_NV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """(N, V) bool: tokens kept by min-p and top-k, then by top-p of the rest."""
-    vocab, device = scaled_NV.shape[1], scaled_NV.device
+    vocab = scaled_NV.shape[1]
+    device = scaled_NV.device
     min_p = torch.tensor([p.min_p for p in params], device=device)[:, None]
     likely_NV = scaled_NV >= scaled_NV.amax(-1, keepdim=True) + min_p.log()
     if all(p.top_k <= 0 and p.top_p == 1 for p in params):

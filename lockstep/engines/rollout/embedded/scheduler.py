@@ -160,7 +160,8 @@ class Scheduler:
 
     def schedule_prefill(self) -> PrefillStep:
         """The next prefill step; empty if nothing fits."""
-        step, budget = PrefillStep(), self.max_num_tokens
+        step = PrefillStep()
+        budget = self.max_num_tokens
         self._completed_now.clear()
         running = list(self.running)
         for sequence in running:
@@ -247,7 +248,8 @@ class Scheduler:
 
     def _share_prompt(self, row: PrefillRow) -> None:
         """If the row completes a prompt for which others wait, start those that fit and keep its blocks for the rest."""
-        leader, prompt_id = row.sequence, row.sequence.prompt_id
+        leader = row.sequence
+        prompt_id = row.sequence.prompt_id
         if self._leaders.get(prompt_id) is not leader or leader.num_computed < leader.num_prompt:
             return
         del self._leaders[prompt_id]

@@ -52,7 +52,8 @@ class StepLoop:
         self.runner = runner
         self.scheduler = scheduler
         self.num_prefill_tokens = 0
-        self._max_model_len, self._use_graphs = max_model_len, use_graphs
+        self._max_model_len = max_model_len
+        self._use_graphs = use_graphs
         self._decoder: Decoder | None = None
         self._max_stop_ids = 0
         self._in_flight: deque[tuple[list[tuple[Sequence, int]], SampledTokens]] = deque()

@@ -1,8 +1,9 @@
 """Rollout by inference servers that are already running.
 
-engine.py      requests, updates and proof behind `RolloutEngine`
-pool.py        which server gets a request; retries, deadlines
-http.py        one server: its connection, load and health
-protocols.py   what vLLM, SGLang and OpenAI-compatible servers are asked, and what they answer
-weights.py     how new weights reach them
+engine.py            requests, updates and proof behind `RolloutEngine`
+pool.py              which server gets a request; retries, deadlines
+inference_server.py  one server: its protocol, load and health
+protocols.py         what vLLM, SGLang and OpenAI-compatible servers are asked, and what they answer
+http.py              the connection to one server
+weights.py           how new weights reach them
 """

@@ -28,9 +28,10 @@ from lockstep.engines.rollout.rollout_engine import (
     responses_of,
     stop_tokens,
 )
-from lockstep.engines.rollout.server.http import KEY, Server, ServerError, Unavailable
+from lockstep.engines.rollout.server.http import KEY, ServerError, Unavailable
+from lockstep.engines.rollout.server.inference_server import Server, open_server
 from lockstep.engines.rollout.server.pool import InFlight, ServerPool
-from lockstep.engines.rollout.server.protocols import Answer, open_server
+from lockstep.engines.rollout.server.protocols import Answer
 from lockstep.engines.rollout.server.weights import WeightTransfer, transfer_of
 from lockstep.protocol.generation import Completion, GenerationRequest, Outcome, SamplingParams
 from lockstep.utils.audit import AuditError
@@ -184,7 +185,8 @@ class ServerEngine(RolloutEngine):
         if self._leads:
             self._wake("weights")
         for server in self._pool.servers:
-            server.is_current, server.weights_label = True, None
+            server.is_current = True
+            server.weights_label = None
         if self._leads:
             self._loop.run(self._begin())
 
@@ -273,7 +275,7 @@ class ServerEngine(RolloutEngine):
             self._awake |= set(asleep)
 
     def _salt(self) -> str:
-        """Of cached prefixes: blocks of one policy version are never used by another."""
+        """Key of cached prefixes: blocks of one policy version are never used by another."""
         return f"version {self.policy_version}"
 
 

@@ -1,24 +1,19 @@
-"""One inference server: its HTTP connection, load and health."""
+"""The HTTP connection to one inference server."""
 
 import asyncio
 import json
 import logging
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx2
 
 from lockstep.config.actor_rollout_ref import ServerConfig
 from lockstep.utils.json_http import AnswerTooLargeError, request_limited
 
-if TYPE_CHECKING:
-    from lockstep.engines.rollout.server.protocols import ServerProtocol
-
 KEY = "actor_rollout_ref.rollout.server"
 RETRIED = {408, 425, 429, 500, 502, 503, 504}
-MAX_BACKOFF_S = 30.0
 
-logger = logging.getLogger(__name__)
 logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs every request
 
 
@@ -30,32 +25,13 @@ class Unavailable(ServerError):
     """No usable answer this time; the request may be sent again."""
 
 
-class Server:
-    """Lives in the engine's event loop.
-
-    protocol:      set by `open_server`, like model, paths and no_updates.
-    model:         name of the model in requests.
-    paths:         those of its protocol that it has.
-    no_updates:    why its weights cannot be updated; None if they can.
-    outstanding:   tokens of its unfinished requests: prompts and the most that they may generate.
-    retry_at:      time of the loop before which no request is sent to it, after a failure.
-    weights_label: label that its answers must carry; None if it got no weights from this run.
-    is_current:    whether it has the weights of the last update.
-    """
+class Connection:
+    """Lives in the engine's event loop. paths: optional ones of its protocol that the server has."""
 
     def __init__(self, url: str, config: ServerConfig) -> None:
         self.url = url.rstrip("/")
         self.config = config
-        self.protocol: ServerProtocol
-        self.model = ""
         self.paths: set[str] = set()
-        self.no_updates: str | None = None
-        self.outstanding = 0
-        self.retry_at = 0.0
-        self.weights_label: str | None = None
-        self.is_current = True
-        self.slots = asyncio.Semaphore(config.max_outstanding)
-        self._num_failures = 0
         self._http = httpx2.AsyncClient(
             base_url=self.url,
             headers=_headers(config),
@@ -97,18 +73,6 @@ class Server:
             raise Unavailable(f"{self.url}: cannot connect ({error or type(error).__name__})") from error
         except httpx2.TransportError as error:
             raise Unavailable(f"{self.url}: connection lost ({error or type(error).__name__})") from error
-
-    def succeeded(self) -> None:
-        self._num_failures = 0
-
-    def failed(self, error: Unavailable) -> None:
-        """Pause before the next request; requests that fail together count once."""
-        now = asyncio.get_running_loop().time()
-        if now >= self.retry_at:
-            pause_s = min(self.config.retry_backoff_s * 2**self._num_failures, MAX_BACKOFF_S)
-            self.retry_at = now + pause_s
-            self._num_failures += 1
-            logger.warning("%s; next attempt in %.3g s", error, pause_s)
 
     async def close(self) -> None:
         await self._http.aclose()

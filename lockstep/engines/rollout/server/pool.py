@@ -12,7 +12,8 @@ from itertools import count
 from uuid import uuid4
 
 from lockstep.config.actor_rollout_ref import ServerConfig
-from lockstep.engines.rollout.server.http import KEY, Server, ServerError, Unavailable
+from lockstep.engines.rollout.server.http import KEY, ServerError, Unavailable
+from lockstep.engines.rollout.server.inference_server import Server
 from lockstep.engines.rollout.server.protocols import Answer
 from lockstep.protocol.generation import GenerationRequest
 
@@ -79,7 +80,8 @@ class ServerPool:
         if pause_s > 0:
             await asyncio.sleep(pause_s)
         async with server.slots:
-            flight.server, flight.name = server, next(self._names)
+            flight.server = server
+            flight.name = next(self._names)
             protocol = server.protocol
             body = protocol.body(flight.request, flight.name, server.model, sorted(flight.stops), flight.salt)
             reply = await server.post(protocol.generate_path, body)
@@ -104,7 +106,8 @@ class ServerPool:
                 f"no server has the weights of the last update any more ({KEY}.urls: {urls}); resume the run from its last "
                 "checkpoint, which sends them again"
             )
-        now, prompt = asyncio.get_running_loop().time(), tuple(flight.request.prompt_ids)
+        now = asyncio.get_running_loop().time()
+        prompt = tuple(flight.request.prompt_ids)
         home = self._homes.get(prompt)
         if home is None or home not in current or home.retry_at > now:
             healthy = [server for server in current if server.retry_at <= now]
@@ -128,7 +131,9 @@ def _check_weights(server: Server, answer: Answer) -> None:
 
 
 def _check_answer(server: Server, flight: InFlight, answer: Answer) -> None:
-    tokens, log_probs, most = answer.token_ids, answer.log_probs, flight.request.sampling.max_tokens
+    tokens = answer.token_ids
+    log_probs = answer.log_probs
+    most = flight.request.sampling.max_tokens
     cause = None
     if len(tokens) != len(log_probs):
         cause = f"{len(tokens)} tokens, but {len(log_probs)} log-probs"

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.config.actor_rollout_ref import WEIGHT_TRANSFERS, RolloutConfig
-from lockstep.engines.rollout.rollout_engine import longest_sequence
-from lockstep.engines.rollout.server.http import KEY, Server, ServerError
+from lockstep.engines.rollout.server.http import KEY, Connection, ServerError
 from lockstep.engines.rollout.vllm import logprobs_mode
 from lockstep.protocol.generation import GenerationRequest
 from lockstep.registry import Registry
@@ -60,63 +59,65 @@ class ServerProtocol(ABC):
     def answer(self, body: Any) -> Answer:
         """Read a server's answer; LookupError, TypeError or ValueError if a part is missing."""
 
-    async def abort(self, server: Server, request_ids: Sequence[str]) -> bool:
+    async def abort(self, server: Connection, request_ids: Sequence[str]) -> bool:
         """End requests, which are then answered with what they have; False if the server cannot."""
         return False
 
-    async def check(self, server: Server, config: RolloutConfig) -> None:  # noqa: B027
+    async def check(self, server: Connection, config: RolloutConfig) -> None:  # noqa: B027
         """ServerError if the server's settings do not fit the run."""
 
-    async def why_no_updates(self, server: Server) -> str | None:
+    async def why_no_updates(self, server: Connection) -> str | None:
         """Why its weights cannot be updated, and what to do; None if they can."""
         return (
             f"{server.url} has no endpoints for weight updates; set {KEY}.kind=vllm or sglang and start such a server"
         )
 
-    async def begin_update(self, server: Server) -> None:
+    async def begin_update(self, server: Connection) -> None:
         raise NotImplementedError
 
-    async def load_file(self, server: Server, path: str) -> None:
+    async def load_file(self, server: Connection, path: str) -> None:
         """Load the tensors of a safetensors file."""
         raise NotImplementedError
 
-    async def load_tensors(self, server: Server, payload: str) -> None:
+    async def load_tensors(self, server: Connection, payload: str) -> None:
         """Load tensors. payload: base64 of a pickled list of (name, tensor)."""
         raise NotImplementedError
 
     async def join_group(
-        self, server: Server, name: str, address: str, port: int, first_rank: int, size: int, backend: str
+        self, server: Connection, name: str, address: str, port: int, first_rank: int, size: int, backend: str
     ) -> None:
         """Let its ranks join the group of this name. first_rank: of the server's first one."""
         raise NotImplementedError
 
-    async def load_broadcast(self, server: Server, group: str, tensors: Sequence[tuple[str, str, list[int]]]) -> None:
+    async def load_broadcast(
+        self, server: Connection, group: str, tensors: Sequence[tuple[str, str, list[int]]]
+    ) -> None:
         """Load tensors that rank 0 of the group broadcasts: name, dtype and shape of each."""
         raise NotImplementedError
 
-    async def num_ranks(self, server: Server) -> int:
+    async def num_ranks(self, server: Connection) -> int:
         """Processes of the server that hold weights."""
         raise NotImplementedError
 
-    async def finish_update(self, server: Server, label: str) -> None:
+    async def finish_update(self, server: Connection, label: str) -> None:
         """All weights have been loaded; answers carry `label` from now on."""
         raise NotImplementedError
 
-    async def fingerprints(self, server: Server, names: Sequence[str]) -> dict[str, int] | None:
-        """Of the server's parameters; None if it cannot tell."""
+    async def fingerprints(self, server: Connection, names: Sequence[str]) -> dict[str, int] | None:
+        """Fingerprints of the server's parameters; None if it cannot tell."""
         return None
 
-    async def unread_weights(self, server: Server, names: Sequence[str]) -> dict[str, str]:
+    async def unread_weights(self, server: Connection, names: Sequence[str]) -> dict[str, str]:
         """Parameters that are not in `fingerprints` as they compute, and why."""
         return dict.fromkeys(names, f"{server.url} does not show its weights")
 
-    async def drop_cached_prefixes(self, server: Server) -> None:  # noqa: B027
+    async def drop_cached_prefixes(self, server: Connection) -> None:  # noqa: B027
         """Forget cached prefixes; requests must not be running."""
 
-    async def sleep(self, server: Server) -> None:
+    async def sleep(self, server: Connection) -> None:
         raise ServerError(f"{server.url} cannot release its memory; set {KEY}.sleep=false")
 
-    async def wake(self, server: Server, parts: Sequence[str]) -> None:
+    async def wake(self, server: Connection, parts: Sequence[str]) -> None:
         """parts: any of weights and kv_cache."""
         raise NotImplementedError
 
@@ -162,13 +163,13 @@ class VllmProtocol(ServerProtocol):
         weights = None if spans is None else {span["version"] for span in spans}
         return Answer(choice["token_ids"] or [], log_probs, choice["finish_reason"], weights)
 
-    async def abort(self, server: Server, request_ids: Sequence[str]) -> bool:
+    async def abort(self, server: Connection, request_ids: Sequence[str]) -> bool:
         if self._ABORT not in server.paths:
             return False
         await server.post(self._ABORT, {"request_ids": [f"generate-tokens-{name}" for name in request_ids]})
         return True
 
-    async def check(self, server: Server, config: RolloutConfig) -> None:
+    async def check(self, server: Connection, config: RolloutConfig) -> None:
         if "/collective_rpc" not in server.paths:  # development mode, which weight updates need, also has /server_info
             return
         info = (await server.get("/server_info?config_format=json"))["vllm_config"]["model_config"]
@@ -179,7 +180,7 @@ class VllmProtocol(ServerProtocol):
                 f"start it with --logprobs-mode {wanted}"
             )
 
-    async def why_no_updates(self, server: Server) -> str | None:
+    async def why_no_updates(self, server: Connection) -> str | None:
         missing = [path for path in self._UPDATE if path not in server.paths]
         if missing:
             return (
@@ -191,23 +192,25 @@ class VllmProtocol(ServerProtocol):
             return f"{server.url} cannot load weights; start it with --worker-extension-cls {EXTENSION}"
         return None
 
-    async def begin_update(self, server: Server) -> None:
+    async def begin_update(self, server: Connection) -> None:
         await server.post("/pause?mode=abort")
         await self._on_workers(server, "lockstep_begin_update")
 
-    async def load_file(self, server: Server, path: str) -> None:
+    async def load_file(self, server: Connection, path: str) -> None:
         await self._on_workers(server, "lockstep_load_file", path)
 
     async def join_group(
-        self, server: Server, name: str, address: str, port: int, first_rank: int, size: int, backend: str
+        self, server: Connection, name: str, address: str, port: int, first_rank: int, size: int, backend: str
     ) -> None:
         timeout_s = server.config.timeout_s
         await self._on_workers(server, "lockstep_join_group", name, address, port, first_rank, size, backend, timeout_s)
 
-    async def load_broadcast(self, server: Server, group: str, tensors: Sequence[tuple[str, str, list[int]]]) -> None:
+    async def load_broadcast(
+        self, server: Connection, group: str, tensors: Sequence[tuple[str, str, list[int]]]
+    ) -> None:
         await self._on_workers(server, "lockstep_load_broadcast", tensors)
 
-    async def num_ranks(self, server: Server) -> int:
+    async def num_ranks(self, server: Connection) -> int:
         size, of_one = [
             int((await server.get(f"/get_world_size?include_dp={flag}"))["world_size"]) for flag in ("true", "false")
         ]
@@ -215,7 +218,7 @@ class VllmProtocol(ServerProtocol):
             raise ServerError(f"{server.url} is data-parallel; start one server per copy and list all URLs")
         return size
 
-    async def finish_update(self, server: Server, label: str) -> None:
+    async def finish_update(self, server: Connection, label: str) -> None:
         wrong = [text for text in await self._on_workers(server, "lockstep_finish_update") if text]
         if wrong:
             raise AuditError(f"{server.url} does not compute with the new weights ({label}): {wrong[0]}")
@@ -223,30 +226,30 @@ class VllmProtocol(ServerProtocol):
         await server.post("/update_weight_version", {"new_version": label})
         await server.post("/resume")
 
-    async def fingerprints(self, server: Server, names: Sequence[str]) -> dict[str, int] | None:
-        """Of all ranks of the server together: a parameter that is missing on one is left out."""
+    async def fingerprints(self, server: Connection, names: Sequence[str]) -> dict[str, int] | None:
+        """Those of all ranks together: a parameter that is missing on one is left out."""
         ranks = await self._on_workers(server, "lockstep_fingerprints", list(names))
         for name in names:
             if len({rank[name] for rank in ranks if name in rank}) > 1:
                 raise AuditError(f"{name} differs between the ranks of {server.url}")
         return {name: ranks[0][name] for name in names if all(name in rank for rank in ranks)}
 
-    async def unread_weights(self, server: Server, names: Sequence[str]) -> dict[str, str]:
+    async def unread_weights(self, server: Connection, names: Sequence[str]) -> dict[str, str]:
         ranks: list[dict[str, str]] = await self._on_workers(server, "lockstep_unread")
         return {name: reason for rank in ranks for name, reason in rank.items()}
 
-    async def drop_cached_prefixes(self, server: Server) -> None:
+    async def drop_cached_prefixes(self, server: Connection) -> None:
         done = await server.post("/reset_prefix_cache")
         if not done["success"]:
             raise ServerError(f"{server.url} did not reset its prefix cache: requests are still running")
 
-    async def sleep(self, server: Server) -> None:
+    async def sleep(self, server: Connection) -> None:
         await server.post("/sleep?level=1")
 
-    async def wake(self, server: Server, parts: Sequence[str]) -> None:
+    async def wake(self, server: Connection, parts: Sequence[str]) -> None:
         await server.post("/wake_up?" + "&".join(f"tags={part}" for part in parts))
 
-    async def _on_workers(self, server: Server, method: str, *args: Any) -> list[Any]:
+    async def _on_workers(self, server: Connection, method: str, *args: Any) -> list[Any]:
         answer = await server.post("/collective_rpc", {"method": method, "args": list(args)})
         return list(answer["results"]) if answer else []
 
@@ -288,32 +291,34 @@ class SglangProtocol(ServerProtocol):
         weights = None if label is None else {label}
         return Answer(token_ids, [pair[0] for pair in pairs], about["finish_reason"]["type"], weights)
 
-    async def abort(self, server: Server, request_ids: Sequence[str]) -> bool:
+    async def abort(self, server: Connection, request_ids: Sequence[str]) -> bool:
         await asyncio.gather(*(server.post("/abort_request", {"rid": name}) for name in request_ids))
         return True
 
-    async def why_no_updates(self, server: Server) -> str | None:
+    async def why_no_updates(self, server: Connection) -> str | None:
         return None
 
-    async def begin_update(self, server: Server) -> None:
+    async def begin_update(self, server: Connection) -> None:
         await server.post("/pause_generation", {"mode": "abort"})
 
-    async def load_tensors(self, server: Server, payload: str) -> None:
+    async def load_tensors(self, server: Connection, payload: str) -> None:
         ranks = [payload] * await self.num_ranks(server)
         await self._update(server, "/update_weights_from_tensor", {"serialized_named_tensors": ranks})
 
     async def join_group(
-        self, server: Server, name: str, address: str, port: int, first_rank: int, size: int, backend: str
+        self, server: Connection, name: str, address: str, port: int, first_rank: int, size: int, backend: str
     ) -> None:
         place = {"master_address": address, "master_port": port, "rank_offset": first_rank, "world_size": size}
         await self._update(server, "/init_weights_update_group", {**place, "group_name": name, "backend": backend})
 
-    async def load_broadcast(self, server: Server, group: str, tensors: Sequence[tuple[str, str, list[int]]]) -> None:
+    async def load_broadcast(
+        self, server: Connection, group: str, tensors: Sequence[tuple[str, str, list[int]]]
+    ) -> None:
         names, dtypes, shapes = (list(column) for column in zip(*tensors))
         body = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": group, "flush_cache": False}
         await self._update(server, "/update_weights_from_distributed", body)
 
-    async def num_ranks(self, server: Server) -> int:
+    async def num_ranks(self, server: Connection) -> int:
         try:
             info = await server.get("/server_info")
         except ServerError:  # its name in older versions
@@ -324,21 +329,21 @@ class SglangProtocol(ServerProtocol):
             )
         return int(info["tp_size"]) * int(info.get("pp_size", 1))
 
-    async def finish_update(self, server: Server, label: str) -> None:
+    async def finish_update(self, server: Connection, label: str) -> None:
         await self.drop_cached_prefixes(server)
         await self._update(server, "/update_weight_version", {"new_version": label, "abort_all_requests": False})
         await server.post("/continue_generation", {})
 
-    async def drop_cached_prefixes(self, server: Server) -> None:
+    async def drop_cached_prefixes(self, server: Connection) -> None:
         await server.post("/flush_cache")  # 400 while requests are running
 
-    async def sleep(self, server: Server) -> None:
+    async def sleep(self, server: Connection) -> None:
         await server.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
 
-    async def wake(self, server: Server, parts: Sequence[str]) -> None:
+    async def wake(self, server: Connection, parts: Sequence[str]) -> None:
         await server.post("/resume_memory_occupation", {"tags": list(parts)})
 
-    async def _update(self, server: Server, path: str, body: dict[str, Any]) -> None:
+    async def _update(self, server: Connection, path: str, body: dict[str, Any]) -> None:
         answer = await server.post(path, body)
         if not answer or not answer.get("success"):
             raise ServerError(f"{server.url}{path}: {(answer or {}).get('message') or 'no success'}")
@@ -373,31 +378,3 @@ class OpenAIProtocol(ServerProtocol):
         if token_ids is None:
             token_ids = [int(text.removeprefix("token_id:")) for text in choice["logprobs"]["tokens"]]
         return Answer(token_ids, choice["logprobs"]["token_logprobs"], choice["finish_reason"])
-
-
-async def open_server(server: Server, config: RolloutConfig, kind: str) -> None:
-    """Find the server's protocol and model; ServerError if they do not fit the config."""
-    models = (await server.get("/v1/models"))["data"]
-    if kind == "auto":
-        kind = "openai"
-        for name in ("vllm", "sglang"):
-            marker = PROTOCOLS.get(name).marker
-            if marker is not None and await server.has(marker):
-                kind = name
-    server.protocol = PROTOCOLS.get(kind)()
-    server.paths = {path for path in server.protocol.optional if await server.has(path)}
-    names = [model["id"] for model in models]
-    wanted = config.server.model
-    if wanted is None and len(names) != 1:
-        raise ServerError(f"{server.url} serves {', '.join(names) or 'no model'}; name one with {KEY}.model")
-    if wanted is not None and wanted not in names:
-        raise ServerError(f"{KEY}.model={wanted}: {server.url} serves {', '.join(names) or 'no model'}")
-    server.model = wanted or names[0]
-    longest, limit = longest_sequence(config), models[names.index(server.model)].get("max_model_len")
-    if limit is not None and limit < longest:
-        raise ServerError(
-            f"{server.url} serves at most {limit} tokens per sequence, data.max_prompt_length + data.max_response_length is "
-            f"{longest}; lower them, or start the server with a longer maximum length"
-        )
-    await server.protocol.check(server, config)
-    server.no_updates = await server.protocol.why_no_updates(server)

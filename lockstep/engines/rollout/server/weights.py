@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lockstep.config.actor_rollout_ref import ServerConfig
-from lockstep.engines.rollout.server.http import KEY, Server, ServerError
+from lockstep.engines.rollout.server.http import KEY, ServerError
+from lockstep.engines.rollout.server.inference_server import Server
 from lockstep.utils.distributed import join_group
 
 Bucket = list[tuple[str, Tensor]]
@@ -80,7 +81,9 @@ class DistributedTransfer(WeightTransfer):
 
     async def open(self, servers: list[Server]) -> None:
         sizes = [await server.protocol.num_ranks(server) for server in servers]
-        size, address, port = 1 + sum(sizes), _address_for(servers[0].url), _free_port()
+        size = 1 + sum(sizes)
+        address = _address_for(servers[0].url)
+        port = _free_port()
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         first_ranks = [1 + sum(sizes[:place]) for place in range(len(servers))]
         joining = [

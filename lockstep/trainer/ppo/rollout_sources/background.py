@@ -38,14 +38,18 @@ class BackgroundRollout:
         journal: Journal,
         is_kept: Callable[[DataProto], bool],
     ) -> None:
-        self.sampler, self.schedule, self.journal, self.is_kept = sampler, schedule, journal, is_kept
+        self.sampler = sampler
+        self.schedule = schedule
+        self.journal = journal
+        self.is_kept = is_kept
         self.num_dropped = {"stale": 0, "filtered": 0}
         """Groups that were dropped, by reason."""
         self._tasks: dict[GroupId, asyncio.Task[None]] = {}
         self._failure: Exception | None = None
         self._serving: AsyncExitStack | None = None
         self._is_paused = True
-        self._busy_s, self._busy_since = 0.0, 0.0  # busy_since: 0 while nothing is generated
+        self._busy_s = 0.0
+        self._busy_since = 0.0  # 0 while nothing is generated
         self._changed = asyncio.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)

@@ -7,7 +7,6 @@ The slowest responses no longer hold up the step that began them. Their first to
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 
 from lockstep.protocol import DataProto
 from lockstep.trainer.ppo.rollout_sources.group_schedule import Group
@@ -15,12 +14,11 @@ from lockstep.trainer.ppo.rollout_sources.rollout_source import AsyncSource
 
 
 class ColocatedSource(AsyncSource):
+    """Idle outside of `collect`."""
+
     def _take(self, prompts: Iterator[DataProto], step: int) -> list[Group]:
         self._rollout.resume()
         try:
             return super()._take(prompts, step)
         finally:
             self._rollout.pause()
-
-    def idle(self) -> AbstractContextManager[None]:
-        return nullcontext()  # paused outside of `collect`

@@ -103,7 +103,8 @@ class GroupSchedule:
         late = self._late([group for group in groups if group.samples is not None], step)
         for group in groups:
             if group.samples is None or group in late:
-                group.samples, group.started = None, 0
+                group.samples = None
+                group.started = 0
                 self.waiting.append(group)
             else:
                 self.finished[group.id] = group

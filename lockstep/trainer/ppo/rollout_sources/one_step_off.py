@@ -34,7 +34,8 @@ class OneStepOffSource(AsyncSource):
         return groups
 
     def update_weights(self, policy_version: int) -> dict[str, float]:
-        self.policy_version, self.is_updated = policy_version, True
+        self.policy_version = policy_version
+        self.is_updated = True
         return {}
 
     @contextmanager

@@ -4,9 +4,9 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lockstep.config.ppo import PPOConfig
 from lockstep.protocol import DataProto, object_array
@@ -24,14 +24,18 @@ STATE = "rollouts"
 """File of a checkpoint: groups that were drawn from the data and not trained on."""
 
 
-class RolloutSource(Protocol):
+class RolloutSource(ABC):
     """keeps_prompts: prompts that a discarded step has drawn are still there for the next one."""
 
-    keeps_prompts: bool
+    keeps_prompts = False
 
-    def start(self, run_dir: Path, step: int, policy_version: int, checkpoint: Path | None) -> None:
+    def __init__(self, weight_sync: WeightSync | None) -> None:
+        self.weight_sync = weight_sync
+
+    def start(self, run_dir: Path, step: int, policy_version: int, checkpoint: Path | None) -> None:  # noqa: B027
         """Begin after `step`, with weights of `policy_version`; checkpoint: the folder that the run goes on from."""
 
+    @abstractmethod
     def collect(
         self, prompts: Iterator[DataProto], *, step: int, timing: dict[str, float]
     ) -> tuple[DataProto, dict[str, float]]:
@@ -39,21 +43,23 @@ class RolloutSource(Protocol):
 
     def update_weights(self, policy_version: int) -> dict[str, float]:
         """The actor has been updated: bring its weights to the rollout; returns metrics."""
+        return {} if self.weight_sync is None else self.weight_sync.run(policy_version)
 
     def idle(self) -> AbstractContextManager[None]:
         """Inside, the rollout has the actor's weights and generates nothing: others may use it."""
+        return nullcontext()
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> None:  # noqa: B027
         """Write the state into the folder of a checkpoint."""
 
-    def saved(self, step: int) -> None:
+    def saved(self, step: int) -> None:  # noqa: B027
         """The checkpoint of the step is complete."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Stop generating."""
 
 
-class AsyncSource(ABC):
+class AsyncSource(RolloutSource):
     """Groups of samples that are generated in the background.
 
     last_step: of the run.
@@ -66,7 +72,9 @@ class AsyncSource(ABC):
     def __init__(
         self, config: PPOConfig, sampling: AsyncSampling, weight_sync: WeightSync | None, last_step: int
     ) -> None:
-        self.config, self.sampling, self.weight_sync = config, sampling, weight_sync
+        super().__init__(weight_sync)
+        self.config = config
+        self.sampling = sampling
         trainer = config.trainer
         self.schedule = GroupSchedule(
             config.data.train_batch_size, trainer.max_staleness, trainer.stale_samples, self.ahead, last_step
@@ -75,13 +83,14 @@ class AsyncSource(ABC):
         self.num_drawn = 0
         """Batches of prompts drawn from the data."""
         self.sync_metrics: dict[str, float] = {}
-        """Of weights that were sent and that `collect` has not reported."""
+        """Metrics of weight updates that `collect` has not reported."""
         self.is_updated = False
         """Whether the actor has been updated since weights were sent, for sources that send them within `collect`."""
         self.rollout: BackgroundRollout | None = None
 
     def start(self, run_dir: Path, step: int, policy_version: int, checkpoint: Path | None) -> None:
-        self.policy_version, self.num_drawn = policy_version, step
+        self.policy_version = policy_version
+        self.num_drawn = step
         self.journal = Journal(run_dir, step, policy_version)
         if checkpoint is not None and has_state(checkpoint / STATE):
             state = load_state(checkpoint / STATE)
@@ -90,7 +99,7 @@ class AsyncSource(ABC):
             self.is_updated = state.get("is_updated", False)
             num_samples = self.config.actor_rollout_ref.rollout.n
             self.schedule.restore([_group_of(group, num_samples) for group in state["groups"]], step + 1)
-        self.rollout = BackgroundRollout(self.sampling.sampler, self.schedule, self.journal, self.sampling.is_kept)
+        self.rollout = BackgroundRollout(self.sampling.sampler, self.schedule, self.journal, self.sampling.filter.keeps)
         self._last_collect = time.perf_counter()
 
     def collect(
@@ -102,11 +111,13 @@ class AsyncSource(ABC):
             groups = self._take(prompts, step)
         self.journal.train(step, groups)
         batch = _batch_of(groups, step)
-        elapsed_s, self._last_collect = time.perf_counter() - self._last_collect, time.perf_counter()
+        now = time.perf_counter()
+        elapsed_s = now - self._last_collect
+        self._last_collect = now
         metrics: dict[str, float] = {
             f"async/{name}_groups": n - dropped[name] for name, n in self._rollout.num_dropped.items()
         }
-        metrics["async/trainer_wait_share"] = (self._last_collect - began) / elapsed_s
+        metrics["async/trainer_wait_share"] = (now - began) / elapsed_s
         metrics["async/rollout_wait_share"] = max(0.0, 1 - self._rollout.take_busy_s() / elapsed_s)
         metrics["async/queue_length"] = len(self.schedule.finished)
         metrics["async/running_groups"] = len(self.schedule.running)
@@ -116,10 +127,7 @@ class AsyncSource(ABC):
 
     def update_weights(self, policy_version: int) -> dict[str, float]:
         self.policy_version = policy_version
-        return {} if self.weight_sync is None else self.weight_sync.run(policy_version)
-
-    @abstractmethod
-    def idle(self) -> AbstractContextManager[None]: ...
+        return super().update_weights(policy_version)
 
     def save(self, folder: Path) -> None:
         self.journal.sync()
@@ -147,14 +155,9 @@ class AsyncSource(ABC):
 
     def _take(self, prompts: Iterator[DataProto], step: int) -> list[Group]:
         """Wait for the groups of the step; draws prompts as long as there is room for more groups."""
-        rule, filtered = self.config.algorithm.filter_groups, self._rollout.num_dropped["filtered"]
+        filtered = self._rollout.num_dropped["filtered"]
         while (groups := self._rollout.take(step)) is None:
-            num_filtered = self._rollout.num_dropped["filtered"] - filtered
-            if rule.enable and 0 < rule.max_num_gen_batches * self.schedule.per_step <= num_filtered:
-                raise ValueError(
-                    f"algorithm.filter_groups.max_num_gen_batches={rule.max_num_gen_batches}: the samples of {num_filtered} "
-                    "prompts had equal scores in one step; the prompts are too hard or too easy for the policy"
-                )
+            self.sampling.filter.check_dropped(self._rollout.num_dropped["filtered"] - filtered)
             self._draw(prompts)
         return groups
 
@@ -186,7 +189,8 @@ def _batch_of(groups: list[Group], step: int) -> DataProto:
     parts = []
     for group in groups:
         assert group.samples is not None
-        samples, (batch, row) = group.samples, group.id
+        samples = group.samples
+        batch, row = group.id
         samples.meta_info["global_steps"] = step
         samples.non_tensor_batch["uid"] = object_array([str(uuid.UUID(int=(batch << 64) + row))] * len(samples))
         parts.append(samples)

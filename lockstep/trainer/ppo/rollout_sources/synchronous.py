@@ -2,22 +2,20 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from lockstep.protocol import DataProto
-from lockstep.trainer.ppo.rollout_sources.rollout_source import num_groups
+from lockstep.trainer.ppo.rollout_sources.rollout_source import RolloutSource, num_groups
 from lockstep.trainer.ppo.sampling import Sampling
 from lockstep.weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)
 
 
-class SynchronousSource:
-    keeps_prompts = False
-
+class SynchronousSource(RolloutSource):
     def __init__(self, sampling: Sampling, weight_sync: WeightSync | None) -> None:
-        self.sampling, self.weight_sync = sampling, weight_sync
+        super().__init__(weight_sync)
+        self.sampling = sampling
 
     def start(self, run_dir: Path, step: int, policy_version: int, checkpoint: Path | None) -> None:
         if checkpoint is not None and (num_ahead := num_groups(checkpoint)):
@@ -31,18 +29,3 @@ class SynchronousSource:
         self, prompts: Iterator[DataProto], *, step: int, timing: dict[str, float]
     ) -> tuple[DataProto, dict[str, float]]:
         return self.sampling.collect(prompts, step=step, timing=timing)
-
-    def update_weights(self, policy_version: int) -> dict[str, float]:
-        return {} if self.weight_sync is None else self.weight_sync.run(policy_version)
-
-    def idle(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def save(self, folder: Path) -> None:
-        """No-op."""
-
-    def saved(self, step: int) -> None:
-        """No-op."""
-
-    def close(self) -> None:
-        """No-op."""

@@ -38,7 +38,7 @@ from lockstep.verl._ray import unwrapped
 from lockstep.verl._whole_batches import WholeBatchGroup, rollout_inputs, update_inputs
 from lockstep.verl.protocol import adopt
 from lockstep.verl.single_controller.pools import ResourcePoolManager
-from lockstep.verl.trainer.main_ppo import create_rl_dataset, create_rl_sampler
+from lockstep.verl.trainer._datasets import create_rl_dataset, create_rl_sampler
 from lockstep.verl.trainer.ppo.reward import compute_reward
 from lockstep.verl.trainer.ppo.utils import WorkerType
 from lockstep.verl.utils.dataset.rl_dataset import PROMPT_TENSORS, without_prompt_tensors

@@ -53,7 +53,8 @@ class CpuDecodeAttention:
 
 def similar_lengths(tables: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
     """(start, stop) of tables to pad together: some padding costs less than more calls. Shorter tables come first."""
-    bounds, start = [], 0
+    bounds = []
+    start = 0
     for stop, table in enumerate(tables):
         shortest = len(tables[start])
         if len(table) > shortest + max(4, shortest // 2):
@@ -78,7 +79,8 @@ class _RowGroup:
         self.num_cached = int(positions[0].max())
         self.masks: dict[int | None, Tensor | None] = {}
         self._stores: dict[int, tuple[Tensor, Tensor]] = {}
-        length, column = positions[0][:, None], torch.arange(self.num_cached + len(positions))
+        length = positions[0][:, None]
+        column = torch.arange(self.num_cached + len(positions))
         # (n, C) position of each column's token in its sequence, and whether the column is padding
         self._token_positions = torch.where(column < self.num_cached, column, column - self.num_cached + length)
         self._padding = (column >= length) & (column < self.num_cached)
@@ -108,7 +110,8 @@ class _RowGroup:
         return (scores.softmax(-1)[..., : column + 1] @ values).flatten(1, 2)
 
     def write_back(self, num_steps: int) -> None:
-        size, new = self.cache.block_size, slice(self.num_cached, self.num_cached + num_steps)
+        size = self.cache.block_size
+        new = slice(self.num_cached, self.num_cached + num_steps)
         positions = self.positions[:num_steps]
         slots = (self.table.T.gather(0, positions // size) * size + positions % size).flatten()
         for index, (keys, values) in self._stores.items():
@@ -121,7 +124,8 @@ class _RowGroup:
 
     def _gather(self, index: int) -> tuple[Tensor, Tensor]:
         num_rows, num_heads = len(self.table), self.cache.layers[index].num_heads
-        cached, num_columns = slice(self.num_cached), self._padding.shape[1]
+        cached = slice(self.num_cached)
+        num_columns = self._padding.shape[1]
         blocks = blocks_of_heads(self.table[:, : -(-self.num_cached // self.cache.block_size)], num_heads)
         old_keys, old_values = (
             store.index_select(0, blocks).view(num_rows, num_heads, -1, store.shape[-1])[:, :, cached]

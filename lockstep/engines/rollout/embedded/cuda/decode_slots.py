@@ -69,7 +69,8 @@ class DecodeSlots:
         """Upload the block tables if any of these sequences' tables changed."""
         changed = False
         for sequence, slot in zip(sequences, slots):
-            row, blocks = self._host_tables[slot], sequence.blocks
+            row = self._host_tables[slot]
+            blocks = sequence.blocks
             if row[len(blocks) - 1] != blocks[-1] or row[: len(blocks)].tolist() != blocks:
                 row[: len(blocks)] = blocks
                 changed = True
@@ -93,7 +94,8 @@ class DecodeSlots:
 
     def _state(self, sequence: Sequence) -> list[int]:
         """A row of `slot_state`."""
-        params, stop_ids = sequence.request.sampling, sorted(sequence.stop_ids)
+        params = sequence.request.sampling
+        stop_ids = sorted(sequence.stop_ids)
         return [
             len(sequence.tokens) - 1,
             1,

@@ -87,7 +87,8 @@ class DecodeGraphs:
     def sample(self, logits: Tensor, slot_ids: Tensor, filtered: bool) -> None:
         """Sample one token per row and update the slots."""
         slots = self.slots
-        state, outputs = (slots.slot_state, slots.slot_options), (slots.step, slots.sampled, slots.log_probs)
+        state = (slots.slot_state, slots.slot_options)
+        outputs = (slots.step, slots.sampled, slots.log_probs)
         sampling.sample(logits, *state, slot_ids, *outputs, filtered=filtered)
 
     def _clear(self) -> None:
@@ -119,7 +120,8 @@ class DecodeGraphs:
         return graph
 
     def _step(self, size: int, filtered: bool) -> None:
-        slots, runner = self.slots, self.runner
+        slots = self.slots
+        runner = self.runner
         slot_ids, cache_slots = slots.slot_ids[:size], slots.cache_slots[:size]
         tokens, positions = slots.tokens[:, :size], slots.positions[:, :size]
         inputs = slots.slot_state, slots.tables, slot_ids, tokens, positions, cache_slots, slots.step

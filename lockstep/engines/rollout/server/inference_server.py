@@ -1,0 +1,78 @@
+"""One inference server: its protocol, load and health."""
+
+import asyncio
+import logging
+
+from lockstep.config.actor_rollout_ref import RolloutConfig, ServerConfig
+from lockstep.engines.rollout.rollout_engine import longest_sequence
+from lockstep.engines.rollout.server.http import KEY, Connection, ServerError, Unavailable
+from lockstep.engines.rollout.server.protocols import PROTOCOLS, ServerProtocol
+
+MAX_BACKOFF_S = 30.0
+
+logger = logging.getLogger(__name__)
+
+
+class Server(Connection):
+    """
+    protocol:      set by `open_server`, like model, paths and no_updates.
+    model:         name of the model in requests.
+    no_updates:    why its weights cannot be updated; None if they can.
+    outstanding:   tokens of its unfinished requests: prompts and the most that they may generate.
+    retry_at:      time of the loop before which no request is sent to it, after a failure.
+    weights_label: label that its answers must carry; None if it got no weights from this run.
+    is_current:    whether it has the weights of the last update.
+    """
+
+    def __init__(self, url: str, config: ServerConfig) -> None:
+        super().__init__(url, config)
+        self.protocol: ServerProtocol
+        self.model = ""
+        self.no_updates: str | None = None
+        self.outstanding = 0
+        self.retry_at = 0.0
+        self.weights_label: str | None = None
+        self.is_current = True
+        self.slots = asyncio.Semaphore(config.max_outstanding)
+        self._num_failures = 0
+
+    def succeeded(self) -> None:
+        self._num_failures = 0
+
+    def failed(self, error: Unavailable) -> None:
+        """Pause before the next request; requests that fail together count once."""
+        now = asyncio.get_running_loop().time()
+        if now >= self.retry_at:
+            pause_s = min(self.config.retry_backoff_s * 2**self._num_failures, MAX_BACKOFF_S)
+            self.retry_at = now + pause_s
+            self._num_failures += 1
+            logger.warning("%s; next attempt in %.3g s", error, pause_s)
+
+
+async def open_server(server: Server, config: RolloutConfig, kind: str) -> None:
+    """Find the server's protocol and model; ServerError if they do not fit the config."""
+    models = (await server.get("/v1/models"))["data"]
+    if kind == "auto":
+        kind = "openai"
+        for name in ("vllm", "sglang"):
+            marker = PROTOCOLS.get(name).marker
+            if marker is not None and await server.has(marker):
+                kind = name
+    server.protocol = PROTOCOLS.get(kind)()
+    server.paths = {path for path in server.protocol.optional if await server.has(path)}
+    names = [model["id"] for model in models]
+    wanted = config.server.model
+    if wanted is None and len(names) != 1:
+        raise ServerError(f"{server.url} serves {', '.join(names) or 'no model'}; name one with {KEY}.model")
+    if wanted is not None and wanted not in names:
+        raise ServerError(f"{KEY}.model={wanted}: {server.url} serves {', '.join(names) or 'no model'}")
+    server.model = wanted or names[0]
+    longest = longest_sequence(config)
+    limit = models[names.index(server.model)].get("max_model_len")
+    if limit is not None and limit < longest:
+        raise ServerError(
+            f"{server.url} serves at most {limit} tokens per sequence, data.max_prompt_length + data.max_response_length is "
+            f"{longest}; lower them, or start the server with a longer maximum length"
+        )
+    await server.protocol.check(server, config)
+    server.no_updates = await server.protocol.why_no_updates(server)
