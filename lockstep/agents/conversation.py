@@ -15,7 +15,7 @@ from lockstep.agents.renderer import Message, Renderer, TooLongError
 from lockstep.agents.tools.calls import CallResult
 from lockstep.agents.trajectory import Trajectory
 from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
-from lockstep.utils.terminal import printable
+from lockstep.utils.untrusted import printable
 
 Generate = Callable[[GenerationRequest], Awaitable[Completion]]
 FinishReason = Literal["stop", "length", "turns", "abort"]

@@ -23,7 +23,7 @@ from lockstep.config.schema import defaults
 from lockstep.observability.curves import Points, Run, read_runs
 from lockstep.observability.run_folder import config_of_step
 from lockstep.observability.step_line import format_number, one_line
-from lockstep.utils.terminal import printable
+from lockstep.utils.untrusted import printable
 
 NAMES = (
     "trainer.default_local_dir",

@@ -18,7 +18,7 @@ import yaml
 from lockstep.config.schema import get_in, resolved_value
 from lockstep.observability.run_folder import CONFIG, starts
 from lockstep.observability.step_line import format_number, one_line
-from lockstep.utils.terminal import printable
+from lockstep.utils.untrusted import printable
 
 Row = dict[str, Any]
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.observability.tracker import Metrics, plain
-from lockstep.utils.terminal import printable
+from lockstep.utils.untrusted import printable
 
 VALIDATION_PREFIXES = ("val-core/", "val/")
 UNKNOWN_SHOWN = 6

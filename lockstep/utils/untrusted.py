@@ -1,10 +1,13 @@
 """Text and JSON that come from outside: from models, tools, programs and clients."""
 
 import re
+import unicodedata
 
 JSON_ERRORS = (ValueError, RecursionError)
 """What `json.loads` raises for such text: JSONDecodeError, numbers with too many digits, and deep nesting."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_KEPT = "\n\t\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}"
+"""Control and format characters that a text needs and that move nothing on a screen."""
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -23,6 +26,19 @@ def is_valid(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def printable(text: str) -> str:
+    """The text without what a terminal would obey: control characters, and with them escape sequences, marks that reorder text, and
+    lone surrogates become U+FFFD. Everything that may hold a model's text goes through here before it is written to a terminal.
+    """
+    if text.isprintable():
+        return text
+    return "".join(char if _is_shown(char) else REPLACEMENT for char in text)
+
+
+def _is_shown(char: str) -> bool:
+    return char.isprintable() or char in _KEPT or unicodedata.category(char) == "Zs"
 
 
 def message_of(error: BaseException, max_chars: int = 300) -> str:

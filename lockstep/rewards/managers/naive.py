@@ -26,7 +26,7 @@ from lockstep.rewards.errors import AllRowsFailedError, RewardError
 from lockstep.rewards.monitor import raised_at
 from lockstep.rewards.rate_limit import RateLimiter
 from lockstep.utils.decoding import decode_all
-from lockstep.utils.terminal import printable
+from lockstep.utils.untrusted import printable
 
 logger = logging.getLogger(__name__)
 
