@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.agents.schemas import OpenAIFunctionToolSchema, ToolResponse
-from lockstep.agents.tools.tool import TOOLS, BaseTool
+from lockstep.agents.tools.tool import TOOLS, BaseTool, Executed, tool_schema
 from lockstep.rewards.sandbox import Limits, Sandbox, SandboxedProcess
 from lockstep.utils.untrusted import valid_text
 
@@ -42,20 +42,8 @@ class PythonTool(BaseTool):
         self._lock = threading.Lock()
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        return OpenAIFunctionToolSchema.model_validate(
-            {
-                "type": "function",
-                "function": {
-                    "name": "python",
-                    "description": "Run Python code and return its output.",
-                    "parameters": {
-                        "type": "object",
-                        "properties": {"code": {"type": "string", "description": "The code; print what you need."}},
-                        "required": ["code"],
-                    },
-                },
-            }
-        )
+        code = {"type": "string", "description": "The code; print what you need."}
+        return tool_schema("python", "Run Python code and return its output.", code=code)
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
         instance_id, response = await super().create(instance_id)
@@ -63,9 +51,7 @@ class PythonTool(BaseTool):
             self._processes[instance_id] = None
         return instance_id, response
 
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
         process = self._take(instance_id) or self.sandbox.start_source(SERVER)
         try:
             text = _run(process, str(parameters["code"]), self.timeout_s)
