@@ -160,12 +160,13 @@ class Conversation:
 
     @property
     def num_turns(self) -> int:
-        """Of user and assistant, the prompt included."""
+        """Turns of user and assistant, the prompt included."""
         return 1 + self.num_assistant_turns + self.num_user_turns
 
     def set_messages(self, messages: Sequence[Message], num_prompt: int) -> None:
         """For a conversation that was held elsewhere. num_prompt: messages before the first turn of the policy."""
-        self.messages, self._num_prompt_messages = list(messages), num_prompt
+        self.messages = list(messages)
+        self._num_prompt_messages = num_prompt
 
     def fail(self, holder: Literal["program", "environment"], why: str) -> None:
         """Count that its holder failed, and keep why."""

@@ -10,9 +10,8 @@ from pathlib import Path
 from rich.console import Console
 
 from lockstep.convert.verl_config import convert_config, convert_script
-from lockstep.export.errors import CheckFailed
 from lockstep.export.main_export import DTYPES, parse_size
-from lockstep.export.staging import check_target, size_of, staged
+from lockstep.export.staging import CheckFailed, check_target, size_of, staged
 from lockstep.utils.hub import MODEL_FILES, has_tokenizer
 from lockstep.utils.model_path import (
     ADAPTER_CONFIG,

@@ -17,7 +17,7 @@ NUM_FACTORS = 680
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "'
 CLOSE = '"}}</tool_call>'
 GUESSES = 4
-"""Of five warm-up rows, those that guess."""
+"""Warm-up rows out of five that guess."""
 TOOLS_YAML = "tools:\n  - class_name: calculator\n    config: {type: native}\n"
 
 

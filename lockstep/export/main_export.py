@@ -19,8 +19,7 @@ from rich.console import Console
 
 from lockstep.config.model import HFModelConfig
 from lockstep.config.run_names import model_name
-from lockstep.export.errors import CheckFailed
-from lockstep.export.staging import check_target, size_of, staged
+from lockstep.export.staging import CheckFailed, check_target, size_of, staged
 from lockstep.utils.model_path import (
     ADAPTER_CONFIG,
     ADAPTER_FOLDER,

@@ -106,3 +106,9 @@ def plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # numpy scalars and arrays, torch tensors
         return plain(value.tolist())
     return str(value)
+
+
+def numbers_of(data: Metrics) -> dict[str, float]:
+    """The metrics that are numbers."""
+    converted = {name: plain(value) for name, value in data.items()}
+    return {name: float(value) for name, value in converted.items() if isinstance(value, (int, float))}

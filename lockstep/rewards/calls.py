@@ -288,7 +288,8 @@ class _ConcurrentCalls:
                 self.outcomes[number] = _exit_error(error)
             except Exception as error:  # noqa: BLE001 (boundary to user code; the manager reports it)
                 self.outcomes[number] = error
-            outcome, began = self.outcomes[number], self.began.pop(number)
+            outcome = self.outcomes[number]
+            began = self.began.pop(number)
             if limit.expired() and isinstance(outcome, Exception):
                 num_waiting = len(self.rows) - self.monitor.num_done - len(self.began) - 1
                 where = raised_at(outcome.__cause__) if outcome.__cause__ is not None else ""  # where it was cancelled

@@ -135,7 +135,8 @@ class WorkerProcess:
         if not data:
             raise EOFError
         self._incoming += data
-        payloads, begin = [], 0
+        payloads = []
+        begin = 0
         while len(self._incoming) - begin >= worker.HEADER.size:
             (size,) = worker.HEADER.unpack_from(self._incoming, begin)
             end = begin + worker.HEADER.size + size

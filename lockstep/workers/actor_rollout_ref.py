@@ -241,7 +241,7 @@ class ActorRolloutRefWorker(WeightSyncWorker):
 
     @property
     def _temperature(self) -> float:
-        """Of the sampled distribution, which log-probs must be of; 1 for greedy rollouts."""
+        """The temperature of the sampled distribution, which log-probs must be of; 1 for greedy rollouts."""
         return sampling_params(self.config.rollout, validate=False, greedy=False).temperature or 1.0
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"), blocking=False)

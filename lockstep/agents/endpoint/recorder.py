@@ -50,7 +50,8 @@ class Turn:
     @property
     def path(self) -> "list[Turn]":
         """The turns from the start of the branch to this one."""
-        turns, turn = [], self
+        turns = []
+        turn = self
         while turn is not None:
             turns.append(turn)
             turn = turn.parent  # type: ignore[assignment]

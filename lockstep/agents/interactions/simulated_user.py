@@ -14,8 +14,8 @@ from typing import Any
 from lockstep.agents.interactions.interaction import INTERACTIONS, BaseInteraction
 from lockstep.registry import check_signature, load_plugin
 from lockstep.utils import event_loop
-from lockstep.utils.chat_tokens import as_plain_text
 from lockstep.utils.json_http import HttpError, post_json
+from lockstep.utils.untrusted import as_plain_text
 
 DEFAULTS: dict[str, Any] = {
     "base_url": None,
@@ -93,7 +93,8 @@ class SimulatedUser(BaseInteraction):
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
         conversation = self._conversations[instance_id]
-        text, ended = "", conversation.num_turns >= self.settings["max_turns"]
+        text = ""
+        ended = conversation.num_turns >= self.settings["max_turns"]
         if not ended:
             conversation.num_turns += 1
             values = {"stop_phrase": self.settings["stop_phrase"], **conversation.kwargs}

@@ -1,10 +1,9 @@
 """Agent loops; the built-in ones register here."""
 
-from lockstep.agents.loops.agent_loop import AGENT_LOOPS, AgentLoop, Setup, register
+from lockstep.agents.loops.agent_loop import AGENT_LOOPS, AgentLoop, Setup, SingleTurnAgent, register
 from lockstep.agents.loops.agent_loop_base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 from lockstep.agents.loops.program_agent import ProgramAgent
 from lockstep.agents.loops.react_agent import ReactAgent
-from lockstep.agents.loops.single_turn import SingleTurnAgent
 from lockstep.agents.loops.tool_agent import AgentState, ToolAgent
 
 __all__ = [

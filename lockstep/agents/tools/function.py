@@ -99,7 +99,8 @@ class MethodTool(BaseTool):
     """A method of an environment."""
 
     def __init__(self, environment: Environment, method: str) -> None:
-        self.environment, self.method = environment, method
+        self.environment = environment
+        self.method = method
         super().__init__({}, schema_of(getattr(environment.cls, method)))
 
     def create_arguments(self, row: Mapping[str, Any]) -> dict[str, Any]:

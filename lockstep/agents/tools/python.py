@@ -38,7 +38,7 @@ class PythonTool(BaseTool):
         )
         self.sandbox = Sandbox(limits)  # raises if this machine has no isolation
         self._processes: dict[str, SandboxedProcess | None] = {}
-        """Of the conversations that are not released, if they keep their state: None while it is in use."""
+        """The sandbox of each conversation that keeps its state, until it is released; None while it is in use."""
         self._lock = threading.Lock()
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:

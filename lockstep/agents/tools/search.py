@@ -34,7 +34,8 @@ class SearchTool(BaseTool):
         super().__init__(config, tool_schema)
         if unknown := sorted(set(config) - set(KNOWN)):
             raise ValueError(f"the search tool has no setting {', '.join(unknown)}; known: {', '.join(KNOWN)}")
-        self.url, corpus = config.get("retrieval_service_url"), config.get("corpus")
+        self.url = config.get("retrieval_service_url")
+        corpus = config.get("corpus")
         if (self.url is None) == (corpus is None):
             raise ValueError("the search tool needs either config.retrieval_service_url or config.corpus")
         self.topk = int(config.get("topk", 3))

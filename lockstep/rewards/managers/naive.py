@@ -189,7 +189,8 @@ class NaiveRewardManager:
                 raise outcomes[row]
         if not failed:
             return
-        first, function = failed[0], function_name(self.compute_score)
+        first = failed[0]
+        function = function_name(self.compute_score)
         if len(failed) == len(rows):
             errors = dict(Counter(map(repr, outcomes)))
             where = raised_at(outcomes[first])

@@ -147,7 +147,8 @@ class SandboxedProcess:
     ) -> tuple[bytes, bool]:
         """The output, and whether the process has closed its pipes. is_last: close stdin after the data."""
         deadline = time.monotonic() + timeout
-        output, unsent = bytearray(), memoryview(data)
+        output = bytearray()
+        unsent = memoryview(data)
         has_ended = False
         os.set_blocking(self.stdin.fileno(), False)
         with selectors.DefaultSelector() as selector:

@@ -112,7 +112,8 @@ def close_generated_code() -> None:
     sympy_parser.parse_expr = _parse_text  # behind sympify, and so behind Number("12"), which math-verify calls
     sympy_parser.eval_expr = _refuse_code  # behind the original parse_expr, for modules that have imported it
     math_verify.parser.parse_expr = _parse_text
-    original, nameless = sympy.lambdify, functools.partial(nameless_lambdify, sympy.lambdify)
+    original = sympy.lambdify
+    nameless = functools.partial(nameless_lambdify, sympy.lambdify)
     for module in list(sys.modules.values()):
         if getattr(module, "lambdify", None) is original:
             module.lambdify = nameless  # type: ignore[attr-defined]

@@ -13,8 +13,15 @@ from lockstep.engines.train.lr_schedule import (
     get_wsd_schedule_with_warmup,
 )
 from lockstep.models.log_probs import token_log_probs
-from lockstep.utils.masked import get_response_mask, masked_mean, masked_sum, masked_var, masked_whiten
-from lockstep.utils.padding import pad_2d_list_to_length, pad_sequence_to_length
+from lockstep.utils.masked import (
+    get_response_mask,
+    masked_mean,
+    masked_sum,
+    masked_var,
+    masked_whiten,
+    pad_2d_list_to_length,
+    pad_sequence_to_length,
+)
 
 __all__ = [
     "calculate_sum_pi_squared_from_logits",

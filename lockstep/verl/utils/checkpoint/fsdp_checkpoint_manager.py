@@ -27,7 +27,7 @@ __all__ = ["FSDPCheckpointManager"]
 
 
 class FSDPCheckpointManager(BaseCheckpointManager):
-    """Of a module sharded with `fully_shard`, or of a plain one on a single rank."""
+    """Checkpoints of a module sharded with `fully_shard`, or of a plain one on a single rank."""
 
     def save_checkpoint(
         self,

@@ -35,7 +35,7 @@ class DistProfiler:
     """
 
     _recording: "Recorder | None" = None
-    """Of this process."""
+    """The recorder of this process."""
 
     def __init__(
         self,
