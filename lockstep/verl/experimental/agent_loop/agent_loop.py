@@ -19,8 +19,7 @@ from lockstep.verl._names import exports
 from lockstep.verl._registry import RegistryView
 from lockstep.verl._whole_batches import sampling_inputs
 from lockstep.verl.utils.ray_utils import auto_await
-from lockstep.verl.workers.rollout.llm_server import LLMServerClient as AsyncLLMServerManager
-from lockstep.verl.workers.rollout.llm_server import rollout_group
+from lockstep.verl.workers.rollout.llm_server import LLMServerClient as AsyncLLMServerManager, rollout_group
 
 __all__ = [
     "AgentLoopBase",

@@ -6,8 +6,6 @@ from typing import Any
 from lockstep import single_controller
 from lockstep.verl._names import exports
 
-__all__ = ["Worker"]
-
 __getattr__ = exports(__name__)
 
 
