@@ -35,7 +35,7 @@ from lockstep.config.reward import JudgeConfig
 from lockstep.rewards.errors import RewardError
 from lockstep.rewards.rate_limit import RateLimiter
 from lockstep.utils.files import make_private_folder
-from lockstep.utils.json_http import AnswerTooLargeError, is_local, request_limited
+from lockstep.utils.json_http import AnswerTooLargeError, bearer_headers, is_local, request_limited
 from lockstep.utils.untrusted import JSON_ERRORS, as_plain_text, valid_text
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class Judge:
         self.timeout_s = timeout_s
         self.key = key
         self.low, self.high = config.score_range
-        self._headers = _headers(config, key)
+        self._headers = bearer_headers(config.api_key_env, f"{key}.api_key_env")
         self._template = _template(config, key)
         self._regex = _regex(config, key)
         self._cache = AnswerCache(config.cache_path, key) if config.cache else None
@@ -389,15 +389,6 @@ def _schema(low: float, high: float) -> dict[str, Any]:
         "additionalProperties": False,
     }
     return {"name": "verdict", "strict": True, "schema": schema}
-
-
-def _headers(config: JudgeConfig, key: str) -> dict[str, str]:
-    if config.api_key_env is None:
-        return {}
-    value = os.environ.get(config.api_key_env)
-    if not value:
-        raise ValueError(f"{key}.api_key_env={config.api_key_env}: this environment variable is not set")
-    return {"Authorization": f"Bearer {value}"}
 
 
 def _template(config: JudgeConfig, key: str) -> jinja2.Template:
