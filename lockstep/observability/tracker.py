@@ -96,7 +96,7 @@ class RunIdFile:
 
 
 class ServiceTracker:
-    """A service with W&B's interface. A resumed run continues the same run; its id is in `<service>_run_id.txt` in the run's folder.
+    """A service with W&B's interface. A resumed run goes on with the same run; its id is in `<service>_run_id.txt` in its folder.
 
     folder: the argument and value that say where the service writes.
     """

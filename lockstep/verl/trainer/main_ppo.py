@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from lockstep.config.data import DataConfig
 from lockstep.config.placement import Pools, controller_of, needed_models, pools_of
 from lockstep.config.ppo import PPOConfig
-from lockstep.trainer.main_ppo import main as main, prepare
+from lockstep.trainer.main_ppo import main, prepare
 from lockstep.verl._config import set_keys, typed_config
 from lockstep.verl._ray import unwrapped
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from lockstep.single_controller import ResourcePoolManager, Role
     from lockstep.utils.dataset_files import Use
+
+__all__ = ["TaskRunner", "create_rl_dataset", "create_rl_sampler", "main", "run_ppo"]
 
 
 def run_ppo(config: Any, task_runner_class: Any = None) -> Any:

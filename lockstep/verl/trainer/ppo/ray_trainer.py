@@ -16,24 +16,16 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from lockstep.algorithms.compute_advantage import (
-    compute_advantage as compute_advantage,
-    compute_response_mask as compute_response_mask,
-)
-from lockstep.algorithms.kl import apply_kl_penalty as apply_kl_penalty
-from lockstep.config.estimators import AdvantageEstimator as AdvantageEstimator
+from lockstep.algorithms.compute_advantage import compute_advantage, compute_response_mask
+from lockstep.algorithms.kl import apply_kl_penalty
+from lockstep.config.estimators import AdvantageEstimator
 from lockstep.config.placement import need_critic, need_reference_model, need_reward_model
 from lockstep.config.ppo import PPOConfig
 from lockstep.data.loader import create_dataloader
 from lockstep.observability.rollout_log import dump_generations
-from lockstep.protocol import (
-    DataProto,
-    object_array,
-    pad_dataproto_to_divisor as pad_dataproto_to_divisor,
-    unpad_dataproto as unpad_dataproto,
-)
+from lockstep.protocol import DataProto, object_array, pad_dataproto_to_divisor, unpad_dataproto
 from lockstep.rewards.managers import RewardFn, load_reward_manager
-from lockstep.single_controller import Backend, LocalWorkerGroup, Role as Role, Worker, WorkerGroup, placement
+from lockstep.single_controller import Backend, LocalWorkerGroup, Role, Worker, WorkerGroup, placement
 from lockstep.trainer.ppo.mini_batches import loss_preparation, mini_batches_of
 from lockstep.trainer.ppo.ray_trainer import PPOTrainer
 from lockstep.trainer.ppo.run_agents import agents_for, start_agent_workers
@@ -45,17 +37,33 @@ from lockstep.verl._config import typed_config, view
 from lockstep.verl._ray import unwrapped
 from lockstep.verl._whole_batches import WholeBatchGroup, rollout_inputs, update_inputs
 from lockstep.verl.protocol import adopt
-from lockstep.verl.single_controller.pools import ResourcePoolManager as ResourcePoolManager
+from lockstep.verl.single_controller.pools import ResourcePoolManager
 from lockstep.verl.trainer.main_ppo import create_rl_dataset, create_rl_sampler
-from lockstep.verl.trainer.ppo.reward import compute_reward as compute_reward
-from lockstep.verl.trainer.ppo.utils import WorkerType as WorkerType
+from lockstep.verl.trainer.ppo.reward import compute_reward
+from lockstep.verl.trainer.ppo.utils import WorkerType
 from lockstep.verl.utils.dataset.rl_dataset import PROMPT_TENSORS, without_prompt_tensors
-from lockstep.verl.utils.metric import reduce_metrics as reduce_metrics
-from lockstep.verl.utils.profiler import marked_timer as marked_timer
+from lockstep.verl.utils.metric import reduce_metrics
+from lockstep.verl.utils.profiler import marked_timer
 from lockstep.verl.utils.tracking import OpenTrackings
 
 _timer = marked_timer
 """The older name."""
+
+__all__ = [
+    "AdvantageEstimator",
+    "RayPPOTrainer",
+    "ResourcePoolManager",
+    "Role",
+    "WorkerType",
+    "apply_kl_penalty",
+    "compute_advantage",
+    "compute_response_mask",
+    "compute_reward",
+    "marked_timer",
+    "pad_dataproto_to_divisor",
+    "reduce_metrics",
+    "unpad_dataproto",
+]
 
 GROUPS = {
     "actor_rollout_wg": Role.ActorRollout,
