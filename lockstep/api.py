@@ -22,8 +22,7 @@ from lockstep.config.batch_sizes import BATCH, MINI
 from lockstep.config.compose import PRESETS, load_config
 from lockstep.config.data import DataConfig
 from lockstep.config.errors import ConfigError, with_short_names
-from lockstep.config.estimators import KEY as ESTIMATOR_KEY
-from lockstep.config.estimators import required_inputs, signature_inputs
+from lockstep.config.estimators import KEY as ESTIMATOR_KEY, required_inputs, signature_inputs
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.short_names import RL
 from lockstep.data.rows import is_file_reference, write_rows

@@ -12,7 +12,7 @@ from contextlib import suppress
 from lockstep.observability.console import LogHandler
 from lockstep.policy import Policy
 from lockstep.utils.model_path import local_model_folder
-from lockstep.utils.terminal import printable
+from lockstep.utils.untrusted import printable
 
 HELP = """\
 /reset         forget the conversation

@@ -178,7 +178,7 @@ class Service:
 
 
 def _sampling(options: argparse.Namespace) -> "SamplingParams":
-    """Of requests that do not say."""
+    """The default of requests that do not say."""
     from lockstep.protocol.generation import SamplingParams
 
     try:

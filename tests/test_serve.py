@@ -15,8 +15,7 @@ from typing import Any
 import httpx2
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from transformers import AutoModelForCausalLM
 
 from lockstep import cli

@@ -18,7 +18,7 @@ from typing import Any
 
 from rows import parse_arguments, read_examples, run, write_rows
 
-from lockstep.data.dialogue import parse_dialogue
+from lockstep.data.rows import parse_dialogue
 
 RM_SHARE = 0.75
 DATA_SOURCE = "Dahoas/full-hh-rlhf"

@@ -92,7 +92,8 @@ class Agents:
 
     def name_of(self, row: Mapping[str, Any]) -> str:
         """The name of the row's loop; ValueError if neither the config nor the registry has it."""
-        name, default = row.get("agent_name"), self.config.agent.default_agent_loop
+        name = row.get("agent_name")
+        default = self.config.agent.default_agent_loop
         if not name:
             return default
         remedy = f"give your own loop a `name` in an entry of {LOOPS_KEY}, with its `_target_`"
@@ -194,7 +195,8 @@ def _read_loops(path: str) -> dict[str, tuple[type[AgentLoop], dict[str, Any]]]:
     """Name to class and options."""
     loops: dict[str, tuple[type[AgentLoop], dict[str, Any]]] = {}
     for number, entry in enumerate(read_entries(LOOPS_KEY, path, "agent_loops")):
-        where, options = f"{LOOPS_KEY}={path}, entry {number}", dict(entry)
+        where = f"{LOOPS_KEY}={path}, entry {number}"
+        options = dict(entry)
         name, target = options.pop("name", None), options.pop("_target_", None)
         if not isinstance(name, str) or not isinstance(target, str):
             raise ValueError(f"{where}: must have `name` and `_target_`")

@@ -15,7 +15,7 @@ from lockstep.agents.renderer import Message, Renderer, TooLongError
 from lockstep.agents.tools.calls import CallResult
 from lockstep.agents.trajectory import Trajectory
 from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
-from lockstep.utils.terminal import printable
+from lockstep.utils.untrusted import printable
 
 Generate = Callable[[GenerationRequest], Awaitable[Completion]]
 FinishReason = Literal["stop", "length", "turns", "abort"]
@@ -160,12 +160,13 @@ class Conversation:
 
     @property
     def num_turns(self) -> int:
-        """Of user and assistant, the prompt included."""
+        """Turns of user and assistant, the prompt included."""
         return 1 + self.num_assistant_turns + self.num_user_turns
 
     def set_messages(self, messages: Sequence[Message], num_prompt: int) -> None:
         """For a conversation that was held elsewhere. num_prompt: messages before the first turn of the policy."""
-        self.messages, self._num_prompt_messages = list(messages), num_prompt
+        self.messages = list(messages)
+        self._num_prompt_messages = num_prompt
 
     def fail(self, holder: Literal["program", "environment"], why: str) -> None:
         """Count that its holder failed, and keep why."""

@@ -297,7 +297,8 @@ class Renderer:
     def _is_exact(self, role: str) -> bool:
         new = [RESULT] if role == "tool" else [QUESTION]
         try:
-            prompt, bridge = self.text([QUESTION]), self.bridge([], new)
+            prompt = self.text([QUESTION])
+            bridge = self.bridge([], new)
             _, whole = self._with_marker((role == "tool" and self._call_form) or PLAIN, [], new, new)
         except TemplateError:
             return False

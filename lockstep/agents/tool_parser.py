@@ -252,7 +252,8 @@ class _InvokeParser(ToolParser):
     PARAMETER: ClassVar[re.Pattern[str]]
 
     def parse(self, text: str, tools: Tools | None = None) -> Parsed:
-        blocks, start = self.BLOCK.findall(text), self.START.search(text)
+        blocks = self.BLOCK.findall(text)
+        start = self.START.search(text)
         if not blocks or start is None:
             return text, []
         calls = [
@@ -385,7 +386,8 @@ class _GemmaValues:
     BARE = re.compile(r"[^,}\]]*")
 
     def __init__(self, text: str) -> None:
-        self.text, self.at = text, 0
+        self.text = text
+        self.at = 0
 
     def arguments(self) -> dict[str, Any]:
         values: dict[str, Any] = {}
@@ -441,7 +443,9 @@ def _bare_value(value: str) -> Any:
 
 def _objects(text: str) -> list[tuple[int, int, Any]]:
     """The outermost JSON objects and arrays of a text: start, end, value."""
-    decoder, found, at = json.JSONDecoder(), [], 0
+    decoder = json.JSONDecoder()
+    found = []
+    at = 0
     while (match := re.compile(r"[{\[]").search(text, at)) is not None:
         try:
             value, end = decoder.raw_decode(text, match.start())

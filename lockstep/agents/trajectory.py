@@ -37,7 +37,7 @@ class Trajectory:
 
     @property
     def policy_version(self) -> int:
-        """Of the first sampled token; NOT_SAMPLED if there is none."""
+        """The policy version of the first sampled token; NOT_SAMPLED if there is none."""
         return next((version for version in self.policy_versions if version != NOT_SAMPLED), NOT_SAMPLED)
 
     def add_sampled(self, completion: Completion) -> None:

@@ -19,11 +19,9 @@ from lockstep.config.placement import controller_of, num_workers
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.trainer import LOGGERS
 from lockstep.registry import find_registered, no_such_name
-from lockstep.utils.dataset_files import FORMS as DATA_FORMS
-from lockstep.utils.dataset_files import Use, locate_data
+from lockstep.utils.dataset_files import FORMS as DATA_FORMS, Use, locate_data
 from lockstep.utils.files import did_you_mean_path
-from lockstep.utils.model_path import FORMS as MODEL_FORMS
-from lockstep.utils.model_path import is_adapter, is_model_folder, locate_model
+from lockstep.utils.model_path import FORMS as MODEL_FORMS, is_adapter, is_model_folder, locate_model
 from lockstep.utils.sampling_limits import MIN_TEMPERATURE
 from lockstep.utils.vision import vision_problem
 

@@ -11,8 +11,7 @@ from lockstep.config.evaluation import EvaluationConfig
 from lockstep.config.generation import GenerationConfig, as_validation
 from lockstep.config.ranges import ranges
 from lockstep.config.schema import flat_values
-from lockstep.utils.dataset_files import FORMS as DATA_FORMS
-from lockstep.utils.dataset_files import locate_data
+from lockstep.utils.dataset_files import FORMS as DATA_FORMS, locate_data
 
 NEVER_READ = {
     "model.enable_gradient_checkpointing": "the model is not trained",

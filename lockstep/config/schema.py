@@ -313,6 +313,16 @@ def get_in(tree: Mapping[str, Any], name: str, default: Any) -> Any:
     return node
 
 
+def leaves(tree: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted name and value of everything in a tree that is not a section with entries."""
+    for part, value in tree.items():
+        name = f"{section}.{part}" if section else str(part)
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, name)
+        else:
+            yield name, value
+
+
 def resolved_value(tree: Mapping[str, Any], name: str) -> Any:
     """The value at dotted `name` with its interpolations, None if there is none; ValueError if one cannot be resolved here."""
     value = get_in(tree, name, None)

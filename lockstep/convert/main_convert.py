@@ -10,9 +10,8 @@ from pathlib import Path
 from rich.console import Console
 
 from lockstep.convert.verl_config import convert_config, convert_script
-from lockstep.export.errors import CheckFailed
-from lockstep.export.main_export import DTYPES, parse_size
-from lockstep.export.staging import check_target, size_of, staged
+from lockstep.export.main_export import add_weight_options, exit_code_of
+from lockstep.export.staging import CheckFailed, check_target, size_of, staged
 from lockstep.utils.hub import MODEL_FILES, has_tokenizer
 from lockstep.utils.model_path import (
     ADAPTER_CONFIG,
@@ -48,12 +47,8 @@ def main(argv: Sequence[str]) -> int:
                 f"{number} setting{'s' * (number > 1)} to look at: see `refused` and `to fix` in the comments\n"
             )
         return 1 if number else 0
-    except ValueError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    except (CheckFailed, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
+    except (ValueError, CheckFailed, OSError) as error:
+        return exit_code_of(error)
 
 
 def find(folder: Path, role: str) -> Path:
@@ -154,10 +149,7 @@ def _parser() -> argparse.ArgumentParser:
         "-o", "--output", metavar="PATH", help="folder of the model; file of the config or script (default: print)"
     )
     parser.add_argument("--role", choices=PARTS, default="actor", help="part of the checkpoint (default: actor)")
-    parser.add_argument("--dtype", choices=DTYPES, default="keep", help="dtype of the weights (default: keep)")
-    parser.add_argument(
-        "--max-shard-size", metavar="SIZE", type=parse_size, default="5GB", help="most bytes per file (default: 5GB)"
-    )
+    add_weight_options(parser)
     parser.add_argument("--adapter", action="store_true", help="LoRA: copy the adapter instead of merging it")
     parser.add_argument(
         "--model", metavar="PATH", help="model whose config and tokenizer are used, if the checkpoint has none"

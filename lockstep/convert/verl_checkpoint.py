@@ -208,7 +208,7 @@ def _only_stand_ins() -> Iterator[None]:
 
 
 def _coordinates(tensor: _DTensor, rank: int) -> list[int]:
-    """Of the rank in the tensor's mesh."""
+    """The rank's coordinates in the tensor's mesh."""
     found = getattr(tensor._spec.mesh, "_coordinate_on_dim", None)
     if found is not None:
         return list(found)

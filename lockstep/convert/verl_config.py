@@ -134,7 +134,8 @@ def convert_script(path: Path) -> tuple[str, Report]:
         others = sorted({command.module for command in commands})
         found = f"only {', '.join(others)}" if others else "no `python -m MODULE`"
         raise ValueError(f"{path} has {found}; these commands are converted: {', '.join(sorted(PROGRAMS))}")
-    texts, whole = [], Report()
+    texts = []
+    whole = Report()
     for command in known:
         text, report = convert_command(command)
         texts.append(text)

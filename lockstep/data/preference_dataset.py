@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import Dataset
 
 from lockstep.config.preference import PreferenceDataConfig, RMDataConfig
-from lockstep.data.dialogue import parse_dialogue
 from lockstep.data.files import FileRow
+from lockstep.data.rows import parse_dialogue
 from lockstep.data.sft_dataset import Piece, SupervisedRows, create_dataset, plain_message
 from lockstep.utils.dataset_files import Use
 
@@ -110,7 +110,8 @@ class PreferenceDataset(SupervisedRows):
 
     def _conversation(self, row: FileRow, side: str, prompt: Any) -> list[Message]:
         """Prompt and answer as messages."""
-        name, value = self._name(side), row.columns.get(self.keys[side])
+        name = self._name(side)
+        value = row.columns.get(self.keys[side])
         if value is None:
             raise ValueError(
                 f"{row.location} has no {name}; set data.{side}_key to the column with the {side} answer "

@@ -5,6 +5,7 @@ list of dicts | datasets.Dataset | pandas.DataFrame  ──write_rows──►  
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from lockstep.utils.files import atomic_writer
 
 ANSWER_COLUMNS = ("ground_truth", "answer", "solution")
 """Columns of a simple row that hold its ground truth; the first one that a row has."""
+_TURN = re.compile(r"\n\n(Human|Assistant): ?")
+_ROLES = {"Human": "user", "Assistant": "assistant"}
 SOURCE_KEY, TRUTH_KEY = "data_source", "reward_model"
 SOURCE = "default"
 """`data_source` of rows that have none."""
@@ -57,7 +60,8 @@ def to_schema(
     and `extra_info` gets every other column, and the prompt as it was given. Columns with other names, which the user has set,
     are not made up.
     """
-    full, prompt = dict(row), row.get(prompt_key)
+    full = dict(row)
+    prompt = row.get(prompt_key)
     if source_key == SOURCE_KEY:
         full[source_key] = row.get(source_key) or SOURCE
     if isinstance(prompt, str):
@@ -102,3 +106,14 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # numpy and torch
         return value.tolist()
     raise TypeError(f"a value of type {type(value).__name__} cannot be written to a file")
+
+
+def parse_dialogue(text: str) -> list[dict[str, str]] | None:
+    r"""The turns of "\n\nHuman: …\n\nAssistant: …", as in HH-RLHF, as chat messages; None if the text is not such a dialogue.
+
+    The last turn is the assistant's; it is empty if it is still to be written.
+    """
+    before, *turns = _TURN.split(f"\n\n{text.strip()}")
+    if before or "Human" not in turns[::2] or turns[-2] != "Assistant":
+        return None
+    return [{"role": _ROLES[who], "content": said.strip()} for who, said in zip(turns[::2], turns[1::2])]

@@ -6,7 +6,6 @@ warm-up rows: most guess an answer at once, the others call the calculator and c
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,7 +16,7 @@ NUM_FACTORS = 680
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "'
 CLOSE = '"}}</tool_call>'
 GUESSES = 4
-"""Of five warm-up rows, those that guess."""
+"""Warm-up rows out of five that guess."""
 TOOLS_YAML = "tools:\n  - class_name: calculator\n    config: {type: native}\n"
 
 
@@ -47,23 +46,6 @@ def split_products(seed: int) -> tuple[list[Product], list[Product]]:
     drawn = random.Random(seed).sample(range(NUM_FACTORS**2), NUM_TRAIN + NUM_VALIDATION)
     problems = [Product(1000 - NUM_FACTORS + n // NUM_FACTORS, 1000 - NUM_FACTORS + n % NUM_FACTORS) for n in drawn]
     return problems[:NUM_TRAIN], problems[NUM_TRAIN:]
-
-
-def write_products(path: Path, problems: list[Product], split: str) -> None:
-    """Write problems as rows for `data.train_files` and `data.val_files`, served by `tool_agent`."""
-    rows: list[dict[str, Any]] = [
-        {
-            "data_source": DATA_SOURCE,
-            "prompt": [{"role": "user", "content": problem.question}],
-            "ability": "math",
-            "agent_name": "tool_agent",
-            "reward_model": {"style": "rule", "ground_truth": str(problem.right_answer)},
-            "extra_info": {"split": split, "index": index},
-        }
-        for index, problem in enumerate(problems)
-    ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(rows), path)
 
 
 def write_conversations(path: Path, problems: list[Product], num_rows: int, seed: int) -> int:

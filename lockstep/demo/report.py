@@ -16,7 +16,7 @@ from rich.table import Table
 
 from lockstep.demo.tasks import DemoTask
 from lockstep.utils.files import atomic_write_json
-from lockstep.utils.terminal import printable
+from lockstep.utils.untrusted import printable
 
 REWARD = "critic/score/mean"
 BARS = " ▁▂▃▄▅▆▇█"

@@ -4,6 +4,7 @@ all 8100 problems ─► train (warm-up and reinforcement learning) | validation
 """
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,15 +65,19 @@ def split_problems(seed: int, num_validation: int = NUM_VALIDATION) -> tuple[lis
     return train, validation
 
 
-def write_rows(path: Path, problems: list[Problem], split: str) -> None:
-    """Write problems as rows for `data.train_files` and `data.val_files`."""
+def write_rows(path: Path, problems: Sequence[Any], split: str, source: str = DATA_SOURCE, **columns: str) -> None:
+    """Write problems (`question`, `right_answer`) as rows for `data.train_files` and `data.val_files`.
+
+    columns: more of them, the same in all rows.
+    """
     rows: list[dict[str, Any]] = [
         {
-            "data_source": DATA_SOURCE,
+            "data_source": source,
             "prompt": [{"role": "user", "content": problem.question}],
             "ability": "math",
             "reward_model": {"style": "rule", "ground_truth": str(problem.right_answer)},
             "extra_info": {"split": split, "index": index},
+            **columns,
         }
         for index, problem in enumerate(problems)
     ]

@@ -90,8 +90,8 @@ SUMS = DemoTask(
 def _write_products(folder: Path, recipe: WarmUp, seed: int) -> tuple[int, str]:
     data = folder / "data"
     train, validation = products.split_products(seed)
-    products.write_products(data / "train.parquet", train, "train")
-    products.write_products(data / "val.parquet", validation, "validation")
+    for name, problems, split in (("train", train, "train"), ("val", validation, "validation")):
+        task.write_rows(data / f"{name}.parquet", problems, split, products.DATA_SOURCE, agent_name="tool_agent")
     (folder / "tools.yaml").write_text(products.TOOLS_YAML)
     num_parameters = make_model_folder(folder / "model", seed, phrases=(products.CALL, products.CLOSE))
     num_rows = recipe.steps * recipe.batch_size

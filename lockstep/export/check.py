@@ -10,9 +10,9 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from lockstep.export.errors import CheckFailed
 from lockstep.export.outputs import plain_outputs
 from lockstep.export.sources import cast
+from lockstep.export.staging import CheckFailed
 from lockstep.models.model_check import BOUNDS
 from lockstep.models.weight_source import safetensors_files
 
@@ -41,7 +41,8 @@ def check_tensors(
 ) -> int:
     """The number of `weights`, each of which is in the folder, rounded to `dtype`; CheckFailed otherwise."""
     written = {key: file for file in safetensors_files(folder) for key in _keys(file)}
-    number, converted = 0, dict[str, Tensor]()
+    number = 0
+    converted = dict[str, Tensor]()
     for name, tensor in weights:
         number += 1
         expected = cast(name, tensor, dtype)

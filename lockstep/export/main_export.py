@@ -19,8 +19,7 @@ from rich.console import Console
 
 from lockstep.config.model import HFModelConfig
 from lockstep.config.run_names import model_name
-from lockstep.export.errors import CheckFailed
-from lockstep.export.staging import check_target, size_of, staged
+from lockstep.export.staging import CheckFailed, check_target, size_of, staged
 from lockstep.utils.model_path import (
     ADAPTER_CONFIG,
     ADAPTER_FOLDER,
@@ -68,14 +67,16 @@ def main(argv: Sequence[str]) -> int:
                 shutil.copytree(found.folder, folder, dirs_exist_ok=True)
             else:
                 _export(found, folder, options, console)
-    except ValueError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    except (CheckFailed, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
+    except (ValueError, CheckFailed, OSError) as error:
+        return exit_code_of(error)
     console.print(f"wrote {target}: {size_of(target)}")
     return 0
+
+
+def exit_code_of(error: Exception) -> int:
+    """Report the error; 2 if the arguments are wrong, 1 if the export failed."""
+    sys.stderr.write(f"error: {error}\n")
+    return 2 if isinstance(error, ValueError) else 1
 
 
 def find(path: str, role: str | None) -> Found:
@@ -191,6 +192,13 @@ def base_model(part: Path, given: str | None, trust_remote_code: bool) -> HFMode
     )
 
 
+def add_weight_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", choices=DTYPES, default="keep", help="dtype of the weights (default: keep)")
+    parser.add_argument(
+        "--max-shard-size", metavar="SIZE", type=parse_size, default="5GB", help="most bytes per file (default: 5GB)"
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lockstep export",
@@ -203,10 +211,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "-o", "--output", metavar="FOLDER", help="folder to write (default: RUN-stepN in the current one)"
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="keep", help="dtype of the weights (default: keep)")
-    parser.add_argument(
-        "--max-shard-size", metavar="SIZE", type=parse_size, default="5GB", help="most bytes per file (default: 5GB)"
-    )
+    add_weight_options(parser)
     parser.add_argument("--role", choices=PARTS, help="part of an RL checkpoint (default: actor)")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--merged", action="store_true", help="LoRA: merge the adapter into its base model (the default)")

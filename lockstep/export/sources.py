@@ -244,7 +244,8 @@ class Adapter(Source):
         self.tokenizer = hf_tokenizer(with_tokenizer, trust_remote_code, key="--model")
         hf_config = load_hf_config(config, "--model")
         if self.is_scalar:
-            hf_config.num_labels, hf_config.pad_token_id = 1, self.tokenizer.pad_token_id
+            hf_config.num_labels = 1
+            hf_config.pad_token_id = self.tokenizer.pad_token_id
         cls: Any = AutoModelForSequenceClassification if self.is_scalar else AutoModelForCausalLM
         with _quiet():  # the base has no head; the adapter's is compared below
             whole = cls.from_pretrained(

@@ -5,9 +5,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lockstep.export.errors import CheckFailed
 from lockstep.utils.files import fsync_path, fsync_tree
 from lockstep.utils.model_path import is_model_folder
+
+
+class CheckFailed(Exception):
+    """The exported folder is not the checkpoint's model."""
 
 
 def check_target(target: str, overwrite: bool) -> Path:

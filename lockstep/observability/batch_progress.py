@@ -27,7 +27,9 @@ class BatchProgress:
 
     def __init__(self, total: int, done: int = 0, console: Console | None = None) -> None:
         self.total, self.done = total, done
-        self._begin, self._began, self._tokens = done, time.monotonic(), 0
+        self._begin = done
+        self._began = time.monotonic()
+        self._tokens = 0
         self._logged = self._began
         console = console or Console(stderr=True, force_terminal=sys.stderr.isatty())
         self._live: Live | None = None
@@ -62,7 +64,8 @@ class BatchProgress:
 
     def _text(self) -> str:
         parts = [f"{self.done:,}/{self.total:,} prompts"]
-        seconds, here = time.monotonic() - self._began, self.done - self._begin
+        seconds = time.monotonic() - self._began
+        here = self.done - self._begin
         if here and seconds > 0:
             parts.append(f"{format_number(self._tokens / seconds)} tok/s")
         if here and self.done < self.total:

@@ -144,7 +144,8 @@ def _save_png(picture: Picture, path: Path, scale: int = 2) -> None:
     from PIL import Image, ImageDraw, ImageFont
 
     image = Image.new("RGB", (picture.width * scale, picture.height * scale), "white")
-    canvas, font = ImageDraw.Draw(image), ImageFont.load_default(12 * scale)
+    canvas = ImageDraw.Draw(image)
+    font = ImageFont.load_default(12 * scale)
     for shape in picture.shapes:
         if isinstance(shape, Line):
             canvas.line([(x * scale, y * scale) for x, y in shape.points], shape.colour, round(shape.width * scale))

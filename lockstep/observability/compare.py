@@ -19,11 +19,11 @@ from rich.text import Text
 
 from lockstep.config.errors import show
 from lockstep.config.ppo import PPOConfig
-from lockstep.config.schema import defaults
+from lockstep.config.schema import defaults, leaves
 from lockstep.observability.curves import Points, Run, read_runs
 from lockstep.observability.run_folder import config_of_step
 from lockstep.observability.step_line import format_number, one_line
-from lockstep.utils.terminal import printable
+from lockstep.utils.untrusted import printable
 
 NAMES = (
     "trainer.default_local_dir",
@@ -109,15 +109,7 @@ def read_settings(run: Path, step: int) -> dict[str, Any]:
             raise TypeError("it has no settings")
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
         raise ValueError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    return dict(_flat(tree))
-
-
-def _flat(tree: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{section}{name}.")
-        else:
-            yield f"{section}{name}", value
+    return dict(leaves(tree))
 
 
 def all_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -126,7 +118,7 @@ def all_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def different_settings(configs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
     """(key, value in each run) of the settings that are not the same in all; those that follow another key are left out."""
-    followed = {name: str(value)[2:-1] for name, value in _flat(defaults(PPOConfig)) if str(value).startswith("${")}
+    followed = {name: str(value)[2:-1] for name, value in leaves(defaults(PPOConfig)) if str(value).startswith("${")}
     for key in all_keys(configs):
         values = [config.get(key, "-") for config in configs]
         follows = all(config.get(followed.get(key, ""), "-") == value for config, value in zip(configs, values))

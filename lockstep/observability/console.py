@@ -33,7 +33,7 @@ from lockstep.observability.step_line import (
 )
 from lockstep.observability.tracker import Metrics, RunInfo
 from lockstep.utils.progress import describe, show_live
-from lockstep.utils.terminal import printable
+from lockstep.utils.untrusted import printable
 
 STEPS_AVERAGED = 20
 STEPS_DRAWN = 40

@@ -127,7 +127,8 @@ def panels(runs: Sequence[Run], metrics: Sequence[str], smooth: int = 1) -> list
 
 
 def moving_mean(points: Points, window: int) -> Points:
-    means, total = [], 0.0
+    means = []
+    total = 0.0
     for number, (step, value) in enumerate(points):
         total += value - (points[number - window][1] if number >= window else 0.0)
         means.append((step, total / min(window, number + 1)))

@@ -5,12 +5,21 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from lockstep.observability.tracker import Metrics, RunIdFile, RunInfo, check_installed, import_service, plain
+from lockstep.config.schema import leaves
+from lockstep.observability.tracker import (
+    Metrics,
+    RunIdFile,
+    RunInfo,
+    check_installed,
+    import_service,
+    numbers_of,
+    plain,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -67,19 +76,15 @@ class MlflowTracker:
         experiment = self._client.get_experiment_by_name(run.project_name)
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(run.project_name)
         created = self._client.create_run(experiment_id, run_name=run.experiment_name).info.run_id
-        params = [self._entities.Param(name, value[:PARAM_CHARS]) for name, value in _flatten(run.config)]
+        params = [self._entities.Param(name, str(plain(value))[:PARAM_CHARS]) for name, value in leaves(run.config)]
         for start in range(0, len(params), PARAMS_PER_CALL):
             self._client.log_batch(created, params=params[start : start + PARAMS_PER_CALL])
         return str(created)
 
     def log(self, data: Metrics, step: int) -> None:
         now_ms = int(time.time() * 1000)
-        numbers = {name: plain(value) for name, value in data.items()}
-        metrics = [
-            self._entities.Metric(metric_name(name), float(value), now_ms, step)
-            for name, value in numbers.items()
-            if isinstance(value, (int, float))
-        ]
+        numbers = numbers_of(data).items()
+        metrics = [self._entities.Metric(metric_name(name), value, now_ms, step) for name, value in numbers]
         for start in range(0, len(metrics), METRICS_PER_CALL):
             self._send(step, self._client.log_batch, metrics=metrics[start : start + METRICS_PER_CALL])
 
@@ -104,12 +109,3 @@ def metric_name(name: str) -> str:
     """The name in MLflow's allowed characters: mean@8 becomes mean_at_8, other disallowed characters an underscore."""
     name = name.replace("@", "_at_")
     return "".join(char if char.isalnum() or char in "_-. /" else "_" for char in name)
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for name, value in tree.items():
-        full = f"{prefix}.{name}" if prefix else str(name)
-        if isinstance(value, Mapping) and value:
-            yield from _flatten(value, full)
-        else:
-            yield full, str(plain(value))

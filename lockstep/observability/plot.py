@@ -10,7 +10,7 @@ from rich.console import Console
 from lockstep.observability import chart, text_chart
 from lockstep.observability.curves import DEFAULT_METRICS, Panel, Run, panels, read_runs, select_metrics
 from lockstep.observability.glossary import explain
-from lockstep.utils.terminal import printable
+from lockstep.utils.untrusted import printable
 
 
 def main(argv: Sequence[str]) -> int:

@@ -189,7 +189,8 @@ class Profile:
 
     def _end(self, stem: str) -> None:
         self._is_recording = False
-        number, earlier = 2, {file.name.partition(".")[0] for file in self._files}
+        number = 2
+        earlier = {file.name.partition(".")[0] for file in self._files}
         unique = stem
         while unique in earlier:
             unique, number = f"{stem}_{number}", number + 1

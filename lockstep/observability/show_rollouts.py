@@ -18,7 +18,7 @@ import yaml
 from lockstep.config.schema import get_in, resolved_value
 from lockstep.observability.run_folder import CONFIG, starts
 from lockstep.observability.step_line import format_number, one_line
-from lockstep.utils.terminal import printable
+from lockstep.utils.untrusted import printable
 
 Row = dict[str, Any]
 
@@ -26,7 +26,8 @@ KEYS = {False: "trainer.rollout_data_dir", True: "trainer.validation_data_dir"}
 """Whether it is about validation -> the key that selects the dump folder."""
 SHOWN_APART = {"input", "output", "gts", "score", "step", "uid", "index", "length", "advantage", "finish_reason"}
 SHOWN_APART |= {"reward_failed", "non_finite", "messages"}
-GROUPS, CHARS = 3, 800
+GROUPS = 3
+CHARS = 800
 """Groups shown, and characters of each text, unless the user asks for more."""
 
 
@@ -77,7 +78,8 @@ def _dumps_in(folder: Path) -> dict[int, Path]:
 
 def _dumps_of_run(run: Path, validation: bool) -> dict[int, Path]:
     """Step -> dump, of each step in the folder that the run used then."""
-    key, missing = KEYS[validation], ""
+    key = KEYS[validation]
+    missing = ""
     dumps: dict[int, Path] = {}
     for start, path in starts(run):
         value, folder = _dump_folder(run, path, key)

@@ -1,11 +1,10 @@
 """Format the main metrics of a step as one short line."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.observability.tracker import Metrics, plain
-from lockstep.utils.terminal import printable
+from lockstep.observability.tracker import Metrics, numbers_of, plain
+from lockstep.utils.untrusted import printable
 
 VALIDATION_PREFIXES = ("val-core/", "val/")
 UNKNOWN_SHOWN = 6
@@ -63,11 +62,6 @@ def validation_parts(data: Metrics) -> list[str]:
 def first_number(data: Metrics, keys: tuple[str, ...]) -> float | None:
     numbers = numbers_of({key: data[key] for key in keys if key in data})
     return next(iter(numbers.values()), None)
-
-
-def numbers_of(data: Mapping[str, Any]) -> dict[str, float]:
-    converted = {name: plain(value) for name, value in data.items()}
-    return {name: float(value) for name, value in converted.items() if isinstance(value, (int, float))}
 
 
 def format_number(value: float) -> str:

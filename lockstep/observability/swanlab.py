@@ -6,28 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.observability.tracker import Metrics, RunIdFile, RunInfo, check_installed, import_service, plain
+from lockstep.observability.tracker import Metrics, RunInfo, ServiceTracker, check_installed, plain
 
 WITHOUT_LOGIN = ("local", "offline", "disabled")
 """Values of SWANLAB_MODE that send nothing."""
 
 
-class SwanlabTracker:
-    """A resumed run continues the same SwanLab run; its id is in `swanlab_run_id.txt` in the run's folder."""
-
+class SwanlabTracker(ServiceTracker):
     def __init__(self, run: RunInfo) -> None:
-        self._swanlab = import_service("swanlab", "swanlab")
-        run_id = RunIdFile(run, "swanlab")
-        previous = run_id.previous()
-        self._run = self._swanlab.init(
-            project=run.project_name,
-            name=run.experiment_name,
-            config=run.config,
-            log_dir=os.environ.get("SWANLAB_LOG_DIR") or str(run.run_dir / "swanlog"),
-            id=previous,
-            resume="allow" if previous else None,
-        )
-        run_id.save(str(self._run.id))
+        log_dir = os.environ.get("SWANLAB_LOG_DIR") or str(run.run_dir / "swanlog")
+        super().__init__(run, "swanlab", log_dir=log_dir)
 
     @staticmethod
     def check() -> None:
@@ -47,9 +35,6 @@ class SwanlabTracker:
         self._run.log({name: value for name, value in numbers.items() if isinstance(value, (int, float))}, step=step)
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
-        table = self._swanlab.echarts.Table()
+        table = self._module.echarts.Table()
         table.add(list(columns), [[str(plain(value)) for value in row] for row in rows])
         self._run.log({name: table}, step=step)
-
-    def finish(self) -> None:
-        self._run.finish()

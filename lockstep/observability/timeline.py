@@ -120,7 +120,8 @@ def _spans_of(track: Track, steps: Steps) -> list[tuple[int, Span]]:
 
 def _lanes(track: Track, steps: Steps) -> list[int]:
     """How many spans of the track are open at each span's begin."""
-    lanes, ends = [], list[int]()
+    lanes = []
+    ends = list[int]()
     for _, span in _spans_of(track, steps):
         while ends and ends[-1] <= span.begin_us:
             ends.pop()

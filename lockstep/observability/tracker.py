@@ -95,6 +95,30 @@ class RunIdFile:
             atomic_write_text(self._path, run_id)
 
 
+class ServiceTracker:
+    """A service with W&B's interface. A resumed run goes on with the same run; its id is in `<service>_run_id.txt` in its folder.
+
+    folder: the argument and value that say where the service writes.
+    """
+
+    def __init__(self, run: RunInfo, service: str, **folder: str) -> None:
+        self._module = import_service(service, service)
+        run_id = RunIdFile(run, service)
+        previous = run_id.previous()
+        self._run = self._module.init(
+            project=run.project_name,
+            name=run.experiment_name,
+            config=run.config,
+            id=previous,
+            resume="allow" if previous else None,
+            **folder,
+        )
+        run_id.save(str(self._run.id))
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
 def plain(value: Any) -> Any:
     """Convert numpy and torch values, at any depth, to Python values; unknown types to text."""
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -106,3 +130,9 @@ def plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # numpy scalars and arrays, torch tensors
         return plain(value.tolist())
     return str(value)
+
+
+def numbers_of(data: Metrics) -> dict[str, float]:
+    """The metrics that are numbers."""
+    converted = {name: plain(value) for name, value in data.items()}
+    return {name: float(value) for name, value in converted.items() if isinstance(value, (int, float))}

@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 from lockstep.observability.tracker import (
     Metrics,
-    RunIdFile,
     RunInfo,
+    ServiceTracker,
     check_installed,
     has_netrc_login,
     import_service,
@@ -23,22 +23,9 @@ HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
 """W&B's own servers, before and after its change of name."""
 
 
-class WandbTracker:
-    """A resumed run continues the same W&B run; its id is in `wandb_run_id.txt` in the run's folder."""
-
+class WandbTracker(ServiceTracker):
     def __init__(self, run: RunInfo) -> None:
-        self._wandb = import_service("wandb", "wandb")
-        run_id = RunIdFile(run, "wandb")
-        previous = run_id.previous()
-        self._run = self._wandb.init(
-            project=run.project_name,
-            name=run.experiment_name,
-            config=run.config,
-            dir=str(run.run_dir),
-            id=previous,
-            resume="allow" if previous else None,
-        )
-        run_id.save(str(self._run.id))
+        super().__init__(run, "wandb", dir=str(run.run_dir))
 
     @staticmethod
     def check() -> None:
@@ -62,8 +49,5 @@ class WandbTracker:
         self._run.log({name: plain(value) for name, value in data.items()}, step=step)
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
-        table = self._wandb.Table(columns=list(columns), data=[plain(row) for row in rows])
+        table = self._module.Table(columns=list(columns), data=[plain(row) for row in rows])
         self._run.log({name: table}, step=step)
-
-    def finish(self) -> None:
-        self._run.finish()

@@ -89,7 +89,7 @@ def make_caller(
     if is_async(function):
         if getattr(function, "limits_itself", False):
             timeout_s = limiter = None
-        return partial(_call_concurrently, function, timeout_s, max_concurrency, limiter)
+        return lambda rows: _ConcurrentCalls(function, timeout_s, max_concurrency, limiter, rows).outcome_of_all()
     if _has_own_limit(function):
         return partial(_call_built_in, function, num_workers)
     if timeout_s is None:
@@ -202,31 +202,6 @@ def _place(thread: threading.Thread) -> str:
     return place(reversed(traceback.extract_stack(frame))) if frame is not None else ""
 
 
-def _call_concurrently(
-    function: Callable[..., Any],
-    timeout_s: float | None,
-    max_concurrency: int,
-    limiter: RateLimiter | None,
-    rows: list[Arguments],
-) -> list[Outcome]:
-    """Run the event loop in a separate thread, since the caller may be inside a running loop."""
-    calls = _ConcurrentCalls(function, timeout_s, max_concurrency, limiter, rows)
-    thread = threading.Thread(target=calls.run, name="rewards", daemon=True)
-    thread.start()
-    while thread.is_alive() and calls.error is None:
-        thread.join(LOOP_CHECK_S)
-        # asyncio.timeout limits each coroutine, but not one that blocks the loop.
-        blocked_s = time.monotonic() - calls.loop_seen
-        if thread.is_alive() and timeout_s is not None and blocked_s > timeout_s + THREAD_GRACE_S:
-            raise RewardHangError(
-                f"the reward function {function_name(function)} blocks its event loop for {blocked_s:.0f} s, longer than "
-                f"reward_model.timeout_s={timeout_s:g}, at {_place(thread)}. Await there, or define it without `async`"
-            )
-    if calls.error is not None:
-        raise calls.error
-    return calls.outcomes
-
-
 class _ConcurrentCalls:
     """Coroutines of all rows in one event loop.
 
@@ -253,7 +228,26 @@ class _ConcurrentCalls:
         self.loop_seen = time.monotonic()
         self.error: BaseException | None = None
 
-    def run(self) -> None:
+    def outcome_of_all(self) -> list[Outcome]:
+        """Run the event loop in a separate thread, since the caller may be inside a running loop."""
+        timeout_s = self.timeout_s
+        thread = threading.Thread(target=self._run, name="rewards", daemon=True)
+        thread.start()
+        while thread.is_alive() and self.error is None:
+            thread.join(LOOP_CHECK_S)
+            # asyncio.timeout limits each coroutine, but not one that blocks the loop.
+            blocked_s = time.monotonic() - self.loop_seen
+            if thread.is_alive() and timeout_s is not None and blocked_s > timeout_s + THREAD_GRACE_S:
+                name = function_name(self.function)
+                raise RewardHangError(
+                    f"the reward function {name} blocks its event loop for {blocked_s:.0f} s, longer than "
+                    f"reward_model.timeout_s={timeout_s:g}, at {_place(thread)}. Await there, or define it without `async`"
+                )
+        if self.error is not None:
+            raise self.error
+        return self.outcomes
+
+    def _run(self) -> None:
         try:
             asyncio.run(self._call_all())
         except BaseException as error:  # noqa: BLE001 (raised in the caller's thread)
@@ -288,7 +282,8 @@ class _ConcurrentCalls:
                 self.outcomes[number] = _exit_error(error)
             except Exception as error:  # noqa: BLE001 (boundary to user code; the manager reports it)
                 self.outcomes[number] = error
-            outcome, began = self.outcomes[number], self.began.pop(number)
+            outcome = self.outcomes[number]
+            began = self.began.pop(number)
             if limit.expired() and isinstance(outcome, Exception):
                 num_waiting = len(self.rows) - self.monitor.num_done - len(self.began) - 1
                 where = raised_at(outcome.__cause__) if outcome.__cause__ is not None else ""  # where it was cancelled

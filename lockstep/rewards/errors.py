@@ -39,7 +39,8 @@ class AllRowsFailedError(RewardError):
     @classmethod
     def of_calls(cls, calls: "Sequence[AllRowsFailedError]") -> "AllRowsFailedError":
         """The error of several calls as that of one call for all of their rows."""
-        first, errors = calls[0], Counter[str]()
+        first = calls[0]
+        errors = Counter[str]()
         for call in calls:
             errors.update(call.errors)
         joined = cls(first.function, first.data_source, dict(errors), first.where)

@@ -34,10 +34,9 @@ from lockstep.config.ensemble import JUDGE_KEY
 from lockstep.config.reward import JudgeConfig
 from lockstep.rewards.errors import RewardError
 from lockstep.rewards.rate_limit import RateLimiter
-from lockstep.utils.chat_tokens import as_plain_text
 from lockstep.utils.files import make_private_folder
-from lockstep.utils.json_http import AnswerTooLargeError, is_local, request_limited
-from lockstep.utils.untrusted import JSON_ERRORS, valid_text
+from lockstep.utils.json_http import AnswerTooLargeError, bearer_headers, is_local, request_limited
+from lockstep.utils.untrusted import JSON_ERRORS, as_plain_text, valid_text
 
 logger = logging.getLogger(__name__)
 logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs every request
@@ -106,7 +105,7 @@ class Judge:
         self.timeout_s = timeout_s
         self.key = key
         self.low, self.high = config.score_range
-        self._headers = _headers(config, key)
+        self._headers = bearer_headers(config.api_key_env, f"{key}.api_key_env")
         self._template = _template(config, key)
         self._regex = _regex(config, key)
         self._cache = AnswerCache(config.cache_path, key) if config.cache else None
@@ -176,7 +175,8 @@ class Judge:
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
     ) -> dict[str, Any]:
         """The body of the request for a row."""
-        config, turns = self.config, list(extra_info.get("messages") or ())
+        config = self.config
+        turns = list(extra_info.get("messages") or ())
         is_conversation = len(turns) > 1
         response = as_plain_text(as_text(turns) if is_conversation else solution_str)
         answer = as_plain_text(_last_answer(turns)) if is_conversation else response
@@ -273,7 +273,8 @@ class Judge:
     async def _attempt(self, body: dict[str, Any], left_s: float | None) -> str:
         """The content of one answer."""
         assert self.config.base_url is not None
-        url, limit_s = f"{self.config.base_url.rstrip('/')}/chat/completions", self.config.timeout_s
+        url = f"{self.config.base_url.rstrip('/')}/chat/completions"
+        limit_s = self.config.timeout_s
         client = self._clients[asyncio.get_running_loop()]
         try:
             async with asyncio.timeout(limit_s if left_s is None else max(0.0, min(limit_s, left_s))):
@@ -286,7 +287,8 @@ class Judge:
             raise _Retry(f"cannot connect ({error or type(error).__name__})", never_connected=True) from None
         except httpx2.TransportError as error:
             raise _Retry(f"connection lost ({error or type(error).__name__})") from None
-        status, reason = response.status_code, " ".join(response.text.split())[:300]
+        status = response.status_code
+        reason = " ".join(response.text.split())[:300]
         if status in REFUSED:
             name = "base_url" if status == 404 and "model" not in reason.lower() else REFUSED[status]
             raise self._stop(f"{name}={getattr(self.config, name)}: {url} answered {status}: {reason}")
@@ -389,17 +391,9 @@ def _schema(low: float, high: float) -> dict[str, Any]:
     return {"name": "verdict", "strict": True, "schema": schema}
 
 
-def _headers(config: JudgeConfig, key: str) -> dict[str, str]:
-    if config.api_key_env is None:
-        return {}
-    value = os.environ.get(config.api_key_env)
-    if not value:
-        raise ValueError(f"{key}.api_key_env={config.api_key_env}: this environment variable is not set")
-    return {"Authorization": f"Bearer {value}"}
-
-
 def _template(config: JudgeConfig, key: str) -> jinja2.Template:
-    where, text = f"{key}.prompt_path={config.prompt_path}", PROMPT
+    where = f"{key}.prompt_path={config.prompt_path}"
+    text = PROMPT
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
     try:
         if config.prompt_path is not None:

@@ -6,7 +6,6 @@ import pickle
 import select
 import signal
 import subprocess
-import sys
 import time
 import weakref
 from collections import deque
@@ -18,6 +17,7 @@ from typing import Any
 from lockstep.rewards import worker
 from lockstep.rewards.errors import WorkerStartError
 from lockstep.rewards.monitor import place, printed_frames
+from lockstep.utils.child_process import how_it_ended, start_module, wait_or_kill
 
 MAX_BYTES_IN_FLIGHT = 1 << 16
 """Bytes of rows sent to a worker ahead of its replies, as many as a pipe buffers."""
@@ -55,22 +55,10 @@ class WorkerProcess:
         self._incoming = bytearray()
         self._function_pid = 0
         self._stack_fd, fd = os.pipe()
-        command = [sys.executable, "-P", "-m", "lockstep.rewards.worker", str(os.getpid()), str(fd)]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-
-        def start() -> subprocess.Popen[bytes]:
-            return subprocess.Popen(
-                command,
-                bufsize=0,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=environment,
-                pass_fds=(fd,),
-                start_new_session=True,
-            )
-
+        start = functools.partial(start_module, worker.__name__, os.getpid(), fd, pass_fds=(fd,), bufsize=0)
         try:
-            self.process = _starter(os.getpid()).submit(start).result()
+            starting = _starter(os.getpid()).submit(start, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            self.process = starting.result()
         except OSError as error:
             os.close(self._stack_fd)
             raise WorkerStartError(
@@ -147,7 +135,8 @@ class WorkerProcess:
         if not data:
             raise EOFError
         self._incoming += data
-        payloads, begin = [], 0
+        payloads = []
+        begin = 0
         while len(self._incoming) - begin >= worker.HEADER.size:
             (size,) = worker.HEADER.unpack_from(self._incoming, begin)
             end = begin + worker.HEADER.size + size
@@ -173,10 +162,9 @@ class WorkerProcess:
     def kill(self) -> str:
         """Kill the process and what it started; return how it ended."""
         self._end()
-        code = self.process.returncode - worker.SIGNAL_EXIT_CODE
-        if code in set(signal.Signals):
-            return f"was killed by {signal.Signals(code).name}"
-        return f"exited with code {self.process.returncode}"
+        code = self.process.returncode
+        number = code - worker.SIGNAL_EXIT_CODE
+        return how_it_ended(-number if number in set(signal.Signals) else code)
 
 
 def message(content: Any) -> bytes:
@@ -196,11 +184,7 @@ def _starter(pid: int) -> ThreadPoolExecutor:
 
 def _end(process: subprocess.Popen[bytes], stack_fd: int) -> None:
     process.send_signal(worker.END)
-    try:
-        process.wait(END_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    wait_or_kill(process, END_TIMEOUT_S)
     os.close(stack_fd)
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None

@@ -9,7 +9,6 @@
 """
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from typing import Any, Protocol
 
 from lockstep.single_controller.environment import ProcessEnvironment
 from lockstep.single_controller.futures import WorkerDiedError
+from lockstep.utils.child_process import how_it_ended, start_module, wait_or_kill
 
 CLOSE_TIMEOUT_S = 5.0
 """How long a process may take to end."""
@@ -68,12 +68,7 @@ class ChildProcess(MessageProcess):
         self.name = name
         self._connection, remote = Pipe()
         with remote:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, str(remote.fileno())],
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-                pass_fds=(remote.fileno(),),
-                start_new_session=True,  # Ctrl-C is for the controller
-            )
+            self._process = start_module(__name__, remote.fileno(), pass_fds=(remote.fileno(),))
         with suppress(OSError):  # `receive` reports a process that died at once
             self._connection.send(ProcessEnvironment.capture(with_variables=True))
             self._connection.send(make_peer)
@@ -100,23 +95,14 @@ class ChildProcess(MessageProcess):
             return
         with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as stream:
             stream.shutdown(socket.SHUT_WR)  # the child reads the end, also if a message was cut
-        try:
-            self._process.wait(CLOSE_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        wait_or_kill(self._process, CLOSE_TIMEOUT_S)
         self._connection.close()
 
     def _how_it_died(self) -> str:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(CLOSE_TIMEOUT_S)
         code = self._process.returncode
-        if code is None:
-            how = "closed its connection"
-        elif code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
-        else:
-            how = f"exited with code {code}"
+        how = "closed its connection" if code is None else how_it_ended(code)
         return f"the process of {self.name} (pid {self.pid}) {how}"
 
 

@@ -5,6 +5,7 @@ trainer/run/checkpoint.py writes and verifies them; model paths, which may name 
 
 import json
 import re
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +36,17 @@ class Manifest:
     sequence: int
     saved_at: float
     files: dict[str, FileEntry]
+
+
+def checkpoint_folder(path: str) -> Path:
+    """The folder that the controller created for the workers' files; ValueError if this machine does not see it."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ValueError(
+            f"{folder} does not exist on machine {socket.gethostname()}: trainer.default_local_dir must be on a file system "
+            "shared by all machines"
+        )
+    return folder
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -100,7 +100,8 @@ def join_group(name: str, address: str, port: int, rank: int, size: int, backend
     timeout = timedelta(seconds=timeout_s)
     store, rank, size = next(rendezvous(f"tcp://{address}:{port}", rank, size, timeout=timeout))
     store.set_timeout(timeout)
-    prefixed, group_name = dist.PrefixStore(name, store), cast(Any, name)
+    prefixed = dist.PrefixStore(name, store)
+    group_name = cast(Any, name)
     group, _ = _new_process_group_helper(
         size, rank, [], dist.Backend(backend), prefixed, group_name=group_name, timeout=timeout
     )

@@ -135,7 +135,7 @@ def _nearest_path(path: Path) -> Path | None:
 
 
 def _likeness(one: Path, other: Path) -> float:
-    """Of the names, from 0 to 1; an equal ending such as .parquet does not make them alike."""
+    """Similarity of the names, from 0 to 1; an equal ending such as .parquet does not make them alike."""
     if one.stem == other.stem:
         return 1.0
     ratios = (difflib.SequenceMatcher(a=a, b=b).ratio() for a, b in ((one.name, other.name), (one.stem, other.stem)))

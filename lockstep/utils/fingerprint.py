@@ -14,7 +14,8 @@ def fingerprint(tensor: Tensor) -> int:
         flat = flat.clone()
     num_words = flat.numel() // 8
     words, rest = flat[: num_words * 8].view(torch.int64), flat[num_words * 8 :].long()
-    period, num_rows = min(PERIOD, num_words), num_words // PERIOD
+    period = min(PERIOD, num_words)
+    num_rows = num_words // PERIOD
     weights = 2 * torch.arange(period + len(rest), device=flat.device) + 1
     total = (words[num_rows * PERIOD :] * weights[: num_words % PERIOD]).sum() + (rest * weights[period:]).sum()
     if num_rows:

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import os
 import ssl
 from collections.abc import Mapping
 from typing import Any
@@ -20,6 +21,15 @@ class HttpError(ConnectionError):
 
 class AnswerTooLargeError(HttpError):
     """The body of an answer exceeds its limit; the rest of it was not read."""
+
+
+def bearer_headers(variable: str | None, key: str) -> dict[str, str]:
+    """Headers with the API key of an environment variable; none without a variable. key: the setting that names it."""
+    if variable is None:
+        return {}
+    if not (value := os.environ.get(variable)):
+        raise ValueError(f"{key}={variable}: this environment variable is not set")
+    return {"Authorization": f"Bearer {value}"}
 
 
 async def request_limited(

@@ -1,4 +1,4 @@
-"""Masked sum, mean, variance and whitening, and the response mask.
+"""Masked sum, mean, variance and whitening, the response mask, and padding of rows to the same length.
 
 A mask is 0/1 of any dtype (bool, int64, float32) and broadcasts against the values. Values at masked positions never
 affect a sum, mean or variance, even if NaN or infinite; their gradient is exactly 0.
@@ -54,3 +54,17 @@ def get_response_mask(
     ends = torch.as_tensor(eos_token, device=response_id.device)
     is_end = torch.isin(response_id, ends).long()
     return (is_end.cumsum(dim=-1) - is_end == 0).to(dtype)
+
+
+def pad_sequence_to_length(tensors: Tensor, max_seq_len: int, pad_token_id: int, left_pad: bool = False) -> Tensor:
+    """Pad `tensors` (B, L) to (B, max_seq_len); unchanged if already that long."""
+    missing = max(max_seq_len - tensors.shape[-1], 0)
+    return torch.nn.functional.pad(tensors, (missing, 0) if left_pad else (0, missing), value=pad_token_id)
+
+
+def pad_2d_list_to_length(
+    response: Sequence[Sequence[int]], pad_token_id: int, max_length: int | None = None
+) -> Tensor:
+    """Right-pad rows to the longest of them, at least to `max_length`: (B, L) int64."""
+    width = max([max_length or 0, *(len(row) for row in response)])
+    return torch.tensor([[*row, *[pad_token_id] * (width - len(row))] for row in response], dtype=torch.int64)

@@ -97,7 +97,8 @@ def is_model_folder(folder: Path) -> bool:
 
 def locate_model(path: str | Path, key: str) -> Path | HubName | str:
     """The local folder, the name on the Hub or the URL that `path` means; ValueError, without the key, if there is none."""
-    text, folder = str(path), _folder(path)
+    text = str(path)
+    folder = _folder(path)
     role = "critic" if key.startswith("critic.") else "actor"
     if text and folder.is_dir():
         part = None if is_model_folder(folder) else checkpoint_part(folder, role)

@@ -50,7 +50,8 @@ _num_displays = 0
 @contextmanager
 def phase(name: str) -> Iterator[None]:
     """The block is a phase of the process, within the thread's current one if there is one."""
-    entered, thread = Phase(name), threading.get_ident()
+    entered = Phase(name)
+    thread = threading.get_ident()
     phases = _threads.setdefault(thread, [])
     phases.append(entered)
     try:
@@ -98,7 +99,8 @@ class ProgressLog:
         self._thread.join()
 
     def _run(self) -> None:
-        logged, logged_at = None, 0.0
+        logged = None
+        logged_at = 0.0
         while not self._ended.wait(min(1.0, self._interval_s / 4)):
             outermost = next((own[0] for own in list(_threads.values()) if own), None)
             if outermost is None or _num_displays:

@@ -163,7 +163,8 @@ def agreed_runs(
     runs = even if len(even) <= wanted else runs
     while len(runs) < wanted:
         largest = max((run for run in runs if len(run) > 1), key=cost)
-        place, half = runs.index(largest), len(largest) // 2
+        place = runs.index(largest)
+        half = len(largest) // 2
         runs[place : place + 1] = [largest[:half], largest[half:]]
     return [list(itertools.chain.from_iterable(run)) for run in runs]
 

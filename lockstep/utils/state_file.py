@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
+from safetensors.torch import load as load_tensors, save as save_tensors
 from torch import Tensor, nn
 
 ALLOWED = "dicts, lists, tuples, sets, numbers, strings, booleans, None, tensors and numpy arrays"

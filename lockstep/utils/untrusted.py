@@ -1,10 +1,17 @@
 """Text and JSON that come from outside: from models, tools, programs and clients."""
 
 import re
+import unicodedata
 
 JSON_ERRORS = (ValueError, RecursionError)
 """What `json.loads` raises for such text: JSONDecodeError, numbers with too many digits, and deep nesting."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+CHAT_TOKEN = re.compile(
+    r"<[|｜](?=[^|｜\s<>]{1,40}[|｜]>)|</?s>|<</?SYS>>|</?(?:start|end)_of_turn>|\[/?(?:INST|TOOL_\w+|AVAILABLE_TOOLS)\]"
+)
+"""Tokens of chat templates: ChatML, Llama, Mistral, Gemma, DeepSeek and GPT-OSS."""
+_KEPT = "\n\t\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}"
+"""Control and format characters that a text needs and that move nothing on a screen."""
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -23,6 +30,27 @@ def is_valid(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def printable(text: str) -> str:
+    """The text without what a terminal would obey: control characters, and with them escape sequences, marks that reorder text, and
+    lone surrogates become U+FFFD. Everything that may hold a model's text goes through here before it is written to a terminal.
+    """
+    if text.isprintable():
+        return text
+    return "".join(char if _is_shown(char) else REPLACEMENT for char in text)
+
+
+def _is_shown(char: str) -> bool:
+    return char.isprintable() or char in _KEPT or unicodedata.category(char) == "Zs"
+
+
+def as_plain_text(text: str) -> str:
+    """A policy's text for another model's endpoint: a space in each chat token, so that it cannot end its turn and begin another.
+
+    The endpoint's own tokenizer is not known.
+    """
+    return CHAT_TOKEN.sub(lambda token: f"{token[0][0]} {token[0][1:]}", text)
 
 
 def message_of(error: BaseException, max_chars: int = 300) -> str:

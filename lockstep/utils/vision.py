@@ -25,7 +25,8 @@ def vision_problem(folder: Path) -> str:
     """Why the model in `folder` cannot be used, if it is one of images and text; else empty."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        kind, custom = str(config.get("model_type", "")), config.get("auto_map") or {}
+        kind = str(config.get("model_type", ""))
+        custom = config.get("auto_map") or {}
         key = next((key for key in _KEYS if config.get(key) is not None), None)
         if key is None or kind in TEXT_PARTS or "AutoModelForCausalLM" in custom:
             return ""

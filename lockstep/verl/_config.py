@@ -32,7 +32,7 @@ from lockstep.config.environment import noted_variables
 from lockstep.config.errors import ConfigError
 from lockstep.config.normalize import canonical_name, normalize, tables_of
 from lockstep.config.ppo import PPOConfig
-from lockstep.config.schema import build, defaults, get_in, keys, sections, set_in, to_plain
+from lockstep.config.schema import build, defaults, get_in, keys, leaves, sections, set_in, to_plain
 from lockstep.config.sft import SFTConfig
 from lockstep.verl._names import RESOLVER
 
@@ -146,7 +146,7 @@ def typed_section(section: Any, name: str, cls: type = PPOConfig) -> Any:
 def _changes(cls: type, written: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The keys and values that differ from `default_tree`."""
     default = _default_tree(cls)
-    return ((name, value) for name, value in _leaves(written) if value != get_in(default, name, MISSING))
+    return ((name, value) for name, value in leaves(written) if value != get_in(default, name, MISSING))
 
 
 @cache
@@ -218,15 +218,6 @@ def _container(config: DictConfig, resolve: bool) -> dict[str, Any]:
     plain = OmegaConf.to_container(config, resolve=resolve)
     assert isinstance(plain, dict)
     return {str(name): value for name, value in plain.items()}
-
-
-def _leaves(tree: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
-    for part, value in tree.items():
-        name = f"{section}.{part}" if section else str(part)
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, name)
-        else:
-            yield name, value
 
 
 def _remove(tree: dict[str, Any], name: str) -> None:

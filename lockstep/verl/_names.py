@@ -8,6 +8,8 @@ from types import ModuleType
 from typing import Any
 
 PACKAGE = "lockstep.verl"
+RESOLVER = "lockstep.default"
+"""Name of the interpolation `${lockstep.default:CONFIG,KEY}`."""
 
 _MEGATRON = "models are trained with FSDP2; use the classes of {0}.workers.fsdp_workers and {0}.workers.config"
 _ENGINE = (

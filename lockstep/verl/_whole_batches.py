@@ -6,7 +6,7 @@ Batches are balanced over the ranks inside these calls, and `generate_sequences`
 the trainer, or `ByHand` for one that the program built itself.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -164,13 +164,19 @@ def rollout_inputs(prompts: DataProto, tokenizer: Callable[[], Any], seed: int, 
 
     draw: the number of this call in the step, which selects the random numbers.
     """
-    validate = bool(prompts.meta_info.get("validate", False))
-    words = np.random.SeedSequence([seed, step, draw, int(validate)]).generate_state(len(prompts), np.uint64)
-    seeds = torch.from_numpy((words >> 1).astype(np.int64))
-    greedy = not prompts.meta_info.get("do_sample", True) and not validate
-    meta = {"validate": validate, "greedy": greedy, "global_steps": step}
     ids = object_array(_prompt_ids(prompts, tokenizer))
-    return DataProto.from_dict({"sampling_seed": seeds}, {"raw_prompt_ids": ids}, meta)
+    return sampling_inputs({"raw_prompt_ids": ids}, prompts.meta_info, seed, step, draw)
+
+
+def sampling_inputs(columns: dict[str, Any], info: Mapping[str, Any], seed: int, step: int, draw: int) -> DataProto:
+    """Rows with their seeds. info: of the program's batch, with `validate` and `do_sample`."""
+    validate = bool(info.get("validate", False))
+    num_rows = len(columns["raw_prompt_ids"])
+    words = np.random.SeedSequence([seed, step, draw, int(validate)]).generate_state(num_rows, np.uint64)
+    seeds = torch.from_numpy((words >> 1).astype(np.int64))
+    greedy = not info.get("do_sample", True) and not validate
+    meta = {"validate": validate, "greedy": greedy, "global_steps": step}
+    return DataProto.from_dict({"sampling_seed": seeds}, columns, meta)
 
 
 def _prompt_ids(prompts: DataProto, tokenizer: Callable[[], Any]) -> Sequence[Any]:

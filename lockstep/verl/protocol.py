@@ -16,37 +16,15 @@ from tensordict import TensorDict
 
 from lockstep import protocol
 from lockstep.protocol import (
-    DataProtoFuture,
-    DataProtoItem,
-    fold_batch_dim,
-    list_of_dict_to_dict_of_list,
-    pad_dataproto_to_divisor,
-    unfold_batch_dim,
-    unpad_dataproto,
+    DataProtoFuture as DataProtoFuture,
+    DataProtoItem as DataProtoItem,
+    fold_batch_dim as fold_batch_dim,
+    list_of_dict_to_dict_of_list as list_of_dict_to_dict_of_list,
+    pad_dataproto_to_divisor as pad_dataproto_to_divisor,
+    unfold_batch_dim as unfold_batch_dim,
+    unpad_dataproto as unpad_dataproto,
 )
 from lockstep.verl._names import exports
-
-__all__ = [
-    "BatchError",
-    "DataProto",
-    "DataProtoConfig",
-    "DataProtoFuture",
-    "DataProtoItem",
-    "adopt",
-    "all_gather_data_proto",
-    "collate_fn",
-    "deserialize_single_tensor",
-    "deserialize_tensordict",
-    "fold_batch_dim",
-    "list_of_dict_to_dict_of_list",
-    "pad_dataproto_to_divisor",
-    "serialize_single_tensor",
-    "serialize_tensordict",
-    "unfold_batch_dim",
-    "union_numpy_dict",
-    "union_tensor_dict",
-    "unpad_dataproto",
-]
 
 __getattr__ = exports(__name__)
 

@@ -31,6 +31,7 @@ from lockstep.protocol.generation import Completion, GenerationRequest, Outcome,
 from lockstep.protocol.require import require
 from lockstep.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from lockstep.utils.audit import GapBound, RolloutGap
+from lockstep.utils.checkpoint_folder import checkpoint_folder
 from lockstep.utils.device import memory_peaks
 from lockstep.utils.distributed import join_process_group
 from lockstep.utils.model_path import revision_of
@@ -38,7 +39,6 @@ from lockstep.weight_sync import WeightSyncWorker
 from lockstep.weight_sync.proof import MAX_NEW, canary_prompt
 from lockstep.workers.losses import SplitCheck, actor_loss_fn, require_finite_loss
 from lockstep.workers.rollout_batch import batch_of, requests_of, sampling_params
-from lockstep.workers.shared_folder import checkpoint_folder
 from lockstep.workers.updates import MetricMeans, micro_batching, mini_batches
 
 _KEY = "actor_rollout_ref.model"
@@ -241,7 +241,7 @@ class ActorRolloutRefWorker(WeightSyncWorker):
 
     @property
     def _temperature(self) -> float:
-        """Of the sampled distribution, which log-probs must be of; 1 for greedy rollouts."""
+        """The temperature of the sampled distribution, which log-probs must be of; 1 for greedy rollouts."""
         return sampling_params(self.config.rollout, validate=False, greedy=False).temperature or 1.0
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"), blocking=False)

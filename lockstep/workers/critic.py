@@ -1,55 +1,24 @@
 """The critic: the value of the state before each response token, and its update."""
 
-import torch
-
 from lockstep.config.critic import CriticConfig
-from lockstep.config.model import sequence_parallel_size
-from lockstep.engines.train import EngineModel, create_train_engine
-from lockstep.models.loading import model_folder
-from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.protocol import DataProto
 from lockstep.protocol.require import require
-from lockstep.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
-from lockstep.utils.distributed import join_process_group
-from lockstep.utils.model_path import revision_of
+from lockstep.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from lockstep.utils.checkpoint_folder import checkpoint_folder
 from lockstep.workers.losses import critic_loss_fn, require_finite_loss
-from lockstep.workers.shared_folder import checkpoint_folder
+from lockstep.workers.model_worker import ModelWorker
 from lockstep.workers.updates import MetricMeans, micro_batching, mini_batches
 
-_KEY = "critic.model"
 
-
-class CriticWorker(Worker):
-    def __init__(self, config: CriticConfig, device: str = "cpu") -> None:
-        super().__init__()
-        self.config = config
-        self.device = torch.device(device)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def fetch_model(self) -> tuple[str, str]:
-        """Bring the model to this machine, before collectives with their timeouts; returns its path and revision."""
-        return self.config.model.path, revision_of(model_folder(self.config.model, _KEY))
+class CriticWorker(ModelWorker):
+    key = "critic.model"
+    kind = "value"
+    mesh = "critic"
+    config: CriticConfig
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        config, model = self.config, self.config.model
-        join_process_group(self.rank, self.world_size, self.device, config.nccl_timeout)
-        self.tokenizer = hf_tokenizer(
-            model.tokenizer_path or model.path,
-            trust_remote_code=model.trust_remote_code,
-            key=f"{_KEY}.tokenizer_path",
-        )
-        spec = EngineModel(
-            model,
-            _KEY,
-            "value",
-            model.fsdp_config,
-            optim=config.optim,
-            clip_grad=config.grad_clip,
-            sequence_parallel_size=sequence_parallel_size(config),
-        )
-        self.engine = create_train_engine(config.strategy, spec, self.device)
-        self._register_dispatch_collect_info("critic", self.engine.dp_rank, self.engine.group_rank == 0)
+        self._start(optim=self.config.optim, clip_grad=self.config.grad_clip)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("critic"), blocking=False)
     def compute_values(self, data: DataProto) -> DataProto:

@@ -5,51 +5,30 @@ from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.agents.renderer import Renderer
-from lockstep.config.model import sequence_parallel_size
 from lockstep.config.reward import RewardModelConfig
-from lockstep.engines.train import EngineModel, create_train_engine
-from lockstep.models.loading import model_folder
 from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.protocol import DataProto
 from lockstep.protocol.require import require
 from lockstep.protocol.tokens import read
-from lockstep.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
-from lockstep.utils.distributed import join_process_group
-from lockstep.utils.model_path import revision_of
+from lockstep.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from lockstep.workers.model_worker import ModelWorker
 from lockstep.workers.reward_text import token_ids
 from lockstep.workers.updates import micro_batching
 
-_KEY = "reward_model.model"
 
-
-class RewardModelWorker(Worker):
-    def __init__(self, config: RewardModelConfig, device: str = "cpu") -> None:
-        super().__init__()
-        self.config = config
-        self.device = torch.device(device)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def fetch_model(self) -> tuple[str, str]:
-        """Bring the model to this machine, before collectives with their timeouts; returns its path and revision."""
-        return self.config.model.path, revision_of(model_folder(self.config.model, _KEY))
+class RewardModelWorker(ModelWorker):
+    key = "reward_model.model"
+    kind = "reward"
+    mesh = "reward"
+    config: RewardModelConfig
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        config, model = self.config, self.config.model
-        join_process_group(self.rank, self.world_size, self.device, config.nccl_timeout)
+        model = self.config.model
         self.policy_tokenizer = None
         if model.input_tokenizer:
-            self.policy_tokenizer = hf_tokenizer(model.input_tokenizer, key=f"{_KEY}.input_tokenizer")
-        self.tokenizer = hf_tokenizer(
-            model.tokenizer_path or model.path,
-            trust_remote_code=model.trust_remote_code,
-            custom_chat_template=model.custom_chat_template,
-            key=f"{_KEY}.tokenizer_path",
-        )
-        ranks = sequence_parallel_size(config)
-        spec = EngineModel(model, _KEY, "reward", model.fsdp_config, sequence_parallel_size=ranks)
-        self.engine = create_train_engine(config.strategy, spec, self.device)
-        self._register_dispatch_collect_info("reward", self.engine.dp_rank, self.engine.group_rank == 0)
+            self.policy_tokenizer = hf_tokenizer(model.input_tokenizer, key=f"{self.key}.input_tokenizer")
+        self._start(model.custom_chat_template)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def check_tokenizer(self, vocabulary: dict[str, int]) -> None:
@@ -59,8 +38,9 @@ class RewardModelWorker(Worker):
         own = self.tokenizer.get_vocab()
         if other := next((token for token, number in vocabulary.items() if own.get(token) != number), None):
             raise ValueError(
-                f"{_KEY}.path={self.config.model.path}: its tokenizer is not the policy's (the token {other!r} is "
-                f"{vocabulary[other]} there and {own.get(other, 'none')} here); set {_KEY}.input_tokenizer to that of the policy"
+                f"{self.key}.path={self.config.model.path}: its tokenizer is not the policy's (the token {other!r} is "
+                f"{vocabulary[other]} there and {own.get(other, 'none')} here); set {self.key}.input_tokenizer to that of the "
+                "policy"
             )
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("reward"), blocking=False)

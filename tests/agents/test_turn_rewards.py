@@ -3,8 +3,7 @@
 import asyncio
 from typing import Any
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from lockstep.agents.conversation import Conversation
 from lockstep.agents.renderer import Renderer

@@ -8,7 +8,7 @@ from omegaconf import II
 
 from lockstep.config.errors import ConfigError
 from lockstep.config.ppo import PPOConfig
-from lockstep.config.schema import coerce, defaults, keys, sections, to_dataclass, to_plain
+from lockstep.config.schema import coerce, defaults, keys, leaves, sections, to_dataclass, to_plain
 
 
 @dataclass(frozen=True)
@@ -136,3 +136,9 @@ def test_defaults_of_the_whole_configuration_are_consistent() -> None:
     assert config.actor_rollout_ref.actor.clip_ratio_high == config.actor_rollout_ref.actor.clip_ratio == 0.2
     assert config.critic.ppo_mini_batch_size == 256
     assert config.trainer.default_local_dir == "checkpoints/lockstep/run"
+
+
+def test_leaves_of_a_tree() -> None:
+    tree = {"a": {"b": 1, "c": {"d": [2]}, "e": {}}, "f": None}
+    assert list(leaves(tree)) == [("a.b", 1), ("a.c.d", [2]), ("a.e", {}), ("f", None)]
+    assert list(leaves({"x": 1}, "s")) == [("s.x", 1)]

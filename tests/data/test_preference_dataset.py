@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from lockstep.config.preference import PreferenceDataConfig, RMDataConfig
-from lockstep.data.dialogue import parse_dialogue
 from lockstep.data.preference_dataset import PreferenceDataset, create_preference_dataset
+from lockstep.data.rows import parse_dialogue
 from tests.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

@@ -12,8 +12,7 @@ from lockstep.models.attention import ATTENTION_NAME, PackedAttention, no_mask
 from lockstep.models.decoder_layer import DecoderLayer, FinalNorm
 from lockstep.models.known_models import KNOWN_LAYERS, computes_packed, install_decoder_layers, why_own_forward
 from lockstep.models.model_check import transformers_forward
-from tests.models.architectures import MODEL_TYPES, SKIPPED, tiny_model
-from tests.models.architectures import tiny_config as tiny_config_of
+from tests.models.architectures import MODEL_TYPES, SKIPPED, tiny_config as tiny_config_of, tiny_model
 from tests.tiny import tiny_config
 
 CPU = torch.device("cpu")

@@ -23,8 +23,7 @@ from tests.export.save_cases import save_as_verl, save_parts, verl_part, write_r
 from tests.models import load_cases
 from tests.models.architectures import save_tiny_model
 from tests.models.load_cases import LAYER_BYTES, NUM_LAYERS
-from tests.tiny import save_tiny_model as save_model
-from tests.tiny import tiny_tokenizer
+from tests.tiny import save_tiny_model as save_model, tiny_tokenizer
 
 WORLDS = (1, 2, 4)
 

@@ -4,8 +4,7 @@ import pickle
 
 import numpy as np
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from lockstep.protocol import DataProto, drop_marked, pad_and_mark
 from lockstep.protocol.columns import deep_equal

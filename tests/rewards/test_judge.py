@@ -20,7 +20,7 @@ from lockstep.rewards.managers.naive import ScoringRow
 from lockstep.rewards.model_judge import AnswerCache, Judge
 from lockstep.rewards.rate_limit import RateLimiter, RateLimits
 from lockstep.trainer import main_eval
-from lockstep.utils.chat_tokens import as_plain_text
+from lockstep.utils.untrusted import as_plain_text
 from tests.judge_server import Answer, serve, verdict
 
 QUESTION = [{"role": "user", "content": "What is 1+1?"}]

@@ -23,8 +23,8 @@ from lockstep.single_controller.ray_backend import (
     RayWorkerGroup,
     WorkerDiedError,
     futures,
+    group as group_module,
 )
-from lockstep.single_controller.ray_backend import group as group_module
 from lockstep.single_controller.ray_backend.cluster import ray
 from lockstep.single_controller.ray_backend.serialize import pack, unpack
 

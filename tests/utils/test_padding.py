@@ -1,7 +1,6 @@
 import torch
 
-from lockstep.utils.masked import get_response_mask
-from lockstep.utils.padding import pad_2d_list_to_length, pad_sequence_to_length
+from lockstep.utils.masked import get_response_mask, pad_2d_list_to_length, pad_sequence_to_length
 
 
 def test_rows_are_padded_to_a_length() -> None:

@@ -49,8 +49,7 @@ from lockstep.verl.utils.seqlen_balancing import prepare_dynamic_batch, restore_
 from lockstep.verl.utils.torch_functional import logprobs_from_logits, masked_mean
 from lockstep.verl.utils.tracking import Tracking, ValidationGenerationsLogger
 from lockstep.verl.workers.config import ActorConfig, CriticConfig, FSDPOptimizerConfig, RolloutConfig
-from lockstep.verl.workers.reward_manager import get_reward_manager_cls
-from lockstep.verl.workers.reward_manager import register as register_manager
+from lockstep.verl.workers.reward_manager import get_reward_manager_cls, register as register_manager
 from tests.tiny import save_tiny_model, tiny_tokenizer, write_rows
 
 pytestmark = pytest.mark.usefixtures("no_registrations")

@@ -9,8 +9,13 @@ import torch
 
 from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
-from lockstep.engines.rollout import Completion, GenerationRequest, RolloutEngine, SamplingParams
-from lockstep.engines.rollout import vllm_worker as in_vllm
+from lockstep.engines.rollout import (
+    Completion,
+    GenerationRequest,
+    RolloutEngine,
+    SamplingParams,
+    vllm_worker as in_vllm,
+)
 from lockstep.utils.audit import AuditError
 from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
 from tests.tiny import save_tiny_model, write_rows

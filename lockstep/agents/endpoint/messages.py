@@ -81,7 +81,8 @@ class Messages(ProtocolCall):
 
     async def events(self, items: Items) -> AsyncIterator[Event]:
         yield _event("message_start", message=self._message([], None))
-        index, is_open = 0, False
+        index = 0
+        is_open = False
         async for _, item in items:
             if not isinstance(item, Answer):
                 if item.text and not is_open:

@@ -12,8 +12,7 @@ messages and tools are broken up, as in every conversation; only the text of a p
 import hashlib
 import json
 import logging
-from collections.abc import Collection, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Collection, Sequence, Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +49,8 @@ class Turn:
     @property
     def path(self) -> "list[Turn]":
         """The turns from the start of the branch to this one."""
-        turns, turn = [], self
+        turns = []
+        turn = self
         while turn is not None:
             turns.append(turn)
             turn = turn.parent  # type: ignore[assignment]

@@ -94,7 +94,8 @@ class Responses(ProtocolCall):
 
     def _response(self, output: list[dict[str, Any]], answer: Answer | None) -> dict[str, Any]:
         is_cut = answer is not None and answer.finish == "length"
-        body, response = self.body, {"id": self._id, "object": "response", "created_at": self._created}
+        body = self.body
+        response = {"id": self._id, "object": "response", "created_at": self._created}
         return response | {
             "status": "in_progress" if answer is None else "incomplete" if is_cut else "completed",
             "error": None,
@@ -195,7 +196,8 @@ def _messages(items: str | list[dict[str, Any]]) -> list[Message]:
         return [{"role": "user", "content": items}]
     messages: list[Message] = []
     for number, item in enumerate(items):
-        place, kind = f"input.{number}", item.get("type", "message")
+        place = f"input.{number}"
+        kind = item.get("type", "message")
         if kind == "message":
             if item.get("role") not in list(ROLES):
                 raise invalid(f"{place}.role: must be one of {', '.join(ROLES)}", place)

@@ -122,7 +122,7 @@ class Endpoint:
             raise ValueError(f"session name {name!r}: must be 1 to 128 letters, digits, '.', '_' or '-'")
         if name in self._sessions:
             raise ValueError(f"session {name!r} exists already")
-        self._sessions[name] = self._session(name, generate, answers, trusted)
+        self._sessions[name] = self._session(name, generate or self.generate, answers or self.answers, trusted)
         return f"{self.url}/s/{name}/v1"
 
     def close_session(self, name: str) -> SessionRecorder:
@@ -298,13 +298,8 @@ class Endpoint:
             raise ApiError(404, message, code="model_not_found", param="model")
 
     def _session(
-        self,
-        name: str,
-        generate: Generate | None = None,
-        answers: AnswerSettings | None = None,
-        trusted: Collection[str] = (),
+        self, name: str, generate: Generate | None, answers: AnswerSettings | None, trusted: Collection[str] = ()
     ) -> Session:
-        generate, answers = generate or self.generate, answers or self.answers
         if generate is None or answers is None:
             raise ValueError(f"session {name!r} needs generate and answers: the endpoint has none")
         return Session(name, SessionRecorder(self.renderer, trusted), generate, answers)
@@ -314,13 +309,13 @@ class Endpoint:
         if name is None:
             if not self.settings.open_sessions:
                 raise ApiError(404, "requests need the URL of a session: /s/SESSION/v1/...")
-            return self._session("")  # for this request
+            return self._session("", self.generate, self.answers)  # for this request
         if name not in self._sessions:
             if not self.settings.open_sessions:
                 raise ApiError(404, f"there is no session {name!r}")
             if not SESSION_NAME.fullmatch(name):
                 raise invalid(f"session name {name[:128]!r}: must be 1 to 128 letters, digits, '.', '_' or '-'")
-            self._sessions[name] = self._session(name)
+            self._sessions[name] = self._session(name, self.generate, self.answers)
             self._drop_old_sessions()
         self._sessions.move_to_end(name)
         return self._sessions[name]

@@ -10,8 +10,8 @@ import inspect
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -53,19 +53,17 @@ class Calls:
     timeout_s: float
 
     async def in_thread(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Of code that may block. The result is awaited if it is a coroutine."""
+        """Call code that may block. The result is awaited if it is a coroutine."""
 
         async def start() -> Any:
             result = function(*arguments, **options)
             return await result if inspect.isawaitable(result) else result
 
-        try:
+        with _as_episode_error():
             return await run_contained(f"environment {self.name}", start, self.timeout_s)
-        except ToolError as error:
-            raise EpisodeError(str(error)) from error
 
     async def in_loop(self, result: Awaitable[T]) -> T:
-        """Of an asynchronous client, on this event loop."""
+        """Await the answer of an asynchronous client, on this event loop."""
         try:
             return await asyncio.wait_for(result, self.timeout_s)
         except TimeoutError as error:
@@ -85,7 +83,15 @@ async def _of_environment(result: Awaitable[T]) -> T:
 
 
 class Episode(ABC):
-    """The environment of one conversation."""
+    """The environment of one conversation. make: the object that `begin` starts with `_start`."""
+
+    def __init__(self, calls: Calls, make: Callable[[], Any]) -> None:
+        self.calls = calls
+        self._make = make
+        self._env: Any = None
+
+    async def _start(self) -> None:
+        self._env = await self.calls.in_thread(self._make)
 
     @abstractmethod
     async def begin(self, prompt: Sequence[Message]) -> list[Message]:
@@ -99,9 +105,10 @@ class Episode(ABC):
         """Numbers about the finished episode, which the scorer finds besides the reward."""
         return {}
 
-    @abstractmethod
     async def close(self) -> None:
         """Free what the episode holds; called once, also after a failure and if `begin` was not called."""
+        if hasattr(self._env, "close"):
+            await self.calls.in_thread(self._env.close)
 
 
 class EnvironmentLoop(AgentLoop):
@@ -195,6 +202,11 @@ def without_none(values: Mapping[str, Any] | None) -> dict[str, Any]:
     return {name: value for name, value in (values or {}).items() if value is not None}
 
 
+def accepts(function: Callable[..., Any], name: str) -> bool:
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
 def row_seed(row: Mapping[str, Any]) -> int | None:
     """The row's index: all samples of a prompt begin in the same state."""
     index: Any = row.get("index")
@@ -225,20 +237,24 @@ def _listed(observation: Any) -> list[Any]:
     return list(observation) if isinstance(observation, list | tuple) else [observation]
 
 
-def checked_text(text: Any) -> str:
-    """EpisodeError if it is not text."""
+@contextmanager
+def _as_episode_error() -> Iterator[None]:
     try:
-        return calls.checked_text("the environment", text)
+        yield
     except ToolError as error:
         raise EpisodeError(str(error)) from error
+
+
+def checked_text(text: Any) -> str:
+    """EpisodeError if it is not text."""
+    with _as_episode_error():
+        return calls.checked_text("the environment", text)
 
 
 def checked_reward(reward: Any) -> float:
     """EpisodeError if it is not a finite number; None is 0."""
-    try:
+    with _as_episode_error():
         return 0.0 if reward is None else finite(reward)
-    except ToolError as error:
-        raise EpisodeError(str(error)) from error
 
 
 async def _numbers(metrics: Awaitable[Mapping[str, Any]]) -> dict[str, float]:

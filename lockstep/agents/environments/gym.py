@@ -9,7 +9,6 @@ may block.
 
 import functools
 import importlib.util
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from lockstep.agents.environments.environment import (
     EpisodeError,
     RowSettings,
     Step,
+    accepts,
     as_messages,
     checked_reward,
     row_seed,
@@ -107,12 +107,10 @@ def _extras(row: Mapping[str, Any], settings: RowSettings) -> dict[str, Any]:
 
 class SkyrlEpisode(Episode):
     def __init__(self, calls: Calls, maker: Callable[..., Any], env_config: Any, extras: dict[str, Any]) -> None:
-        self.calls = calls
-        self._make = lambda: maker(env_config=env_config, extras=extras)
-        self._env: Any = None
+        super().__init__(calls, lambda: maker(env_config=env_config, extras=extras))
 
     async def begin(self, prompt: Sequence[Message]) -> list[Message]:
-        self._env = await self.calls.in_thread(self._make)
+        await self._start()
         messages, _ = _tuple(await self.calls.in_thread(self._env.init, list(prompt)), (2,), "init")
         if not isinstance(messages, list) or not all(isinstance(m, Mapping) and "role" in m for m in messages):
             raise EpisodeError(f"`init` returned {type(messages).__name__} in place of a list of messages")
@@ -129,22 +127,16 @@ class SkyrlEpisode(Episode):
         metrics: Mapping[str, Any] = await self.calls.in_thread(getattr(self._env, "get_metrics", dict)) or {}
         return metrics
 
-    async def close(self) -> None:
-        if hasattr(self._env, "close"):
-            await self.calls.in_thread(self._env.close)
-
 
 class GymEpisode(Episode):
     def __init__(self, calls: Calls, maker: Callable[..., Any], settings: RowSettings, seed: int | None) -> None:
-        self.calls = calls
-        self._make = lambda: maker(**settings.env_kwargs)
+        super().__init__(calls, lambda: maker(**settings.env_kwargs))
         self._reset_kwargs = settings.reset_kwargs
         self._seed = seed
-        self._env: Any = None
 
     async def begin(self, prompt: Sequence[Message]) -> list[Message]:
-        self._env = await self.calls.in_thread(self._make)
-        seed = {"seed": self._seed} if _accepts_seed(self._env.reset) else {}
+        await self._start()
+        seed = {"seed": self._seed} if accepts(self._env.reset, "seed") else {}
         result = await self.calls.in_thread(self._env.reset, **seed | self._reset_kwargs)
         is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
         messages = as_messages(result[0] if is_pair else result)
@@ -154,15 +146,6 @@ class GymEpisode(Episode):
         output = _tuple(await self.calls.in_thread(self._env.step, text), (4, 5), "step")
         done = any(map(bool, output[2:-1]))
         return Step([] if done else as_messages(output[0]), checked_reward(output[1]), done)
-
-    async def close(self) -> None:
-        if hasattr(self._env, "close"):
-            await self.calls.in_thread(self._env.close)
-
-
-def _accepts_seed(reset: Callable[..., Any]) -> bool:
-    parameters = inspect.signature(reset).parameters.values()
-    return any(p.name == "seed" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def _tuple(result: Any, sizes: tuple[int, ...], method: str) -> tuple[Any, ...]:

@@ -10,7 +10,6 @@ first text among the usual fields of the observation.
 import asyncio
 import functools
 import importlib.util
-import inspect
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -24,6 +23,7 @@ from lockstep.agents.environments.environment import (
     EpisodeError,
     RowSettings,
     Step,
+    accepts,
     checked_reward,
     checked_text,
     row_seed,
@@ -109,7 +109,7 @@ class OpenEnvAgent(EnvironmentLoop):
         if settings.env_class is None:
             kwargs["base_url"] = self._base_url(settings)
         seed = row_seed(row)
-        takes_seed = seed is not None and _accepts(cls.reset, "seed")  # type: ignore[attr-defined]
+        takes_seed = seed is not None and accepts(cls.reset, "seed")  # type: ignore[attr-defined]
         reset_kwargs = ({"seed": seed} if takes_seed else {}) | settings.reset_kwargs
         calls = self.calls(settings.env_class or str(kwargs["base_url"]))
         return OpenEnvEpisode(calls, lambda: cls(**kwargs), reset_kwargs, self.to_action, self.to_text, is_async(cls))
@@ -179,15 +179,14 @@ class OpenEnvEpisode(Episode):
         to_text: Callable[[Any], Any],
         waits: bool,
     ) -> None:
-        self.calls = calls
-        self._make = make
+        super().__init__(calls, make)
         self._reset_kwargs = dict(reset_kwargs)
-        self._to_action, self._to_text = to_action, to_text
+        self._to_action = to_action
+        self._to_text = to_text
         self._waits = waits
-        self._env: Any = None
 
     async def begin(self, prompt: Sequence[Message]) -> list[Message]:
-        self._env = await self.calls.in_thread(self._make)
+        await self._start()
         observation, _, _ = _result(await self._call("reset", **self._reset_kwargs))
         return with_observation(prompt, await self._text(observation))
 
@@ -198,7 +197,7 @@ class OpenEnvEpisode(Episode):
         return Step(messages, checked_reward(reward), done)
 
     async def close(self) -> None:
-        if self._env is not None and hasattr(self._env, "close"):
+        if hasattr(self._env, "close"):
             await self._call("close")
 
     async def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
@@ -209,11 +208,6 @@ class OpenEnvEpisode(Episode):
 
     async def _text(self, observation: Any) -> str:
         return checked_text(await self.calls.in_thread(self._to_text, observation))
-
-
-def _accepts(function: Callable[..., Any], name: str) -> bool:
-    parameters = inspect.signature(function).parameters
-    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def _result(result: Any) -> tuple[Any, Any, bool]:

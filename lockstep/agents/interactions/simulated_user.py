@@ -4,7 +4,6 @@ the policy's turn ─► system prompt with the row's persona and goal, conversa
                   ◄─ the next user message; the conversation ends with the stop phrase or after `max_turns`
 """
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +13,8 @@ from typing import Any
 from lockstep.agents.interactions.interaction import INTERACTIONS, BaseInteraction
 from lockstep.registry import check_signature, load_plugin
 from lockstep.utils import event_loop
-from lockstep.utils.chat_tokens import as_plain_text
-from lockstep.utils.json_http import HttpError, post_json
+from lockstep.utils.json_http import HttpError, bearer_headers, post_json
+from lockstep.utils.untrusted import as_plain_text
 
 DEFAULTS: dict[str, Any] = {
     "base_url": None,
@@ -65,7 +64,7 @@ class SimulatedUser(BaseInteraction):
             if not isinstance(self.settings[key], int | float) or self.settings[key] <= 0:
                 raise ValueError(f"{key} must be a number above 0, not {self.settings[key]!r}")
         self.fields = _fields_of(self.settings["system_prompt"])
-        self.headers = _headers(self.settings["api_key_env"])
+        self.headers = bearer_headers(self.settings["api_key_env"], "api_key_env")
         self.score_function = None
         if (reference := self.settings["score_function"]) is not None:
             self.score_function = load_plugin("score_function", reference)
@@ -93,7 +92,8 @@ class SimulatedUser(BaseInteraction):
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
         conversation = self._conversations[instance_id]
-        text, ended = "", conversation.num_turns >= self.settings["max_turns"]
+        text = ""
+        ended = conversation.num_turns >= self.settings["max_turns"]
         if not ended:
             conversation.num_turns += 1
             values = {"stop_phrase": self.settings["stop_phrase"], **conversation.kwargs}
@@ -167,11 +167,3 @@ def _fields_of(template: Any) -> set[str]:
     if wrong := sorted(name for name in found if not name.isidentifier()):
         raise ValueError(f"system_prompt: {{{wrong[0]}}} is not a name; write {{{{ and }}}} for braces")
     return found
-
-
-def _headers(variable: str | None) -> dict[str, str]:
-    if variable is None:
-        return {}
-    if not (key := os.environ.get(variable)):
-        raise ValueError(f"api_key_env={variable}: this environment variable is not set")
-    return {"Authorization": f"Bearer {key}"}

@@ -1,23 +1,17 @@
 """Agent loops; the built-in ones register here."""
 
-from lockstep.agents.loops.agent_loop import AGENT_LOOPS, AgentLoop, Setup, register
-from lockstep.agents.loops.agent_loop_base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
-from lockstep.agents.loops.program_agent import ProgramAgent
-from lockstep.agents.loops.react_agent import ReactAgent
-from lockstep.agents.loops.single_turn import SingleTurnAgent
-from lockstep.agents.loops.tool_agent import AgentState, ToolAgent
-
-__all__ = [
-    "AGENT_LOOPS",
-    "AgentLoop",
-    "AgentLoopBase",
-    "AgentLoopMetrics",
-    "AgentLoopOutput",
-    "AgentState",
-    "ProgramAgent",
-    "ReactAgent",
-    "Setup",
-    "SingleTurnAgent",
-    "ToolAgent",
-    "register",
-]
+from lockstep.agents.loops.agent_loop import (
+    AGENT_LOOPS as AGENT_LOOPS,
+    AgentLoop as AgentLoop,
+    Setup as Setup,
+    SingleTurnAgent as SingleTurnAgent,
+    register as register,
+)
+from lockstep.agents.loops.agent_loop_base import (
+    AgentLoopBase as AgentLoopBase,
+    AgentLoopMetrics as AgentLoopMetrics,
+    AgentLoopOutput as AgentLoopOutput,
+)
+from lockstep.agents.loops.program_agent import ProgramAgent as ProgramAgent
+from lockstep.agents.loops.react_agent import ReactAgent as ReactAgent
+from lockstep.agents.loops.tool_agent import AgentState as AgentState, ToolAgent as ToolAgent

@@ -63,7 +63,8 @@ class AgentLoop(ABC):
         """options: other keys of the loop's entry in `rollout.agent.agent_loop_config_path`."""
         self.setup = setup
         if options:
-            unknown, known = min(options), options_of(type(self))
+            unknown = min(options)
+            known = options_of(type(self))
             guess = f". {did_you_mean(unknown, known)}" if known else ""
             raise TypeError(f"{type(self).__name__} has no option {unknown}{guess}")
 
@@ -91,3 +92,11 @@ AGENT_LOOPS: Registry[type[AgentLoop]] = Registry("agent loop", key="agent_name"
 def register(agent_name: str) -> Callable[[type[AgentLoop]], type[AgentLoop]]:
     """Class decorator: the loop of rows with this `agent_name`."""
     return AGENT_LOOPS.register(agent_name)
+
+
+@register("single_turn_agent")
+class SingleTurnAgent(AgentLoop):
+    """One response to the prompt."""
+
+    async def run(self, conversation: Conversation) -> None:
+        await conversation.generate()

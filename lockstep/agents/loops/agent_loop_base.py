@@ -163,7 +163,8 @@ class _OnTokens(AgentLoop):
         )
 
     async def run(self, conversation: Conversation) -> None:
-        rollout, row = self.setup.rollout, conversation.row
+        rollout = self.setup.rollout
+        row = conversation.row
         server = ServerManager(conversation, rollout.prompt_length + rollout.response_length)
         loop = self.cls(
             trainer_config=SimpleNamespace(config=self.config),
@@ -191,7 +192,8 @@ class _OnTokens(AgentLoop):
     def _keep_messages(
         self, conversation: Conversation, output: AgentLoopOutput, calls: Sequence[tuple[list[int], Completion]]
     ) -> None:
-        prompt, messages = list(conversation.row.get("raw_prompt") or []), output.messages
+        prompt = list(conversation.row.get("raw_prompt") or [])
+        messages = output.messages
         if messages is None:
             decode = self.setup.renderer.tokenizer.decode
             texts = [decode(completion.token_ids, skip_special_tokens=True) for _, completion in calls]
@@ -201,7 +203,9 @@ class _OnTokens(AgentLoop):
 
     def _checked(self, output: AgentLoopOutput, calls: Sequence[tuple[list[int], Completion]]) -> Trajectory:
         """The output as a trajectory; ValueError if it does not fit the batch, or has a mask 1 for tokens of others."""
-        rollout, ids, mask = self.setup.rollout, list(output.response_ids), list(output.response_mask)
+        rollout = self.setup.rollout
+        ids = list(output.response_ids)
+        mask = list(output.response_mask)
         prompt = list(output.prompt_ids)
         for name, found, most in (
             ("prompt_ids", len(prompt), rollout.prompt_length),

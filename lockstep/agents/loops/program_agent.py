@@ -151,7 +151,8 @@ class ProgramAgent(AgentLoop):
 
 def _environment(endpoint: "Endpoint", session: str) -> dict[str, str]:
     """That of this process, with the address of the session."""
-    url, token = f"{endpoint.url}/s/{session}", endpoint.settings.token or ""
+    url = f"{endpoint.url}/s/{session}"
+    token = endpoint.settings.token or ""
     not_by_proxy = ",".join(filter(None, (os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1")))
     return os.environ | {
         "OPENAI_BASE_URL": f"{url}/v1",

@@ -24,7 +24,7 @@ from lockstep.utils.untrusted import message_of
 logger = logging.getLogger(__name__)
 
 MAX_STEPS = 10_000
-"""Of a graph; limits on turns and tokens end it long before."""
+"""Steps of a graph; limits on turns and tokens end it long before."""
 
 
 @register("react_agent")

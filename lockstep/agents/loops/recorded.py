@@ -29,7 +29,8 @@ class OwnTime:
         self._policy = sample
         self._began = time.monotonic()
         self._waited_s = 0.0  # for the policy, until no request was open
-        self._num_open, self._open_since = 0, 0.0
+        self._num_open = 0
+        self._open_since = 0.0
 
     async def sample(self, request: GenerationRequest) -> Completion:
         """A turn of the policy."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.agents.schemas import OpenAIFunctionToolSchema, ToolResponse
-from lockstep.agents.tools.tool import TOOLS, BaseTool
+from lockstep.agents.tools.tool import TOOLS, BaseTool, Executed, tool_schema
 
 MAX_CHARS = 200
 MAX_DIGITS = 100
@@ -69,22 +69,8 @@ class CalculatorTool(BaseTool):
     """Arithmetic on one expression."""
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        return OpenAIFunctionToolSchema.model_validate(
-            {
-                "type": "function",
-                "function": {
-                    "name": "calculator",
-                    "description": "Evaluate an arithmetic expression.",
-                    "parameters": {
-                        "type": "object",
-                        "properties": {"expression": {"type": "string", "description": "For example (3+4)*12."}},
-                        "required": ["expression"],
-                    },
-                },
-            }
-        )
+        expression = {"type": "string", "description": "For example (3+4)*12."}
+        return tool_schema("calculator", "Evaluate an arithmetic expression.", expression=expression)
 
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
         return ToolResponse(text=calculate(str(parameters["expression"]))), None, {}

@@ -24,7 +24,7 @@ T = TypeVar("T")
 TruncateSide = Literal["left", "middle", "right"]
 
 MAX_CHOSEN_CHARS = 100_000
-"""Of a message that a tool chose itself; `CallLimits` cut it further."""
+"""Limit of a message that a tool chose itself; `CallLimits` cut it further."""
 PACKAGE = str(Path(__file__).parents[2])
 TRIVIAL = (BaseTool.create, BaseTool.calc_reward, BaseTool.release)
 """Methods that need no thread and no deadline: those that a tool did not override."""

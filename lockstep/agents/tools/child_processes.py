@@ -98,7 +98,7 @@ def _descendants(pid: int) -> Iterator[int]:
 
 
 def _children(place: str) -> list[int]:
-    """Of a thread, by its place in /proc."""
+    """The children of a thread, by its place in /proc."""
     try:
         return [int(word) for word in Path(f"/proc/{place}/children").read_text().split()]
     except OSError:

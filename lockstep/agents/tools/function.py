@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.agents.schemas import OpenAIFunctionToolSchema, ToolResponse
-from lockstep.agents.tools.tool import BaseTool
+from lockstep.agents.tools.tool import BaseTool, Executed
 from lockstep.registry import defined_at
 
 ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+>")
@@ -35,9 +35,7 @@ class FunctionTool(BaseTool):
         self.function = function
         super().__init__({}, schema_of(function))
 
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
         return await _answer(self.function, parameters), None, {}
 
 
@@ -101,7 +99,8 @@ class MethodTool(BaseTool):
     """A method of an environment."""
 
     def __init__(self, environment: Environment, method: str) -> None:
-        self.environment, self.method = environment, method
+        self.environment = environment
+        self.method = method
         super().__init__({}, schema_of(getattr(environment.cls, method)))
 
     def create_arguments(self, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,9 +111,7 @@ class MethodTool(BaseTool):
         await self.environment.begin(instance_id, kwargs)
         return instance_id, ToolResponse()
 
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
         method = getattr(self.environment.object_of(instance_id), self.method)
         return await _answer(method, parameters), None, {}
 

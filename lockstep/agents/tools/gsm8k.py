@@ -3,7 +3,7 @@
 from typing import Any
 
 from lockstep.agents.schemas import OpenAIFunctionToolSchema, ToolResponse
-from lockstep.agents.tools.tool import TOOLS, BaseTool
+from lockstep.agents.tools.tool import TOOLS, BaseTool, Executed, tool_schema
 from lockstep.rewards.scorers.gsm8k import compute_score
 
 WORSE_ANSWER = -0.05
@@ -19,19 +19,11 @@ class Gsm8kTool(BaseTool):
         self._instances: dict[str, dict[str, Any]] = {}
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        return OpenAIFunctionToolSchema.model_validate(
-            {
-                "type": "function",
-                "function": {
-                    "name": "calc_gsm8k_reward",
-                    "description": "Check an answer to the problem; the result is 1.0 if it is correct, else 0.0.",
-                    "parameters": {
-                        "type": "object",
-                        "properties": {"answer": {"type": "string", "description": "The answer, a number."}},
-                        "required": ["answer"],
-                    },
-                },
-            }
+        answer = {"type": "string", "description": "The answer, a number."}
+        return tool_schema(
+            "calc_gsm8k_reward",
+            "Check an answer to the problem; the result is 1.0 if it is correct, else 0.0.",
+            answer=answer,
         )
 
     async def create(
@@ -44,9 +36,7 @@ class Gsm8kTool(BaseTool):
         self._instances[instance_id] = {"ground_truth": str(truth), "answer": "", "reward": 0.0}
         return instance_id, response
 
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
         instance = self._instances[instance_id]
         answer = str(parameters["answer"])
         instance["answer"] = answer if answer.startswith("#### ") else f"#### {answer}"

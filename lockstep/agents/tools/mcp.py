@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.agents.schemas import OpenAIFunctionToolSchema, ToolResponse
 from lockstep.agents.tools.calls import ToolError
 from lockstep.agents.tools.mcp_server import McpServer
-from lockstep.agents.tools.tool import TOOLS, BaseTool
+from lockstep.agents.tools.tool import TOOLS, BaseTool, Executed
 
 if TYPE_CHECKING:
     from mcp import Tool
@@ -45,9 +45,7 @@ class McpTool(BaseTool):
         self.server = server
         self.timeout_s = None if config.get("timeout") is None else float(config["timeout"])
 
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
         result = await self.server.call(self.name, parameters, self.timeout_s)
         text = _text_of(result)
         if result.is_error:

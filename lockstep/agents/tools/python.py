@@ -1,15 +1,13 @@
 """The code tool: runs the policy's Python in the sandbox."""
 
-import os
-import select
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 from lockstep.agents.schemas import OpenAIFunctionToolSchema, ToolResponse
-from lockstep.agents.tools.tool import TOOLS, BaseTool
+from lockstep.agents.tools.tool import TOOLS, BaseTool, Executed, tool_schema
 from lockstep.rewards.sandbox import Limits, Sandbox, SandboxedProcess
+from lockstep.utils.untrusted import valid_text
 
 SERVER = Path(__file__).with_name("python_server.py").read_text()
 MAX_OUTPUT_BYTES = 1 << 18
@@ -40,24 +38,12 @@ class PythonTool(BaseTool):
         )
         self.sandbox = Sandbox(limits)  # raises if this machine has no isolation
         self._processes: dict[str, SandboxedProcess | None] = {}
-        """Of the conversations that are not released, if they keep their state: None while it is in use."""
+        """The sandbox of each conversation that keeps its state, until it is released; None while it is in use."""
         self._lock = threading.Lock()
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        return OpenAIFunctionToolSchema.model_validate(
-            {
-                "type": "function",
-                "function": {
-                    "name": "python",
-                    "description": "Run Python code and return its output.",
-                    "parameters": {
-                        "type": "object",
-                        "properties": {"code": {"type": "string", "description": "The code; print what you need."}},
-                        "required": ["code"],
-                    },
-                },
-            }
-        )
+        code = {"type": "string", "description": "The code; print what you need."}
+        return tool_schema("python", "Run Python code and return its output.", code=code)
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
         instance_id, response = await super().create(instance_id)
@@ -65,9 +51,7 @@ class PythonTool(BaseTool):
             self._processes[instance_id] = None
         return instance_id, response
 
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
         process = self._take(instance_id) or self.sandbox.start_source(SERVER)
         try:
             text = _run(process, str(parameters["code"]), self.timeout_s)
@@ -102,27 +86,20 @@ class PythonTool(BaseTool):
 
 def _run(process: SandboxedProcess, code: str, timeout_s: float) -> str:
     """Send the code and receive its output; RuntimeError or TimeoutError if there is none."""
-    deadline = time.monotonic() + timeout_s
-    data = code.encode(errors="replace")
+    data = valid_text(code).encode()
     try:
-        process.stdin.write(len(data).to_bytes(8, "big") + data)
-        process.stdin.flush()
-        size = int.from_bytes(_read(process, 8, deadline), "big")
-        if size > MAX_OUTPUT_BYTES:
-            raise RuntimeError("the output is too long")
-        return _read(process, size, deadline).decode(errors="replace")
-    except (EOFError, BrokenPipeError) as error:
+        reply = process.ask(len(data).to_bytes(8, "big") + data, timeout_s, lambda reply: len(reply) >= _size(reply))
+    except TimeoutError:
+        raise TimeoutError("the code took too long") from None
+    except EOFError as error:
         process.kill()
         raise RuntimeError(f"the code ended its process: {process.error or 'exit code 0'}") from error
+    return reply[8 : _size(reply)].decode(errors="replace")
 
 
-def _read(process: SandboxedProcess, size: int, deadline: float) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        if not select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            raise TimeoutError("the code took too long")
-        chunk = os.read(process.stdout.fileno(), size - len(data))
-        if not chunk:
-            raise EOFError
-        data += chunk
-    return bytes(data)
+def _size(reply: bytes | bytearray) -> int:
+    """Bytes of the whole message, of which `reply` is the beginning."""
+    size = int.from_bytes(reply[:8], "big") if len(reply) >= 8 else 0
+    if size > MAX_OUTPUT_BYTES:
+        raise RuntimeError("the output is too long")
+    return 8 + size

@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep.agents.schemas import OpenAIFunctionToolSchema, ToolResponse
 from lockstep.agents.tools.calls import ToolError
-from lockstep.agents.tools.tool import TOOLS, BaseTool
+from lockstep.agents.tools.tool import TOOLS, BaseTool, Executed, tool_schema
 from lockstep.utils.json_http import HttpError, post_json
 
 KNOWN = (
@@ -47,24 +47,10 @@ class SandboxFusionTool(BaseTool):
         self._slots = threading.Semaphore(max(1, int(config.get(limit, 10))))
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        return OpenAIFunctionToolSchema.model_validate(
-            {
-                "type": "function",
-                "function": {
-                    "name": "code_interpreter",
-                    "description": "Run code and return its output.",
-                    "parameters": {
-                        "type": "object",
-                        "properties": {"code": {"type": "string", "description": "The code; print what you need."}},
-                        "required": ["code"],
-                    },
-                },
-            }
-        )
+        code = {"type": "string", "description": "The code; print what you need."}
+        return tool_schema("code_interpreter", "Run code and return its output.", code=code)
 
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
         language = str(parameters.get("language", self.language))
         code = _without_fence(str(parameters["code"]))
         body = {

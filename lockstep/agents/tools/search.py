@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.agents.schemas import OpenAIFunctionToolSchema, ToolResponse
 from lockstep.agents.tools.calls import ToolError
 from lockstep.agents.tools.passages import PassageIndex
-from lockstep.agents.tools.tool import TOOLS, BaseTool
+from lockstep.agents.tools.tool import TOOLS, BaseTool, Executed, tool_schema
 from lockstep.utils.json_http import HttpError, post_json
 
 KNOWN = (
@@ -34,7 +34,8 @@ class SearchTool(BaseTool):
         super().__init__(config, tool_schema)
         if unknown := sorted(set(config) - set(KNOWN)):
             raise ValueError(f"the search tool has no setting {', '.join(unknown)}; known: {', '.join(KNOWN)}")
-        self.url, corpus = config.get("retrieval_service_url"), config.get("corpus")
+        self.url = config.get("retrieval_service_url")
+        corpus = config.get("corpus")
         if (self.url is None) == (corpus is None):
             raise ValueError("the search tool needs either config.retrieval_service_url or config.corpus")
         self.topk = int(config.get("topk", 3))
@@ -47,20 +48,9 @@ class SearchTool(BaseTool):
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         queries = {"type": "array", "items": {"type": "string"}, "description": "The queries, each a full sentence."}
-        return OpenAIFunctionToolSchema.model_validate(
-            {
-                "type": "function",
-                "function": {
-                    "name": "search",
-                    "description": "Search for passages that answer each query.",
-                    "parameters": {"type": "object", "properties": {"query_list": queries}, "required": ["query_list"]},
-                },
-            }
-        )
+        return tool_schema("search", "Search for passages that answer each query.", query_list=queries)
 
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
         queries = parameters.get("query_list", parameters.get("query"))
         queries = [queries] if isinstance(queries, str) else queries
         if not isinstance(queries, list) or not queries or not all(isinstance(query, str) for query in queries):

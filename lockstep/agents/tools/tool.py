@@ -7,6 +7,16 @@ from typing import Any
 from lockstep.agents.schemas import OpenAIFunctionToolSchema, ToolResponse
 from lockstep.registry import Registry
 
+Executed = tuple[ToolResponse, float | None, dict[str, Any]]
+"""What `execute` returns: the response, its reward (None: none) and metrics."""
+
+
+def tool_schema(name: str, description: str, **parameters: dict[str, Any]) -> OpenAIFunctionToolSchema:
+    """The schema of a tool, by the JSON schemas of its parameters; all are required."""
+    accepted = {"type": "object", "properties": parameters, "required": list(parameters)}
+    function = {"name": name, "description": description, "parameters": accepted}
+    return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
+
 
 class BaseTool:
     """A tool that the policy can call.
@@ -40,10 +50,8 @@ class BaseTool:
         """Begin a conversation. kwargs: `create_kwargs` of the row's `tools_kwargs`."""
         return instance_id or str(uuid.uuid4()), ToolResponse()
 
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        """Answer a call: the response, its reward (None: none) and metrics. kwargs: the row's `execute_kwargs`."""
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
+        """Answer a call. kwargs: the row's `execute_kwargs`."""
         raise NotImplementedError(f"{type(self).__name__} must define `execute`")
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:

@@ -12,6 +12,7 @@ from lockstep.utils.groupwise import as_torch_index, group_sum
 
 
 @register_adv_est(AdvantageEstimator.OPTIMAL_TOKEN_BASELINE)
+@torch.no_grad()
 def compute_optimal_token_baseline_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -33,9 +34,17 @@ def compute_optimal_token_baseline_advantage(
     their own return; so does a group of one. For responses that contain tool output, use `tir_optimal_token_baseline`.
     Returns are G.
     """
-    with torch.no_grad():
-        energy = _energy(old_log_probs, sum_pi_squared, rollout_is_weights)
-        return _subtract_baseline(token_level_rewards, energy, response_mask, index, handle_zero_tail, epsilon)
+    energy = 1.0 - 2.0 * torch.exp(old_log_probs) + sum_pi_squared  # |onehot - p|^2 of each token, (B, R)
+    if rollout_is_weights is not None:
+        energy = energy * rollout_is_weights**2
+    mask = response_mask.to(token_level_rewards.dtype)
+    returns = (token_level_rewards * mask).flip(-1).cumsum(-1).flip(-1)
+    # a finished sample has weight 0 from there on
+    weights = (energy * mask).cumsum(-1) * mask
+    ids_B = as_torch_index(index, token_level_rewards.device)
+    baseline = (group_sum(returns * weights, ids_B) / (group_sum(weights, ids_B) + epsilon))[ids_B]
+    baseline = baseline * _has_peers(response_mask, ids_B, handle_zero_tail)
+    return (returns - baseline) * mask, returns * mask
 
 
 @register_adv_est(AdvantageEstimator.TIR_OPTIMAL_TOKEN_BASELINE)
@@ -51,40 +60,20 @@ def compute_multi_turn_optimal_token_baseline_advantage(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """OTB for responses that contain tool output: the k-th policy token of a sample is compared with the k-th of the others."""
-    with torch.no_grad():
-        energy = _energy(old_log_probs, sum_pi_squared, rollout_is_weights)
-        mask = response_mask.bool()
-        # policy tokens first, in order; `argsort` of that order inverts it
-        order = torch.argsort((~mask).long(), dim=-1, stable=True)
-        inverse = torch.argsort(order, dim=-1)
-        advantages, returns = _subtract_baseline(
-            token_level_rewards.gather(-1, order),
-            energy.gather(-1, order),
-            response_mask.gather(-1, order),
-            index,
-            handle_zero_tail,
-            epsilon,
-        )
-        return advantages.gather(-1, inverse), returns.gather(-1, inverse)
-
-
-def _energy(old_log_probs: Tensor, sum_pi_squared: Tensor, rollout_is_weights: Tensor | None) -> Tensor:
-    """|onehot - p|^2 of each token, (B, R)."""
-    energy = 1.0 - 2.0 * torch.exp(old_log_probs) + sum_pi_squared
-    return energy if rollout_is_weights is None else energy * rollout_is_weights**2
-
-
-def _subtract_baseline(
-    rewards: Tensor, energy: Tensor, response_mask: Tensor, index: np.ndarray, handle_zero_tail: bool, epsilon: float
-) -> tuple[Tensor, Tensor]:
-    mask = response_mask.to(rewards.dtype)
-    returns = (rewards * mask).flip(-1).cumsum(-1).flip(-1)
-    # a finished sample has weight 0 from there on
-    weights = (energy * mask).cumsum(-1) * mask
-    ids_B = as_torch_index(index, rewards.device)
-    baseline = (group_sum(returns * weights, ids_B) / (group_sum(weights, ids_B) + epsilon))[ids_B]
-    baseline = baseline * _has_peers(response_mask, ids_B, handle_zero_tail)
-    return (returns - baseline) * mask, returns * mask
+    # policy tokens first, in order; `argsort` of that order inverts it
+    order = torch.argsort((~response_mask.bool()).long(), dim=-1, stable=True)
+    inverse = torch.argsort(order, dim=-1)
+    advantages, returns = compute_optimal_token_baseline_advantage(
+        token_level_rewards.gather(-1, order),
+        response_mask.gather(-1, order),
+        index,
+        old_log_probs.gather(-1, order),
+        sum_pi_squared.gather(-1, order),
+        None if rollout_is_weights is None else rollout_is_weights.gather(-1, order),
+        handle_zero_tail,
+        epsilon,
+    )
+    return advantages.gather(-1, inverse), returns.gather(-1, inverse)
 
 
 def _has_peers(response_mask: Tensor, ids_B: Tensor, handle_zero_tail: bool) -> Tensor:

@@ -186,8 +186,7 @@ class VllmEngine(RolloutEngine):
         return f"version {self.policy_version}"
 
     def _sampling(self, sampling: SamplingParams, seed: int) -> Any:
-        from vllm.sampling_params import RequestOutputKind
-        from vllm.sampling_params import SamplingParams as VllmParams
+        from vllm.sampling_params import RequestOutputKind, SamplingParams as VllmParams
 
         return VllmParams(
             temperature=sampling.temperature,

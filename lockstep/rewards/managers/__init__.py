@@ -11,33 +11,22 @@ from lockstep.rewards.custom import ARGUMENTS
 from lockstep.rewards.default import check_data_sources, default_compute_score, default_compute_scores
 from lockstep.rewards.ensemble import Ensemble
 from lockstep.rewards.load import load_compute_score
-from lockstep.rewards.managers.batch import BatchRewardManager
-from lockstep.rewards.managers.dapo import DapoRewardManager, OverlongBuffer
-from lockstep.rewards.managers.functions import FunctionsRewardManager
-from lockstep.rewards.managers.naive import REWARD_MANAGERS, NaiveRewardManager, RewardFn, RewardResult
-from lockstep.rewards.managers.prime import PrimeRewardManager
-from lockstep.rewards.managers.rate_limited import RateLimitedRewardManager
+from lockstep.rewards.managers.batch import BatchRewardManager as BatchRewardManager
+from lockstep.rewards.managers.dapo import DapoRewardManager as DapoRewardManager, OverlongBuffer as OverlongBuffer
+from lockstep.rewards.managers.functions import FunctionsRewardManager as FunctionsRewardManager
+from lockstep.rewards.managers.naive import (
+    REWARD_MANAGERS as REWARD_MANAGERS,
+    NaiveRewardManager as NaiveRewardManager,
+    RewardFn as RewardFn,
+    RewardResult as RewardResult,
+)
+from lockstep.rewards.managers.prime import PrimeRewardManager as PrimeRewardManager
+from lockstep.rewards.managers.rate_limited import RateLimitedRewardManager as RateLimitedRewardManager
 from lockstep.rewards.rate_limit import has_limits, limits_of, shared_limiter
 from lockstep.rewards.sandbox import fusion
 
 if TYPE_CHECKING:
     from lockstep.data.files import FileRow
-
-__all__ = [
-    "REWARD_MANAGERS",
-    "BatchRewardManager",
-    "DapoRewardManager",
-    "FunctionsRewardManager",
-    "NaiveRewardManager",
-    "OverlongBuffer",
-    "PrimeRewardManager",
-    "RateLimitedRewardManager",
-    "RewardFn",
-    "RewardResult",
-    "check_scorers",
-    "load_reward_manager",
-    "scorer_options",
-]
 
 
 def load_reward_manager(config: PPOConfig, tokenizer: Any, num_examine: int, in_training: bool = False) -> RewardFn:

@@ -1,15 +1,18 @@
 """The batch reward manager: one call scores all rows, for functions that are faster on many texts at once."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from lockstep.rewards.calls import Arguments, Caller, Outcome, function_name
 from lockstep.rewards.custom import BATCH_ARGUMENTS, ComputeScore
 from lockstep.rewards.default import default_compute_scores
 from lockstep.rewards.managers.naive import REWARD_MANAGERS, NaiveRewardManager, ScoringRow
+from lockstep.rewards.rate_limit import RateLimiter
 
 
 @REWARD_MANAGERS.register("batch")
+@dataclass(eq=False, repr=False)
 class BatchRewardManager(NaiveRewardManager):
     """Calls `compute_score(data_sources, solution_strs, ground_truths, extra_infos, **reward_kwargs) -> list`.
 
@@ -19,17 +22,11 @@ class BatchRewardManager(NaiveRewardManager):
 
     score_arguments: ClassVar[tuple[str, ...]] = BATCH_ARGUMENTS
     scores_rows_alone = False
+    default_score: ClassVar[ComputeScore] = staticmethod(default_compute_scores)
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        num_examine: int,
-        compute_score: ComputeScore | None = None,
-        reward_fn_key: str = "data_source",
-        timeout_s: float | None = None,
-    ) -> None:
-        score = compute_score or default_compute_scores
-        super().__init__(tokenizer, num_examine, score, reward_fn_key, timeout_s, num_workers=1)
+    max_concurrency: int = field(default=64, init=False)
+    num_workers: int | None = field(default=1, init=False)
+    limiter: RateLimiter | None = field(default=None, init=False)
 
     def _score_all(self, rows: list[ScoringRow]) -> list[Outcome]:
         name = f"{function_name(self.compute_score)} (reward_model.reward_manager=batch)"

@@ -6,9 +6,7 @@ from typing import Any
 
 from lockstep.registry import did_you_mean
 from lockstep.rewards.calls import Outcome
-from lockstep.rewards.custom import ComputeScore
 from lockstep.rewards.managers.naive import REWARD_MANAGERS, NaiveRewardManager, ScoringRow
-from lockstep.rewards.rate_limit import RateLimiter
 
 KEY = "reward_model.reward_kwargs.overlong_buffer_cfg"
 
@@ -30,6 +28,7 @@ class OverlongBuffer:
 
 
 @REWARD_MANAGERS.register("dapo")
+@dataclass(eq=False, repr=False)
 class DapoRewardManager(NaiveRewardManager):
     """Like naive, plus `acc` for scorers that return a number, and the overlong penalty
 
@@ -38,29 +37,18 @@ class DapoRewardManager(NaiveRewardManager):
     where max_resp_len is `data.max_response_length` unless `reward_model.reward_kwargs` sets it.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        num_examine: int,
-        compute_score: ComputeScore | None = None,
-        reward_fn_key: str = "data_source",
-        timeout_s: float | None = None,
-        max_resp_len: int | None = None,
-        overlong_buffer_cfg: Mapping[str, Any] | OverlongBuffer | None = None,
-        max_concurrency: int = 64,
-        num_workers: int | None = None,
-        limiter: RateLimiter | None = None,
-    ) -> None:
-        super().__init__(
-            *(tokenizer, num_examine, compute_score, reward_fn_key, timeout_s, max_concurrency, num_workers, limiter)
-        )
-        self.overlong = read_overlong_buffer(overlong_buffer_cfg)
+    max_resp_len: int | None = None
+    overlong_buffer_cfg: Mapping[str, Any] | OverlongBuffer | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        most = self.max_resp_len
+        self.overlong = read_overlong_buffer(self.overlong_buffer_cfg)
         if self.overlong.enable:
-            if max_resp_len is None:
+            if most is None:
                 raise ValueError(f"{KEY}.enable needs reward_model.reward_kwargs.max_resp_len")
-            if not 0 < self.overlong.len <= max_resp_len:
-                raise ValueError(f"{KEY}.len={self.overlong.len}: must be between 1 and max_resp_len={max_resp_len}")
-        self.max_resp_len = max_resp_len
+            if not 0 < self.overlong.len <= most:
+                raise ValueError(f"{KEY}.len={self.overlong.len}: must be between 1 and max_resp_len={most}")
 
     def _read_outcomes(
         self, rows: list[ScoringRow], outcomes: list[Outcome]

@@ -4,7 +4,7 @@ Each row's `extra_info` also has its prompt and its columns.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lockstep.protocol import DataProto
@@ -13,6 +13,7 @@ from lockstep.rewards.ensemble import sum_of_turns
 from lockstep.rewards.functions import RewardFunctions
 from lockstep.rewards.managers.batch import score_batch
 from lockstep.rewards.managers.naive import REWARD_MANAGERS, NaiveRewardManager, ScoringRow, score_of
+from lockstep.rewards.rate_limit import RateLimiter
 
 NOT_COLUMNS = {
     "raw_prompt",
@@ -26,26 +27,24 @@ NOT_COLUMNS = {
 
 
 @REWARD_MANAGERS.register("functions")
+@dataclass(eq=False, repr=False)
 class FunctionsRewardManager(NaiveRewardManager):
     """`timeout_s` limits the per-sample functions of one row, and each call for a batch."""
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        num_examine: int,
-        compute_score: RewardFunctions,
-        reward_fn_key: str = "data_source",
-        timeout_s: float | None = None,
-    ) -> None:
-        if not isinstance(compute_score, RewardFunctions):
+    max_concurrency: int = field(default=64, init=False)
+    num_workers: int | None = field(default=None, init=False)
+    limiter: RateLimiter | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.compute_score, RewardFunctions):
             raise ValueError(
                 "reward_model.reward_manager=functions is for the functions passed to lockstep.train; set naive or batch"
             )
-        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key, timeout_s)
-        self.functions = compute_score
+        self.functions = self.compute_score
+        super().__post_init__()
         self.batch_callers = {
-            name: (function_name(call), make_caller(call, timeout_s))
-            for name, call in compute_score.per_batch().items()
+            name: (function_name(call), make_caller(call, self.timeout_s))
+            for name, call in self.functions.per_batch().items()
         }
         self.scores_rows_alone = not self.batch_callers
 

@@ -26,7 +26,7 @@ from lockstep.rewards.errors import AllRowsFailedError, RewardError
 from lockstep.rewards.monitor import raised_at
 from lockstep.rewards.rate_limit import RateLimiter
 from lockstep.utils.decoding import decode_all
-from lockstep.utils.terminal import printable
+from lockstep.utils.untrusted import printable
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +76,7 @@ class ScoringRow:
 
 
 @REWARD_MANAGERS.register("naive")
+@dataclass(eq=False, repr=False)
 class NaiveRewardManager:
     """Scores row by row with one function; coroutine functions run concurrently, `max_concurrency` at a time.
 
@@ -83,33 +84,32 @@ class NaiveRewardManager:
     first traceback is logged. If every row of a batch fails, calls only hang, no worker can be started, or a result is not a
     finite number, the run stops: a broken reward must not train silently. See `lockstep.rewards.calls` for where a function
     runs.
+
+    num_examine: log this many samples of each data source.
     """
 
     score_arguments: ClassVar[tuple[str, ...]] = ARGUMENTS
     """Arguments of the reward function; its signature is checked at the start of a run."""
     always_workers: ClassVar[bool] = False
-    scores_rows_alone: bool = True
+    default_score: ClassVar[ComputeScore] = staticmethod(default_compute_score)
+    scores_rows_alone = True
     """Whether a score depends on its row only, so that a batch can be scored in parts."""
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        num_examine: int,
-        compute_score: ComputeScore | None = None,
-        reward_fn_key: str = "data_source",
-        timeout_s: float | None = None,
-        max_concurrency: int = 64,
-        num_workers: int | None = None,
-        limiter: RateLimiter | None = None,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.num_examine = num_examine
-        self._failure_logged = False
-        self.compute_score: ComputeScore = compute_score or default_compute_score
-        self.reward_fn_key = reward_fn_key
+    tokenizer: Any
+    num_examine: int
+    compute_score: ComputeScore | None = None
+    reward_fn_key: str = "data_source"
+    timeout_s: float | None = None
+    max_concurrency: int = 64
+    num_workers: int | None = None
+    limiter: RateLimiter | None = None
+
+    def __post_init__(self) -> None:
+        score = self.compute_score = self.compute_score or self.default_score
         self.call_all = make_caller(
-            self.compute_score, timeout_s, num_workers, max_concurrency, self.always_workers, limiter
+            score, self.timeout_s, self.num_workers, self.max_concurrency, self.always_workers, self.limiter
         )
+        self._failure_logged = False
         self._reads_rm_scores = getattr(self.compute_score, "uses_reward_model", False)
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | RewardResult:
@@ -189,7 +189,8 @@ class NaiveRewardManager:
                 raise outcomes[row]
         if not failed:
             return
-        first, function = failed[0], function_name(self.compute_score)
+        first = failed[0]
+        function = function_name(self.compute_score)
         if len(failed) == len(rows):
             errors = dict(Counter(map(repr, outcomes)))
             where = raised_at(outcomes[first])
@@ -243,7 +244,7 @@ class NaiveRewardManager:
                 )
 
 
-def score_of(result: Mapping[str, Any], row: ScoringRow, function: ComputeScore) -> float:
+def score_of(result: Mapping[str, Any], row: ScoringRow, function: ComputeScore | None) -> float:
     """The score in a function's result for `row`; ValueError if it has none or it is not a finite number."""
     score = result.get("score")
     if isinstance(score, np.generic) or (isinstance(score, torch.Tensor) and score.numel() == 1):

@@ -1,14 +1,14 @@
 """The prime reward manager: scores samples in worker processes, whatever the function."""
 
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import ClassVar
 
-from lockstep.rewards.custom import ComputeScore
 from lockstep.rewards.managers.naive import REWARD_MANAGERS, NaiveRewardManager
-
-TIMEOUT_S = 300.0
+from lockstep.rewards.rate_limit import RateLimiter
 
 
 @REWARD_MANAGERS.register("prime")
+@dataclass(eq=False, repr=False)
 class PrimeRewardManager(NaiveRewardManager):
     """Like naive, always in worker processes: coroutine functions and built-in scorers too.
 
@@ -18,13 +18,6 @@ class PrimeRewardManager(NaiveRewardManager):
 
     always_workers: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        num_examine: int,
-        compute_score: ComputeScore | None = None,
-        reward_fn_key: str = "data_source",
-        timeout_s: float | None = TIMEOUT_S,
-        num_workers: int | None = None,
-    ) -> None:
-        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key, timeout_s, num_workers=num_workers)
+    timeout_s: float | None = 300.0
+    max_concurrency: int = field(default=64, init=False)
+    limiter: RateLimiter | None = field(default=None, init=False)

@@ -1,13 +1,11 @@
 """Sandbox for untrusted programs and graders."""
 
 from lockstep.rewards.sandbox.process import (
-    Limits,
-    Sandbox,
-    SandboxedProcess,
-    SandboxError,
-    announce,
-    configure,
-    isolation,
+    Limits as Limits,
+    Sandbox as Sandbox,
+    SandboxedProcess as SandboxedProcess,
+    SandboxError as SandboxError,
+    announce as announce,
+    configure as configure,
+    isolation as isolation,
 )
-
-__all__ = ["Limits", "Sandbox", "SandboxError", "SandboxedProcess", "announce", "configure", "isolation"]

@@ -263,7 +263,8 @@ class Watch:
 
     def run(self) -> dict[str, Any]:
         """The report: `exit_code` if the target ended, else `exceeded`, and the end of its stderr."""
-        begun, wall_s = time.monotonic(), self.spec["wall_s"]
+        begun = time.monotonic()
+        wall_s = self.spec["wall_s"]
         interval_s = next_check_s = MANY_INTERVAL_S
         while True:
             passed_s = time.monotonic() - begun

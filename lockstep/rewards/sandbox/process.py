@@ -20,7 +20,7 @@ import subprocess
 import time
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -125,45 +125,57 @@ class SandboxedProcess:
 
         TimeoutError after `timeout` s; SandboxError if the sandbox, not the process in it, failed.
         """
-        output = self._exchange(data, timeout, max_bytes)
-        if self._read_report()["failed"]:
-            raise SandboxError(self.error)
-        return output
-
-    def _exchange(self, data: bytes, timeout: float, max_bytes: int) -> bytes:
-        deadline = time.monotonic() + timeout
-        output, unsent = bytearray(), memoryview(data)
         try:
-            os.set_blocking(self.stdin.fileno(), False)
-            with selectors.DefaultSelector() as selector:
-                selector.register(self.stdout, selectors.EVENT_READ)
-                selector.register(self.stdin, selectors.EVENT_WRITE)
-                while len(output) < max_bytes:
-                    ready = selector.select(max(0.0, deadline - time.monotonic()))
-                    if not ready and time.monotonic() >= deadline:
-                        raise TimeoutError(f"the sandboxed process took longer than {timeout:g} s")
-                    for key, _ in ready:
-                        if key.fileobj is self.stdout:
-                            chunk = os.read(self.stdout.fileno(), 1 << 16)
-                            if not chunk:
-                                self.wait_after_output()
-                                return bytes(output)
-                            output += chunk
-                            continue
-                        try:
-                            unsent = unsent[os.write(self.stdin.fileno(), unsent[: 1 << 16]) :]
-                        except BrokenPipeError:
-                            unsent = unsent[:0]
-                        if not unsent:
-                            selector.unregister(self.stdin)
-                            self.stdin.close()
-            return bytes(output[:max_bytes])
+            output, _ = self._transfer(data, timeout, lambda output: len(output) >= max_bytes, is_last=True)
+        except TimeoutError:
+            raise TimeoutError(f"the sandboxed process took longer than {timeout:g} s") from None
         finally:
             self.kill()
+        if self._read_report()["failed"]:
+            raise SandboxError(self.error)
+        return output[:max_bytes]
 
-    def wait_after_output(self) -> None:
-        """Wait a moment for the end of a process that has closed its pipes, so that it has its own exit code and error."""
-        _ends(self._process, END_TIMEOUT_S)
+    def ask(self, data: bytes, timeout: float, is_complete: Callable[[bytearray], bool]) -> bytes:
+        """Send `data` and return the output when it is complete; EOFError if the process ends before that, TimeoutError."""
+        output, has_ended = self._transfer(data, timeout, is_complete, is_last=False)
+        if has_ended:
+            raise EOFError("it ended")
+        return output
+
+    def _transfer(
+        self, data: bytes, timeout: float, is_complete: Callable[[bytearray], bool], is_last: bool
+    ) -> tuple[bytes, bool]:
+        """The output, and whether the process has closed its pipes. is_last: close stdin after the data."""
+        deadline = time.monotonic() + timeout
+        output = bytearray()
+        unsent = memoryview(data)
+        has_ended = False
+        os.set_blocking(self.stdin.fileno(), False)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.stdout, selectors.EVENT_READ)
+            selector.register(self.stdin, selectors.EVENT_WRITE)
+            while not has_ended and not is_complete(output):
+                ready = selector.select(max(0.0, deadline - time.monotonic()))
+                if not ready and time.monotonic() >= deadline:
+                    raise TimeoutError
+                for key, _ in ready:
+                    if key.fileobj is self.stdout:
+                        chunk = os.read(self.stdout.fileno(), 1 << 16)
+                        has_ended |= not chunk
+                        output += chunk
+                        continue
+                    try:
+                        unsent = unsent[os.write(self.stdin.fileno(), unsent[: 1 << 16]) :]
+                    except BrokenPipeError:
+                        has_ended |= not is_last
+                        unsent = unsent[:0]
+                    if not unsent:
+                        selector.unregister(self.stdin)
+                        if is_last:
+                            self.stdin.close()
+        if has_ended:
+            _ends(self._process, END_TIMEOUT_S)  # so that it has its own exit code and error
+        return bytes(output), has_ended
 
     def _read_report(self) -> dict[str, Any]:
         if self._report is None:

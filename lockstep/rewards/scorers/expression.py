@@ -27,9 +27,9 @@ Dialect = Literal["plain", "power", "implicit"]
 MAX_CHARS = 1000
 MAX_DEPTH = 40
 MAX_BITS = 50_000
-"""Of a number's numerator or denominator: 15,000 digits."""
+"""Bits of a number's numerator or denominator: 15,000 digits."""
 MAX_DEGREE = 1000
-"""Of a power of something with variables, which sympy may expand."""
+"""Largest exponent of something with variables, which sympy may expand."""
 
 TOKEN = re.compile(
     r"\s*(?:(?P<number>(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+)(?:[eE][+-]?[0-9]+)?)"

@@ -5,9 +5,7 @@ The child is not trusted: the caller checks every reply, and a child that breaks
 
 import json
 import os
-import selectors
 import threading
-import time
 from collections.abc import Callable, Mapping
 from importlib.resources import files
 from typing import Any
@@ -18,17 +16,27 @@ PACKAGE = "lockstep.rewards.scorers"
 START_TIMEOUT_S = 60.0
 MAX_REPLY_BYTES = 10_000
 READY = b'{"value": []}\n'
-# The sandbox does not show the package: the child gets its modules as text, in the first line.
+# The sandbox does not show the package: the child gets its modules as text, in the first line. Then it answers until stdin closes.
 BOOTSTRAP = f"""
-import json, os, sys
+import json, os, signal, sys
 folder = {PACKAGE.replace(".", "/")!r}
 os.makedirs(folder)
 for name, source in json.loads(sys.stdin.readline()).items():
     with open(f"{{folder}}/{{name}}.py", "w") as file:
         file.write(source)
 sys.path.insert(0, os.getcwd())
-from {PACKAGE}.CHILD import serve
-serve()
+from {PACKAGE}.CHILD import prepare, reply_to
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C; the child exits when stdin closes
+replies, sys.stdout = sys.stdout, sys.stderr
+prepare()
+reply = {{"value": []}}
+while True:
+    replies.write(json.dumps(reply) + "\\n")
+    replies.flush()
+    line = sys.stdin.readline()
+    if not line:
+        break
+    reply = reply_to(json.loads(line))
 """
 
 
@@ -103,32 +111,14 @@ def start_child(sandbox: Sandbox, name: str, bootstrap: str, modules: tuple[str,
 
 def exchange(child: SandboxedProcess, message: Mapping[str, Any], timeout_s: float) -> bytes:
     """Send one line and return the reply's line; EOFError if the child ended, TimeoutError if it takes too long."""
-    unsent, reply = memoryview(json.dumps(message).encode() + b"\n"), b""
-    deadline = time.monotonic() + timeout_s
-    os.set_blocking(child.stdin.fileno(), False)
-    with selectors.DefaultSelector() as selector:
-        selector.register(child.stdout, selectors.EVENT_READ)
-        selector.register(child.stdin, selectors.EVENT_WRITE)
-        while not reply.endswith(b"\n") and len(reply) < MAX_REPLY_BYTES:
-            ready = selector.select(max(0.0, deadline - time.monotonic()))
-            if not ready and time.monotonic() >= deadline:
-                raise TimeoutError(f"no reply within {timeout_s:g} s")
-            for key, _ in ready:
-                if key.fileobj is child.stdout:
-                    chunk = os.read(child.stdout.fileno(), MAX_REPLY_BYTES)
-                    if not chunk:
-                        child.wait_after_output()
-                        raise EOFError("it ended")
-                    reply += chunk
-                elif unsent:
-                    try:
-                        unsent = unsent[os.write(child.stdin.fileno(), unsent) :]
-                    except BrokenPipeError as error:
-                        child.wait_after_output()
-                        raise EOFError("it ended") from error
-                else:
-                    selector.unregister(child.stdin)
-    return reply
+
+    def is_complete(reply: bytearray) -> bool:
+        return reply.endswith(b"\n") or len(reply) >= MAX_REPLY_BYTES
+
+    try:
+        return child.ask(json.dumps(message).encode() + b"\n", timeout_s, is_complete)[:MAX_REPLY_BYTES]
+    except TimeoutError:
+        raise TimeoutError(f"no reply within {timeout_s:g} s") from None
 
 
 def _value(line: bytes) -> Any:

@@ -13,7 +13,8 @@ MAX_ANSWER_CHARS = 2000
 
 def compute_score(solution_str: str, ground_truth: str) -> float:
     """1 if the last boxed answer is mathematically equal to the ground truth, else 0."""
-    answer, gold = last_boxed(solution_str), str(ground_truth)
+    answer = last_boxed(solution_str)
+    gold = str(ground_truth)
     if answer is None or len(answer) > MAX_ANSWER_CHARS + len(gold):
         return 0.0
     return float(is_equal(gold, answer))

@@ -1,11 +1,10 @@
-"""The grader's child process: answers questions of `MathGrader` from stdin until stdin closes.
+"""The grader's child process: answers questions of `MathGrader` (`grader_process` has the loop).
 
 Answers are data here too: math-verify gets expressions from `parse_expression` and from the LaTeX grammar of latex2sympy2,
 and `close_generated_code` closes the ways from text to `eval` and `exec` in sympy.
 """
 
 import functools
-import json
 import logging
 import signal
 import sys
@@ -86,7 +85,7 @@ TASKS: dict[str, Callable[[str, str, int], list[bool]]] = {"equal": equal, "foun
 NO_VERDICT = {"equal": [False], "found": [False], "agreement": [False, False]}
 
 
-def answer_question(question: dict[str, Any]) -> dict[str, Any]:
+def reply_to(question: dict[str, Any]) -> dict[str, Any]:
     """The reply to one question; an answer that takes too long or too much memory is wrong."""
     task, timeout_s = question["task"], question["timeout_s"]
     signal.signal(signal.SIGPROF, _raise_timeout)
@@ -102,20 +101,10 @@ def answer_question(question: dict[str, Any]) -> dict[str, Any]:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def serve() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C; the child exits when stdin closes
+def prepare() -> None:
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    replies, sys.stdout = sys.stdout, sys.stderr
     close_generated_code()
     found("1", r"\boxed{1}", 0)  # compiles the patterns of math-verify
-    reply: dict[str, Any] = {"value": []}
-    while True:
-        replies.write(json.dumps(reply) + "\n")
-        replies.flush()
-        line = sys.stdin.readline()
-        if not line:
-            return
-        reply = answer_question(json.loads(line))
 
 
 def close_generated_code() -> None:
@@ -123,7 +112,8 @@ def close_generated_code() -> None:
     sympy_parser.parse_expr = _parse_text  # behind sympify, and so behind Number("12"), which math-verify calls
     sympy_parser.eval_expr = _refuse_code  # behind the original parse_expr, for modules that have imported it
     math_verify.parser.parse_expr = _parse_text
-    original, nameless = sympy.lambdify, functools.partial(nameless_lambdify, sympy.lambdify)
+    original = sympy.lambdify
+    nameless = functools.partial(nameless_lambdify, sympy.lambdify)
     for module in list(sys.modules.values()):
         if getattr(module, "lambdify", None) is original:
             module.lambdify = nameless  # type: ignore[attr-defined]

@@ -129,7 +129,8 @@ def read_tests(ground_truth: str | dict[str, Any]) -> Tests:
     if not isinstance(tests, dict):
         raise ValueError(f"ground_truth of a program must be a dict, not {type(tests).__name__}")
     if "test" in tests and "entry_point" in tests:
-        prompt, name = str(tests.get("prompt") or ""), str(tests["entry_point"])
+        prompt = str(tests.get("prompt") or "")
+        name = str(tests["entry_point"])
         return Tests([], [], asserts=(f"{tests['test']}\ncheck({name})",), setup=prompt, names=(name,), prompt=prompt)
     if "test_list" in tests:
         asserts = tuple(map(str, tests["test_list"]))

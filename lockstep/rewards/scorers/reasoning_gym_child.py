@@ -1,4 +1,4 @@
-"""The child process of the reasoning-gym scorer: makes a problem again and scores an answer to it, until stdin closes.
+"""The child process of the reasoning-gym scorer: makes a problem again and scores an answer to it.
 
 Some scorers of the package call `eval` and sympy's `parse_expr` on answers. Here they get a parser of literals and our grammar of
 expressions in their place, so an answer is data, and cannot choose its own score.
@@ -72,10 +72,11 @@ def _raise_timeout(signum: int, frame: Any) -> None:
     raise AnswerTimeoutError
 
 
-def close_evaluation() -> None:
+def prepare() -> None:
     """Import the package, and replace `eval` and `parse_expr` where it calls them on answers."""
     import reasoning_gym  # noqa: F401
 
+    signal.signal(signal.SIGALRM, _raise_timeout)
     originals = (sympy.parse_expr, sympy_parser.parse_expr)
     for name, module in list(sys.modules.items()):
         if name.startswith("reasoning_gym.") and getattr(module, "parse_expr", None) in originals:
@@ -87,18 +88,3 @@ def close_evaluation() -> None:
 
 def _parse_text(text: Any, *_: Any, evaluate: bool = True, **__: Any) -> sympy.Expr:
     return parse_expression(str(text), evaluate=evaluate)  # the package also passes expressions of its own
-
-
-def serve() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C; the child exits when stdin closes
-    signal.signal(signal.SIGALRM, _raise_timeout)
-    replies, sys.stdout = sys.stdout, sys.stderr
-    close_evaluation()
-    reply: dict[str, Any] = {"value": []}
-    while True:
-        replies.write(json.dumps(reply) + "\n")
-        replies.flush()
-        line = sys.stdin.readline()
-        if not line:
-            return
-        reply = reply_to(json.loads(line))

@@ -48,7 +48,8 @@ def unwrap(solution_str: str, experiment_name: str | None) -> str:
 
 def score_format(response: str, ground_truth: str) -> float:
     """1 if the response has the parts of the ground truth, each once and in order, else 0."""
-    pattern, tags = "<think>.*?</think>", []
+    pattern = "<think>.*?</think>"
+    tags = []
     if "<tool_call>" in ground_truth:
         pattern, tags = pattern + "\n<tool_call>\n.*?\n</tool_call>", ["tool_call"]
     if "<response>" in ground_truth:

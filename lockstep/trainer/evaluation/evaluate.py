@@ -29,7 +29,7 @@ from lockstep.trainer.ppo.validation import Responses
 from lockstep.utils.dataset_files import local_data_files
 from lockstep.utils.files import atomic_write_json
 from lockstep.utils.progress import phase
-from lockstep.utils.terminal import printable
+from lockstep.utils.untrusted import printable
 
 logger = logging.getLogger(__name__)
 

@@ -35,6 +35,7 @@ from lockstep.trainer.run.inputs import fetch_on_workers, tokenizer_of
 from lockstep.trainer.run.interrupt import Interrupt
 from lockstep.utils.dataset_files import local_data_files
 from lockstep.utils.progress import ProgressLog, phase
+from lockstep.utils.untrusted import valid_text
 from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
 
 logger = logging.getLogger(__name__)
@@ -154,7 +155,7 @@ class GenerationRunner:
 def _columns(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Any]]:
     texts, lengths = response_texts(batch, tokenizer)
     columns: dict[str, list[Any]] = {
-        "responses": [text.encode("utf-8", "replace").decode() for text in texts],  # parquet has no lone surrogates
+        "responses": list(map(valid_text, texts)),  # parquet has no lone surrogates
         "response_lengths": lengths,
         "finish_reasons": list(batch.non_tensor_batch["finish_reason"]),
     }

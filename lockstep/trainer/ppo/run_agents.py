@@ -20,8 +20,7 @@ from lockstep.single_controller.message_process import ChildProcess, MessageProc
 from lockstep.trainer.ppo.agent_rollout import AGENT_COLUMNS
 from lockstep.trainer.run.inputs import tokenizer_arguments
 from lockstep.workers.agent_client import AgentClient
-from lockstep.workers.agent_worker import KEY as WORKERS_KEY
-from lockstep.workers.agent_worker import NAME, AgentSetup, AgentWorker
+from lockstep.workers.agent_worker import KEY as WORKERS_KEY, NAME, AgentSetup, AgentWorker
 
 logger = logging.getLogger(__name__)
 

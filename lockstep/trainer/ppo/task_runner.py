@@ -42,7 +42,7 @@ from lockstep.trainer.run.step_profiler import nsys_environment
 from lockstep.utils.device import resolve_device
 from lockstep.utils.model_path import base_folder, locate_model
 from lockstep.utils.progress import ProgressLog, phase
-from lockstep.utils.terminal import printable
+from lockstep.utils.untrusted import printable
 from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
 from lockstep.workers.critic import CriticWorker
 from lockstep.workers.reward_model import RewardModelWorker

@@ -10,7 +10,7 @@ from lockstep.config.environment import RootConfig
 from lockstep.observability.console import LogHandler
 from lockstep.trainer.run.errors import RunError, out_of_memory_as_run_error
 from lockstep.trainer.run.interrupt import stop_on_sigterm
-from lockstep.utils.terminal import printable
+from lockstep.utils.untrusted import printable
 
 C = TypeVar("C", bound=RootConfig)
 

@@ -23,7 +23,7 @@ from lockstep.single_controller.futures import worker_report
 from lockstep.trainer.run.errors import is_out_of_memory
 from lockstep.trainer.run.memory_check import planned
 from lockstep.utils.audit import AuditError
-from lockstep.utils.terminal import printable
+from lockstep.utils.untrusted import printable
 from lockstep.workers.agent_worker import NAME as AGENT_WORKER
 
 _ARR = "actor_rollout_ref"

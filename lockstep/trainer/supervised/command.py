@@ -22,7 +22,7 @@ from lockstep.trainer.run.memory_check import check_memory
 from lockstep.trainer.run.preflight import preflight
 from lockstep.utils.imports import without_collections
 from lockstep.utils.progress import ProgressLog, phase
-from lockstep.utils.terminal import printable
+from lockstep.utils.untrusted import printable
 
 logger = logging.getLogger(__name__)
 

@@ -44,6 +44,7 @@ from lockstep.trainer.run.run_config import (
 from lockstep.trainer.run.step_profiler import StepProfiler
 from lockstep.trainer.supervised.batches import share_of, share_of_pairs
 from lockstep.utils.audit import AuditError
+from lockstep.utils.checkpoint_folder import checkpoint_folder
 from lockstep.utils.device import memory_peaks
 from lockstep.utils.distributed import (
     current_rank,
@@ -55,7 +56,6 @@ from lockstep.utils.distributed import (
 from lockstep.utils.progress import phase
 from lockstep.utils.state_file import load_state, save_state
 from lockstep.utils.timing import marked_timer
-from lockstep.workers.shared_folder import checkpoint_folder
 
 logger = logging.getLogger(__name__)
 

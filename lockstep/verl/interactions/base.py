@@ -1,5 +1,3 @@
 """verl.interactions.base"""
 
-from lockstep.agents.interactions.interaction import BaseInteraction
-
-__all__ = ["BaseInteraction"]
+from lockstep.agents.interactions.interaction import BaseInteraction as BaseInteraction

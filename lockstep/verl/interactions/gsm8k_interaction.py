@@ -5,8 +5,6 @@ from typing import Any
 
 from lockstep.agents.interactions import gsm8k
 
-__all__ = ["Gsm8kInteraction"]
-
 
 class Gsm8kInteraction(gsm8k.Gsm8kInteraction):
     """Keeps `response`, `ground_truth` and `reward` of each conversation in `_instance_dict`, by id."""

@@ -1,5 +1,3 @@
 """verl.tools.base_tool"""
 
-from lockstep.agents.tools.tool import BaseTool
-
-__all__ = ["BaseTool"]
+from lockstep.agents.tools.tool import BaseTool as BaseTool

@@ -1,5 +1,3 @@
 """verl.tools.gsm8k_tool"""
 
-from lockstep.agents.tools.gsm8k import Gsm8kTool
-
-__all__ = ["Gsm8kTool"]
+from lockstep.agents.tools.gsm8k import Gsm8kTool as Gsm8kTool

@@ -1,5 +1,3 @@
 """verl.tools.sandbox_fusion_tools"""
 
-from lockstep.agents.tools.sandbox_fusion import SandboxFusionTool
-
-__all__ = ["SandboxFusionTool"]
+from lockstep.agents.tools.sandbox_fusion import SandboxFusionTool as SandboxFusionTool

@@ -1,23 +1,12 @@
 """verl.tools.schemas"""
 
 from lockstep.agents.schemas import (
-    OpenAIFunctionCallSchema,
-    OpenAIFunctionParametersSchema,
-    OpenAIFunctionParsedSchema,
-    OpenAIFunctionPropertySchema,
-    OpenAIFunctionSchema,
-    OpenAIFunctionToolCall,
-    OpenAIFunctionToolSchema,
-    ToolResponse,
+    OpenAIFunctionCallSchema as OpenAIFunctionCallSchema,
+    OpenAIFunctionParametersSchema as OpenAIFunctionParametersSchema,
+    OpenAIFunctionParsedSchema as OpenAIFunctionParsedSchema,
+    OpenAIFunctionPropertySchema as OpenAIFunctionPropertySchema,
+    OpenAIFunctionSchema as OpenAIFunctionSchema,
+    OpenAIFunctionToolCall as OpenAIFunctionToolCall,
+    OpenAIFunctionToolSchema as OpenAIFunctionToolSchema,
+    ToolResponse as ToolResponse,
 )
-
-__all__ = [
-    "OpenAIFunctionCallSchema",
-    "OpenAIFunctionParametersSchema",
-    "OpenAIFunctionParsedSchema",
-    "OpenAIFunctionPropertySchema",
-    "OpenAIFunctionSchema",
-    "OpenAIFunctionToolCall",
-    "OpenAIFunctionToolSchema",
-    "ToolResponse",
-]

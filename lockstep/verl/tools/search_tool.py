@@ -1,5 +1,3 @@
 """verl.tools.search_tool"""
 
-from lockstep.agents.tools.search import SearchTool
-
-__all__ = ["SearchTool"]
+from lockstep.agents.tools.search import SearchTool as SearchTool

@@ -2,10 +2,8 @@
 
 import sys
 
-from lockstep.trainer.fsdp_sft_trainer import main
+from lockstep.trainer.fsdp_sft_trainer import main as main
 from lockstep.verl._names import exports
-
-__all__ = ["main"]
 
 __getattr__ = exports(
     __name__, {"lockstep.verl.trainer._fsdp_sft": ("FSDPSFTTrainer", "create_sft_dataset", "run_sft")}

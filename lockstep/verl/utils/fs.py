@@ -2,9 +2,7 @@
 
 import os
 
-from lockstep.utils.fs import copy_to_local
-
-__all__ = ["copy_local_path_from_hdfs", "copy_to_local", "is_non_local", "local_mkdir_safe"]
+from lockstep.utils.fs import copy_to_local as copy_to_local
 
 copy_local_path_from_hdfs = copy_to_local
 """The older name of `copy_to_local`."""

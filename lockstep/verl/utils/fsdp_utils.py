@@ -15,37 +15,17 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
+    CPUOffloadPolicy as CPUOffloadPolicy,
+    FSDPModule as FSDPModule,
     FullyShardedDataParallel,
-    MixedPrecisionPolicy,
-    fully_shard,
+    MixedPrecisionPolicy as MixedPrecisionPolicy,
+    fully_shard as fully_shard,
 )
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
 from lockstep.utils.distributed import current_rank
 from lockstep.verl.utils.device import get_device_id, get_device_name
-
-__all__ = [
-    "CPUOffloadPolicy",
-    "FSDPModule",
-    "MixedPrecisionPolicy",
-    "apply_fsdp2",
-    "fsdp2_clip_grad_norm_",
-    "fsdp2_load_full_state_dict",
-    "fsdp_version",
-    "fully_shard",
-    "get_fsdp_full_state_dict",
-    "get_fsdp_state_ctx",
-    "get_fsdp_wrap_policy",
-    "get_init_weight_context_manager",
-    "init_fn",
-    "load_fsdp_model_to_gpu",
-    "load_fsdp_optimizer",
-    "offload_fsdp_model_to_cpu",
-    "offload_fsdp_optimizer",
-]
 
 
 def fsdp_version(model: nn.Module) -> int:

@@ -9,18 +9,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
-from lockstep.data.tensors import compute_position_id_with_mask
-
-__all__ = [
-    "compute_position_id_with_mask",
-    "convert_weight_keys",
-    "create_random_mask",
-    "get_generation_config",
-    "get_huggingface_actor_config",
-    "get_model_size",
-    "print_model_size",
-    "update_model_config",
-]
+from lockstep.data.tensors import compute_position_id_with_mask as compute_position_id_with_mask
 
 logger = logging.getLogger(__name__)
 

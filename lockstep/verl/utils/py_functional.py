@@ -10,17 +10,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from lockstep.protocol import list_of_dict_to_dict_of_list
-
-__all__ = [
-    "append_to_dict",
-    "convert_to_regular_types",
-    "list_of_dict_to_dict_of_list",
-    "rename_dict",
-    "temp_env_var",
-    "timeout_limit",
-    "union_two_dict",
-]
+from lockstep.protocol import list_of_dict_to_dict_of_list as list_of_dict_to_dict_of_list
 
 
 def append_to_dict(data: MutableMapping[str, Any], new_data: Mapping[str, Any], prefix: str = "") -> None:

@@ -8,26 +8,13 @@ from torch import Tensor
 
 from lockstep.protocol import DataProto
 from lockstep.utils.seqlen import (
-    calculate_workload,
-    get_group_balanced_partitions,
-    get_reverse_idx,
-    get_seqlen_balanced_partitions,
-    log_seqlen_unbalance,
-    rearrange_micro_batches,
+    calculate_workload as calculate_workload,
+    get_group_balanced_partitions as get_group_balanced_partitions,
+    get_reverse_idx as get_reverse_idx,
+    get_seqlen_balanced_partitions as get_seqlen_balanced_partitions,
+    log_seqlen_unbalance as log_seqlen_unbalance,
+    rearrange_micro_batches as rearrange_micro_batches,
 )
-
-__all__ = [
-    "calculate_workload",
-    "ceildiv",
-    "get_group_balanced_partitions",
-    "get_reverse_idx",
-    "get_seqlen_balanced_partitions",
-    "log_seqlen_unbalance",
-    "prepare_dynamic_batch",
-    "rearrange_micro_batches",
-    "restore_dynamic_batch",
-    "roundup_divisible",
-]
 
 
 def prepare_dynamic_batch(

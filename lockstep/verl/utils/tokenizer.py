@@ -7,9 +7,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoProcessor
 
-from lockstep.models.tokenizer import hf_tokenizer
-
-__all__ = ["hf_processor", "hf_tokenizer", "normalize_token_ids", "set_pad_token_id"]
+from lockstep.models.tokenizer import hf_tokenizer as hf_tokenizer
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 

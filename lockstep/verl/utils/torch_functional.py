@@ -5,40 +5,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.losses import entropy_from_logits
-from lockstep.data.tensors import postprocess_data
+from lockstep.algorithms.losses import entropy_from_logits as entropy_from_logits
+from lockstep.data.tensors import postprocess_data as postprocess_data
 from lockstep.engines.train.lr_schedule import (
-    get_constant_schedule_with_warmup,
-    get_cosine_schedule_with_warmup,
-    get_wsd_schedule_with_warmup,
+    get_constant_schedule_with_warmup as get_constant_schedule_with_warmup,
+    get_cosine_schedule_with_warmup as get_cosine_schedule_with_warmup,
+    get_wsd_schedule_with_warmup as get_wsd_schedule_with_warmup,
 )
 from lockstep.models.log_probs import token_log_probs
-from lockstep.utils.masked import get_response_mask, masked_mean, masked_sum, masked_var, masked_whiten
-from lockstep.utils.padding import pad_2d_list_to_length, pad_sequence_to_length
-
-__all__ = [
-    "calculate_sum_pi_squared_from_logits",
-    "clip_by_value",
-    "entropy_from_logits",
-    "entropy_from_logits_with_chunking",
-    "get_constant_schedule_with_warmup",
-    "get_cosine_schedule_with_warmup",
-    "get_response_mask",
-    "get_wsd_schedule_with_warmup",
-    "log_probs_from_logits_response",
-    "logprobs_from_logits",
-    "logprobs_from_logits_naive",
-    "logprobs_from_logits_v2",
-    "masked_mean",
-    "masked_sum",
-    "masked_var",
-    "masked_whiten",
-    "pad_2d_list_to_length",
-    "pad_sequence_to_length",
-    "postprocess_data",
-    "split_dict_tensor_into_batches",
-    "tokenize_and_postprocess_data",
-]
+from lockstep.utils.masked import (
+    get_response_mask as get_response_mask,
+    masked_mean as masked_mean,
+    masked_sum as masked_sum,
+    masked_var as masked_var,
+    masked_whiten as masked_whiten,
+    pad_2d_list_to_length as pad_2d_list_to_length,
+    pad_sequence_to_length as pad_sequence_to_length,
+)
 
 
 def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:

@@ -1,8 +1,7 @@
 """The block manager in hand-made cases and under random use: no block is lost, none is written through two tables."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from lockstep.engines.rollout.embedded.block_manager import BlockManager
 

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from lockstep.engines.rollout.embedded.sampler import SamplingBatch, inverse_cdf, sample, uniform
 from lockstep.engines.rollout.rollout_engine import SamplingParams

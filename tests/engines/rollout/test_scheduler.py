@@ -1,7 +1,6 @@
 """Which tokens are scheduled when; no model."""
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from lockstep.engines.rollout.embedded.block_manager import BlockManager
 from lockstep.engines.rollout.embedded.scheduler import DecodeWindow, PrefillRow, PrefillStep, Scheduler

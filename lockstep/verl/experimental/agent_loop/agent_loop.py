@@ -9,9 +9,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import torch
-
 from lockstep.agents.loops import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
 from lockstep.agents.loops.agent_loop import AGENT_LOOPS
 from lockstep.protocol import DataProto, object_array
@@ -20,9 +17,9 @@ from lockstep.trainer.ppo.run_agents import agent_setup
 from lockstep.verl._config import typed_config
 from lockstep.verl._names import exports
 from lockstep.verl._registry import RegistryView
+from lockstep.verl._whole_batches import sampling_inputs
 from lockstep.verl.utils.ray_utils import auto_await
-from lockstep.verl.workers.rollout.llm_server import LLMServerClient as AsyncLLMServerManager
-from lockstep.verl.workers.rollout.llm_server import rollout_group
+from lockstep.verl.workers.rollout.llm_server import LLMServerClient as AsyncLLMServerManager, rollout_group
 
 __all__ = [
     "AgentLoopBase",
@@ -86,11 +83,7 @@ class AgentLoopWorker:
         validate, step = bool(info.get("validate", False)), int(info.get("global_steps", 0))
         self._draws[step, validate] += 1
         seed = self._typed.actor_rollout_ref.rollout.seed
-        words = np.random.SeedSequence([seed, step, self._draws[step, validate], int(validate)])
-        seeds = torch.from_numpy((words.generate_state(len(batch), np.uint64) >> 1).astype(np.int64))
-        greedy = not info.get("do_sample", True) and not validate
-        meta = {"validate": validate, "greedy": greedy, "global_steps": step}
-        return DataProto.from_dict({"sampling_seed": seeds}, columns, meta)
+        return sampling_inputs(columns, info, seed, step, self._draws[step, validate])
 
     def _prompt_ids(self, row: dict[str, Any]) -> list[int]:
         if row.get("raw_prompt") is not None:

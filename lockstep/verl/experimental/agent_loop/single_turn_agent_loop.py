@@ -6,8 +6,6 @@ from uuid import uuid4
 from lockstep.agents.loops import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 from lockstep.verl.utils.rollout_trace import rollout_trace_op
 
-__all__ = ["SingleTurnAgentLoop"]
-
 
 class SingleTurnAgentLoop(AgentLoopBase):
     """One response to the prompt, on token ids. The built-in `single_turn_agent` does the same without a loop per row."""

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from lockstep.agents.interactions.interaction import BaseInteraction
-from lockstep.agents.loops import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, AgentState
+from lockstep.agents.loops import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, AgentState as AgentState
 from lockstep.agents.loops.agent_loop import AgentLoop, Setup
 from lockstep.agents.loops.tool_agent import call_id_of
 from lockstep.agents.renderer import TooLongError
@@ -24,8 +24,6 @@ from lockstep.agents.tools.calls import CallLimits, ToolError, ToolSession, chec
 from lockstep.agents.tools.tool import BaseTool
 from lockstep.verl.utils.profiler import simple_timer
 from lockstep.verl.utils.rollout_trace import rollout_trace_op
-
-__all__ = ["AgentData", "AgentState", "ToolAgentLoop"]
 
 T = TypeVar("T")
 

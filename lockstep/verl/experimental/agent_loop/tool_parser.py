@@ -1,5 +1,8 @@
 """verl.experimental.agent_loop.tool_parser"""
 
-from lockstep.agents.tool_parser import FunctionCall, GptOssToolParser, HermesToolParser, ToolParser
-
-__all__ = ["FunctionCall", "GptOssToolParser", "HermesToolParser", "ToolParser"]
+from lockstep.agents.tool_parser import (
+    FunctionCall as FunctionCall,
+    GptOssToolParser as GptOssToolParser,
+    HermesToolParser as HermesToolParser,
+    ToolParser as ToolParser,
+)

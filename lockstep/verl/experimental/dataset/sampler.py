@@ -1,5 +1,6 @@
 """verl.experimental.dataset.sampler"""
 
-from lockstep.data.sampler import AbstractCurriculumSampler, AbstractSampler
-
-__all__ = ["AbstractCurriculumSampler", "AbstractSampler"]
+from lockstep.data.sampler import (
+    AbstractCurriculumSampler as AbstractCurriculumSampler,
+    AbstractSampler as AbstractSampler,
+)

@@ -7,8 +7,6 @@ from lockstep.agents.interactions.interaction import INTERACTIONS, BaseInteracti
 from lockstep.agents.interactions.load import VERL_INTERACTIONS, load_interactions
 from lockstep.agents.tools.load import find_class
 
-__all__ = ["get_interaction_class", "initialize_interactions_from_config"]
-
 
 def get_interaction_class(cls_name: str) -> type[BaseInteraction]:
     """The class that `class_name` of an entry names: `module.Class`, `file.py:Class` or a registered name."""

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from lockstep.verl._names import exports
 
-__all__ = ["get_rope_index"]
-
 __getattr__ = exports(__name__)
 
 

@@ -6,8 +6,6 @@ from typing import Any
 from lockstep import single_controller
 from lockstep.verl._names import exports
 
-__all__ = ["Worker"]
-
 __getattr__ = exports(__name__)
 
 
@@ -15,7 +13,7 @@ class Worker(single_controller.Worker):
     """Base of a program's own workers."""
 
     def get_dispatch_collect(self) -> dict[str, dict[str, Any]]:
-        """Of each mesh this worker's part of a batch (`dispatch_dp_rank`), and whether its output counts (`collect_dp_rank`)."""
+        """By mesh, this worker's part of a batch (`dispatch_dp_rank`) and whether its output counts (`collect_dp_rank`)."""
         meshes = self._meshes.items()
         return {
             "dispatch_dp_rank": {name: dp_rank for name, (dp_rank, _) in meshes},

@@ -1,5 +1,7 @@
 """verl.single_controller.base.worker_group"""
 
-from lockstep.single_controller import ClassWithInitArgs, ResourcePool, WorkerGroup
-
-__all__ = ["ClassWithInitArgs", "ResourcePool", "WorkerGroup"]
+from lockstep.single_controller import (
+    ClassWithInitArgs as ClassWithInitArgs,
+    ResourcePool as ResourcePool,
+    WorkerGroup as WorkerGroup,
+)

@@ -10,30 +10,24 @@ from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 from lockstep.protocol import DataProto
-from lockstep.single_controller import ResourcePool, create_colocated_worker_cls
-from lockstep.single_controller import ray_backend as backend
+from lockstep.single_controller import (
+    ResourcePool,
+    create_colocated_worker_cls as create_colocated_worker_cls,
+    ray_backend as backend,
+)
 from lockstep.single_controller.dispatch import Registration
 from lockstep.single_controller.futures import FutureList
-from lockstep.single_controller.ray_backend import RayResourcePool
+from lockstep.single_controller.ray_backend import RayResourcePool as RayResourcePool
 from lockstep.single_controller.worker_group import ClassWithInitArgs
 from lockstep.verl._config import typed_section
 from lockstep.verl._names import exports
 from lockstep.verl._ray import unwrapped
 from lockstep.verl._whole_batches import ADAPTED, ByHand, WholeBatchGroup
 from lockstep.verl.protocol import adopt
-from lockstep.verl.single_controller.pools import ResourcePoolManager, ray_pool
+from lockstep.verl.single_controller.pools import ResourcePoolManager as ResourcePoolManager, ray_pool
 from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
 from lockstep.workers.critic import CriticWorker
 from lockstep.workers.reward_model import RewardModelWorker
-
-__all__ = [
-    "RayClassWithInitArgs",
-    "RayResourcePool",
-    "RayWorkerGroup",
-    "ResourcePoolManager",
-    "create_colocated_worker_cls",
-    "create_colocated_worker_cls_fused",
-]
 
 create_colocated_worker_cls_fused = create_colocated_worker_cls
 __getattr__ = exports(

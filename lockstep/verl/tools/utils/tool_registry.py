@@ -5,8 +5,6 @@ from pathlib import Path
 from lockstep.agents.tools.load import load_tools
 from lockstep.agents.tools.tool import BaseTool
 
-__all__ = ["initialize_tools_from_config"]
-
 
 def initialize_tools_from_config(tools_config_file: str) -> list[BaseTool]:
     """The tools of a YAML file; FileNotFoundError without the file."""

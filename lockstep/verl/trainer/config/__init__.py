@@ -7,17 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from lockstep.config import algorithm
-from lockstep.verl.base_config import BaseConfig, DictLike, adapt_sections, assignable
-from lockstep.verl.workers.config.model import CheckpointConfig
-
-__all__ = [
-    "AlgoConfig",
-    "BaseConfig",
-    "CheckpointConfig",
-    "FilterGroupsConfig",
-    "KLControlConfig",
-    "RolloutCorrectionConfig",
-]
+from lockstep.verl.base_config import BaseConfig as BaseConfig, DictLike, adapt_sections, assignable
+from lockstep.verl.workers.config.model import CheckpointConfig as CheckpointConfig
 
 Threshold = float | str | None
 

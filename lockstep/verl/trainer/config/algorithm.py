@@ -1,5 +1,8 @@
 """verl.trainer.config.algorithm"""
 
-from lockstep.verl.trainer.config import AlgoConfig, FilterGroupsConfig, KLControlConfig, RolloutCorrectionConfig
-
-__all__ = ["AlgoConfig", "FilterGroupsConfig", "KLControlConfig", "RolloutCorrectionConfig"]
+from lockstep.verl.trainer.config import (
+    AlgoConfig as AlgoConfig,
+    FilterGroupsConfig as FilterGroupsConfig,
+    KLControlConfig as KLControlConfig,
+    RolloutCorrectionConfig as RolloutCorrectionConfig,
+)

@@ -48,8 +48,8 @@ from lockstep.algorithms.losses import (
     compute_policy_loss_vanilla,
     compute_value_loss,
     get_policy_loss_fn,
+    register_policy_loss as register_loss,
 )
-from lockstep.algorithms.losses import register_policy_loss as register_loss
 from lockstep.algorithms.losses.policy import POLICY_LOSSES
 from lockstep.algorithms.pf_ppo import compute_pf_ppo_reweight_data
 from lockstep.config.algorithm import AlgoConfig

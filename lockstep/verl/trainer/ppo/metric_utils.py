@@ -8,22 +8,12 @@ import numpy as np
 from lockstep.trainer.ppo.metrics import (
     BOOTSTRAP_SEED,
     NUM_BOOTSTRAP,
-    compute_data_metrics,
-    compute_throughout_metrics,
-    compute_timing_metrics,
-    process_validation_metrics,
+    compute_data_metrics as compute_data_metrics,
+    compute_throughout_metrics as compute_throughout_metrics,
+    compute_timing_metrics as compute_timing_metrics,
+    process_validation_metrics as process_validation_metrics,
 )
-from lockstep.verl.utils.metric import reduce_metrics
-
-__all__ = [
-    "bootstrap_metric",
-    "calc_maj_val",
-    "compute_data_metrics",
-    "compute_throughout_metrics",
-    "compute_timing_metrics",
-    "process_validation_metrics",
-    "reduce_metrics",
-]
+from lockstep.verl.utils.metric import reduce_metrics as reduce_metrics
 
 
 def bootstrap_metric(

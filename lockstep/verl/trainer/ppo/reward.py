@@ -8,11 +8,9 @@ from torch import Tensor
 
 from lockstep.protocol import DataProto
 from lockstep.rewards import custom, managers
-from lockstep.rewards.default import default_compute_score
+from lockstep.rewards.default import default_compute_score as default_compute_score
 from lockstep.rewards.managers import RewardFn
 from lockstep.verl._config import typed_config
-
-__all__ = ["compute_reward", "default_compute_score", "get_custom_reward_fn", "load_reward_manager"]
 
 
 def get_custom_reward_fn(config: Any) -> Callable[..., Any] | None:

@@ -9,26 +9,15 @@ from omegaconf import OmegaConf
 from lockstep.algorithms import rollout_correction
 from lockstep.algorithms.rollout_correction import (
     apply_rollout_correction,
-    compute_rollout_correction_and_rejection_mask,
-    compute_rollout_correction_weights,
-    compute_rollout_rejection_mask,
+    compute_rollout_correction_and_rejection_mask as compute_rollout_correction_and_rejection_mask,
+    compute_rollout_correction_weights as compute_rollout_correction_weights,
+    compute_rollout_rejection_mask as compute_rollout_rejection_mask,
     use_rollout_log_probs,
 )
 from lockstep.algorithms.rollout_correction.rejection import REJECTIONS
 from lockstep.config.algorithm import RolloutCorrectionConfig
 from lockstep.config.schema import to_dataclass
 from lockstep.protocol import DataProto
-
-__all__ = [
-    "SUPPORTED_ROLLOUT_RS_OPTIONS",
-    "apply_bypass_mode",
-    "compute_offpolicy_metrics",
-    "compute_rollout_correction_and_add_to_batch",
-    "compute_rollout_correction_and_rejection_mask",
-    "compute_rollout_correction_weights",
-    "compute_rollout_rejection_mask",
-]
-
 
 SUPPORTED_ROLLOUT_RS_OPTIONS = frozenset(REJECTIONS)
 """Criteria of `rollout_rs`."""

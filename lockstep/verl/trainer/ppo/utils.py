@@ -4,11 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.config import placement
-from lockstep.single_controller import Role, Worker
+from lockstep.single_controller import Role as Role, Worker
 
 WorkerType = type[Worker]
-
-__all__ = ["Role", "WorkerType", "need_critic", "need_reference_policy", "need_reward_model"]
 
 
 def need_critic(config: Any) -> bool:

@@ -23,11 +23,9 @@ from torch.distributed.checkpoint.state_dict import (
 from lockstep.verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 from lockstep.verl.utils.fsdp_utils import fsdp_version, get_fsdp_full_state_dict
 
-__all__ = ["FSDPCheckpointManager"]
-
 
 class FSDPCheckpointManager(BaseCheckpointManager):
-    """Of a module sharded with `fully_shard`, or of a plain one on a single rank."""
+    """Checkpoints of a module sharded with `fully_shard`, or of a plain one on a single rank."""
 
     def save_checkpoint(
         self,

@@ -1,5 +1,3 @@
 """verl.utils.dataset.multiturn_sft_dataset"""
 
-from lockstep.data.sft_dataset import MultiTurnSFTDataset
-
-__all__ = ["MultiTurnSFTDataset"]
+from lockstep.data.sft_dataset import MultiTurnSFTDataset as MultiTurnSFTDataset

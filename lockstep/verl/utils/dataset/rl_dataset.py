@@ -4,11 +4,9 @@ from typing import Any
 
 from lockstep.config.data import DataConfig
 from lockstep.data import rl_dataset
-from lockstep.data.rl_dataset import collate_fn
+from lockstep.data.rl_dataset import collate_fn as collate_fn
 from lockstep.data.tensors import compute_position_id_with_mask, pad_prompts
 from lockstep.verl._config import set_keys
-
-__all__ = ["RLHFDataset", "collate_fn"]
 
 PROMPT_TENSORS = ("input_ids", "attention_mask", "position_ids")
 

@@ -1,5 +1,3 @@
 """verl.utils.dataset.rm_dataset"""
 
-from lockstep.data.rm_dataset import RMDataset
-
-__all__ = ["RMDataset"]
+from lockstep.data.rm_dataset import RMDataset as RMDataset

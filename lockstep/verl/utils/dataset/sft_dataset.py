@@ -1,5 +1,3 @@
 """verl.utils.dataset.sft_dataset"""
 
-from lockstep.data.sft_dataset import SFTDataset
-
-__all__ = ["SFTDataset"]
+from lockstep.data.sft_dataset import SFTDataset as SFTDataset

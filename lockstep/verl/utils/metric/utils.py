@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["AggregationType", "Metric", "reduce_metrics"]
-
 
 class AggregationType(Enum):
     MEAN = "mean"

@@ -18,11 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.profiler import ProfilerConfig, ToolsConfig
+from lockstep.config.profiler import ProfilerConfig as ProfilerConfig, ToolsConfig
 from lockstep.observability.profiler import Recorder, make_recorder
 from lockstep.single_controller.dispatch import Dispatch, register
-
-__all__ = ["DistProfiler", "DistProfilerExtension", "ProfilerConfig"]
 
 
 class DistProfiler:
@@ -35,7 +33,7 @@ class DistProfiler:
     """
 
     _recording: "Recorder | None" = None
-    """Of this process."""
+    """The recorder of this process."""
 
     def __init__(
         self,

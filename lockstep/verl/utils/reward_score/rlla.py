@@ -1,5 +1,3 @@
 """verl.utils.reward_score.rlla"""
 
-from lockstep.rewards.scorers.rlla import compute_score
-
-__all__ = ["compute_score"]
+from lockstep.rewards.scorers.rlla import compute_score as compute_score

@@ -27,8 +27,6 @@ from lockstep.verl.workers.actor.base import BasePPOActor
 from lockstep.verl.workers.config.actor import ActorConfig
 from lockstep.workers.losses import actor_loss_fn
 
-__all__ = ["DataParallelPPOActor"]
-
 __getattr__ = exports(__name__)
 
 INPUTS = ("responses", "input_ids", "attention_mask", "position_ids")

@@ -10,8 +10,6 @@ from lockstep.verl._names import exports
 from lockstep.verl.base_config import DictLike, adapt_sections, assignable
 from lockstep.verl.workers.config.optimizer import take
 
-__all__ = ["ActorConfig", "FSDPActorConfig", "PolicyLossConfig", "check_batch_sizes"]
-
 __getattr__ = exports(__name__)
 
 BATCH_SIZES = (

@@ -9,8 +9,6 @@ from lockstep.verl.base_config import DictLike, adapt_sections, assignable
 from lockstep.verl.workers.config.actor import BATCH_SIZES, check_batch_sizes
 from lockstep.verl.workers.config.optimizer import take
 
-__all__ = ["CriticConfig", "FSDPCriticConfig"]
-
 __getattr__ = exports(__name__)
 
 

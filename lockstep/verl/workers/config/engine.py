@@ -9,8 +9,6 @@ from lockstep.config.model import WrapPolicyConfig
 from lockstep.verl._names import exports
 from lockstep.verl.base_config import DictLike, adapt_sections, assignable
 
-__all__ = ["EngineConfig", "FSDPEngineConfig"]
-
 __getattr__ = exports(__name__)
 
 STRATEGIES = ("fsdp", "fsdp2")

@@ -6,8 +6,6 @@ from lockstep.config import model
 from lockstep.verl._names import exports
 from lockstep.verl.base_config import DictLike, assignable
 
-__all__ = ["CheckpointConfig", "HFModelConfig"]
-
 __getattr__ = exports(__name__)
 
 

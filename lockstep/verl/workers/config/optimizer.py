@@ -8,8 +8,6 @@ from lockstep.config.schema import Mismatch, coerce, keys
 from lockstep.verl._names import exports
 from lockstep.verl.base_config import DictLike, assignable
 
-__all__ = ["FSDPOptimizerConfig", "OptimizerConfig", "take"]
-
 __getattr__ = exports(__name__)
 
 IMPLEMENTATIONS = ("torch.optim", None)

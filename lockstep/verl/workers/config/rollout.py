@@ -8,15 +8,6 @@ from lockstep.verl._names import exports
 from lockstep.verl.base_config import DictLike, adapt_sections, assignable
 from lockstep.verl.workers.config.optimizer import take
 
-__all__ = [
-    "AgentLoopConfig",
-    "CheckpointEngineConfig",
-    "MultiTurnConfig",
-    "RolloutConfig",
-    "SamplingConfig",
-    "ServerConfig",
-]
-
 __getattr__ = exports(__name__)
 
 

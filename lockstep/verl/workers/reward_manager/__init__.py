@@ -1,22 +1,15 @@
 """verl.workers.reward_manager: the managers, and how a program adds its own."""
 
 from lockstep.rewards.managers import (
-    BatchRewardManager,
+    BatchRewardManager as BatchRewardManager,
     DapoRewardManager,
-    NaiveRewardManager,
-    PrimeRewardManager,
+    NaiveRewardManager as NaiveRewardManager,
+    PrimeRewardManager as PrimeRewardManager,
 )
-from lockstep.verl.workers.reward_manager.abstract import AbstractRewardManager
-from lockstep.verl.workers.reward_manager.registry import get_reward_manager_cls, register
+from lockstep.verl.workers.reward_manager.abstract import AbstractRewardManager as AbstractRewardManager
+from lockstep.verl.workers.reward_manager.registry import (
+    get_reward_manager_cls as get_reward_manager_cls,
+    register as register,
+)
 
 DAPORewardManager = DapoRewardManager
-
-__all__ = [
-    "AbstractRewardManager",
-    "BatchRewardManager",
-    "DAPORewardManager",
-    "NaiveRewardManager",
-    "PrimeRewardManager",
-    "get_reward_manager_cls",
-    "register",
-]

@@ -1,5 +1,3 @@
 """verl.workers.reward_manager.batch"""
 
-from lockstep.rewards.managers import BatchRewardManager
-
-__all__ = ["BatchRewardManager"]
+from lockstep.rewards.managers import BatchRewardManager as BatchRewardManager

@@ -1,5 +1,3 @@
 """verl.workers.reward_manager.naive"""
 
-from lockstep.rewards.managers import NaiveRewardManager
-
-__all__ = ["NaiveRewardManager"]
+from lockstep.rewards.managers import NaiveRewardManager as NaiveRewardManager

@@ -1,5 +1,3 @@
 """verl.workers.reward_manager.prime"""
 
-from lockstep.rewards.managers import PrimeRewardManager
-
-__all__ = ["PrimeRewardManager"]
+from lockstep.rewards.managers import PrimeRewardManager as PrimeRewardManager

@@ -19,8 +19,6 @@ from lockstep.verl.utils.ray_utils import auto_await
 from lockstep.workers.rollout_batch import sampling_params as sampling_of
 from lockstep.workers.rollout_client import RolloutClient
 
-__all__ = ["LLMServerClient", "LLMServerManager", "rollout_group"]
-
 __getattr__ = exports(__name__)
 
 SAMPLING = {"temperature": float, "top_p": float, "top_k": int, "min_p": float}

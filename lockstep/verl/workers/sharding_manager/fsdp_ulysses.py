@@ -7,9 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lockstep.protocol import DataProto
 from lockstep.verl.protocol import all_gather_data_proto
 from lockstep.verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_sequence_parallel_group
-from lockstep.verl.workers.sharding_manager.base import BaseShardingManager
-
-__all__ = ["BaseShardingManager", "FSDPUlyssesShardingManager"]
+from lockstep.verl.workers.sharding_manager.base import BaseShardingManager as BaseShardingManager
 
 
 class FSDPUlyssesShardingManager(BaseShardingManager):

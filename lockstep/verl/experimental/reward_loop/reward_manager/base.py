@@ -20,8 +20,6 @@ from lockstep.rewards.default import default_compute_score
 from lockstep.rewards.managers.naive import last_token_positions, place_scores
 from lockstep.utils import event_loop
 
-__all__ = ["RewardManagerBase"]
-
 
 class RewardManagerBase(ABC):
     """

@@ -9,8 +9,6 @@ from lockstep.rewards.rate_limit import RateLimiter, RateLimits, shared_limiter
 from lockstep.utils.untrusted import message_of
 from lockstep.verl.experimental.reward_loop.reward_manager.base import RewardManagerBase, as_result
 
-__all__ = ["AsyncTokenBucket", "RateLimitedRewardManager"]
-
 logger = logging.getLogger(__name__)
 
 

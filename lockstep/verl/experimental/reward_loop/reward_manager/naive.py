@@ -5,8 +5,6 @@ from typing import Any
 from lockstep.protocol import DataProto
 from lockstep.verl.experimental.reward_loop.reward_manager.base import RewardManagerBase, as_result
 
-__all__ = ["NaiveRewardManager"]
-
 
 class NaiveRewardManager(RewardManagerBase):
     """Calls the reward function for each row."""

@@ -10,8 +10,6 @@ from lockstep.rewards.managers import REWARD_MANAGERS
 from lockstep.verl.experimental.reward_loop.reward_manager.limited import RateLimitedRewardManager
 from lockstep.verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
 
-__all__ = ["get_reward_manager_cls", "register"]
-
 _classes: dict[str, type] = {"naive": NaiveRewardManager, "rate_limited": RateLimitedRewardManager}
 
 

@@ -5,8 +5,6 @@ from typing import Any
 from lockstep.rewards.scorers import prime_code
 from lockstep.verl.utils.reward_score.sandbox_fusion.utils import on_server
 
-__all__ = ["compute_score"]
-
 
 def compute_score(
     sandbox_fusion_url: str | None,

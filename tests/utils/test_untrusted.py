@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from lockstep.observability.console import LogHandler
-from lockstep.utils.terminal import printable
+from lockstep.utils.untrusted import printable
 
 
 @pytest.mark.parametrize(
