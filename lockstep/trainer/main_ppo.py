@@ -13,13 +13,13 @@ from lockstep.kernels.gpu_warmup import start_gpu_warmup
 from lockstep.trainer.run.command import run_program
 from lockstep.trainer.run.errors import RunError
 from lockstep.trainer.run.inputs import fetch_inputs
+from lockstep.trainer.run.interrupt import OnStep
 from lockstep.trainer.run.memory_check import check_memory
 from lockstep.trainer.run.preflight import preflight
 from lockstep.utils.imports import without_collections
 from lockstep.utils.progress import ProgressLog, phase
 
 if TYPE_CHECKING:
-    from lockstep.trainer.ppo.ray_trainer import OnStep
     from lockstep.trainer.ppo.task_runner import TaskRunner
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ def prepare(config: PPOConfig) -> None:
 
 
 def run_ppo(
-    config: PPOConfig, task_runner_class: "type[TaskRunner] | None" = None, on_step: "OnStep | None" = None
+    config: PPOConfig, task_runner_class: "type[TaskRunner] | None" = None, on_step: OnStep | None = None
 ) -> int:
     """Run a training job, in this process or on Ray; returns 0, or 130 if it was stopped. RunError if it fails.
 

@@ -5,7 +5,6 @@ data ─► prompts ─► [ workers: generate (rollout.*) ─► texts ─► p
 
 import json
 import logging
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -23,16 +22,15 @@ from lockstep.rewards.managers.naive import ROLLOUT_COLUMNS
 from lockstep.single_controller import ResourcePoolManager, Role, WorkerGroup, create_colocated_worker_cls
 from lockstep.trainer.generation.generated_rows import GeneratedRows, read_table
 from lockstep.trainer.ppo.agent_rollout import AgentRollout
-from lockstep.trainer.ppo.ray_trainer import OnStep
 from lockstep.trainer.ppo.run_agents import agents_for, start_agent_workers
 from lockstep.trainer.ppo.sampling import generate_for_rows
 from lockstep.trainer.ppo.task_runner import device_and_backend
 from lockstep.trainer.ppo.validation import prompt_batches, response_texts
 from lockstep.trainer.run.checkpoint import RunLock
-from lockstep.trainer.run.errors import RunError
+from lockstep.trainer.run.errors import RunError, raise_as_run_error
 from lockstep.trainer.run.failures import cause_of
 from lockstep.trainer.run.inputs import fetch_on_workers, tokenizer_of
-from lockstep.trainer.run.interrupt import Interrupt
+from lockstep.trainer.run.interrupt import Interrupt, OnStep
 from lockstep.utils.dataset_files import local_data_files
 from lockstep.utils.progress import ProgressLog, phase
 from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
@@ -62,11 +60,7 @@ class GenerationRunner:
             try:
                 return self._run(config, closing)
             except ValueError as error:
-                if os.environ.get("LOCKSTEP_DEBUG"):
-                    raise
-                raise RunError(
-                    f"{with_own_keys(str(error))} (LOCKSTEP_DEBUG=1 shows the traceback)", exit_code=2
-                ) from error
+                raise_as_run_error(error, with_own_keys(str(error)))
             except Exception as error:  # unexpected ones are raised again by `cause_of`
                 cause = with_own_keys(cause_of(error, config)).rstrip(".")
                 raise RunError(f"{cause}; run the same command to go on after the last finished batch") from error
