@@ -9,7 +9,7 @@ in this process or on many machines.
 """
 
 from collections.abc import Iterator, Sized
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +23,7 @@ from lockstep.algorithms.rollout_correction import use_rollout_log_probs
 from lockstep.config.batch_sizes import fitted_to_rows
 from lockstep.config.placement import need_critic, need_reference_policy
 from lockstep.config.ppo import PPOConfig
+from lockstep.data.loader import create_train_loader
 from lockstep.protocol import DataProto
 from lockstep.single_controller import Role
 from lockstep.trainer.ppo import forks
@@ -38,7 +39,6 @@ from lockstep.trainer.ppo.rollout_sources import create_source
 from lockstep.trainer.ppo.run_summary import log_summary
 from lockstep.trainer.ppo.sampling import RewardFn, Sampling, extra_metrics
 from lockstep.trainer.ppo.step_advantages import add_advantages, check_estimator
-from lockstep.trainer.ppo.train_loader import create_train_loader
 from lockstep.trainer.ppo.validation import Responses, validate
 from lockstep.trainer.ppo.worker_calls import (
     Pass,
@@ -109,55 +109,6 @@ class PPOTrainer:
         self.profiler = StepProfiler(config, roles, self.total_training_steps, workers.device)
         self.on_step: OnStep | None = None
 
-    def init_workers(self) -> None:
-        """Start the workers and load the models."""
-        self.workers.start(self.config, self.total_training_steps)
-        self._use_groups()
-
-    def _use_groups(self) -> None:
-        """Build on the worker groups, whose models are loaded: sampling, weight updates, the source of samples."""
-        workers = self.workers
-        self.actor_rollout_wg = workers.group(Role.ActorRollout, Role.Actor)
-        self.rollout_wg = workers.group(Role.ActorRollout, Role.Rollout)
-        has_adapters = self.config.actor_rollout_ref.model.lora_rank > 0
-        self.ref_policy_wg = self.actor_rollout_wg if has_adapters else workers.group(Role.RefPolicy)
-        self.critic_wg = workers.group(Role.Critic)
-        self.rm_wg = workers.group(Role.RewardModel)
-        if self.rm_wg is not None and hasattr(self.rm_wg, "check_tokenizer"):  # a class of the user's may have none
-            self.rm_wg.check_tokenizer(self.tokenizer.get_vocab())
-        self.sampling = self._sampling(workers.answers_prompts(self.config, self.tokenizer.pad_token_id))
-        self.weight_sync = create_weight_sync(self.config, workers)
-        self.source = create_source(self.config, self.sampling, self.weight_sync, self.total_training_steps)
-        workers.wait_ready()
-
-    def _sampling(self, rollout: Any) -> Sampling:
-        return create_sampling(self.config, rollout, self.rm_wg, self.reward_fn, self.tokenizer.pad_token_id)
-
-    def start(self, resume_from: Path | None = None) -> None:
-        """Lock the run's folder, resume from its checkpoint and open the trackers.
-
-        resume_from: the checkpoint to resume from, overriding the config.
-        """
-        run, steps = self.run, self.total_training_steps
-        with run.closed_on_error():
-            metrics = self._load_checkpoint(resume_from)
-            if self.train_dataloader is not None:
-                self.train_dataloader.check_state()
-                self.loader_state = deepcopy(self.train_dataloader.state_dict())
-            if self.weight_sync is not None:
-                self.weight_sync.run(self.num_updates)
-            if run.trains:
-                run.closing.callback(self.source.close)
-                self.source.start(run.folder, self.global_steps, self.num_updates, run.last_checkpoint)
-            run.open(self.global_steps, steps, metrics)
-            timeline_dir = run.folder if run.trains else None
-            run.closing.push(self.profiler.start(timeline_dir, self.global_steps, self.workers.processes))
-        log_summary(self.config, self.workers, run.folder, steps, len(self.train_dataloader or ()))
-
-    def close(self) -> None:
-        """Shut down the workers."""
-        self.workers.close()
-
     def fit(self, interrupt: Interrupt | None = None) -> int:
         """Train to the last step. Returns 0, or 130 if the run was stopped.
 
@@ -169,7 +120,9 @@ class PPOTrainer:
             return self._loop(entered)
 
     def _loop(self, interrupt: Interrupt) -> int:
-        config, run, last_step = self.config.trainer, self.run, self.total_training_steps
+        config = self.config.trainer
+        run = self.run
+        last_step = self.total_training_steps
         can_validate = self.val_reward_fn is not None and self.val_dataset is not None
         if can_validate and (config.val_only or (config.val_before_train and self.global_steps == 0)):
             with span("testing"):
@@ -220,7 +173,8 @@ class PPOTrainer:
 
     def _train_step(self, prompts: Iterator[DataProto], timing: dict[str, float]) -> tuple[DataProto, dict[str, Any]]:
         """One step of the algorithm as a list of calls."""
-        config, metrics = self.config, dict[str, Any]()
+        config = self.config
+        metrics: dict[str, Any] = {}
 
         # 1. and 2. generate and reward
         batch, sampling_metrics = self.source.collect(prompts, step=self.global_steps, timing=timing)
@@ -230,13 +184,16 @@ class PPOTrainer:
         metrics |= sampling_metrics | compute_balance_metrics(batch, self.actor_rollout_wg.mesh("actor").dp_size)
 
         # 3. and 4. log-probs of policy and reference, and values; concurrent if their workers are separate
-        old_log_probs, is_corrected = old_log_probs_of(batch, config, self.global_steps), is_gap_expected(config)
+        old_log_probs = old_log_probs_of(batch, config, self.global_steps)
         if old_log_probs == "rollout":
             batch = use_rollout_log_probs(batch)
-        groups: dict[Pass, Any] = {"old_log_prob": self.actor_rollout_wg} if old_log_probs == "pass" else {}
-        groups |= {"ref": self.ref_policy_wg} if self.use_reference_policy else {}
-        groups |= {"values": self.critic_wg} if self.use_critic else {}
+        groups: dict[Pass, Any] = {
+            "old_log_prob": self.actor_rollout_wg if old_log_probs == "pass" else None,
+            "ref": self.ref_policy_wg if self.use_reference_policy else None,
+            "values": self.critic_wg if self.use_critic else None,
+        }
         batch = forward_passes(batch, groups, config, timing)
+        is_corrected = is_gap_expected(config)
         if old_log_probs == "pass":
             metrics |= compute_entropy_metrics(batch, config.actor_rollout_ref.actor.loss_agg_mode)
             metrics |= rollout_gap(batch, self.audit.gap_bound, corrected=is_corrected)
@@ -257,14 +214,17 @@ class PPOTrainer:
 
     def _update(self, batch: DataProto, timing: dict[str, float]) -> dict[str, float]:
         """Update the critic and, after critic_warmup, the actor and the rollout's weights."""
-        groups: dict[Trained, Any] = {"critic": self.critic_wg} if self.use_critic else {}
-        if self.global_steps <= self.critic_warmup:
-            return update_models(batch, groups, self.config, self.global_steps, timing)
-        groups["actor"] = self.actor_rollout_wg
+        updates_actor = self.global_steps > self.critic_warmup
+        groups: dict[Trained, Any] = {
+            "critic": self.critic_wg if self.use_critic else None,
+            "actor": self.actor_rollout_wg if updates_actor else None,
+        }
         metrics = update_models(batch, groups, self.config, self.global_steps, timing)
-        self.num_updates += 1
-        with marked_timer("update_weights", timing) if self.weight_sync is not None else nullcontext():
-            return metrics | self.source.update_weights(self.num_updates)
+        if updates_actor:
+            self.num_updates += 1
+            with marked_timer("update_weights", timing) if self.weight_sync is not None else nullcontext():
+                metrics |= self.source.update_weights(self.num_updates)
+        return metrics
 
     def _step_metrics(self, batch: DataProto, timing: dict[str, float]) -> dict[str, Any]:
         samples = forks.conversations(batch)
@@ -305,22 +265,53 @@ class PPOTrainer:
             self._save_checkpoint(unsaved)
         return self.run.stopped(self.global_steps, interrupt.by)
 
-    def _save_checkpoint(self, metrics: dict[str, Any]) -> None:
-        """metrics: those of the step."""
-        step = self.global_steps
-        groups = {"actor": self.actor_rollout_wg} | ({"critic": self.critic_wg} if self.use_critic else {})
+    def init_workers(self) -> None:
+        """Start the workers and load the models."""
+        self.workers.start(self.config, self.total_training_steps)
+        self._use_groups()
 
-        def write(folder: Path) -> None:
-            for name in groups:
-                (folder / name).mkdir()
-            for name, group in groups.items():
-                group.save_checkpoint(str(folder / name), step)
-            self.source.save(folder)
+    def _use_groups(self) -> None:
+        """Build on the worker groups, whose models are loaded: sampling, weight updates, the source of samples."""
+        workers = self.workers
+        self.actor_rollout_wg = workers.group(Role.ActorRollout, Role.Actor)
+        self.rollout_wg = workers.group(Role.ActorRollout, Role.Rollout)
+        has_adapters = self.config.actor_rollout_ref.model.lora_rank > 0
+        self.ref_policy_wg = self.actor_rollout_wg if has_adapters else workers.group(Role.RefPolicy)
+        self.critic_wg = workers.group(Role.Critic)
+        self.rm_wg = workers.group(Role.RewardModel)
+        if self.rm_wg is not None and hasattr(self.rm_wg, "check_tokenizer"):  # a class of the user's may have none
+            self.rm_wg.check_tokenizer(self.tokenizer.get_vocab())
+        self.sampling = self._sampling(workers.responder(self.config, self.tokenizer.pad_token_id))
+        self.weight_sync = create_weight_sync(self.config, workers)
+        self.source = create_source(self.config, self.sampling, self.weight_sync, self.total_training_steps)
+        workers.wait_ready()
 
-        kl = {"kl_ctrl": self.config.algorithm.kl_ctrl.type, "kl_coef": self.kl_ctrl_in_reward.value}
-        state = {"num_updates": self.num_updates, "metrics": metrics} | kl
-        self.run.save(step, write, self.loader_state, state)
-        self.source.saved(step)
+    def _sampling(self, rollout: Any) -> Sampling:
+        return create_sampling(self.config, rollout, self.rm_wg, self.reward_fn, self.tokenizer.pad_token_id)
+
+    def start(self, resume_from: Path | None = None) -> None:
+        """Lock the run's folder, resume from its checkpoint and open the trackers.
+
+        resume_from: the checkpoint to resume from, overriding the config.
+        """
+        run = self.run
+        with ExitStack() as on_error:
+            on_error.push(run)
+            metrics = self._load_checkpoint(resume_from)
+            if self.train_dataloader is not None:
+                self.train_dataloader.check_state()
+                self.loader_state = deepcopy(self.train_dataloader.state_dict())
+            if self.weight_sync is not None:
+                self.weight_sync.run(self.num_updates)
+            if run.trains:
+                run.callback(self.source.close)
+                self.source.start(run.folder, self.global_steps, self.num_updates, run.last_checkpoint)
+            run.open(self.global_steps, self.total_training_steps, metrics)
+            timeline_dir = run.folder if run.trains else None
+            run.push(self.profiler.start(timeline_dir, self.global_steps, self.workers.processes))
+            on_error.pop_all()
+        steps_per_epoch = len(self.train_dataloader or ())
+        log_summary(self.config, self.workers, run.folder, self.total_training_steps, steps_per_epoch)
 
     def _load_checkpoint(self, resume_from: Path | None) -> dict[str, Any]:
         """Resume from the given checkpoint or the configured one; returns the metrics of its step."""
@@ -339,3 +330,24 @@ class PPOTrainer:
             self.kl_ctrl_in_reward.value = state["kl_coef"]
         metrics: dict[str, Any] = state["metrics"]
         return metrics
+
+    def _save_checkpoint(self, metrics: dict[str, Any]) -> None:
+        """metrics: those of the step."""
+        step = self.global_steps
+        groups = {"actor": self.actor_rollout_wg} | ({"critic": self.critic_wg} if self.use_critic else {})
+
+        def write(folder: Path) -> None:
+            for name in groups:
+                (folder / name).mkdir()
+            for name, group in groups.items():
+                group.save_checkpoint(str(folder / name), step)
+            self.source.save(folder)
+
+        kl = {"kl_ctrl": self.config.algorithm.kl_ctrl.type, "kl_coef": self.kl_ctrl_in_reward.value}
+        state = {"num_updates": self.num_updates, "metrics": metrics} | kl
+        self.run.save(step, write, self.loader_state, state)
+        self.source.saved(step)
+
+    def close(self) -> None:
+        """Shut down the workers."""
+        self.workers.close()

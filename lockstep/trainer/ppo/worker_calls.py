@@ -45,12 +45,12 @@ def old_log_probs_of(batch: DataProto, config: PPOConfig, step: int) -> OldLogPr
 def forward_passes(
     batch: DataProto, groups: Mapping[Pass, Any], config: PPOConfig, timing: dict[str, float]
 ) -> DataProto:
-    """The batch with the outputs of the passes. groups: the worker group of each pass."""
-    if not groups:
-        return batch
+    """The batch with the outputs of the passes. groups: the worker group of each pass; None skips it."""
     inputs = batch.select(["input_ids", "attention_mask", "position_ids", "responses", "response_mask"], [])
     waiting = {}
     for name, group in groups.items():
+        if group is None:
+            continue
         mesh, method = PASSES[name]
         with marked_timer(name, timing):
             num_ranks = group.mesh(mesh).dp_size if config.trainer.balance_batch else 1
@@ -64,9 +64,11 @@ def forward_passes(
 def update_models(
     batch: DataProto, groups: Mapping[Trained, Any], config: PPOConfig, step: int, timing: dict[str, float]
 ) -> dict[str, float]:
-    """The metrics of the updates. groups: the worker group of each model to update."""
+    """The metrics of the updates. groups: the worker group of each model to update; None skips it."""
     waiting = {}
     for role, group in groups.items():
+        if group is None:
+            continue
         with marked_timer(f"update_{role}", timing):
             laid_out = update_batch(batch, role, config, step, group.mesh(role).dp_size)
             waiting[role] = getattr(group, f"update_{role}")(laid_out)

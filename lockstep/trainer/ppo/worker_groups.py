@@ -115,8 +115,8 @@ class WorkerGroups:
         """The group of the first of the roles that there is; None if there is none."""
         return next((self.groups[str(role)] for role in roles if str(role) in self.groups), None)
 
-    def answers_prompts(self, config: PPOConfig, pad_token_id: int) -> Any:
-        """The rollout's workers, or agents that use them."""
+    def responder(self, config: PPOConfig, pad_token_id: int) -> Any:
+        """What answers prompts: the rollout's workers, or agents that use them."""
         rollout_wg = self.group(Role.ActorRollout, Role.Rollout)
         if self.agents is None:
             return rollout_wg

@@ -1,14 +1,13 @@
 """A training run, whatever it trains: its folder with lock, checkpoints and configs, its trackers, and when it saves.
 
-claim ─► (the trainer loads the checkpoint) ─► open ─► [ log, save ]* ─► close, in the reverse order of opening
+claim ─► (the trainer loads the checkpoint) ─► open ─► [ log, save ]* ─► close
 """
 
 import logging
 import random
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -32,29 +31,26 @@ from lockstep.utils.state_file import save_state
 
 logger = logging.getLogger(__name__)
 
-STOPPED = 130
-"""Exit code of a run that was stopped."""
 LOADER_STATE = "data"
 TRAINER_STATE = "trainer_state"
 """Names in a checkpoint, for `utils/state_file.py`."""
 
 
-class TrainingRun:
-    """See the module docstring.
+class TrainingRun(ExitStack):
+    """See the module docstring. It closes what it has opened, and what the trainer adds, in the reverse order.
 
     config:          saved in the folder, and with every checkpoint.
     last_checkpoint: the newest one that this process has loaded or saved.
     tracking:        None until the run is open.
-    closing:         what is closed with the run; a trainer adds what it has opened.
     """
 
     def __init__(self, config: PPOConfig | SupervisedConfig) -> None:
+        super().__init__()
         self.config = config
         self.folder = Path(config.trainer.default_local_dir).expanduser()
         self.checkpoints = CheckpointStore(self.folder, keep=_checkpoints_to_keep(config))
         self.last_checkpoint: Path | None = None
         self.tracking: Any = None
-        self.closing = ExitStack()
         self.is_open = False
 
     @property
@@ -83,7 +79,7 @@ class TrainingRun:
 
         resume_from: overrides the config.
         """
-        self.closing.enter_context(RunLock(self.folder))
+        self.enter_context(RunLock(self.folder))
         self.checkpoints.clean_stale()
         config = self.config.trainer
         mode, path = ("resume_path", str(resume_from)) if resume_from else (config.resume_mode, config.resume_from_path)
@@ -116,7 +112,7 @@ class TrainingRun:
             total_steps=num_steps if self.trains else None,
             start_step=step if self.trains else None,
         )
-        self.closing.callback(self.tracking.finish)
+        self.callback(self.tracking.finish)
         if (self.tracking.last_step or 0) < step:
             self.tracking.log(data=metrics, step=step)
         self.is_open = True
@@ -156,27 +152,7 @@ class TrainingRun:
 
     def stopped(self, step: int, by: str) -> int:
         logger.warning("stopped by %s after step %d; run the same command to resume", by, step)
-        return STOPPED
-
-    @contextmanager
-    def closed_on_error(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.push(self)
-            yield
-            stack.pop_all()
-
-    def close(self) -> None:
-        """Close what is open; a second call is a no-op."""
-        self.__exit__(None, None, None)
-
-    def __enter__(self) -> "TrainingRun":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.is_open = False
-        self.closing.__exit__(kind, error, trace)
+        return 130
 
 
 def seed_everything(seed: int) -> None:

@@ -141,7 +141,7 @@ class SupervisedTrainer(ABC):
         metrics = self._load_checkpoint(*found) if found else {}
         self.loader_state = deepcopy(self.loader.state_dict())
         on_first_rank(lambda: run.open(self.global_steps, self.total_training_steps, metrics))
-        run.closing.push(self.profiler.start(run.folder if self.is_first_rank else None, self.global_steps))
+        run.push(self.profiler.start(run.folder if self.is_first_rank else None, self.global_steps))
         self._log_summary()
 
     def close(self) -> None:

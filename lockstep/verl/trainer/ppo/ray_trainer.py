@@ -20,7 +20,7 @@ from lockstep.algorithms.kl import apply_kl_penalty
 from lockstep.config.estimators import AdvantageEstimator
 from lockstep.config.placement import need_critic, need_reference_model, need_reward_model
 from lockstep.config.ppo import PPOConfig
-from lockstep.data.loader import create_dataloader
+from lockstep.data.loader import create_dataloader, create_train_loader
 from lockstep.observability.rollout_log import dump_generations
 from lockstep.protocol import DataProto, object_array, pad_dataproto_to_divisor, unpad_dataproto
 from lockstep.rewards.managers import RewardFn, load_reward_manager
@@ -30,7 +30,6 @@ from lockstep.trainer.ppo.ray_trainer import PPOTrainer
 from lockstep.trainer.ppo.run_agents import agents_for
 from lockstep.trainer.ppo.sampling import Sampling
 from lockstep.trainer.ppo.task_runner import check_rows, device_and_backend
-from lockstep.trainer.ppo.train_loader import create_train_loader
 from lockstep.trainer.ppo.worker_calls import update_batch
 from lockstep.trainer.ppo.worker_groups import WorkerGroups
 from lockstep.trainer.run.training_run import num_training_steps
