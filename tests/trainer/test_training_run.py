@@ -22,9 +22,8 @@ PROGRAMS: dict[type, list[str]] = {
 
 
 def run_of(folder: Path, cls: type = PPOConfig, *overrides: str) -> TrainingRun:
-    config: PPOConfig | SupervisedConfig = load_config(
-        cls, [*PROGRAMS[cls], f"trainer.default_local_dir={folder}", "trainer.logger=[]", *overrides]
-    )
+    settings = [*PROGRAMS[cls], f"trainer.default_local_dir={folder}", "trainer.logger=[]", *overrides]
+    config: PPOConfig | SupervisedConfig = load_config(cls, settings, run_checks=False)
     return TrainingRun(config)
 
 
@@ -79,7 +78,7 @@ def test_a_run_that_only_validates_leaves_config_and_metrics(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("frequency", "saved"), [(-1, [5]), (0, []), (2, [2, 4, 5]), (5, [5]), (7, [5])])
 def test_steps_that_are_saved_and_tested(tmp_path: Path, frequency: int, saved: list[int]) -> None:
-    run = run_of(tmp_path, PPOConfig, f"trainer.save_freq={frequency}", f"trainer.test_freq={frequency}")
+    run = run_of(tmp_path, PPOConfig, f"trainer.save_freq={frequency}", f"trainer.test_freq={frequency or -1}")
     assert [step for step in range(1, 6) if run.must_save(step, 5)] == saved
     assert [step for step in range(1, 6) if run.must_test(step, 5)] == (saved if frequency > 0 else [])
 

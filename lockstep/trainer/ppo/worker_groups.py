@@ -5,7 +5,7 @@ groups ─► sampling (generate, score) and, if the rollout holds a copy of the
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -92,9 +92,9 @@ class WorkerGroups:
         for group in self.groups.values():
             group.init_model()
 
-    def adopt(self, config: PPOConfig, groups: dict[str, WorkerGroup], processes: list[WorkerGroup]) -> None:
+    def adopt(self, config: PPOConfig, groups: Mapping[str, WorkerGroup], processes: Iterable[WorkerGroup]) -> None:
         """Use groups that others have created and loaded."""
-        self.groups, self.processes = groups, processes
+        self.groups, self.processes = dict(groups), list(processes)
         self._start_agent_workers(config)
 
     def wait_ready(self) -> None:
@@ -179,13 +179,12 @@ def create_weight_sync(config: PPOConfig, workers: WorkerGroups) -> WeightSync |
     rollout_wg = workers.group(Role.ActorRollout, Role.Rollout)
     dtypes = compute_dtype(config, workers.device), rollout_dtype(policy, device)
     bound = canary_bound(*dtypes, quantized=policy.rollout.quantization is not None)
-    transport: Transport = policy.rollout.checkpoint_engine.backend
+    backend = policy.rollout.checkpoint_engine.backend
+    transport: Transport = backend if backend != "auto" else "nccl" if workers.device == "cuda" else "naive"
     if not is_trained(config) and not all(rollout_wg.takes_weights()):
         transport = "none"
     elif is_colocated:
         transport = "in_process"
-    elif transport == "auto":
-        transport = "nccl" if workers.device == "cuda" else "naive"
     return WeightSync(actor_wg, rollout_wg, transport, bound)
 
 

@@ -219,7 +219,7 @@ class RayPPOTrainer(PPOTrainer):
         if Role.RefPolicy not in groups and groups[Role.ActorRollout].has_reference:
             by_name[str(Role.RefPolicy)] = by_name[str(Role.ActorRollout)]
         with self._typed_config() as typed:
-            self.workers.adopt(typed, by_name, list(processes.values()))
+            self.workers.adopt(typed, by_name, processes.values())
             self._use_groups()
 
     def _sampling(self, rollout: Any) -> Sampling:
