@@ -3,7 +3,7 @@
 val loader ─► generate (rollout.val_kwargs) ─► val_reward_fn ─► val-core/… and val-aux/…
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,14 +44,15 @@ class Responses:
         """Those of scored batches."""
         responses = cls()
         for batch in batches:
-            responses._add(batch, tokenizer)
+            responses.add(batch, lambda rows: decode_all(tokenizer, [row.tolist() for row in rows]))
         return responses
 
-    def _add(self, batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> None:
+    def add(self, batch: DataProto, decode: Callable[[list[Tensor]], list[str]]) -> None:
+        """Append the responses of a scored batch."""
         tensors, columns, done = batch.tensors, batch.non_tensor_batch, len(self.scores)
         width = tensors["prompts"].shape[1]
-        self.inputs += _texts(tensors["prompts"], tensors["attention_mask"][:, :width], tokenizer)
-        self.outputs += _texts(tensors["responses"], tensors["attention_mask"][:, width:], tokenizer)
+        self.inputs += decode(valid_tokens(tensors["prompts"], tensors["attention_mask"][:, :width]))
+        self.outputs += decode(valid_tokens(tensors["responses"], tensors["attention_mask"][:, width:]))
         self.scores += tensors["token_level_scores"].sum(-1).tolist()
         self.uids += [f"{done}:{uid}" for uid in columns["uid"]]
         self.data_sources += [str(source) for source in columns["data_source"]]
@@ -69,16 +70,8 @@ class Responses:
 
     def dump(self, folder: str, step: int) -> None:
         """Write them to `{step}.jsonl` in the folder."""
-        dump_generations(
-            self.inputs,
-            self.outputs,
-            self.ground_truths,
-            self.scores,
-            self.dumped_details,
-            self.extra,
-            folder,
-            step,
-        )
+        texts = self.inputs, self.outputs, self.ground_truths
+        dump_generations(*texts, self.scores, self.dumped_details, self.extra, folder, step)
 
     @property
     def dumped_details(self) -> dict[str, list[Any]]:
@@ -152,10 +145,6 @@ def _details(batch: DataProto) -> dict[str, list[Any]]:
         mask = tensors["response_mask"]
         found["advantage"] = ((tensors["advantages"] * mask).sum(-1) / mask.sum(-1).clamp_min(1)).tolist()
     return found
-
-
-def _texts(ids: Tensor, mask: Tensor, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    return decode_all(tokenizer, [row.tolist() for row in valid_tokens(ids, mask)])
 
 
 def valid_tokens(ids: Tensor, mask: Tensor) -> list[Tensor]:
