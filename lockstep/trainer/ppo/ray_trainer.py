@@ -281,7 +281,8 @@ class PPOTrainer:
         self.rm_wg = workers.group(Role.RewardModel)
         if self.rm_wg is not None and hasattr(self.rm_wg, "check_tokenizer"):  # a class of the user's may have none
             self.rm_wg.check_tokenizer(self.tokenizer.get_vocab())
-        self.sampling = self._sampling(workers.responder(self.config, self.tokenizer.pad_token_id))
+        num_samples = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
+        self.sampling = self._sampling(workers.responder(self.tokenizer.pad_token_id, num_samples))
         self.weight_sync = create_weight_sync(self.config, workers)
         self.source = create_source(self.config, self.sampling, self.weight_sync, self.total_training_steps)
         workers.wait_ready()

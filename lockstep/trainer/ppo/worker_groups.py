@@ -1,4 +1,4 @@
-"""The workers of a PPO run: the processes of each pool, and in them one worker group per role, whose models are loaded.
+"""The workers of a run: the processes of each pool, and in them one worker group per role, whose models are loaded.
 
 role classes ─► by pool: one process per rank, with all roles of the pool ─► groups ─► load the models
 groups ─► sampling (generate, score) and, if the rollout holds a copy of the weights, weight updates
@@ -115,12 +115,11 @@ class WorkerGroups:
         """The group of the first of the roles that there is; None if there is none."""
         return next((self.groups[str(role)] for role in roles if str(role) in self.groups), None)
 
-    def responder(self, config: PPOConfig, pad_token_id: int) -> Any:
-        """What answers prompts: the rollout's workers, or agents that use them."""
+    def responder(self, pad_token_id: int, batch_size: int) -> Any:
+        """What answers prompts: the rollout's workers, or agents that use them. batch_size: see `AgentRollout`."""
         rollout_wg = self.group(Role.ActorRollout, Role.Rollout)
         if self.agents is None:
             return rollout_wg
-        batch_size = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
         return AgentRollout(self.agent_workers or self.agents, rollout_wg, pad_token_id, batch_size)
 
     def describe(self, config: PPOConfig) -> str:
