@@ -71,7 +71,7 @@ class OnSharedProcesses(TaskRunner):
     def build(self, config: PPOConfig) -> PPOTrainer:
         trainer = super().build(config)
         if controller_of(config) == "ray":
-            trainer.worker_group_cls = group_class(self.shared)
+            trainer.workers.group_class = group_class(self.shared)
         return trainer
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from lockstep.config.ppo import PPOConfig, prompts_per_batch
 from lockstep.data.fingerprint import changes, content_of
 from lockstep.data.rl_dataset import collate_fn as collate_samples
 from lockstep.data.sampler import AbstractCurriculumSampler, Resumable
@@ -295,3 +296,26 @@ def create_dataloader(
             f"Set data.train_batch_size to at most {loader.num_rows}"
         )
     return loader
+
+
+def create_train_loader(config: PPOConfig, dataset: Dataset[Any], sampler: Any, collate_fn: Any) -> StatefulLoader:
+    """Batches of the prompts that a step generates; ValueError if the dataset has too few rows for one."""
+    data = config.data
+    assert isinstance(dataset, Sized)
+    batch_size, num_rows = prompts_per_batch(config), len(dataset)
+    if (data.gen_batch_size or data.train_batch_size) <= num_rows < batch_size:
+        rate = config.actor_rollout_ref.rollout.over_sample_rate
+        raise ValueError(
+            f"actor_rollout_ref.rollout.over_sample_rate={rate:g}: a step generates {batch_size} prompts, but the dataset has "
+            f"only {num_rows} rows; lower it, or data.train_batch_size={data.train_batch_size}"
+        )
+    return create_dataloader(
+        dataset,
+        batch_size=batch_size,
+        shuffle=data.shuffle,
+        seed=config.trainer.seed if data.seed is None else data.seed,
+        num_workers=data.dataloader_num_workers,
+        drop_last=True,
+        sampler=sampler,
+        collate_fn=collate_fn,
+    )

@@ -11,39 +11,25 @@ from lockstep.config.placement import controller_of
 from lockstep.config.ppo import PPOConfig
 from lockstep.kernels.gpu_warmup import start_gpu_warmup
 from lockstep.trainer.run.command import run_program
-from lockstep.trainer.run.errors import RunError
-from lockstep.trainer.run.inputs import fetch_inputs
-from lockstep.trainer.run.memory_check import check_memory
-from lockstep.trainer.run.preflight import preflight
+from lockstep.trainer.run.inputs import prepare_run
+from lockstep.trainer.run.interrupt import OnStep
 from lockstep.utils.imports import without_collections
 from lockstep.utils.progress import ProgressLog, phase
 
 if TYPE_CHECKING:
-    from lockstep.trainer.ppo.ray_trainer import OnStep
     from lockstep.trainer.ppo.task_runner import TaskRunner
 
 logger = logging.getLogger(__name__)
 
 
-def prepare(config: PPOConfig) -> None:
-    """Check what is outside the config, fetch models and data, and plan the memory; RunError with every problem."""
-    if problems := preflight(config):
-        raise RunError("\nerror: ".join(problems), exit_code=2)
-    try:
-        fetch_inputs(config)
-        check_memory(config)
-    except ValueError as error:
-        raise RunError(str(error), exit_code=2) from error
-
-
 def run_ppo(
-    config: PPOConfig, task_runner_class: "type[TaskRunner] | None" = None, on_step: "OnStep | None" = None
+    config: PPOConfig, task_runner_class: "type[TaskRunner] | None" = None, on_step: OnStep | None = None
 ) -> int:
     """Run a training job, in this process or on Ray; returns 0, or 130 if it was stopped. RunError if it fails.
 
     on_step: called in this process with the metrics of each step; see `OnStep`.
     """
-    prepare(config)
+    prepare_run(config)
     if controller_of(config) == "ray":
         from lockstep.trainer.run.ray_runner import run_on_ray
 

@@ -133,7 +133,7 @@ def test_job_behaves_like_a_local_run(small_run: list[str], tmp_path: Path) -> N
     ours += ["trainer.profile_steps=[1]", "actor_rollout_ref.actor.profiler.ranks=[1]"]
     run = Run(tmp_path, [*small_run, *ENDLESS, *ours, "trainer.save_freq=1000"], mark)
     run.after_step(1)
-    assert "INFO lockstep.trainer.ppo.ray_trainer: grpo: 4 prompts x 4 samples per step" in run.stderr
+    assert "INFO lockstep.trainer.ppo.run_summary: grpo: 4 prompts x 4 samples per step" in run.stderr
     os.kill(next(pid for pid, line in processes(mark).items() if line.startswith("ray::WorkerHost")), signal.SIGKILL)
     until(lambda: run.stdout.count("step 1/") == 2, "the restart to come to step 1 again")
     os.kill(run.process.pid, signal.SIGINT)

@@ -36,7 +36,9 @@ def test_grpo_learns_and_resumes_bit_for_bit_without_a_second_model(
     )
     roles: list[list[str]] = []
     start = PPOTrainer.start
-    monkeypatch.setattr(PPOTrainer, "start", lambda self, *a: (roles.append(sorted(self._groups)), start(self, *a))[1])
+    monkeypatch.setattr(
+        PPOTrainer, "start", lambda self, *a: (roles.append(sorted(self.workers.groups)), start(self, *a))[1]
+    )
     command = [*overrides, *GRPO, f"{MODEL}.lora_rank=8", f"{MODEL}.lora_alpha=64", "trainer.save_freq=3"]
     command += [f"custom_reward_function.path={tmp_path}/reward.py", "actor_rollout_ref.actor.use_kl_loss=true"]
     command += ["actor_rollout_ref.actor.optim.lr=1e-2", "actor_rollout_ref.actor.kl_loss_coef=0.001"]

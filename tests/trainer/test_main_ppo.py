@@ -231,7 +231,7 @@ def test_val_only_needs_nothing_that_only_training_needs(
     init_workers = PPOTrainer.init_workers
 
     def recorded(trainer: PPOTrainer) -> None:
-        loaded.extend(map(str, trainer.role_worker_mapping))
+        loaded.extend(map(str, trainer.workers.roles))
         init_workers(trainer)
 
     monkeypatch.setattr(PPOTrainer, "init_workers", recorded)

@@ -5,7 +5,6 @@ data ─► prompts ─► [ workers: generate (rollout.*) ─► texts ─► p
 
 import json
 import logging
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -20,19 +19,18 @@ from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.observability.batch_progress import BatchProgress
 from lockstep.protocol import DataProto
 from lockstep.rewards.managers.naive import ROLLOUT_COLUMNS
-from lockstep.single_controller import ResourcePoolManager, Role, WorkerGroup, create_colocated_worker_cls
+from lockstep.single_controller import ResourcePoolManager, Role, Worker
 from lockstep.trainer.generation.generated_rows import GeneratedRows, read_table
-from lockstep.trainer.ppo.agent_rollout import AgentRollout
-from lockstep.trainer.ppo.ray_trainer import OnStep
-from lockstep.trainer.ppo.run_agents import agents_for, start_agent_workers
+from lockstep.trainer.ppo.run_agents import agents_for
 from lockstep.trainer.ppo.sampling import generate_for_rows
 from lockstep.trainer.ppo.task_runner import device_and_backend
 from lockstep.trainer.ppo.validation import prompt_batches, response_texts
+from lockstep.trainer.ppo.worker_groups import WorkerGroups
 from lockstep.trainer.run.checkpoint import RunLock
-from lockstep.trainer.run.errors import RunError
+from lockstep.trainer.run.errors import RunError, raise_as_run_error
 from lockstep.trainer.run.failures import cause_of
-from lockstep.trainer.run.inputs import fetch_on_workers, tokenizer_of
-from lockstep.trainer.run.interrupt import Interrupt
+from lockstep.trainer.run.inputs import tokenizer_of
+from lockstep.trainer.run.interrupt import Interrupt, OnStep
 from lockstep.utils.dataset_files import local_data_files
 from lockstep.utils.progress import ProgressLog, phase
 from lockstep.utils.untrusted import valid_text
@@ -63,11 +61,7 @@ class GenerationRunner:
             try:
                 return self._run(config, closing)
             except ValueError as error:
-                if os.environ.get("LOCKSTEP_DEBUG"):
-                    raise
-                raise RunError(
-                    f"{with_own_keys(str(error))} (LOCKSTEP_DEBUG=1 shows the traceback)", exit_code=2
-                ) from error
+                raise_as_run_error(error, with_own_keys(str(error)))
             except Exception as error:  # unexpected ones are raised again by `cause_of`
                 cause = with_own_keys(cause_of(error, config)).rstrip(".")
                 raise RunError(f"{cause}; run the same command to go on after the last finished batch") from error
@@ -105,41 +99,26 @@ class GenerationRunner:
         closing: ExitStack,
     ) -> None:
         logger.info("loading %s", self.config.model.path)
-        agent_workers = None
-        if agents is not None and config.actor_rollout_ref.rollout.agent.num_workers:
-            agent_workers = start_agent_workers(config)
-            closing.callback(agent_workers.close)
+        workers = self._workers(config, agents)
+        closing.callback(workers.close)
         with phase("load the model"):
-            workers = self._workers(config, closing)
-            if agent_workers is not None:
-                agent_workers.wait_ready()
+            workers.start(config, num_steps=0)
+            workers.wait_ready()
         n, seed = self.config.data.n_samples, self.config.rollout.seed
-        if agents is not None:
-            batch_size = self.config.data.batch_size * n
-            workers = AgentRollout(agent_workers or agents, workers, tokenizer.pad_token_id, batch_size)
+        responder = workers.responder(tokenizer.pad_token_id, self.config.data.batch_size * n)
         with BatchProgress(len(dataset), done=len(dataset) - len(missing)) as progress:
             for rows, prompts in prompt_batches(dataset, missing, self.config.data.batch_size):
-                columns = _columns(generate_for_rows(workers, prompts, rows, n=n, seed=seed), tokenizer)
+                columns = _columns(generate_for_rows(responder, prompts, rows, n=n, seed=seed), tokenizer)
                 per_row = {name: [v[i : i + n] for i in range(0, len(v), n)] for name, v in columns.items()}
                 self.output.add(rows, per_row)
                 progress.advance(len(rows), sum(columns["response_lengths"]))
 
-    def _workers(self, config: PPOConfig, closing: ExitStack) -> Any:
-        """The worker group that generates."""
+    def _workers(self, config: PPOConfig, agents: Agents | None) -> WorkerGroups:
         device, backend = device_and_backend(config, started=self.started)
         spec = {POOL: [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
         pools = ResourcePoolManager(spec, {Role.Rollout: POOL}, backend.pool_class)
-        pools.create_resource_pool()
-        closing.callback(pools.shutdown)
-        name = str(Role.Rollout)
-        init = backend.class_with_init(ActorRolloutRefWorker, config=config.actor_rollout_ref, role=name, device=device)
-        colocated = create_colocated_worker_cls({name: init})
-        group: WorkerGroup = backend.group_class(pools.get_resource_pool(Role.Rollout), colocated).spawn({name})[name]
-        closing.callback(group.shutdown)
-        fetch_on_workers(config, [group])
-        workers: Any = group
-        workers.init_model()
-        return workers
+        roles: dict[Role, type[Worker]] = {Role.Rollout: ActorRolloutRefWorker}
+        return WorkerGroups(roles, pools, device, agents, backend.group_class, backend.class_with_init)
 
     def _tokenizer(self, config: PPOConfig) -> PreTrainedTokenizerBase:
         model = config.actor_rollout_ref.model

@@ -5,6 +5,8 @@ import logging
 import torch
 
 from lockstep.agents.trajectory import NOT_SAMPLED
+from lockstep.config.actor_rollout_ref import has_cut_log_probs
+from lockstep.config.ppo import PPOConfig
 from lockstep.protocol import DataProto
 from lockstep.protocol.tokens import entries, read, row_chunks, shape_of
 from lockstep.utils.audit import AuditError, GapBound, RolloutGap
@@ -88,6 +90,36 @@ class CutResponses:
                 ", which includes the answers of tools," if has_tools else "",
                 self.count,
             )
+
+
+class StepAudit:
+    """The checks of a step that remember earlier steps. dtype: the actor's compute type."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.gap_bound = GapBound(dtype)
+        self.cut_responses = CutResponses()
+        self.failed_conversations = FailedConversations()
+        self.idle_steps = IdleSteps()
+
+    def note_samples(self, batch: DataProto) -> None:
+        self.cut_responses.note(batch)
+        self.failed_conversations.note(batch)
+
+    def check_advantages(self, batch: DataProto) -> None:
+        self.idle_steps.note(batch)
+        check_finite(batch, "old_log_probs", "ref_log_prob", "values", "token_level_rewards", "advantages", "returns")
+
+
+def max_staleness(config: PPOConfig) -> int:
+    """Updates that the policy of a sample may be behind the trainer's."""
+    return 0 if config.trainer.async_mode is None else config.trainer.max_staleness
+
+
+def is_gap_expected(config: PPOConfig) -> bool:
+    """Whether the rollout's probabilities may differ from the trainer's: because they are corrected for, stale, or cut."""
+    correction = config.algorithm.rollout_correction
+    corrected = correction.rollout_is is not None or correction.rollout_rs is not None
+    return corrected or max_staleness(config) > 0 or has_cut_log_probs(config.actor_rollout_ref.rollout)
 
 
 def check_policy_version(batch: DataProto, current: int, max_staleness: int = 0) -> None:

@@ -3,20 +3,27 @@
 batch                       -> compute_data_metrics        critic/*, response_length/*, prompt_length/*, num_turns/* ..
 batch, seconds per stage    -> compute_timing_metrics      timing_s/*, timing_per_token_ms/*
 token counts, seconds, GPUs -> compute_throughout_metrics  perf/*
+batch, ranks                -> compute_balance_metrics     global_seqlen/*
+batch                       -> compute_entropy_metrics     actor/entropy
+metrics of workers          -> reduced                     one value of those of the ranks
 validation scores           -> process_validation_metrics  {data source: {variable: {metric: value}}}
                             -> name_validation_metrics     val-core/*, val-aux/*
 """
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from lockstep.algorithms.losses.aggregate import agg_loss
 from lockstep.protocol import DataProto
 from lockstep.protocol.columns import Batch
 from lockstep.protocol.tokens import entries, lengths_of, read, row_chunks, shape_of
 from lockstep.trainer.ppo.agent_rollout import COUNT_COLUMNS
+from lockstep.trainer.ppo.mini_batches import spread
+from lockstep.utils.seqlen import log_seqlen_unbalance
 
 NUM_BOOTSTRAP = 1000
 BOOTSTRAP_SEED = 42
@@ -95,6 +102,27 @@ def compute_throughout_metrics(batch: DataProto, timing_raw: Mapping[str, float]
         "perf/time_per_step": seconds,
         "perf/throughput": total_num_tokens / (seconds * n_gpus),
     }
+
+
+def compute_balance_metrics(batch: DataProto, num_ranks: int) -> dict[str, float]:
+    """Imbalance of tokens between ranks, before and after balancing; writes `meta_info["global_token_num"]`."""
+    lengths: list[int] = batch.tensors["attention_mask"].sum(-1).tolist()
+    batch.meta_info["global_token_num"] = lengths
+    parts = spread(lengths, num_ranks, balance=True)
+    return log_seqlen_unbalance(lengths, [part for part in parts if part], prefix="global_seqlen")
+
+
+def compute_entropy_metrics(batch: DataProto, loss_agg_mode: str) -> dict[str, float]:
+    entropy = agg_loss(batch.tensors["entropys"], batch.tensors["response_mask"], loss_agg_mode)
+    return {"actor/entropy": float(entropy)}
+
+
+def reduced(output: DataProto) -> dict[str, float]:
+    """A worker group's metrics, reduced over ranks: the maximum for names with max, the mean for all others."""
+    metrics = output.meta_info["metrics"]
+    per_rank = {name: value if isinstance(value, list) else [value] for name, value in metrics.items()}
+    largest = {name for name in metrics if "/max_" in name or name.endswith("_max")}
+    return {name: max(values) if name in largest else fmean(values) for name, values in per_rank.items()}
 
 
 def process_validation_metrics(

@@ -2,16 +2,11 @@
 
 import gc
 import logging
-import os
-import random
 import sys
 from collections.abc import Callable, Iterable, Sized
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
-
-import numpy as np
-import torch
 
 from lockstep.agents.agents import Agents
 from lockstep.config.placement import (
@@ -28,17 +23,17 @@ from lockstep.data.create_dataset import create_rl_dataset
 from lockstep.data.rl_dataset import RLHFDataset
 from lockstep.data.sampler import create_rl_sampler
 from lockstep.models.tokenizer import hf_tokenizer
-from lockstep.observability.jsonl import METRICS_FILE, last_step
 from lockstep.rewards.managers import RewardFn, check_scorers, load_reward_manager
 from lockstep.single_controller import LOCAL, Backend, ResourcePoolManager, Role, Worker, WorkerDiedError
-from lockstep.trainer.ppo.ray_trainer import OnStep, PPOTrainer
+from lockstep.trainer.ppo.ray_trainer import PPOTrainer
 from lockstep.trainer.ppo.run_agents import agents_for
-from lockstep.trainer.run.errors import RunError
+from lockstep.trainer.ppo.worker_groups import WorkerGroups
+from lockstep.trainer.run.errors import RunError, raise_as_run_error
 from lockstep.trainer.run.failures import cause_of, how_to_resume
 from lockstep.trainer.run.inputs import tokenizer_arguments
-from lockstep.trainer.run.interrupt import Interrupt
-from lockstep.trainer.run.run_config import check_same_experiment
+from lockstep.trainer.run.interrupt import Interrupt, OnStep
 from lockstep.trainer.run.step_profiler import nsys_environment
+from lockstep.trainer.run.training_run import seed_everything
 from lockstep.utils.device import resolve_device
 from lockstep.utils.model_path import base_folder, locate_model
 from lockstep.utils.progress import ProgressLog, phase
@@ -129,10 +124,14 @@ class TaskRunner:
         return PPOTrainer(
             config=config,
             tokenizer=tokenizer,
-            role_worker_mapping=self.role_worker_mapping,
-            resource_pool_manager=self.init_resource_pool_mgr(pools, backend),
-            ray_worker_group_cls=backend.group_class,
-            class_with_init=backend.class_with_init,
+            workers=WorkerGroups(
+                self.role_worker_mapping,
+                self.init_resource_pool_mgr(pools, backend),
+                device,
+                self.agents,
+                backend.group_class,
+                backend.class_with_init,
+            ),
             reward_fn=reward_fn,
             val_reward_fn=load_reward_manager(
                 config, tokenizer, num_examine=0 if config.trainer.log_val_generations else 1
@@ -140,8 +139,6 @@ class TaskRunner:
             train_dataset=train_dataset,
             val_dataset=val_dataset,
             train_sampler=train_sampler,
-            device_name=device,
-            agents=self.agents,
         )
 
     def run(self, config: PPOConfig, interrupt: Interrupt | None = None) -> int:
@@ -181,7 +178,7 @@ class TaskRunner:
         raise RunError(f"{cause.rstrip('.')}; the run ended early{resume}") from failure
 
     def _run_once(self, config: PPOConfig, interrupt: Interrupt | None) -> int:
-        _seed_everything(config.trainer.seed)
+        seed_everything(config.trainer.seed)
         with ExitStack() as closing:
             closing.callback(self._close_agents)
             try:
@@ -189,10 +186,7 @@ class TaskRunner:
                     trainer = self.build(config)
                 trainer.on_step, self.config = self.on_step, trainer.config
                 closing.callback(self._close, trainer)
-                step = _finished_at(trainer) if self.last_checkpoint is None else None
-                if step is not None:
-                    total = trainer.total_training_steps
-                    logger.info("nothing to do: the run is already at step %d of %d", step, total)
+                if self.last_checkpoint is None and trainer.run.is_finished(trainer.total_training_steps):
                     return 0
                 logger.info("loading models: %s", _models(config, self.role_worker_mapping))
                 with phase("load models"):
@@ -200,10 +194,8 @@ class TaskRunner:
                 with phase("start the run"):
                     trainer.start(self.last_checkpoint)  # set if this is a restart
             except ValueError as error:
-                if os.environ.get("LOCKSTEP_DEBUG"):
-                    raise
                 where = next((f" ({n})" for n in getattr(error, "__notes__", []) if n.startswith("raised in")), "")
-                raise RunError(f"{error}{where} (LOCKSTEP_DEBUG=1 shows the traceback)", exit_code=2) from error
+                raise_as_run_error(error, f"{error}{where}")
             if not gc.get_freeze_count():  # else the modules, most of all objects, are frozen already
                 gc.collect()
                 gc.freeze()  # loaded models stay alive: do not scan them in every collection
@@ -220,7 +212,7 @@ class TaskRunner:
             self.agents.close()
 
     def _close(self, trainer: PPOTrainer) -> None:
-        self.last_checkpoint = trainer.last_checkpoint or self.last_checkpoint
+        self.last_checkpoint = trainer.run.last_checkpoint or self.last_checkpoint
         trainer.close()
 
 
@@ -272,20 +264,3 @@ def check_rows(config: PPOConfig, reward_fn: RewardFn, *datasets: Any, in_traini
     for dataset in datasets:
         if isinstance(dataset, RLHFDataset):
             check_scorers(reward_fn, dataset.data_sources, in_training)
-
-
-def _finished_at(trainer: PPOTrainer) -> int | None:
-    """The run's newest step if its last one is saved and tracked, so that no model needs to be loaded; else None."""
-    config, total = trainer.config.trainer, trainer.total_training_steps
-    if config.resume_mode != "auto" or config.val_only or not (trainer.run_dir / f"global_step_{total}").is_dir():
-        return None
-    check_same_experiment(trainer.run_dir, trainer.config)
-    found = trainer.checkpoints.find("auto")
-    tracked = last_step(trainer.run_dir / METRICS_FILE)
-    return None if found is None or tracked is None or min(found[0], tracked) < total else found[0]
-
-
-def _seed_everything(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)

@@ -3,20 +3,22 @@
 val loader ─► generate (rollout.val_kwargs) ─► val_reward_fn ─► val-core/… and val-aux/…
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.data.loader import Collate
+from lockstep.config.ppo import PPOConfig
+from lockstep.data.loader import Collate, shuffled_order
 from lockstep.data.rl_dataset import collate_fn as collate_samples
+from lockstep.observability.rollout_log import dump_generations
 from lockstep.protocol import DataProto
 from lockstep.protocol.tokens import lengths_of, read, row_chunks, row_sums, token_rows
 from lockstep.trainer.ppo.agent_rollout import COUNT_COLUMNS
 from lockstep.trainer.ppo.metrics import CONVERSATION_COLUMNS, name_validation_metrics, process_validation_metrics
-from lockstep.trainer.ppo.sampling import extra_columns, fill_failed
+from lockstep.trainer.ppo.sampling import FailureLimit, RewardFn, Sampling, extra_columns, fill_failed
 from lockstep.utils.decoding import decode_all
 
 
@@ -38,6 +40,14 @@ class Responses:
     details: dict[str, list[Any]] = field(default_factory=dict)
     extra: dict[str, list[Any]] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, batches: Iterable[DataProto], tokenizer: PreTrainedTokenizerBase) -> "Responses":
+        """Those of scored batches."""
+        responses = cls()
+        for batch in batches:
+            responses.add(batch, lambda rows: decode_all(tokenizer, [row.tolist() for row in rows]))
+        return responses
+
     def add(self, batch: DataProto, decode: Callable[[list[Tensor]], list[str]]) -> None:
         """Append the responses of a scored batch."""
         tensors, columns, done = batch.tensors, batch.non_tensor_batch, len(self.scores)
@@ -58,6 +68,11 @@ class Responses:
         """`val-core/{source}/{acc or reward}/…` for the main metrics, `val-aux/…` for the rest."""
         return name_validation_metrics(process_validation_metrics(self.data_sources, self.uids, self.variables))
 
+    def dump(self, folder: str, step: int) -> None:
+        """Write them to `{step}.jsonl` in the folder."""
+        texts = self.inputs, self.outputs, self.ground_truths
+        dump_generations(*texts, self.scores, self.dumped_details, self.extra, folder, step)
+
     @property
     def dumped_details(self) -> dict[str, list[Any]]:
         """`uid` and the details, without counters that are 0 for all responses."""
@@ -68,6 +83,34 @@ class Responses:
     def variables(self) -> dict[str, list[Any]]:
         """What metrics are computed of: one value per response, or None."""
         return {"reward": self.scores, **self.extra}
+
+
+def validate(
+    config: PPOConfig,
+    sampling: Sampling,
+    reward_fn: RewardFn,
+    dataset: Any,
+    collate_fn: Collate | None,
+    tokenizer: PreTrainedTokenizerBase,
+    tracking: Any,
+    step: int,
+) -> dict[str, float]:
+    """Answer and score all rows of the dataset; dumps the responses, and logs some as a table, as the config says."""
+    data, num_rows = config.data, len(dataset)
+    batch_size, n = data.val_batch_size or num_rows, config.actor_rollout_ref.rollout.val_kwargs.n
+    limited = FailureLimit(reward_fn, n * min(batch_size, num_rows))
+    shuffled = shuffled_order(num_rows, config.trainer.seed, epoch=0) if data.validation_shuffle else None
+    batches = prompt_batches(dataset, shuffled or range(num_rows), batch_size, collate_fn)
+    scored = (
+        sampling.score(sampling.generate_for_validation(prompts, rows, step=step), limited) for rows, prompts in batches
+    )
+    responses = Responses.of(scored, tokenizer)
+    if config.trainer.validation_data_dir is not None:
+        responses.dump(config.trainer.validation_data_dir, step)
+    if (num_logged := config.trainer.log_val_generations) > 0:
+        samples = list(zip(responses.inputs, responses.outputs, responses.scores))[:num_logged]
+        tracking.log_table("val/generations", ["input", "output", "score"], samples, step)
+    return responses.metrics()
 
 
 def prompt_batches(

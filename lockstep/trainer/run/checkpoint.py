@@ -2,8 +2,8 @@
 
     .staging-global_step_N-<pid>/ ──► fsync ──► manifest.json ──► rename to global_step_N/ ──► tracker ──► prune
 
-A folder named `global_step_N` is therefore complete; its manifest has the checksums. A run starts with `RunLock.acquire`,
-`CheckpointStore.clean_stale`, `CheckpointStore.find` and `CheckpointStore.mend_tracker`, in this order.
+A folder named `global_step_N` is therefore complete; its manifest has the checksums. `TrainingRun` locks the folder
+and finds the checkpoint to resume from.
 """
 
 import errno

@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 _NO_MEMORY = re.compile(
     r"can't allocate|cannot allocate memory|out of memory|can't start new thread|failed to launch worker thread|"
@@ -34,6 +35,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, RunError | ValueError | SystemExit):  # written for the user
         return False
     return isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)) is not None
+
+
+def raise_as_run_error(error: ValueError, message: str) -> NoReturn:
+    """A wrong config or input, as a RunError; LOCKSTEP_DEBUG=1 raises the error itself."""
+    if os.environ.get("LOCKSTEP_DEBUG"):
+        raise error
+    raise RunError(f"{message} (LOCKSTEP_DEBUG=1 shows the traceback)", exit_code=2) from error
 
 
 @contextmanager

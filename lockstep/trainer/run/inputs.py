@@ -1,4 +1,4 @@
-"""The models, tokenizers and data of a run: fetched before torch is loaded, so that a missing one is reported at once."""
+"""What a run needs before torch is loaded, so that a problem is reported at once: checks, models, tokenizers and data."""
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,12 +9,25 @@ from lockstep.config.placement import controller_of, need_reward_model, needed_m
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.sft import SupervisedConfig
 from lockstep.data.files import refuse_media
-from lockstep.trainer.run.preflight import check_positions
+from lockstep.trainer.run.errors import RunError
+from lockstep.trainer.run.memory_check import check_memory
+from lockstep.trainer.run.preflight import check_positions, preflight
 from lockstep.utils.dataset_files import local_data_files
 from lockstep.utils.generated_data import is_generated
 from lockstep.utils.model_path import base_folder, local_model_folder, revision_of
 
 logger = logging.getLogger(__name__)
+
+
+def prepare_run(config: PPOConfig | SupervisedConfig, *, with_preflight: bool = True) -> None:
+    """Check what is outside the config, fetch models and data, and plan the memory; RunError with every problem."""
+    if with_preflight and (problems := preflight(config)):
+        raise RunError("\nerror: ".join(problems), exit_code=2)
+    try:
+        fetch_inputs(config)
+        check_memory(config)
+    except ValueError as error:
+        raise RunError(str(error), exit_code=2) from error
 
 
 def fetch_inputs(config: PPOConfig | SupervisedConfig) -> None:

@@ -12,6 +12,9 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
+OnStep = Callable[[int, dict[str, Any]], bool]
+"""Called with the step (0: validation before training) and its metrics when they are logged; True stops after the step."""
+
 
 @contextmanager
 def stop_on_sigterm() -> Iterator[None]:

@@ -26,7 +26,7 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.observability.console import LogHandler
 from lockstep.observability.jsonl import METRICS_FILE, read_metrics
 from lockstep.trainer.run.errors import RunError
-from lockstep.trainer.run.interrupt import Interrupt, stop_on_sigterm
+from lockstep.trainer.run.interrupt import Interrupt, OnStep, stop_on_sigterm
 from lockstep.trainer.run.step_profiler import nsys_environment, profile_folder
 from lockstep.utils.imports import without_collections
 from lockstep.utils.progress import ProgressLog, phase
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from lockstep.single_controller.environment import ProcessEnvironment
     from lockstep.single_controller.ray_backend.console import DriverConsole
     from lockstep.single_controller.ray_backend.reservation import StartedProcesses
-    from lockstep.trainer.ppo.ray_trainer import OnStep
 
 logger = logging.getLogger(__name__)
 
@@ -71,13 +70,13 @@ class JobRunner(Protocol):
 
     started: dict[str, Any]
     on_end: Callable[[int], None]
-    on_step: "OnStep | None"
+    on_step: OnStep | None
 
     def run(self, config: PPOConfig, interrupt: Interrupt | None = None) -> int: ...
 
 
 def run_on_ray(
-    config: PPOConfig, task_runner_class: "Callable[[], JobRunner] | None" = None, on_step: "OnStep | None" = None
+    config: PPOConfig, task_runner_class: "Callable[[], JobRunner] | None" = None, on_step: OnStep | None = None
 ) -> int:
     """Join or start a cluster and run the job there; see `run_ppo`. `on_step` runs while the next step does."""
     from lockstep.single_controller.ray_backend.cluster import disconnect
@@ -183,7 +182,7 @@ def _on_gpus(config: PPOConfig) -> bool:
     return config.trainer.device == "cuda" or (config.trainer.device == "auto" and has_gpus())
 
 
-def _run(config: PPOConfig, task_runner_class: "Callable[[], JobRunner] | None", on_step: "OnStep | None") -> int:
+def _run(config: PPOConfig, task_runner_class: "Callable[[], JobRunner] | None", on_step: OnStep | None) -> int:
     from lockstep.single_controller.environment import ProcessEnvironment
     from lockstep.single_controller.ray_backend.cluster import head_answers, ray, this_machine
     from lockstep.single_controller.ray_backend.console import DriverConsole
@@ -209,7 +208,7 @@ def _run(config: PPOConfig, task_runner_class: "Callable[[], JobRunner] | None",
 class _Steps:
     """Calls `on_step` with the lines of the run's metrics.jsonl that this run writes."""
 
-    def __init__(self, on_step: "OnStep", run_dir: Path) -> None:
+    def __init__(self, on_step: OnStep, run_dir: Path) -> None:
         self._on_step = on_step
         self._path = run_dir / METRICS_FILE
         self._begin = 0

@@ -107,7 +107,7 @@ class DPOTrainer(SupervisedTrainer):
         datasets: dict[str, Any] = {"train": self.loader.dataset}
         if self.val_dataset is not None:
             datasets["val"] = self.val_dataset
-        file = self.run_dir / REFERENCE_FILE
+        file = self.run.folder / REFERENCE_FILE
         key = self._reference_key(datasets) if self.is_first_rank else ""
         found = on_first_rank(lambda: _read_reference(file, key))
         if found is None:

@@ -2,19 +2,16 @@
 
 import logging
 import os
-import random
 from contextlib import ExitStack
 
-import numpy as np
 import torch
 
 from lockstep.config.preference import DPOConfig, RMConfig
 from lockstep.config.sft import SFTConfig, SupervisedConfig
 from lockstep.models.tokenizer import hf_tokenizer
-from lockstep.observability.jsonl import METRICS_FILE, last_step
-from lockstep.trainer.run.errors import RunError
+from lockstep.trainer.run.errors import RunError, raise_as_run_error
 from lockstep.trainer.run.failures import cause_of, how_to_resume
-from lockstep.trainer.run.run_config import check_same_experiment
+from lockstep.trainer.run.training_run import seed_everything
 from lockstep.trainer.supervised.dpo import DPOTrainer
 from lockstep.trainer.supervised.reward_model import RewardModelTrainer
 from lockstep.trainer.supervised.sft import SFTTrainer
@@ -43,8 +40,7 @@ def run(config: SupervisedConfig) -> int:
                 trainer = build(config, rank, world_size)
             config = trainer.config
             closing.callback(trainer.close)
-            if (step := on_first_rank(lambda: _finished_at(trainer))) is not None:
-                logger.info("nothing to do: the run is already at step %d of %d", step, trainer.total_training_steps)
+            if on_first_rank(lambda: trainer.run.is_finished(trainer.total_training_steps)):
                 return 0
             logger.info("loading the model")
             with phase("load the model"):
@@ -52,15 +48,13 @@ def run(config: SupervisedConfig) -> int:
             with phase("start the run"):
                 trainer.start()
         except ValueError as error:
-            if os.environ.get("LOCKSTEP_DEBUG"):
-                raise
-            raise RunError(f"{error} (LOCKSTEP_DEBUG=1 shows the traceback)", exit_code=2) from error
+            raise_as_run_error(error, str(error))
         except Exception as error:  # unexpected ones are raised again by `cause_of`
             raise RunError(cause_of(error, config)) from error
         try:
             return trainer.fit()
         except Exception as error:  # unexpected ones are raised again by `cause_of`
-            cause, resume = cause_of(error, config), how_to_resume(config, trainer.last_checkpoint)
+            cause, resume = cause_of(error, config), how_to_resume(config, trainer.run.last_checkpoint)
             raise RunError(f"{cause.rstrip('.')}; the run ended early{resume}") from error
 
 
@@ -70,9 +64,7 @@ def build(config: SupervisedConfig, rank: int, world_size: int) -> SupervisedTra
     if device == "cuda" and world_size > 1:
         device = f"cuda:{os.environ.get('LOCAL_RANK', rank)}"
     join_process_group(rank, world_size, torch.device(device), TIMEOUT_S)
-    random.seed(config.trainer.seed)
-    np.random.seed(config.trainer.seed % 2**32)
-    torch.manual_seed(config.trainer.seed)
+    seed_everything(config.trainer.seed)
     model, data = config.model, config.data
     tokenizer = hf_tokenizer(
         model.tokenizer_path or model.path,
@@ -87,14 +79,3 @@ def build(config: SupervisedConfig, rank: int, world_size: int) -> SupervisedTra
     if data.val_files and config.trainer.test_freq > 0:
         validation = cls.create_dataset(data.val_files, tokenizer, data, data.val_max_samples, use="val")
     return cls(config, tokenizer, train, validation, device)
-
-
-def _finished_at(trainer: SupervisedTrainer) -> int | None:
-    """The run's newest step if its last one is saved and tracked, so that no model needs to be loaded; else None."""
-    config, total = trainer.config.trainer, trainer.total_training_steps
-    if config.resume_mode != "auto" or not (trainer.run_dir / f"global_step_{total}").is_dir():
-        return None
-    check_same_experiment(trainer.run_dir, trainer.config)
-    found = trainer.checkpoints.find("auto")
-    tracked = last_step(trainer.run_dir / METRICS_FILE)
-    return None if found is None or tracked is None or min(found[0], tracked) < total else found[0]

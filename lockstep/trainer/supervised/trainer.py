@@ -10,7 +10,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence, Sized
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -23,25 +23,14 @@ from transformers import PreTrainedTokenizerBase
 
 from lockstep.config.batch_sizes import fitted_to_rows
 from lockstep.config.derived_defaults import PROGRAMS
-from lockstep.config.schema import as_written
 from lockstep.config.sft import SupervisedConfig
 from lockstep.data.loader import create_dataloader
 from lockstep.engines.train import EngineModel, LossFn, MicroBatching, create_train_engine
-from lockstep.observability.run_folder import CONFIG
-from lockstep.observability.trackers import Tracking
-from lockstep.trainer.run.checkpoint import CheckpointStore, RunLock
 from lockstep.trainer.run.interrupt import Interrupt
 from lockstep.trainer.run.memory_check import with_chosen_sizes
-from lockstep.trainer.run.run_config import (
-    as_yaml,
-    check_same_experiment,
-    report_changes,
-    saved_config,
-    warn_if_epochs_end_first,
-    warn_if_on_cpu,
-    write_run_config,
-)
+from lockstep.trainer.run.run_config import warn_if_epochs_end_first, warn_if_on_cpu
 from lockstep.trainer.run.step_profiler import StepProfiler
+from lockstep.trainer.run.training_run import LOADER_STATE, TRAINER_STATE, TrainingRun, num_training_steps
 from lockstep.trainer.supervised.batches import share_of, share_of_pairs
 from lockstep.utils.audit import AuditError
 from lockstep.utils.checkpoint_folder import checkpoint_folder
@@ -54,7 +43,7 @@ from lockstep.utils.distributed import (
     wait_for_all_ranks,
 )
 from lockstep.utils.progress import phase
-from lockstep.utils.state_file import load_state, save_state
+from lockstep.utils.state_file import load_state
 from lockstep.utils.timing import marked_timer
 
 logger = logging.getLogger(__name__)
@@ -98,16 +87,12 @@ class SupervisedTrainer(ABC):
             seed=trainer.seed if data.seed is None else data.seed,
             collate_fn=self.collate,
         )
-        steps_of_epochs = len(self.loader) * trainer.total_epochs
-        max_steps = trainer.total_training_steps
-        self.total_training_steps = steps_of_epochs if max_steps is None else min(max_steps, steps_of_epochs)
+        self.total_training_steps = num_training_steps(config, len(self.loader))
         group, num_rows = self.sequences_per_row, data.micro_batch_size_per_gpu
         self.micro = MicroBatching(max_tokens=data.max_token_len_per_gpu, group_size=group)
         if not data.use_dynamic_bsz:
             self.micro = MicroBatching(num_rows=num_rows and num_rows * group, group_size=group)
-        self.run_dir = Path(trainer.default_local_dir).expanduser()
-        self.checkpoints = CheckpointStore(self.run_dir, keep=trainer.max_ckpt_to_keep)
-        self.last_checkpoint: Path | None = None
+        self.run = TrainingRun(config)
         self.global_steps = 0
         self.epoch = 0
         self.num_tokens = 0
@@ -118,8 +103,6 @@ class SupervisedTrainer(ABC):
         self.profiler = StepProfiler(
             config, {role: config.profiler}, self.total_training_steps, device, role=role, rank=current_rank()
         )
-        self.tracking: Tracking | None = None
-        self._closing = ExitStack()
 
     @property
     def is_first_rank(self) -> bool:
@@ -151,52 +134,50 @@ class SupervisedTrainer(ABC):
 
     def start(self) -> None:
         """Lock the run's folder, resume from its checkpoint and open the trackers."""
-        found = on_first_rank(self._claim_folder)
+        run = self.run
+        found = on_first_rank(run.claim)
         with self._out_of_memory_in("prepare"):
             self.prepare()
         metrics = self._load_checkpoint(*found) if found else {}
         self.loader_state = deepcopy(self.loader.state_dict())
-        on_first_rank(lambda: self._open_trackers(metrics))
-        self._closing.push(self.profiler.start(self.run_dir if self.is_first_rank else None, self.global_steps))
+        on_first_rank(lambda: run.open(self.global_steps, self.total_training_steps, metrics))
+        run.push(self.profiler.start(run.folder if self.is_first_rank else None, self.global_steps))
         self._log_summary()
 
     def close(self) -> None:
         """Finish the trackers and release the run's folder."""
-        self._closing.close()
+        self.run.close()
 
     def fit(self) -> int:
         """Train to the last step. Returns 0, or 130 if the user stopped the run."""
-        with self._closing, Interrupt() as interrupt:
-            return self._run(interrupt)
+        with self.run, Interrupt() as interrupt:
+            return self._loop(interrupt)
 
-    def _run(self, interrupt: Interrupt) -> int:
-        trainer = self.config.trainer
+    def _loop(self, interrupt: Interrupt) -> int:
+        run, last_step = self.run, self.total_training_steps
         batches = self._batches()
-        while self.global_steps < self.total_training_steps:
+        while self.global_steps < last_step:
             self.global_steps += 1
-            is_last = self.global_steps == self.total_training_steps
             timing: dict[str, float] = {}
             with self.profiler.step(self.global_steps), marked_timer("step", timing):
                 with self._out_of_memory_in("train_batch"):
                     metrics = self.train_batch(next(batches))
                 self.loader_state = deepcopy(self.loader.state_dict())
             metrics |= self._step_metrics(metrics["train/global_tokens"], timing["step"])
-            if self.val_dataset is not None and self._is_due(trainer.test_freq, is_last):
+            if self.val_dataset is not None and run.must_test(self.global_steps, last_step):
                 with marked_timer("testing", timing), phase("validation"), self._out_of_memory_in("validate"):
                     metrics |= self.validate()
                 metrics["timing_s/testing"] = timing["testing"]
-            stopping = not least_of_ranks(int(not interrupt.requested)) and not is_last
-            if stopping or (is_last and trainer.save_freq != 0) or self._is_due(trainer.save_freq, is_last):
+            stopping = not least_of_ranks(int(not interrupt.requested)) and self.global_steps < last_step
+            if stopping or run.must_save(self.global_steps, last_step):
                 with marked_timer("save_checkpoint", timing):
                     self._save_checkpoint(metrics)
                 metrics["timing_s/save_checkpoint"] = timing["save_checkpoint"]
-            if self.tracking is not None:
-                self.tracking.log(data=metrics, step=self.global_steps)
+            if self.is_first_rank:
+                run.tracking.log(data=metrics, step=self.global_steps)
             if stopping:
-                logger.warning("stopped by the user after step %d; run the same command to resume", self.global_steps)
-                return 130
-        logger.info("done: %d steps; output folder: %s", self.global_steps, self.run_dir)
-        return 0
+                return run.stopped(self.global_steps, by="the user")
+        return run.done(self.global_steps)
 
     def _batches(self) -> Iterator[TensorDict]:
         """Batches, epoch after epoch."""
@@ -253,9 +234,6 @@ class SupervisedTrainer(ABC):
             error.add_note(f"raised in rank {current_rank()} by {type(self).__name__}.{method}")
             raise
 
-    def _is_due(self, frequency: int, is_last: bool) -> bool:
-        return frequency > 0 and (is_last or self.global_steps % frequency == 0)
-
     def _step_metrics(self, num_tokens: int, seconds: float) -> dict[str, Any]:
         return {
             "training/global_step": self.global_steps,
@@ -266,50 +244,15 @@ class SupervisedTrainer(ABC):
             **memory_peaks(self.device).metrics(),
         }
 
-    def _claim_folder(self) -> tuple[int, Path] | None:
-        """Lock the folder and find the checkpoint to resume from, on rank 0."""
-        trainer = self.config.trainer
-        self._closing.enter_context(RunLock(self.run_dir))
-        self.checkpoints.clean_stale()
-        found = self.checkpoints.find(trainer.resume_mode, trainer.resume_from_path)
-        if found is not None:
-            saved = saved_config(found[1])
-            if trainer.resume_mode == "auto":
-                check_same_experiment(self.run_dir, self.config, saved)
-            report_changes(saved, self.config, found[1])
-        elif trainer.resume_mode == "disable" and list(self.run_dir.glob("global_step_*")):
-            logger.warning("%s has checkpoints of an earlier run, which are kept", self.run_dir)
-        if trainer.resume_mode == "auto":
-            self.checkpoints.mend_tracker(None if found is None else found[0])
-        return found
-
     def _load_checkpoint(self, step: int, folder: Path) -> dict[str, Any]:
         """Returns the metrics of the checkpoint's step."""
-        logger.info("resuming from %s", folder)
         self.engine.load(checkpoint_folder(str(folder)), self.config.trainer.checkpoint.load_contents)
-        self.loader.load_state_dict(load_state(folder / "data"))
-        state = load_state(folder / "trainer_state")
+        self.loader.load_state_dict(load_state(folder / LOADER_STATE))
+        state = load_state(folder / TRAINER_STATE)
         self.global_steps, self.num_tokens = step, state["num_tokens"]
-        self.last_checkpoint = folder
+        self.run.last_checkpoint = folder  # on every rank, for messages
         metrics: dict[str, Any] = state["metrics"]
         return metrics
-
-    def _open_trackers(self, saved_metrics: dict[str, Any]) -> None:
-        trainer = self.config.trainer
-        trains = self.global_steps < self.total_training_steps
-        write_run_config(self.run_dir, self.config, self.global_steps, trains)
-        self.tracking = Tracking(
-            project_name=trainer.project_name,
-            experiment_name=trainer.experiment_name,
-            default_backend=trainer.logger,
-            config=as_written(self.config),
-            run_dir=self.run_dir,
-            total_steps=self.total_training_steps,
-            start_step=self.global_steps,
-        )
-        self._closing.callback(self.tracking.finish)
-        if (self.tracking.last_step or 0) < self.global_steps:
-            self.tracking.log(data=saved_metrics, step=self.global_steps)
 
     def _log_summary(self) -> None:
         config = self.config
@@ -324,12 +267,12 @@ class SupervisedTrainer(ABC):
             self.device.type,
             config.model.path,
         )
-        logger.info("output folder: %s", self.run_dir)
+        logger.info("output folder: %s", self.run.folder)
         warn_if_epochs_end_first(config, self.total_training_steps)
         warn_if_on_cpu(config, self.device.type, current_world_size())
 
     def _save_checkpoint(self, metrics: dict[str, Any]) -> None:
-        """metrics: those of the step, saved in case the process dies before they are tracked."""
+        """metrics: those of the step."""
 
         def write(staging: Path | None) -> None:
             folder = checkpoint_folder(on_first_rank(lambda: str(staging)))
@@ -337,16 +280,10 @@ class SupervisedTrainer(ABC):
             self.engine.save(folder, contents)
             if "hf_model" in contents:
                 self.engine.export(folder, self.tokenizer)
-            if self.is_first_rank:
-                save_state(folder / "data", self.loader_state, owner="the data loader")
-                state = {"global_steps": self.global_steps, "num_tokens": self.num_tokens, "metrics": metrics}
-                save_state(folder / "trainer_state", state, owner="the trainer")
-                (folder / CONFIG).write_text(as_yaml(self.config))
             wait_for_all_ranks()
 
-        if self.tracking is None:  # not rank 0, which creates the folder and commits it
+        if not self.is_first_rank:  # which creates the folder and commits it
             write(None)
             return
-        self.tracking.sync()
-        self.last_checkpoint = self.checkpoints.save(self.global_steps, write)
-        logger.info("saved %s", self.last_checkpoint)
+        state = {"num_tokens": self.num_tokens, "metrics": metrics}
+        self.run.save(self.global_steps, write, self.loader_state, state)

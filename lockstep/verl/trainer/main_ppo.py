@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.config.placement import Pools, controller_of, needed_models, pools_of
 from lockstep.config.ppo import PPOConfig
-from lockstep.trainer.main_ppo import main, prepare
+from lockstep.trainer.main_ppo import main
+from lockstep.trainer.run.inputs import prepare_run
 from lockstep.verl._config import typed_config
 from lockstep.verl._ray import unwrapped
 from lockstep.verl.trainer._datasets import create_rl_dataset, create_rl_sampler
@@ -26,7 +27,7 @@ def run_ppo(config: Any, task_runner_class: Any = None) -> Any:
     The runner works in this process. Workers are here too if there is one, else on Ray, which is joined or started.
     """
     typed = typed_config(config)
-    prepare(typed)
+    prepare_run(typed)
     runner = unwrapped(task_runner_class or TaskRunner)()
     try:
         if controller_of(typed) == "local":

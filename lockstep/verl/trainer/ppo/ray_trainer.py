@@ -5,10 +5,9 @@
 in verl (`lockstep.verl._whole_batches`).
 """
 
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -21,18 +20,19 @@ from lockstep.algorithms.kl import apply_kl_penalty
 from lockstep.config.estimators import AdvantageEstimator
 from lockstep.config.placement import need_critic, need_reference_model, need_reward_model
 from lockstep.config.ppo import PPOConfig
-from lockstep.data.loader import create_dataloader
+from lockstep.data.loader import create_dataloader, create_train_loader
 from lockstep.observability.rollout_log import dump_generations
 from lockstep.protocol import DataProto, object_array, pad_dataproto_to_divisor, unpad_dataproto
 from lockstep.rewards.managers import RewardFn, load_reward_manager
 from lockstep.single_controller import Backend, LocalWorkerGroup, Role, Worker, WorkerGroup, placement
-from lockstep.trainer.ppo.mini_batches import loss_preparation, mini_batches_of
+from lockstep.trainer.ppo.metrics import compute_balance_metrics
 from lockstep.trainer.ppo.ray_trainer import PPOTrainer
-from lockstep.trainer.ppo.run_agents import agents_for, start_agent_workers
+from lockstep.trainer.ppo.run_agents import agents_for
 from lockstep.trainer.ppo.sampling import Sampling
 from lockstep.trainer.ppo.task_runner import check_rows, device_and_backend
-from lockstep.trainer.run.checkpoint import RunLock
-from lockstep.trainer.run.run_config import write_run_config
+from lockstep.trainer.ppo.worker_calls import update_batch
+from lockstep.trainer.ppo.worker_groups import WorkerGroups
+from lockstep.trainer.run.training_run import num_training_steps
 from lockstep.verl._config import typed_config, view
 from lockstep.verl._ray import unwrapped
 from lockstep.verl._whole_batches import WholeBatchGroup, rollout_inputs, update_inputs
@@ -121,22 +121,28 @@ class RayPPOTrainer(PPOTrainer):
         workers = _needed_roles(typed, role_worker_mapping)
         resource_pool_manager.mapping = _needed_roles(typed, resource_pool_manager.mapping)
         resource_pool_manager.pool_class = backend.pool_class
+        self.role_worker_mapping = {role: _worker(cls) for role, cls in workers.items()}
+        self.resource_pool_manager = resource_pool_manager
+        self.device_name = device if device_name in (None, "auto") else device_name
         super().__init__(
             config=typed,
             tokenizer=tokenizer,
-            role_worker_mapping={role: _worker(cls) for role, cls in workers.items()},
-            resource_pool_manager=resource_pool_manager,
-            ray_worker_group_cls=_group_class(backend),
-            class_with_init=backend.class_with_init,
+            workers=WorkerGroups(
+                self.role_worker_mapping,
+                resource_pool_manager,
+                self.device_name,
+                agents_for(typed, tokenizer, train_dataset, val_dataset),
+                _group_class(backend),
+                backend.class_with_init,
+            ),
             reward_fn=reward_fn,
             val_reward_fn=val_reward_fn,
             train_dataset=train_dataset,
             val_dataset=val_dataset,
-            agents=agents_for(typed, tokenizer, train_dataset, val_dataset),
             collate_fn=collate_fn,
             train_sampler=train_sampler,
-            device_name=device if device_name in (None, "auto") else device_name,
         )
+        self.use_rm = need_reward_model(typed)
         self._typed = self.config  # with sizes that were not set
         full = view(config, self._typed)
         for section, steps in (
@@ -152,19 +158,17 @@ class RayPPOTrainer(PPOTrainer):
             self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
         self.processor = processor
         self.async_rollout_mode, self.ref_in_actor, self.hybrid_engine = False, False, True
-        self.tracking: Any = OpenTrackings()
+        self.run.tracking = OpenTrackings()
         self._draws: dict[int, int] = {}
-        self._locked = ExitStack()
-        weakref.finalize(self, self._locked.close)  # programs on verl do not call `close`
+        weakref.finalize(self, self.run.close)  # programs on verl do not call `close`
 
     def _create_dataloader(
         self, train_dataset: Any, val_dataset: Any, collate_fn: Any = None, train_sampler: Any = None
     ) -> None:
         """Set the loaders and the number of steps; for a program that replaces the constructor, or this method."""
-        self.train_dataloader = self._train_dataloader(train_dataset, train_sampler, collate_fn)
+        self.train_dataloader = create_train_loader(self.config, train_dataset, train_sampler, collate_fn)
         self.val_dataset, self.collate_fn = val_dataset, collate_fn
-        epochs, steps = self.config.trainer.total_epochs, self.config.trainer.total_training_steps
-        self.total_training_steps = min(len(self.train_dataloader) * epochs, steps or sys.maxsize)
+        self.total_training_steps = num_training_steps(self.config, len(self.train_dataloader))
 
     @contextmanager
     def _typed_config(self) -> Iterator[PPOConfig]:
@@ -173,6 +177,7 @@ class RayPPOTrainer(PPOTrainer):
             changed = typed_config(self.config)
             written = self._typed.from_environment | changed.from_environment  # `self.config` has the values alone
             self._typed, self._given = replace(changed, from_environment=written), now
+            self.run.config = self._typed
         full, self.config = self.config, self._typed
         try:
             yield self._typed
@@ -209,26 +214,24 @@ class RayPPOTrainer(PPOTrainer):
         groups = {role: group for role, group in given.items() if isinstance(group, RayWorkerGroup)}
         if Role.ActorRollout not in groups:
             raise ValueError("fit: there are no workers; call init_workers first, which sets actor_rollout_wg")
-        self._groups = {str(role): group.plain() for role, group in groups.items()}
-        self._processes = list({id(group.whole): group.whole.plain() for group in groups.values()}.values())
-        actor = groups[Role.ActorRollout]
-        if Role.RefPolicy not in groups and actor.has_reference:
-            self._groups[str(Role.RefPolicy)] = self._groups[str(Role.ActorRollout)]
+        by_name = {str(role): group.plain() for role, group in groups.items()}
+        processes = {id(group.whole): group.whole.plain() for group in groups.values()}
+        if Role.RefPolicy not in groups and groups[Role.ActorRollout].has_reference:
+            by_name[str(Role.RefPolicy)] = by_name[str(Role.ActorRollout)]
         with self._typed_config() as typed:
-            if self.agents is not None and typed.actor_rollout_ref.rollout.agent.num_workers:
-                self.agent_workers = start_agent_workers(typed)
+            self.workers.adopt(typed, by_name, processes.values())
             self._use_groups()
 
-    def _sampling(self) -> Sampling:
+    def _sampling(self, rollout: Any) -> Sampling:
         """One call of `generate_sequences` per batch in both modes: workers may override it."""
-        trainer, rollout = self.config.trainer, self.config.actor_rollout_ref.rollout
+        trainer, settings = self.config.trainer, self.config.actor_rollout_ref.rollout
         for key, value in {
             "trainer.async_mode": trainer.async_mode,
-            "actor_rollout_ref.rollout.over_sample_rate": rollout.over_sample_rate,
+            "actor_rollout_ref.rollout.over_sample_rate": settings.over_sample_rate,
         }.items():
             if value:
                 raise ValueError(f"{key}={value}: programs written for verl generate whole batches; use lockstep ppo")
-        return PromptTensorSampling(self.config, self._rollout(), self.rm_wg, self.reward_fn)
+        return PromptTensorSampling(self.config, rollout, self.rm_wg, self.reward_fn)
 
     def start(self, resume_from: Path | None = None) -> None:
         self._adopt_groups()
@@ -243,7 +246,7 @@ class RayPPOTrainer(PPOTrainer):
         draw = self._draws[self.global_steps] = self._draws.get(self.global_steps, 0) + 1
         seed = self.config.actor_rollout_ref.rollout.seed
         inputs = rollout_inputs(prompts, lambda: self.tokenizer, seed, self.global_steps, draw)
-        if self.agents is not None:
+        if self.workers.agents is not None:
             group = self.sampling.rollout_wg
             ids = {"uid": object_array([str(row) for row in range(len(prompts))])}
             inputs.non_tensor_batch = ids | prompts.non_tensor_batch | inputs.non_tensor_batch
@@ -262,16 +265,12 @@ class RayPPOTrainer(PPOTrainer):
             )
         return getattr(self.ref_policy_wg, "_group", self.ref_policy_wg)
 
-    def update(self, role: str, group: Any, data: DataProto) -> Any:
+    def update(self, role: Any, group: Any, data: DataProto) -> Any:
         """Update from a whole batch; a batch that the loop has laid out in mini-batches goes on as it is."""
         if "mini_batch" in data.tensors:
             return getattr(group, f"update_{role}")(data)
         with self._typed_config() as typed:
-            actor, step = typed.actor_rollout_ref.actor, self.global_steps
-            rule = mini_batches_of(typed.critic, step)
-            if role == "actor":
-                rule = mini_batches_of(actor, step, loss_preparation(actor, step))
-            laid_out = self._laid_out(update_inputs(data), rule, group.mesh(role).dp_size)
+            laid_out = update_batch(update_inputs(data), role, typed, self.global_steps, group.mesh(role).dp_size)
             output = adopt(getattr(group, f"update_{role}")(laid_out).get())
             if role == "actor":
                 self.num_updates += 1
@@ -295,7 +294,7 @@ class RayPPOTrainer(PPOTrainer):
         keep_minibatch: bool = False,
     ) -> None:
         """Metrics of the balance over ranks. The order of the batch stays: updates and forward passes balance themselves."""
-        found = self._seqlen_metrics(batch)
+        found = compute_balance_metrics(batch, self.actor_rollout_wg.mesh("actor").dp_size)
         metrics.update({name.replace("global_seqlen", logging_prefix, 1): value for name, value in found.items()})
 
     @property
@@ -333,21 +332,18 @@ class RayPPOTrainer(PPOTrainer):
     def _load_checkpoint(self, resume_from: Path | None = None) -> dict[str, Any]:
         if not isinstance(self.config, PPOConfig):  # called by the `fit` of a program, which does not call `start`
             self._adopt_groups()
-            with self._typed_config() as typed:
-                self._locked.enter_context(RunLock(self.run_dir))
-                self.checkpoints.clean_stale()
+            with self._typed_config():
                 metrics = super()._load_checkpoint(resume_from)
                 if self.train_dataloader is not None:
                     self.train_dataloader.check_state()
-                trains = not typed.trainer.val_only and self.global_steps < self.total_training_steps
-                write_run_config(self.run_dir, typed, self.global_steps, trains)
+                self.run.write_config(self.global_steps, self.total_training_steps)
                 if self.weight_sync is not None:
                     self.weight_sync.run(self.num_updates)
             return metrics
         return super()._load_checkpoint(resume_from)
 
     def close(self) -> None:
-        self._locked.close()
+        self.run.close()
         super().close()
 
 

@@ -1,0 +1,175 @@
+"""A training run, whatever it trains: its folder with lock, checkpoints and configs, its trackers, and when it saves.
+
+claim ─► (the trainer loads the checkpoint) ─► open ─► [ log, save ]* ─► close
+"""
+
+import logging
+import random
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.config.ppo import PPOConfig
+from lockstep.config.schema import as_written
+from lockstep.config.sft import SupervisedConfig
+from lockstep.observability.jsonl import METRICS_FILE, last_step
+from lockstep.observability.run_folder import CONFIG
+from lockstep.observability.trackers import Tracking
+from lockstep.trainer.run.checkpoint import CheckpointStore, RunLock
+from lockstep.trainer.run.run_config import (
+    as_yaml,
+    check_same_experiment,
+    report_changes,
+    saved_config,
+    write_run_config,
+)
+from lockstep.utils.state_file import save_state
+
+logger = logging.getLogger(__name__)
+
+LOADER_STATE = "data"
+TRAINER_STATE = "trainer_state"
+"""Names in a checkpoint, for `utils/state_file.py`."""
+
+
+class TrainingRun(ExitStack):
+    """See the module docstring. It closes what it has opened, and what the trainer adds, in the reverse order.
+
+    config:          saved in the folder, and with every checkpoint.
+    last_checkpoint: the newest one that this process has loaded or saved.
+    tracking:        None until the run is open.
+    """
+
+    def __init__(self, config: PPOConfig | SupervisedConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.folder = Path(config.trainer.default_local_dir).expanduser()
+        self.checkpoints = CheckpointStore(self.folder, keep=_checkpoints_to_keep(config))
+        self.last_checkpoint: Path | None = None
+        self.tracking: Any = None
+        self.is_open = False
+
+    @property
+    def trains(self) -> bool:
+        """False with `trainer.val_only`."""
+        return not (isinstance(self.config, PPOConfig) and self.config.trainer.val_only)
+
+    def is_finished(self, num_steps: int) -> bool:
+        """Whether the last step is saved and tracked, so that no model needs to be loaded; logs it."""
+        is_resumed = self.config.trainer.resume_mode == "auto" and self.trains
+        if not is_resumed or not (self.folder / f"global_step_{num_steps}").is_dir():
+            return False
+        check_same_experiment(self.folder, self.config)
+        found = self.checkpoints.find("auto")
+        tracked = last_step(self.folder / METRICS_FILE)
+        if found is None or tracked is None or min(found[0], tracked) < num_steps:
+            return False
+        self.log_nothing_to_do(found[0], num_steps)
+        return True
+
+    def log_nothing_to_do(self, step: int, num_steps: int) -> None:
+        logger.info("nothing to do: the run is already at step %d of %d", step, num_steps)
+
+    def claim(self, resume_from: Path | None = None) -> tuple[int, Path] | None:
+        """Lock the folder and find the checkpoint to resume from: its step and folder; None to start at step 0.
+
+        resume_from: overrides the config.
+        """
+        self.enter_context(RunLock(self.folder))
+        self.checkpoints.clean_stale()
+        config = self.config.trainer
+        mode, path = ("resume_path", str(resume_from)) if resume_from else (config.resume_mode, config.resume_from_path)
+        found = self.checkpoints.find(mode, path)
+        saved = None if found is None else saved_config(found[1])
+        if saved is not None and config.resume_mode == "auto":
+            check_same_experiment(self.folder, self.config, saved)
+        if mode == "auto":
+            self.checkpoints.mend_tracker(None if found is None else found[0])
+        if found is None or saved is None:
+            if config.resume_mode == "disable" and list(self.folder.glob("global_step_*")):
+                logger.warning("%s has checkpoints of an earlier run, which are kept", self.folder)
+            return None
+        self.last_checkpoint = found[1]
+        logger.info("resuming from %s", found[1])
+        if self.trains:
+            report_changes(saved, self.config, found[1])
+        return found
+
+    def open(self, step: int, num_steps: int, metrics: dict[str, Any]) -> None:
+        """Save the config and open the trackers. metrics: those of `step`, logged if the process died before it did so."""
+        config = self.config.trainer
+        self.write_config(step, num_steps)
+        self.tracking = Tracking(
+            project_name=config.project_name,
+            experiment_name=config.experiment_name,
+            default_backend=config.logger,
+            config=as_written(self.config),
+            run_dir=self.folder,
+            total_steps=num_steps if self.trains else None,
+            start_step=step if self.trains else None,
+        )
+        self.callback(self.tracking.finish)
+        if (self.tracking.last_step or 0) < step:
+            self.tracking.log(data=metrics, step=step)
+        self.is_open = True
+
+    def write_config(self, step: int, num_steps: int) -> None:
+        """Save the config of a start at `step`."""
+        write_run_config(self.folder, self.config, step, trains=self.trains and step < num_steps)
+
+    def must_test(self, step: int, num_steps: int) -> bool:
+        frequency = self.config.trainer.test_freq
+        return frequency > 0 and (step == num_steps or step % frequency == 0)
+
+    def must_save(self, step: int, num_steps: int) -> bool:
+        frequency = self.config.trainer.save_freq
+        return frequency != 0 and (step == num_steps or (frequency > 0 and step % frequency == 0))
+
+    def save(self, step: int, write: Callable[[Path], None], loader: dict[str, Any], trainer: dict[str, Any]) -> None:
+        """Write a checkpoint: what `write` puts into its folder, the states of data loader and trainer, and the config.
+
+        trainer: its "metrics" are those of the step, in case the process dies before they are tracked.
+        """
+
+        def write_all(folder: Path) -> None:
+            write(folder)
+            save_state(folder / LOADER_STATE, loader, owner="the data loader")
+            save_state(folder / TRAINER_STATE, {"global_steps": step} | trainer, owner="the trainer")
+            (folder / CONFIG).write_text(as_yaml(self.config))
+
+        self.tracking.sync()
+        self.last_checkpoint = self.checkpoints.save(step, write_all)
+        logger.info("saved %s", self.last_checkpoint)
+
+    def done(self, step: int) -> int:
+        """Returns the exit code, as `stopped` does."""
+        logger.info("done: %d steps; output folder: %s", step, self.folder)
+        return 0
+
+    def stopped(self, step: int, by: str) -> int:
+        logger.warning("stopped by %s after step %d; run the same command to resume", by, step)
+        return 130
+
+
+def seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def num_training_steps(config: PPOConfig | SupervisedConfig, steps_per_epoch: int) -> int:
+    """Those of all epochs, or `trainer.total_training_steps` if that is less."""
+    num_steps, most = steps_per_epoch * config.trainer.total_epochs, config.trainer.total_training_steps
+    return num_steps if most is None else min(most, num_steps)
+
+
+def _checkpoints_to_keep(config: PPOConfig | SupervisedConfig) -> int | None:
+    """The larger one of PPO's two limits; None keeps all."""
+    if isinstance(config, SupervisedConfig):
+        return config.trainer.max_ckpt_to_keep
+    limits = (config.trainer.max_actor_ckpt_to_keep, config.trainer.max_critic_ckpt_to_keep)
+    return None if None in limits else max(n for n in limits if n is not None)

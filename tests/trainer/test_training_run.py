@@ -1,0 +1,107 @@
+"""A run's folder: what it resumes from, when it saves, what it logs and in which order it closes."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.config.compose import load_config
+from lockstep.config.ppo import PPOConfig
+from lockstep.config.preference import DPOConfig
+from lockstep.config.sft import SFTConfig, SupervisedConfig
+from lockstep.trainer.run.training_run import LOADER_STATE, TRAINER_STATE, TrainingRun, num_training_steps
+from lockstep.utils.state_file import load_state
+from tests.metrics import metrics_of
+
+PROGRAMS: dict[type, list[str]] = {
+    PPOConfig: ["actor_rollout_ref.model.path=m", "data.train_files=[t.parquet]", "algorithm.adv_estimator=grpo"],
+    SFTConfig: ["model.path=m", "data.train_files=[t.parquet]"],
+    DPOConfig: ["model.path=m", "data.train_files=[t.parquet]"],
+}
+
+
+def run_of(folder: Path, cls: type = PPOConfig, *overrides: str) -> TrainingRun:
+    settings = [*PROGRAMS[cls], f"trainer.default_local_dir={folder}", "trainer.logger=[]", *overrides]
+    config: PPOConfig | SupervisedConfig = load_config(cls, settings, run_checks=False)
+    return TrainingRun(config)
+
+
+def save(run: TrainingRun, step: int, metrics: dict[str, Any]) -> None:
+    def write(folder: Path) -> None:
+        (folder / "weights").write_text("w")
+
+    run.save(step, write, loader={"position": step}, trainer={"metrics": metrics})
+
+
+@pytest.mark.parametrize("cls", PROGRAMS)
+def test_a_second_process_resumes_from_the_last_checkpoint(tmp_path: Path, cls: type) -> None:
+    with run_of(tmp_path, cls) as first:
+        assert first.claim() is None and not first.is_open
+        first.open(0, 3, {})
+        first.tracking.log(data={"loss": 1.0}, step=1)
+        save(first, 2, {"loss": 0.5})  # and dies before it tracks step 2
+    with run_of(tmp_path, cls) as second:
+        assert not second.is_finished(3)
+        found = second.claim()
+        assert found == (2, tmp_path / "global_step_2") and second.last_checkpoint == found[1]
+        assert load_state(found[1] / LOADER_STATE) == {"position": 2}
+        assert load_state(found[1] / TRAINER_STATE) == {"global_steps": 2, "metrics": {"loss": 0.5}}
+        second.open(2, 3, {"loss": 0.5})
+        assert second.is_open
+        save(second, 3, {"loss": 0.25})
+        second.tracking.log(data={"loss": 0.25}, step=3)
+    assert [(row["step"], row["loss"]) for row in metrics_of(tmp_path)] == [(1, 1.0), (2, 0.5), (3, 0.25)]
+    assert run_of(tmp_path, cls).is_finished(3) and run_of(tmp_path, cls).is_finished(2)
+    assert not run_of(tmp_path, cls, "trainer.resume_mode=disable").is_finished(3)
+    with run_of(tmp_path, cls, "trainer.resume_mode=disable") as anew:
+        assert anew.claim() is None
+    with run_of(tmp_path, cls) as restarted:
+        assert restarted.claim(tmp_path / "global_step_2") == (2, tmp_path / "global_step_2")
+
+
+def test_a_run_that_only_validates_leaves_config_and_metrics(tmp_path: Path) -> None:
+    with run_of(tmp_path) as trained:
+        trained.claim()
+        trained.open(0, 2, {})
+        save(trained, 2, {})
+        trained.tracking.log(data={"loss": 1.0}, step=2)
+    config = (tmp_path / "config.yaml").read_bytes()
+    with run_of(tmp_path, PPOConfig, "trainer.val_only=true", "data.val_files=[v.parquet]") as validated:
+        assert not validated.trains and not validated.is_finished(2)
+        step, _ = validated.claim() or (0, None)
+        validated.open(step, 0, {})
+        validated.tracking.log(data={"val": 1.0}, step=step)
+    assert (tmp_path / "config.yaml").read_bytes() == config
+    assert [row["step"] for row in metrics_of(tmp_path)] == [2, 2]
+
+
+@pytest.mark.parametrize(("frequency", "saved"), [(-1, [5]), (0, []), (2, [2, 4, 5]), (5, [5]), (7, [5])])
+def test_steps_that_are_saved_and_tested(tmp_path: Path, frequency: int, saved: list[int]) -> None:
+    run = run_of(tmp_path, PPOConfig, f"trainer.save_freq={frequency}", f"trainer.test_freq={frequency or -1}")
+    assert [step for step in range(1, 6) if run.must_save(step, 5)] == saved
+    assert [step for step in range(1, 6) if run.must_test(step, 5)] == (saved if frequency > 0 else [])
+
+
+def test_a_failed_start_closes_in_reverse_order_and_releases_the_lock(tmp_path: Path) -> None:
+    run, closed = run_of(tmp_path), list[str]()
+    with pytest.raises(RuntimeError, match="no memory"), ExitStack() as on_error:
+        on_error.push(run)
+        run.claim()
+        run.callback(closed.append, "source")
+        with pytest.raises(ValueError, match="is in use by a live run"):
+            run_of(tmp_path).claim()
+        run.callback(closed.append, "profiler")
+        raise RuntimeError("no memory")
+    assert closed == ["profiler", "source"]
+    with run_of(tmp_path) as other:
+        assert other.claim() is None
+
+
+def test_the_number_of_steps(tmp_path: Path) -> None:
+    def steps(*overrides: str) -> int:
+        return num_training_steps(run_of(tmp_path, SFTConfig, "trainer.total_epochs=3", *overrides).config, 4)
+
+    assert steps() == 12
+    assert steps("trainer.total_training_steps=5") == 5
+    assert steps("trainer.total_training_steps=50") == 12
