@@ -6,8 +6,9 @@ from typing import Any
 
 from lockstep.config.micro_batches import RL, SUPERVISED
 from lockstep.config.ppo import PPOConfig
+from lockstep.config.roles import sections_of
 from lockstep.config.schema import as_arguments, flat_values, with_values
-from lockstep.plan.estimate import GB, Plan, plan_of, sections_of, show_lengths, show_seconds
+from lockstep.plan.estimate import GB, Plan, plan_of, show_lengths, show_seconds
 from lockstep.plan.memory import RESERVED, Phase
 
 Settings = dict[str, Any]
@@ -159,11 +160,11 @@ def _smaller_micro_batches(plan: Plan, phase: Phase, values: Settings, part: flo
 
 
 def _tensor_parallel(plan: Plan, values: Settings) -> Iterator[Settings]:
-    """vLLM's, which divides the weights that decode."""
-    name, heads = values[f"{_ROLLOUT}.name"], plan.job.models[0].shape.heads
-    if name not in ("embedded", "vllm"):
+    """Of a rollout engine that divides the weights that decode."""
+    heads, info = plan.job.models[0].shape.heads, plan.job.rollout.engine
+    if not info.tensor_parallel and info.if_too_large is None:
         return
-    engine = {} if name == "vllm" else {f"{_ROLLOUT}.name": "vllm"}
+    engine = {} if info.tensor_parallel else {f"{_ROLLOUT}.name": info.if_too_large}
     for size in (2, 4, 8):
         if values[_GPUS] % size == 0 and heads % size == 0 and size > values[f"{_ROLLOUT}.tensor_model_parallel_size"]:
             yield engine | {f"{_ROLLOUT}.tensor_model_parallel_size": size}

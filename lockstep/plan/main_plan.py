@@ -13,9 +13,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lockstep.config.checks import NEEDS_BITSANDBYTES, NEEDS_VLLM
+from lockstep.config.checks import NOT_INSTALLED
 from lockstep.config.compat import NOT_SUPPORTED
 from lockstep.config.compose import load_config
+from lockstep.config.engines import ROLLOUT_ENGINES
 from lockstep.config.errors import ConfigError
 from lockstep.config.placement import ROLES
 from lockstep.config.ppo import PPOConfig
@@ -48,8 +49,6 @@ NOT_NEEDED = (
     "model.tokenizer_path",
 )
 """Keys of files that a plan does not read."""
-NOT_INSTALLED = (NEEDS_VLLM, NEEDS_BITSANDBYTES)
-"""Problems of a machine that a plan does not run on."""
 SHOWN = 8
 """Candidates of a search."""
 FILE_WIDTH = 160
@@ -175,8 +174,9 @@ def _search(console: Console, config: PPOConfig, device: Device, typical: Length
             f"the rates of {device.name} are not known; give a similar device with --device ({', '.join(DEVICES)})"
         )
     found, engine = search(config, device, typical, _tensor_parallel_sizes(config)), {}
-    if not found and config.actor_rollout_ref.rollout.name == "embedded":  # which has the whole model on each GPU
-        engine = {"actor_rollout_ref.rollout.name": "vllm"}
+    larger = ROLLOUT_ENGINES.info(config.actor_rollout_ref.rollout.name).if_too_large
+    if not found and larger is not None:
+        engine = {"actor_rollout_ref.rollout.name": larger}
         config = with_values(config, engine)
         found = search(config, device, typical, _tensor_parallel_sizes(config))
     if not found:
@@ -204,7 +204,7 @@ def _search(console: Console, config: PPOConfig, device: Device, typical: Length
 
 def _tensor_parallel_sizes(config: PPOConfig) -> list[int]:
     policy, gpus = config.actor_rollout_ref, config.trainer.n_gpus_per_node
-    if policy.rollout.name != "vllm":
+    if not ROLLOUT_ENGINES.info(policy.rollout.name).tensor_parallel:
         return [1]
     heads = model_shape(policy.model.path, "actor_rollout_ref.model").heads
     return [size for size in (1, 2, 4, 8) if gpus % size == 0 and heads % size == 0]
@@ -264,7 +264,7 @@ def _trained(model: Model) -> str:
 
 def _decoding(plan: Plan) -> str:
     job, rollout = plan.job, plan.job.rollout
-    if rollout.is_remote:
+    if rollout.engine.is_remote:
         return "servers (actor_rollout_ref.rollout.server.urls): their memory and time are not part of the plan"
     phase = next(phase for phase in plan.phases if phase.name == "generate")
     model = job.model(phase.role)

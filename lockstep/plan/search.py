@@ -15,11 +15,12 @@ from typing import Any
 from lockstep.config.micro_batches import RL
 from lockstep.config.placement import POOLS, ROLES, TooFewWorkers, needed_models, pools_of
 from lockstep.config.ppo import PPOConfig
+from lockstep.config.roles import sections_of
 from lockstep.config.schema import defaults, get_in, to_plain, with_values
 from lockstep.plan.adapters import adapters_of
 from lockstep.plan.batch_units import Lengths
 from lockstep.plan.dataflow import busy_time, slowest_pool
-from lockstep.plan.estimate import longest_lengths, model_shape, sections_of
+from lockstep.plan.estimate import longest_lengths, model_shape
 from lockstep.plan.hardware import Device
 from lockstep.plan.job import Job, Model, job_of
 from lockstep.plan.memory import RESERVED, missing_cache, phases

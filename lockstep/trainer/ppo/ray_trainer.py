@@ -252,7 +252,7 @@ class PPOTrainer:
         self.sampling = self._sampling()
         self.weight_sync = None
         policy, device = self.config.actor_rollout_ref, torch.device(self.device_name)
-        if colocated_wg is None or not ROLLOUT_ENGINES.get(policy.rollout.name).shares_weights:
+        if colocated_wg is None or not ROLLOUT_ENGINES.info(policy.rollout.name).shares_weights:
             transport = self._weight_transport(is_colocated=colocated_wg is not None)
             dtypes = self.gap_bound.dtype, rollout_dtype(policy, device)
             bound = canary_bound(*dtypes, quantized=policy.rollout.quantization is not None)
