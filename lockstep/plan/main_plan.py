@@ -29,7 +29,7 @@ from lockstep.plan.dataflow import STAGES
 from lockstep.plan.estimate import GB, Plan, longest_lengths, model_shape, plan_of, show_lengths, show_seconds
 from lockstep.plan.hardware import DEVICES, Device, find_device
 from lockstep.plan.job import NO_ROLLOUT, Model
-from lockstep.plan.memory import UPDATES
+from lockstep.plan.memory import UPDATES, cached_tokens
 from lockstep.plan.search import Pool, overrides_of, search
 from lockstep.plan.token_budgets import describe_budgets, with_token_budgets
 
@@ -222,9 +222,8 @@ def _settings(pool: Pool) -> str:
         parts.append(f"{own.max_tokens:,} tokens")
         parts += [f"SP {own.sequence_parallel}"] if own.sequence_parallel > 1 else []
         parts += [f"fsdp_size {own.shards}"] if own.shards != -1 else []
-        offloaded = [
-            name for name, on in (("parameters", own.param_offload), ("optimizer", own.optimizer_offload)) if on
-        ]
+        offloaded = {"none": [], "frozen": ["frozen models"], "all": ["parameters"]}[own.param_offload]
+        offloaded += ["optimizer"] if own.optimizer_offload else []
         parts += [f"offload {' and '.join(offloaded)}"] if offloaded else []
     if pool.roles & {"actor_rollout", "rollout"}:
         parts.append(f"utilization {own.utilization:g}")
@@ -266,9 +265,7 @@ def _decoding(plan: Plan) -> str:
     job, rollout = plan.job, plan.job.rollout
     if rollout.engine.is_remote:
         return "servers (actor_rollout_ref.rollout.server.urls): their memory and time are not part of the plan"
-    phase = next(phase for phase in plan.phases if phase.name == "generate")
-    model = job.model(phase.role)
-    num_tokens = int(phase.parts.get("KV cache", 0.0) * rollout.tensor_parallel / model.shape.kv_bytes(model.compute))
+    num_tokens = cached_tokens(job, plan.phases)
     fitting = num_tokens // job.lengths.total
     holds = f"the KV cache holds {num_tokens:,} tokens"
     if fitting < rollout.concurrent:

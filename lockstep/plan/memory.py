@@ -78,6 +78,13 @@ def phases(job: Job) -> list[Phase]:
     return sorted(found, key=lambda phase: ORDER.index(phase.name))
 
 
+def cached_tokens(job: Job, memory: list[Phase]) -> int:
+    """Tokens that the KV cache of a rollout engine holds."""
+    phase = next(phase for phase in memory if phase.name == "generate")
+    model = job.model(phase.role)
+    return int(phase.parts.get("KV cache", 0.0) * job.rollout.tensor_parallel / model.shape.kv_bytes(model.compute))
+
+
 def missing_cache(job: Job, memory: list[Phase]) -> float:
     """Bytes by which the KV cache is too small for one sequence: vLLM's is what its share leaves beside the weights."""
     phase = next((phase for phase in memory if phase.name == "generate"), None)
