@@ -115,8 +115,8 @@ class EngineRegistry(Registry[Any], Generic[Info]):
         self.other = other
 
     @property
-    def names(self) -> set[str]:
-        return {*self.built_in, *super().names}
+    def known(self) -> set[str]:
+        return {*self.built_in, *super().known}
 
     def register(self, name: str) -> Callable[[Any], Any]:
         if name in self.built_in:
@@ -137,10 +137,10 @@ class EngineRegistry(Registry[Any], Generic[Info]):
 
     def problem(self, name: str) -> str | None:
         """Why the config cannot name this engine."""
-        if name in self.names:
+        if name in self.known:
             return None
         if ":" not in name:
-            return no_such_name(name, self.names, named="class")
+            return no_such_name(name, self.known, named="class")
         try:
             engine = load_object(name)
         except ValueError as error:

@@ -307,7 +307,9 @@ def _ranks(pools: Pools, values: Values) -> Iterator[Problem]:
             yield Problem(engine_key, engine_size, f"differs from {key}={size}; set only that key", also=(key,))
             continue
         key, size = (key, size) if size > 1 else (engine_key, engine_size)
-        yield from checks.engine_ranks(values, strategy, workers, size, key)
+        refused = [p for p in checks.engine_ranks(values, strategy, workers, size, key) if p.message not in reported]
+        reported |= {problem.message for problem in refused}
+        yield from refused
         if workers % size and (pool, size) not in reported:
             reported.add((pool, size))
             message = f"does not divide the number of workers in {pool} ({workers}); set a divisor, or change the number of workers"

@@ -76,8 +76,8 @@ def test_a_training_engine_that_cannot_do_what_a_run_asks(minimal: list[str], mo
     assert (
         f"actor_rollout_ref.model.lora_rank=4: {strategy} trains no adapters; set 0, or {ACTOR}.strategy=fsdp" in found
     )
-    found = problems(PPOConfig, *minimal, strategy, "trainer.n_gpus_per_node=2")
-    assert f"{strategy}: trains in one process, not 2; set fsdp" in found
+    found = problems(PPOConfig, *minimal, strategy, "trainer.n_gpus_per_node=2", f"{ACTOR}.use_kl_loss=true")
+    assert "1 problem in" in found and f"{strategy}: trains in one process, not 2; set fsdp" in found
     load_config(PPOConfig, [*minimal, "trainer.n_gpus_per_node=2", "actor_rollout_ref.model.lora_rank=4"])
     monkeypatch.setenv("WORLD_SIZE", "2")
     supervised = [part.replace("actor_rollout_ref.", "") for part in minimal]
