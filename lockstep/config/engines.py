@@ -111,8 +111,8 @@ class EngineRegistry(Registry[Any], Generic[Info]):
 
     def __init__(self, kind: str, key: str, built_in: dict[str, Info], other: Info) -> None:
         super().__init__(kind, key)
-        self.built_in = built_in
-        self.other = other
+        self.built_in: dict[str, Info] = built_in
+        self.other: Info = other
 
     @property
     def known(self) -> set[str]:
