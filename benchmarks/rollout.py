@@ -84,7 +84,8 @@ def embedded(args: argparse.Namespace, longest: Case) -> tuple[Generate, int]:
 
     start_gpu_warmup(args.device)
     from lockstep.config.actor_rollout_ref import RolloutConfig
-    from lockstep.engines.rollout import EmbeddedEngine, GenerationRequest, SamplingParams
+    from lockstep.engines.rollout import GenerationRequest, SamplingParams
+    from lockstep.engines.rollout.embedded.engine import EmbeddedEngine
     from lockstep.models.attention import ATTENTION_NAME
     from lockstep.models.known_models import install_decoder_layers
     from lockstep.models.packed_weights import pack_weights

@@ -87,15 +87,15 @@ class EngineCheck:
 
     def start(self) -> str:
         # An engine that shares the actor's tensors has nothing to prove: it gets a copy, as in a separate process.
-        engine = ROLLOUT_ENGINES.get(self.config.rollout.name)
-        roles = ("actor", "rollout") if engine.shares_weights else ("actor_rollout",)
+        info = ROLLOUT_ENGINES.info(self.config.rollout.name)
+        roles = ("actor", "rollout") if info.shares_weights else ("actor_rollout",)
         groups = [self._group(role) for role in roles]
         self.actor: Any = groups[0]
         self.rollout: Any = groups[-1]
         device = torch.device(self.device)
         dtypes = resolve_dtype(self.config.actor.fsdp_config.dtype, device), rollout_dtype(self.config, device)
         self.bound = canary_bound(*dtypes, quantized=self.config.rollout.quantization is not None)
-        self.sync = WeightSync(self.actor, self.rollout, "naive" if engine.shares_weights else "in_process", self.bound)
+        self.sync = WeightSync(self.actor, self.rollout, "naive" if info.shares_weights else "in_process", self.bound)
         names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
         return f"trainer in {names[0]}, engine in {names[1]}"
 

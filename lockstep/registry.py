@@ -78,13 +78,17 @@ class Registry(Generic[T]):
 
     def explain_unknown(self, name: str) -> str:
         where = f"{self.key}={name}" if self.key else repr(name)
-        return f"{where}: no such {self.kind}. {did_you_mean(name, self._table)}"
+        return f"{where}: no such {self.kind}. {did_you_mean(name, self.known)}"
 
     def __contains__(self, name: str) -> bool:
-        return name in self._table
+        return name in self.known
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self._table))
+        return iter(sorted(self.known))
+
+    @property
+    def known(self) -> set[str]:
+        return set(self._table)
 
     @property
     def _table(self) -> dict[str, T]:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.config.engines import ROLLOUT_ENGINES
 from lockstep.observability.console import LogHandler
 from lockstep.registry import did_you_mean
 from lockstep.utils.model_path import base_folder, is_model_folder, local_model_folder
@@ -253,7 +254,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--token", help=f"what clients must send as their API key; default: the variable {TOKEN_VARIABLE}")
     add("--name", help="the model's name in requests; default: the name of its folder")
     add("--alias", action="append", default=[], help="another name in requests; '*' is any; may be repeated")
-    add("--engine", choices=("embedded", "hf", "vllm"), default="embedded", help="default: %(default)s")
+    engines = [name for name, info in ROLLOUT_ENGINES.built_in.items() if not info.is_remote]
+    add("--engine", choices=engines, default="embedded", help="default: %(default)s")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
     add(
         "--max-model-len",

@@ -2,6 +2,7 @@
 
     lockstep ppo actor_rollout_ref.actor.strategy=examples/plugins/training_engine.py:PlainEngine ...
 
+`info` says what the engine can do, for the checks of a config (`lockstep/config/engines.py`).
 `lockstep/engines/train/train_engine.py` says what each method must do, and `tests/engines/train/test_contract.py` checks it.
 """
 
@@ -15,6 +16,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lockstep.config.engines import TrainEngineInfo
 from lockstep.engines.train.lr_schedule import build_schedule
 from lockstep.engines.train.token_module import open_token_model
 from lockstep.engines.train.train_engine import PARTS, EngineModel, LossFn, MicroBatching, TrainEngine
@@ -22,18 +24,16 @@ from lockstep.models.export import save_policy, save_scalar_model
 from lockstep.models.packing import forward_rows
 from lockstep.models.shared_weights import rollout_module, share_weights
 from lockstep.models.token_models import ScalarModel
-from lockstep.utils.distributed import current_world_size
 
 
 class PlainEngine(TrainEngine):
+    info = TrainEngineInfo(takes_adapters=False, is_distributed=False)
     dp_rank = 0
     dp_size = 1
     group_rank = 0
 
     @classmethod
     def open(cls, model: EngineModel, device: torch.device) -> Self:
-        if current_world_size() > 1 or model.config.lora_rank:
-            raise ValueError(f"{model.key}: PlainEngine trains all parameters in one process; set strategy=fsdp")
         return cls(model, device)
 
     def __init__(self, spec: EngineModel, device: torch.device) -> None:

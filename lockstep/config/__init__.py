@@ -22,6 +22,7 @@ The path of a key from the command line to the dataclass:
 `lockstep sft`, `rm` and `dpo` take the same path to their own roots (sft.py, preference.py), with sft_compat.py and sft_checks.py.
 
 Each step adds to a list of `Problem`s (errors.py); one ConfigError reports them all. estimators.py lists what each advantage
-estimator needs, placement.py computes worker pools, reference.py writes docs/config.md. To add a key: a field with a docstring
-in its section, a range in ranges.py if it has one, then `make docs-config`. Nothing here imports torch.
+estimator needs, engines.py what each engine can do, roles.py the sections of each role; placement.py computes worker pools,
+reference.py writes docs/config.md. To add a key: a field with a docstring in its section, a range in ranges.py if it has one, then
+`make docs-config`. Nothing here imports torch.
 """

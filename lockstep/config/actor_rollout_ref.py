@@ -6,6 +6,7 @@ from typing import Any, Literal
 from omegaconf import II
 
 from lockstep.config.algorithm import KLEstimator, RolloutCorrectionConfig
+from lockstep.config.engines import ROLLOUT_ENGINES
 from lockstep.config.model import CheckpointConfig, Dtype, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from lockstep.config.profiler import ProfilerConfig
 
@@ -173,8 +174,6 @@ class ServerConfig:
 
 WEIGHT_TRANSFERS = {"vllm": ("file", "distributed"), "sglang": ("tensor", "distributed")}
 """Kind of server to the forms of `weight_transfer` that it has."""
-SERVER_ENGINES = ("server", "sglang")
-"""Engines that use `rollout.server`."""
 
 
 @dataclass(frozen=True)
@@ -324,8 +323,8 @@ def has_cut_log_probs(rollout: RolloutConfig) -> bool:
     vLLM computes those of the full distribution only without these filters or at temperature 1.
     """
     is_filtered = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
-    has_full = rollout.name not in ("vllm", "server") or rollout.server.kind == "sglang"
-    return not has_full and rollout.do_sample and is_filtered and rollout.temperature != 1
+    cuts = ROLLOUT_ENGINES.info(rollout.name).cuts_log_probs and rollout.server.kind != "sglang"
+    return cuts and rollout.do_sample and is_filtered and rollout.temperature != 1
 
 
 @dataclass(frozen=True)

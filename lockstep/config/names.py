@@ -7,7 +7,6 @@ POLICY_LOSSES = {
     *("vanilla", "bypass_mode", "cispo", "clip_cov", "dppo_kl", "dppo_tv"),
     *("dro", "geo_mean", "gpg", "gspo", "kl_cov", "sapo"),
 }
-TRAIN_ENGINES = {"fsdp", "fsdp2"}
 PREPARATION = "preparation of a policy loss"
 """Kind of the registry of functions that prepare a whole mini-batch for a loss."""
 PREPARED_LOSSES = {"clip_cov", "geo_mean", "kl_cov"}

@@ -10,12 +10,14 @@ from typing import Any
 from lockstep.config import checks, micro_batches, names
 from lockstep.config.actor_rollout_ref import has_cut_log_probs
 from lockstep.config.checks import SEPARATE, Values
+from lockstep.config.engines import ROLLOUT_ENGINES, TRAIN_ENGINES
 from lockstep.config.errors import ConfigError, Problem
 from lockstep.config.estimators import BATCH_INPUTS, PARAMETERS, required_inputs
 from lockstep.config.placement import ROLES, Pools, TooFewWorkers, needed_models, pools_of
 from lockstep.config.plugin_settings import LOSS_KEY, setting_problems
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.ranges import ranges
+from lockstep.config.roles import SECTIONS, sections_of
 from lockstep.config.run_names import earlier_default
 from lockstep.config.schema import defaults, flat_values, get_in, keys
 from lockstep.config.without_effect import without_effect
@@ -24,14 +26,6 @@ _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _REF = "actor_rollout_ref.ref"
 _SAMPLER = ("data.sampler.class_path", "data.sampler.class_name")
-_SHARDED = {
-    "actor_rollout": (_ACTOR, f"{_ACTOR}.fsdp_config", "actor_rollout_ref.model"),
-    "actor": (_ACTOR, f"{_ACTOR}.fsdp_config", "actor_rollout_ref.model"),
-    "ref": (_REF, f"{_REF}.fsdp_config", "actor_rollout_ref.model"),
-    "critic": ("critic", "critic.model.fsdp_config", "critic.model"),
-    "rm": ("reward_model", "reward_model.model.fsdp_config", "reward_model.model"),
-}
-"""Role with a training engine to its sections: (role, engine, model)."""
 
 
 def check(config: PPOConfig) -> tuple[list[Problem], list[str]]:
@@ -84,11 +78,11 @@ def _inherited(values: Values) -> set[str]:
 def _files(values: Values, models: Collection[str]) -> Iterator[Problem]:
     yield from checks.data_files(values, trains=not values["trainer.val_only"])
     yield from checks.model(values, "actor_rollout_ref.model.path", "the model to train")
-    yield from checks.adapters(values, "actor_rollout_ref.model")
+    yield from checks.adapters(values, "actor")
     yield from checks.tokenizers(values, "actor_rollout_ref.model.tokenizer_path", "data.tokenizer")
     if "critic" in models:
         yield from checks.model(values, "critic.model.path", "the critic's base model")
-        yield from checks.adapters(values, "critic.model")
+        yield from checks.adapters(values, "critic")
         yield from checks.tokenizers(values, "critic.model.tokenizer_path")
     if values["reward_model.enable"]:
         yield from checks.model(values, "reward_model.model.path", "the reward model")
@@ -159,8 +153,8 @@ def _over_sampling(values: Values) -> Iterator[Problem]:
 
 def _names(values: Values) -> Iterator[Problem]:
     yield from checks.known_name(values, LOSS_KEY, names.POLICY_LOSSES)
-    for section in (_ACTOR, _REF, "critic", "reward_model"):
-        yield from checks.known_name(values, f"{section}.strategy", names.TRAIN_ENGINES, "class")
+    for role in SECTIONS.values():
+        yield from checks.engine_name(values, role.strategy, TRAIN_ENGINES)
     yield from checks.reward_manager(values)
 
 
@@ -202,7 +196,7 @@ def _lengths(values: Values) -> Iterator[Problem]:
     lengths = ("data.max_prompt_length", "data.max_response_length")
     longest = sum(values[name] for name in lengths)
     for switch, _, name, role in micro_batches.RL.values():
-        ranks = max(values[f"{part}.ulysses_sequence_parallel_size"] for part in _SHARDED[role][:2])
+        ranks = max(values[f"{part}.ulysses_sequence_parallel_size"] for part in sections_of(role)[:2])
         if values[switch] and 0 < values[name] * ranks < longest:
             message = f"a sequence can have {longest} tokens (data.max_prompt_length + data.max_response_length)"
             yield Problem(name, values[name], f"{message}; set {-(-longest // ranks)} or more", also=lengths)
@@ -277,7 +271,7 @@ def _workers(config: PPOConfig, values: Values, models: Collection[str]) -> Iter
 def _profiled(pools: Pools, values: Values) -> Iterator[Problem]:
     """Which roles and ranks `trainer.profile_steps` profiles."""
     steps = values["trainer.profile_steps"]
-    sections = {_SHARDED.get(role, (_ACTOR,))[0]: role for role in pools.role_pools}
+    sections = {sections_of(role).role: role for role in pools.role_pools}
     enabled = {section: role for section, role in sections.items() if values[f"{section}.profiler.enable"]}
     if steps and not enabled:
         keys = tuple(f"{section}.profiler.enable" for section in sections)
@@ -298,13 +292,14 @@ def _ranks(pools: Pools, values: Values) -> Iterator[Problem]:
     reported: set[Any] = set()
     for role, pool in pools.role_pools.items():
         key = f"{_ROLLOUT}.tensor_model_parallel_size"
-        shared = values[key] if "rollout" in role and values[f"{_ROLLOUT}.name"] == "vllm" else 1
+        is_shared = "rollout" in role and ROLLOUT_ENGINES.info(values[f"{_ROLLOUT}.name"]).tensor_parallel
+        shared = values[key] if is_shared else 1
         if shared > 0 and pools.world_size(role) % shared:
             message = f"does not divide the number of workers in {pool} ({pools.world_size(role)}); set a divisor"
             yield Problem(key, shared, message, also=_SIZES)
-        if role not in _SHARDED:
+        if role == "rollout":
             continue
-        section, engine, model = _SHARDED[role]
+        section, engine, model, strategy = sections_of(role)
         workers = pools.world_size(role)
         key, engine_key = (f"{part}.ulysses_sequence_parallel_size" for part in (section, engine))
         size, engine_size, shard = values[key], values[engine_key], values[f"{engine}.fsdp_size"]
@@ -312,6 +307,9 @@ def _ranks(pools: Pools, values: Values) -> Iterator[Problem]:
             yield Problem(engine_key, engine_size, f"differs from {key}={size}; set only that key", also=(key,))
             continue
         key, size = (key, size) if size > 1 else (engine_key, engine_size)
+        refused = [p for p in checks.engine_ranks(values, strategy, workers, size, key) if p.message not in reported]
+        reported |= {problem.message for problem in refused}
+        yield from refused
         if workers % size and (pool, size) not in reported:
             reported.add((pool, size))
             message = f"does not divide the number of workers in {pool} ({workers}); set a divisor, or change the number of workers"
@@ -339,8 +337,9 @@ def _warnings(config: PPOConfig, values: Values) -> Iterator[str]:
         )
     if has_cut_log_probs(config.actor_rollout_ref.rollout):
         yield (
-            f"{_ROLLOUT}.name=vllm with top_p, top_k or min_p at a temperature other than 1: rollout_log_probs are of the cut "
-            "distribution, old_log_probs of the full one, so the gap between them is reported and not checked"
+            f"{_ROLLOUT}.name={values[f'{_ROLLOUT}.name']} with top_p, top_k or min_p at a temperature other than 1: "
+            "rollout_log_probs are of the cut distribution, old_log_probs of the full one, so the gap between them is reported and "
+            "not checked"
         )
     samples = values[f"{_ROLLOUT}.n"]
     if samples > 1 and not values[f"{_ROLLOUT}.do_sample"]:

@@ -6,14 +6,16 @@ from itertools import chain
 
 from lockstep.config import checks
 from lockstep.config.checks import Values
+from lockstep.config.engines import TRAIN_ENGINES
 from lockstep.config.errors import Problem, show
 from lockstep.config.preference import DPOConfig
 from lockstep.config.ranges import ranges
+from lockstep.config.roles import SUPERVISED
 from lockstep.config.schema import defaults, flat_values
 from lockstep.config.sft import SFTConfig, SupervisedConfig
 from lockstep.config.without_effect import Reason, notices, profiler_reasons
 
-_ENGINE = "model.fsdp_config"
+_ENGINE, _STRATEGY = SUPERVISED.engine, SUPERVISED.strategy
 _RANKS = f"{_ENGINE}.ulysses_sequence_parallel_size"
 
 NEVER_READ = {
@@ -32,6 +34,7 @@ def check_supervised(config: SupervisedConfig) -> tuple[list[Problem], list[str]
         checks.fixed_values(values),
         checks.data_files(values),
         checks.model(values, "model.path", "the model to train"),
+        checks.engine_name(values, _STRATEGY, TRAIN_ENGINES),
         checks.adapters(values, "model"),
         checks.tokenizers(values, "model.tokenizer_path"),
         checks.python_file(values, "data.custom_cls.path"),
@@ -55,6 +58,7 @@ def _ranks(values: Values) -> Iterator[Problem]:
     processes, ranks, shard = int(os.environ.get("WORLD_SIZE", "1")), values[_RANKS], values[f"{_ENGINE}.fsdp_size"]
     if ranks < 1 or shard < -1 or shard == 0:
         return  # reported by `ranges`
+    yield from checks.engine_ranks(values, _STRATEGY, processes, ranks, _RANKS)
     if processes % ranks:
         message = f"does not divide the number of processes ({processes}; torchrun --nproc_per_node); set a divisor"
         yield Problem(_RANKS, ranks, message)

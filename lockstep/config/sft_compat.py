@@ -10,6 +10,7 @@ _SECTIONS = {
     "actor_rollout_ref.model.": "model.",
     "actor_rollout_ref.actor.fsdp_config.": "model.fsdp_config.",
     "actor_rollout_ref.actor.optim.": "optim.",
+    "actor_rollout_ref.actor.strategy": "model.strategy",
     "trainer.default_hdfs_dir": "trainer.default_hdfs_dir",
     "trainer.device": "trainer.device",
     "trainer.logger": "trainer.logger",
@@ -41,7 +42,6 @@ ALIASES = {
 
 UNSUPPORTED_KEYS = {
     **moved(compat.UNSUPPORTED_KEYS, _SECTIONS),
-    "model.strategy": Unsupported("models are trained with FSDP2; set fsdp2", (None, "fsdp", "fsdp2")),
     "trainer.profile_interval": Unsupported("set trainer.profile_steps to the steps to profile", (None, [-1, -1])),
 }
 

@@ -5,10 +5,11 @@ from itertools import chain
 from typing import Any
 
 from lockstep.config import micro_batches
-from lockstep.config.actor_rollout_ref import SERVER_ENGINES
+from lockstep.config.engines import ROLLOUT_ENGINES
 from lockstep.config.estimators import AdvantageEstimator
 from lockstep.config.placement import controller_of, need_reference_policy, pools_of
 from lockstep.config.ppo import PPOConfig
+from lockstep.config.roles import SECTIONS
 from lockstep.config.schema import defaults, get_in
 
 Values = Mapping[str, Any]
@@ -19,24 +20,18 @@ Reason = tuple[bool, str, tuple[str, ...]]
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _REF = "actor_rollout_ref.ref"
-_ENGINES = {
-    "actor": f"{_ACTOR}.fsdp_config",
-    "ref": f"{_REF}.fsdp_config",
-    "critic": "critic.model.fsdp_config",
-    "rm": "reward_model.model.fsdp_config",
-}
 
 LORA_SETTINGS = ("lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path", "load_in_4bit")
 
 NEVER_READ = {
-    **{f"{engine}.wrap_policy.min_num_params": "models are sharded layer by layer" for engine in _ENGINES.values()},
+    **{f"{role.engine}.wrap_policy.min_num_params": "models are sharded layer by layer" for role in SECTIONS.values()},
     **{
-        f"{_ENGINES[role]}.{name}": f"the {what} is not trained{more}"
+        f"{SECTIONS[role].engine}.{name}": f"the {what} is not trained{more}"
         for role, what in (("ref", "reference policy"), ("rm", "reward model"))
         for name, more in (
             ("optimizer_offload", ""),
             ("seed", ""),
-            ("model_dtype", f" and computes in {_ENGINES[role]}.dtype"),
+            ("model_dtype", f" and computes in {SECTIONS[role].engine}.dtype"),
         )
     },
     "reward_model.model.enable_gradient_checkpointing": "the reward model is not trained",
@@ -69,10 +64,6 @@ _LOSSES = (
 )
 _CLIPPED = ("vanilla", "bypass_mode", "gspo", "clip_cov", "geo_mean", "cispo", "dppo_tv", "dppo_kl")
 _DUAL_CLIPPED = ("vanilla", "bypass_mode", "dppo_tv", "dppo_kl")
-_EMBEDDED = (
-    *("max_num_batched_tokens", "gpu_memory_utilization", "enable_prefix_caching", "enable_chunked_prefill"),
-    *("enforce_eager",),
-)
 _REWARD_POOL = ("enable_resource_pool", "n_gpus_per_node", "nnodes", "nccl_timeout", "ulysses_sequence_parallel_size")
 _REWARD_BATCHES = ("micro_batch_size_per_gpu", "use_dynamic_bsz", "forward_max_token_len_per_gpu")
 _BATCHES = tuple(micro_batches.RL[phase] for phase in ("update actor", "old log-probs", "reference log-probs"))
@@ -145,21 +136,14 @@ def _workers(config: PPOConfig, values: Values, models: Collection[str]) -> Iter
     mode = values["trainer.async_mode"]
     yield mode is None, "trainer.async_mode is null", ("trainer.max_staleness", "trainer.stale_samples")
     yield mode == "one_step_off", "one_step_off drops no samples", ("trainer.stale_samples",)
-    sections = tuple(f"{section}.profiler" for section in (_ACTOR, _REF, "critic", "reward_model"))
+    sections = tuple(f"{role.role}.profiler" for role in SECTIONS.values())
     yield from profiler_reasons(values, sections, is_on_ray=controller_of(config) == "ray")
     separate = "rollout" in pools_of(config, models).role_pools
     yield not separate, "actor and rollout share their workers", (f"{_ROLLOUT}.checkpoint_engine.",)
     name = values[f"{_ROLLOUT}.name"]
-    yield name == "vllm", f"{_ROLLOUT}.name is vllm", (f"{_ROLLOUT}.kv_block_size",)
-    only_vllm = tuple(f"{_ROLLOUT}.{key}" for key in ("dtype", "load_format", "quantization", "engine_kwargs"))
-    yield name in ("embedded", "hf"), f"{_ROLLOUT}.name is {name}", only_vllm
-    yield name != "vllm", f"{_ROLLOUT}.name is {name}", (f"{_ROLLOUT}.disable_log_stats",)
-    yield name not in SERVER_ENGINES, f"{_ROLLOUT}.name is {name}", (f"{_ROLLOUT}.server.",)
-    own_settings = (*_EMBEDDED, "max_num_seqs", "kv_block_size", "load_format", "engine_kwargs")
-    of_servers = "the servers have their own settings"
-    yield name in SERVER_ENGINES, of_servers, tuple(f"{_ROLLOUT}.{key}" for key in own_settings)
-    is_hf = name == "hf"
-    yield is_hf, f"{_ROLLOUT}.name is hf", tuple(f"{_ROLLOUT}.{name}" for name in _EMBEDDED)
+    info = ROLLOUT_ENGINES.info(name)
+    reason = "the servers have their own settings" if info.is_remote else f"{_ROLLOUT}.name is {name}"
+    yield True, reason, tuple(f"{_ROLLOUT}.{key}" for key in info.unread)
 
 
 def _algorithm(values: Values) -> Iterator[Reason]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from lockstep.config.checks import NEEDS_VLLM
+from lockstep.config.checks import NOT_INSTALLED
 from lockstep.config.compose import DEFAULT_NAMES, config_from_tree, translate
 from lockstep.config.derived_defaults import IF_SET
 from lockstep.config.errors import ConfigError, Problem, show
@@ -205,7 +205,7 @@ def _problems(cls: type, values: Mapping[str, Any]) -> Sequence[Problem]:
     try:
         config_from_tree(cls, tree)
     except ConfigError as error:
-        return [p for p in error.problems if not p.key.endswith(_PATHS) and p.message != NEEDS_VLLM]
+        return [p for p in error.problems if not p.key.endswith(_PATHS) and p.message not in NOT_INSTALLED]
     return ()
 
 

@@ -6,9 +6,10 @@ from typing import Any
 
 from lockstep.config.micro_batches import RL, SUPERVISED
 from lockstep.config.ppo import PPOConfig
+from lockstep.config.roles import sections_of
 from lockstep.config.schema import as_arguments, flat_values, with_values
-from lockstep.plan.estimate import GB, Plan, plan_of, sections_of, show_lengths, show_seconds
-from lockstep.plan.memory import RESERVED, Phase
+from lockstep.plan.estimate import GB, Plan, plan_of, show_lengths, show_seconds
+from lockstep.plan.memory import RESERVED, Phase, cached_tokens
 
 Settings = dict[str, Any]
 """Dotted key -> value."""
@@ -32,12 +33,32 @@ def summary(plan: Plan) -> str:
         seconds = (
             f"; about {show_seconds(plan.step_s)} s per step with {tokens} per sequence" if device.is_timed else ""
         )
-        return f"fits on {device.name}: at most {peak}{seconds}"
+        return f"fits on {device.name}: at most {peak}{seconds}{_small_cache(plan)}"
     if plan.missing_cache:
         share = f"{_ROLLOUT}.gpu_memory_utilization={plan.job.rollout.utilization:g}"
         return f"does not fit on {device.name}: {share} has no room for the KV cache of one sequence. {advice(plan)}"
     part, size = max(worst.parts.items(), key=lambda item: item[1])
     return f"does not fit on {device.name}: {peak}, of which {part} take {size / GB:.1f}. {advice(plan)}"
+
+
+def _cached_sequences(plan: Plan) -> float:
+    """Sequences of full length that the KV cache of a rollout engine holds."""
+    if not any(phase.name == "generate" for phase in plan.phases):
+        return math.inf
+    return cached_tokens(plan.job, plan.phases) // plan.job.lengths.total
+
+
+def _small_cache(plan: Plan) -> str:
+    """A warning if sequences decode one after another, with the settings that let most of them decode together."""
+    if _cached_sequences(plan) >= min(2, plan.job.rollout.concurrent):
+        return ""
+    candidates = [{f"{_ROLLOUT}.gpu_memory_utilization": share} for share in (0.7, 0.85)]
+    found = {1.0: ""}
+    for settings in (*candidates, *_same_results(plan, [])):
+        changed = _planned(plan, settings)
+        if changed is not None and changed.fits:
+            found.setdefault(_cached_sequences(changed), f". Try {' '.join(as_arguments(settings))}")
+    return f". The KV cache holds a single sequence of full length, so generation is slow{found[max(found)]}"
 
 
 def advice(plan: Plan) -> str:
@@ -159,11 +180,11 @@ def _smaller_micro_batches(plan: Plan, phase: Phase, values: Settings, part: flo
 
 
 def _tensor_parallel(plan: Plan, values: Settings) -> Iterator[Settings]:
-    """vLLM's, which divides the weights that decode."""
-    name, heads = values[f"{_ROLLOUT}.name"], plan.job.models[0].shape.heads
-    if name not in ("embedded", "vllm"):
+    """Of a rollout engine that divides the weights that decode."""
+    heads, info = plan.job.models[0].shape.heads, plan.job.rollout.engine
+    if not info.tensor_parallel and info.if_too_large is None:
         return
-    engine = {} if name == "vllm" else {f"{_ROLLOUT}.name": "vllm"}
+    engine = {} if info.tensor_parallel else {f"{_ROLLOUT}.name": info.if_too_large}
     for size in (2, 4, 8):
         if values[_GPUS] % size == 0 and heads % size == 0 and size > values[f"{_ROLLOUT}.tensor_model_parallel_size"]:
             yield engine | {f"{_ROLLOUT}.tensor_model_parallel_size": size}

@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.sft import SupervisedConfig
@@ -19,28 +18,6 @@ from lockstep.plan.supervised import supervised_job
 from lockstep.utils.model_path import base_folder, local_model_folder
 
 GB = 1e9
-
-
-class Sections(NamedTuple):
-    """Config sections of a role, its engine and its model."""
-
-    role: str
-    engine: str
-    model: str
-
-
-_ACTOR = Sections("actor_rollout_ref.actor", "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.model")
-_SECTIONS = {
-    "ref": Sections("actor_rollout_ref.ref", "actor_rollout_ref.ref.fsdp_config", "actor_rollout_ref.model"),
-    "critic": Sections("critic", "critic.model.fsdp_config", "critic.model"),
-    "rm": Sections("reward_model", "reward_model.model.fsdp_config", "reward_model.model"),
-    "model": Sections("model.fsdp_config", "model.fsdp_config", "model"),
-}
-"""Of the roles besides actor and rollout; `model` is that of SFT, reward models and DPO."""
-
-
-def sections_of(role: str) -> Sections:
-    return _SECTIONS.get(role, _ACTOR)
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lockstep.config.actor_rollout_ref import SERVER_ENGINES, RolloutConfig
+from lockstep.config.actor_rollout_ref import RolloutConfig
+from lockstep.config.engines import ROLLOUT_ENGINES, RolloutEngineInfo
 from lockstep.config.model import FSDPEngineConfig, HFModelConfig, sequence_parallel_size
 from lockstep.config.old_log_probs import old_log_probs_source
 from lockstep.config.placement import need_reference_policy, needed_models, pools_of
 from lockstep.config.ppo import PPOConfig
+from lockstep.config.roles import sections_of
 from lockstep.plan.adapters import Adapters, FourBitBase, adapters_of, four_bit_base
 from lockstep.plan.batch_units import BatchUnits, Lengths, batch_units, log_prob_limits, micro_limits
 from lockstep.plan.hardware import Device
@@ -17,9 +19,6 @@ from lockstep.plan.model_shape import ModelShape
 
 ShapeOf = Callable[[str, str], ModelShape]
 """(path, config section) -> the model's sizes."""
-
-_SECTIONS = {"critic": "critic.model", "rm": "reward_model.model"}
-"""Role -> config section of its model, if it is not the actor's."""
 
 _ITEMSIZE = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "fp16": 2}
 
@@ -103,9 +102,8 @@ class Rollout:
     concurrent:   most sequences that decode together.
     cache_tokens: size of the KV cache for all of them; the devices may have room for fewer.
     utilization:  share of a device's memory that weights and KV cache may use.
-    is_vllm:      has its own copy of the weights, and reserves its share of the memory.
-    is_remote:    servers generate, which are not part of the plan.
-    sleeps:       vLLM's memory is free while it does not generate.
+    engine:       what it can do.
+    sleeps:       the memory of an engine with its own copy of the weights is free while it does not generate.
     """
 
     tensor_parallel: int
@@ -114,12 +112,19 @@ class Rollout:
     cache_tokens: int
     prefill_tokens: int
     utilization: float
-    is_vllm: bool = False
-    is_remote: bool = False
+    engine: RolloutEngineInfo
     sleeps: bool = False
 
 
-NO_ROLLOUT = Rollout(tensor_parallel=1, sequences=0, concurrent=0, cache_tokens=0, prefill_tokens=0, utilization=0.0)
+NO_ROLLOUT = Rollout(
+    tensor_parallel=1,
+    sequences=0,
+    concurrent=0,
+    cache_tokens=0,
+    prefill_tokens=0,
+    utilization=0.0,
+    engine=RolloutEngineInfo(),
+)
 """Of a job that does not generate."""
 
 
@@ -146,7 +151,7 @@ def job_of(config: PPOConfig, device: Device, lengths: Lengths, shape_of: ShapeO
     roles = _Roles(config, device, lengths, shape_of)
     needed = needed_models(config)
     models = [roles.actor()]
-    models += [roles.rollout()] if roles.has_rollout_pool and not roles.is_remote else []
+    models += [roles.rollout()] if roles.has_rollout_pool and not roles.rollout_engine.is_remote else []
     models += [roles.reference()] if "ref" in needed else []
     models += [roles.critic()] if "critic" in needed else []
     models += [roles.reward_model()] if "rm" in needed else []
@@ -163,7 +168,7 @@ class _Roles:
         self.pools = pools_of(config, needed_models(config))
         self.sequences = config.data.train_batch_size * self.policy.rollout.n
         self.has_rollout_pool = "rollout" in self.pools.role_pools
-        self.is_remote = self.policy.rollout.name in SERVER_ENGINES
+        self.rollout_engine = ROLLOUT_ENGINES.info(self.policy.rollout.name)
         self.actor_role = "actor" if self.has_rollout_pool else "actor_rollout"
 
     def actor(self) -> Model:
@@ -185,12 +190,12 @@ class _Roles:
             update=self._units(role, actor, policy.model, limits, mini),
             passes=passes,
             updates=updates,
-            decodes=not self.has_rollout_pool and not self.is_remote,
+            decodes=not self.has_rollout_pool and not self.rollout_engine.is_remote,
         )
 
     def rollout(self) -> Model:
         found = self._model("rollout", self.policy.model, self.policy.actor.fsdp_config, decodes=True)
-        return replace(found, four_bit=None) if self.policy.rollout.name == "vllm" else found
+        return found if self.rollout_engine.takes_adapters else replace(found, four_bit=None)
 
     def reference(self) -> Model:
         ref = self.policy.ref
@@ -243,7 +248,7 @@ class _Roles:
 
     def _model(self, role: str, section: HFModelConfig, engine: FSDPEngineConfig, **more: Any) -> Model:
         pool = self.pools.role_pools[role]
-        shape = self.shape_of(section.path, _SECTIONS.get(role, "actor_rollout_ref.model"))
+        shape = self.shape_of(section.path, sections_of(role).model)
         ranks, machines = self.pools.world_size(role), len(self.pools.spec[pool])
         return model_of(role, pool, ranks, machines, shape, section, engine, self.device, **more)
 
@@ -292,8 +297,7 @@ def _rollout(config: RolloutConfig, sequences: int, lengths: Lengths, device: De
         cache_tokens=cache,
         prefill_tokens=prefill,
         utilization=config.gpu_memory_utilization,
-        is_vllm=config.name == "vllm",
-        is_remote=config.name in SERVER_ENGINES,
+        engine=ROLLOUT_ENGINES.info(config.name),
         sleeps=config.free_cache_engine and not device.is_cpu,
     )
 

@@ -13,9 +13,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lockstep.config.checks import NEEDS_BITSANDBYTES, NEEDS_VLLM
+from lockstep.config.checks import NOT_INSTALLED
 from lockstep.config.compat import NOT_SUPPORTED
 from lockstep.config.compose import load_config
+from lockstep.config.engines import ROLLOUT_ENGINES
 from lockstep.config.errors import ConfigError
 from lockstep.config.placement import ROLES
 from lockstep.config.ppo import PPOConfig
@@ -28,7 +29,7 @@ from lockstep.plan.dataflow import STAGES
 from lockstep.plan.estimate import GB, Plan, longest_lengths, model_shape, plan_of, show_lengths, show_seconds
 from lockstep.plan.hardware import DEVICES, Device, find_device
 from lockstep.plan.job import NO_ROLLOUT, Model
-from lockstep.plan.memory import UPDATES
+from lockstep.plan.memory import UPDATES, cached_tokens
 from lockstep.plan.search import Pool, overrides_of, search
 from lockstep.plan.token_budgets import describe_budgets, with_token_budgets
 
@@ -48,8 +49,6 @@ NOT_NEEDED = (
     "model.tokenizer_path",
 )
 """Keys of files that a plan does not read."""
-NOT_INSTALLED = (NEEDS_VLLM, NEEDS_BITSANDBYTES)
-"""Problems of a machine that a plan does not run on."""
 SHOWN = 8
 """Candidates of a search."""
 FILE_WIDTH = 160
@@ -175,8 +174,9 @@ def _search(console: Console, config: PPOConfig, device: Device, typical: Length
             f"the rates of {device.name} are not known; give a similar device with --device ({', '.join(DEVICES)})"
         )
     found, engine = search(config, device, typical, _tensor_parallel_sizes(config)), {}
-    if not found and config.actor_rollout_ref.rollout.name == "embedded":  # which has the whole model on each GPU
-        engine = {"actor_rollout_ref.rollout.name": "vllm"}
+    larger = ROLLOUT_ENGINES.info(config.actor_rollout_ref.rollout.name).if_too_large
+    if not found and larger is not None:
+        engine = {"actor_rollout_ref.rollout.name": larger}
         config = with_values(config, engine)
         found = search(config, device, typical, _tensor_parallel_sizes(config))
     if not found:
@@ -204,7 +204,7 @@ def _search(console: Console, config: PPOConfig, device: Device, typical: Length
 
 def _tensor_parallel_sizes(config: PPOConfig) -> list[int]:
     policy, gpus = config.actor_rollout_ref, config.trainer.n_gpus_per_node
-    if policy.rollout.name != "vllm":
+    if not ROLLOUT_ENGINES.info(policy.rollout.name).tensor_parallel:
         return [1]
     heads = model_shape(policy.model.path, "actor_rollout_ref.model").heads
     return [size for size in (1, 2, 4, 8) if gpus % size == 0 and heads % size == 0]
@@ -222,9 +222,8 @@ def _settings(pool: Pool) -> str:
         parts.append(f"{own.max_tokens:,} tokens")
         parts += [f"SP {own.sequence_parallel}"] if own.sequence_parallel > 1 else []
         parts += [f"fsdp_size {own.shards}"] if own.shards != -1 else []
-        offloaded = [
-            name for name, on in (("parameters", own.param_offload), ("optimizer", own.optimizer_offload)) if on
-        ]
+        offloaded = {"none": [], "frozen": ["frozen models"], "all": ["parameters"]}[own.param_offload]
+        offloaded += ["optimizer"] if own.optimizer_offload else []
         parts += [f"offload {' and '.join(offloaded)}"] if offloaded else []
     if pool.roles & {"actor_rollout", "rollout"}:
         parts.append(f"utilization {own.utilization:g}")
@@ -264,11 +263,9 @@ def _trained(model: Model) -> str:
 
 def _decoding(plan: Plan) -> str:
     job, rollout = plan.job, plan.job.rollout
-    if rollout.is_remote:
+    if rollout.engine.is_remote:
         return "servers (actor_rollout_ref.rollout.server.urls): their memory and time are not part of the plan"
-    phase = next(phase for phase in plan.phases if phase.name == "generate")
-    model = job.model(phase.role)
-    num_tokens = int(phase.parts.get("KV cache", 0.0) * rollout.tensor_parallel / model.shape.kv_bytes(model.compute))
+    num_tokens = cached_tokens(job, plan.phases)
     fitting = num_tokens // job.lengths.total
     holds = f"the KV cache holds {num_tokens:,} tokens"
     if fitting < rollout.concurrent:

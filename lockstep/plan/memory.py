@@ -78,6 +78,13 @@ def phases(job: Job) -> list[Phase]:
     return sorted(found, key=lambda phase: ORDER.index(phase.name))
 
 
+def cached_tokens(job: Job, memory: list[Phase]) -> int:
+    """Tokens that the KV cache of a rollout engine holds."""
+    phase = next(phase for phase in memory if phase.name == "generate")
+    model = job.model(phase.role)
+    return int(phase.parts.get("KV cache", 0.0) * job.rollout.tensor_parallel / model.shape.kv_bytes(model.compute))
+
+
 def missing_cache(job: Job, memory: list[Phase]) -> float:
     """Bytes by which the KV cache is too small for one sequence: vLLM's is what its share leaves beside the weights."""
     phase = next((phase for phase in memory if phase.name == "generate"), None)
@@ -97,7 +104,7 @@ def _between(job: Job, active: Model, activity: Activity) -> dict[str, float]:
     parts: dict[str, float] = {"weights": 0.0, "moments": 0.0, "weights of other models": 0.0}
     for model in (model for model in job.models if model.pool == active.pool):
         is_active, decodes = model is active, model is active and activity == "generate"
-        computes = is_active and not (decodes and _has_vllm_copy(job, model))
+        computes = is_active and not (decodes and _has_own_copy(job, model))
         weights, moments = _resident(model, is_active=computes, updates=is_active and activity == "update")
         parts["weights" if is_active else "weights of other models"] += weights
         parts["moments"] += moments
@@ -107,22 +114,22 @@ def _between(job: Job, active: Model, activity: Activity) -> dict[str, float]:
 
 
 def _copy_for_decoding(job: Job, model: Model) -> float:
-    """Bytes. vLLM gets merged weights; the embedded engine shares those in 4 bits, unless it is alone in its pool."""
+    """Bytes. An engine that takes adapters shares weights in 4 bits, unless it is alone in its pool; others get merged weights."""
     ranks = job.rollout.tensor_parallel
-    if job.rollout.is_vllm:
+    if not job.rollout.engine.takes_adapters:
         return model.compute * model.shape.parameters / ranks
     own = model.four_bit_bytes if model.update is None else 0.0
     return (own + model.compute * (model.num_wide + model.num_adapters)) / ranks
 
 
-def _has_vllm_copy(job: Job, model: Model) -> bool:
-    """Whether vLLM decodes with another copy of a model that is trained in the same pool."""
-    return job.rollout.is_vllm and model.update is not None
+def _has_own_copy(job: Job, model: Model) -> bool:
+    """Whether the rollout decodes with another copy of a model that is trained in the same pool."""
+    return not job.rollout.engine.shares_weights and model.update is not None
 
 
 def _has_weights_for_decoding(job: Job, model: Model, *, decodes: bool) -> bool:
     """Whether the device has weights besides those of `_resident`. decodes: now."""
-    if _has_vllm_copy(job, model):
+    if _has_own_copy(job, model):
         return decodes or not job.rollout.sleeps
     released = model.engine.param_offload and model.update is not None and not decodes
     return model.is_sharded and not released
@@ -151,18 +158,18 @@ def _generation(job: Job, model: Model, others: float) -> dict[str, float]:
     one_layer = (2 * shape.active_experts * shape.inner + 4 * shape.width) * model.compute + shape.width * STREAM_BYTES
     ranks, one_token = rollout.tensor_parallel, shape.kv_bytes(model.compute) / rollout.tensor_parallel
     weights: float = model.compute * shape.parameters
-    if not rollout.is_vllm:
+    if rollout.engine.takes_adapters:
         weights = model.compute * model.num_wide + model.four_bit_bytes
     share = rollout.utilization * job.device.memory - weights / ranks
     room, wanted = min(share, CACHE_SHARE_OF_FREE * (job.device.memory - others)), rollout.cache_tokens * one_token
     cache = min(wanted, max(room, job.lengths.total * one_token))
-    if rollout.is_vllm and not job.device.is_cpu:
+    if rollout.engine.fills_memory and not job.device.is_cpu:
         cache = max(0.0, share)
     return {
         "KV cache": cache,
         "activations": max(rollout.prefill_tokens, rollout.concurrent) * one_layer,
         "logits": 2 * rollout.concurrent * shape.vocabulary * 4,
-        "dequantised weight": 0.0 if rollout.is_vllm else _dequantised(model),
+        "dequantised weight": _dequantised(model) if rollout.engine.takes_adapters else 0.0,
     }
 
 

@@ -10,16 +10,17 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 from lockstep.config.micro_batches import RL
 from lockstep.config.placement import POOLS, ROLES, TooFewWorkers, needed_models, pools_of
 from lockstep.config.ppo import PPOConfig
+from lockstep.config.roles import sections_of
 from lockstep.config.schema import defaults, get_in, to_plain, with_values
 from lockstep.plan.adapters import adapters_of
 from lockstep.plan.batch_units import Lengths
 from lockstep.plan.dataflow import busy_time, slowest_pool
-from lockstep.plan.estimate import longest_lengths, model_shape, sections_of
+from lockstep.plan.estimate import longest_lengths, model_shape
 from lockstep.plan.hardware import Device
 from lockstep.plan.job import Job, Model, job_of
 from lockstep.plan.memory import RESERVED, missing_cache, phases
@@ -30,8 +31,14 @@ UTILIZATIONS = (0.7, 0.85)
 """Tried besides the configured `rollout.gpu_memory_utilization`, if larger."""
 MOST_MEMORY = 0.95
 """Share of the device's memory that a candidate may need."""
-OFFLOAD = ((False, False), (False, True), (True, True))
-"""(parameters, optimizer), in the order of preference."""
+Offloaded = Literal["none", "frozen", "all"]
+OFFLOAD: tuple[tuple[Offloaded, bool], ...] = (
+    *(("none", False), ("frozen", False), ("none", True), ("frozen", True)),
+    ("all", True),
+)
+"""(models whose parameters are offloaded, whether the optimizer is), in the order of preference."""
+FROZEN = {"ref", "rm"}
+"""Roles that are not trained."""
 
 _POOL_NAMES = {"actor_rollout": "actor_pool", "rm": "reward_pool"}
 
@@ -43,6 +50,7 @@ class Settings:
     """Of all roles of a pool.
 
     shards:           ranks that hold one copy of a model; -1 for all.
+    param_offload:    models whose parameters are offloaded; frozen: only those that are not trained.
     max_tokens:       of a micro-batch on one GPU.
     utilization:      share of the memory for the rollout.
     tensor_parallel:  ranks of a rollout engine.
@@ -50,7 +58,7 @@ class Settings:
 
     sequence_parallel: int
     shards: int
-    param_offload: bool
+    param_offload: Offloaded
     optimizer_offload: bool
     max_tokens: int
     utilization: float
@@ -64,8 +72,9 @@ class Settings:
             found[f"{sections.role}.ulysses_sequence_parallel_size"] = self.sequence_parallel
             found[f"{sections.engine}.ulysses_sequence_parallel_size"] = 1  # the larger of the two counts
             found[f"{sections.engine}.fsdp_size"] = self.shards
-            found[f"{sections.engine}.param_offload"] = self.param_offload
-            if role not in ("ref", "rm"):
+            offloads_frozen = role in FROZEN and self.param_offload == "frozen"
+            found[f"{sections.engine}.param_offload"] = offloads_frozen or self.param_offload == "all"
+            if role not in FROZEN:
                 found[f"{sections.engine}.optimizer_offload"] = self.optimizer_offload
             for keys in RL.values():
                 if keys.role == role.removesuffix("_rollout"):
@@ -178,7 +187,7 @@ class _Search:
         for sp in sp_sizes:
             without_offload = False
             for shards in self._shard_sizes(roles, size):
-                for offload in OFFLOAD:
+                for offload in (one for one in OFFLOAD if one[0] != "frozen" or roles & FROZEN):
                     settings = [
                         Settings(sp, shards, *offload, tokens, utilization, ranks)
                         for tokens in self._token_budgets(roles, sp)

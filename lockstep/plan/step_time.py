@@ -71,18 +71,20 @@ def _generation(job: Job, phase: Phase) -> float:
     waves = rollout.sequences / concurrent
     context = lengths.prompt + lengths.response / 2
     weights = model.compute * (shape.layers * _touched_layer(model, concurrent) + shape.head_parameters)
-    weights += 0.0 if rollout.is_vllm else _dequantising(model)
+    weights += _dequantising(model) if rollout.engine.takes_adapters else 0.0
     cache = concurrent * context * shape.kv_bytes(model.compute)
     products = 2 * concurrent * (shape.layers * shape.active_layer_parameters + shape.head_parameters)
     step = max((weights + cache) / device.bandwidth, products / _rate(device, shape.width)) / ranks
     step += shape.layers * (device.layer_overhead_s + (2 * ALL_REDUCE_S if ranks > 1 else 0.0))
-    step += 0.0 if model.adapters is None or rollout.is_vllm else shape.layers * ADAPTERS_DECODE_S
+    has_adapters = model.adapters is not None and rollout.engine.takes_adapters
+    step += shape.layers * ADAPTERS_DECODE_S if has_adapters else 0.0
     prompts = math.ceil(rollout.sequences / job.samples) * lengths.prompt
     prefill = 2 * prompts * shape.layers * shape.active_layer_parameters / _rate(device, shape.width) / ranks
     gather = 0.0
     if model.is_sharded and model.update is not None:
-        # offload frees the rollout's copy; vLLM gets merged weights
-        changed = shape.parameters if model.engine.param_offload or rollout.is_vllm else model.num_trained
+        # offload frees the rollout's copy; merged weights are sent as a whole
+        sends_all = model.engine.param_offload or not rollout.engine.takes_adapters
+        changed = shape.parameters if sends_all else model.num_trained
         gather = model.compute * changed / _link(device, model, model.shards)
     return gather + prefill + waves * lengths.response * step
 

@@ -15,9 +15,10 @@ from lockstep.config.micro_batches import RL, SUPERVISED, MicroBatchKeys
 from lockstep.config.placement import need_reference_policy, needed_models, num_workers
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.preference import DPOConfig, RMConfig
+from lockstep.config.roles import sections_of
 from lockstep.config.schema import flat_values, with_values
 from lockstep.config.sft import SupervisedConfig
-from lockstep.plan.estimate import longest_lengths, plan_of, sections_of
+from lockstep.plan.estimate import longest_lengths, plan_of
 from lockstep.plan.hardware import DEVICES, Device
 from lockstep.plan.memory import RESERVED
 

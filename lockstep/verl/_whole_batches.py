@@ -126,7 +126,7 @@ class ByHand:
 
     def generate(self, group: Any, prompts: DataProto) -> DataProto:
         rollout = self.config.rollout
-        if self.role != "rollout" and not ROLLOUT_ENGINES.get(rollout.name).shares_weights:
+        if self.role != "rollout" and not ROLLOUT_ENGINES.info(rollout.name).shares_weights:
             raise ValueError(
                 f"actor_rollout_ref.rollout.name={rollout.name}: its weights are sent by the trainer, and this worker group was "
                 "built by hand; use rollout.name=embedded, or RayPPOTrainer.init_workers and fit"

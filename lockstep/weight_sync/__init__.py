@@ -5,7 +5,7 @@ worker.py       both ends, as methods of the policy's worker
 buckets.py      flat buckets of named tensors; broadcast.py the process group that sends them
 proof.py        fingerprints and canary
 
-An engine that decodes with the trainer's own tensors (`RolloutEngine.shares_weights`) needs none of it.
+An engine that decodes with the trainer's own tensors (`RolloutEngineInfo.shares_weights`) needs none of it.
 """
 
 from lockstep.weight_sync.controller import Transport, WeightSync

@@ -156,7 +156,7 @@ class WeightSyncWorker(Worker):
     @property
     def _sends_all(self) -> bool:
         """Whether frozen weights are sent too, with adapters merged into them."""
-        return not ROLLOUT_ENGINES.get(self.config.rollout.name).takes_adapters
+        return not ROLLOUT_ENGINES.info(self.config.rollout.name).takes_adapters
 
     def _load(self, flat: Tensor, index: int) -> None:
         self.rollout.update_weights(unpack_bucket(flat, self._layout[index]))

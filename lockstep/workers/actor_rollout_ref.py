@@ -86,7 +86,7 @@ class ActorRolloutRefWorker(WeightSyncWorker):
                 eos_token_ids=eos_token_ids(self.tokenizer, folder),
                 pad_token_id=self.tokenizer.pad_token_id,
             )
-            if self.is_actor and self.rollout.shares_weights:
+            if self.is_actor and self.rollout.info.shares_weights:
                 self.generator = self.actor.rollout_module()
                 self.rollout.bind(self.generator)
             else:
@@ -134,7 +134,7 @@ class ActorRolloutRefWorker(WeightSyncWorker):
     @contextmanager
     def _generating(self, *, stay_awake: bool = False) -> Iterator[None]:
         """The rollout has the weights and the memory it needs inside."""
-        shares = self.is_actor and self.rollout.shares_weights
+        shares = self.is_actor and self.rollout.info.shares_weights
         weights = self.actor.lend_weights(self.generator) if shares else nullcontext()
         with weights:
             self.restore_weights()
@@ -281,7 +281,7 @@ class ActorRolloutRefWorker(WeightSyncWorker):
         self.has_trained = True
         engine.schedule_step()
         engine.offload()
-        if self.is_rollout and self.rollout.shares_weights:
+        if self.is_rollout and self.rollout.info.shares_weights:
             self.rollout.policy_version += 1
         return DataProto(meta_info={"metrics": metrics})
 
@@ -301,5 +301,5 @@ class ActorRolloutRefWorker(WeightSyncWorker):
         self.actor.load(checkpoint_folder(local_path), self.config.actor.checkpoint.load_contents)
         self.has_trained = True
         self.actor.offload()
-        if self.is_rollout and self.rollout.shares_weights:
+        if self.is_rollout and self.rollout.info.shares_weights:
             self.rollout.policy_version = policy_version

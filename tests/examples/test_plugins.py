@@ -22,6 +22,7 @@ BY_PATH = {
     "manager": "reward_model.reward_manager={}:TokenPenalty",
     "dataset": "data.custom_cls.path={}:WithInstruction",
     "tracker": "trainer.logger=[console,'{}:CsvTracker']",
+    "rollout_engine": "actor_rollout_ref.rollout.name={}:PlainRollout",
     "training_engine": "actor_rollout_ref.actor.strategy={}:PlainEngine",
 }
 """File -> the override in its docstring."""

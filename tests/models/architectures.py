@@ -24,7 +24,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-from lockstep.engines.rollout import EmbeddedEngine, GenerationRequest, HFEngine, RolloutEngine, SamplingParams
+from lockstep.engines.rollout import GenerationRequest, RolloutEngine, SamplingParams
+from lockstep.engines.rollout.embedded.engine import EmbeddedEngine
+from lockstep.engines.rollout.hf import HFEngine
 from lockstep.engines.train.fsdp import FsdpEngine
 from lockstep.models.decoder_layer import DecoderLayer
 from lockstep.models.known_models import computes_packed, why_own_forward

@@ -42,6 +42,16 @@ def alternatives(shown: str) -> list[list[str]]:
     return [shlex.split(part) for part in tried.split(", or ")]
 
 
+def test_warns_of_a_kv_cache_of_one_sequence(plan: Any) -> None:
+    words = ("algorithm=grpo", "data.max_prompt_length=1024", "data.max_response_length=31744")
+    code, shown = plan("1.5b", "H200", *words, f"{ROLLOUT}.gpu_memory_utilization=0.03")
+    assert code == 0 and "The KV cache holds a single sequence of full length, so generation is slow. Try" in shown
+    (better,) = alternatives(shown)
+    assert better == [f"{ROLLOUT}.gpu_memory_utilization=0.85"]
+    _, shown = plan("1.5b", "H200", *words, *better)
+    assert "KV cache holds a single" not in shown
+
+
 LARGE = ("algorithm=grpo", "data.train_batch_size=512", "data.max_prompt_length=1024", "data.max_response_length=2048")
 CLUSTER = ("trainer.nnodes=8", "trainer.n_gpus_per_node=8")
 

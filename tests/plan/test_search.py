@@ -123,6 +123,18 @@ def test_offload_is_used_only_if_needed(settings: Any) -> None:
     assert search(config, DEVICES["RTX4090"]) == []
 
 
+def test_the_reference_alone_is_offloaded_if_that_is_enough(settings: Any) -> None:
+    more = ["algorithm.adv_estimator=grpo", "reward_model.enable=false", "trainer.n_gpus_per_node=1"]
+    more += ["actor_rollout_ref.rollout.n=4", "actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16"]
+    config = load_config(PPOConfig, settings("7b", "7b", 1, *more))
+    keys = [f"actor_rollout_ref.{role}.fsdp_config.param_offload" for role in ("actor", "ref")]
+    optimizer = "actor_rollout_ref.actor.fsdp_config.optimizer_offload"
+    for memory, offloaded in ((150e9, []), (95e9, [keys[1]]), (75e9, [optimizer]), (57e9, [keys[1], optimizer])):
+        (best,) = search(config, replace(DEVICES["H200"], memory=memory))
+        found = overrides_of(best, config)
+        assert [key for key in (*keys, optimizer) if found.get(key)] == offloaded, memory
+
+
 def test_divisions() -> None:
     assert len(list(_partitions(["a", "b", "c", "d"]))) == 15
     assert set(_compositions(8, 2, [2, 4, 6])) == {(2, 6), (4, 4), (6, 2)}

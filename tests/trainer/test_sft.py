@@ -89,9 +89,12 @@ def plain_loop(model_path: Path, trainer: SupervisedTrainer, num_steps: int) -> 
     return losses
 
 
-def test_learning_curve_is_that_of_a_plain_transformers_loop(overrides: list[str], files: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["fsdp", f"{ROOT}/examples/plugins/training_engine.py:PlainEngine"])
+def test_learning_curve_is_that_of_a_plain_transformers_loop(
+    strategy: str, overrides: list[str], files: Path, tmp_path: Path
+) -> None:
     budget = ["data.max_token_len_per_gpu=64", "optim.lr_warmup_steps=1"]  # one or two packed rows per micro-batch
-    assert cli.main(["sft", *overrides, *budget]) == 0
+    assert cli.main(["sft", *overrides, *budget, f"model.strategy={strategy}"]) == 0
     trainer = build(load_config(SFTConfig, overrides), rank=0, world_size=1)
     expected = plain_loop(files / "model", trainer, num_steps=8)
     steps = metrics_of(tmp_path / "run")

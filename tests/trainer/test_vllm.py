@@ -14,7 +14,7 @@ import yaml
 
 from lockstep.config.commandline import config_from_command_line
 from lockstep.config.ppo import PPOConfig
-from lockstep.engines.rollout import VllmEngine
+from lockstep.engines.rollout.vllm import VllmEngine
 from lockstep.trainer.main_generation import main as generate
 from lockstep.trainer.main_ppo import main
 from lockstep.trainer.ppo.rollout_sources.journal import trained_groups

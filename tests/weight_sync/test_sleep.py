@@ -24,8 +24,7 @@ from tests.weight_sync.copies import OneWorker
 class Dropping(EmbeddedEngine):
     """Holds a copy in the actor's process; `sleep` clears it if its owner allows."""
 
-    shares_weights = False
-    takes_adapters = False
+    info = replace(EmbeddedEngine.info, shares_weights=False, takes_adapters=False)
     num_loads = 0
 
     def sleep(self) -> None:

@@ -89,7 +89,7 @@ def test_requests_give_the_completions_of_a_batch(group: Any) -> None:
 def test_paused_requests_go_on_with_the_weights_of_then(group: Any) -> None:
     client, engine = RolloutClient(group), engine_of(group)
     parameter = group.workers[0].actor.model.transformer.model.norm.weight
-    wanted = requests(temperature=1.0 if engine.shares_weights else 0.0)  # vLLM's random streams do not go on
+    wanted = requests(temperature=1.0 if engine.info.shares_weights else 0.0)  # vLLM's random streams do not go on
 
     async def ask(change: bool) -> list[Completion]:
         async with client.running():

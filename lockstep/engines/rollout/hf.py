@@ -24,9 +24,9 @@ from transformers import (
 )
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
+from lockstep.config.engines import ROLLOUT_ENGINES
 from lockstep.engines.rollout.embedded.sampler import SamplingBatch, sample, uniform
 from lockstep.engines.rollout.rollout_engine import (
-    ROLLOUT_ENGINES,
     ModuleEngine,
     check_against_transformers,
     evaluation_mode,
@@ -40,8 +40,9 @@ from lockstep.models.rope import rope_limit
 from lockstep.protocol.generation import Completion, GenerationRequest, StopReason
 
 
-@ROLLOUT_ENGINES.register("hf")
 class HFEngine(ModuleEngine):
+    info = ROLLOUT_ENGINES.built_in["hf"]
+
     def __init__(self, config: RolloutConfig, eos_token_ids: Sequence[int], pad_token_id: int) -> None:
         self.config = config
         self.eos_token_ids = tuple(eos_token_ids)

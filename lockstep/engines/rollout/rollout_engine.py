@@ -4,12 +4,14 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lockstep.config.actor_rollout_ref import SERVER_ENGINES, ActorRolloutRefConfig, RolloutConfig
+from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig, RolloutConfig
+from lockstep.config.engines import ROLLOUT_ENGINES, RolloutEngineInfo
 from lockstep.config.model import HFModelConfig
 from lockstep.models.loading import load_causal_lm, resolve_dtype
 from lockstep.models.lora import install_adapters
@@ -17,12 +19,8 @@ from lockstep.models.model_check import check_causal, check_log_probs, reference
 from lockstep.models.packed_weights import pack_weights
 from lockstep.models.token_models import PolicyModel
 from lockstep.protocol.generation import Completion, GenerationRequest, Outcome, SamplingParams
-from lockstep.registry import Registry
 from lockstep.utils.fingerprint import fingerprint
 from lockstep.utils.progress import count
-
-OWN_DTYPE = ("vllm", *SERVER_ENGINES)
-"""Engines that compute in `rollout.dtype`; the others do so in the actor's type."""
 
 
 class RolloutEngine(ABC):
@@ -33,10 +31,10 @@ class RolloutEngine(ABC):
             finished = engine.step()         goes on with all requests that were added
             partial = engine.abort([id])
 
-    shares_weights: whether it decodes with the trainer's tensors (`bind`). Otherwise it holds a copy (`load`), which every
-                    update replaces: `begin_update`, `update_weights` with one bucket after another, `finish_update`.
-    takes_adapters: whether updates are the trained parameters alone, such as LoRA adapters on the base that was loaded;
-                    otherwise all weights, with adapters merged.
+    Its weights are the trainer's tensors (`bind`), or a copy (`load`) that every update replaces: `begin_update`,
+    `update_weights` with one bucket after another, `finish_update`.
+
+    info:           what it can do.
     policy_version: of the weights.
     drops_weights:  set by the owner, who then sends all weights again before the next request: `sleep` may drop them.
     has_weights:    False after such a `sleep`, until the next update.
@@ -44,8 +42,7 @@ class RolloutEngine(ABC):
 
     config: RolloutConfig
     max_model_len: int
-    shares_weights: bool = False
-    takes_adapters: bool = False
+    info: ClassVar[RolloutEngineInfo] = RolloutEngineInfo()
     policy_version: int = 0
     drops_weights: bool = False
     has_weights: bool = True
@@ -155,9 +152,6 @@ class RolloutEngine(ABC):
 class ModuleEngine(RolloutEngine):
     """An engine that runs a transformers module in this process."""
 
-    shares_weights = True
-    takes_adapters = True
-
     @property
     @abstractmethod
     def module(self) -> nn.Module:
@@ -168,7 +162,6 @@ class ModuleEngine(RolloutEngine):
         install_adapters(PolicyModel(policy), model, key, dtype=dtype, device=device, seed=self.config.seed)
         pack_weights(policy)
         self.bind(policy)
-        self.shares_weights = False
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         copy_weights(self.module, weights)
@@ -178,13 +171,10 @@ class ModuleEngine(RolloutEngine):
         return {name: fingerprint(state[name]) for name in names if name in state}
 
 
-ROLLOUT_ENGINES: Registry[type[RolloutEngine]] = Registry("rollout engine", key="actor_rollout_ref.rollout.name")
-
-
 def create_rollout_engine(config: RolloutConfig, eos_token_ids: Sequence[int], pad_token_id: int) -> RolloutEngine:
     """The engine named `config.name`; call `bind` or `load` before generating."""
-    engine_class = ROLLOUT_ENGINES.get(config.name)
-    return engine_class(config, eos_token_ids, pad_token_id)  # type: ignore[call-arg]
+    engine: RolloutEngine = ROLLOUT_ENGINES.get(config.name)(config, eos_token_ids, pad_token_id)
+    return engine
 
 
 def stop_tokens(sampling: SamplingParams, eos_token_ids: Sequence[int]) -> frozenset[int]:
@@ -220,7 +210,7 @@ def longest_sequence(config: RolloutConfig) -> int:
 
 def rollout_dtype(config: ActorRolloutRefConfig, device: torch.device) -> torch.dtype:
     """The type in which the rollout holds its weights: the actor's, or `rollout.dtype` of an engine that reads it."""
-    own = config.rollout.dtype if config.rollout.name in OWN_DTYPE else "auto"
+    own = "auto" if "dtype" in ROLLOUT_ENGINES.info(config.rollout.name).unread else config.rollout.dtype
     return resolve_dtype(own if own != "auto" else config.actor.fsdp_config.dtype, device)
 
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
+from lockstep.config.engines import ROLLOUT_ENGINES
 from lockstep.config.model import HFModelConfig
 from lockstep.engines.rollout.rollout_engine import (
-    ROLLOUT_ENGINES,
     RolloutEngine,
     longest_sequence,
     responses_of,
@@ -49,8 +49,9 @@ CPU_BLOCK = 128
 """Tokens per block of vLLM's KV cache on CPU."""
 
 
-@ROLLOUT_ENGINES.register("vllm")
 class VllmEngine(RolloutEngine):
+    info = ROLLOUT_ENGINES.built_in["vllm"]
+
     def __init__(self, config: RolloutConfig, eos_token_ids: Sequence[int], pad_token_id: int) -> None:
         self.config = config
         self.eos_token_ids = tuple(eos_token_ids)

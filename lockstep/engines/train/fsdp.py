@@ -16,6 +16,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lockstep.config.engines import TRAIN_ENGINES
 from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig
 from lockstep.engines.train import sharding
 from lockstep.engines.train.checkpointing import LayerCheckpointing
@@ -26,7 +27,7 @@ from lockstep.engines.train.offload import CopyStream, OffloadedMoments, PinnedB
 from lockstep.engines.train.optimizer import PiecewiseAdamW, build_optimizer
 from lockstep.engines.train.state import load_extra, load_shards, save_extra, save_shards
 from lockstep.engines.train.token_module import open_token_model
-from lockstep.engines.train.train_engine import PARTS, TRAIN_ENGINES, EngineModel, LossFn, MicroBatching, TrainEngine
+from lockstep.engines.train.train_engine import PARTS, EngineModel, LossFn, MicroBatching, TrainEngine
 from lockstep.models.export import save_policy, save_scalar_model
 from lockstep.models.four_bit import dequantized, whole_shape
 from lockstep.models.known_models import computes_packed
@@ -67,8 +68,6 @@ from lockstep.utils.seqlen import agreed_runs
 from lockstep.utils.spans import spanned
 
 
-@TRAIN_ENGINES.register("fsdp")
-@TRAIN_ENGINES.register("fsdp2")
 class FsdpEngine(TrainEngine):
     """model: its parameters are the master weights; frozen ones stay as they are.
 
@@ -78,6 +77,8 @@ class FsdpEngine(TrainEngine):
     packed: compute on packed tokens rather than on padded rows.
     sequence_parallel_size: ranks that share one row of packed tokens.
     """
+
+    info = TRAIN_ENGINES.built_in["fsdp"]
 
     def __init__(
         self,

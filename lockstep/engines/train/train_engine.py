@@ -13,17 +13,16 @@ from collections.abc import Callable, Collection, Generator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lockstep.config import names
+from lockstep.config.engines import TRAIN_ENGINES, TrainEngineInfo
 from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from lockstep.protocol.columns import Batch
-from lockstep.registry import Registry
 
 LossFn = Callable[[dict[str, Tensor], TensorDict], tuple[Tensor, dict[str, Tensor]]]
 """(model outputs of a micro-batch, its rows) -> (its share of the loss, its share of each metric)."""
@@ -78,8 +77,10 @@ class TrainEngine(ABC):
 
     dp_rank, dp_size: which of `dp_size` shares of the rows this rank computes on.
     group_rank:       its index among the ranks that share those rows; all of them return the same outputs.
+    info:             what it can do.
     """
 
+    info: ClassVar[TrainEngineInfo] = TrainEngineInfo()
     dp_rank: int
     dp_size: int
     group_rank: int
@@ -171,11 +172,7 @@ class TrainEngine(ABC):
         """Write `huggingface`, a folder that transformers opens, or of a model with adapters `lora_adapter`, which peft opens."""
 
 
-TRAIN_ENGINES: Registry[type[TrainEngine]] = Registry(
-    "training engine", "actor_rollout_ref.actor.strategy", names.TRAIN_ENGINES
-)
-
-
 def create_train_engine(name: str, model: EngineModel, device: torch.device) -> TrainEngine:
     """name: `fsdp`, another registered engine, or `file.py:Class`."""
-    return TRAIN_ENGINES.get(name).open(model, device)
+    engine: TrainEngine = TRAIN_ENGINES.get(name).open(model, device)
+    return engine

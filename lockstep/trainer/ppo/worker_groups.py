@@ -172,7 +172,7 @@ def create_weight_sync(config: PPOConfig, workers: WorkerGroups) -> WeightSync |
     """None if the rollout uses the actor's tensors."""
     policy, device = config.actor_rollout_ref, torch.device(workers.device)
     is_colocated = workers.group(Role.ActorRollout) is not None
-    if is_colocated and ROLLOUT_ENGINES.get(policy.rollout.name).shares_weights:
+    if is_colocated and ROLLOUT_ENGINES.info(policy.rollout.name).shares_weights:
         return None
     actor_wg = workers.group(Role.ActorRollout, Role.Actor)
     rollout_wg = workers.group(Role.ActorRollout, Role.Rollout)

@@ -8,11 +8,13 @@ save_checkpoint             what follows is appended as part of step 3 when step
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.profiler import GlobalProfilerConfig, ProfilerConfig, Tool
+from lockstep.config.roles import sections_of
 from lockstep.config.sft import SupervisedConfig
 from lockstep.observability.profiler import ProfileRequest, start_profile, stop_profile
 from lockstep.observability.timeline import Steps, TimelineFile, write_chrome_trace
@@ -180,9 +182,7 @@ def profile_folder(config: GlobalProfilerConfig) -> Path:
 
 def profiled_roles(config: PPOConfig, roles: Iterable[str]) -> dict[str, ProfilerConfig]:
     """The `profiler` section of each role; actor and rollout have one."""
-    own = {"ref": config.actor_rollout_ref.ref.profiler, "critic": config.critic.profiler}
-    own["rm"] = config.reward_model.profiler
-    return {role: own.get(role, config.actor_rollout_ref.actor.profiler) for role in roles}
+    return {role: attrgetter(f"{sections_of(role).role}.profiler")(config) for role in roles}
 
 
 def nsys_environment(config: PPOConfig, of: Literal["controller", "worker"]) -> dict[str, Any]:

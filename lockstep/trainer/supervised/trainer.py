@@ -129,7 +129,7 @@ class SupervisedTrainer(ABC):
             sequence_parallel_size=model.fsdp_config.ulysses_sequence_parallel_size,
             max_length=self.config.data.max_length,
         )
-        self.engine = create_train_engine("fsdp", spec, self.device)
+        self.engine = create_train_engine(model.strategy, spec, self.device)
         self.engine.onload(optimizer=True)
 
     def start(self) -> None:

@@ -23,7 +23,8 @@ from transformers import (
 )
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
-from lockstep.engines.rollout import Completion, EmbeddedEngine, GenerationRequest, SamplingParams
+from lockstep.engines.rollout import Completion, GenerationRequest, SamplingParams
+from lockstep.engines.rollout.embedded.engine import EmbeddedEngine
 from lockstep.models.attention import ATTENTION_NAME
 from lockstep.models.known_models import install_decoder_layers
 from lockstep.models.model_check import transformers_forward

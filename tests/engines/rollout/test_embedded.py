@@ -9,13 +9,13 @@ from transformers import AutoModelForCausalLM, GPTJConfig, MambaConfig, Qwen3Nex
 
 from lockstep.engines.rollout import (
     Completion,
-    EmbeddedEngine,
     GenerationRequest,
     SamplingParams,
     create_rollout_engine,
     rollout_engine,
 )
 from lockstep.engines.rollout.embedded.cpu.decode_attention import CpuDecodeAttention
+from lockstep.engines.rollout.embedded.engine import EmbeddedEngine
 from lockstep.engines.rollout.embedded.paged_attention import PagedAttention
 from lockstep.models.attention import PackedAttention
 from tests.engines.rollout.rollout_cases import (

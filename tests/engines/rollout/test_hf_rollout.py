@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, GPTJConfig, MambaConfig, Qwen3NextConfig
 
-from lockstep.engines.rollout import GenerationRequest, HFEngine, SamplingParams
+from lockstep.engines.rollout import GenerationRequest, SamplingParams
+from lockstep.engines.rollout.hf import HFEngine
 from tests.engines.rollout.rollout_cases import (
     EOS,
     PAD,

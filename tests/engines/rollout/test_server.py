@@ -14,8 +14,8 @@ import torch
 
 from lockstep.config.actor_rollout_ref import RolloutConfig, ServerConfig
 from lockstep.config.model import HFModelConfig
-from lockstep.engines.rollout import Completion, GenerationRequest, SamplingParams, ServerEngine
-from lockstep.engines.rollout.server.engine import SglangEngine, share_of
+from lockstep.engines.rollout import Completion, GenerationRequest, SamplingParams
+from lockstep.engines.rollout.server.engine import ServerEngine, SglangEngine, share_of
 from lockstep.engines.rollout.server.http import ServerError
 from lockstep.utils.audit import AuditError
 from lockstep.utils.fingerprint import fingerprint

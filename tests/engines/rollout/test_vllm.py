@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from lockstep.config.actor_rollout_ref import RolloutConfig, has_cut_log_probs
 from lockstep.config.model import HFModelConfig
-from lockstep.engines.rollout import GenerationRequest, SamplingParams, VllmEngine
-from lockstep.engines.rollout.vllm import engine_settings
+from lockstep.engines.rollout import GenerationRequest, SamplingParams
+from lockstep.engines.rollout.vllm import VllmEngine, engine_settings
 from tests.engines.rollout.rollout_cases import assert_same, embedded, naive_log_probs, transformers_greedy
 from tests.tiny import save_tiny_model
 

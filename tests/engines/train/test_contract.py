@@ -166,7 +166,6 @@ def test_a_gradient_that_is_not_finite_is_an_error_and_changes_nothing(name: str
     assert all(np.array_equal(before[parameter], after[parameter]) for parameter in before)
 
 
-def test_the_names_of_engines_are_known_to_the_config(name: str) -> None:
-    from lockstep.config import names
-
-    assert set(TRAIN_ENGINES) >= names.TRAIN_ENGINES
+def test_the_config_knows_what_the_engine_can_do(name: str, folder: Path) -> None:
+    assert TRAIN_ENGINES.problem(name) is None
+    assert TRAIN_ENGINES.info(name) == TRAIN_ENGINES.get(name).info == create(name, folder, trained=False).info

@@ -13,13 +13,13 @@ from heapq import nlargest
 from torch import Tensor, nn
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
+from lockstep.config.engines import ROLLOUT_ENGINES
 from lockstep.engines.rollout.embedded import sequence as sequences
 from lockstep.engines.rollout.embedded.block_manager import BlockManager
 from lockstep.engines.rollout.embedded.model_runner import ModelRunner
 from lockstep.engines.rollout.embedded.scheduler import Scheduler
 from lockstep.engines.rollout.embedded.step_loop import StepLoop
 from lockstep.engines.rollout.rollout_engine import (
-    ROLLOUT_ENGINES,
     ModuleEngine,
     check_against_transformers,
     longest_sequence,
@@ -31,13 +31,14 @@ from lockstep.utils.progress import phase
 logger = logging.getLogger(__name__)
 
 
-@ROLLOUT_ENGINES.register("embedded")
 class EmbeddedEngine(ModuleEngine):
     """Continuous batching over a paged KV cache, with the parameters of the model given to `bind`.
 
     num_blocks: size of the KV cache; None sizes it within `gpu_memory_utilization` (CPU: for the requests at hand; CUDA: for
                 `max_num_seqs` sequences of the maximum length).
     """
+
+    info = ROLLOUT_ENGINES.built_in["embedded"]
 
     def __init__(
         self, config: RolloutConfig, eos_token_ids: Sequence[int], pad_token_id: int, num_blocks: int | None = None

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
+from lockstep.config.engines import ROLLOUT_ENGINES
 from lockstep.config.model import HFModelConfig
 from lockstep.engines.rollout.rollout_engine import (
-    ROLLOUT_ENGINES,
     RolloutEngine,
     longest_sequence,
     responses_of,
@@ -47,11 +47,12 @@ ABORT_S = 5.0
 """How long aborted requests may take to return what they have."""
 
 
-@ROLLOUT_ENGINES.register("server")
 class ServerEngine(RolloutEngine):
+    info = ROLLOUT_ENGINES.built_in["server"]
+
     def __init__(self, config: RolloutConfig, eos_token_ids: Sequence[int], pad_token_id: int) -> None:
         self.config = config
-        self.kind: str = config.server.kind
+        self.kind: str = self.info.server_kind or config.server.kind
         self.eos_token_ids = tuple(eos_token_ids)
         self.max_model_len = longest_sequence(config)
         self._awake = {"weights", "kv_cache"}
@@ -279,13 +280,10 @@ class ServerEngine(RolloutEngine):
         return f"version {self.policy_version}"
 
 
-@ROLLOUT_ENGINES.register("sglang")
 class SglangEngine(ServerEngine):
     """Servers of SGLang."""
 
-    def __init__(self, config: RolloutConfig, eos_token_ids: Sequence[int], pad_token_id: int) -> None:
-        super().__init__(config, eos_token_ids, pad_token_id)
-        self.kind = "sglang"
+    info = ROLLOUT_ENGINES.built_in["sglang"]
 
 
 class EventLoop:

