@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from lockstep.config.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitFloat
+
 KLEstimator = Literal["kl", "abs", "mse", "low_var_kl", "kl+", "abs+", "mse+", "low_var_kl+"]
 KL_ESTIMATORS = tuple(name for name in get_args(KLEstimator) if not name.endswith("+"))
 KL_ALIASES = {"k1": "kl", "k2": "mse", "k3": "low_var_kl", "k1+": "kl+", "k2+": "mse+", "k3+": "low_var_kl+"}
@@ -17,11 +19,11 @@ ReweightMethod = Literal["pow", "max_min", "max_random"]
 class KLControlConfig:
     type: KLControllerType = "fixed"
     """Whether the coefficient of the KL penalty in the reward is constant or adapts to `target_kl`."""
-    kl_coef: float = 0.001
+    kl_coef: NonNegativeFloat = 0.001
     """The coefficient, or its initial value if it adapts."""
-    horizon: int = 10000
+    horizon: PositiveInt = 10000
     """Adaptive only: number of sequences over which the coefficient adapts."""
-    target_kl: float = 0.1
+    target_kl: PositiveFloat = 0.1
     """Adaptive only: target KL per sequence."""
 
 
@@ -60,7 +62,7 @@ class FilterGroupsConfig:
     """Drop prompts whose samples all have the same score, and generate more until the batch is full (DAPO)."""
     metric: str | None = None
     """What is compared: score (or seq_reward), or a column that the reward function returns, such as acc; null is score."""
-    max_num_gen_batches: int = 0
+    max_num_gen_batches: NonNegativeInt = 0
     """Stop with an error after generating this many batches of prompts for one step; 0 is no limit."""
 
 
@@ -71,9 +73,9 @@ class AlgoConfig:
     `file.py:function`."""
     adv_kwargs: dict[str, Any] = field(default_factory=dict)
     """Settings of your own estimator: its keyword-only parameters (docs/extending.md)."""
-    gamma: float = 1.0
+    gamma: UnitFloat = 1.0
     """Discount per token."""
-    lam: float = 1.0
+    lam: UnitFloat = 1.0
     """GAE's lambda."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide group-relative advantages by the group's standard deviation; false is Dr.GRPO."""
@@ -81,9 +83,9 @@ class AlgoConfig:
     """gdpo: columns of the reward function's result that are normalized separately; empty uses the score."""
     gdpo_reward_weights: list[float] = field(default_factory=list)
     """gdpo: one weight per key of `gdpo_reward_keys`; empty weights all by 1."""
-    egpo_lambda: float = 0.4
+    egpo_lambda: NonNegativeFloat = 0.4
     """egpo: weight of the entropy bonus in the advantage."""
-    egpo_alpha: float = 2.0
+    egpo_alpha: PositiveFloat = 2.0
     """egpo: the bonus is at most |advantage| divided by this."""
     use_kl_in_reward: bool = False
     """Subtract a KL penalty against the reference policy from each token's reward; defaults to true if a key of `kl_ctrl` is

@@ -15,9 +15,8 @@ from lockstep.config.estimators import BATCH_INPUTS, PARAMETERS, required_inputs
 from lockstep.config.placement import ROLES, Pools, TooFewWorkers, needed_models, pools_of
 from lockstep.config.plugin_settings import LOSS_KEY, setting_problems
 from lockstep.config.ppo import PPOConfig
-from lockstep.config.ranges import ranges
 from lockstep.config.run_names import earlier_default
-from lockstep.config.schema import defaults, flat_values, get_in, keys
+from lockstep.config.schema import defaults, flat_values, get_in, keys, out_of_bounds
 from lockstep.config.without_effect import without_effect
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -44,7 +43,7 @@ def check(config: PPOConfig) -> tuple[list[Problem], list[str]]:
         inputs, models, estimator_problems = frozenset(), [], error.problems
     found = chain(
         estimator_problems,
-        ranges(values),
+        out_of_bounds(type(config), values),
         checks.tracker_names(values),
         _names(values),
         checks.fixed_values(values),

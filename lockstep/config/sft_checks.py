@@ -8,8 +8,7 @@ from lockstep.config import checks
 from lockstep.config.checks import Values
 from lockstep.config.errors import Problem, show
 from lockstep.config.preference import DPOConfig
-from lockstep.config.ranges import ranges
-from lockstep.config.schema import defaults, flat_values
+from lockstep.config.schema import defaults, flat_values, out_of_bounds
 from lockstep.config.sft import SFTConfig, SupervisedConfig
 from lockstep.config.without_effect import Reason, notices, profiler_reasons
 
@@ -27,7 +26,7 @@ def check_supervised(config: SupervisedConfig) -> tuple[list[Problem], list[str]
     """Everything that prevents the configuration from running, and warnings about likely mistakes."""
     values = flat_values(config)
     problems = chain(
-        ranges(values),
+        out_of_bounds(type(config), values),
         checks.tracker_names(values),
         checks.fixed_values(values),
         checks.data_files(values),
@@ -54,7 +53,7 @@ def _ranks(values: Values) -> Iterator[Problem]:
     """How the processes of torchrun shard the model and split sequences."""
     processes, ranks, shard = int(os.environ.get("WORLD_SIZE", "1")), values[_RANKS], values[f"{_ENGINE}.fsdp_size"]
     if ranks < 1 or shard < -1 or shard == 0:
-        return  # reported by `ranges`
+        return  # reported by `out_of_bounds`
     if processes % ranks:
         message = f"does not divide the number of processes ({processes}; torchrun --nproc_per_node); set a divisor"
         yield Problem(_RANKS, ranks, message)

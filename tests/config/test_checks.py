@@ -1,6 +1,7 @@
 """Checks across keys: each reports its key and what to set."""
 
 import logging
+from dataclasses import is_dataclass
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,7 @@ from lockstep.config.generation import GenerationConfig
 from lockstep.config.placement import need_critic
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.preference import DPOConfig, RMConfig
-from lockstep.config.ranges import RANGES
-from lockstep.config.schema import keys
+from lockstep.config.schema import flat_values, keys, out_of_bounds, to_dataclass
 from lockstep.config.sft import SFTConfig
 from tests.hub import use_hub
 
@@ -25,9 +25,17 @@ def test_minimal_configuration_passes(minimal: list[str]) -> None:
 ROOTS = (PPOConfig, SFTConfig, RMConfig, DPOConfig, GenerationConfig)
 
 
-def test_ranges_name_real_fields() -> None:
-    known = {key: value for cls in ROOTS for key, value in keys(cls).items()}
-    assert set(RANGES) <= {*known, *(key.field for key in known.values())}
+@pytest.mark.parametrize("cls", ROOTS)
+def test_defaults_are_in_bounds(cls: type) -> None:
+    assert list(out_of_bounds(cls, flat_values(to_dataclass(cls, {})))) == []
+
+
+@pytest.mark.parametrize("cls", ROOTS)
+def test_a_field_that_replaces_a_bounded_one_has_the_same_bound(cls: type) -> None:
+    for key in keys(cls).values():
+        for base in key.owner.__mro__:
+            replaced = keys(base).get(key.field) if is_dataclass(base) else None
+            assert replaced is None or replaced.bound == key.bound, f"{key.name} in {base.__name__}"
 
 
 def test_required_keys() -> None:
