@@ -1,11 +1,11 @@
 """`actor_rollout_ref.*`: the policy, its rollout engine and its frozen reference."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from omegaconf import II
 
-from lockstep.config.algorithm import KLEstimator, RolloutCorrectionConfig
+from lockstep.config.algorithm import KLEstimator
 from lockstep.config.bounds import (
     Bound,
     CountOrAll,
@@ -18,39 +18,12 @@ from lockstep.config.bounds import (
     UnitFloat,
 )
 from lockstep.config.model import CheckpointConfig, Dtype, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from lockstep.config.policy_loss import PolicyLossConfig
 from lockstep.config.profiler import ProfilerConfig
 
 _ACTOR = "actor_rollout_ref.actor"
-_CORRECTION = "algorithm.rollout_correction"
 
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-
-
-def _inherited_correction() -> RolloutCorrectionConfig:
-    """Every key follows `algorithm.rollout_correction`."""
-    return RolloutCorrectionConfig(**{f.name: II(f"{_CORRECTION}.{f.name}") for f in fields(RolloutCorrectionConfig)})
-
-
-@dataclass(frozen=True)
-class PolicyLossConfig:
-    loss_mode: str = "vanilla"
-    """Policy loss: a registered name (see docs/algorithms/policy-losses.md), or your own as `module:function` or
-    `file.py:function`."""
-    loss_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Settings of your own loss: its keyword-only parameters (docs/extending.md)."""
-    clip_cov_ratio: UnitFloat = 0.0002
-    """clip_cov: fraction of the mini-batch's tokens whose gradient is dropped."""
-    clip_cov_lb: float = 1.0
-    """clip_cov: lower bound on the covariance of dropped tokens."""
-    clip_cov_ub: float = 5.0
-    """clip_cov: upper bound on the covariance of dropped tokens."""
-    kl_cov_ratio: UnitFloat = 0.0002
-    """kl_cov: fraction of the mini-batch's tokens, those with the largest covariance, that get a KL penalty."""
-    ppo_kl_coef: NonNegativeFloat = 0.1
-    """kl_cov: weight of the KL penalty."""
-    dro_beta: NonNegativeFloat = 0.1
-    """dro: weight of the squared log-ratio."""
-    rollout_correction: RolloutCorrectionConfig = field(default_factory=_inherited_correction)
 
 
 @dataclass(frozen=True)
@@ -112,11 +85,7 @@ class ActorConfig:
     grad_clip: PositiveFloat = II(f"{_ACTOR}.optim.clip_grad")
     """Gradients are clipped to this norm."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    rollout_n: int = II("actor_rollout_ref.rollout.n")
-    """Samples per prompt; follows `rollout.n`."""
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
-    global_batch_info: dict[str, Any] = field(default_factory=dict, metadata={"internal": True})
-    """Set by the worker, not by users: dp_size, batch_num_tokens, global_batch_size and loss_scale_factor of the mini-batch."""
 
 
 @dataclass(frozen=True)

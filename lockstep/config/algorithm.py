@@ -1,6 +1,8 @@
 """`algorithm.*`: advantage estimation, KL control, rollout correction and filtering of samples."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, Literal, get_args
 
 from lockstep.config.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitFloat
@@ -64,6 +66,47 @@ class FilterGroupsConfig:
     """What is compared: score (or seq_reward), or a column that the reward function returns, such as acc; null is score."""
     max_num_gen_batches: NonNegativeInt = 0
     """Stop with an error after generating this many batches of prompts for one step; 0 is no limit."""
+
+
+_GROUP = ("index",)
+_STD = ("norm_adv_by_std_in_grpo",)
+
+
+class AdvantageEstimator(StrEnum):
+    """The built-in estimators: name in `algorithm.adv_estimator`, batch keys that it needs, keys of `algorithm` that it reads.
+
+    values:           from a critic.
+    index:            the prompt of each sample (its uid): the estimator compares the samples of one prompt.
+    reward_baselines: scores of a greedy rollout.
+    The other batch keys come with the old log-probs.
+    """
+
+    inputs: frozenset[str]
+    keys: frozenset[str]
+
+    def __new__(cls, name: str, inputs: Iterable[str] = (), keys: Iterable[str] = ()) -> "AdvantageEstimator":
+        member = str.__new__(cls, name)
+        member._value_ = name
+        member.inputs = frozenset(inputs)
+        member.keys = frozenset(keys)
+        return member
+
+    GAE = "gae", ("values",), ("gamma", "lam")
+    GRPO = "grpo", _GROUP, _STD
+    GRPO_VECTORIZED = "grpo_vectorized", _GROUP, _STD
+    GRPO_PASSK = "grpo_passk", _GROUP, _STD
+    REINFORCE_PLUS_PLUS = "reinforce_plus_plus", (), ("gamma",)
+    REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline", _GROUP
+    REMAX = "remax", ("reward_baselines",)
+    RLOO = "rloo", _GROUP
+    RLOO_VECTORIZED = "rloo_vectorized", _GROUP
+    OPO = "opo", _GROUP
+    GPG = "gpg", _GROUP
+    GDPO = "gdpo", _GROUP, (*_STD, "gdpo_reward_keys", "gdpo_reward_weights")
+    OPTIMAL_TOKEN_BASELINE = "optimal_token_baseline", (*_GROUP, "old_log_probs", "sum_pi_squared")
+    TIR_OPTIMAL_TOKEN_BASELINE = "tir_optimal_token_baseline", (*_GROUP, "old_log_probs", "sum_pi_squared")
+    MAXRL = "maxrl", _GROUP
+    EGPO = "egpo", (*_GROUP, "entropys"), (*_STD, "egpo_lambda", "egpo_alpha")
 
 
 @dataclass(frozen=True)

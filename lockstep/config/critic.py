@@ -55,6 +55,4 @@ class CriticConfig:
     nccl_timeout: PositiveInt = II("actor_rollout_ref.nccl_timeout")
     """Timeout of collective operations in seconds."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    rollout_n: int = II("actor_rollout_ref.rollout.n")
-    """Samples per prompt; follows `rollout.n`."""
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)

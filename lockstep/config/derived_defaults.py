@@ -14,6 +14,7 @@ from lockstep.config.errors import ConfigError
 from lockstep.config.estimators import needs_groups
 from lockstep.config.generation import GenerationConfig
 from lockstep.config.micro_batches import filled_by_tokens
+from lockstep.config.policy_loss import BUILT_IN_LOSSES, LossNeeds
 from lockstep.config.preference import DPOConfig, RMConfig
 from lockstep.config.run_names import experiment_name, project_name
 from lockstep.config.schema import keys, set_in
@@ -25,9 +26,6 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _FREE_CACHE = f"{_ROLLOUT}.free_cache_engine"
 
 _CORRECTION = "algorithm.rollout_correction"
-
-_CLIP_AROUND_1 = ("vanilla", "bypass_mode", "gspo", "geo_mean", "clip_cov")
-"""Losses for which distances from 1 as large as 0.5 and 1 make no sense; cispo and dppo_tv, dppo_kl use such values."""
 
 PROGRAMS: dict[type, str] = {SFTConfig: "sft", RMConfig: "rm", DPOConfig: "dpo"}
 """Root config class of a program whose model is `model.path` -> its part of a run's name."""
@@ -92,8 +90,8 @@ def derived_defaults(cls: type, values: Mapping[str, Any]) -> tuple[dict[str, An
             f"({_CORRECTION}.rollout_is=token); set that key to null to train without"
         )
     low, high = values.get(_CLIP_LOW), values.get(_CLIP_HIGH)
-    is_around_1 = values.get("actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla") in _CLIP_AROUND_1
-    if is_around_1 and isinstance(low, float) and isinstance(high, float) and 0.5 <= low < 1 < high < 2:
+    loss = BUILT_IN_LOSSES.get(values.get("actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla"), LossNeeds())
+    if loss.clips_around_1 and isinstance(low, float) and isinstance(high, float) and 0.5 <= low < 1 < high < 2:
         derived[_CLIP_LOW], derived[_CLIP_HIGH] = round(1 - low, 12), round(high - 1, 12)
         notices.append(
             f"{_CLIP_LOW}={low:g} and {_CLIP_HIGH}={high:g} are read as the bounds of the ratio, so the distances from 1 are "

@@ -121,10 +121,6 @@ def _algorithm(values: Values, inputs: Collection[str]) -> Iterator[Problem]:
         if values[name] and values[f"{_REF}.enable"] is False:
             message = f"KL needs a reference policy, but {_REF}.enable is false; set that to null"
             yield Problem(name, True, message, also=(f"{_REF}.enable",))
-    for section in (_ACTOR, "critic"):
-        if values[f"{section}.rollout_n"] != values[f"{_ROLLOUT}.n"]:
-            message = f"must equal {_ROLLOUT}.n={values[f'{_ROLLOUT}.n']}; set only that key"
-            yield Problem(f"{section}.rollout_n", values[f"{section}.rollout_n"], message, also=(f"{_ROLLOUT}.n",))
     if values["algorithm.filter_groups.enable"] and values[f"{_ROLLOUT}.n"] == 1 and "index" not in inputs:
         message = "algorithm.filter_groups compares the samples of one prompt; set 2 or more"
         yield Problem(f"{_ROLLOUT}.n", 1, message, also=("algorithm.filter_groups.enable",))

@@ -56,16 +56,16 @@ def _walk(cls: type, section: str) -> Iterator[Key]:
             continue
         name = f"{section}.{field.name}" if section else field.name
         annotation = types_of[field.name]
-        yield Key(name, section, annotation, _bound(annotations[field.name]), cls, field.name)
+        yield Key(name, section, annotation, bound_of(annotations[field.name]), cls, field.name)
         if _is_section(annotation):
             yield from _walk(annotation, name)
 
 
-def _bound(annotation: Any) -> Bound | None:
+def bound_of(annotation: Any) -> Bound | None:
     """The bound in `Annotated[type, bound]`, which may be a choice of a union."""
     if isinstance(annotation, Bound):
         return annotation
-    return next((bound for part in get_args(annotation) if (bound := _bound(part))), None)
+    return next((bound for part in get_args(annotation) if (bound := bound_of(part))), None)
 
 
 def _is_section(annotation: Any) -> bool:

@@ -90,7 +90,6 @@ REF = "actor_rollout_ref.ref"
             [f"{ACTOR}.policy_loss.rollout_correction.rollout_is=token"],
             "rollout_correction.rollout_is=token: must equal algorithm.rollout_correction.rollout_is=None; set only that key",
         ),
-        ([f"{ACTOR}.rollout_n=4"], f"{ACTOR}.rollout_n=4: must equal {ROLLOUT}.n=1"),
         ([f"{ACTOR}.loss_agg_mode=mean"], f"{ACTOR}.loss_agg_mode=mean: must be one of token-mean, token-sum"),
         ([f"{ACTOR}.kl_loss_type=k4"], f"{ACTOR}.kl_loss_type=k4: must be one of kl, abs, mse, low_var_kl"),
         (

@@ -9,9 +9,10 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lockstep.algorithms.losses.aggregate import agg_loss
-from lockstep.algorithms.losses.policy import PREPARATIONS, prepare_policy_loss
+from lockstep.algorithms.losses.policy import prepare_policy_loss, register_policy_loss
 from lockstep.algorithms.losses.preparation import MiniBatch
-from lockstep.config.actor_rollout_ref import ActorConfig, PolicyLossConfig
+from lockstep.config.actor_rollout_ref import ActorConfig
+from lockstep.config.policy_loss import PolicyLossConfig
 from lockstep.utils.audit import AuditError
 from lockstep.utils.masked import masked_mean
 from lockstep.workers.losses import SplitCheck, actor_loss_fn, require_finite_loss
@@ -122,10 +123,13 @@ def test_settings_reach_the_loss_and_its_preparation() -> None:
         seen.append(config.policy_loss.loss_kwargs)
         return {"level": torch.full((4, 1), 3.0)}
 
-    PREPARATIONS.register(halved.policy_loss.loss_mode)(level)
-    rows["level"] = prepare_policy_loss(halved.policy_loss.loss_mode, rows, halved)["level"]
+    assert prepare_policy_loss(halved.policy_loss.loss_mode, rows, halved) == {}
+    register_policy_loss("scaled", prepare=level)(scaled)
+    rows["level"] = prepare_policy_loss(halved.policy_loss.loss_mode, rows, halved)["level"]  # by its path, too
+    assert torch.equal(prepare_policy_loss("scaled", rows, halved)["level"], rows["level"])
+    del scaled.prepare  # type: ignore[attr-defined]
     torch.testing.assert_close(loss_of(halved, ("level",)), 1.5 * loss_of(plain))
-    assert seen == [{"beta": 0.5, "mode": "plain"}]
+    assert seen == [{"beta": 0.5, "mode": "plain"}] * 2
 
 
 def test_wrong_settings_of_a_worker_name_the_key() -> None:

@@ -14,7 +14,6 @@ from contextlib import ExitStack, nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any, cast
 
 import torch
@@ -95,6 +94,7 @@ from lockstep.trainer.run.step_profiler import StepProfiler, profiled_roles
 from lockstep.utils.audit import GapBound
 from lockstep.utils.decoding import decode_all
 from lockstep.utils.device import resolve_device
+from lockstep.utils.metrics import reduced_over_ranks
 from lockstep.utils.progress import phase
 from lockstep.utils.seqlen import log_seqlen_unbalance
 from lockstep.utils.spans import span
@@ -525,7 +525,7 @@ class PPOTrainer:
         is_one_update = (
             self.global_steps > self.critic_warmup
             and actor.ppo_epochs == 1
-            and num_samples <= actor.ppo_mini_batch_size * actor.rollout_n
+            and num_samples <= actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
         )
         return old_log_probs_source(self.config, is_one_update=is_one_update)
 
@@ -579,16 +579,17 @@ class PPOTrainer:
     def _update(self, batch: DataProto, timing: dict[str, float]) -> dict[str, float]:
         """Update the critic and the actor, concurrently if their workers are separate."""
         actor, critic = self.config.actor_rollout_ref.actor, self.config.critic
+        n, step = self.config.actor_rollout_ref.rollout.n, self.global_steps
         waiting = {}
         if self.use_critic:
             with marked_timer("update_critic", timing):
-                rule = mini_batches_of(critic, self.global_steps)
+                rule = mini_batches_of(critic, n, step)
                 waiting["update_critic"] = self.critic_wg.update_critic(
                     self._laid_out(batch, rule, self.critic_wg.mesh("critic").dp_size)
                 )
         if self.global_steps > self.critic_warmup:
             with marked_timer("update_actor", timing):
-                rule = mini_batches_of(actor, self.global_steps, loss_preparation(actor, self.global_steps))
+                rule = mini_batches_of(actor, n, step, loss_preparation(actor, step))
                 waiting["update_actor"] = self.actor_rollout_wg.update_actor(
                     self._laid_out(batch, rule, self.actor_rollout_wg.mesh("actor").dp_size)
                 )
@@ -596,7 +597,7 @@ class PPOTrainer:
         metrics: dict[str, float] = {}
         for name, output in waiting.items():
             with marked_timer(name, timing):
-                metrics |= _reduced(output.get())
+                metrics |= reduced_over_ranks(output.get().meta_info["metrics"])
         if "update_actor" in waiting:
             with marked_timer("update_weights", timing) if self.weight_sync is not None else nullcontext():
                 metrics |= self.source.update_weights(self.num_updates)
@@ -739,11 +740,3 @@ class PPOTrainer:
             self.kl_ctrl_in_reward.value = state["kl_coef"]
         metrics: dict[str, Any] = state["metrics"]
         return metrics
-
-
-def _reduced(output: DataProto) -> dict[str, float]:
-    """A worker group's metrics, reduced over ranks: the maximum for names with max, the mean for all others."""
-    metrics = output.meta_info["metrics"]
-    per_rank = {name: value if isinstance(value, list) else [value] for name, value in metrics.items()}
-    largest = {name for name in metrics if "/max_" in name or name.endswith("_max")}
-    return {name: max(values) if name in largest else fmean(values) for name, values in per_rank.items()}

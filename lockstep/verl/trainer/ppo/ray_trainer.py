@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from lockstep.algorithms.compute_advantage import compute_advantage, compute_response_mask
 from lockstep.algorithms.kl import apply_kl_penalty
-from lockstep.config.estimators import AdvantageEstimator
+from lockstep.config.algorithm import AdvantageEstimator
 from lockstep.config.placement import need_critic, need_reference_model, need_reward_model
 from lockstep.config.ppo import PPOConfig
 from lockstep.data.loader import create_dataloader
@@ -267,10 +267,10 @@ class RayPPOTrainer(PPOTrainer):
         if "mini_batch" in data.tensors:
             return getattr(group, f"update_{role}")(data)
         with self._typed_config() as typed:
-            actor, step = typed.actor_rollout_ref.actor, self.global_steps
-            rule = mini_batches_of(typed.critic, step)
+            actor, n, step = typed.actor_rollout_ref.actor, typed.actor_rollout_ref.rollout.n, self.global_steps
+            rule = mini_batches_of(typed.critic, n, step)
             if role == "actor":
-                rule = mini_batches_of(actor, step, loss_preparation(actor, step))
+                rule = mini_batches_of(actor, n, step, loss_preparation(actor, step))
             laid_out = self._laid_out(update_inputs(data), rule, group.mesh(role).dp_size)
             output = adopt(getattr(group, f"update_{role}")(laid_out).get())
             if role == "actor":
