@@ -132,8 +132,6 @@ class SupervisedConfig(RootConfig):
     trainer: SupervisedTrainerConfig = field(default_factory=SupervisedTrainerConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     global_profiler: GlobalProfilerConfig = field(default_factory=GlobalProfilerConfig)
-    unset_sizes: frozenset[str] = field(default=frozenset(), compare=False, metadata={"internal": True})
-    """Batch sizes that the user has not set (`batch_sizes.py`)."""
 
 
 @dataclass(frozen=True)

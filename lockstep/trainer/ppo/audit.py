@@ -7,6 +7,7 @@ import torch
 from lockstep.agents.trajectory import NOT_SAMPLED
 from lockstep.protocol import DataProto
 from lockstep.utils.audit import AuditError, GapBound, RolloutGap
+from lockstep.utils.metrics import reduced_over_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ def rollout_gap(batch: DataProto, bound: GapBound, *, corrected: bool = False) -
         return {}
     gap = RolloutGap()
     gap.add(batch.tensors["rollout_log_probs"], batch.tensors["old_log_probs"], batch.tensors["response_mask"])
-    metrics = gap.metrics(*gap.sums())
+    metrics = reduced_over_ranks(gap.metrics(*gap.sums()))
     if not corrected:
         bound.check(metrics)
     return metrics
