@@ -13,8 +13,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 from lockstep.config.errors import NO_VALUE, ConfigError, Problem
 from lockstep.config.estimators import ADV_KWARGS, ESTIMATOR_INPUTS, PARAMETERS
-from lockstep.config.names import POLICY_LOSSES
-from lockstep.config.policy_loss import BUILT_IN_LOSSES
+from lockstep.config.policy_loss import BUILT_IN_LOSSES, LOSS_NAMES
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import Mismatch, bound_of, coerce, describe
 from lockstep.registry import did_you_mean, find_registered, load_object
@@ -46,7 +45,7 @@ def setting_problems(config: PPOConfig) -> Iterator[Problem]:
     """What is wrong with `loss_kwargs` and `adv_kwargs`, before anything is loaded but the user's code."""
     policy_loss, algorithm = config.actor_rollout_ref.actor.policy_loss, config.algorithm
     name, loss = policy_loss.loss_mode, _find(policy_loss.loss_mode, "policy loss")
-    if loss is not None or name in POLICY_LOSSES:
+    if loss is not None or name in LOSS_NAMES:
         yield from _settings(loss, policy_loss.loss_kwargs, LOSS_KWARGS, LOSS_ARGUMENTS, name)[1]
     name, estimator = algorithm.adv_estimator, _find(algorithm.adv_estimator, "advantage estimator")
     if estimator is not None or name in ESTIMATOR_INPUTS:

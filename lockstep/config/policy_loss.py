@@ -74,3 +74,5 @@ BUILT_IN_LOSSES = {
     "sapo": LossNeeds(("tau_pos", "tau_neg")),
 }
 """The built-in losses."""
+LOSS_NAMES = set(BUILT_IN_LOSSES)
+"""Names that `loss_mode` allows; registering another loss adds its name."""

@@ -14,6 +14,7 @@ from lockstep.config.errors import ConfigError, Problem
 from lockstep.config.estimators import BATCH_INPUTS, PARAMETERS, required_inputs
 from lockstep.config.placement import ROLES, Pools, TooFewWorkers, needed_models, pools_of
 from lockstep.config.plugin_settings import LOSS_KEY, setting_problems
+from lockstep.config.policy_loss import LOSS_NAMES
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.run_names import earlier_default
 from lockstep.config.schema import defaults, flat_values, get_in, keys, out_of_bounds
@@ -153,7 +154,7 @@ def _over_sampling(values: Values) -> Iterator[Problem]:
 
 
 def _names(values: Values) -> Iterator[Problem]:
-    yield from checks.known_name(values, LOSS_KEY, names.POLICY_LOSSES)
+    yield from checks.known_name(values, LOSS_KEY, LOSS_NAMES)
     for section in (_ACTOR, _REF, "critic", "reward_model"):
         yield from checks.known_name(values, f"{section}.strategy", names.TRAIN_ENGINES, "class")
     yield from checks.reward_manager(values)

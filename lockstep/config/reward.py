@@ -9,6 +9,9 @@ from lockstep.config.bounds import NonNegativeInt, PositiveFloat, PositiveInt, T
 from lockstep.config.model import FSDPEngineConfig, HFModelConfig
 from lockstep.config.profiler import ProfilerConfig
 
+REWARD_MANAGERS = {"naive", "batch", "dapo", "functions", "prime", "rate_limited"}
+"""Names that `reward_manager` allows; registering another one adds its name."""
+
 
 @dataclass(frozen=True)
 class RewardModelModelConfig(HFModelConfig):

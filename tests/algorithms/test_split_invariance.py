@@ -62,7 +62,7 @@ def policy_loss(name: str) -> LossFn:
 def prepared(name: str, batch: Batch, **how: Any) -> Batch:
     """The batch with the columns of the loss's prepare function."""
     rows = {"old_log_probs": batch["old"], "advantages": batch["advantages"], "response_mask": batch["mask"]}
-    return batch | prepare_policy_loss(name, rows, actor_config(), **how)
+    return batch | (prepare_policy_loss(name, rows, actor_config(), **how) if name in POLICY_LOSSES else {})
 
 
 def kl_loss(log_prob: Tensor, rows: Batch, mode: str, counts: dict[str, int]) -> Tensor:

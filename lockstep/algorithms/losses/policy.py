@@ -16,9 +16,9 @@ from torch import Tensor
 from lockstep.algorithms.losses.aggregate import agg_loss, batch_counts
 from lockstep.algorithms.losses.preparation import MiniBatch, Prepare
 from lockstep.algorithms.rollout_correction.weights import MAX_LOG_RATIO
-from lockstep.config import names
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.plugin_settings import LOSS_KEY, PREPARE, loss_settings
+from lockstep.config.policy_loss import LOSS_NAMES
 from lockstep.registry import Registry
 from lockstep.utils.masked import masked_mean
 
@@ -41,7 +41,7 @@ class PolicyLossFn(Protocol):
     ) -> tuple[Tensor, dict[str, Tensor]]: ...
 
 
-POLICY_LOSSES: Registry[PolicyLossFn] = Registry("policy loss", key=LOSS_KEY, names=names.POLICY_LOSSES)
+POLICY_LOSSES: Registry[PolicyLossFn] = Registry("policy loss", key=LOSS_KEY, names=LOSS_NAMES)
 
 
 def register_policy_loss(name: str, prepare: Prepare | None = None) -> Callable[[PolicyLossFn], PolicyLossFn]:
