@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable
-from copy import copy
 from typing import Any, cast
 
 import torch
@@ -38,7 +37,7 @@ def actor_loss_fn(
     """
     policy_loss = get_policy_loss_fn(policy_loss_mode(config))
     prepared = tuple(prepared)
-    seen = copy(with_loss_settings(config))
+    seen = with_loss_settings(config)
     object.__setattr__(seen, "global_batch_info", info)  # where losses that were written for verl read the counts
 
     def loss_of(outputs: dict[str, Tensor], rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
