@@ -144,9 +144,11 @@ def typed_section(section: Any, name: str, cls: type = PPOConfig) -> Any:
         return section
     root = section._get_root() if isinstance(section, DictConfig) else None
     is_part = isinstance(root, DictConfig) and OmegaConf.select(root, name) is section
-    found = getattr(typed_config(root if is_part else {name: section}, run_checks=False, cls=cls), name)
-    if name == "critic":  # which does not have the rollout's section
-        object.__setattr__(found, "rollout_n", section.get("rollout_n", 1))
+    typed: Any = typed_config(root if is_part else {name: section}, run_checks=False, cls=cls)
+    found = getattr(typed, name)
+    if name == "critic":  # whose workers do not get the rollout's section
+        num_samples = typed.actor_rollout_ref.rollout.n if is_part else section.get("rollout_n") or 1
+        object.__setattr__(found, "rollout_n", num_samples)
     return found
 
 
