@@ -27,6 +27,13 @@ def plain_agg_loss(
     return agg_loss(-advantages * log_prob, response_mask, loss_agg_mode), {}
 
 
+def counts_of_the_config(
+    log_prob: Tensor, advantages: Tensor, response_mask: Tensor, loss_agg_mode: str, config: Any, **_: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """As verl's losses do it."""
+    return agg_loss(-advantages * log_prob, response_mask, loss_agg_mode, **config.global_batch_info), {}
+
+
 def mean_of_the_call(
     log_prob: Tensor, advantages: Tensor, response_mask: Tensor, **_: Any
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -54,9 +61,10 @@ def micro_batch(num_rows: int = 4) -> tuple[dict[str, Tensor], TensorDict]:
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
-def test_agg_loss_in_a_users_loss_counts_the_whole_mini_batch(mode: str) -> None:
+@pytest.mark.parametrize("loss", [plain_agg_loss, counts_of_the_config])
+def test_agg_loss_in_a_users_loss_counts_the_whole_mini_batch(loss: Any, mode: str) -> None:
     outputs, rows = micro_batch()
-    loss_fn = actor_loss_fn(config_of(plain_agg_loss, mode), INFO, check=SplitCheck())
+    loss_fn = actor_loss_fn(config_of(loss, mode), INFO, check=SplitCheck())
     whole, _ = loss_fn(outputs, rows)
     parts = [loss_fn({"log_probs": outputs["log_probs"][i : i + 1]}, rows[i : i + 1])[0] for i in range(4)]
     torch.testing.assert_close(sum(parts), whole)
