@@ -65,7 +65,7 @@ def test_runs_of_different_programs(runs: list[Path], tmp_path: Path, capsys: py
     assert lines[:3] == [
         ["setting", "a", "rm"],
         ["trainer.seed", "1", "2"],
-        ["34", "settings", "that", "not", "all", "of", "the", "runs", "have", "are", "left", "out"],
+        ["35", "settings", "that", "not", "all", "of", "the", "runs", "have", "are", "left", "out"],
     ]
     assert ["accuracy,", "last", "-", "0.75"] in lines
 
