@@ -69,7 +69,9 @@ def main(arguments: list[str] | None = None) -> int:
 def rollout(args: argparse.Namespace, times: dict[str, float]) -> tuple[DataProto, int]:
     """A scored batch, joined from the outputs of rollout workers with 256 rows each, and the bytes of its real tokens."""
     rng = np.random.default_rng(0)
-    lengths = rng.lognormal(np.log(args.mean_response) - 0.32, 0.8, args.rows).clip(1, args.response).astype(int).tolist()
+    lengths = (
+        rng.lognormal(np.log(args.mean_response) - 0.32, 0.8, args.rows).clip(1, args.response).astype(int).tolist()
+    )
     num_prompts = args.rows // args.samples
     prompts = [rng.integers(0, 150_000, n).tolist() for n in rng.integers(args.prompt // 8, args.prompt, num_prompts)]
     config = RolloutConfig(prompt_length=args.prompt, response_length=args.response)
@@ -91,7 +93,9 @@ def rollout(args: argparse.Namespace, times: dict[str, float]) -> tuple[DataProt
     with timed("join", times):
         batch = DataProto.concat(outputs)
     batch.non_tensor_batch["uid"] = object_array(str(row // args.samples) for row in range(args.rows))
-    batch.tensors.update(batch.tensors.select("token_level_scores").renamed({"token_level_scores": "token_level_rewards"}))
+    batch.tensors.update(
+        batch.tensors.select("token_level_scores").renamed({"token_level_scores": "token_level_rewards"})
+    )
     return batch, 4 * (COLUMNS * sum(lengths) + sum(map(len, prompts)))
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.agents.tools.calls import by_name
 from lockstep.agents.tools.function import ToolList, tools_of
 from lockstep.agents.tools.load import FUNCTION_KEY
-from lockstep.config.batch_sizes import BATCH, MINI
+from lockstep.config.batch_sizes import BATCH, ONE_UPDATE
 from lockstep.config.compose import PRESETS, load_config
 from lockstep.config.data import DataConfig
 from lockstep.config.errors import ConfigError, with_short_names
@@ -158,7 +158,7 @@ def train(
 
 
 RUN_DIR = RL["run_dir"]
-FIRST_RUN: Settings = {BATCH: 64, MINI: f"${{{BATCH}}}"}
+FIRST_RUN: Settings = {BATCH: 64, **ONE_UPDATE}
 """Batch sizes without a YAML file; a step is one update."""
 
 

@@ -5,6 +5,7 @@ actor_rollout_ref.actor.policy_loss.loss_kwargs.width=0.1
 """
 
 from lockstep.algorithms.losses import agg_loss, register_policy_loss
+from lockstep.config.bounds import PositiveFloat
 from lockstep.utils.masked import masked_mean
 
 
@@ -18,7 +19,7 @@ def near_policy(
     config,
     rollout_is_weights=None,
     *,
-    width: float = 0.2,
+    width: PositiveFloat = 0.2,
 ):
     """(B, R) tensors -> the loss, aggregated by `agg_loss`, and metrics over this call's tokens.
 

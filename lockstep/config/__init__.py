@@ -1,4 +1,4 @@
-"""Configuration: frozen dataclasses define every key once (type, default, meaning).
+"""Configuration: frozen dataclasses define every key once (type, allowed numbers, default, meaning).
 
 The path of a key from the command line to the dataclass:
 
@@ -13,7 +13,6 @@ The path of a key from the command line to the dataclass:
     schema.py                  interpolations resolved, each value converted to the type of its field, dataclass built
       ▼
     ppo_checks.py              keys that must agree, batches, lengths, worker counts
-      │  ranges.py             the allowed numbers of each key
       │  checks.py             files, models, rollout engines, names: what the programs share
       ▼
     PPOConfig                  ppo.py: the root; algorithm.py, data.py, actor_rollout_ref.py, critic.py, model.py, reward.py,
@@ -23,6 +22,6 @@ The path of a key from the command line to the dataclass:
 
 Each step adds to a list of `Problem`s (errors.py); one ConfigError reports them all. estimators.py lists what each advantage
 estimator needs, engines.py what each engine can do, roles.py the sections of each role; placement.py computes worker pools,
-reference.py writes docs/config.md. To add a key: a field with a docstring in its section, a range in ranges.py if it has one, then
-`make docs-config`. Nothing here imports torch.
+reference.py writes docs/config.md. To add a key: a field with a docstring in its section, with a type of bounds.py if its numbers
+are bounded, then `make docs-config`. Nothing here imports torch.
 """

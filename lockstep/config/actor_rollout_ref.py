@@ -1,82 +1,66 @@
 """`actor_rollout_ref.*`: the policy, its rollout engine and its frozen reference."""
 
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
 from omegaconf import II
 
-from lockstep.config.algorithm import KLEstimator, RolloutCorrectionConfig
+from lockstep.config.algorithm import KLEstimator
+from lockstep.config.bounds import (
+    Bound,
+    CountOrAll,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveFraction,
+    PositiveInt,
+    Temperature,
+    UnitFloat,
+)
 from lockstep.config.engines import ROLLOUT_ENGINES
 from lockstep.config.model import CheckpointConfig, Dtype, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from lockstep.config.policy_loss import PolicyLossConfig
 from lockstep.config.profiler import ProfilerConfig
 
 _ACTOR = "actor_rollout_ref.actor"
-_CORRECTION = "algorithm.rollout_correction"
 
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-
-
-def _inherited_correction() -> RolloutCorrectionConfig:
-    """Every key follows `algorithm.rollout_correction`."""
-    return RolloutCorrectionConfig(**{f.name: II(f"{_CORRECTION}.{f.name}") for f in fields(RolloutCorrectionConfig)})
-
-
-@dataclass(frozen=True)
-class PolicyLossConfig:
-    loss_mode: str = "vanilla"
-    """Policy loss: a registered name (see docs/algorithms/policy-losses.md), or your own as `module:function` or
-    `file.py:function`."""
-    loss_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Settings of your own loss: its keyword-only parameters (docs/extending.md)."""
-    clip_cov_ratio: float = 0.0002
-    """clip_cov: fraction of the mini-batch's tokens whose gradient is dropped."""
-    clip_cov_lb: float = 1.0
-    """clip_cov: lower bound on the covariance of dropped tokens."""
-    clip_cov_ub: float = 5.0
-    """clip_cov: upper bound on the covariance of dropped tokens."""
-    kl_cov_ratio: float = 0.0002
-    """kl_cov: fraction of the mini-batch's tokens, those with the largest covariance, that get a KL penalty."""
-    ppo_kl_coef: float = 0.1
-    """kl_cov: weight of the KL penalty."""
-    dro_beta: float = 0.1
-    """dro: weight of the squared log-ratio."""
-    rollout_correction: RolloutCorrectionConfig = field(default_factory=_inherited_correction)
 
 
 @dataclass(frozen=True)
 class ActorConfig:
     strategy: str = "fsdp"
     """Training engine: fsdp or fsdp2 (both mean FSDP2), or your own as path/to/file.py:Class (docs/extending.md)."""
-    ppo_mini_batch_size: int = 256
+    ppo_mini_batch_size: PositiveInt = 256
     """Prompts per optimizer step (times `rollout.n` sequences)."""
-    ppo_micro_batch_size_per_gpu: int | None = None
+    ppo_micro_batch_size_per_gpu: PositiveInt | None = None
     """Sequences per forward/backward with `use_dynamic_bsz=false`, where null is the whole mini-batch."""
     use_dynamic_bsz: bool | None = None
     """Fill micro-batches by tokens (`ppo_max_token_len_per_gpu`) instead of sequences. null does so if
     `ppo_micro_batch_size_per_gpu` is not set, with as many tokens as the device's memory has room for (docs/plan.md)."""
-    ppo_max_token_len_per_gpu: int = 16384
+    ppo_max_token_len_per_gpu: PositiveInt = 16384
     """Tokens per micro-batch with `use_dynamic_bsz`."""
-    ppo_epochs: int = 1
+    ppo_epochs: PositiveInt = 1
     """Passes over a step's batch."""
     shuffle: bool = False
     """Shuffle the batch before it is split into mini-batches."""
     data_loader_seed: int = 42
     """Seed of `shuffle`."""
-    clip_ratio: float = 0.2
+    clip_ratio: NonNegativeFloat = 0.2
     """PPO's clip distance; `clip_ratio_low` and `clip_ratio_high` follow it unless they are set."""
-    clip_ratio_low: float = II(f"{_ACTOR}.clip_ratio")
+    clip_ratio_low: NonNegativeFloat = II(f"{_ACTOR}.clip_ratio")
     """Distance below 1 at which the ratio is clipped (0.2 clips at 0.8)."""
-    clip_ratio_high: float = II(f"{_ACTOR}.clip_ratio")
+    clip_ratio_high: NonNegativeFloat = II(f"{_ACTOR}.clip_ratio")
     """Distance above 1 at which the ratio is clipped (0.28 clips at 1.28)."""
-    clip_ratio_c: float = 3.0
+    clip_ratio_c: Annotated[float, Bound(lambda x: x > 1, "must be greater than 1")] = 3.0
     """Dual clip: upper bound of the ratio for negative advantages; dppo_tv and dppo_kl clip every ratio at it."""
-    tau_pos: float = 1.0
+    tau_pos: PositiveFloat = 1.0
     """sapo: temperature of the gate for positive advantages."""
-    tau_neg: float = 1.05
+    tau_neg: PositiveFloat = 1.05
     """sapo: temperature of the gate for other advantages."""
     loss_agg_mode: LossAggMode = "token-mean"
     """How token losses are aggregated to a scalar."""
-    loss_scale_factor: float | None = None
+    loss_scale_factor: PositiveFloat | None = None
     """Divisor of seq-mean-token-sum-norm; null is the padded response length."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
@@ -90,23 +74,19 @@ class ActorConfig:
     if the advantage estimator needs it."""
     use_kl_loss: bool = False
     """Add a KL term against the reference policy to the loss."""
-    kl_loss_coef: float = 0.001
+    kl_loss_coef: NonNegativeFloat = 0.001
     """Weight of the KL term."""
     kl_loss_type: KLEstimator = "low_var_kl"
     """KL estimator of the KL term; see `algorithm.kl_penalty`."""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     optim: FSDPOptimizerConfig = field(default_factory=FSDPOptimizerConfig)
     fsdp_config: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
-    ulysses_sequence_parallel_size: int = 1
+    ulysses_sequence_parallel_size: PositiveInt = 1
     """Ranks that split each sequence (Ulysses)."""
-    grad_clip: float = II(f"{_ACTOR}.optim.clip_grad")
+    grad_clip: PositiveFloat = II(f"{_ACTOR}.optim.clip_grad")
     """Gradients are clipped to this norm."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    rollout_n: int = II("actor_rollout_ref.rollout.n")
-    """Samples per prompt; follows `rollout.n`."""
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
-    global_batch_info: dict[str, Any] = field(default_factory=dict, metadata={"internal": True})
-    """Set by the worker, not by users: dp_size, batch_num_tokens, global_batch_size and loss_scale_factor of the mini-batch."""
 
 
 @dataclass(frozen=True)
@@ -115,15 +95,15 @@ class SamplingConfig:
 
     do_sample: bool = False
     """False decodes greedily."""
-    temperature: float = 0.0
+    temperature: Temperature = 0.0
     """0 decodes greedily."""
-    top_k: int = -1
+    top_k: CountOrAll = -1
     """Sample from the k most likely tokens; -1 is all."""
-    top_p: float = 1.0
+    top_p: PositiveFraction = 1.0
     """Sample from the smallest set of tokens whose total probability reaches p."""
-    min_p: float = 0.0
+    min_p: UnitFloat = 0.0
     """Sample from tokens with at least this fraction of the most likely token's probability; 0 is all."""
-    n: int = 1
+    n: PositiveInt = 1
     """Responses per validation prompt."""
 
 
@@ -133,7 +113,7 @@ class CheckpointEngineConfig:
 
     backend: Literal["auto", "naive", "nccl"] = "auto"
     """naive uses Ray's object store, nccl broadcasts in a process group (gloo on CPU); auto is nccl on GPUs and naive on CPU."""
-    update_weights_bucket_megabytes: int = 2048
+    update_weights_bucket_megabytes: PositiveInt = 2048
     """Size of one bucket of weights."""
 
 
@@ -150,15 +130,15 @@ class ServerConfig:
     """Name under which the server serves the model; null takes its only one."""
     api_key_env: str | None = None
     """Environment variable that holds the API key; it must be set on every worker."""
-    timeout_s: float = 600.0
+    timeout_s: PositiveFloat = 600.0
     """Deadline of one attempt of a request, and of each step of a weight update."""
-    connect_timeout_s: float = 10.0
+    connect_timeout_s: PositiveFloat = 10.0
     """Deadline of opening a connection."""
-    max_retries: int = 5
+    max_retries: NonNegativeInt = 5
     """How often a request is sent again, to another server if there is one, before the run stops."""
-    retry_backoff_s: float = 1.0
+    retry_backoff_s: PositiveFloat = 1.0
     """Pause after the first failure of a server; doubles with each further one, up to 30 seconds."""
-    max_outstanding: int = 256
+    max_outstanding: PositiveInt = 256
     """Requests of one worker that a server has at once; the others wait."""
     weight_transfer: Literal["auto", "file", "tensor", "distributed"] = "auto"
     """How new weights reach the server. file: safetensors files in `weights_folder` (vllm); tensor: in the request (sglang);
@@ -182,13 +162,13 @@ class MultiTurnConfig:
 
     enable: bool = False
     """Requires that at least one row is served by a loop other than single_turn_agent; the rows' agent_name selects the loop."""
-    max_assistant_turns: int | None = None
+    max_assistant_turns: PositiveInt | None = None
     """Turns of the policy after which a conversation ends; null is no limit."""
-    max_user_turns: int | None = None
+    max_user_turns: PositiveInt | None = None
     """Turns of tools and users after which a conversation ends; null is no limit."""
-    max_parallel_calls: int = 1
+    max_parallel_calls: PositiveInt = 1
     """Tool calls of one turn that are executed; further ones are ignored."""
-    max_tool_response_length: int = 256
+    max_tool_response_length: PositiveInt = 256
     """Characters of a tool's response; longer ones are cut."""
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
     """What is kept of a longer response: its left part, its right part, or both ends without the middle."""
@@ -198,7 +178,7 @@ class MultiTurnConfig:
     """Python functions as tools: a .py file (all of its public functions), or file.py:function or file.py:Class."""
     interaction_config_path: str | None = None
     """YAML file with interactions (docs/agents.md)."""
-    tool_timeout_s: float = 30.0
+    tool_timeout_s: PositiveFloat = 30.0
     """Deadline of each call of a tool or an interaction, in seconds."""
     format: str = "hermes"
     """Format of the model's tool calls: a registered parser (docs/tools.md), or your own as file.py:Class."""
@@ -213,9 +193,9 @@ class ProgramConfig:
 
     command: list[str] = field(default_factory=list)
     """The program and its arguments; it talks to the policy at OPENAI_BASE_URL or ANTHROPIC_BASE_URL."""
-    timeout_s: float = 600.0
+    timeout_s: PositiveFloat = 600.0
     """Deadline of a conversation, in seconds without those in which it waits for the policy; then the program is killed."""
-    max_concurrent: int = 64
+    max_concurrent: PositiveInt = 64
     """Programs that run at once; further conversations wait."""
     force_sampling: bool = True
     """Sample as the rollout does even if a request asks for another temperature, top_p, ...; false samples as asked and does not
@@ -230,7 +210,7 @@ class AgentConfig:
     """Loop of rows without agent_name."""
     agent_loop_config_path: str | None = None
     """YAML file with your own loops: a list of entries with `name`, `_target_` (a class) and its options."""
-    num_workers: int = 0
+    num_workers: NonNegativeInt = 0
     """Processes that hold the conversations; 0 holds them in the controller's process."""
     program: ProgramConfig = field(default_factory=ProgramConfig)
 
@@ -244,43 +224,43 @@ class RolloutConfig:
     """async generates the samples of a step as independent requests and scores each prompt's samples while others still generate,
     for slow rewards; sync generates all, then scores all. Both give the same batch. Default async with trainer.async_mode or
     over_sample_rate."""
-    over_sample_rate: float = 0.0
+    over_sample_rate: Annotated[float, Bound(lambda x: 0 <= x < 1, "must be at least 0 and below 1")] = 0.0
     """async: fraction of the prompts in generation that a step does not wait for. A step generates train_batch_size / (1 - rate)
     prompts and ends when train_batch_size of them are complete."""
-    n: int = 1
+    n: PositiveInt = 1
     """Samples per prompt."""
     do_sample: bool = True
     """False decodes greedily."""
-    temperature: float = 1.0
+    temperature: Temperature = 1.0
     """Divides the logits; log-probs are computed at this temperature too."""
-    top_k: int = -1
+    top_k: CountOrAll = -1
     """Sample from the k most likely tokens; -1 is all."""
-    top_p: float = 1.0
+    top_p: PositiveFraction = 1.0
     """Sample from the smallest set of tokens whose total probability reaches p."""
-    min_p: float = 0.0
+    min_p: UnitFloat = 0.0
     """Sample from tokens with at least this fraction of the most likely token's probability; 0 is all."""
     ignore_eos: bool = False
     """Generate `response_length` tokens even after the end-of-sequence token."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Tokens that end a response, in addition to the model's end-of-sequence tokens."""
-    seed: int = II("trainer.seed")
+    seed: NonNegativeInt = II("trainer.seed")
     """Sampling seed; each sample's random stream depends only on it, the step and the sample."""
-    prompt_length: int = II("data.max_prompt_length")
+    prompt_length: PositiveInt = II("data.max_prompt_length")
     """Maximum prompt length in tokens."""
-    response_length: int = II("data.max_response_length")
+    response_length: PositiveInt = II("data.max_response_length")
     """Maximum response length in tokens."""
     dtype: Dtype = "auto"
     """Compute dtype of vllm, and of the weights sent to a server; auto is the actor's, which the other engines always use."""
-    max_num_seqs: int = 256
+    max_num_seqs: PositiveInt = 256
     """Maximum number of sequences that decode concurrently."""
-    max_num_batched_tokens: int = 16384
+    max_num_batched_tokens: PositiveInt = 16384
     """Tokens per prefill step."""
-    max_model_len: int | None = None
+    max_model_len: PositiveInt | None = None
     """Maximum sequence length; null is prompt_length + response_length."""
-    gpu_memory_utilization: float = 0.5
+    gpu_memory_utilization: PositiveFraction = 0.5
     """Fraction of the GPU's total memory that the engine may use for the rollout model's weights and the KV cache, as in vLLM; on
     CPU the fraction of the machine's memory for the KV cache."""
-    kv_block_size: int = 16
+    kv_block_size: PositiveInt = 16
     """embedded: tokens per KV cache block."""
     enable_prefix_caching: bool = True
     """Prefill a prompt shared by several samples once."""
@@ -293,7 +273,7 @@ class RolloutConfig:
     """Disable CUDA graphs."""
     disable_log_stats: bool = True
     """vllm: false logs its statistics (throughput, use of the KV cache) every few seconds."""
-    tensor_model_parallel_size: int = 1
+    tensor_model_parallel_size: PositiveInt = 1
     """vllm: workers that share each copy of the rollout model. 1 with the other engines."""
     load_format: str = "dummy"
     """vllm: how it loads the model when it starts. dummy loads nothing, because the actor's weights are sent before the first
@@ -304,11 +284,11 @@ class RolloutConfig:
     """Further arguments of an engine, by its name: engine_kwargs.vllm overrides arguments of `vllm.LLM`."""
     calculate_log_probs: bool = True
     """Return the log-prob of each sampled token (batch key `rollout_log_probs`)."""
-    log_prob_micro_batch_size_per_gpu: int | None = None
+    log_prob_micro_batch_size_per_gpu: PositiveInt | None = None
     """Sequences per forward of the old-log-prob pass; see `actor.ppo_micro_batch_size_per_gpu`."""
     log_prob_use_dynamic_bsz: bool | None = II(f"{_ACTOR}.use_dynamic_bsz")
     """Fill these micro-batches by tokens; null as for the actor."""
-    log_prob_max_token_len_per_gpu: int = II(f"{_ACTOR}.ppo_max_token_len_per_gpu")
+    log_prob_max_token_len_per_gpu: PositiveInt = II(f"{_ACTOR}.ppo_max_token_len_per_gpu")
     """Tokens per micro-batch."""
     val_kwargs: SamplingConfig = field(default_factory=SamplingConfig)
     checkpoint_engine: CheckpointEngineConfig = field(default_factory=CheckpointEngineConfig)
@@ -333,14 +313,14 @@ class RefConfig:
     """False forbids a reference policy, so that a KL term is an error; otherwise it is loaded if a KL term needs it."""
     strategy: str = II(f"{_ACTOR}.strategy")
     """Engine of the forward pass, as in actor_rollout_ref.actor.strategy."""
-    log_prob_micro_batch_size_per_gpu: int | None = None
+    log_prob_micro_batch_size_per_gpu: PositiveInt | None = None
     """Sequences per forward of the reference; see `actor.ppo_micro_batch_size_per_gpu`."""
     log_prob_use_dynamic_bsz: bool | None = II(f"{_ACTOR}.use_dynamic_bsz")
     """Fill these micro-batches by tokens; null as for the actor."""
-    log_prob_max_token_len_per_gpu: int = II(f"{_ACTOR}.ppo_max_token_len_per_gpu")
+    log_prob_max_token_len_per_gpu: PositiveInt = II(f"{_ACTOR}.ppo_max_token_len_per_gpu")
     """Tokens per micro-batch."""
     fsdp_config: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
-    ulysses_sequence_parallel_size: int = II(f"{_ACTOR}.ulysses_sequence_parallel_size")
+    ulysses_sequence_parallel_size: PositiveInt = II(f"{_ACTOR}.ulysses_sequence_parallel_size")
     """Ranks that split each sequence (Ulysses)."""
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
 
@@ -349,7 +329,7 @@ class RefConfig:
 class ActorRolloutRefConfig:
     hybrid_engine: bool = True
     """Must be true; `trainer.placement` separates actor and rollout."""
-    nccl_timeout: int = 600
+    nccl_timeout: PositiveInt = 600
     """Timeout of collective operations in seconds."""
     model: HFModelConfig = field(default_factory=HFModelConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)

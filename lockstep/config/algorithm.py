@@ -1,7 +1,11 @@
 """`algorithm.*`: advantage estimation, KL control, rollout correction and filtering of samples."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, Literal, get_args
+
+from lockstep.config.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitFloat
 
 KLEstimator = Literal["kl", "abs", "mse", "low_var_kl", "kl+", "abs+", "mse+", "low_var_kl+"]
 KL_ESTIMATORS = tuple(name for name in get_args(KLEstimator) if not name.endswith("+"))
@@ -17,11 +21,11 @@ ReweightMethod = Literal["pow", "max_min", "max_random"]
 class KLControlConfig:
     type: KLControllerType = "fixed"
     """Whether the coefficient of the KL penalty in the reward is constant or adapts to `target_kl`."""
-    kl_coef: float = 0.001
+    kl_coef: NonNegativeFloat = 0.001
     """The coefficient, or its initial value if it adapts."""
-    horizon: int = 10000
+    horizon: PositiveInt = 10000
     """Adaptive only: number of sequences over which the coefficient adapts."""
-    target_kl: float = 0.1
+    target_kl: PositiveFloat = 0.1
     """Adaptive only: target KL per sequence."""
 
 
@@ -60,8 +64,49 @@ class FilterGroupsConfig:
     """Drop prompts whose samples all have the same score, and generate more until the batch is full (DAPO)."""
     metric: str | None = None
     """What is compared: score (or seq_reward), or a column that the reward function returns, such as acc; null is score."""
-    max_num_gen_batches: int = 0
+    max_num_gen_batches: NonNegativeInt = 0
     """Stop with an error after generating this many batches of prompts for one step; 0 is no limit."""
+
+
+_GROUP = ("index",)
+_STD = ("norm_adv_by_std_in_grpo",)
+
+
+class AdvantageEstimator(StrEnum):
+    """The built-in estimators: name in `algorithm.adv_estimator`, batch keys that it needs, keys of `algorithm` that it reads.
+
+    values:           from a critic.
+    index:            the prompt of each sample (its uid): the estimator compares the samples of one prompt.
+    reward_baselines: scores of a greedy rollout.
+    The other batch keys come with the old log-probs.
+    """
+
+    inputs: frozenset[str]
+    keys: frozenset[str]
+
+    def __new__(cls, name: str, inputs: Iterable[str] = (), keys: Iterable[str] = ()) -> "AdvantageEstimator":
+        member = str.__new__(cls, name)
+        member._value_ = name
+        member.inputs = frozenset(inputs)
+        member.keys = frozenset(keys)
+        return member
+
+    GAE = "gae", ("values",), ("gamma", "lam")
+    GRPO = "grpo", _GROUP, _STD
+    GRPO_VECTORIZED = "grpo_vectorized", _GROUP, _STD
+    GRPO_PASSK = "grpo_passk", _GROUP, _STD
+    REINFORCE_PLUS_PLUS = "reinforce_plus_plus", (), ("gamma",)
+    REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline", _GROUP
+    REMAX = "remax", ("reward_baselines",)
+    RLOO = "rloo", _GROUP
+    RLOO_VECTORIZED = "rloo_vectorized", _GROUP
+    OPO = "opo", _GROUP
+    GPG = "gpg", _GROUP
+    GDPO = "gdpo", _GROUP, (*_STD, "gdpo_reward_keys", "gdpo_reward_weights")
+    OPTIMAL_TOKEN_BASELINE = "optimal_token_baseline", (*_GROUP, "old_log_probs", "sum_pi_squared")
+    TIR_OPTIMAL_TOKEN_BASELINE = "tir_optimal_token_baseline", (*_GROUP, "old_log_probs", "sum_pi_squared")
+    MAXRL = "maxrl", _GROUP
+    EGPO = "egpo", (*_GROUP, "entropys"), (*_STD, "egpo_lambda", "egpo_alpha")
 
 
 @dataclass(frozen=True)
@@ -71,9 +116,9 @@ class AlgoConfig:
     `file.py:function`."""
     adv_kwargs: dict[str, Any] = field(default_factory=dict)
     """Settings of your own estimator: its keyword-only parameters (docs/extending.md)."""
-    gamma: float = 1.0
+    gamma: UnitFloat = 1.0
     """Discount per token."""
-    lam: float = 1.0
+    lam: UnitFloat = 1.0
     """GAE's lambda."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide group-relative advantages by the group's standard deviation; false is Dr.GRPO."""
@@ -81,9 +126,9 @@ class AlgoConfig:
     """gdpo: columns of the reward function's result that are normalized separately; empty uses the score."""
     gdpo_reward_weights: list[float] = field(default_factory=list)
     """gdpo: one weight per key of `gdpo_reward_keys`; empty weights all by 1."""
-    egpo_lambda: float = 0.4
+    egpo_lambda: NonNegativeFloat = 0.4
     """egpo: weight of the entropy bonus in the advantage."""
-    egpo_alpha: float = 2.0
+    egpo_alpha: PositiveFloat = 2.0
     """egpo: the bonus is at most |advantage| divided by this."""
     use_kl_in_reward: bool = False
     """Subtract a KL penalty against the reference policy from each token's reward; defaults to true if a key of `kl_ctrl` is

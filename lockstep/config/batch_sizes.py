@@ -1,9 +1,10 @@
-"""Sizes that nobody has set: a smaller batch for a dataset that has fewer rows than the default."""
+"""Sizes that nobody has set: a mini-batch that follows the batch, a smaller batch for a dataset that has fewer rows."""
 
 import logging
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.micro_batches import unset_tokens
 from lockstep.config.ppo import PPOConfig, prompts_per_batch
 from lockstep.config.schema import with_values
@@ -14,6 +15,27 @@ C = TypeVar("C", bound=PPOConfig | SupervisedConfig)
 
 BATCH = "data.train_batch_size"
 MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
+
+
+ONE_UPDATE = {MINI: f"${{{BATCH}}}"}
+"""The setting that makes a step one update."""
+
+
+def mini_batch_size(values: Mapping[str, Any], batch: Any, *, is_short: bool) -> tuple[dict[str, Any], list[str]]:
+    """The size of mini-batches that follows the batch size, with a notice; empty if the user has set it or its default fits.
+
+    values: the keys that the user has set. batch: the batch size, resolved. is_short: it was given by its short name.
+    """
+    if MINI in values:
+        return {}, []
+    if is_short:
+        return ONE_UPDATE, []
+    largest = ActorConfig.ppo_mini_batch_size
+    if isinstance(batch, str) and batch.isdigit():  # of an environment variable
+        batch = int(batch)
+    if not isinstance(batch, int) or not 0 < batch < largest:
+        return {}, []
+    return {MINI: batch}, [f"{MINI} is not set; using {batch}, all prompts of a step, because its default is {largest}"]
 
 
 def unset_sizes(values: Mapping[str, Any]) -> frozenset[str]:

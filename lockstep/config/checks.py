@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from lockstep.config import names
 from lockstep.config.actor_rollout_ref import WEIGHT_TRANSFERS
 from lockstep.config.compat import NOT_SUPPORTED
 from lockstep.config.engines import ROLLOUT_ENGINES, TRAIN_ENGINES, EngineRegistry
@@ -18,6 +17,7 @@ from lockstep.config.ensemble import reward_problems
 from lockstep.config.errors import NO_VALUE, Problem, nearest
 from lockstep.config.placement import controller_of, num_workers
 from lockstep.config.ppo import PPOConfig
+from lockstep.config.reward import REWARD_MANAGERS
 from lockstep.config.roles import sections_of
 from lockstep.config.trainer import LOGGERS
 from lockstep.registry import find_registered, no_such_name
@@ -172,7 +172,7 @@ def tracker_names(values: Values) -> Iterator[Problem]:
 
 
 def reward_manager(values: Values) -> Iterator[Problem]:
-    yield from known_name(values, "reward_model.reward_manager", names.REWARD_MANAGERS, "class")
+    yield from known_name(values, "reward_model.reward_manager", REWARD_MANAGERS, "class")
     yield from reward_problems(values)
 
 

@@ -277,7 +277,9 @@ NO_EFFECT: dict[str, str] = {
     f"{_ARR}.actor.use_prefix_grouper": "a prompt shared by several samples is always computed once (packed sequences)",
     f"{_ARR}.actor.use_fused_kernels": _FUSED,
     f"{_ARR}.actor.sum_pi_squared_checkpointing": _ALWAYS_CHUNKED,
-    f"{_ARR}.ref.rollout_n": f"it follows {_ARR}.rollout.n",
+    **{
+        f"{section}.rollout_n": f"it follows {_ARR}.rollout.n" for section in (f"{_ARR}.actor", f"{_ARR}.ref", "critic")
+    },
     f"{_ARR}.model.use_fused_kernels": _FUSED,
     f"{_ARR}.model.fused_kernel_options": _FUSED,
     f"{_ARR}.model.impl_backend": _FUSED,  # where verl's legacy_ppo_trainer.yaml has an option of fused_kernel_options

@@ -24,7 +24,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep.config.batch_sizes import unset_sizes
+from lockstep.config.batch_sizes import BATCH, MINI, ONE_UPDATE, unset_sizes
 from lockstep.config.compat import UNSUPPORTED_FILES
 from lockstep.config.derived_defaults import derived_defaults
 from lockstep.config.environment import RootConfig
@@ -45,9 +45,9 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.config.ppo_checks import check
 from lockstep.config.preference import DPOConfig, RMConfig
 from lockstep.config.schema import as_written, build, explain_unknown_key, is_mapping_key, keys, sections, set_in
-from lockstep.config.sft import SFTConfig, SupervisedConfig
+from lockstep.config.sft import SFTConfig
 from lockstep.config.sft_checks import check_supervised
-from lockstep.config.short_names import FOLLOWS_BATCH, SHORT_NAMES, short_setting
+from lockstep.config.short_names import SHORT_NAMES, short_setting
 from lockstep.registry import load_module
 from lockstep.utils.model_path import newest_of_run
 
@@ -162,9 +162,8 @@ def _checked(merged: _Settings, cls: type[C], run_checks: bool) -> C:
     _load_external_lib(merged, cls)
     _fix_checkpoints(merged)
     unset = unset_sizes(merged.values)
-    follows_batch = _follow_batch_size(merged, cls)
     merged.values = merged.defaults | merged.values
-    derived, notices = derived_defaults(cls, merged.values)
+    derived, notices = derived_defaults(cls, merged.values, merged.short)
     merged.values |= derived
     merged.notices += notices
     unsupported = unsupported_values(cls, merged.values)
@@ -174,8 +173,7 @@ def _checked(merged: _Settings, cls: type[C], run_checks: bool) -> C:
     for key, value in merged.values.items():
         set_in(tree, key, _expand_home(value))
     config, mistyped = build(cls, tree)
-    if isinstance(config, PPOConfig | SupervisedConfig):
-        config = replace(config, unset_sizes=unset)
+    config = replace(config, unset_sizes=unset)
     requested = [problem for problem in merged.unsupported.values() if problem is not None]
     problems = [*merged.problems, *requested, *unsupported, *mistyped]
     warnings: list[str] = []
@@ -185,8 +183,8 @@ def _checked(merged: _Settings, cls: type[C], run_checks: bool) -> C:
         problems += [problem for problem in failed if reported.isdisjoint({problem.key, *problem.also})]
     for notice in [*merged.notices, *_no_effect_notices(merged.no_effect), *warnings]:
         log_once(notice)
-    if follows_batch and any(problem.key == merged.short["batch_size"] for problem in problems):
-        problems = [problem for problem in problems if problem.key != FOLLOWS_BATCH]
+    if merged.values.get(MINI) == ONE_UPDATE[MINI] and any(problem.key == BATCH for problem in problems):
+        problems = [problem for problem in problems if problem.key != MINI]
     if problems:
         raise ConfigError([_as_written(problem, config) for problem in problems], merged.short)
     return config
@@ -198,14 +196,6 @@ def _as_written(problem: Problem, config: RootConfig) -> Problem:
         if problem.key == key or problem.key.startswith(f"{key}."):
             return replace(problem, value=written)
     return problem
-
-
-def _follow_batch_size(settings: _Settings, cls: type) -> bool:
-    """Let the mini-batch size follow a batch size that was given by its short name, unless it is set; returns whether it does."""
-    if "batch_size" not in settings.short or FOLLOWS_BATCH not in keys(cls) or FOLLOWS_BATCH in settings.values:
-        return False
-    settings.values[FOLLOWS_BATCH] = f"${{{settings.short['batch_size']}}}"
-    return True
 
 
 def _load_external_lib(settings: _Settings, cls: type) -> None:

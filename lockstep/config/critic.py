@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from omegaconf import II
 
 from lockstep.config.actor_rollout_ref import LossAggMode
+from lockstep.config.bounds import NonNegativeFloat, PositiveFloat, PositiveInt
 from lockstep.config.model import CheckpointConfig, CriticModelConfig, FSDPOptimizerConfig
 from lockstep.config.profiler import ProfilerConfig
 
@@ -13,7 +14,7 @@ _ACTOR = "actor_rollout_ref.actor"
 
 @dataclass(frozen=True)
 class CriticOptimizerConfig(FSDPOptimizerConfig):
-    lr: float = 1e-5
+    lr: NonNegativeFloat = 1e-5
     """Peak learning rate."""
 
 
@@ -25,35 +26,33 @@ class CriticConfig:
     """Training engine: fsdp or fsdp2 (both mean FSDP2), or your own as path/to/file.py:Class (docs/extending.md)."""
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
     optim: CriticOptimizerConfig = field(default_factory=CriticOptimizerConfig)
-    ppo_mini_batch_size: int = II(f"{_ACTOR}.ppo_mini_batch_size")
+    ppo_mini_batch_size: PositiveInt = II(f"{_ACTOR}.ppo_mini_batch_size")
     """Prompts per optimizer step (times `rollout.n` sequences)."""
-    ppo_micro_batch_size_per_gpu: int | None = None
+    ppo_micro_batch_size_per_gpu: PositiveInt | None = None
     """Sequences per forward/backward; see `actor.ppo_micro_batch_size_per_gpu`."""
-    forward_micro_batch_size_per_gpu: int | None = II("critic.ppo_micro_batch_size_per_gpu")
+    forward_micro_batch_size_per_gpu: PositiveInt | None = II("critic.ppo_micro_batch_size_per_gpu")
     """Sequences per forward of the value pass."""
     use_dynamic_bsz: bool | None = II(f"{_ACTOR}.use_dynamic_bsz")
     """Fill micro-batches by tokens; null as for the actor."""
-    ppo_max_token_len_per_gpu: int = 32768
+    ppo_max_token_len_per_gpu: PositiveInt = 32768
     """Tokens per micro-batch with `use_dynamic_bsz`."""
-    forward_max_token_len_per_gpu: int = II("critic.ppo_max_token_len_per_gpu")
+    forward_max_token_len_per_gpu: PositiveInt = II("critic.ppo_max_token_len_per_gpu")
     """Tokens per micro-batch of the value pass."""
-    ppo_epochs: int = II(f"{_ACTOR}.ppo_epochs")
+    ppo_epochs: PositiveInt = II(f"{_ACTOR}.ppo_epochs")
     """Passes over a step's batch."""
     shuffle: bool = II(f"{_ACTOR}.shuffle")
     """Shuffle the batch before it is split into mini-batches."""
     data_loader_seed: int = 42
     """Seed of `shuffle`."""
-    cliprange_value: float = 0.5
+    cliprange_value: NonNegativeFloat = 0.5
     """Clip range of the value loss around the values computed before the update."""
-    loss_agg_mode: LossAggMode = field(default=II(f"{_ACTOR}.loss_agg_mode"))
+    loss_agg_mode: LossAggMode = II(f"{_ACTOR}.loss_agg_mode")
     """How token losses are aggregated to a scalar."""
-    grad_clip: float = II("critic.optim.clip_grad")
+    grad_clip: PositiveFloat = II("critic.optim.clip_grad")
     """Gradients are clipped to this norm."""
-    ulysses_sequence_parallel_size: int = 1
+    ulysses_sequence_parallel_size: PositiveInt = 1
     """Ranks that split each sequence (Ulysses)."""
-    nccl_timeout: int = II("actor_rollout_ref.nccl_timeout")
+    nccl_timeout: PositiveInt = II("actor_rollout_ref.nccl_timeout")
     """Timeout of collective operations in seconds."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    rollout_n: int = II("actor_rollout_ref.rollout.n")
-    """Samples per prompt; follows `rollout.n`."""
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lockstep.config.bounds import CountOrAll, NonNegativeInt, PositiveInt
+
 Truncation = Literal["error", "left", "right", "middle"]
 
 
@@ -32,35 +34,35 @@ class DataConfig:
     `verifiers:TASKSET` (docs/environments.md)."""
     val_files: list[str] = field(default_factory=list)
     """Validation prompts, in the same forms; an empty list trains without validation."""
-    train_max_samples: int = -1
+    train_max_samples: CountOrAll = -1
     """Use this many training rows, -1 for all: the first ones, or a random subset if `seed` is set and `shuffle` is on."""
-    val_max_samples: int = -1
+    val_max_samples: CountOrAll = -1
     """Use this many validation rows; -1 for all."""
     prompt_key: str = "prompt"
     """Column of the prompt: text, or chat messages."""
     reward_fn_key: str = "data_source"
     """Column that selects the scorer; the data source of rows without it is `default`."""
-    max_prompt_length: int = 512
+    max_prompt_length: PositiveInt = 512
     """Maximum prompt length in tokens."""
-    max_response_length: int = 512
+    max_response_length: PositiveInt = 512
     """Maximum response length in tokens."""
-    train_batch_size: int = 1024
+    train_batch_size: PositiveInt = 1024
     """Prompts per training step (times `actor_rollout_ref.rollout.n` sequences)."""
-    gen_batch_size: int | None = None
+    gen_batch_size: PositiveInt | None = None
     """Prompts per generation batch with `algorithm.filter_groups`; null is `train_batch_size`."""
-    val_batch_size: int | None = None
+    val_batch_size: PositiveInt | None = None
     """Prompts per generation batch in validation; null is all."""
     shuffle: bool = True
     """Shuffle the training rows every epoch."""
     validation_shuffle: bool = False
     """Shuffle the validation rows."""
-    seed: int | None = None
+    seed: NonNegativeInt | None = None
     """Seed of `shuffle`; null is `trainer.seed`."""
-    dataloader_num_workers: int = 0
+    dataloader_num_workers: NonNegativeInt = 0
     """Data loader processes; 0 loads in the controller, which is fast enough for text prompts."""
     filter_overlong_prompts: bool = False
     """Drop rows whose prompt is longer than `max_prompt_length`."""
-    filter_overlong_prompts_workers: int = 1
+    filter_overlong_prompts_workers: PositiveInt = 1
     """Has no effect: the tokenizer is multi-threaded."""
     truncation: Truncation = "error"
     """What to do with a prompt that is too long."""
@@ -87,7 +89,7 @@ class DataConfig:
 class SequenceDataConfig:
     """How rows become token sequences, in supervised and preference training."""
 
-    max_length: int = 1024
+    max_length: PositiveInt = 1024
     """Maximum sequence length in tokens."""
     truncation: Truncation = "error"
     """What to do with a sequence that is too long."""
@@ -97,7 +99,7 @@ class SequenceDataConfig:
     """Extra arguments of the chat template."""
     shuffle: bool = False
     """Select the `max_samples` rows at random."""
-    seed: int | None = None
+    seed: NonNegativeInt | None = None
     """Seed of that selection; null takes the first rows."""
 
     def get(self, name: str, default: Any = None) -> Any:

@@ -1,6 +1,6 @@
 """Values that depend on what the user set: defaults that would be wrong then, and clip ratios written as bounds."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +8,12 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep.config.actor_rollout_ref import ActorConfig
-from lockstep.config.batch_sizes import BATCH, MINI
+from lockstep.config.batch_sizes import BATCH, MINI, mini_batch_size
 from lockstep.config.errors import ConfigError
 from lockstep.config.estimators import needs_groups
 from lockstep.config.generation import GenerationConfig
 from lockstep.config.micro_batches import filled_by_tokens
+from lockstep.config.policy_loss import BUILT_IN_LOSSES, LossNeeds
 from lockstep.config.preference import DPOConfig, RMConfig
 from lockstep.config.run_names import experiment_name, project_name
 from lockstep.config.schema import keys, set_in
@@ -25,9 +25,6 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _FREE_CACHE = f"{_ROLLOUT}.free_cache_engine"
 
 _CORRECTION = "algorithm.rollout_correction"
-
-_CLIP_AROUND_1 = ("vanilla", "bypass_mode", "gspo", "geo_mean", "clip_cov")
-"""Losses for which distances from 1 as large as 0.5 and 1 make no sense; cispo and dppo_tv, dppo_kl use such values."""
 
 PROGRAMS: dict[type, str] = {SFTConfig: "sft", RMConfig: "rm", DPOConfig: "dpo"}
 """Root config class of a program whose model is `model.path` -> its part of a run's name."""
@@ -55,8 +52,13 @@ GROUP_SIZE = 5
 """Samples per prompt for estimators that compare them, unless the user sets `rollout.n`."""
 
 
-def derived_defaults(cls: type, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Values derived from the keys that are set (canonical names), with one notice each. cls: the root config class."""
+def derived_defaults(
+    cls: type, values: Mapping[str, Any], short: Collection[str] = ()
+) -> tuple[dict[str, Any], list[str]]:
+    """Values derived from the keys that are set (canonical names), with one notice each.
+
+    cls: the root config class. short: the short names by which keys were set.
+    """
     derived: dict[str, Any] = {}
     notices: list[str] = []
     kl_keys = [name for name in IF_SET if name.startswith("algorithm.kl_ctrl.") and name in values]
@@ -72,12 +74,10 @@ def derived_defaults(cls: type, values: Mapping[str, Any]) -> tuple[dict[str, An
         notices.append(
             f"actor_rollout_ref.rollout.n is not set; using {GROUP_SIZE}, because {estimator} compares the samples of a prompt"
         )
-    batch, largest = _resolved(BATCH, values), ActorConfig.ppo_mini_batch_size
-    if isinstance(batch, str) and batch.isdigit():  # of an environment variable
-        batch = int(batch)
-    if isinstance(batch, int) and 0 < batch < largest and MINI in keys(cls) and MINI not in values:
-        derived[MINI] = batch
-        notices.append(f"{MINI} is not set; using {batch}, all prompts of a step, because its default is {largest}")
+    if MINI in keys(cls):
+        sizes, about_sizes = mini_batch_size(values, _resolved(BATCH, values), is_short="batch_size" in short)
+        derived |= sizes
+        notices += about_sizes
     derived |= {key: value for key, value in filled_by_tokens(values).items() if key in keys(cls)}
     if values.get("trainer.placement") in ("split", "standalone") and _FREE_CACHE not in values:
         derived[_FREE_CACHE] = False  # nobody else uses the memory
@@ -92,8 +92,8 @@ def derived_defaults(cls: type, values: Mapping[str, Any]) -> tuple[dict[str, An
             f"({_CORRECTION}.rollout_is=token); set that key to null to train without"
         )
     low, high = values.get(_CLIP_LOW), values.get(_CLIP_HIGH)
-    is_around_1 = values.get("actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla") in _CLIP_AROUND_1
-    if is_around_1 and isinstance(low, float) and isinstance(high, float) and 0.5 <= low < 1 < high < 2:
+    loss = BUILT_IN_LOSSES.get(values.get("actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla"), LossNeeds())
+    if loss.clips_around_1 and isinstance(low, float) and isinstance(high, float) and 0.5 <= low < 1 < high < 2:
         derived[_CLIP_LOW], derived[_CLIP_HIGH] = round(1 - low, 12), round(high - 1, 12)
         notices.append(
             f"{_CLIP_LOW}={low:g} and {_CLIP_HIGH}={high:g} are read as the bounds of the ratio, so the distances from 1 are "

@@ -21,14 +21,18 @@ ROUNDS = 20_000
 
 @dataclass(frozen=True)
 class RootConfig:
-    """The base of each program's config.
+    """The base of each program's config, with what is known of its origin.
 
     from_environment: dotted key -> (as written, value) of the settings that read environment variables, themselves or through other
                       keys.
+    unset_sizes:      batch sizes and tokens of micro-batches that the user has not set (`batch_sizes.py`).
     """
 
     from_environment: dict[str, tuple[Any, Any]] = field(
         default_factory=dict, kw_only=True, repr=False, compare=False, metadata={"internal": True}
+    )
+    unset_sizes: frozenset[str] = field(
+        default=frozenset(), kw_only=True, repr=False, compare=False, metadata={"internal": True}
     )
 
 

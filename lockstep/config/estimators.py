@@ -1,54 +1,19 @@
-"""The advantage estimators and the batch keys each one needs: one list for the config checks and for the registry.
+"""The batch keys that each advantage estimator needs, known before torch is imported.
 
-It is kept here, below `algorithms`, so that a config is checked before torch is imported. Estimators that users register are
-added by their signature; outside code (`module:function`) is loaded and inspected.
+Those of the built-in ones are listed in `AdvantageEstimator`. Estimators that users register are added by their signature;
+outside code (`module:function`) is loaded and inspected.
 """
 
 import inspect
 from collections.abc import Callable
-from enum import StrEnum
 from typing import Any
 
+from lockstep.config.algorithm import AdvantageEstimator
 from lockstep.config.errors import ConfigError, Problem
 from lockstep.registry import find_registered, load_object, no_such_name
 
 KEY = "algorithm.adv_estimator"
 ADV_KWARGS = "algorithm.adv_kwargs"
-
-
-class AdvantageEstimator(StrEnum):
-    """The built-in estimators: name in `algorithm.adv_estimator`, then the batch keys that it needs.
-
-    values:           from a critic.
-    index:            the prompt of each sample (its uid): the estimator compares the samples of one prompt.
-    reward_baselines: scores of a greedy rollout.
-    The others come with the old log-probs.
-    """
-
-    inputs: frozenset[str]
-
-    def __new__(cls, name: str, *inputs: str) -> "AdvantageEstimator":
-        member = str.__new__(cls, name)
-        member._value_ = name
-        member.inputs = frozenset(inputs)
-        return member
-
-    GAE = "gae", "values"
-    GRPO = "grpo", "index"
-    GRPO_VECTORIZED = "grpo_vectorized", "index"
-    GRPO_PASSK = "grpo_passk", "index"
-    REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
-    REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline", "index"
-    REMAX = "remax", "reward_baselines"
-    RLOO = "rloo", "index"
-    RLOO_VECTORIZED = "rloo_vectorized", "index"
-    OPO = "opo", "index"
-    GPG = "gpg", "index"
-    GDPO = "gdpo", "index"
-    OPTIMAL_TOKEN_BASELINE = "optimal_token_baseline", "index", "old_log_probs", "sum_pi_squared"
-    TIR_OPTIMAL_TOKEN_BASELINE = "tir_optimal_token_baseline", "index", "old_log_probs", "sum_pi_squared"
-    MAXRL = "maxrl", "index"
-    EGPO = "egpo", "index", "entropys"
 
 
 ESTIMATOR_INPUTS: dict[str, frozenset[str]] = {str(member): member.inputs for member in AdvantageEstimator}

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from lockstep.config.bounds import PositiveInt
 from lockstep.config.data import DataConfig
 from lockstep.config.environment import RootConfig
 from lockstep.config.ppo import PPOConfig
@@ -20,7 +21,7 @@ class EvaluationDataConfig:
     """Column that selects the scorer; metrics are per data source. That of rows without it is `default`."""
     reward_model_key: str = "reward_model"
     """Column with the `ground_truth`; of rows without it, the ground truth is the column `ground_truth`, `answer` or `solution`."""
-    max_response_length: int | None = None
+    max_response_length: PositiveInt | None = None
     """Maximum response length of the generation, for the overlong penalty of `reward_model.reward_manager=dapo`."""
     correct_score: float = 1.0
     """A response is correct, for pass@k, if its `acc` (or else its score) is at least this."""

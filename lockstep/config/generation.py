@@ -10,6 +10,7 @@ from lockstep.config.actor_rollout_ref import (
     RolloutConfig,
     SamplingConfig,
 )
+from lockstep.config.bounds import CountOrAll, NonNegativeInt, PositiveFraction, PositiveInt
 from lockstep.config.data import DataConfig, Truncation
 from lockstep.config.environment import RootConfig
 from lockstep.config.model import FSDPEngineConfig, HFModelConfig
@@ -19,9 +20,9 @@ from lockstep.config.trainer import RayInitConfig, TrainerConfig
 
 @dataclass(frozen=True)
 class GenerationTrainerConfig:
-    nnodes: int = 1
+    nnodes: PositiveInt = 1
     """Number of machines."""
-    n_gpus_per_node: int = 1
+    n_gpus_per_node: PositiveInt = 1
     """Workers per machine: GPUs, or processes on CPU. Each holds the whole model and answers its share of a batch."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device; auto uses GPUs if there are any."""
@@ -36,18 +37,18 @@ class GenerationDataConfig:
     URL, or a list of these (docs/models_and_data_by_name.md)."""
     prompt_key: str = "prompt"
     """Column of the prompt: text, or chat messages."""
-    n_samples: int = 5
+    n_samples: PositiveInt = 5
     """Responses per prompt."""
     output_path: str = ""
     """Parquet or jsonl file to write: the rows with the columns `responses`, `response_lengths` and `finish_reasons`. Until it
     is complete, finished batches are in the folder `{output_path}.parts`."""
-    batch_size: int = 128
+    batch_size: PositiveInt = 128
     """Prompts per batch (times `n_samples` sequences); an interrupted run loses at most one batch."""
-    max_samples: int = -1
+    max_samples: CountOrAll = -1
     """Use the first this many rows; -1 for all."""
-    max_prompt_length: int = 1536
+    max_prompt_length: PositiveInt = 1536
     """Maximum prompt length in tokens. If not set and the model is a run of RL, the run's."""
-    max_response_length: int = 512
+    max_response_length: PositiveInt = 512
     """Maximum response length in tokens. If not set and the model is a run of RL, the run's."""
     filter_overlong_prompts: bool = False
     """Drop rows whose prompt is longer than `max_prompt_length`; the output does not have them."""
@@ -68,11 +69,11 @@ class GenerationRolloutConfig(RolloutConfig):
 
     name: str = "embedded"
     """Rollout engine: embedded, hf (transformers' generate), vllm, or server and sglang (running servers, see `server`)."""
-    top_k: int = 50
+    top_k: CountOrAll = 50
     """Sample from the k most likely tokens; -1 is all."""
-    top_p: float = 0.7
+    top_p: PositiveFraction = 0.7
     """Sample from the smallest set of tokens whose total probability reaches p."""
-    seed: int = 1
+    seed: NonNegativeInt = 1
     """Sampling seed; each sample's random stream depends only on it, the row and the number of the sample."""
     dtype: Literal["float32", "fp32", "bfloat16", "bf16", "float16", "fp16", "auto"] = "auto"
     """Dtype of the model; auto is bfloat16 on GPUs and float32 on CPU."""

@@ -10,8 +10,7 @@ from lockstep.config.engines import ROLLOUT_ENGINES
 from lockstep.config.errors import NO_VALUE, Problem, show
 from lockstep.config.evaluation import EvaluationConfig
 from lockstep.config.generation import GenerationConfig, as_validation
-from lockstep.config.ranges import ranges
-from lockstep.config.schema import flat_values
+from lockstep.config.schema import flat_values, out_of_bounds
 from lockstep.utils.dataset_files import FORMS as DATA_FORMS, locate_data
 
 NEVER_READ = {
@@ -25,7 +24,7 @@ def check_generation(config: GenerationConfig) -> tuple[list[Problem], list[str]
     """Everything that prevents the configuration from running, and warnings about likely mistakes."""
     values = flat_values(config)
     problems = chain(
-        ranges(values),
+        out_of_bounds(type(config), values),
         checks.fixed_values(values),
         _data_path(values, "the prompts"),
         checks.model(values, "model.path", "the model that answers"),
@@ -44,7 +43,7 @@ def check_generation(config: GenerationConfig) -> tuple[list[Problem], list[str]
 def check_evaluation(config: EvaluationConfig) -> tuple[list[Problem], list[str]]:
     values = flat_values(config)
     problems = chain(
-        ranges(values),
+        out_of_bounds(type(config), values),
         checks.reward_manager(values),
         _data_path(values, "the rows with responses"),
         checks.python_file(values, "custom_reward_function.path"),

@@ -5,6 +5,16 @@ from typing import Any, Literal
 
 from omegaconf import II
 
+from lockstep.config.bounds import (
+    Betas,
+    CountOrAll,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    UnitFloat,
+)
+
 Dtype = Literal["float32", "fp32", "bfloat16", "bf16", "float16", "fp16", "auto"]
 CheckpointPart = Literal["model", "optimizer", "extra", "hf_model"]
 
@@ -28,9 +38,9 @@ class HFModelConfig:
     """Recompute activations in the backward pass, of the layers whose activations do not fit: less memory, more time."""
     use_remove_padding: bool = True
     """Pack sequences without padding; false computes on padded rows."""
-    lora_rank: int = 0
+    lora_rank: NonNegativeInt = 0
     """Rank of LoRA adapters on a frozen model (docs/lora.md); 0 trains all parameters."""
-    lora_alpha: int = 16
+    lora_alpha: PositiveInt = 16
     """LoRA's scale is lora_alpha / lora_rank."""
     target_modules: str | list[str] = "all-linear"
     """Linear layers with an adapter: a list of names such as [q_proj,v_proj], a regular expression of whole paths, or all-linear
@@ -60,25 +70,25 @@ class CriticModelConfig(HFModelConfig):
 class FSDPOptimizerConfig:
     optimizer: Literal["AdamW"] = "AdamW"
     """Optimizer class."""
-    lr: float = 1e-6
+    lr: NonNegativeFloat = 1e-6
     """Peak learning rate."""
     lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
     """Schedule after the warm-up."""
     lr_warmup_steps: int = -1
     """Warm-up in training steps; -1 uses `lr_warmup_steps_ratio`."""
-    lr_warmup_steps_ratio: float = 0.0
+    lr_warmup_steps_ratio: UnitFloat = 0.0
     """Warm-up as a fraction of all training steps."""
     total_training_steps: int = -1
     """Length of the schedule in training steps; -1 for the length of the run."""
-    min_lr_ratio: float = 0.0
+    min_lr_ratio: UnitFloat = 0.0
     """Cosine and linear: final learning rate as a fraction of the peak."""
     num_cycles: float = 0.5
     """Cosine: number of periods; 0.5 decays once from the peak."""
-    weight_decay: float = 0.01
+    weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: Betas = (0.9, 0.999)
     """AdamW's averaging coefficients."""
-    clip_grad: float = 1.0
+    clip_grad: PositiveFloat = 1.0
     """Gradients are clipped to this norm."""
 
 
@@ -99,7 +109,7 @@ class FSDPEngineConfig:
     """FSDP2's own CPU offload: parameters live in host memory and stream in layer by layer."""
     reshard_after_forward: bool = True
     """Free gathered parameters after the forward pass and gather them again for the backward pass."""
-    fsdp_size: int = -1
+    fsdp_size: CountOrAll = -1
     """Ranks in one shard group; -1 for all."""
     forward_prefetch: bool = False
     """Gather the next layer's parameters while the current one computes."""
@@ -107,9 +117,9 @@ class FSDPEngineConfig:
     """Dtype of the master weights and of the optimizer's state: float32, or bfloat16 with stochastic rounding."""
     dtype: Dtype = "auto"
     """Dtype of the compute copy: auto is bfloat16 on CUDA and float32 on CPU; float16 uses dynamic loss scaling."""
-    ulysses_sequence_parallel_size: int = 1
+    ulysses_sequence_parallel_size: PositiveInt = 1
     """Ranks that split each sequence (Ulysses)."""
-    seed: int = 42
+    seed: NonNegativeInt = 42
     """Seed of new parameters (the value head) and of stochastic rounding."""
 
 

@@ -2,10 +2,9 @@
 
 from typing import Literal
 
-from lockstep.config import names
 from lockstep.config.estimators import may_read
+from lockstep.config.plugin_settings import is_prepared
 from lockstep.config.ppo import PPOConfig
-from lockstep.registry import find_registered
 
 OldLogProbs = Literal["rollout", "update", "pass"]
 
@@ -21,8 +20,7 @@ def old_log_probs_source(config: PPOConfig, *, is_one_update: bool) -> OldLogPro
         or algorithm.use_pf_ppo
         or correction.rollout_is is not None
         or correction.rollout_rs is not None
-        or loss in names.PREPARED_LOSSES
-        or find_registered(names.PREPARATION, loss) is not None  # of another process
+        or is_prepared(loss)
         or may_read(algorithm.adv_estimator, "old_log_probs", "entropys", "sum_pi_squared")
     )
     return "update" if is_one_update and not read_before and actor.old_log_prob_pass == "auto" else "pass"

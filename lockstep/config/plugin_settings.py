@@ -4,18 +4,18 @@
 
     actor_rollout_ref.actor.policy_loss.loss_kwargs: {beta: 0.2}  ──►  my_loss(..., beta=0.2, mode="a")
 
-A value is converted to the parameter's annotation; without one, to the type of its default.
+A value is converted to the parameter's annotation; without one, to the type of its default. A type of `bounds.py` bounds it.
 """
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin
 
 from lockstep.config.errors import NO_VALUE, ConfigError, Problem
 from lockstep.config.estimators import ADV_KWARGS, ESTIMATOR_INPUTS, PARAMETERS
-from lockstep.config.names import POLICY_LOSSES
+from lockstep.config.policy_loss import BUILT_IN_LOSSES, LOSS_NAMES
 from lockstep.config.ppo import PPOConfig
-from lockstep.config.schema import Mismatch, coerce, describe
+from lockstep.config.schema import Mismatch, bound_of, coerce, describe
 from lockstep.registry import did_you_mean, find_registered, load_object
 
 LOSS_KEY = "actor_rollout_ref.actor.policy_loss.loss_mode"
@@ -25,6 +25,8 @@ LOSS_ARGUMENTS = (
     *("loss_agg_mode", "config", "rollout_is_weights"),
 )
 """What every policy loss is called with."""
+PREPARE = "prepare"
+"""Attribute of a policy loss: the function that prepares a whole mini-batch for it (algorithms/losses/preparation.py)."""
 
 Function = Callable[..., Any]
 
@@ -43,11 +45,18 @@ def setting_problems(config: PPOConfig) -> Iterator[Problem]:
     """What is wrong with `loss_kwargs` and `adv_kwargs`, before anything is loaded but the user's code."""
     policy_loss, algorithm = config.actor_rollout_ref.actor.policy_loss, config.algorithm
     name, loss = policy_loss.loss_mode, _find(policy_loss.loss_mode, "policy loss")
-    if loss is not None or name in POLICY_LOSSES:
+    if loss is not None or name in LOSS_NAMES:
         yield from _settings(loss, policy_loss.loss_kwargs, LOSS_KWARGS, LOSS_ARGUMENTS, name)[1]
     name, estimator = algorithm.adv_estimator, _find(algorithm.adv_estimator, "advantage estimator")
     if estimator is not None or name in ESTIMATOR_INPUTS:
         yield from _settings(estimator, algorithm.adv_kwargs, ADV_KWARGS, PARAMETERS, name)[1]
+
+
+def is_prepared(loss: str) -> bool:
+    """Whether the policy loss of this name has a `prepare` function, which reads the old log-probs."""
+    if loss in BUILT_IN_LOSSES:
+        return BUILT_IN_LOSSES[loss].is_prepared
+    return hasattr(_find(loss, "policy loss"), PREPARE)
 
 
 def _find(name: str, kind: str) -> Function | None:
@@ -115,6 +124,11 @@ def _annotation(parameter: inspect.Parameter, names: dict[str, Any]) -> Any:
 
 
 def _converted(value: Any, annotation: Any) -> Any:
+    if get_origin(annotation) is Annotated:
+        value, bound = _converted(value, get_args(annotation)[0]), bound_of(annotation)
+        if bound is not None and not bound.allows(value):
+            raise Mismatch(bound.message.removeprefix("must be "))
+        return value
     try:
         describe(annotation)
     except (KeyError, TypeError):  # not a type of config values

@@ -30,8 +30,6 @@ class PPOConfig(RootConfig):
     resource_pool_mapping: dict[str, str] = field(default_factory=dict)
     """The pool of each role (actor_rollout, or actor and rollout; ref, critic, rm). Other roles run in `global_pool`, the reward
     model in `reward_pool` if it exists."""
-    unset_sizes: frozenset[str] = field(default=frozenset(), compare=False, metadata={"internal": True})
-    """Batch sizes and tokens of micro-batches that the user has not set (`batch_sizes.py`, `micro_batches.py`)."""
 
 
 def prompts_per_batch(config: PPOConfig) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from itertools import chain
 from typing import Any
 
-from lockstep.config import checks, micro_batches, names
+from lockstep.config import checks, micro_batches
 from lockstep.config.actor_rollout_ref import has_cut_log_probs
 from lockstep.config.checks import SEPARATE, Values
 from lockstep.config.engines import ROLLOUT_ENGINES, TRAIN_ENGINES
@@ -15,11 +15,11 @@ from lockstep.config.errors import ConfigError, Problem
 from lockstep.config.estimators import BATCH_INPUTS, PARAMETERS, required_inputs
 from lockstep.config.placement import ROLES, Pools, TooFewWorkers, needed_models, pools_of
 from lockstep.config.plugin_settings import LOSS_KEY, setting_problems
+from lockstep.config.policy_loss import LOSS_NAMES
 from lockstep.config.ppo import PPOConfig
-from lockstep.config.ranges import ranges
 from lockstep.config.roles import SECTIONS, sections_of
 from lockstep.config.run_names import earlier_default
-from lockstep.config.schema import defaults, flat_values, get_in, keys
+from lockstep.config.schema import defaults, flat_values, get_in, keys, out_of_bounds
 from lockstep.config.without_effect import without_effect
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -38,7 +38,7 @@ def check(config: PPOConfig) -> tuple[list[Problem], list[str]]:
         inputs, models, estimator_problems = frozenset(), [], error.problems
     found = chain(
         estimator_problems,
-        ranges(values),
+        out_of_bounds(type(config), values),
         checks.tracker_names(values),
         _names(values),
         checks.fixed_values(values),
@@ -116,10 +116,6 @@ def _algorithm(values: Values, inputs: Collection[str]) -> Iterator[Problem]:
         if values[name] and values[f"{_REF}.enable"] is False:
             message = f"KL needs a reference policy, but {_REF}.enable is false; set that to null"
             yield Problem(name, True, message, also=(f"{_REF}.enable",))
-    for section in (_ACTOR, "critic"):
-        if values[f"{section}.rollout_n"] != values[f"{_ROLLOUT}.n"]:
-            message = f"must equal {_ROLLOUT}.n={values[f'{_ROLLOUT}.n']}; set only that key"
-            yield Problem(f"{section}.rollout_n", values[f"{section}.rollout_n"], message, also=(f"{_ROLLOUT}.n",))
     if values["algorithm.filter_groups.enable"] and values[f"{_ROLLOUT}.n"] == 1 and "index" not in inputs:
         message = "algorithm.filter_groups compares the samples of one prompt; set 2 or more"
         yield Problem(f"{_ROLLOUT}.n", 1, message, also=("algorithm.filter_groups.enable",))
@@ -152,7 +148,7 @@ def _over_sampling(values: Values) -> Iterator[Problem]:
 
 
 def _names(values: Values) -> Iterator[Problem]:
-    yield from checks.known_name(values, LOSS_KEY, names.POLICY_LOSSES)
+    yield from checks.known_name(values, LOSS_KEY, LOSS_NAMES)
     for role in SECTIONS.values():
         yield from checks.engine_name(values, role.strategy, TRAIN_ENGINES)
     yield from checks.reward_manager(values)

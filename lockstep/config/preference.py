@@ -1,8 +1,9 @@
 """The configurations of preference training: reward models (`lockstep rm`) and DPO (`lockstep dpo`)."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
+from lockstep.config.bounds import Bound, NonNegativeFloat, PositiveFloat, PositiveInt
 from lockstep.config.sft import (
     SupervisedConfig,
     SupervisedDataConfig,
@@ -35,13 +36,13 @@ class RMDataConfig(PreferenceDataConfig):
 
 @dataclass(frozen=True)
 class PreferenceTrainerConfig(SupervisedTrainerConfig):
-    total_epochs: int = 1
+    total_epochs: PositiveInt = 1
     """Passes over the training rows."""
 
 
 @dataclass(frozen=True)
 class RMLossConfig:
-    center_rewards_coefficient: float = 0.0
+    center_rewards_coefficient: NonNegativeFloat = 0.0
     """Weight of (chosen score + rejected score)^2, which keeps the mean score of a pair near 0; 0 turns it off."""
 
 
@@ -54,7 +55,7 @@ class RMConfig(SupervisedConfig):
 
 @dataclass(frozen=True)
 class DPOOptimizerConfig(SupervisedOptimizerConfig):
-    lr: float = 1e-6
+    lr: NonNegativeFloat = 1e-6
     """Peak learning rate."""
 
 
@@ -62,9 +63,9 @@ class DPOOptimizerConfig(SupervisedOptimizerConfig):
 class DPOLossConfig:
     loss_type: DPOLoss = "sigmoid"
     """sigmoid: the loss of DPO; hinge: of SLiC; ipo: of IPO, on mean log-probs per token."""
-    beta: float = 0.1
+    beta: PositiveFloat = 0.1
     """How strongly the policy is kept near the reference; the 1/beta of ipo is twice its target margin."""
-    label_smoothing: float = 0.0
+    label_smoothing: Annotated[float, Bound(lambda x: 0 <= x < 0.5, "must be at least 0 and below 0.5")] = 0.0
     """sigmoid: the assumed probability that a pair is labelled the wrong way round, below 0.5."""
 
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lockstep.config.bounds import PositiveInt
+
 Tool = Literal["torch", "nsys", "torch_memory"]
 
 
@@ -47,7 +49,7 @@ class NsysToolConfig:
 
 @dataclass(frozen=True)
 class TorchMemoryToolConfig:
-    trace_alloc_max_entries: int = 100000
+    trace_alloc_max_entries: PositiveInt = 100000
     """Allocations and frees that a snapshot holds, the last ones."""
     context: Literal["state", "alloc", "all"] | None = "all"
     """Which of them have a stack trace: all, allocations only, or only those still alive; null is none."""

@@ -1,6 +1,6 @@
 """Reference of every configuration key as Markdown: `python -m lockstep.config.reference > docs/config.md`.
 
-Keys, types and defaults come from the dataclasses, meanings from the string under each field.
+Keys, types, bounds and defaults come from the dataclasses, meanings from the string under each field.
 """
 
 import ast
@@ -158,7 +158,8 @@ def _section(heading: str, name: str, cls: type, root: type, base: type | None) 
     for key in _own_keys(name, root, base):
         meaning = field_docs(key.owner).get(key.field, "")
         default = _default(get_in(tree, key.name, None))
-        yield f"| `{key.field}` | {_cell(_type_name(key.annotation))} | {_cell(default)} | {_cell(meaning)} |"
+        allowed = f"; {key.bound.message.removeprefix('must be ')}" if key.bound else ""
+        yield f"| `{key.field}` | {_cell(_type_name(key.annotation) + allowed)} | {_cell(default)} | {_cell(meaning)} |"
     yield ""
 
 

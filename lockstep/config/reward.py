@@ -5,8 +5,12 @@ from typing import Any, Literal
 
 from omegaconf import II
 
+from lockstep.config.bounds import NonNegativeInt, PositiveFloat, PositiveInt, Temperature
 from lockstep.config.model import FSDPEngineConfig, HFModelConfig
 from lockstep.config.profiler import ProfilerConfig
+
+REWARD_MANAGERS = {"naive", "batch", "dapo", "functions", "prime", "rate_limited"}
+"""Names that `reward_manager` allows; registering another one adds its name."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +42,15 @@ class JudgeConfig:
     """How the endpoint is asked for a JSON object; `none` only says so in the prompt."""
     answer_regex: str | None = None
     """For judges that do not write JSON: the last line of the answer must match this as a whole; its first group is the score."""
-    temperature: float = 0.0
+    temperature: Temperature = 0.0
     """Sampling temperature of the judge."""
-    max_tokens: int = 512
+    max_tokens: PositiveInt = 512
     """Longest answer."""
-    timeout_s: float = 60.0
+    timeout_s: PositiveFloat = 60.0
     """Deadline of one request; that of a row, retries included, is `reward_model.timeout_s`."""
-    max_retries: int = 5
+    max_retries: NonNegativeInt = 5
     """How often a request is sent again after an error of the server, a timeout or an answer without a valid score."""
-    retry_backoff_s: float = 1.0
+    retry_backoff_s: PositiveFloat = 1.0
     """Pause before the first retry; it doubles each time."""
     cache: bool = True
     """Do not send a request again that was answered before."""
@@ -75,7 +79,7 @@ class RewardPartConfig:
 class SandboxFusionConfig:
     url: str | None = None
     """`http://host:port/run_code` of a SandboxFusion server that runs the programs of responses; null runs them in `sandbox`."""
-    max_concurrent: int = 64
+    max_concurrent: PositiveInt = 64
     """Requests at once per process."""
     memory_limit_mb: int = 1024
     """Memory of a program."""
@@ -92,16 +96,16 @@ class RewardFunctionConfig:
     """Isolation of programs and graders. `auto` is the strongest form that works; if none does, programs are refused and graders of
     mathematics run with limits only. `none` accepts that a judged program can read and write your files."""
     sandbox_fusion: SandboxFusionConfig = field(default_factory=SandboxFusionConfig)
-    timeout_s: float | None = 300.0
+    timeout_s: PositiveFloat | None = 300.0
     """Timeout in seconds of one reward function call; on timeout the sample fails (score 0, counted), and three in a row stop the
     run. null has no timeout and calls the function in the trainer's process."""
-    max_concurrent: int | None = None
+    max_concurrent: PositiveInt | None = None
     """Calls of coroutine reward functions, and requests of judges, at once; null is 64."""
-    max_rpm: int | None = None
+    max_rpm: PositiveInt | None = None
     """Such calls and requests per minute; null has no limit."""
-    max_tpm: int | None = None
+    max_tpm: PositiveInt | None = None
     """Tokens of these per minute; null has no limit."""
-    estimated_tokens_per_request: int = 2000
+    estimated_tokens_per_request: PositiveInt = 2000
     """Tokens that one call of a coroutine function counts for `max_tpm`; requests of judges are estimated by their length."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     ensemble: dict[str, Any] = field(default_factory=dict)
@@ -115,22 +119,22 @@ class RewardModelConfig(RewardFunctionConfig):
     """Score responses with a model (batch key `rm_scores`)."""
     enable_resource_pool: bool = False
     """Run the reward model in a separate pool of `nnodes` machines with `n_gpus_per_node` workers each."""
-    n_gpus_per_node: int = 8
+    n_gpus_per_node: PositiveInt = 8
     """Workers per machine, with `enable_resource_pool`."""
-    nnodes: int = 0
+    nnodes: NonNegativeInt = 0
     """Machines, with `enable_resource_pool`."""
-    nccl_timeout: int = II("actor_rollout_ref.nccl_timeout")
+    nccl_timeout: PositiveInt = II("actor_rollout_ref.nccl_timeout")
     """Timeout of collective operations in seconds."""
-    ulysses_sequence_parallel_size: int = 1
+    ulysses_sequence_parallel_size: PositiveInt = 1
     """Ranks that split each sequence (Ulysses)."""
     strategy: str = "fsdp"
     """Engine of the forward pass, as in actor_rollout_ref.actor.strategy."""
     model: RewardModelModelConfig = field(default_factory=RewardModelModelConfig)
-    micro_batch_size_per_gpu: int | None = None
+    micro_batch_size_per_gpu: PositiveInt | None = None
     """Sequences per forward; see `actor.ppo_micro_batch_size_per_gpu`."""
     use_dynamic_bsz: bool | None = II("critic.use_dynamic_bsz")
     """Fill micro-batches by tokens; null as for the actor."""
-    forward_max_token_len_per_gpu: int = II("critic.forward_max_token_len_per_gpu")
+    forward_max_token_len_per_gpu: PositiveInt = II("critic.forward_max_token_len_per_gpu")
     """Tokens per micro-batch."""
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
 

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lockstep.config.bounds import Bound
 from lockstep.config.environment import RootConfig, noted_variables
 from lockstep.config.errors import ConfigError, Problem, nearest, show
 
@@ -25,11 +26,12 @@ MISSING = "???"
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """One settable key: its dotted name, its section, its type, and the class and field that define it."""
+    """One settable key: its dotted name, its section, its type and bound, and the class and field that define it."""
 
     name: str
     section: str
     annotation: Any
+    bound: Bound | None
     owner: type
     field: str
 
@@ -47,15 +49,23 @@ def sections(cls: type) -> dict[str, type]:
 
 
 def _walk(cls: type, section: str) -> Iterator[Key]:
-    hints = typing.get_type_hints(cls)
+    types_of = typing.get_type_hints(cls)
+    annotations = typing.get_type_hints(cls, include_extras=True)
     for field in dataclasses.fields(cls):
         if field.metadata.get("internal"):
             continue
         name = f"{section}.{field.name}" if section else field.name
-        annotation = hints[field.name]
-        yield Key(name, section, annotation, cls, field.name)
+        annotation = types_of[field.name]
+        yield Key(name, section, annotation, bound_of(annotations[field.name]), cls, field.name)
         if _is_section(annotation):
             yield from _walk(annotation, name)
+
+
+def bound_of(annotation: Any) -> Bound | None:
+    """The bound in `Annotated[type, bound]`, which may be a choice of a union."""
+    if isinstance(annotation, Bound):
+        return annotation
+    return next((bound for part in get_args(annotation) if (bound := bound_of(part))), None)
 
 
 def _is_section(annotation: Any) -> bool:
@@ -91,6 +101,14 @@ def flat_values(config: Any) -> dict[str, Any]:
     root: type = type(config)
     tree = to_plain(config)
     return {name: get_in(tree, name, None) for name in keys(root)}
+
+
+def out_of_bounds(cls: type, values: Mapping[str, Any]) -> Iterator[Problem]:
+    """Values of `cls`, by dotted key, that their field does not allow."""
+    for name, key in keys(cls).items():
+        value = values[name]
+        if key.bound is not None and value is not None and not key.bound.allows(value):
+            yield Problem(name, value, key.bound.message)
 
 
 def _plain_value(value: Any) -> Any:

@@ -3,6 +3,18 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from lockstep.config.bounds import (
+    Betas,
+    CountOrAll,
+    EveryOrNever,
+    NonNegativeFloat,
+    NonNegativeInt,
+    NumSteps,
+    PositiveInt,
+    SaveFrequency,
+    StepNumbers,
+    UnitFloat,
+)
 from lockstep.config.data import CustomClassConfig, SequenceDataConfig, SFTDataConfig
 from lockstep.config.environment import RootConfig
 from lockstep.config.model import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
@@ -23,24 +35,24 @@ class SupervisedDataConfig(SequenceDataConfig):
     (`org/name[@revision][:config][:split]`), a URL, or a list of these (docs/models_and_data_by_name.md)."""
     val_files: list[str] = field(default_factory=list)
     """Validation rows, in the same forms; an empty list trains without validation."""
-    train_max_samples: int = -1
+    train_max_samples: CountOrAll = -1
     """Use this many training rows, -1 for all: the first ones, or a random subset if `seed` is set and `shuffle` is on."""
-    val_max_samples: int = -1
+    val_max_samples: CountOrAll = -1
     """Use this many validation rows; -1 for all."""
-    train_batch_size: int = 256
+    train_batch_size: PositiveInt = 256
     """Sequences per optimizer step, over all ranks; pairs of them in preference training."""
     use_dynamic_bsz: bool | None = None
     """Fill micro-batches by tokens (`max_token_len_per_gpu`) instead of sequences. null does so if `micro_batch_size_per_gpu` is
     not set, with as many tokens as the device's memory has room for (docs/plan.md)."""
-    max_token_len_per_gpu: int = 8192
+    max_token_len_per_gpu: PositiveInt = 8192
     """Tokens per micro-batch with `use_dynamic_bsz`."""
-    micro_batch_size_per_gpu: int | None = None
+    micro_batch_size_per_gpu: PositiveInt | None = None
     """Sequences (pairs) per forward/backward with `use_dynamic_bsz=false`, where null is all of a rank's."""
     balance_dp_token: bool = True
     """Balance the number of tokens across ranks."""
     shuffle: bool = True
     """Shuffle the training rows every epoch."""
-    seed: int | None = None
+    seed: NonNegativeInt | None = None
     """Seed of `shuffle`; null is `trainer.seed`."""
     custom_cls: CustomClassConfig = field(default_factory=CustomClassConfig)
     pad_mode: Literal["right", "no_padding"] = field(default="no_padding", metadata={"internal": True})
@@ -66,21 +78,21 @@ class SupervisedModelConfig(HFModelConfig):
 
 @dataclass(frozen=True)
 class SupervisedOptimizerConfig(FSDPOptimizerConfig):
-    lr: float = 1e-5
+    lr: NonNegativeFloat = 1e-5
     """Peak learning rate."""
     lr_scheduler_type: Literal["constant", "cosine", "linear"] = "cosine"
     """Schedule after the warm-up."""
-    lr_warmup_steps_ratio: float = 0.1
+    lr_warmup_steps_ratio: UnitFloat = 0.1
     """Warm-up as a fraction of all training steps."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: Betas = (0.9, 0.95)
     """AdamW's averaging coefficients."""
 
 
 @dataclass(frozen=True)
 class SupervisedTrainerConfig:
-    total_epochs: int = 4
+    total_epochs: PositiveInt = 4
     """Passes over the training rows."""
-    total_training_steps: int | None = None
+    total_training_steps: NumSteps | None = None
     """Stop after this many steps; null trains for all epochs."""
     project_name: str = "lockstep"
     """Project name in the trackers. If not set, the name of the data, such as `gsm8k`."""
@@ -91,13 +103,13 @@ class SupervisedTrainerConfig:
     is always written."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Training device; auto uses GPUs if there are any."""
-    seed: int = 1
+    seed: NonNegativeInt = 1
     """Seed of shuffling."""
-    profile_steps: list[int] = field(default_factory=list)
+    profile_steps: StepNumbers = field(default_factory=list)
     """Steps to profile (docs/profiling.md); `global_profiler.tool` says how."""
-    test_freq: int = -1
+    test_freq: EveryOrNever = -1
     """Validate every this many steps and after the last one; -1 never validates."""
-    save_freq: int = -1
+    save_freq: SaveFrequency = -1
     """Save every this many steps and after the last one; -1 saves only after the last one, 0 never."""
     resume_mode: ResumeMode = "auto"
     """auto resumes from the newest checkpoint in `default_local_dir`, resume_path from `resume_from_path`."""
@@ -105,7 +117,7 @@ class SupervisedTrainerConfig:
     """The `global_step_N` folder for resume_mode=resume_path."""
     default_local_dir: str = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
     """Output folder of the run: checkpoints, metrics.jsonl, config.yaml."""
-    max_ckpt_to_keep: int | None = None
+    max_ckpt_to_keep: PositiveInt | None = None
     """Keep this many of the newest checkpoints; null keeps all."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     check_memory: bool = True
@@ -122,8 +134,6 @@ class SupervisedConfig(RootConfig):
     trainer: SupervisedTrainerConfig = field(default_factory=SupervisedTrainerConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     global_profiler: GlobalProfilerConfig = field(default_factory=GlobalProfilerConfig)
-    unset_sizes: frozenset[str] = field(default=frozenset(), compare=False, metadata={"internal": True})
-    """Batch sizes that the user has not set (`batch_sizes.py`)."""
 
 
 @dataclass(frozen=True)

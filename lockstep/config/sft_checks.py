@@ -9,9 +9,8 @@ from lockstep.config.checks import Values
 from lockstep.config.engines import TRAIN_ENGINES
 from lockstep.config.errors import Problem, show
 from lockstep.config.preference import DPOConfig
-from lockstep.config.ranges import ranges
 from lockstep.config.roles import SUPERVISED
-from lockstep.config.schema import defaults, flat_values
+from lockstep.config.schema import defaults, flat_values, out_of_bounds
 from lockstep.config.sft import SFTConfig, SupervisedConfig
 from lockstep.config.without_effect import Reason, notices, profiler_reasons
 
@@ -29,7 +28,7 @@ def check_supervised(config: SupervisedConfig) -> tuple[list[Problem], list[str]
     """Everything that prevents the configuration from running, and warnings about likely mistakes."""
     values = flat_values(config)
     problems = chain(
-        ranges(values),
+        out_of_bounds(type(config), values),
         checks.tracker_names(values),
         checks.fixed_values(values),
         checks.data_files(values),
@@ -57,7 +56,7 @@ def _ranks(values: Values) -> Iterator[Problem]:
     """How the processes of torchrun shard the model and split sequences."""
     processes, ranks, shard = int(os.environ.get("WORLD_SIZE", "1")), values[_RANKS], values[f"{_ENGINE}.fsdp_size"]
     if ranks < 1 or shard < -1 or shard == 0:
-        return  # reported by `ranges`
+        return  # reported by `out_of_bounds`
     yield from checks.engine_ranks(values, _STRATEGY, processes, ranks, _RANKS)
     if processes % ranks:
         message = f"does not divide the number of processes ({processes}; torchrun --nproc_per_node); set a divisor"

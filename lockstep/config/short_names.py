@@ -58,9 +58,6 @@ SHORT_NAMES: dict[type, dict[str, str]] = {
 }
 """Root config class -> short name -> key. A name of `reward` that is no file is a scorer's (`reward_setting`)."""
 
-FOLLOWS_BATCH = MINI
-"""Equals a batch size that is given as `batch_size`, unless it is set: a step is one update then."""
-
 USUAL_NAMES = {
     **dict.fromkeys(("learning_rate", "actor_lr"), "lr"),
     **dict.fromkeys(("num_generations", "group_size", "num_samples", "n_samples"), "n"),
@@ -80,7 +77,7 @@ USUAL_NAMES = {
     **dict.fromkeys(("epsilon", "clip_range", "cliprange"), "actor_rollout_ref.actor.clip_ratio"),
     "epsilon_high": "actor_rollout_ref.actor.clip_ratio_high",
     "num_iterations": "actor_rollout_ref.actor.ppo_epochs",
-    "mini_batch_size": FOLLOWS_BATCH,
+    "mini_batch_size": MINI,
     "gradient_accumulation_steps": "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
     "gradient_checkpointing": "actor_rollout_ref.model.enable_gradient_checkpointing",
     "max_grad_norm": "actor_rollout_ref.actor.grad_clip",

@@ -5,15 +5,17 @@ from typing import Any, Literal
 
 from omegaconf import II
 
+from lockstep.config.bounds import EveryOrNever, NonNegativeInt, NumSteps, PositiveInt, SaveFrequency, StepNumbers
+
 LOGGERS = ("console", "file", "tensorboard", "wandb", "mlflow", "swanlab")
 ResumeMode = Literal["auto", "disable", "resume_path"]
 
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    total_epochs: int = 30
+    total_epochs: PositiveInt = 30
     """Passes over the training rows."""
-    total_training_steps: int | None = None
+    total_training_steps: NumSteps | None = None
     """Stop after this many steps; null trains for all epochs."""
     project_name: str = "lockstep"
     """Project name in the trackers. If not set, the name of the data, such as `gsm8k`."""
@@ -22,15 +24,15 @@ class TrainerConfig:
     logger: list[str] = field(default_factory=lambda: ["console"])
     """Trackers: console, file, tensorboard, wandb, mlflow, swanlab, or `module:Class`. `metrics.jsonl` in `default_local_dir`
     is always written."""
-    log_val_generations: int = 0
+    log_val_generations: NonNegativeInt = 0
     """Number of validation responses sent to the trackers."""
     rollout_data_dir: str | None = None
     """Folder for the rollouts of each step, as `{step}.jsonl`."""
     validation_data_dir: str | None = None
     """Folder for the responses of each validation, as `{step}.jsonl`."""
-    nnodes: int = 1
+    nnodes: PositiveInt = 1
     """Number of machines."""
-    n_gpus_per_node: int = 1
+    n_gpus_per_node: PositiveInt = 1
     """Workers per machine: GPUs, or processes on CPU."""
     controller: Literal["auto", "local", "ray"] = "auto"
     """Where workers run: local is this process, ray are processes of a Ray cluster; auto is local for one worker."""
@@ -41,32 +43,32 @@ class TrainerConfig:
     """Asynchronous training (docs/async_training.md). colocated: unfinished responses wait during the update and go on with the new
     weights; one_step_off: a separate rollout pool generates the next batch during the update; fully_async: it never stops. null
     generates and trains in turn."""
-    max_staleness: int = 1
+    max_staleness: NonNegativeInt = 1
     """Asynchronous training: updates that the policy may be ahead of the one that began a response; generation runs at most that
     many batches ahead. 0 trains exactly as without `async_mode`."""
     stale_samples: Literal["wait", "drop"] = "wait"
     """Asynchronous training: wait for a response that would become older than `max_staleness`, or drop it with its group."""
-    profile_steps: list[int] = field(default_factory=list)
+    profile_steps: StepNumbers = field(default_factory=list)
     """Steps to profile (docs/profiling.md); `global_profiler.tool` says how."""
-    max_restarts: int = 0
+    max_restarts: NonNegativeInt = 0
     """How often to restart dead workers from the last checkpoint."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Training device; auto uses GPUs if there are any."""
     check_memory: bool = True
     """Before loading models, log the plan of memory and time for this machine's GPU, and refuse a run that cannot fit."""
-    seed: int = 1
+    seed: NonNegativeInt = 1
     """Seed of shuffling, sampling and initialisation."""
     balance_batch: bool = True
     """Balance the number of tokens across ranks."""
-    critic_warmup: int = 0
+    critic_warmup: NonNegativeInt = 0
     """Number of initial steps that update only the critic."""
     val_before_train: bool = True
     """Validate before the first step."""
     val_only: bool = False
     """Validate once and stop. Needs no training data, critic or reference."""
-    test_freq: int = -1
+    test_freq: EveryOrNever = -1
     """Validate every this many steps and after the last one; -1 never validates."""
-    save_freq: int = -1
+    save_freq: SaveFrequency = -1
     """Save every this many steps and after the last one; -1 saves only after the last one, 0 never."""
     resume_mode: ResumeMode = "auto"
     """auto resumes from the newest checkpoint in `default_local_dir`, resume_path from `resume_from_path`."""
@@ -74,9 +76,9 @@ class TrainerConfig:
     """The `global_step_N` folder for resume_mode=resume_path."""
     default_local_dir: str = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
     """Output folder of the run: checkpoints, metrics.jsonl, config.yaml."""
-    max_actor_ckpt_to_keep: int | None = None
+    max_actor_ckpt_to_keep: PositiveInt | None = None
     """Keep this many of the newest checkpoints; null keeps all."""
-    max_critic_ckpt_to_keep: int | None = II("trainer.max_actor_ckpt_to_keep")
+    max_critic_ckpt_to_keep: PositiveInt | None = II("trainer.max_actor_ckpt_to_keep")
     """Same for the critic. A checkpoint holds both models, so the larger of the two applies."""
 
 
@@ -84,7 +86,7 @@ class TrainerConfig:
 class RayInitConfig:
     address: str | None = None
     """Cluster to join (`auto`, `host:port`); null joins the one in RAY_ADDRESS or starts one on this machine."""
-    num_cpus: int | None = None
+    num_cpus: PositiveInt | None = None
     """CPUs of a Ray cluster that the run starts."""
     runtime_env: dict[str, Any] = field(default_factory=dict)
     """Ray runtime environment of the workers, such as `env_vars` or `working_dir`."""

@@ -5,9 +5,10 @@ from itertools import chain
 from typing import Any
 
 from lockstep.config import micro_batches
+from lockstep.config.algorithm import AdvantageEstimator
 from lockstep.config.engines import ROLLOUT_ENGINES
-from lockstep.config.estimators import AdvantageEstimator
 from lockstep.config.placement import controller_of, need_reference_policy, pools_of
+from lockstep.config.policy_loss import BUILT_IN_LOSSES
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.roles import SECTIONS
 from lockstep.config.schema import defaults, get_in
@@ -44,26 +45,6 @@ NEVER_READ = {
 MAX_KEYS = 4
 """A notice lists this many keys, and counts the others."""
 
-_GAMMA = ("gae", "reinforce_plus_plus")
-_STD = ("grpo", "grpo_vectorized", "grpo_passk", "gdpo", "egpo")
-_LOSSES = (
-    *(
-        "vanilla",
-        "bypass_mode",
-        "gspo",
-        "sapo",
-        "gpg",
-        "clip_cov",
-        "kl_cov",
-        "geo_mean",
-        "cispo",
-        "dppo_tv",
-        "dppo_kl",
-        "dro",
-    ),
-)
-_CLIPPED = ("vanilla", "bypass_mode", "gspo", "clip_cov", "geo_mean", "cispo", "dppo_tv", "dppo_kl")
-_DUAL_CLIPPED = ("vanilla", "bypass_mode", "dppo_tv", "dppo_kl")
 _REWARD_POOL = ("enable_resource_pool", "n_gpus_per_node", "nnodes", "nccl_timeout", "ulysses_sequence_parallel_size")
 _REWARD_BATCHES = ("micro_batch_size_per_gpu", "use_dynamic_bsz", "forward_max_token_len_per_gpu")
 _BATCHES = tuple(micro_batches.RL[phase] for phase in ("update actor", "old log-probs", "reference log-probs"))
@@ -150,12 +131,13 @@ def _algorithm(values: Values) -> Iterator[Reason]:
     """What the estimator and the switches of `algorithm` do not use; nothing is known of an estimator of the user's."""
     estimator = values["algorithm.adv_estimator"]
     built_in = estimator in set(AdvantageEstimator)
-    yield built_in and estimator not in _GAMMA, f"{estimator} does not discount", ("algorithm.gamma",)
-    yield built_in and estimator != "gae", f"{estimator} does not use it", ("algorithm.lam",)
-    yield built_in and estimator not in _STD, f"{estimator} does not use it", ("algorithm.norm_adv_by_std_in_grpo",)
-    for name in ("gdpo", "egpo"):
-        keys = tuple(key for key in values if key.startswith(f"algorithm.{name}_"))
-        yield built_in and estimator != name, f"algorithm.adv_estimator is {estimator}", keys
+    read = AdvantageEstimator(estimator).keys if built_in else frozenset()
+    shared = {"gamma": "does not discount", "lam": "does not use it", "norm_adv_by_std_in_grpo": "does not use it"}
+    for key, what in shared.items():
+        yield built_in and key not in read, f"{estimator} {what}", (f"algorithm.{key}",)
+    for other in AdvantageEstimator:
+        unread = tuple(f"algorithm.{key}" for key in sorted(other.keys - read - shared.keys()))
+        yield built_in, f"algorithm.adv_estimator is {estimator}", unread
     for switch, names in {
         "algorithm.use_kl_in_reward": ("algorithm.kl_penalty", "algorithm.kl_ctrl."),
         f"{_ACTOR}.use_kl_loss": (f"{_ACTOR}.kl_loss_coef", f"{_ACTOR}.kl_loss_type"),
@@ -176,19 +158,13 @@ def _algorithm(values: Values) -> Iterator[Reason]:
 
 
 def _policy_loss(values: Values) -> Iterator[Reason]:
+    """Nothing is known of a loss of the user's."""
     loss = values[f"{_ACTOR}.policy_loss.loss_mode"]
-    known_loss = loss in _LOSSES
-    of_loss = f"{_ACTOR}.policy_loss.loss_mode is {loss}"
-    for name, keys in {
-        "clip_cov": tuple(f"{_ACTOR}.policy_loss.clip_cov_{part}" for part in ("ratio", "lb", "ub")),
-        "kl_cov": (f"{_ACTOR}.policy_loss.kl_cov_ratio", f"{_ACTOR}.policy_loss.ppo_kl_coef"),
-        "dro": (f"{_ACTOR}.policy_loss.dro_beta",),
-        "sapo": (f"{_ACTOR}.tau_pos", f"{_ACTOR}.tau_neg"),
-    }.items():
-        yield known_loss and loss != name, of_loss, keys
-    clip_keys = tuple(f"{_ACTOR}.clip_ratio{end}" for end in ("", "_low", "_high"))
-    yield known_loss and loss not in _CLIPPED, of_loss, clip_keys
-    yield known_loss and loss not in _DUAL_CLIPPED, of_loss, (f"{_ACTOR}.clip_ratio_c",)
+    needs = BUILT_IN_LOSSES.get(loss)
+    known_loss, read = needs is not None, needs.keys if needs else ()
+    for other in BUILT_IN_LOSSES.values():
+        unread = tuple(f"{_ACTOR}.{key}" for key in other.keys if key not in read)
+        yield known_loss, f"{_ACTOR}.policy_loss.loss_mode is {loss}", unread
     normalized = values[f"{_ACTOR}.loss_agg_mode"] == "seq-mean-token-sum-norm"
     other_mode = f"{_ACTOR}.loss_agg_mode is not seq-mean-token-sum-norm"
     yield known_loss and not normalized, other_mode, (f"{_ACTOR}.loss_scale_factor",)

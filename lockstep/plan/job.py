@@ -205,7 +205,7 @@ class _Roles:
 
     def critic(self) -> Model:
         critic = self.config.critic
-        mini = min(critic.ppo_mini_batch_size * critic.rollout_n, self.sequences)
+        mini = min(critic.ppo_mini_batch_size * self.policy.rollout.n, self.sequences)
         dynamic = critic.use_dynamic_bsz
         update = micro_limits(critic.ppo_micro_batch_size_per_gpu, dynamic, critic.ppo_max_token_len_per_gpu)
         forward = micro_limits(critic.forward_micro_batch_size_per_gpu, dynamic, critic.forward_max_token_len_per_gpu)

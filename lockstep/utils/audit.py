@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from lockstep.utils.device import HostCopy
+from lockstep.utils.metrics import MaxOverRanks
 
 GAP_METRIC = "training/rollout_log_probs_gap"
 
@@ -79,7 +80,9 @@ class RolloutGap:
         variance = (squares - count * mean**2) / (count - 1) if count > 1 else 0.0
         return {
             "training/rollout_probs_diff_valid": 1.0,
-            "training/rollout_probs_diff_max": max((float(part.read()) for part in self._largest), default=0.0),
+            "training/rollout_probs_diff_max": MaxOverRanks(
+                max((float(part.read()) for part in self._largest), default=0.0)
+            ),
             "training/rollout_probs_diff_mean": mean,
             "training/rollout_probs_diff_std": max(variance, 0.0) ** 0.5,
             GAP_METRIC: distance / count,

@@ -8,6 +8,8 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
+from lockstep.utils.metrics import MaxOverRanks
+
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Move a tensor to the device; to CUDA without synchronising."""
@@ -62,7 +64,7 @@ class MemoryPeaks:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._phases: dict[str, int] = {}
+        self._phases: dict[str, float] = {}
         self._allocated = self._reserved = 0
         self._released: WeakMethod[Callable[[], int]] | None = None
 
@@ -80,15 +82,21 @@ class MemoryPeaks:
         yield
         peak = self._note()
         free, total = torch.cuda.mem_get_info(self._device)
-        self._phases |= {f"max_memory_allocated_gb/{name}": peak, f"memory_used_gb/{name}": total - free}
+        self._phases |= {
+            f"perf/max_memory_allocated_gb/{name}": MaxOverRanks(peak / 2**30),
+            f"perf/memory_used_gb/{name}": (total - free) / 2**30,
+        }
 
     def metrics(self) -> dict[str, float]:
         """Peaks since the process started, and of the last run of each phase; empty on CPU."""
         if self._device.type != "cuda":
             return {}
         self._note()
-        sizes = {"max_memory_allocated_gb": self._allocated, "max_memory_reserved_gb": self._reserved, **self._phases}
-        return {f"perf/{name}": size / 2**30 for name, size in sizes.items()}
+        return {
+            "perf/max_memory_allocated_gb": MaxOverRanks(self._allocated / 2**30),
+            "perf/max_memory_reserved_gb": MaxOverRanks(self._reserved / 2**30),
+            **self._phases,
+        }
 
     def _note(self) -> int:
         """Note the peaks since the last call; returns the allocated one."""

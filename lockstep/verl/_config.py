@@ -40,6 +40,8 @@ C = TypeVar("C", PPOConfig, SFTConfig)
 MISSING = object()
 CONFIGS: dict[str, type] = {DEFAULT_NAMES[cls]: cls for cls in (PPOConfig, SFTConfig)}
 """The configs that are added to Hydra."""
+ROLLOUT_N = "actor_rollout_ref.rollout.n"
+"""Verl's sections have it too, as `rollout_n`."""
 _REFERENCE = re.compile(r"\$\{[^:}]+\}")
 """An interpolation of another key, which may be one of the program's own."""
 
@@ -57,7 +59,7 @@ def default_tree(cls: type = PPOConfig) -> dict[str, Any]:
         if target not in sections(cls):
             set_in(tree, name, None)
     for name in tables.no_effect:
-        set_in(tree, name, None)
+        set_in(tree, name, f"${{{ROLLOUT_N}}}" if name.endswith(".rollout_n") else None)
     for name, entry in tables.unsupported_keys.items():
         set_in(tree, name, dict.fromkeys(entry.switches) if entry.switches else None)
     return tree
@@ -114,6 +116,8 @@ def typed_config(config: Any, run_checks: bool = True, *, cls: type = PPOConfig)
     tree: dict[str, Any] = {}
     written: dict[str, Any] = {}
     for name, value in _changes(cls, _container(given, resolve=False)):
+        if name.endswith(".rollout_n") and get_in(resolved, name, None) == get_in(resolved, ROLLOUT_N, None):
+            continue
         from_environment = _reads_environment(given, name, value)
         keeps_text = from_environment and not _REFERENCE.search(str(value))
         set_in(tree, name, value if keeps_text else get_in(resolved, name, None))
@@ -140,7 +144,12 @@ def typed_section(section: Any, name: str, cls: type = PPOConfig) -> Any:
         return section
     root = section._get_root() if isinstance(section, DictConfig) else None
     is_part = isinstance(root, DictConfig) and OmegaConf.select(root, name) is section
-    return getattr(typed_config(root if is_part else {name: section}, run_checks=False, cls=cls), name)
+    typed: Any = typed_config(root if is_part else {name: section}, run_checks=False, cls=cls)
+    found = getattr(typed, name)
+    if name == "critic":  # whose workers do not get the rollout's section
+        num_samples = typed.actor_rollout_ref.rollout.n if is_part else section.get("rollout_n") or 1
+        object.__setattr__(found, "rollout_n", num_samples)
+    return found
 
 
 def _changes(cls: type, written: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -152,9 +152,10 @@ class ByHand:
 
     def update(self, role: str, group: Any, data: DataProto) -> Any:
         section = self.config.actor if role == "actor" else self.config
+        num_samples = self.config.rollout.n if role == "actor" else getattr(self.config, "rollout_n", 1)
         prepare = loss_preparation(section, self._num_updates) if role == "actor" else None
         self._num_updates += 1
-        rule = mini_batches_of(section, self._num_updates, prepare)
+        rule = mini_batches_of(section, num_samples, self._num_updates, prepare)
         laid_out = lay_out(update_inputs(data), rule, group.mesh(role).dp_size, balance=True)
         return adopt(getattr(group, f"update_{role}")(laid_out).get())
 

@@ -1,6 +1,5 @@
 """The loss functions that workers pass to their engines, composed from `algorithms`."""
 
-import dataclasses
 import math
 from collections.abc import Iterable
 from typing import Any, cast
@@ -38,36 +37,37 @@ def actor_loss_fn(
     """
     policy_loss = get_policy_loss_fn(policy_loss_mode(config))
     prepared = tuple(prepared)
-    counted = dataclasses.replace(with_loss_settings(config), global_batch_info=info)
+    seen = with_loss_settings(config)
+    object.__setattr__(seen, "global_batch_info", info)  # where losses that were written for verl read the counts
 
     def loss_of(outputs: dict[str, Tensor], rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         mask, log_probs = rows["response_mask"], outputs["log_probs"]
-        with mini_batch_counts(info):
-            result = policy_loss(
-                old_log_prob=rows["old_log_probs"] if "old_log_probs" in rows else log_probs.detach(),
-                log_prob=log_probs,
-                advantages=rows["advantages"],
-                response_mask=mask,
-                loss_agg_mode=config.loss_agg_mode,
-                config=counted,
-                rollout_is_weights=rows.get("rollout_is_weights", None),
-                **(counted.policy_loss.loss_kwargs | {name: rows[name] for name in prepared}),
-            )
+        result = policy_loss(
+            old_log_prob=rows["old_log_probs"] if "old_log_probs" in rows else log_probs.detach(),
+            log_prob=log_probs,
+            advantages=rows["advantages"],
+            response_mask=mask,
+            loss_agg_mode=config.loss_agg_mode,
+            config=seen,
+            rollout_is_weights=rows.get("rollout_is_weights", None),
+            **(seen.policy_loss.loss_kwargs | {name: rows[name] for name in prepared}),
+        )
         loss, token_means = _checked(result, policy_loss)
         share = token_share(mask, info)
         metrics = {name: share * value for name, value in token_means.items()}  # a user's loss may return plain numbers
         metrics["actor/pg_loss"] = loss
         if "entropy" in outputs:
-            entropy = agg_loss(outputs["entropy"], mask, config.loss_agg_mode, **info)
+            entropy = agg_loss(outputs["entropy"], mask, config.loss_agg_mode)
             metrics["actor/entropy"] = entropy
             loss = loss - config.entropy_coeff * entropy
         if config.use_kl_loss:
             kl = kl_penalty(log_probs, rows["ref_log_prob"], config.kl_loss_type)
-            kl_loss = agg_loss(kl, mask, config.loss_agg_mode, **info)
+            kl_loss = agg_loss(kl, mask, config.loss_agg_mode)
             metrics["actor/kl_loss"] = kl_loss
             loss = loss + config.kl_loss_coef * kl_loss
         return loss, metrics
 
+    @mini_batch_counts(info)
     def loss_fn(outputs: dict[str, Tensor], rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         if gap is not None and "rollout_log_probs" in rows:
             gap.add(rows["rollout_log_probs"], outputs["log_probs"], rows["response_mask"])
@@ -146,6 +146,7 @@ def require_finite_loss(metrics: dict[str, float], key: str) -> None:
 def critic_loss_fn(config: CriticConfig, info: dict[str, Any]) -> LossFn:
     """Squared error between values and returns, clipped around the old values."""
 
+    @mini_batch_counts(info)
     def loss_fn(outputs: dict[str, Tensor], rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         mask = rows["response_mask"]
         loss, clip_fraction = compute_value_loss(
@@ -155,7 +156,6 @@ def critic_loss_fn(config: CriticConfig, info: dict[str, Any]) -> LossFn:
             response_mask=mask,
             cliprange_value=config.cliprange_value,
             loss_agg_mode=config.loss_agg_mode,
-            **info,
         )
         share = token_share(mask, info)
         mean_value = (outputs["values"] * mask).sum() / max(info["batch_num_tokens"], 1)

@@ -1,4 +1,3 @@
-import dataclasses
 import math
 from typing import Any
 
@@ -17,6 +16,7 @@ from lockstep.algorithms.losses import (
     get_policy_loss_fn,
     register_policy_loss,
 )
+from lockstep.algorithms.losses.aggregate import mini_batch_counts
 from lockstep.config.actor_rollout_ref import ActorConfig
 
 LOSS = torch.tensor([[1.0, 2.0, 3.0, 9.0], [4.0, 9.0, 9.0, 9.0], [9.0, 9.0, 9.0, 9.0]])
@@ -109,20 +109,17 @@ def test_large_ratios_do_not_overflow() -> None:
 def test_vanilla_reads_the_config() -> None:
     generator = torch.Generator().manual_seed(0)
     old, new, advantages = (torch.randn(3, 4, generator=generator) for _ in range(3))
-    config = actor_config(
-        clip_ratio_high=0.4,
-        clip_ratio_c=2.0,
-        loss_scale_factor=11.0,
-        global_batch_info={"dp_size": 2, "batch_num_tokens": 40, "global_batch_size": 8},
-    )
-    loss, metrics = get_policy_loss_fn("vanilla")(
-        old_log_prob=old,
-        log_prob=new,
-        advantages=advantages,
-        response_mask=MASK,
-        loss_agg_mode="seq-mean-token-sum-norm",
-        config=config,
-    )
+    config = actor_config(clip_ratio_high=0.4, clip_ratio_c=2.0, loss_scale_factor=11.0)
+    counts = {"dp_size": 2, "batch_num_tokens": 40, "global_batch_size": 8}
+    with mini_batch_counts(counts):
+        loss, metrics = get_policy_loss_fn("vanilla")(
+            old_log_prob=old,
+            log_prob=new,
+            advantages=advantages,
+            response_mask=MASK,
+            loss_agg_mode="seq-mean-token-sum-norm",
+            config=config,
+        )
     want, clipfrac, ppo_kl, lower = compute_policy_loss(
         old,
         new,
@@ -138,8 +135,8 @@ def test_vanilla_reads_the_config() -> None:
     )
     assert torch.equal(loss, want)
     assert metrics == {"actor/pg_clipfrac": clipfrac, "actor/ppo_kl": ppo_kl, "actor/pg_clipfrac_lower": lower}
-    scaled = dataclasses.replace(config, global_batch_info={**config.global_batch_info, "loss_scale_factor": 22.0})
-    half, _ = get_policy_loss_fn("vanilla")(old, new, advantages, MASK, "seq-mean-token-sum-norm", scaled)
+    with mini_batch_counts(counts | {"loss_scale_factor": 22.0}):
+        half, _ = get_policy_loss_fn("vanilla")(old, new, advantages, MASK, "seq-mean-token-sum-norm", config)
     assert half.item() == pytest.approx(loss.item() / 2)
 
 

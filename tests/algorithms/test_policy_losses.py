@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms.losses import POLICY_LOSSES, get_policy_loss_fn, prepare_policy_loss, register_policy_loss
-from lockstep.config.actor_rollout_ref import ActorConfig, PolicyLossConfig
+from lockstep.algorithms.losses.aggregate import mini_batch_counts
+from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.algorithm import RolloutCorrectionConfig
+from lockstep.config.policy_loss import PolicyLossConfig
 
 OLD = torch.tensor([[-1.0, -2.0, -0.5], [-0.7, -1.2, -3.0]])
 NEW = OLD + torch.tensor([[0.3, -0.5, 0.05], [-0.1, 0.6, 9.0]])
@@ -195,16 +197,16 @@ def test_bypass_reinforce_weighs_and_rejects() -> None:
     assert kept == TOKENS[:4]
     assert loss == pytest.approx(mean([-advantage(t) * min(ratio(t), 2.0) * NEW[t].item() for t in kept]))
     assert gradient[1, 1] == 0.0
-    counted = dataclasses.replace(settings, global_batch_info={"dp_size": 1, "batch_num_tokens": 50})
-    assert run("bypass_mode", counted)[0] == pytest.approx(loss * 4 / 50)
+    with mini_batch_counts({"dp_size": 1, "batch_num_tokens": 50}):
+        assert run("bypass_mode", settings)[0] == pytest.approx(loss * 4 / 50)
 
 
 def test_bypass_refuses_batch_normalization() -> None:
     settings = bypass(loss_type="reinforce", rollout_is="token", rollout_is_batch_normalize=True)
     run("bypass_mode", settings)
-    counted = dataclasses.replace(settings, global_batch_info={"dp_size": 1, "batch_num_tokens": 50})
-    with pytest.raises(ValueError, match=r"algorithm\.rollout_correction\.rollout_is_batch_normalize=true"):
-        run("bypass_mode", counted)
+    refused = pytest.raises(ValueError, match=r"algorithm\.rollout_correction\.rollout_is_batch_normalize=true")
+    with mini_batch_counts({"dp_size": 1, "batch_num_tokens": 50}), refused:
+        run("bypass_mode", settings)
 
 
 def test_bypass_without_tokens_is_0() -> None:

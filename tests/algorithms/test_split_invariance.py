@@ -1,6 +1,7 @@
 """Loss and gradient of a mini-batch do not depend on how it is split into micro-batches and ranks."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, cast
 
 import pytest
@@ -18,8 +19,10 @@ from lockstep.algorithms.losses import (
     get_policy_loss_fn,
     prepare_policy_loss,
 )
-from lockstep.config.actor_rollout_ref import ActorConfig, PolicyLossConfig
+from lockstep.algorithms.losses.aggregate import mini_batch_counts
+from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.algorithm import RolloutCorrectionConfig
+from lockstep.config.policy_loss import PolicyLossConfig
 
 Batch = dict[str, Tensor]
 LossFn = Callable[[Tensor, Batch, str, dict[str, int]], Tensor]
@@ -27,7 +30,7 @@ NUM_ROWS, WIDTH, NUM_WORDS = 11, 7, 5
 PREPARED = ("row_weights", "dropped", "penalized")
 
 
-def actor_config(counts: dict[str, int]) -> ActorConfig:
+def actor_config() -> ActorConfig:
     """Bounds that clip some tokens of the batch and not others, for each loss."""
     correction = RolloutCorrectionConfig(
         rollout_is="sequence", rollout_rs="token_k2,seq_mean_k3", rollout_rs_threshold="2.0,3.0", loss_type="reinforce"
@@ -40,7 +43,6 @@ def actor_config(counts: dict[str, int]) -> ActorConfig:
         clip_ratio_high=0.28,
         clip_ratio_c=1.5,
         policy_loss=policy_loss,
-        global_batch_info=counts,
     )
 
 
@@ -48,9 +50,10 @@ def policy_loss(name: str) -> LossFn:
     def loss(log_prob: Tensor, rows: Batch, mode: str, counts: dict[str, int]) -> Tensor:
         prepared = {key: rows[key] for key in PREPARED if key in rows}
         function: Any = get_policy_loss_fn(name)
-        value, _ = function(
-            rows["old"], log_prob, rows["advantages"], rows["mask"], mode, actor_config(counts), **prepared
-        )
+        with mini_batch_counts(counts) if counts else nullcontext():
+            value, _ = function(
+                rows["old"], log_prob, rows["advantages"], rows["mask"], mode, actor_config(), **prepared
+            )
         return cast(Tensor, value)
 
     return loss
@@ -59,7 +62,7 @@ def policy_loss(name: str) -> LossFn:
 def prepared(name: str, batch: Batch, **how: Any) -> Batch:
     """The batch with the columns of the loss's prepare function."""
     rows = {"old_log_probs": batch["old"], "advantages": batch["advantages"], "response_mask": batch["mask"]}
-    return batch | prepare_policy_loss(name, rows, actor_config({}), **how)
+    return batch | (prepare_policy_loss(name, rows, actor_config(), **how) if name in POLICY_LOSSES else {})
 
 
 def kl_loss(log_prob: Tensor, rows: Batch, mode: str, counts: dict[str, int]) -> Tensor:

@@ -41,6 +41,17 @@ def test_values_have_the_types_of_the_parameters_and_the_rest_their_defaults() -
     assert loss_settings(lambda log_prob: None, {}) == {}
 
 
+def test_bounds_of_a_setting(minimal: list[str]) -> None:
+    plugin = Path(__file__).parents[2] / "examples" / "plugins" / "loss.py"
+    overrides = [*minimal, f"actor_rollout_ref.actor.policy_loss.loss_mode={plugin}:near_policy"]
+    width = "actor_rollout_ref.actor.policy_loss.loss_kwargs.width"
+    load_config(PPOConfig, [*overrides, f"{width}=1"])
+    with pytest.raises(ConfigError, match=r"loss_kwargs\.width=-1: must be greater than 0"):
+        load_config(PPOConfig, [*overrides, f"{width}=-1"])
+    with pytest.raises(ConfigError, match=r"loss_kwargs\.width=wide: must be a number"):
+        load_config(PPOConfig, [*overrides, f"{width}=wide"])
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -7,18 +7,20 @@ from typing import get_args
 import pytest
 
 import lockstep
+from lockstep.config.algorithm import AdvantageEstimator
 from lockstep.config.checks import _FIXED_VALUES
 from lockstep.config.compose import load_config
 from lockstep.config.data import SFTDataConfig
 from lockstep.config.evaluation import EvaluationConfig
 from lockstep.config.generation import GenerationConfig
 from lockstep.config.generation_checks import NEVER_READ as NEVER_READ_IN_GENERATION
+from lockstep.config.policy_loss import BUILT_IN_LOSSES
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.preference import DPOConfig, RMConfig
 from lockstep.config.schema import Key, defaults, get_in, keys
 from lockstep.config.sft import SFTConfig
 from lockstep.config.sft_checks import NEVER_READ as NEVER_READ_IN_SFT
-from lockstep.config.without_effect import _LOSSES, LORA_SETTINGS, NEVER_READ
+from lockstep.config.without_effect import LORA_SETTINGS, NEVER_READ
 from tests.config.config_reads import fields_read
 
 READ_ELSEWHERE = {
@@ -99,12 +101,14 @@ class Worker:
     assert own - read == {"unused", "forgotten"}
 
 
-def test_loss_names_are_complete() -> None:
+def test_built_in_losses_and_estimators_name_real_keys() -> None:
     from lockstep.algorithms.losses.policy import POLICY_LOSSES
 
-    assert set(_LOSSES) <= set(POLICY_LOSSES)
     built_in = {name for name in POLICY_LOSSES if POLICY_LOSSES.get(name).__module__.startswith("lockstep.")}
-    assert built_in == set(_LOSSES)
+    assert built_in == set(BUILT_IN_LOSSES)
+    read = {f"actor_rollout_ref.actor.{key}" for needs in BUILT_IN_LOSSES.values() for key in needs.keys}
+    read |= {f"algorithm.{key}" for estimator in AdvantageEstimator for key in estimator.keys}
+    assert read <= set(keys(PPOConfig))
 
 
 ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
@@ -163,6 +167,7 @@ ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollou
             ["algorithm=grpo", f"{ROLLOUT}.n=4", "critic.ppo_mini_batch_size=128"],
             "critic.ppo_mini_batch_size=128 has no",
         ),
+        ([f"{ACTOR}.rollout_n=4"], f"{ACTOR}.rollout_n has no effect: it follows {ROLLOUT}.n"),
         (
             [f"{ROLLOUT}.agent.max_concurrent_requests=8"],
             f"{ROLLOUT}.agent.max_concurrent_requests has no effect: {ROLLOUT}.max_num_seqs limits",

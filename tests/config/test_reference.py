@@ -19,5 +19,5 @@ def test_page_is_up_to_date() -> None:
 
 def test_page_hides_internal_fields() -> None:
     assert "global_batch_info" not in reference()
-    assert "| `lr` | `float` | `1e-05` | Peak learning rate. |" in reference()
-    assert "| `response_length` | `int` | follows `data.max_response_length` |" in reference()
+    assert "| `lr` | `float`; 0 or more | `1e-05` | Peak learning rate. |" in reference()
+    assert "| `response_length` | `int`; greater than 0 | follows `data.max_response_length` |" in reference()

@@ -8,12 +8,14 @@ import pytest
 
 from lockstep.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from lockstep.algorithms.advantages.registry import parameters_of
-from lockstep.algorithms.losses.policy import PREPARATIONS
-from lockstep.config import names
+from lockstep.algorithms.losses.policy import preparation_of
+from lockstep.config.algorithm import AdvantageEstimator
 from lockstep.config.batch_sizes import fitted_to_rows
 from lockstep.config.compose import load_config
 from lockstep.config.errors import ConfigError
-from lockstep.config.estimators import AdvantageEstimator, may_read
+from lockstep.config.estimators import may_read
+from lockstep.config.plugin_settings import is_prepared
+from lockstep.config.policy_loss import BUILT_IN_LOSSES
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.sft import SFTConfig
 
@@ -134,12 +136,5 @@ def test_old_log_probs_are_read_as_listed() -> None:
     for name in AdvantageEstimator:
         read = {parameter.name for parameter in parameters_of(ADVANTAGE_ESTIMATORS.get(name))}
         assert may_read(name, *keys) == bool(read & keys), name
-    assert (
-        {name for name in PREPARATIONS if PREPARATIONS.get(name).__module__.startswith("lockstep.")}
-        == {
-            "clip_cov",
-            "geo_mean",
-            "kl_cov",
-        }
-        <= names.PREPARED_LOSSES
-    )
+    prepared = {name for name in BUILT_IN_LOSSES if preparation_of(name) is not None}
+    assert prepared == {name for name in BUILT_IN_LOSSES if is_prepared(name)} == {"clip_cov", "geo_mean", "kl_cov"}

@@ -25,7 +25,7 @@ def write_run(folder: Path, settings: dict[str, Any], steps: list[dict[str, floa
 @pytest.fixture
 def runs(tmp_path: Path) -> list[Path]:
     def settings(lr: float, n: int, name: str) -> dict[str, Any]:
-        policy = {"rollout": {"n": n}, "actor": {"rollout_n": n, "optim": {"lr": lr}}}
+        policy = {"rollout": {"n": n}, "actor": {"grad_clip": n, "optim": {"lr": lr, "clip_grad": n}}}
         return {"actor_rollout_ref": policy, "trainer": {"experiment_name": name, "seed": 1}}
 
     first = [{CORE: 0.5, "timing_s/step": 9.0}, {CORE: 0.7, "timing_s/step": 2.0}, {CORE: 0.6, "timing_s/step": 2.0}]
@@ -45,9 +45,10 @@ def test_settings_and_results(runs: list[Path], capsys: pytest.CaptureFixture[st
     assert cli.main(["compare", *map(str, runs)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["setting", "a", "b"]
-    assert [line.split() for line in lines[1:3]] == [
-        ["actor_rollout_ref.rollout.n", "4", "8"],  # actor.rollout_n follows it
+    assert [line.split() for line in lines[1:4]] == [
+        ["actor_rollout_ref.rollout.n", "4", "8"],
         ["actor_rollout_ref.actor.optim.lr", "1e-06", "1e-05"],
+        ["actor_rollout_ref.actor.optim.clip_grad", "4", "8"],  # actor.grad_clip follows it
     ]
     assert not any("experiment_name" in line or "seed" in line for line in lines)
 
@@ -64,7 +65,7 @@ def test_runs_of_different_programs(runs: list[Path], tmp_path: Path, capsys: py
     assert lines[:3] == [
         ["setting", "a", "rm"],
         ["trainer.seed", "1", "2"],
-        ["34", "settings", "that", "not", "all", "of", "the", "runs", "have", "are", "left", "out"],
+        ["35", "settings", "that", "not", "all", "of", "the", "runs", "have", "are", "left", "out"],
     ]
     assert ["accuracy,", "last", "-", "0.75"] in lines
 

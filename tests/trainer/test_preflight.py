@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from lockstep.algorithms.losses.policy import POLICY_LOSSES
-from lockstep.config import names
+from lockstep.config import reward
 from lockstep.config.compose import load_config
 from lockstep.config.errors import ConfigError
+from lockstep.config.policy_loss import LOSS_NAMES
 from lockstep.config.ppo import PPOConfig
 from lockstep.observability.mlflow import MlflowTracker
 from lockstep.observability.swanlab import SwanlabTracker
@@ -120,7 +121,7 @@ def test_names_and_inputs_are_checked_with_the_config(overrides: list[str], tmp_
         load_config(PPOConfig, [*overrides, *wrong])
     assert "Did you mean 'gspo'" in str(caught.value) and "Did you mean 'dapo'" in str(caught.value)
     assert "no run computes tokens" in str(caught.value) and "token_level_rewards" in str(caught.value)
-    assert set(POLICY_LOSSES) == names.POLICY_LOSSES and set(REWARD_MANAGERS) == names.REWARD_MANAGERS
+    assert set(POLICY_LOSSES) == LOSS_NAMES and set(REWARD_MANAGERS) == reward.REWARD_MANAGERS
 
 
 def test_scorer_names(problems: Any) -> None:

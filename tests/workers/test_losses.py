@@ -9,9 +9,10 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lockstep.algorithms.losses.aggregate import agg_loss
-from lockstep.algorithms.losses.policy import PREPARATIONS, prepare_policy_loss
+from lockstep.algorithms.losses.policy import prepare_policy_loss, register_policy_loss
 from lockstep.algorithms.losses.preparation import MiniBatch
-from lockstep.config.actor_rollout_ref import ActorConfig, PolicyLossConfig
+from lockstep.config.actor_rollout_ref import ActorConfig
+from lockstep.config.policy_loss import PolicyLossConfig
 from lockstep.utils.audit import AuditError
 from lockstep.utils.masked import masked_mean
 from lockstep.workers.losses import SplitCheck, actor_loss_fn, require_finite_loss
@@ -24,6 +25,13 @@ def plain_agg_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """As the docs show it: without counts."""
     return agg_loss(-advantages * log_prob, response_mask, loss_agg_mode), {}
+
+
+def counts_of_the_config(
+    log_prob: Tensor, advantages: Tensor, response_mask: Tensor, loss_agg_mode: str, config: Any, **_: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """As verl's losses do it."""
+    return agg_loss(-advantages * log_prob, response_mask, loss_agg_mode, **config.global_batch_info), {}
 
 
 def mean_of_the_call(
@@ -53,9 +61,10 @@ def micro_batch(num_rows: int = 4) -> tuple[dict[str, Tensor], TensorDict]:
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
-def test_agg_loss_in_a_users_loss_counts_the_whole_mini_batch(mode: str) -> None:
+@pytest.mark.parametrize("loss", [plain_agg_loss, counts_of_the_config])
+def test_agg_loss_in_a_users_loss_counts_the_whole_mini_batch(loss: Any, mode: str) -> None:
     outputs, rows = micro_batch()
-    loss_fn = actor_loss_fn(config_of(plain_agg_loss, mode), INFO, check=SplitCheck())
+    loss_fn = actor_loss_fn(config_of(loss, mode), INFO, check=SplitCheck())
     whole, _ = loss_fn(outputs, rows)
     parts = [loss_fn({"log_probs": outputs["log_probs"][i : i + 1]}, rows[i : i + 1])[0] for i in range(4)]
     torch.testing.assert_close(sum(parts), whole)
@@ -122,10 +131,13 @@ def test_settings_reach_the_loss_and_its_preparation() -> None:
         seen.append(config.policy_loss.loss_kwargs)
         return {"level": torch.full((4, 1), 3.0)}
 
-    PREPARATIONS.register(halved.policy_loss.loss_mode)(level)
-    rows["level"] = prepare_policy_loss(halved.policy_loss.loss_mode, rows, halved)["level"]
+    assert prepare_policy_loss(halved.policy_loss.loss_mode, rows, halved) == {}
+    register_policy_loss("scaled", prepare=level)(scaled)
+    rows["level"] = prepare_policy_loss(halved.policy_loss.loss_mode, rows, halved)["level"]  # by its path, too
+    assert torch.equal(prepare_policy_loss("scaled", rows, halved)["level"], rows["level"])
+    del scaled.prepare  # type: ignore[attr-defined]
     torch.testing.assert_close(loss_of(halved, ("level",)), 1.5 * loss_of(plain))
-    assert seen == [{"beta": 0.5, "mode": "plain"}]
+    assert seen == [{"beta": 0.5, "mode": "plain"}] * 2
 
 
 def test_wrong_settings_of_a_worker_name_the_key() -> None:

@@ -28,7 +28,8 @@ from lockstep.algorithms.advantages.rloo import (
     compute_rloo_outcome_advantage,
     compute_rloo_vectorized_outcome_advantage,
 )
-from lockstep.config.estimators import AdvantageEstimator, needs_groups, needs_values, required_inputs
+from lockstep.config.algorithm import AdvantageEstimator
+from lockstep.config.estimators import needs_groups, needs_values, required_inputs
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from lockstep.algorithms.advantages.grpo import compute_grpo_outcome_advantage
 from lockstep.algorithms.advantages.registry import register_adv_est
-from lockstep.config.algorithm import AlgoConfig
-from lockstep.config.estimators import AdvantageEstimator
+from lockstep.config.algorithm import AdvantageEstimator, AlgoConfig
 from lockstep.utils.masked import masked_mean
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms.advantages.registry import register_adv_est
-from lockstep.config.estimators import AdvantageEstimator
+from lockstep.config.algorithm import AdvantageEstimator
 from lockstep.utils.masked import masked_whiten
 
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms.advantages.registry import by_group, register_adv_est
-from lockstep.config.algorithm import AlgoConfig
-from lockstep.config.estimators import AdvantageEstimator
+from lockstep.config.algorithm import AdvantageEstimator, AlgoConfig
 from lockstep.utils.groupwise import as_torch_index, group_mean_std
 
 

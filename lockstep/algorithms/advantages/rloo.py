@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms.advantages.registry import by_group, register_adv_est
-from lockstep.config.estimators import AdvantageEstimator
+from lockstep.config.algorithm import AdvantageEstimator
 from lockstep.utils.groupwise import as_torch_index, first_of_group, group_sum
 
 

@@ -13,9 +13,7 @@ from lockstep.algorithms.losses.gradient import (
 )
 from lockstep.algorithms.losses.policy import (
     POLICY_LOSSES,
-    PREPARATIONS,
     PolicyLossFn,
-    batch_counts,
     compute_policy_loss,
     compute_policy_loss_vanilla,
     get_policy_loss_fn,
@@ -30,12 +28,10 @@ from lockstep.algorithms.losses.value import compute_value_loss
 __all__ = [
     "LOSS_AGG_MODES",
     "POLICY_LOSSES",
-    "PREPARATIONS",
     "MiniBatch",
     "PolicyLossFn",
     "Prepare",
     "agg_loss",
-    "batch_counts",
     "compute_entropy_loss",
     "compute_policy_loss",
     "compute_policy_loss_bypass_mode",

@@ -1,8 +1,8 @@
 """Aggregate token losses to a scalar (`agg_loss`), with the counts that make it independent of the split.
 
-A mini-batch is split into micro-batches over `dp_size` ranks. Each micro-batch calls `agg_loss` with the counts of the whole
-mini-batch (`count_batch`), given as arguments or by `mini_batch_counts`. The micro-batch losses are summed, and the ranks'
-gradients are averaged, which the factor `dp_size` undoes. The sum then equals the loss of the whole mini-batch.
+A mini-batch is split into micro-batches over `dp_size` ranks. Each micro-batch calls `agg_loss` inside `mini_batch_counts`, with
+the counts of the whole mini-batch (`count_batch`). The micro-batch losses are summed, and the ranks' gradients are averaged,
+which the factor `dp_size` undoes. The sum then equals the loss of the whole mini-batch.
 """
 
 from collections.abc import Iterator
@@ -23,12 +23,18 @@ _COUNTS: ContextVar[dict[str, Any] | None] = ContextVar("mini_batch_counts", def
 
 @contextmanager
 def mini_batch_counts(counts: dict[str, Any]) -> Iterator[None]:
-    """Calls of `agg_loss` inside that are given no counts use these: a user's loss need not know of micro-batches."""
+    """Losses inside are parts of a mini-batch with these counts: the one place where a loss gets them from."""
     token = _COUNTS.set(counts)
     try:
         yield
     finally:
         _COUNTS.reset(token)
+
+
+def batch_counts(config: Any) -> dict[str, Any]:
+    """Counts of the mini-batch that this call is a part of, empty if it is the whole; a program of verl has them in its config."""
+    counts = _COUNTS.get()
+    return getattr(config, "global_batch_info", {}) if counts is None else counts
 
 
 def agg_loss(
@@ -53,9 +59,9 @@ def agg_loss(
     empty mask gives 0.
     """
     if batch_num_tokens is None and global_batch_size is None and (counts := _COUNTS.get()) is not None:
-        dp_size, batch_num_tokens, global_batch_size = (
-            counts[name] for name in ("dp_size", "batch_num_tokens", "global_batch_size")
-        )
+        dp_size = counts.get("dp_size", 1)
+        batch_num_tokens = counts.get("batch_num_tokens")
+        global_batch_size = counts.get("global_batch_size")
         loss_scale_factor = counts.get("loss_scale_factor") if loss_scale_factor is None else loss_scale_factor
     if loss_agg_mode not in LOSS_AGG_MODES:
         raise ValueError(
@@ -77,7 +83,7 @@ def agg_loss(
 
 
 def count_batch(response_mask: Tensor, dp_size: int = 1, loss_scale_factor: float | None = None) -> dict[str, Any]:
-    """Counts of one rank's mini-batch: keyword arguments of `agg_loss`, and `global_batch_info` of a config.
+    """Counts of one rank's mini-batch, for `mini_batch_counts` or as keyword arguments of `agg_loss`.
 
     With several ranks, sum batch_num_tokens and global_batch_size over them before use.
     """

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from lockstep.algorithms.losses.aggregate import batch_counts
 from lockstep.algorithms.losses.gradient import compute_policy_loss_reinforce
 from lockstep.algorithms.losses.policy import compute_policy_loss_vanilla, register_policy_loss
 from lockstep.algorithms.rollout_correction.correct import correct_tokens
@@ -28,7 +29,7 @@ def compute_policy_loss_bypass_mode(
     part of a mini-batch.
     """
     correction = config.policy_loss.rollout_correction
-    if correction.rollout_is is not None and correction.rollout_is_batch_normalize and config.global_batch_info:
+    if correction.rollout_is is not None and correction.rollout_is_batch_normalize and batch_counts(config):
         raise ValueError(
             "algorithm.rollout_correction.rollout_is_batch_normalize=true: the mean weight of a mini-batch is not known "
             "while its micro-batches are processed; set it to false, or algorithm.rollout_correction.bypass_mode=false"

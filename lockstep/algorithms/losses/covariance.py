@@ -7,10 +7,10 @@ per mini-batch from the old log-probs; a call without that selection uses its ow
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.losses.aggregate import agg_loss
-from lockstep.algorithms.losses.policy import batch_counts, log_ratio_of, register_policy_loss, weighted
+from lockstep.algorithms.losses.policy import agg_policy_loss, log_ratio_of, register_policy_loss
 from lockstep.algorithms.losses.preparation import MiniBatch
-from lockstep.config.actor_rollout_ref import ActorConfig, PolicyLossConfig
+from lockstep.config.actor_rollout_ref import ActorConfig
+from lockstep.config.policy_loss import PolicyLossConfig
 from lockstep.utils.masked import masked_mean
 
 
@@ -89,8 +89,8 @@ def compute_policy_loss_clip_cov(
         covariance_T = _covariance(log_prob.detach()[mask], advantages[mask])
         eligible_T = (clipped <= unclipped)[mask]
         dropped[mask] = _clip_candidates(covariance_T, eligible_T, config.policy_loss, None)
-    loss_mat = weighted(torch.maximum(unclipped, clipped) * ~dropped, rollout_is_weights)
-    loss = agg_loss(loss_mat, response_mask, loss_agg_mode, **batch_counts(config))
+    loss_mat = torch.maximum(unclipped, clipped) * ~dropped
+    loss = agg_policy_loss(loss_mat, response_mask, loss_agg_mode, config, rollout_is_weights)
     return loss, {
         "actor/pg_clipfrac": masked_mean(dropped.float(), response_mask),
         "actor/ppo_kl": masked_mean(-log_ratio.detach(), response_mask),
@@ -121,5 +121,5 @@ def compute_policy_loss_kl_cov(
         )
     penalty = config.policy_loss.ppo_kl_coef * log_ratio.abs()
     loss_mat = -advantages * torch.exp(log_ratio) + torch.where(penalized, penalty, 0.0)
-    loss = agg_loss(weighted(loss_mat, rollout_is_weights), response_mask, loss_agg_mode, **batch_counts(config))
+    loss = agg_policy_loss(loss_mat, response_mask, loss_agg_mode, config, rollout_is_weights)
     return loss, {"actor/ppo_kl": masked_mean(log_ratio.detach().abs(), response_mask)}

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.losses.aggregate import agg_loss
-from lockstep.algorithms.losses.policy import batch_counts, log_ratio_of, register_policy_loss, weighted
+from lockstep.algorithms.losses.policy import agg_policy_loss, log_ratio_of, register_policy_loss
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.utils.masked import masked_mean
 
@@ -75,8 +74,8 @@ def _divergence_loss(
     too_high = (moved > 0) & (distance > config.clip_ratio_high) & (advantages > 0)
     too_low = (moved < 0) & (distance > config.clip_ratio_low) & (advantages <= 0)
     inside = ~(too_high | too_low)
-    loss_mat = weighted(-advantages * ratio.clamp(max=config.clip_ratio_c) * log_prob * inside, rollout_is_weights)
-    loss = agg_loss(loss_mat, response_mask, loss_agg_mode, **batch_counts(config))
+    loss_mat = -advantages * ratio.clamp(max=config.clip_ratio_c) * log_prob * inside
+    loss = agg_policy_loss(loss_mat, response_mask, loss_agg_mode, config, rollout_is_weights)
     return loss, {
         "actor/pg_clipfrac": masked_mean((~inside).float(), response_mask),
         "actor/ppo_kl": masked_mean(-log_ratio.detach(), response_mask),

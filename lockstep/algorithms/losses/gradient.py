@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.losses.aggregate import agg_loss
-from lockstep.algorithms.losses.policy import batch_counts, log_ratio_of, register_policy_loss, weighted
+from lockstep.algorithms.losses.policy import agg_policy_loss, log_ratio_of, register_policy_loss
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.utils.masked import masked_mean
 
@@ -20,8 +19,8 @@ def compute_policy_loss_gpg(
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """GPG (arXiv:2504.02546): L = -A log_prob, the plain policy gradient; old log-probs are ignored."""
-    loss_mat = weighted(-advantages * log_prob, rollout_is_weights)
-    return agg_loss(loss_mat, response_mask, loss_agg_mode, **batch_counts(config)), {}
+    loss_mat = -advantages * log_prob
+    return agg_policy_loss(loss_mat, response_mask, loss_agg_mode, config, rollout_is_weights), {}
 
 
 @register_policy_loss("cispo")
@@ -42,8 +41,8 @@ def compute_policy_loss_cispo(
     log_ratio = log_ratio_of(log_prob, old_log_prob)
     ratio = torch.exp(log_ratio.detach())
     clipped = ratio.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
-    loss_mat = weighted(-advantages * clipped * log_prob, rollout_is_weights)
-    loss = agg_loss(loss_mat, response_mask, loss_agg_mode, **batch_counts(config))
+    loss_mat = -advantages * clipped * log_prob
+    loss = agg_policy_loss(loss_mat, response_mask, loss_agg_mode, config, rollout_is_weights)
     return loss, {
         "actor/pg_clipfrac": masked_mean((ratio != clipped).float(), response_mask),
         "actor/ppo_kl": masked_mean(-log_ratio.detach(), response_mask),
@@ -64,7 +63,7 @@ def compute_policy_loss_dro(
     """DRO (arXiv:2405.19107): L = -(A log_prob - beta / 2 (log r)^2), with beta = `config.policy_loss.dro_beta`."""
     log_ratio = log_ratio_of(log_prob, old_log_prob)
     loss_mat = -(advantages * log_prob - 0.5 * config.policy_loss.dro_beta * log_ratio**2)
-    loss = agg_loss(weighted(loss_mat, rollout_is_weights), response_mask, loss_agg_mode, **batch_counts(config))
+    loss = agg_policy_loss(loss_mat, response_mask, loss_agg_mode, config, rollout_is_weights)
     return loss, {"actor/ppo_kl": masked_mean(-log_ratio.detach(), response_mask)}
 
 
@@ -78,6 +77,6 @@ def compute_policy_loss_reinforce(
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """L = -w A log_prob, with importance weights w if given."""
-    loss_mat = weighted(-advantages * log_prob, rollout_is_weights)
-    loss = agg_loss(loss_mat, response_mask, loss_agg_mode, **batch_counts(config))
+    loss_mat = -advantages * log_prob
+    loss = agg_policy_loss(loss_mat, response_mask, loss_agg_mode, config, rollout_is_weights)
     return loss, {"actor/ppo_kl": masked_mean((rollout_log_prob - log_prob).detach(), response_mask)}

@@ -13,12 +13,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.losses.aggregate import agg_loss
+from lockstep.algorithms.losses.aggregate import agg_loss, batch_counts
 from lockstep.algorithms.losses.preparation import MiniBatch, Prepare
 from lockstep.algorithms.rollout_correction.weights import MAX_LOG_RATIO
-from lockstep.config import names
 from lockstep.config.actor_rollout_ref import ActorConfig
-from lockstep.config.plugin_settings import LOSS_KEY, loss_settings
+from lockstep.config.plugin_settings import LOSS_KEY, PREPARE, loss_settings
+from lockstep.config.policy_loss import LOSS_NAMES
 from lockstep.registry import Registry
 from lockstep.utils.masked import masked_mean
 
@@ -41,21 +41,16 @@ class PolicyLossFn(Protocol):
     ) -> tuple[Tensor, dict[str, Tensor]]: ...
 
 
-POLICY_LOSSES: Registry[PolicyLossFn] = Registry("policy loss", key=LOSS_KEY, names=names.POLICY_LOSSES)
-
-
-PREPARATIONS: Registry[Prepare] = Registry(names.PREPARATION, names=names.PREPARED_LOSSES)
-"""The `prepare` functions, by policy loss."""
+POLICY_LOSSES: Registry[PolicyLossFn] = Registry("policy loss", key=LOSS_KEY, names=LOSS_NAMES)
 
 
 def register_policy_loss(name: str, prepare: Prepare | None = None) -> Callable[[PolicyLossFn], PolicyLossFn]:
     """Decorator: register the function as `name`; `prepare` computes tensors from the whole mini-batch for it."""
 
     def enter(loss: PolicyLossFn) -> PolicyLossFn:
-        POLICY_LOSSES.register(name)(loss)
         if prepare is not None:
-            PREPARATIONS.register(name)(prepare)
-        return loss
+            setattr(loss, PREPARE, prepare)
+        return POLICY_LOSSES.register(name)(loss)
 
     return enter
 
@@ -83,9 +78,13 @@ def prepare_policy_loss(name: str, rows: Mapping[str, Tensor], config: ActorConf
     Add the tensors to the rows and pass each micro-batch's part to the loss under the same names. Most losses have none.
     Without them, a loss computes its statistics over the rows of the call.
     """
-    if name not in PREPARATIONS:
-        return {}
-    return PREPARATIONS.get(name)(MiniBatch(rows, seed), with_loss_settings(config))
+    prepare = preparation_of(name)
+    return {} if prepare is None else prepare(MiniBatch(rows, seed), with_loss_settings(config))
+
+
+def preparation_of(name: str) -> Prepare | None:
+    """The `prepare` function of the loss `name`, if it has one."""
+    return getattr(get_policy_loss_fn(name), PREPARE, None)
 
 
 def log_ratio_of(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
@@ -97,9 +96,20 @@ def weighted(loss_mat: Tensor, rollout_is_weights: Tensor | None) -> Tensor:
     return loss_mat if rollout_is_weights is None else loss_mat * rollout_is_weights
 
 
-def batch_counts(config: ActorConfig) -> dict[str, Any]:
-    """The keyword arguments of `agg_loss` from the config: mini-batch counts and scale factor."""
-    return {"loss_scale_factor": config.loss_scale_factor, **config.global_batch_info}
+def agg_policy_loss(
+    loss_mat: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    config: ActorConfig,
+    rollout_is_weights: Tensor | None = None,
+) -> Tensor:
+    """`agg_loss` of the tokens' losses, multiplied by the importance weights if given."""
+    return agg_loss(weighted(loss_mat, rollout_is_weights), response_mask, loss_agg_mode, **_counts(config))
+
+
+def _counts(config: ActorConfig) -> dict[str, Any]:
+    """The keyword arguments of `agg_loss`."""
+    return {"loss_scale_factor": config.loss_scale_factor} | batch_counts(config)
 
 
 @register_policy_loss("vanilla")
@@ -124,7 +134,7 @@ def compute_policy_loss_vanilla(
         clip_ratio_c=config.clip_ratio_c,
         loss_agg_mode=loss_agg_mode,
         rollout_is_weights=rollout_is_weights,
-        **batch_counts(config),
+        **_counts(config),
     )
     return loss, {"actor/pg_clipfrac": clipfrac, "actor/ppo_kl": ppo_kl, "actor/pg_clipfrac_lower": clipfrac_lower}
 

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.losses.aggregate import agg_loss
-from lockstep.algorithms.losses.policy import batch_counts, log_ratio_of, register_policy_loss, weighted
+from lockstep.algorithms.losses.policy import agg_policy_loss, log_ratio_of, register_policy_loss
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.utils.masked import masked_mean
 
@@ -27,8 +26,8 @@ def compute_policy_loss_sapo(
     log_ratio = log_ratio_of(log_prob, old_log_prob)
     tau = torch.where(advantages > 0, config.tau_pos, config.tau_neg)
     gate = torch.sigmoid(tau * (torch.exp(log_ratio) - 1.0)) * (4.0 / tau)
-    loss_mat = weighted(-advantages * gate, rollout_is_weights)
-    loss = agg_loss(loss_mat, response_mask, "seq-mean-token-mean", **batch_counts(config))
+    loss_mat = -advantages * gate
+    loss = agg_policy_loss(loss_mat, response_mask, "seq-mean-token-mean", config, rollout_is_weights)
     zero = torch.zeros_like(loss.detach())
     ppo_kl = masked_mean(-log_ratio.detach(), response_mask)
     return loss, {"actor/pg_clipfrac": zero, "actor/ppo_kl": ppo_kl, "actor/pg_clipfrac_lower": zero}

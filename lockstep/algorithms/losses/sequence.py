@@ -1,12 +1,10 @@
 """Sequence-level losses: one ratio per response, the geometric mean over its tokens."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.losses.aggregate import agg_loss
-from lockstep.algorithms.losses.policy import batch_counts, log_ratio_of, register_policy_loss, weighted
+from lockstep.algorithms.losses.aggregate import batch_counts
+from lockstep.algorithms.losses.policy import agg_policy_loss, log_ratio_of, register_policy_loss
 from lockstep.algorithms.losses.preparation import MiniBatch
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.utils.masked import masked_mean
@@ -32,8 +30,8 @@ def compute_policy_loss_gspo(
     ratio = torch.exp((log_prob - log_prob.detach() + sequence).clamp(max=10.0))
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
-    loss_mat = weighted(torch.maximum(unclipped, clipped), rollout_is_weights)
-    loss = agg_loss(loss_mat, response_mask, loss_agg_mode, **batch_counts(config))
+    loss_mat = torch.maximum(unclipped, clipped)
+    loss = agg_policy_loss(loss_mat, response_mask, loss_agg_mode, config, rollout_is_weights)
     return loss, {
         "actor/pg_clipfrac": masked_mean((clipped > unclipped).float(), response_mask),
         "actor/ppo_kl": masked_mean(-log_ratio.detach(), response_mask),
@@ -72,11 +70,8 @@ def compute_policy_loss_geo_mean(
     loss_B = -masked_mean(advantages, response_mask, axis=-1) * ratio_B
     if rollout_is_weights is not None:
         loss_B = loss_B * torch.exp(masked_mean(torch.log(rollout_is_weights + 1e-10), response_mask, axis=-1))
-    if row_weights is None:
-        loss = loss_B.mean()
-    else:
-        dp_size: Any = config.global_batch_info.get("dp_size", 1)
-        loss = (loss_B * row_weights).sum() * dp_size
+    dp_size = batch_counts(config).get("dp_size", 1)
+    loss = loss_B.mean() if row_weights is None else (loss_B * row_weights).sum() * dp_size
     with torch.no_grad():
         is_clipped = log_ratio != clipped
         metrics = {

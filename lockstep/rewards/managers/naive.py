@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypedDict
 import numpy as np
 import torch
 
-from lockstep.config import names
+from lockstep.config import reward
 from lockstep.protocol import DataProto
 from lockstep.registry import Registry
 from lockstep.rewards.calls import Outcome, function_name, make_caller
@@ -42,7 +42,7 @@ RewardFn = Callable[..., Any]
 """`reward_fn(data: DataProto, return_dict=False) -> Tensor | RewardResult`."""
 
 REWARD_MANAGERS: Registry[Callable[..., RewardFn]] = Registry(
-    "reward manager", "reward_model.reward_manager", names.REWARD_MANAGERS
+    "reward manager", "reward_model.reward_manager", reward.REWARD_MANAGERS
 )
 
 

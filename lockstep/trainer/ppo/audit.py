@@ -10,6 +10,7 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.protocol import DataProto
 from lockstep.protocol.tokens import entries, read, row_chunks, shape_of
 from lockstep.utils.audit import AuditError, GapBound, RolloutGap
+from lockstep.utils.metrics import reduced_over_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +141,7 @@ def rollout_gap(batch: DataProto, bound: GapBound, *, corrected: bool = False) -
     gap = RolloutGap()
     for part in row_chunks(batch.tensors):
         gap.add(*(read(part, name) for name in ("rollout_log_probs", "old_log_probs", "response_mask")))
-    metrics = gap.metrics(*gap.sums())
+    metrics = reduced_over_ranks(gap.metrics(*gap.sums()))
     if not corrected:
         bound.check(metrics)
     return metrics

@@ -5,13 +5,11 @@ batch, seconds per stage    -> compute_timing_metrics      timing_s/*, timing_pe
 token counts, seconds, GPUs -> compute_throughout_metrics  perf/*
 batch, ranks                -> compute_balance_metrics     global_seqlen/*
 batch                       -> compute_entropy_metrics     actor/entropy
-metrics of workers          -> reduced                     one value of those of the ranks
 validation scores           -> process_validation_metrics  {data source: {variable: {metric: value}}}
                             -> name_validation_metrics     val-core/*, val-aux/*
 """
 
 from collections.abc import Mapping, Sequence
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -115,14 +113,6 @@ def compute_balance_metrics(batch: DataProto, num_ranks: int) -> dict[str, float
 def compute_entropy_metrics(batch: DataProto, loss_agg_mode: str) -> dict[str, float]:
     entropy = agg_loss(batch.tensors["entropys"], batch.tensors["response_mask"], loss_agg_mode)
     return {"actor/entropy": float(entropy)}
-
-
-def reduced(output: DataProto) -> dict[str, float]:
-    """A worker group's metrics, reduced over ranks: the maximum for names with max, the mean for all others."""
-    metrics = output.meta_info["metrics"]
-    per_rank = {name: value if isinstance(value, list) else [value] for name, value in metrics.items()}
-    largest = {name for name in metrics if "/max_" in name or name.endswith("_max")}
-    return {name: max(values) if name in largest else fmean(values) for name, values in per_rank.items()}
 
 
 def process_validation_metrics(

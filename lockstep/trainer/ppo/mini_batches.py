@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.losses.policy import PREPARATIONS, policy_loss_mode, prepare_policy_loss
+from lockstep.algorithms.losses.policy import policy_loss_mode, preparation_of, prepare_policy_loss
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.critic import CriticConfig
 from lockstep.protocol import DataProto
@@ -59,16 +59,18 @@ class MiniBatches:
         return 1 if self.seed is None and self.prepare is None else self.epochs
 
 
-def mini_batches_of(section: ActorConfig | CriticConfig, step: int, prepare: Prepare | None = None) -> MiniBatches:
-    """The mini-batches that a section of the config asks for in a step."""
+def mini_batches_of(
+    section: ActorConfig | CriticConfig, num_samples: int, step: int, prepare: Prepare | None = None
+) -> MiniBatches:
+    """The mini-batches that a section of the config asks for in a step. num_samples: per prompt (`rollout.n`)."""
     seed = section.data_loader_seed + step if section.shuffle else None
-    return MiniBatches(section.ppo_mini_batch_size * section.rollout_n, section.ppo_epochs, seed, prepare)
+    return MiniBatches(section.ppo_mini_batch_size * num_samples, section.ppo_epochs, seed, prepare)
 
 
 def loss_preparation(actor: ActorConfig, step: int) -> Prepare | None:
     """`prepare` of the actor's loss; None if it needs none."""
     mode = policy_loss_mode(actor)
-    if mode not in PREPARATIONS:
+    if preparation_of(mode) is None:
         return None
     return lambda rows, number: prepare_policy_loss(mode, rows, actor, seed=(step << 16) + number)
 

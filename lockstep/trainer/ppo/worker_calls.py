@@ -12,8 +12,8 @@ from lockstep.config.placement import need_critic
 from lockstep.config.ppo import PPOConfig
 from lockstep.protocol import DataProto
 from lockstep.trainer.ppo import forks
-from lockstep.trainer.ppo.metrics import reduced
 from lockstep.trainer.ppo.mini_batches import call_balanced, lay_out, loss_preparation, mini_batches_of
+from lockstep.utils.metrics import reduced_over_ranks
 from lockstep.utils.timing import marked_timer
 
 Pass = Literal["old_log_prob", "ref", "values"]
@@ -37,7 +37,7 @@ def old_log_probs_of(batch: DataProto, config: PPOConfig, step: int) -> OldLogPr
     is_one_update = (
         step > critic_warmup(config)
         and actor.ppo_epochs == 1
-        and forks.num_conversations(batch) <= actor.ppo_mini_batch_size * actor.rollout_n
+        and forks.num_conversations(batch) <= actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
     )
     return old_log_probs_source(config, is_one_update=is_one_update)
 
@@ -75,14 +75,15 @@ def update_models(
     metrics: dict[str, float] = {}
     for role, output in waiting.items():
         with marked_timer(f"update_{role}", timing):
-            metrics |= reduced(output.get())
+            metrics |= reduced_over_ranks(output.get().meta_info["metrics"])
     return metrics
 
 
 def update_batch(batch: DataProto, role: Trained, config: PPOConfig, step: int, num_ranks: int) -> DataProto:
     """The batch in mini-batches, laid out for the ranks."""
     actor = config.actor_rollout_ref.actor
-    rule = mini_batches_of(config.critic, step)
+    num_samples = config.actor_rollout_ref.rollout.n
+    rule = mini_batches_of(config.critic, num_samples, step)
     if role == "actor":
-        rule = mini_batches_of(actor, step, loss_preparation(actor, step))
+        rule = mini_batches_of(actor, num_samples, step, loss_preparation(actor, step))
     return lay_out(batch, rule, num_ranks, balance=config.trainer.balance_batch)

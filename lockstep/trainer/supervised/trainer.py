@@ -42,6 +42,7 @@ from lockstep.utils.distributed import (
     on_first_rank,
     wait_for_all_ranks,
 )
+from lockstep.utils.metrics import reduced_over_ranks
 from lockstep.utils.progress import phase
 from lockstep.utils.state_file import load_state
 from lockstep.utils.timing import marked_timer
@@ -241,7 +242,7 @@ class SupervisedTrainer(ABC):
             "train/total_tokens(B)": self.num_tokens / 1e9,
             "perf/throughput": num_tokens / (seconds * current_world_size()),
             "timing_s/step": seconds,
-            **memory_peaks(self.device).metrics(),
+            **reduced_over_ranks(memory_peaks(self.device).metrics()),
         }
 
     def _load_checkpoint(self, step: int, folder: Path) -> dict[str, Any]:

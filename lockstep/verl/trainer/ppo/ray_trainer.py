@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from lockstep.algorithms.compute_advantage import compute_advantage, compute_response_mask
 from lockstep.algorithms.kl import apply_kl_penalty
-from lockstep.config.estimators import AdvantageEstimator
+from lockstep.config.algorithm import AdvantageEstimator
 from lockstep.config.placement import need_critic, need_reference_model, need_reward_model
 from lockstep.config.ppo import PPOConfig
 from lockstep.data.loader import create_dataloader, create_train_loader

@@ -1,10 +1,10 @@
 """verl.workers.config.actor"""
 
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
-from lockstep.config import actor_rollout_ref
+from lockstep.config import actor_rollout_ref, policy_loss
 from lockstep.verl._config import resolve_by_hand
 from lockstep.verl._names import exports
 from lockstep.verl.base_config import DictLike, adapt_sections, assignable
@@ -43,7 +43,7 @@ def check_batch_sizes(section: Any, name: str, n_gpus: int, train_batch_size: in
 
 @assignable()
 @dataclass(frozen=True)
-class PolicyLossConfig(DictLike, actor_rollout_ref.PolicyLossConfig):
+class PolicyLossConfig(DictLike, policy_loss.PolicyLossConfig):
     def __post_init__(self) -> None:
         adapt_sections(self)
 
@@ -53,6 +53,8 @@ class PolicyLossConfig(DictLike, actor_rollout_ref.PolicyLossConfig):
 class ActorConfig(DictLike, actor_rollout_ref.ActorConfig):
     """The section complete: defaults that follow other keys have their values."""
 
+    rollout_n: int = field(default=1, metadata={"internal": True})
+    global_batch_info: dict[str, Any] = field(default_factory=dict, metadata={"internal": True})
     ppo_micro_batch_size: InitVar[int | None] = None
 
     def __post_init__(self, ppo_micro_batch_size: int | None) -> None:

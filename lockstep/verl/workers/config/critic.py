@@ -1,6 +1,6 @@
 """verl.workers.config.critic"""
 
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, field
 
 from lockstep.config import critic
 from lockstep.verl._config import resolve_by_hand
@@ -17,6 +17,7 @@ __getattr__ = exports(__name__)
 class CriticConfig(DictLike, critic.CriticConfig):
     """The section complete: defaults that follow other keys have their values."""
 
+    rollout_n: int = field(default=1, metadata={"internal": True})
     ppo_micro_batch_size: InitVar[int | None] = None
     forward_micro_batch_size: InitVar[int | None] = None
 
