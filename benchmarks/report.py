@@ -505,8 +505,12 @@ def write_tables(results: Results, pages: Sequence[Path] = PAGES) -> None:
         page.write_text(filled(page.read_text(), results))
 
 
+class RunError(Exception):
+    """A command failed without a result."""
+
+
 def measure(run: Run, pythons: dict[str, str]) -> Result:
-    """Run the command; its result, with what is missing of its peers. Exits with its output if it wrote none."""
+    """Run the command; its result, with what is missing of its peers."""
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / run.name
         folder.mkdir()
@@ -516,7 +520,7 @@ def measure(run: Run, pythons: dict[str, str]) -> Result:
         done = subprocess.run([sys.executable, *shlex.split(command)], cwd=ROOT, env=env)
         summary = folder / "summary.json"
         if not summary.exists():
-            raise SystemExit(f"{run.name}: {command} wrote no results (exit code {done.returncode})")
+            raise RunError(f"{run.name}: {command} wrote no results (exit code {done.returncode})")
         found = json.loads(summary.read_text())
         if run.name == "demo":
             draw_curve(folder)
@@ -583,10 +587,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     devices = ("cpu", "gpu") if _output("nvidia-smi", "-L") else ("cpu",)
     wanted = [run for run in RUNS if (run.name in args.only if args.only else run.device in devices)]
+    failures = []
     for run in [] if args.tables else wanted:
         print(f"{run.name}: {run}", flush=True)
-        results.store(run, measure(run, {"vllm": args.vllm_python, "trl": args.trl_python}))
+        try:
+            results.store(run, measure(run, {"vllm": args.vllm_python, "trl": args.trl_python}))
+        except RunError as error:
+            failures.append(str(error))
     write_tables(results)
+    if failures:
+        raise SystemExit("\n".join(failures))
 
 
 if __name__ == "__main__":

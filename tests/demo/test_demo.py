@@ -24,7 +24,7 @@ from lockstep.demo.tasks import forgot_carry
 from lockstep.demo.warmup import WarmUp, warm_up_settings, write_examples
 from lockstep.trainer import fsdp_sft_trainer
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.first
 
 
 @pytest.mark.parametrize(

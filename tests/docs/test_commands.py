@@ -43,7 +43,7 @@ from tests.tiny import save_tiny_model, write_rows
 if TYPE_CHECKING:
     from tests.shared_processes import SharedProcesses
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.first
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -76,6 +76,8 @@ OWN_TESTS = ("environments.md", "sft.md", "preference_training.md")
 """Pages whose commands build on each other."""
 MANY_WORKERS = re.compile(r"trainer\.(nnodes|n_gpus_per_node)=([2-9]|\d\d)")
 TRAINING = [(page, line) for page, line in COMMANDS if not MANY_WORKERS.search(line) and page not in OWN_TESTS]
+QUICK_PAGES = ("README.md", "training.md", "lora.md")
+"""Their commands train in `make test`, those of all pages in `make test-all`."""
 ON_RAY = [(page, line) for page, line in COMMANDS if MANY_WORKERS.search(line)]
 ONE_A_PAGE = {page: line for page, line in ON_RAY if "ray_init" not in line}
 
@@ -191,7 +193,13 @@ def variables(places: dict[str, str]) -> dict[str, str]:
 
 
 @pytest.mark.usefixtures("no_registrations")
-@pytest.mark.parametrize(("page", "command"), TRAINING, ids=[f"{p}-{i}" for i, (p, _) in enumerate(TRAINING)])
+@pytest.mark.parametrize(
+    ("page", "command"),
+    [
+        pytest.param(page, line, id=f"{page}-{i}", marks=[] if page in QUICK_PAGES else pytest.mark.slow)
+        for i, (page, line) in enumerate(TRAINING)
+    ],
+)
 def test_training_commands_train(
     page: str, command: str, places: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,6 +330,7 @@ def test_commands_for_many_workers_compose(
     assert config is not None and controller_of(config) == "ray"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ONE_A_PAGE.values(), ids=ONE_A_PAGE)
 def test_one_command_per_page_trains_on_ray(
     command: str,

@@ -82,7 +82,7 @@ def test_a_run_that_never_ran_is_not_measured(report: SimpleNamespace, tmp_path:
 
 def test_a_failed_run_is_named(report: SimpleNamespace, tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text("raise SystemExit(3)")
-    with pytest.raises(SystemExit, match=r"fails: .*fails.py wrote no results \(exit code 3\)"):
+    with pytest.raises(report.RunError, match=r"fails: .*fails.py wrote no results \(exit code 3\)"):
         report.measure(report.Run("fails", "cpu", f"{tmp_path}/fails.py", report.by_side), PYTHONS)
 
 

@@ -13,7 +13,7 @@ from lockstep.registry import load_object
 from tests.programs import run_shell
 from tests.tiny import save_tiny_model, write_rows
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.first
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(script for script in EXAMPLES.glob("*.sh") if not script.stem.startswith(("sft_", "pipeline")))

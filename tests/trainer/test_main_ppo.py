@@ -25,7 +25,7 @@ from lockstep.trainer.ppo.sampling import Sampling
 from lockstep.trainer.ppo.task_runner import _models
 from tests.programs import Program
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.first
 
 GRPO = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=3"]
 
@@ -165,6 +165,7 @@ STAGES = {
 """Stage -> method, and at which of its calls the signal comes."""
 
 
+@pytest.mark.slow
 def test_stop_during_any_stage_resumes_bit_for_bit(
     overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
