@@ -74,6 +74,7 @@ def test_script_trains(script: Path, places: dict[str, str], tmp_path: Path) -> 
     assert (tmp_path / "run" / "global_step_1" / "manifest.json").is_file()
 
 
+@pytest.mark.slow
 def test_the_pipeline_gives_one_number_at_every_hand_over(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

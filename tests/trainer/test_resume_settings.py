@@ -161,6 +161,7 @@ def test_config_is_replaced_atomically(tmp_path: Path, monkeypatch: pytest.Monke
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("held", [["model", "extra"], ["model"]])
 def test_parts_that_were_not_saved_are_named(
     held: list[str], saved_run: tuple[list[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -216,6 +217,7 @@ class Tracker:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_registrations")
 def test_values_of_environment_variables_are_in_no_file(
     saved_run: tuple[list[str], Path],
@@ -296,6 +298,7 @@ def test_a_variable_with_another_value_is_another_setting(
         check_same_experiment(tmp_path, config_with("another", "1e-6"), saved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [[f"{LR}=7e-3"], [f"{LR}=7e-3", "trainer.total_training_steps=2"], ["trainer.val_only=true"]]
 )
