@@ -185,7 +185,8 @@ class Results:
         file = self.folder / f"{run.device}.json"
         stored = json.loads(file.read_text()) if file.exists() else {}
         file.parent.mkdir(exist_ok=True)
-        file.write_text(json.dumps(stored | {run.name: result}, indent=1) + "\n")
+        lines = [f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in (stored | {run.name: result}).items()]
+        file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
     def side(self, run: str, side: str, case: str = "") -> Side | None:
         """The figures of one side, None if it was not measured."""
