@@ -23,6 +23,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
 PACKAGES = ("torch", "transformers", "vllm", "trl")
 NAMES = {"vllm": "vLLM", "trl": "TRL", "trl+vllm": "TRL + vLLM"}
 """How tables write a side or package; others as they are."""
+
+GRPO_7B = "grpo_step.py --shape 7b --prompts 16 --samples 8 --prompt-tokens 256 --new-tokens 512 --checkpointing --max-tokens 16384"
 
 Side = dict[str, float]
 Figures = dict[str, dict[str, Side]]
@@ -77,97 +80,74 @@ def alone(found: dict[str, Any]) -> Figures:
     return {"": {"lockstep": found}}
 
 
+READERS = {
+    "rollout.py": by_case,
+    "grpo_step.py": by_side,
+    "sft_step.py": by_side,
+    "train_step.py": by_name,
+    "hybrid_cycle.py": by_phase,
+    "startup.py": by_controller,
+}
+"""Script -> how its JSON becomes figures; the others' JSON is one side's."""
+
+
 @dataclass(frozen=True)
 class Run:
-    """One command that measures. It writes `summary.json` in `{folder}`, which `read` turns into figures.
+    """One command that measures, on a machine with `device`. It writes `summary.json` in `{folder}`.
 
-    device: the machine that it needs; env: variables, `{folder}` filled in.
+    command: a script of this folder with its arguments, or `-m lockstep ...`; variables (NAME=value) may come before it.
     """
 
     name: str
     device: str
     command: str
-    read: Callable[[dict[str, Any]], Figures]
-    env: tuple[tuple[str, str], ...] = ()
 
-    def __str__(self) -> str:
-        return "python " + self.command.format(folder="OUT", vllm="python", trl="python")
+    def words(self, **places: str) -> tuple[dict[str, str], list[str]]:
+        """Environment and arguments of Python, with the places filled in."""
+        words = shlex.split(self.command.format(**places))
+        first = next(i for i, word in enumerate(words) if "=" not in word)
+        script, *arguments = words[first:]
+        if script.endswith(".py"):
+            folder = Path(__file__).parent
+            script, arguments = str(folder / script), ["--json", f"{places['folder']}/summary.json", *arguments]
+        return dict(word.split("=", 1) for word in words[:first]), [script, *arguments]
+
+    def read(self, found: dict[str, Any]) -> Figures:
+        return next((read for script, read in READERS.items() if script in self.command), alone)(found)
 
 
-def _script(name: str, device: str, command: str, read: Callable[[dict[str, Any]], Figures], **env: str) -> Run:
-    script, _, arguments = command.partition(" ")
-    full = f"benchmarks/{script} --json {{folder}}/summary.json {arguments}".strip()
-    return Run(name, device, full, read, tuple(env.items()))
-
-
-GRPO_7B = "grpo_step.py --shape 7b --prompts 16 --samples 8 --prompt-tokens 256 --new-tokens 512 --checkpointing --max-tokens 16384"
-HYBRID_7B = (
-    "hybrid_cycle.py --shape 7b --cycles 4 --requests 128 actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16"
-    " actor_rollout_ref.model.enable_gradient_checkpointing=true actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384"
-    " actor_rollout_ref.rollout.gpu_memory_utilization=0.4"
-)
-RUNS = (
-    _script(
-        "rollout-cpu",
-        "cpu",
-        "rollout.py --shape 135m --requests 32 --prompt-tokens 32 --new-tokens 64 --engines embedded vllm transformers"
-        " --peer-python {vllm}",
-        by_case,
-        OMP_WAIT_POLICY="passive",
-    ),
-    _script(
-        "grpo-cpu",
-        "cpu",
-        "grpo_step.py --shape 135m --prompts 4 --samples 4 --prompt-tokens 32 --new-tokens 32 --micro 16 --steps 4"
+COMMANDS = {
+    "cpu": {
+        "rollout-cpu": "OMP_WAIT_POLICY=passive rollout.py --shape 135m --requests 32 --prompt-tokens 32 --new-tokens 64"
+        " --engines embedded vllm transformers --peer-python {vllm}",
+        "grpo-cpu": "grpo_step.py --shape 135m --prompts 4 --samples 4 --prompt-tokens 32 --new-tokens 32 --micro 16 --steps 4"
         " --peer trl --peer-micro 4 --peer-python {trl}",
-        by_side,
-    ),
-    _script("startup", "cpu", "startup.py", by_controller),
-    _script("dispatch", "cpu", "dispatch.py", alone),
-    Run("demo", "cpu", "-m lockstep demo --device cpu --out {folder}", alone),
-    _script("rollout-0.5b", "gpu", "rollout.py --shape 0.5b --workload uniform mixed --peer-python {vllm}", by_case),
-    _script("rollout-7b", "gpu", "rollout.py --shape 7b --peer-python {vllm}", by_case),
-    _script(
-        "rollout-requests",
-        "gpu",
-        "rollout.py --shape 0.5b --requests 1 8 64 256 1024 --repeats 1 --peer-python {vllm}",
-        by_case,
-    ),
-    _script(
-        "uncompiled",
-        "gpu",
-        "rollout.py --shape 0.5b --requests 1 --repeats 1 --engines embedded",
-        by_case,
-        TRITON_CACHE_DIR="{folder}/triton",
-    ),
-    _script("train", "gpu", "train_step.py", by_name),
-    _script("grpo", "gpu", "grpo_step.py --steps 8 --peer trl+vllm --peer-python {trl}", by_side),
-    _script(
-        "grpo-1.5b",
-        "gpu",
-        "grpo_step.py --shape 1.5b --prompts 16 --samples 8 --prompt-tokens 512 --new-tokens 1024 --max-tokens 16384"
-        " --peer trl+vllm --peer-micro 16 --peer-python {trl}",
-        by_side,
-    ),
-    _script(
-        "grpo-7b",
-        "gpu",
-        f"{GRPO_7B} --master-dtype bfloat16 --peer trl+vllm --peer-micro 8 --peer-python {{trl}}",
-        by_side,
-    ),
-    _script("grpo-7b-offload", "gpu", f"{GRPO_7B} --optimizer-offload --peer none", by_side),
-    _script("grpo-vllm", "gpu", "grpo_step.py --steps 8 --peer none actor_rollout_ref.rollout.name=vllm", by_side),
-    _script("sft", "gpu", "sft_step.py --shape 0.5b --peer trl --peer-python {trl}", by_side),
-    _script(
-        "sft-liger",
-        "gpu",
-        "sft_step.py --shape 0.5b --peer trl --peer-python {trl}"
+        "startup": "startup.py",
+        "dispatch": "dispatch.py",
+        "demo": "-m lockstep demo --device cpu --out {folder}",
+    },
+    "gpu": {
+        "rollout-0.5b": "rollout.py --shape 0.5b --workload uniform mixed --peer-python {vllm}",
+        "rollout-7b": "rollout.py --shape 7b --peer-python {vllm}",
+        "rollout-requests": "rollout.py --shape 0.5b --requests 1 8 64 256 1024 --repeats 1 --peer-python {vllm}",
+        "uncompiled": "TRITON_CACHE_DIR={folder}/triton rollout.py --shape 0.5b --requests 1 --repeats 1 --engines embedded",
+        "train": "train_step.py",
+        "grpo": "grpo_step.py --steps 8 --peer trl+vllm --peer-python {trl}",
+        "grpo-1.5b": "grpo_step.py --shape 1.5b --prompts 16 --samples 8 --prompt-tokens 512 --new-tokens 1024"
+        " --max-tokens 16384 --peer trl+vllm --peer-micro 16 --peer-python {trl}",
+        "grpo-7b": f"{GRPO_7B} --master-dtype bfloat16 --peer trl+vllm --peer-micro 8 --peer-python {{trl}}",
+        "grpo-7b-offload": f"{GRPO_7B} --optimizer-offload --peer none",
+        "grpo-vllm": "grpo_step.py --steps 8 --peer none actor_rollout_ref.rollout.name=vllm",
+        "sft": "sft_step.py --shape 0.5b --peer trl --peer-python {trl}",
+        "sft-liger": "sft_step.py --shape 0.5b --peer trl --peer-python {trl}"
         """ --peer-settings '{{"use_liger_kernel": true}}'""",
-        by_side,
-    ),
-    _script("hybrid-0.5b", "gpu", "hybrid_cycle.py --shape 0.5b", by_phase),
-    _script("hybrid-7b", "gpu", HYBRID_7B, by_phase),
-)
+        "hybrid-0.5b": "hybrid_cycle.py --shape 0.5b",
+        "hybrid-7b": "hybrid_cycle.py --shape 7b --cycles 4 --requests 128 actor_rollout_ref.rollout.gpu_memory_utilization=0.4"
+        " actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16 actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384"
+        " actor_rollout_ref.model.enable_gradient_checkpointing=true",
+    },
+}
+RUNS = [Run(name, device, command) for device, commands in COMMANDS.items() for name, command in commands.items()]
 
 
 class Results:
@@ -227,31 +207,30 @@ def start(figures: Side) -> str:
     return f"{figures['start_s']:.1f} s"
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """One row of a table: Lockstep beside a peer. figure: what the ratio is of, cell: how a side is written.
+CELLS: dict[str, Callable[[Side], str]] = {"tokens_per_s": tokens, "step_s": step, "start_s": start}
+"""Figure that two sides are compared by -> how a side is written."""
 
-    peer: "" is none; peer_run: the run that measured it, if it is another; short: the row's label in the README.
-    """
+
+@dataclass(frozen=True)
+class Row:
+    """Lockstep beside a peer ("": none). peer_run: the run that measured it, if it is another; short: the label in the README."""
 
     label: str
     run: str
-    cell: Callable[[Side], str]
     figure: str
     peer: str
     case: str = ""
-    peer_run: str = ""
     short: str = ""
+    peer_run: str = ""
 
-    def row(self, results: Results, label: str) -> str:
-        ours, theirs = results.side(self.run, "lockstep", self.case), None
-        if self.peer:
-            theirs = results.side(self.peer_run or self.run, self.peer, self.case)
-        peer = results.why_missing(self.peer_run or self.run, self.peer) if self.peer else ""
-        if theirs:
-            peer = f"{_name(self.peer)} {self.cell(theirs)}"
+    def text(self, results: Results, label: str) -> str:
+        cell, peer_run = CELLS[self.figure], self.peer_run or self.run
+        ours = results.side(self.run, "lockstep", self.case)
+        theirs = results.side(peer_run, self.peer, self.case) if self.peer else None
+        peer = results.why_missing(peer_run, self.peer) if self.peer else ""
+        peer = f"{_name(self.peer)} {cell(theirs)}" if theirs else peer
         ratio = f"{_faster(ours, theirs, self.figure)}x" if ours and theirs else ""
-        return f"| {label} | {self.cell(ours) if ours else 'not measured'} | {peer} | {ratio} |"
+        return f"| {label} | {cell(ours) if ours else 'not measured'} | {peer} | {ratio} |"
 
 
 def _faster(ours: Side, theirs: Side, figure: str) -> str:
@@ -260,129 +239,65 @@ def _faster(ours: Side, theirs: Side, figure: str) -> str:
     return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.1f}"
 
 
-def _rollout(label: str, run: str, case: str, peer: str = "vllm", short: str = "") -> Comparison:
-    return Comparison(label, run, tokens, "tokens_per_s", peer, case, short=short)
-
-
-COMPARISONS: dict[str, tuple[Comparison, ...]] = {
-    "cpu": (
-        _rollout("rollout, 32 requests of 32 + 64 tokens", "rollout-cpu", "135m uniform x32"),
-        _rollout("the same", "rollout-cpu", "135m uniform x32", "transformers"),
-        Comparison(
-            "GRPO step, 4 prompts x 4 samples, 32 + 32 tokens",
-            "grpo-cpu",
-            step,
-            "step_s",
-            "trl",
-            short="GRPO step, SmolLM2-135M, 2 ARM cores",
-        ),
-    ),
-    "gpu": (
-        _rollout(
-            "rollout, 0.5B, 256 requests of 256 + 256 tokens",
-            "rollout-0.5b",
-            "0.5b uniform x256",
-            short="generate 256 x (256 + 256) tokens, 0.5B",
-        ),
-        _rollout(
-            "rollout, 0.5B, 512 requests, answers of 16 to 1024 tokens with stop tokens",
-            "rollout-0.5b",
-            "0.5b mixed x512",
-        ),
-        _rollout(
-            "rollout, 7B, 256 requests of 256 + 256 tokens", "rollout-7b", "7b uniform x256", short="the same, 7B"
-        ),
-        Comparison(
-            "command to first token, 0.5B, warm start",
-            "rollout-0.5b",
-            start,
-            "start_s",
-            "vllm",
-            "0.5b uniform x256",
-            short="command to first token, 0.5B",
-        ),
-        Comparison("the same, 7B", "rollout-7b", start, "start_s", "vllm", "7b uniform x256"),
-        Comparison(
-            "the same, 0.5B, Triton kernels not compiled", "uncompiled", start, "start_s", "", "0.5b uniform x1"
-        ),
-        Comparison(
-            "forward + backward + AdamW, 16,384 packed tokens, half of them responses, 0.5B",
-            "train",
-            tokens,
-            "tokens_per_s",
-            "transformers",
-            short="train on 16,384 packed tokens, 0.5B",
-        ),
-        Comparison(
-            "GRPO step, 32 prompts x 8 samples, 256 + 256 tokens, 0.5B",
-            "grpo",
-            step,
-            "step_s",
-            "trl+vllm",
-            short="GRPO step, 32 prompts x 8, 256 + 256 tokens, 0.5B",
-        ),
-        Comparison("command to the end of its first step, cold start", "grpo", start, "start_s", "trl+vllm"),
-        Comparison(
-            "GRPO step, 16 prompts x 8 samples, 512 + 1024 tokens, 1.5B",
-            "grpo-1.5b",
-            step,
-            "step_s",
-            "trl+vllm",
-            short="GRPO step, 16 prompts x 8, 512 + 1024 tokens, 1.5B",
-        ),
-        Comparison(
-            "GRPO step, 16 prompts x 8 samples, 256 + 512 tokens, 7B, bfloat16 masters, gradient checkpointing",
-            "grpo-7b",
-            step,
-            "step_s",
-            "trl+vllm",
-            short="GRPO step, 16 prompts x 8, 256 + 512 tokens, 7B with bfloat16 masters",
-        ),
-        Comparison("the same with float32 masters and optimizer offload", "grpo-7b-offload", step, "step_s", ""),
-    ),
-    "sft": (
-        Comparison("TRL with packing (bfd), sdpa", "sft", tokens, "tokens_per_s", "trl"),
-        Comparison(
-            "the same with `use_liger_kernel`",
-            "sft-liger",
-            tokens,
-            "tokens_per_s",
-            "trl",
-            short="SFT with packing, 0.5B; TRL with Liger, without flash-attn",
-        ),
-        Comparison("command to the end of the first step", "sft", start, "start_s", "trl"),
-    ),
-    "requests": tuple(
-        _rollout(f"{count} at once", "rollout-requests", f"0.5b uniform x{count}") for count in (1, 8, 64, 256, 1024)
-    ),
-    "vllm": (
-        Comparison("step, `rollout.name=vllm`", "grpo-vllm", step, "step_s", "trl+vllm", peer_run="grpo"),
-        Comparison("step, embedded engine", "grpo", step, "step_s", "trl+vllm"),
-        Comparison(
-            "command to the end of the first step, `rollout.name=vllm`",
-            "grpo-vllm",
-            start,
-            "start_s",
-            "trl+vllm",
-            peer_run="grpo",
-        ),
-    ),
+TOKENS, STEP, START = CELLS
+CPU, SMALL, LARGE = "135m uniform x32", "0.5b uniform x256", "7b uniform x256"
+"""Cases of rollout.py."""
+# fmt: off
+ROWS: dict[str, list[Row]] = {
+    "cpu": [
+        Row("rollout, 32 requests of 32 + 64 tokens", "rollout-cpu", TOKENS, "vllm", CPU),
+        Row("the same", "rollout-cpu", TOKENS, "transformers", CPU),
+        Row("GRPO step, 4 prompts x 4 samples, 32 + 32 tokens", "grpo-cpu", STEP, "trl",
+            short="GRPO step, SmolLM2-135M, 2 CPU cores"),
+    ],
+    "gpu": [
+        Row("rollout, 0.5B, 256 requests of 256 + 256 tokens", "rollout-0.5b", TOKENS, "vllm", SMALL,
+            "generate 256 x (256 + 256) tokens, 0.5B"),
+        Row("rollout, 0.5B, 512 requests, answers of 16 to 1024 tokens with stop tokens", "rollout-0.5b", TOKENS, "vllm",
+            "0.5b mixed x512"),
+        Row("rollout, 7B, 256 requests of 256 + 256 tokens", "rollout-7b", TOKENS, "vllm", LARGE, "the same, 7B"),
+        Row("command to first token, 0.5B, warm start", "rollout-0.5b", START, "vllm", SMALL, "command to first token, 0.5B"),
+        Row("the same, 7B", "rollout-7b", START, "vllm", LARGE),
+        Row("the same, 0.5B, Triton kernels not compiled", "uncompiled", START, "", "0.5b uniform x1"),
+        Row("forward + backward + AdamW, 16,384 packed tokens, half of them responses, 0.5B", "train", TOKENS, "transformers",
+            short="train on 16,384 packed tokens, 0.5B"),
+        Row("GRPO step, 32 prompts x 8 samples, 256 + 256 tokens, 0.5B", "grpo", STEP, "trl+vllm",
+            short="GRPO step, 32 prompts x 8, 256 + 256 tokens, 0.5B"),
+        Row("command to the end of its first step, cold start", "grpo", START, "trl+vllm"),
+        Row("GRPO step, 16 prompts x 8 samples, 512 + 1024 tokens, 1.5B", "grpo-1.5b", STEP, "trl+vllm",
+            short="GRPO step, 16 prompts x 8, 512 + 1024 tokens, 1.5B"),
+        Row("GRPO step, 16 prompts x 8 samples, 256 + 512 tokens, 7B, bfloat16 masters, gradient checkpointing", "grpo-7b", STEP,
+            "trl+vllm", short="GRPO step, 16 prompts x 8, 256 + 512 tokens, 7B with bfloat16 masters"),
+        Row("the same with float32 masters and optimizer offload", "grpo-7b-offload", STEP, ""),
+    ],
+    "sft": [
+        Row("TRL with packing (bfd), sdpa", "sft", TOKENS, "trl"),
+        Row("the same with `use_liger_kernel`", "sft-liger", TOKENS, "trl",
+            short="SFT with packing, 0.5B; TRL with Liger, without flash-attn"),
+        Row("command to the end of the first step", "sft", START, "trl"),
+    ],
+    "requests": [
+        Row(f"{count} at once", "rollout-requests", TOKENS, "vllm", f"0.5b uniform x{count}") for count in (1, 8, 64, 256, 1024)
+    ],
+    "vllm": [
+        Row("step, `rollout.name=vllm`", "grpo-vllm", STEP, "trl+vllm", peer_run="grpo"),
+        Row("step, embedded engine", "grpo", STEP, "trl+vllm"),
+        Row("command to the end of the first step, `rollout.name=vllm`", "grpo-vllm", START, "trl+vllm", peer_run="grpo"),
+    ],
 }
+# fmt: on
 """Table -> its rows."""
 
 
-def comparison_table(name: str, results: Results) -> list[str]:
-    rows = COMPARISONS[name]
-    return [
-        "| | Lockstep | peer | Lockstep is faster by |",
-        "|---|---|---|---|",
-        *(r.row(results, r.label) for r in rows),
-    ]
+def comparison(name: str, results: Results) -> list[str]:
+    header = ["| | Lockstep | peer | Lockstep is faster by |", "|---|---|---|---|"]
+    return [*header, *(row.text(results, row.label) for row in ROWS[name])]
 
 
 def readme_table(results: Results) -> list[str]:
-    rows = [row for name in ("gpu", "sft", "cpu") for row in COMPARISONS[name] if row.short]
-    return ["| | Lockstep | peer | faster by |", "|---|---|---|---|", *(row.row(results, row.short) for row in rows)]
+    header = ["| | Lockstep | peer | faster by |", "|---|---|---|---|"]
+    rows = [row for name in ("gpu", "sft", "cpu") for row in ROWS[name] if row.short]
+    return [*header, *(row.text(results, row.short) for row in rows)]
 
 
 def controller_table(results: Results) -> list[str]:
@@ -442,29 +357,28 @@ def cycle_table(results: Results) -> list[str]:
     return lines
 
 
+# fmt: off
+LIMITS: list[tuple[str, str, str, str, str, Callable[[Side], float]]] = [
+    ("0.5B, 256 x (256 + 256) tokens", "65 TFLOP; 2.2 GB per step", "0.21 s", "rollout-0.5b", SMALL, lambda f: 65536 / f[TOKENS]),
+    ("7B, 256 x (256 + 256) tokens", "855 TFLOP; 21 GB per step", "2.7 s", "rollout-7b", LARGE, lambda f: 65536 / f[TOKENS]),
+    ("training step, 0.5B, 16,384 tokens", "43 TFLOP", "0.055 s", "train", "", lambda f: f["ms"] / 1e3),
+    ("update of the GRPO step, 74,000 tokens", "212 TFLOP", "0.27 s", "grpo", "", lambda f: f["update_actor_s"]),
+]
+# fmt: on
+"""What is computed, its work, the seconds that 790 TFLOP/s and 4.3 TB/s allow, and the run, case and seconds measured."""
+
+
 def limits_table(results: Results) -> list[str]:
-    """Measured times beside what 790 TFLOP/s and 4.3 TB/s, which an H200 reaches in large products and copies, allow."""
     lines = ["| | compute and memory traffic | lower bound | measured |", "|---|---|---|---|"]
-    rollout = "256 x (prefill of 256 tokens + 256 decode steps)"
-    for label, work, bound, run, side, case, seconds in (
-        (f"0.5B, {rollout}", "65 TFLOP; 2.2 GB per decode step", "0.21 s", "rollout-0.5b", "lockstep", "0.5b uniform x256", _total),
-        (f"7B, {rollout}", "855 TFLOP; 21 GB per decode step", "2.7 s", "rollout-7b", "lockstep", "7b uniform x256", _total),
-        ("training step, 0.5B, 16,384 tokens", "43 TFLOP", "0.055 s", "train", "lockstep", "", lambda f: f["ms"] / 1e3),
-        ("update of the GRPO step, 74,000 tokens", "212 TFLOP", "0.27 s", "grpo", "lockstep", "", lambda f: f["update_actor_s"]),
-    ):  # fmt: skip
-        found = results.side(run, side, case)
+    for label, work, bound, run, case, seconds in LIMITS:
+        found = results.side(run, "lockstep", case)
         lines.append(f"| {label} | {work} | {bound} | {f'{seconds(found):.3g} s' if found else 'not measured'} |")
     return lines
 
 
-def _total(figures: Side) -> float:
-    """Seconds of a rollout of 256 x 256 tokens."""
-    return 256 * 256 / figures["tokens_per_s"]
-
-
 Table = Callable[[Results], list[str]]
 TABLES: dict[str, Table] = {
-    **{name: lambda results, name=name: comparison_table(name, results) for name in COMPARISONS},  # type: ignore[misc]
+    **{name: partial(comparison, name) for name in ROWS},
     "readme": readme_table,
     "controller": controller_table,
     "demo": demo_table,
@@ -515,13 +429,13 @@ def measure(run: Run, pythons: dict[str, str]) -> Result:
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / run.name
         folder.mkdir()
-        command = run.command.format(folder=folder, **pythons)
-        env = os.environ | {"PYTHONPATH": str(ROOT)} | {key: value.format(folder=folder) for key, value in run.env}
+        variables, arguments = run.words(folder=str(folder), **pythons)
         load = os.getloadavg()[0] / (os.cpu_count() or 1)
-        done = subprocess.run([sys.executable, *shlex.split(command)], cwd=ROOT, env=env)
+        env = os.environ | {"PYTHONPATH": str(ROOT)} | variables
+        done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=env)
         summary = folder / "summary.json"
         if not summary.exists():
-            raise RunError(f"{run.name}: {command} wrote no results (exit code {done.returncode})")
+            raise RunError(f"{run.name}: {' '.join(arguments)} wrote no results (exit code {done.returncode})")
         found = json.loads(summary.read_text())
         if run.name == "demo":
             draw_curve(folder)
@@ -532,7 +446,7 @@ def measure(run: Run, pythons: dict[str, str]) -> Result:
     return {
         "figures": run.read(found),
         "missing": missing,
-        "command": str(run),
+        "command": run.command,
         "commit": _output("git", "describe", "--always", "--dirty"),
         "date": datetime.date.today().isoformat(),
         "machine": machine(run.device),
@@ -584,13 +498,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         for run in RUNS:
             result = results.found.get(run.name)
             measured = f"{result['date']} {result['machine']}" if result else "never"
-            print(f"{run.name:18} {run.device}  {measured:40}  {run}")
+            print(f"{run.name:18} {run.device}  {measured:40}  {run.command}")
         return
     devices = ("cpu", "gpu") if _output("nvidia-smi", "-L") else ("cpu",)
     wanted = [run for run in RUNS if (run.name in args.only if args.only else run.device in devices)]
     failures = []
     for run in [] if args.tables else wanted:
-        print(f"{run.name}: {run}", flush=True)
+        print(f"{run.name}: {run.command}", flush=True)
         try:
             results.store(run, measure(run, {"vllm": args.vllm_python, "trl": args.trl_python}))
         except RunError as error:

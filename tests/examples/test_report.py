@@ -14,7 +14,7 @@ import json, os, sys
 sides = {"lockstep": {"step_s": 2.0, "peak_gb": 1.0}, "trl": {"step_s": 5.0}}
 present = {name: figures for name, figures in sides.items() if name in os.environ["SIDES"]}
 failures = {} if len(present) == 2 else {"trl": "Traceback\\nModuleNotFoundError: No module named 'trl'"}
-json.dump({"results": present, "failures": failures}, open(sys.argv[1], "w"))
+json.dump({"results": present, "failures": failures}, open(sys.argv[sys.argv.index("--json") + 1], "w"))
 sys.exit(len(failures))
 """
 
@@ -26,16 +26,16 @@ def report() -> SimpleNamespace:
 
 @pytest.fixture
 def fake_run(report: SimpleNamespace, tmp_path: Path) -> SimpleNamespace:
-    (tmp_path / "fake.py").write_text(FAKE)
-    return report.Run("fake", "cpu", f"{tmp_path}/fake.py {{folder}}/summary.json", report.by_side)
+    (tmp_path / "grpo_step.py").write_text(FAKE)
+    return report.Run("fake", "cpu", f"PYTHONHASHSEED=0 {tmp_path}/grpo_step.py --steps 1")
 
 
 PYTHONS = {"vllm": sys.executable, "trl": sys.executable}
 
 
 def fake_table(report: SimpleNamespace) -> dict[str, object]:
-    row = report.Comparison("a step", "fake", report.step, "step_s", "trl")
-    return {"fake": lambda results: [row.row(results, row.label)]}
+    row = report.Row("a step", "fake", "step_s", "trl")
+    return {"fake": lambda results: [row.text(results, row.label)]}
 
 
 def test_a_run_is_stored_and_becomes_a_row(
@@ -82,8 +82,8 @@ def test_a_run_that_never_ran_is_not_measured(report: SimpleNamespace, tmp_path:
 
 def test_a_failed_run_is_named(report: SimpleNamespace, tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text("raise SystemExit(3)")
-    with pytest.raises(report.RunError, match=r"fails: .*fails.py wrote no results \(exit code 3\)"):
-        report.measure(report.Run("fails", "cpu", f"{tmp_path}/fails.py", report.by_side), PYTHONS)
+    with pytest.raises(report.RunError, match=r"fails: .*fails.py --json .* wrote no results \(exit code 3\)"):
+        report.measure(report.Run("fails", "cpu", f"{tmp_path}/fails.py"), PYTHONS)
 
 
 def test_an_unknown_table_is_an_error(report: SimpleNamespace, tmp_path: Path) -> None:
@@ -116,5 +116,9 @@ def test_the_list_shows_every_run(report: SimpleNamespace, capsys: pytest.Captur
     report.main(["--list"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [run.name for run in report.RUNS]
-    assert all("{" not in line.replace('{"use_liger_kernel"', "") for line in lines)
-    assert all((ROOT / run.command.split()[0]).is_file() for run in report.RUNS if run.name != "demo")
+    for run in report.RUNS:
+        _, (script, *arguments) = run.words(folder="OUT", vllm="v", trl="t")
+        assert script == "-m" or Path(script).is_file()
+        assert ("OUT/summary.json" in arguments) == (run.name != "demo")
+    (uncompiled,) = [run for run in report.RUNS if run.name == "uncompiled"]
+    assert uncompiled.words(folder="OUT")[0] == {"TRITON_CACHE_DIR": "OUT/triton"}
