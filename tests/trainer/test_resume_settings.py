@@ -19,6 +19,8 @@ from lockstep.trainer.run.run_config import check_same_experiment, read_config, 
 from lockstep.utils import files as files_module
 from tests.tiny import write_rows
 
+pytestmark = pytest.mark.first
+
 LR = "actor_rollout_ref.actor.optim.lr"
 DECAY = "actor_rollout_ref.actor.optim.weight_decay"
 COEF = "algorithm.kl_ctrl.kl_coef"
