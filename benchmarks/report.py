@@ -40,7 +40,7 @@ Side = dict[str, float]
 Figures = dict[str, dict[str, Side]]
 """Case -> side (lockstep, a peer, or a phase) -> figure -> number."""
 Result = dict[str, Any]
-"""figures, missing (peer -> reason), command, commit, date, machine, load (busy processes per core), versions."""
+"""figures, missing (peer -> reason), command, commit, date, machine, load (processes per core before it; null: not known), versions."""
 
 
 def by_case(found: dict[str, Any]) -> Figures:
@@ -392,7 +392,7 @@ def origins(results: Results, names: Iterable[str]) -> list[str]:
     groups: dict[str, list[str]] = {}
     for name in names:
         result = results.found[name]
-        busy = [f"load {result['load']:.1f} per core"] if result["load"] > 0.5 else []
+        busy = [f"load {result['load']:.1f} per core"] if (result["load"] or 0.0) > 0.5 else []
         versions = [f"{_name(package)} {version}" for package, version in result["versions"].items()]
         origin = ", ".join([result["machine"], result["date"], f"commit {result['commit']}", *busy, *versions])
         groups.setdefault(origin, []).append(name)
