@@ -40,7 +40,7 @@ Side = dict[str, float]
 Figures = dict[str, dict[str, Side]]
 """Case -> side (lockstep, a peer, or a phase) -> figure -> number."""
 Result = dict[str, Any]
-"""figures, missing (peer -> reason), command, commit, date, machine, load (processes per core before it; null: not known), versions."""
+"""figures, missing (peer -> reason), command, commit, date, machine, load (per core, before it; null: not known), versions."""
 
 
 def by_case(found: dict[str, Any]) -> Figures:
@@ -464,9 +464,10 @@ def draw_curve(folder: Path) -> None:
 
 
 def version_of(package: str, pythons: dict[str, str]) -> str | None:
-    """The version in the environment that runs the package; None if it is not installed there."""
-    script = f"from importlib.metadata import version; print(version('{package}'))"
-    return _output(pythons.get(package, sys.executable), "-c", script) or None
+    """The version of the package, or its CPU build, in the environment that runs it; None if it is not installed there."""
+    python = pythons.get(package, sys.executable)
+    script = "import sys; from importlib.metadata import version; print(version(sys.argv[1]))"
+    return _output(python, "-c", script, package) or _output(python, "-c", script, f"{package}-cpu") or None
 
 
 def machine(device: str) -> str:
