@@ -1,6 +1,7 @@
 # make setup   create a virtual environment for development
 # make demo    train a small model from scratch on this machine
-# make test    every check that a change must pass
+# make test    linters, type checks and the tests that a change usually breaks (at most 15 minutes on two cores)
+# make test-all  those, and the long tests: integration, Ray, faults
 # make test-vllm  the tests that need vLLM, in an environment of their own (CPU build; the first time downloads about 1 GB)
 # make test-environments  the tests that need reasoning-gym, OpenEnv or verifiers, in two environments
 # make lint    the checks without the tests
@@ -19,7 +20,7 @@ ENVIRONMENTS_VENV := .venv-environments
 VERIFIERS_VENV := .venv-verifiers
 PYTEST_ARGS ?= -n auto --maxprocesses 8 --dist loadfile --durations 20 --durations-min 5
 
-.PHONY: setup demo test test-vllm vllm-exists test-environments lint chaos format docs-config clean
+.PHONY: setup demo test test-all test-vllm vllm-exists test-environments lint chaos format docs-config clean
 
 setup: $(READY)
 
@@ -42,10 +43,13 @@ lint: setup
 	$(BIN)/lint-imports
 
 # The tests are many small computations; one thread per process is fastest. They start many interpreters, which use compiled files.
-test: export OMP_NUM_THREADS := 1
-test: export PYTHONDONTWRITEBYTECODE :=
+test test-all: export OMP_NUM_THREADS := 1
+test test-all: export PYTHONDONTWRITEBYTECODE :=
 test: lint
-	$(BIN)/pytest $(PYTEST_ARGS)
+	$(BIN)/pytest -m "not slow" $(PYTEST_ARGS)
+
+test-all: test
+	$(BIN)/pytest -m slow $(PYTEST_ARGS)
 
 # vLLM pins other versions of numpy and of its own dependencies than constraints.txt. torchvision, torchaudio and torchcodec are built
 # for another torch and break the import of transformers.

@@ -261,7 +261,7 @@ def main() -> None:
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing on both sides")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=1, help="runs per side, in turn; medians are shown")
-    parser.add_argument("--peer", action="append", choices=["trl", "trl+vllm"], default=None)
+    parser.add_argument("--peer", action="append", choices=["trl", "trl+vllm", "none"], default=None)
     parser.add_argument("--peer-python", default=sys.executable, help="Python interpreter of the environment with TRL")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument("--make-model", type=Path, help=argparse.SUPPRESS)

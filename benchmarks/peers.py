@@ -48,9 +48,11 @@ def in_turn(
 ) -> tuple[dict[str, list[Figures]], dict[str, str]]:
     """Results of all rounds by side, and the output of peers that failed.
 
-    peers: None is TRL if it is installed. ours, peer: run one side in a new folder; show: is given the round and our figures.
+    peers: None is TRL if it is installed, "none" no peer. ours, peer: run one side in a new folder; show: is given the round and
+    our figures.
     """
     names = peers if peers is not None else ["trl"] if importlib.util.find_spec("trl") else []
+    names = [name for name in names if name != "none"]
     found: dict[str, list[Figures]] = {name: [] for name in ("lockstep", *names)}
     failures: dict[str, str] = {}
     for number in range(rounds):

@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing on both sides")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=1, help="runs per side, in turn; medians are shown")
-    parser.add_argument("--peer", action="append", choices=["trl"], default=None)
+    parser.add_argument("--peer", action="append", choices=["trl", "none"], default=None)
     parser.add_argument("--peer-python", default=sys.executable, help="Python interpreter of the environment with TRL")
     parser.add_argument("--peer-attention", help="attention of the peer: sdpa, flash_attention_2, ...")
     parser.add_argument("--peer-settings", default="{}", help="further arguments of TRL's SFTConfig, as JSON")

@@ -43,8 +43,8 @@ ON_SHARED_RAY = (
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow files first, so that at the end no process has a long file left while the others are idle."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    """Long files first, so that at the end no process has a long file left while the others are idle."""
+    items.sort(key=lambda item: item.get_closest_marker("first") is None)
 
 
 def pytest_collection() -> None:

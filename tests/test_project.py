@@ -168,6 +168,16 @@ def test_every_page_is_in_the_index() -> None:
     assert [name for name in pages if f"({name})" not in index] == []
 
 
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_every_test_is_in_one_of_two_storeys() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.findall(r"pytest -m (.+) \$\(PYTEST_ARGS\)", makefile) == ['"not slow"', "slow"]
+    assert "\nmake test test-all" in (ROOT / ".ci/run").read_text()
+
+
 def test_the_command_is_the_cli() -> None:
     module, _, attribute = PROJECT["scripts"]["lockstep"].partition(":")
     assert callable(getattr(importlib.import_module(module), attribute))

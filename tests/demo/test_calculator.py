@@ -15,7 +15,7 @@ from lockstep.demo.main_demo import _prepare, training_overrides, warm_model
 from lockstep.demo.tasks import TOOLS
 from lockstep.trainer.main_ppo import main
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.first, pytest.mark.slow]
 
 RECIPE = replace(TOOLS.recipe, steps=300)
 PROGRAM = Path(__file__).parents[2] / "examples" / "calculator_agent.py"

@@ -24,7 +24,7 @@ from lockstep.demo.tasks import forgot_carry
 from lockstep.demo.warmup import WarmUp, warm_up_settings, write_examples
 from lockstep.trainer import fsdp_sft_trainer
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.first
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_overrides_quote_any_folder_name() -> None:
         assert shlex.split(command_line(overrides).replace("\\\n", ""))[2:] == overrides
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+@pytest.mark.parametrize("algorithm", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
 def test_short_demo_writes_its_files_and_shows_its_sections(
     algorithm: Algorithm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

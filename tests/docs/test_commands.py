@@ -4,6 +4,7 @@ Commands for many workers are validated and, one per page, run on two CPU proces
 and are not run.
 """
 
+import itertools
 import json
 import os
 import re
@@ -42,7 +43,7 @@ from tests.tiny import save_tiny_model, write_rows
 if TYPE_CHECKING:
     from tests.shared_processes import SharedProcesses
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.first
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -75,8 +76,10 @@ OWN_TESTS = ("environments.md", "sft.md", "preference_training.md")
 """Pages whose commands build on each other."""
 MANY_WORKERS = re.compile(r"trainer\.(nnodes|n_gpus_per_node)=([2-9]|\d\d)")
 TRAINING = [(page, line) for page, line in COMMANDS if not MANY_WORKERS.search(line) and page not in OWN_TESTS]
+QUICK_PAGES = ("README.md", "training.md", "lora.md")
+"""Their commands train in `make test`, those of all pages in `make test-all`."""
 ON_RAY = [(page, line) for page, line in COMMANDS if MANY_WORKERS.search(line)]
-ONE_A_PAGE = {page: line for page, line in ON_RAY if "ray_init" not in line and page != "README.md"}
+ONE_A_PAGE = {page: line for page, line in ON_RAY if "ray_init" not in line}
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +193,13 @@ def variables(places: dict[str, str]) -> dict[str, str]:
 
 
 @pytest.mark.usefixtures("no_registrations")
-@pytest.mark.parametrize(("page", "command"), TRAINING, ids=[f"{p}-{i}" for i, (p, _) in enumerate(TRAINING)])
+@pytest.mark.parametrize(
+    ("page", "command"),
+    [
+        pytest.param(page, line, id=f"{page}-{i}", marks=[] if page in QUICK_PAGES else pytest.mark.slow)
+        for i, (page, line) in enumerate(TRAINING)
+    ],
+)
 def test_training_commands_train(
     page: str, command: str, places: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,6 +330,7 @@ def test_commands_for_many_workers_compose(
     assert config is not None and controller_of(config) == "ray"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ONE_A_PAGE.values(), ids=ONE_A_PAGE)
 def test_one_command_per_page_trains_on_ray(
     command: str,
@@ -436,8 +446,8 @@ def test_plot_and_rollouts_commands(
     assert out and "lockstep" not in err
 
 
-def test_memory_table_of_the_readme_is_its_arithmetic() -> None:
-    rows = re.findall(r"^\| [\d.]+B \| ([\d.]+) B \|(.*)\|$", (ROOT / "README.md").read_text(), flags=re.M)
+def test_memory_table_by_model_is_its_arithmetic() -> None:
+    rows = re.findall(r"^\| [\d.]+B \| ([\d.]+) B \|(.*)\|$", (ROOT / "docs/plan.md").read_text(), flags=re.M)
     assert len(rows) == 6
     for parameters, cells in rows:
         sizes = [float(cell.strip().removesuffix(" GB")) for cell in cells.split("|")[:4]]
@@ -451,9 +461,26 @@ def test_pages_link_to_existing_files() -> None:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_readme_names_existing_files() -> None:
-    for path in re.findall(r"`(lockstep/[\w/]+\.py)`", (ROOT / "README.md").read_text()):
+def test_pages_name_existing_files() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    paths = re.findall(r"`(lockstep/[\w/]+\.py)`", page + (ROOT / "README.md").read_text())
+    assert len(paths) >= 8
+    for path in paths:
         assert (ROOT / path).is_file(), path
+
+
+def test_the_source_tree_names_existing_files() -> None:
+    (tree,) = re.findall(r"```\n(lockstep/\n.*?)```", (ROOT / "docs/architecture.md").read_text(), flags=re.S)
+    folders: list[str] = []
+    paths = []
+    for line in tree.splitlines():
+        columns = re.split(" {2,}", line.strip())
+        names = list(itertools.takewhile(lambda part: re.fullmatch(r"[\w./]+(\.py|/)", part), columns))
+        folders[(len(line) - len(line.lstrip())) // 2 :] = []
+        paths += ["".join(folders) + name for name in names]
+        folders.append(names[0])
+    assert len(paths) > 100
+    assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
 def test_documented_estimator_trains(places: dict[str, str], tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from lockstep.agents.tools.calculator import calculate
 from tests.programs import run_shell
 from tests.tiny import save_tiny_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.first
 
 ROOT = Path(__file__).parents[2]
 TRAINING = (
@@ -91,6 +91,7 @@ def places(tmp_path: Path) -> dict[str, str]:
     return {name.upper(): str(tmp_path / name) for name in ("raw", "models", "data", "run")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "block"), list(zip(CORE, BLOCKS, strict=True)), ids=CORE)
 def test_documented_commands_run(
     name: str, block: str, places: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -13,7 +13,7 @@ from lockstep.registry import load_object
 from tests.programs import run_shell
 from tests.tiny import save_tiny_model, write_rows
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.first
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(script for script in EXAMPLES.glob("*.sh") if not script.stem.startswith(("sft_", "pipeline")))
@@ -74,6 +74,7 @@ def test_script_trains(script: Path, places: dict[str, str], tmp_path: Path) -> 
     assert (tmp_path / "run" / "global_step_1" / "manifest.json").is_file()
 
 
+@pytest.mark.slow
 def test_the_pipeline_gives_one_number_at_every_hand_over(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Faults injected into real training runs: `make test` runs a few of them, `make chaos` hundreds.
+"""Faults injected into real training runs: `make test-all` runs a few of them, `make chaos` hundreds.
 
     baseline: undisturbed run ─────────────────────────────────────► weights, metrics, loader state
     case:     run with one fault ─► exit code, message ─► resume ──► the same, bit for bit; nothing left behind

@@ -1,4 +1,4 @@
-"""A few faults of each kind; `make chaos` runs hundreds."""
+"""A few faults of each kind (`make test-all`); `make chaos` runs hundreds."""
 
 import sys
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import pytest
 from tests.faults.cases import KINDS, Bench, Case, plan
 from tests.faults.runs import Lab, difference, result
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
+pytestmark = [pytest.mark.first, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 
 CASES = [
     Case("kill -9 at an event", "ppo", 0.27, 0),
@@ -36,12 +36,14 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         yield Bench(lab)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_fault(bench: Bench, case: Case) -> None:
     outcome = bench.run(case)
     assert not outcome.problem, outcome
 
 
+@pytest.mark.slow
 def test_forked_run_equals_a_fresh_process(bench: Bench, tmp_path: Path) -> None:
     ended = bench.lab.run("ppo", tmp_path, fresh=True)
     assert ended.code == 0, ended

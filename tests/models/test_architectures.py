@@ -29,7 +29,7 @@ from tests.models.architectures import (
 )
 from tests.tiny import random_batch
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.first
 
 SPLITS = (MicroBatching(num_rows=3), MicroBatching(num_rows=2))
 """Of the forward alone, and of forward and backward."""
@@ -37,7 +37,31 @@ PROMPT_LENGTHS = (5, 11, 2)
 REGENERATE = "run python -m tests.models.architectures > docs/models.md"
 
 
-@pytest.mark.parametrize("model_type", [model_type for model_type in MODEL_TYPES if model_type not in SKIPPED])
+QUICK_TYPES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma3_text",
+    "phi3",
+    "gpt2",
+    "mixtral",
+    "gpt_oss",
+    "mamba",
+    "bart",
+    "cpmant",
+)
+"""Some of each way to train, in `make test`; the others are slow."""
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param(model_type, marks=[] if model_type in QUICK_TYPES else pytest.mark.slow)
+        for model_type in MODEL_TYPES
+        if model_type not in SKIPPED
+    ],
+)
 def test_a_type_is_right_or_refused(model_type: str, tmp_path: Path) -> None:
     found = check(model_type, tmp_path)
     if is_documented():

@@ -11,7 +11,7 @@ from lockstep.protocol import PADDING_KEY, DataProto, DataProtoFuture
 from lockstep.single_controller import LOCAL, Backend, create_colocated_worker_cls
 from tests.single_controller.contract import Breaking, Meshed, Scaler, batch, make_group
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.first
 
 
 @pytest.fixture(params=["local", "ray"])

@@ -28,7 +28,7 @@ from lockstep.single_controller.ray_backend import (
 from lockstep.single_controller.ray_backend.cluster import ray
 from lockstep.single_controller.ray_backend.serialize import pack, unpack
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.first
 
 
 class OddError(Exception):

@@ -22,7 +22,7 @@ from lockstep.verl.single_controller.ray import (
 )
 from lockstep.verl.utils.ray_utils import parallel_put
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.first
 
 
 class Counter(Worker):

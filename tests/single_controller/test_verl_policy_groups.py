@@ -24,7 +24,7 @@ pytest.importorskip("ray", reason='needs Ray: pip install "lockstep-rl[ray]"')
 from lockstep.single_controller.ray_backend.cluster import ray
 from lockstep.verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, create_colocated_worker_cls
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_registrations")]
+pytestmark = [pytest.mark.first, pytest.mark.usefixtures("no_registrations")]
 
 
 @pytest.fixture(scope="module")

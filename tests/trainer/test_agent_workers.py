@@ -15,7 +15,7 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.trainer.main_ppo import main
 from tests.trainer.test_agents import run
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_registrations")]
+pytestmark = [pytest.mark.first, pytest.mark.usefixtures("no_registrations")]
 
 WORKERS = "actor_rollout_ref.rollout.agent.num_workers"
 LOOP = """
@@ -101,6 +101,7 @@ def test_results_are_the_same_in_two_workers_one_of_which_is_killed(
     assert_ended(workers)
 
 
+@pytest.mark.slow
 def test_a_stop_in_mid_step_of_asynchronous_training_and_the_way_on(arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "slow").touch()  # every other prompt: the others make up a step first
     settings = ["trainer.async_mode=colocated", f"{WORKERS}=2"]
@@ -127,6 +128,7 @@ print(len(json.load(urllib.request.urlopen(request))["choices"][0]["message"]["c
 """
 
 
+@pytest.mark.slow
 def test_programs_are_started_by_the_workers_and_an_error_is_one_line(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,7 +12,7 @@ from lockstep.observability.glossary import explain
 from lockstep.trainer.main_ppo import main
 from tests.programs import Program
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.first
 
 SETTINGS = {
     "gdpo": ["algorithm.gdpo_reward_keys=[acc,length]"],

@@ -13,7 +13,7 @@ pytest.importorskip("ray", reason='needs Ray: pip install "lockstep-rl[ray]"')
 
 from tests.shared_processes import OnSharedProcesses, SharedProcesses
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.first
 
 
 @pytest.mark.parametrize(

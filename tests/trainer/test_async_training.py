@@ -25,7 +25,7 @@ from lockstep.trainer.run.interrupt import Interrupt
 from lockstep.workers.rollout_client import RolloutClient
 from tests.programs import Program
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.first
 
 ROLLOUT = "actor_rollout_ref.rollout"
 GRPO = ["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2", "trainer.val_before_train=false"]

@@ -24,7 +24,7 @@ from lockstep.trainer.run.ray_runner import _check_one_machine, _check_this_mach
 
 pytest.importorskip("ray", reason='needs Ray: pip install "lockstep-rl[ray]"')
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.first
 
 MARK = "LOCKSTEP_TEST_MARK"
 """Environment variable that marks every process of a test."""
@@ -120,6 +120,7 @@ def assert_same_run(run_dir: Path, other: Path, steps: int) -> None:
         torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_job_behaves_like_a_local_run(small_run: list[str], tmp_path: Path) -> None:
     """Relative paths, modules of the working directory, a plain console, a dead worker, Ctrl-C; no process is left."""
     mark = tmp_path.name
@@ -195,6 +196,7 @@ def kill_a_busy_machine(cluster: Any) -> None:
     cluster.remove_node(node, allow_graceful=False)
 
 
+@pytest.mark.slow
 def test_worker_error_is_reported_once(machines: Any, small_run: list[str], tmp_path: Path) -> None:
     (tmp_path / "faulty.py").write_text(
         "import torch.distributed as dist\n"
@@ -220,6 +222,7 @@ def test_worker_error_is_reported_once(machines: Any, small_run: list[str], tmp_
     assert "Lower trainer.n_gpus_per_node or trainer.nnodes" in run.stderr and time.monotonic() - started < 10
 
 
+@pytest.mark.slow
 def test_dead_machines(machines: Any, small_run: list[str], tmp_path: Path) -> None:
     """One is replaced by the third, the next is not; the run then resumes in one process with the same result."""
     across = ["trainer.nnodes=2", "trainer.max_restarts=1", f"ray_init.address={machines.address}"]

@@ -406,6 +406,7 @@ def test_a_run_trains_on_every_turn_in_every_mode(
 
 
 @pytest.mark.usefixtures("no_registrations")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

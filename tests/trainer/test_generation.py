@@ -54,7 +54,14 @@ SAMPLING = {
 }
 
 
-@pytest.mark.parametrize(("kind", "n", "lora_rank"), [("greedy", 1, 0), ("sampled", 2, 0), ("sampled", 2, 4)])
+@pytest.mark.parametrize(
+    ("kind", "n", "lora_rank"),
+    [
+        pytest.param("greedy", 1, 0, marks=pytest.mark.slow),
+        ("sampled", 2, 0),
+        pytest.param("sampled", 2, 4, marks=pytest.mark.slow),
+    ],
+)
 def test_generate_and_eval_give_the_numbers_of_the_last_validation(
     kind: str, n: int, lora_rank: int, overrides: list[str], tiny_run_files: Path, tmp_path: Path
 ) -> None:
@@ -269,6 +276,7 @@ def test_rows_of_agents_get_conversations(
     assert [row["messages"][1]["content"] for row in scored] == ["again"] * 8
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_registrations")
 def test_conversations_in_an_agent_worker_are_the_same(command: list[str], tmp_path: Path) -> None:
     write_pid = "import os\nfrom pathlib import Path\nPath(__file__).with_name(f'pid{os.getpid()}').touch()\n"

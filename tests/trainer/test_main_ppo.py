@@ -25,7 +25,7 @@ from lockstep.trainer.ppo.sampling import Sampling
 from lockstep.trainer.ppo.task_runner import _models
 from tests.programs import Program
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.first
 
 GRPO = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=3"]
 
@@ -107,7 +107,7 @@ def test_outputs_of_a_run_and_checkpoints_that_transformers_loads(overrides: lis
     assert advantages == pytest.approx(rows[1]["critic/advantages/mean"], abs=1e-5)
 
 
-@pytest.mark.parametrize("estimator", ["gae", "grpo"])
+@pytest.mark.parametrize("estimator", ["gae", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     overrides: list[str], tmp_path: Path, estimator: str
 ) -> None:
@@ -125,6 +125,7 @@ def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     assert untimed(metrics_of(tmp_path / "parts")) == untimed(metrics_of(tmp_path / "whole"))
 
 
+@pytest.mark.slow
 def test_killed_while_a_checkpoint_is_written(overrides: list[str], tmp_path: Path) -> None:
     command = [*overrides, "trainer.save_freq=1", "trainer.total_training_steps=4", "trainer.val_before_train=false"]
     whole, parts = f"trainer.default_local_dir={tmp_path}/whole", f"trainer.default_local_dir={tmp_path}/parts"
@@ -165,6 +166,7 @@ STAGES = {
 """Stage -> method, and at which of its calls the signal comes."""
 
 
+@pytest.mark.slow
 def test_stop_during_any_stage_resumes_bit_for_bit(
     overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,6 +214,7 @@ def test_val_only(overrides: list[str], tmp_path: Path, caplog: pytest.LogCaptur
     assert [r["step"] for r in metrics_of(tmp_path / "run")] == [0]
 
 
+@pytest.mark.slow
 def test_val_only_needs_nothing_that_only_training_needs(
     overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,6 +267,7 @@ def test_user_errors_are_reported_without_a_traceback(overrides: list[str], tmp_
         assert f"Did you mean {meant!r}?" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_saving_during_critic_warmup_changes_nothing(overrides: list[str], tmp_path: Path) -> None:
     command = [*overrides, "algorithm.adv_estimator=gae", "trainer.critic_warmup=1", "trainer.total_training_steps=3"]
     for name, frequency in (("saved", 1), ("unsaved", -1)):

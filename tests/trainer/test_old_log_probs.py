@@ -10,6 +10,8 @@ from lockstep.protocol import DataProto
 from lockstep.trainer.main_ppo import main
 from lockstep.workers import rollout_batch
 
+pytestmark = pytest.mark.first
+
 STEPS = ["trainer.total_training_steps=3", "trainer.val_before_train=false", "trainer.save_freq=0"]
 GRPO = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=3", "actor_rollout_ref.actor.optim.lr=1e-3"]
 GRPO += ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "critic.ppo_mini_batch_size=4"]

@@ -224,6 +224,7 @@ def test_shares_hold_every_pair_once() -> None:
     assert sorted(seen) == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_one(overrides: list[str], tmp_path: Path) -> None:
     """5 pairs per step on 2 ranks, so one of them is padding; or the ranks share each sequence."""
     steps = [*overrides, "trainer.total_training_steps=3", "trainer.test_freq=3"]

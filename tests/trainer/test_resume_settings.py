@@ -19,6 +19,8 @@ from lockstep.trainer.run.run_config import check_same_experiment, read_config, 
 from lockstep.utils import files as files_module
 from tests.tiny import write_rows
 
+pytestmark = pytest.mark.first
+
 LR = "actor_rollout_ref.actor.optim.lr"
 DECAY = "actor_rollout_ref.actor.optim.weight_decay"
 COEF = "algorithm.kl_ctrl.kl_coef"
@@ -161,6 +163,7 @@ def test_config_is_replaced_atomically(tmp_path: Path, monkeypatch: pytest.Monke
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("held", [["model", "extra"], ["model"]])
 def test_parts_that_were_not_saved_are_named(
     held: list[str], saved_run: tuple[list[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -216,6 +219,7 @@ class Tracker:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_registrations")
 def test_values_of_environment_variables_are_in_no_file(
     saved_run: tuple[list[str], Path],
@@ -296,6 +300,7 @@ def test_a_variable_with_another_value_is_another_setting(
         check_same_experiment(tmp_path, config_with("another", "1e-6"), saved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [[f"{LR}=7e-3"], [f"{LR}=7e-3", "trainer.total_training_steps=2"], ["trainer.val_only=true"]]
 )

@@ -26,7 +26,7 @@ pytest.importorskip("ray", reason='needs Ray: pip install "lockstep-rl[ray]"')
 from tests.shared_processes import OnSharedProcesses, SharedProcesses, group_class
 from tests.value_model import load_value_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.first
 
 TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = 3e-5
@@ -193,7 +193,17 @@ PPO_RUNS = {
 PPO_RUNS["colocate"] += SAVE_STEP_2
 
 
-@pytest.mark.parametrize("settings", PPO_RUNS.values(), ids=PPO_RUNS)
+QUICK_RUNS = ("1", "2", "colocate")
+"""In `make test`; the others are slow."""
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(settings, id=name, marks=[] if name in QUICK_RUNS else pytest.mark.slow)
+        for name, settings in PPO_RUNS.items()
+    ],
+)
 def test_ppo_with_critic_and_reference(runs: Runs, settings: list[str]) -> None:
     assert_equal(runs(*settings), runs())
 
@@ -204,6 +214,7 @@ def test_lengths_differ(runs: Runs) -> None:
         assert row["response_length/max"] > row["response_length/min"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 def test_fewer_rows_than_workers_with_a_prepared_loss(runs: Runs, tiny_run_files: Path, count: int) -> None:
     """Three rows, which are three mini-batches of the critic; four rows of validation."""
@@ -214,12 +225,14 @@ def test_fewer_rows_than_workers_with_a_prepared_loss(runs: Runs, tiny_run_files
     assert_equal(runs(*settings, *workers(count)), runs(*settings))
 
 
+@pytest.mark.slow
 def test_rank_with_only_padding_in_bypass_mode(runs: Runs) -> None:
     """Its loss has fewer metrics than the others'."""
     settings = [f"{ROLLOUT}.n=1", f"{ACTOR}.ppo_mini_batch_size=1", "algorithm.rollout_correction.bypass_mode=true"]
     assert_equal(runs(*settings, *workers(2)), runs(*settings))
 
 
+@pytest.mark.slow
 def test_grpo_with_kl_loss_and_a_separate_reward_model_pool(runs: Runs, tiny_run_files: Path) -> None:
     settings = ["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=3", "algorithm.use_kl_in_reward=false"]
     settings += [
@@ -235,8 +248,11 @@ def test_grpo_with_kl_loss_and_a_separate_reward_model_pool(runs: Runs, tiny_run
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(PPO_RUNS["colocate"], []), (PPO_RUNS["colocate"], workers(2)), ([], workers(2))],
-    ids=["4-1", "4-2", "1-2"],
+    [
+        pytest.param(PPO_RUNS["colocate"], [], id="4-1"),
+        pytest.param(PPO_RUNS["colocate"], workers(2), id="4-2", marks=pytest.mark.slow),
+        pytest.param([], workers(2), id="1-2", marks=pytest.mark.slow),
+    ],
 )
 def test_checkpoint_resumes_on_another_number_of_workers(runs: Runs, before: list[str], after: list[str]) -> None:
     saved = runs(*before).folder / "global_step_2"
@@ -263,6 +279,7 @@ def test_generated_responses(runs: Runs, tiny_run_files: Path, tmp_path: Path, m
     assert len(tables[0]) == 16 and all(len(responses) == 3 for responses in tables[0]["responses"])
 
 
+@pytest.mark.slow
 def test_conversations_with_several_trajectories(runs: Runs) -> None:
     """Rows of a conversation stay in its mini-batch, and the number of rows divides by nothing."""
     (runs.folder / "loop.py").write_text(LOOP)

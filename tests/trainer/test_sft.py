@@ -29,7 +29,7 @@ from tests.metrics import metrics_of, numbers_of
 from tests.programs import Program
 from tests.tiny import save_tiny_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.first
 
 ROOT = Path(__file__).parents[2]
 
@@ -136,6 +136,7 @@ def test_split_and_layout_do_not_change_the_step(overrides: list[str]) -> None:
         torch.testing.assert_close(changed, weights, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_two_ranks_of_torchrun_train_as_one(overrides: list[str], tmp_path: Path) -> None:
     """5 rows per step on 2 ranks: one row of padding."""
     steps = ["trainer.total_training_steps=4", "trainer.save_freq=2"]

@@ -46,7 +46,7 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-pytestmark = pytest.mark.usefixtures("no_registrations")
+pytestmark = [pytest.mark.first, pytest.mark.usefixtures("no_registrations")]
 
 
 @pytest.fixture(scope="module")

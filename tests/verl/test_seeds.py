@@ -56,6 +56,7 @@ from lockstep.verl.single_controller.ray import (
 )
 
 pytestmark = [
+    pytest.mark.first,
     pytest.mark.slow,
     pytest.mark.skipif(not FOLDER.is_dir(), reason=f"{FOLDER.name} is not here"),
     pytest.mark.usefixtures("no_registrations"),

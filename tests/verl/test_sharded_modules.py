@@ -47,7 +47,7 @@ from lockstep.verl.workers.sharding_manager import FSDPUlyssesShardingManager
 from tests.engines.train.ranks import Ranks
 from tests.tiny import random_batch, save_tiny_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.first
 
 IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
 

@@ -18,6 +18,8 @@ from lockstep.workers.rollout_client import RolloutClient
 from tests.engines.rollout.fake_server import FakeServer, fake_servers
 from tests.tiny import save_tiny_model, write_rows
 
+pytestmark = pytest.mark.first
+
 VLLM = [
     pytest.mark.vllm,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm"),

@@ -34,7 +34,7 @@ from tests.engines.rollout.rollout_cases import (
     transformers_greedy,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.first
 
 
 @pytest.fixture(scope="module", params=DEVICES)

@@ -15,6 +15,8 @@ from tests.engines.train.cases import Case, Reference
 from tests.engines.train.ranks import Ranks
 from tests.tiny import save_tiny_model
 
+pytestmark = pytest.mark.first
+
 TOKENS = MicroBatching(max_tokens=24)
 CASES = [
     Case(world=2),

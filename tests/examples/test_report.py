@@ -1,0 +1,124 @@
+"""`benchmarks/report.py`: runs, results and tables, with a fake benchmark."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FAKE = """
+import json, os, sys
+sides = {"lockstep": {"step_s": 2.0, "peak_gb": 1.0}, "trl": {"step_s": 5.0}}
+present = {name: figures for name, figures in sides.items() if name in os.environ["SIDES"]}
+failures = {} if len(present) == 2 else {"trl": "Traceback\\nModuleNotFoundError: No module named 'trl'"}
+json.dump({"results": present, "failures": failures}, open(sys.argv[sys.argv.index("--json") + 1], "w"))
+sys.exit(len(failures))
+"""
+
+
+@pytest.fixture(scope="module")
+def report() -> SimpleNamespace:
+    return SimpleNamespace(**runpy.run_path(str(ROOT / "benchmarks" / "report.py")))
+
+
+@pytest.fixture
+def fake_run(report: SimpleNamespace, tmp_path: Path) -> SimpleNamespace:
+    (tmp_path / "grpo_step.py").write_text(FAKE)
+    return report.Run("fake", "cpu", f"PYTHONHASHSEED=0 {tmp_path}/grpo_step.py --steps 1")
+
+
+PYTHONS = {"vllm": sys.executable, "trl": sys.executable}
+
+
+def fake_table(report: SimpleNamespace) -> dict[str, object]:
+    row = report.Row("a step", "fake", "step_s", "trl")
+    return {"fake": lambda results: [row.text(results, row.label)]}
+
+
+def test_a_run_is_stored_and_becomes_a_row(
+    report: SimpleNamespace, fake_run: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "cpu.json").write_text('{"other": {"figures": {"": {"lockstep": {"step_s": 1.0}}}}}')
+    monkeypatch.setenv("SIDES", "lockstep trl")
+    result = report.measure(fake_run, PYTHONS)
+    assert result["missing"] == {}
+    assert result["commit"] and result["machine"] and result["date"] and "torch" in result["versions"]
+    report.Results(tmp_path / "results").store(fake_run, result)
+    stored = json.loads((tmp_path / "results" / "cpu.json").read_text())
+    assert set(stored) == {"other", "fake"} and stored["fake"]["figures"][""]["trl"]["step_s"] == 5.0
+
+    text = "before\n<!-- report fake -->\nold\n<!-- end -->\nafter\n"
+    page = report.filled(text, report.Results(tmp_path / "results"), fake_table(report))
+    assert "old" not in page and page.startswith("before\n") and page.endswith("\nafter\n")
+    assert "| a step | 2.00 s, 1.0 GB | TRL 5.00 s | 2.50x |" in page
+    assert f"- fake: {result['machine']}, {result['date']}, commit {result['commit']}" in page
+    assert "other" not in page
+    assert page == report.filled(page, report.Results(tmp_path / "results"), fake_table(report))
+
+
+def test_a_row_says_that_its_peer_is_missing(
+    report: SimpleNamespace, fake_run: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIDES", "lockstep")
+    results = report.Results(tmp_path)
+    results.store(fake_run, report.measure(fake_run, PYTHONS))
+    page = report.filled("<!-- report fake --><!-- end -->", results, fake_table(report))
+    assert "| TRL not measured: ModuleNotFoundError: No module named 'trl' |  |" in page
+
+
+def test_a_run_that_never_ran_is_not_measured(report: SimpleNamespace, tmp_path: Path) -> None:
+    page = report.filled("<!-- report fake --><!-- end -->", report.Results(tmp_path), fake_table(report))
+    assert "| a step | not measured | TRL not measured |  |" in page
+    for name in report.TABLES:
+        assert (
+            "not measured" in report.filled(f"<!-- report {name} --><!-- end -->", report.Results(tmp_path))
+            or name == "demo"
+        )
+
+
+def test_a_failed_run_is_named(report: SimpleNamespace, tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text("raise SystemExit(3)")
+    with pytest.raises(report.RunError, match=r"fails: .*fails.py --json .* wrote no results \(exit code 3\)"):
+        report.measure(report.Run("fails", "cpu", f"{tmp_path}/fails.py"), PYTHONS)
+
+
+def test_an_unknown_table_is_an_error(report: SimpleNamespace, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no table rollouts; it has "):
+        report.filled("<!-- report rollouts --><!-- end -->", report.Results(tmp_path))
+
+
+def test_the_pages_have_the_stored_results(report: SimpleNamespace) -> None:
+    """`python benchmarks/report.py --tables` would change nothing, every table is on a page and every result has its run."""
+    results = report.Results()
+    pages = [page.read_text() for page in report.PAGES]
+    assert [report.filled(page, results) for page in pages] == pages
+    assert all(any(f"<!-- report {name} -->" in page for page in pages) for name in report.TABLES)
+    assert set(results.found) == {run.name for run in report.RUNS}
+
+
+def test_results_of_the_scripts_become_figures(report: SimpleNamespace) -> None:
+    row = {"case": "a x1", "engine": "embedded", "tokens_per_s": 10.0, "startup_s": 2.0}
+    rollout = report.by_case({"results": [row, row | {"engine": "vllm"}, row | {"case": "b x1"}]})
+    assert rollout["a x1"]["vllm"] == rollout["b x1"]["lockstep"] == {"tokens_per_s": 10.0, "start_s": 2.0}
+    cycle = {"gb": 1.0, "seconds": {"start": [9.0], "train": [8.0, 1.0, 3.0]}, "used_gib": {"train": [1.0, 2.0, 3.0]}}
+    phases = report.by_phase(cycle)[""]
+    assert phases["train"] == {"seconds": 2.0, "second_gib": 2.0, "last_gib": 3.0}
+    assert phases["start"] == {"seconds": 9.0} and phases["weights"] == {"gb": 1.0}
+    train = {"name": "lockstep", "tokens_per_s": 5.0, "ms": 1.0, "mfu": 0.5, "peak_gb": 2.0, "warmup_s": 1.0}
+    assert report.by_name({"results": [train]}) == {"": {"lockstep": {"tokens_per_s": 5.0, "ms": 1.0, "peak_gb": 2.0}}}
+
+
+def test_the_list_shows_every_run(report: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    report.main(["--list"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [run.name for run in report.RUNS]
+    for run in report.RUNS:
+        _, (script, *arguments) = run.words(folder="OUT", vllm="v", trl="t")
+        assert script == "-m" or Path(script).is_file()
+        assert ("OUT/summary.json" in arguments) == (run.name != "demo")
+    (uncompiled,) = [run for run in report.RUNS if run.name == "uncompiled"]
+    assert uncompiled.words(folder="OUT")[0] == {"TRITON_CACHE_DIR": "OUT/triton"}
