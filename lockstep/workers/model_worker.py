@@ -21,10 +21,11 @@ class ModelWorker(Worker):
     key: ClassVar[str]
     kind: ClassVar[Literal["value", "reward"]]
     mesh: ClassVar[str]
+    config: CriticConfig | RewardModelConfig
 
     def __init__(self, config: CriticConfig | RewardModelConfig, device: str = "cpu") -> None:
         super().__init__()
-        self.config: Any = config
+        self.config = config
         self.device = torch.device(device)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

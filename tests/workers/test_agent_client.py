@@ -47,10 +47,10 @@ class Own(AgentLoop):
             await conversation.generate()
             conversation.messages.append({"role": "user", "content": threading.Lock()})
         if what == "twice":
-            await asyncio.gather(conversation.sample(conversation.row["request"]), conversation.generate())
+            await asyncio.gather(conversation.complete(conversation.row["request"]), conversation.generate())
         if what == "withdraw":
             try:
-                await asyncio.wait_for(conversation.sample(conversation.row["request"]), 0.05)
+                await asyncio.wait_for(conversation.complete(conversation.row["request"]), 0.05)
             except TimeoutError:
                 await conversation.generate()
         if what == "wait":

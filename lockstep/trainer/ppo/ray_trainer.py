@@ -82,7 +82,8 @@ class PPOTrainer:
             raise ValueError("PPOTrainer needs train_dataset (unless trainer.val_only=true) and reward_fn")
         if train_dataset is not None:
             config = fitted_to_rows(config, len(cast(Sized, train_dataset)))
-        self.config = config = with_chosen_sizes(config, workers.device)
+        config = with_chosen_sizes(config, workers.device)
+        self.config = config
         self.tokenizer = tokenizer
         self.workers = workers
         self.reward_fn, self.val_reward_fn = reward_fn, val_reward_fn
