@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from lockstep.protocol import DataProto
+from lockstep.protocol.tokens import row_sums
 from lockstep.registry import did_you_mean
 from lockstep.utils.groupwise import as_torch_index
 
@@ -35,8 +36,7 @@ def _metric(batch: DataProto, metric: str) -> Tensor:
             raise ValueError(
                 f"algorithm.filter_groups.metric={metric}: {key} is not computed yet when groups are filtered"
             )
-        total: Tensor = batch.tensors[key].sum(dim=-1)
-        return total.cpu()
+        return row_sums(batch.tensors, key).cpu()
     if metric not in batch.non_tensor_batch:
         known = [*_SUMS, *batch.non_tensor_batch]
         raise ValueError(

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lockstep.config.algorithm import ReweightMethod
 from lockstep.protocol import DataProto
+from lockstep.protocol.tokens import row_sums
 from lockstep.registry import did_you_mean
 
 
@@ -44,7 +45,7 @@ def compute_pf_ppo_reweight_data(
 
 def pf_ppo_rows(data: DataProto, reweight_method: str, weight_pow: float, seed: int | None) -> list[int]:
     """The rows of `compute_pf_ppo_reweight_data`."""
-    scores_B = data.tensors["token_level_scores"].sum(dim=-1).cpu()
+    scores_B = row_sums(data.tensors, "token_level_scores").cpu()
     weights_B = pf_ppo_weights(scores_B, reweight_method, weight_pow)
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     rows: list[int] = torch.multinomial(weights_B, len(weights_B), replacement=True, generator=generator).tolist()

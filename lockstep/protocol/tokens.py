@@ -1,6 +1,7 @@
 """What the stages of a step read of a batch, padded or not, at a cost that depends on its real tokens if it is not."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +45,12 @@ def read(batch: Batch, name: str) -> Tensor:
     """A padded column, which a batch without padding does not keep."""
     column: Tensor = batch.read(name) if is_ragged(batch) else batch[name]
     return column
+
+
+def column(batch: Batch, name: str) -> Any:
+    """A column as it is stored, to be put back under this or another name."""
+    stored = batch.pack().stored(name) if is_ragged(batch) else None
+    return read(batch, name) if stored is None else stored
 
 
 def shape_of(batch: Batch, name: str) -> tuple[int, ...]:

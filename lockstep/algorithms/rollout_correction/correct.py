@@ -8,6 +8,7 @@ from lockstep.algorithms.rollout_correction.summary import Metrics
 from lockstep.algorithms.rollout_correction.weights import compute_rollout_correction_weights
 from lockstep.config.algorithm import RolloutCorrectionConfig
 from lockstep.protocol import DataProto
+from lockstep.protocol.tokens import column, read
 
 PREFIX = "rollout_corr/"
 
@@ -79,7 +80,7 @@ def apply_rollout_correction(batch: DataProto, config: RolloutCorrectionConfig) 
         return batch, {}
     tensors = batch.tensors
     weights, mask, metrics = correct_tokens(
-        tensors["old_log_probs"], _rollout_log_probs(batch), tensors["response_mask"], config
+        read(tensors, "old_log_probs"), _rollout_log_probs(batch), read(tensors, "response_mask"), config
     )
     tensors["response_mask"] = mask
     if weights is not None:
@@ -89,15 +90,19 @@ def apply_rollout_correction(batch: DataProto, config: RolloutCorrectionConfig) 
 
 def use_rollout_log_probs(batch: DataProto) -> DataProto:
     """Bypass mode: use the rollout's log-probs as `old_log_probs`."""
-    batch.tensors["old_log_probs"] = _rollout_log_probs(batch)
+    _require_rollout_log_probs(batch)
+    batch.tensors["old_log_probs"] = column(batch.tensors, "rollout_log_probs")
     return batch
 
 
 def _rollout_log_probs(batch: DataProto) -> Tensor:
+    _require_rollout_log_probs(batch)
+    return read(batch.tensors, "rollout_log_probs")
+
+
+def _require_rollout_log_probs(batch: DataProto) -> None:
     if "rollout_log_probs" not in batch.tensors:
         raise ValueError(
             "algorithm.rollout_correction needs the rollout's log-probs: set "
             "actor_rollout_ref.rollout.calculate_log_probs=true"
         )
-    log_probs: Tensor = batch.tensors["rollout_log_probs"]
-    return log_probs

@@ -10,7 +10,6 @@ import numbers
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import compress
 from typing import Any, ClassVar, TypedDict
 
 import numpy as np
@@ -18,6 +17,7 @@ import torch
 
 from lockstep.config import reward
 from lockstep.protocol import DataProto
+from lockstep.protocol.tokens import read, row_chunks, row_sums, shape_of, token_rows
 from lockstep.registry import Registry
 from lockstep.rewards.calls import Outcome, function_name, make_caller
 from lockstep.rewards.custom import ARGUMENTS, ComputeScore
@@ -121,7 +121,7 @@ class NaiveRewardManager:
         scores, extra_info = self.score_rows(rows)
         turn_rewards = extra_info.pop("turn_rewards", None)
         self._log_examples(data, rows, scores)
-        reward_tensor = place_scores(scores, last_token_positions(data), data.batch["responses"].shape[1])
+        reward_tensor = place_scores(scores, last_token_positions(data), shape_of(data.batch, "responses")[1])
         if turn_rewards is not None:
             add_turn_rewards(reward_tensor, turn_rewards, turn_ends(data), function_name(self.compute_score))
         result = RewardResult(reward_tensor=reward_tensor, reward_extra_info=extra_info)
@@ -153,11 +153,9 @@ class NaiveRewardManager:
         }
         assert data.batch is not None
         if self._reads_rm_scores:
-            added["rm_score"] = data.batch["rm_scores"].sum(-1).tolist()
-        num_prompt = data.batch["prompts"].shape[1]
-        attended = data.batch["attention_mask"].bool()
-        responses = self._texts(data.batch["responses"], attended[:, num_prompt:])
-        num_tokens = attended[:, num_prompt:].sum(-1).tolist()
+            added["rm_score"] = row_sums(data.batch, "rm_scores").tolist()
+        tokens = token_rows(data.batch, "responses")
+        responses = self._texts(tokens)
         rows = []
         for row in range(len(data)):
             if "ground_truth" not in reward_models[row] and reward_models[row].get("style", "rule") == "rule":
@@ -168,15 +166,13 @@ class NaiveRewardManager:
                     solution_str=responses[row],
                     ground_truth=reward_models[row].get("ground_truth"),
                     extra_info=dict(extra_infos[row] or {}) | {name: column[row] for name, column in added.items()},
-                    num_tokens=num_tokens[row],
+                    num_tokens=len(tokens[row]),
                 )
             )
         return rows
 
-    def _texts(self, ids: torch.Tensor, attended: torch.Tensor) -> list[str]:
-        """Decode each row's attended tokens."""
-        rows = [list(compress(row, keep)) for row, keep in zip(ids.tolist(), attended.tolist())]
-        return decode_all(self.tokenizer, rows)
+    def _texts(self, rows: list[torch.Tensor]) -> list[str]:
+        return decode_all(self.tokenizer, [row.tolist() for row in rows])
 
     def _score_all(self, rows: list[ScoringRow]) -> list[Outcome]:
         """One outcome per row: the function's result, or an exception."""
@@ -228,12 +224,11 @@ class NaiveRewardManager:
         if not self.num_examine:
             return
         shown: dict[str, int] = {}
-        ids, attended = data.tensors["prompts"], data.tensors["attention_mask"].bool()
+        prompts = token_rows(data.tensors, "prompts")
         for number, (row, score) in enumerate(zip(rows, scores)):
             shown[row.data_source] = shown.get(row.data_source, 0) + 1
             if shown[row.data_source] <= self.num_examine:
-                only = slice(number, number + 1)
-                (prompt,) = self._texts(ids[only], attended[only, : ids.shape[1]])
+                (prompt,) = self._texts([prompts[number]])
                 logger.info(
                     "%s\n[prompt] %s\n[response] %s\n[ground truth] %s\n[score] %s",
                     printable(row.data_source),
@@ -261,18 +256,21 @@ def score_of(result: Mapping[str, Any], row: ScoringRow, function: ComputeScore 
 def last_token_positions(data: DataProto) -> list[int]:
     """Response index of each row's last policy token; 0 for an empty response."""
     assert data.batch is not None
-    mask = data.batch.get("response_mask", None)
-    if mask is None:
-        mask = data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :]
-    positions: list[int] = (mask.bool().cpu().numpy() * np.arange(mask.shape[1])).max(1).tolist()
-    return positions
+    width = shape_of(data.batch, "responses")[1]
+    name = "response_mask" if "response_mask" in data.batch.keys() else "attention_mask"  # noqa: SIM118
+    places = torch.arange(width)
+    masks = (read(part, name)[:, -width:].bool().cpu() for part in row_chunks(data.batch))
+    return [place for mask in masks for place in (mask * places).amax(1).tolist()]
 
 
 def turn_ends(data: DataProto) -> list[list[int]]:
     """Response indices of the last token of each turn of the policy: a turn is a run of 1 in `response_mask`."""
-    mask = data.tensors["response_mask"].bool().cpu().numpy()
-    is_end = mask & ~np.pad(mask, ((0, 0), (0, 1)))[:, 1:]
-    return [np.flatnonzero(row).tolist() for row in is_end]
+    found = []
+    for part in row_chunks(data.tensors):
+        mask = read(part, "response_mask").bool().cpu().numpy()
+        is_end = mask & ~np.pad(mask, ((0, 0), (0, 1)))[:, 1:]
+        found += [np.flatnonzero(row).tolist() for row in is_end]
+    return found
 
 
 def add_turn_rewards(

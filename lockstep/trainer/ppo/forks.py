@@ -19,6 +19,7 @@ from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.protocol import DataProto
 from lockstep.protocol.columns import tensors_of
 from lockstep.protocol.keys import BATCH_KEYS
+from lockstep.protocol.tokens import read, shape_of
 from lockstep.workers.rollout_batch import trajectory_tensors
 
 EARLIER = "earlier_trajectories"
@@ -46,7 +47,7 @@ def add_rows(batch: DataProto, config: RolloutConfig, pad_token_id: int) -> Data
     for name, values in trajectory_tensors(trajectories, config, pad_token_id).items():
         rows.tensors[name] = values
     for name in {"token_level_scores", "rm_scores"} & set(rows.tensors.keys()):
-        rows.tensors[name] = torch.zeros_like(rows.tensors[name])
+        rows.tensors[name] = torch.zeros(shape_of(rows.tensors, name))
     both = DataProto.concat([batch, rows])
     both.tensors[OWNER] = torch.tensor([*range(len(batch)), *owners])
     return both
@@ -96,12 +97,12 @@ def joined(batch: DataProto) -> DataProto:
         return batch
     places = _places(batch)
     rows = conversations(batch)
-    width = batch.tensors["responses"].shape[1]
+    width = shape_of(batch.tensors, "responses")[1]
     tensors = {}
     for name, last in tensors_of(rows.batch).items():
         shape = BATCH_KEYS[name].shape if name in BATCH_KEYS else ""
         if shape.endswith(("R", "T")):
-            tokens = _gathered(batch.tensors[name][:, -width:], places)
+            tokens = _gathered(read(batch.tensors, name)[:, -width:], places)
             last = torch.cat([last[:, :-width], tokens], 1)
         tensors[name] = last
     return DataProto.from_dict(tensors=tensors, non_tensors=rows.non_tensor_batch, meta_info=rows.meta_info)
@@ -115,8 +116,8 @@ def split(batch: DataProto, rows: DataProto) -> DataProto:
     is_token = places >= 0
     for name in COMPUTED:
         if name in rows.tensors:
-            values = rows.tensors[name]
-            spread = torch.zeros(batch.tensors["responses"].shape, dtype=values.dtype)
+            values = read(rows.tensors, name)
+            spread = torch.zeros(shape_of(batch.tensors, "responses"), dtype=values.dtype)
             spread.view(-1)[places[is_token]] = values[is_token]
             batch.tensors[name] = spread
     return batch
@@ -127,8 +128,8 @@ def _places(batch: DataProto) -> Tensor:
 
     An empty response keeps its first place, where its score is.
     """
-    width = batch.tensors["responses"].shape[1]
-    is_token = batch.tensors["attention_mask"][:, -width:].bool()
+    width = shape_of(batch.tensors, "responses")[1]
+    is_token = read(batch.tensors, "attention_mask")[:, -width:].bool()
     is_token[:, 0] |= ~is_token.any(1)
     of_row = [row * width + mask.nonzero().flatten() for row, mask in enumerate(is_token)]
     of_conversation = [torch.cat([of_row[row] for row in rows]) for rows in rows_of(batch)]

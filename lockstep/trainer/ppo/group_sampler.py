@@ -15,6 +15,7 @@ from lockstep.algorithms.advantages import required_inputs
 from lockstep.config.ppo import PPOConfig
 from lockstep.protocol import DataProto
 from lockstep.protocol.generation import GenerationRequest
+from lockstep.protocol.tokens import read
 from lockstep.trainer.ppo.agent_rollout import AgentRollout
 from lockstep.trainer.ppo.group_scorer import GroupScorer, ScoredGroup
 from lockstep.trainer.ppo.sampling import RewardFn, training_rows
@@ -108,7 +109,7 @@ class GroupSampler:
         if batch.greedy is None:
             return await self._respond(batch, number)
         group, greedy = await all_of([self._respond(batch, number), self._respond(batch.greedy, number)])
-        group.baseline = float(greedy.call.tensors["token_level_scores"][greedy.rows].sum())
+        group.baseline = float(read(greedy.call.tensors[greedy.rows], "token_level_scores").sum())
         return group
 
     async def _respond(self, batch: PromptBatch, number: int) -> ScoredGroup:

@@ -18,7 +18,7 @@ from torch import Tensor
 from lockstep.algorithms.losses.aggregate import agg_loss
 from lockstep.protocol import DataProto
 from lockstep.protocol.columns import Batch
-from lockstep.protocol.tokens import entries, lengths_of, read, row_chunks, shape_of
+from lockstep.protocol.tokens import entries, lengths_of, read, row_chunks, row_sums, shape_of
 from lockstep.trainer.ppo.agent_rollout import COUNT_COLUMNS
 from lockstep.trainer.ppo.mini_batches import spread
 from lockstep.utils.seqlen import log_seqlen_unbalance
@@ -104,14 +104,25 @@ def compute_throughout_metrics(batch: DataProto, timing_raw: Mapping[str, float]
 
 def compute_balance_metrics(batch: DataProto, num_ranks: int) -> dict[str, float]:
     """Imbalance of tokens between ranks, before and after balancing; writes `meta_info["global_token_num"]`."""
-    lengths: list[int] = batch.tensors["attention_mask"].sum(-1).tolist()
+    prompts, responses = lengths_of(batch.tensors)
+    lengths: list[int] = (prompts + responses).tolist()
     batch.meta_info["global_token_num"] = lengths
     parts = spread(lengths, num_ranks, balance=True)
     return log_seqlen_unbalance(lengths, [part for part in parts if part], prefix="global_seqlen")
 
 
 def compute_entropy_metrics(batch: DataProto, loss_agg_mode: str) -> dict[str, float]:
-    entropy = agg_loss(batch.tensors["entropys"], batch.tensors["response_mask"], loss_agg_mode)
+    num_tokens = row_sums(batch.tensors, "response_mask")
+    entropy = sum(
+        agg_loss(
+            read(part, "entropys"),
+            read(part, "response_mask"),
+            loss_agg_mode,
+            batch_num_tokens=int(num_tokens.sum()),
+            global_batch_size=int((num_tokens > 0).sum()),
+        )
+        for part in row_chunks(batch.tensors)
+    )
     return {"actor/entropy": float(entropy)}
 
 

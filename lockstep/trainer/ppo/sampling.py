@@ -16,6 +16,7 @@ from lockstep.algorithms.advantages import required_inputs
 from lockstep.algorithms.filtering import keep_informative_groups
 from lockstep.config.ppo import PPOConfig
 from lockstep.protocol import DataProto, object_array
+from lockstep.protocol.tokens import pack, row_sums, shape_of
 from lockstep.rewards.errors import AllRowsFailedError
 from lockstep.trainer.ppo.agent_rollout import AgentRollout
 from lockstep.trainer.ppo.metrics import is_numeric
@@ -96,7 +97,7 @@ class Sampling:
     def greedy_baselines(self, prompts: DataProto, *, step: int, draw: int) -> torch.Tensor:
         """(B * n) score of each prompt's greedy response."""
         greedy = self.generate(prompts, n=1, step=step, draw=draw, greedy=True)
-        scores: torch.Tensor = self.score(greedy, self.reward_fn).tensors["token_level_scores"].sum(-1)
+        scores = row_sums(self.score(greedy, self.reward_fn).tensors, "token_level_scores")
         return scores.repeat_interleave(self.n)
 
 
@@ -170,7 +171,7 @@ class FailureLimit:
             if sum(failure.num_rows for failure in self._failures) >= self.max_rows:
                 raise AllRowsFailedError.of_calls(self._failures) from error.__cause__
             logger.warning("%s; these samples score 0", error.what)
-            scores = torch.zeros(batch.tensors["responses"].shape, dtype=torch.float32)
+            scores = torch.zeros(shape_of(batch.tensors, "responses"), dtype=torch.float32)
             return {"reward_tensor": scores, "reward_extra_info": {"reward_failed": [1.0] * len(batch)}}
         self.reset()
         return result
@@ -271,7 +272,7 @@ def with_scores(
     batch.tensors["token_level_scores"] = result["reward_tensor"]
     batch.non_tensor_batch |= {name: object_array(values) for name, values in extra.items()}
     batch.meta_info[EXTRA_KEYS] = sorted(extra)
-    return batch
+    return pack(batch)
 
 
 def _with_failed_filled(batch: DataProto) -> DataProto:

@@ -14,6 +14,7 @@ from lockstep.config.placement import need_critic
 from lockstep.config.plugin_settings import estimator_settings
 from lockstep.config.ppo import PPOConfig
 from lockstep.protocol import DataProto
+from lockstep.protocol.tokens import column, pack
 from lockstep.trainer.ppo import forks
 
 
@@ -38,11 +39,12 @@ def add_advantages(
     if algorithm.use_kl_in_reward:
         rows, metrics = apply_kl_penalty(rows, kl_ctrl, algorithm.kl_penalty)
     else:
-        rows.tensors["token_level_rewards"] = rows.tensors["token_level_scores"]
-    all_tokens = rows.tensors["response_mask"]
+        rows.tensors["token_level_rewards"] = column(rows.tensors, "token_level_scores")
+    all_tokens = column(rows.tensors, "response_mask")
     rows, correction_metrics = apply_rollout_correction(rows, algorithm.rollout_correction)
     # rejected tokens have no loss, but their reward still belongs to the tokens before them
-    kept_tokens, rows.tensors["response_mask"] = rows.tensors["response_mask"], all_tokens
+    kept_tokens = column(rows.tensors, "response_mask")
+    rows.tensors["response_mask"] = all_tokens
     rows = compute_advantage(
         rows,
         adv_estimator=algorithm.adv_estimator,
@@ -53,7 +55,7 @@ def add_advantages(
         config=algorithm,
     )
     rows.tensors["response_mask"] = kept_tokens
-    batch = forks.split(batch, rows)
+    batch = pack(forks.split(batch, rows))
     chosen = batch
     if algorithm.use_pf_ppo:
         rule = algorithm.pf_ppo

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from lockstep.protocol import DataProto
+from lockstep.protocol.tokens import read
 from lockstep.trainer.ppo.forks import newest_earlier
 from lockstep.trainer.ppo.rollout_sources.group_schedule import Group, GroupId
 from lockstep.utils.state_file import from_bytes, to_bytes
@@ -83,7 +84,7 @@ class Journal:
             place |= {"size": len(content), "crc32": zlib.crc32(content)}
             self._samples.write(content)
             self._samples.flush()
-        first, every = (group.samples.tensors[name] for name in ("policy_version", "policy_versions"))
+        first, every = (read(group.samples.tensors, name) for name in ("policy_version", "policy_versions"))
         versions = [int(first.min()), max(int(every.max()), newest_earlier(group.samples))]
         self.note("finish", group=group.id, started=group.started, versions=versions, **place)
 

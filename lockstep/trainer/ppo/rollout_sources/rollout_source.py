@@ -8,8 +8,11 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lockstep.config.ppo import PPOConfig
 from lockstep.protocol import DataProto, object_array
+from lockstep.protocol.tokens import entries, read, row_chunks
 from lockstep.trainer.ppo.async_sampling import AsyncSampling
 from lockstep.trainer.ppo.rollout_sources.background import BackgroundRollout
 from lockstep.trainer.ppo.rollout_sources.group_schedule import Group, GroupSchedule
@@ -175,9 +178,9 @@ def num_groups(checkpoint: Path) -> int:
 
 def staleness_metrics(batch: DataProto, policy_version: int) -> dict[str, float]:
     """How many updates ago the tokens of a batch were sampled; policy_version: of the policy that trains on it."""
-    versions = batch.tensors["policy_versions"]
+    (versions,) = entries(batch.tensors, "policy_versions")
     age = (policy_version - versions)[versions >= 0].float()
-    last = versions.max(-1).values
+    last = torch.cat([read(part, "policy_versions").max(-1).values for part in row_chunks(batch.tensors)])
     return {
         "async/staleness/mean": float(age.mean()) if len(age) else 0.0,
         "async/staleness/max": float(age.max()) if len(age) else 0.0,
