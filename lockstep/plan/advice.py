@@ -180,7 +180,7 @@ def _smaller_micro_batches(plan: Plan, phase: Phase, values: Settings, part: flo
 
 
 def _tensor_parallel(plan: Plan, values: Settings) -> Iterator[Settings]:
-    """Of a rollout engine that divides the weights that decode."""
+    """More ranks for a rollout engine that divides the weights that decode."""
     heads, info = plan.job.models[0].shape.heads, plan.job.rollout.engine
     if not info.tensor_parallel and info.if_too_large is None:
         return

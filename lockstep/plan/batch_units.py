@@ -56,7 +56,7 @@ class BatchUnits:
 
     @property
     def tokens_per_device(self) -> int:
-        """Of the largest micro-batch."""
+        """Tokens of the largest micro-batch."""
         return math.ceil(self.micro.tokens / self.sequence_parallel)
 
     @property

@@ -84,7 +84,7 @@ def plan_of(
 
 
 def longest_lengths(config: PPOConfig | SupervisedConfig) -> Lengths:
-    """Of supervised data all tokens may be trained on."""
+    """The most tokens that a sequence may have; all tokens of supervised data may be trained on."""
     if isinstance(config, SupervisedConfig):
         return Lengths(0, config.data.max_length)
     return Lengths(config.data.max_prompt_length, config.data.max_response_length)
@@ -92,7 +92,7 @@ def longest_lengths(config: PPOConfig | SupervisedConfig) -> Lengths:
 
 @lru_cache
 def model_shape(path: str, key: str) -> ModelShape:
-    """Of a model on the Hub, only its configuration and tokenizer are fetched. key: its config section."""
+    """The sizes of a model. key: its config section. Only configuration and tokenizer of one on the Hub are fetched."""
     folder = local_model_folder(path, f"{key}.path", weights=False)
     return ModelShape.from_folder(base_folder(folder, f"{key}.path", weights=False))
 

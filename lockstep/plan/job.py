@@ -79,7 +79,7 @@ class Model:
 
     @property
     def four_bit_bytes(self) -> float:
-        """Of the weights in 4 bits, which are not sharded."""
+        """Bytes of the weights in 4 bits, which are not sharded."""
         return 0.0 if self.four_bit is None else self.four_bit.bytes
 
     @property
@@ -97,7 +97,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Rollout:
-    """Of one engine: `tensor_parallel` ranks, which share its weights and KV cache.
+    """One rollout engine: `tensor_parallel` ranks, which share its weights and KV cache.
 
     concurrent:   most sequences that decode together.
     cache_tokens: size of the KV cache for all of them; the devices may have room for fewer.

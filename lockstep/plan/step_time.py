@@ -48,7 +48,7 @@ def step_times(job: Job, memory: list[Phase]) -> dict[str, float]:
 
 
 def transfer_time(device: Device, models: Sequence[Model]) -> float:
-    """Of the actor's trained weights to a rollout in another pool: a broadcast by one rank. 0 if servers generate."""
+    """Seconds to send the actor's trained weights to a rollout in another pool: a broadcast by one rank. 0 if servers generate."""
     actor, rollout = (next((model for model in models if model.role == role), None) for role in ("actor", "rollout"))
     if actor is None or rollout is None:
         return 0.0

@@ -36,7 +36,7 @@ HOW_TO_OPEN: dict[Tool, str] = {
 
 
 class StepProfiler:
-    """Of a process that runs a training loop: a controller with `groups` of workers, or one of several ranks.
+    """Profiles a process that runs a training loop: a controller with `groups` of workers, or one of several ranks.
 
     roles:      which ranks of each role are profiled.
     num_steps:  of the run.

@@ -77,7 +77,7 @@ def collate_pairs(samples: Sequence[dict[str, Any]]) -> TensorDict:
 
 
 def pairs(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the values of rows, those of the chosen and those of the rejected answers."""
+    """Values of the chosen and of the rejected answers, from those of all rows."""
     return values[0::2], values[1::2]
 
 
