@@ -101,7 +101,7 @@ from lockstep.rewards.default import find_scorer
 assert required_inputs("of_main") == {"values"}
 assert find_registered("advantage estimator", "of_main")(2, 1) == (6, 1)
 assert find_registered("policy loss", "loss_of_main")() == 3
-assert find_registered("preparation of a policy loss", "loss_of_main")(1, 2) == {}
+assert find_registered("policy loss", "loss_of_main").prepare(1, 2) == {}
 assert find_scorer("filed/x")("a", "b") == 0.5
 assert load_object("python://reward")("ab") == 6
 assert "torch" not in sys.modules

@@ -24,6 +24,7 @@ from lockstep.models.export import save_policy, save_scalar_model
 from lockstep.models.packing import forward_rows
 from lockstep.models.shared_weights import rollout_module, share_weights
 from lockstep.models.token_models import ScalarModel
+from lockstep.protocol.columns import Batch
 
 
 class PlainEngine(TrainEngine):
@@ -53,17 +54,17 @@ class PlainEngine(TrainEngine):
         outputs: dict[str, Tensor] = self.model(forward_rows(batch, self.device, "packed"), **options)
         return outputs
 
-    def forward(self, batch: TensorDict, micro: MicroBatching, **options: object) -> dict[str, Tensor]:
+    def forward(self, batch: Batch, micro: MicroBatching, **options: object) -> dict[str, Tensor]:
         with torch.no_grad():
-            rows = [self._outputs(batch[i : i + 1], **options) for i in range(len(batch))]
+            rows = [self._outputs(batch[i : i + 1].to_tensordict(), **options) for i in range(len(batch))]
         return {name: torch.cat([row[name] for row in rows]).cpu() for name in rows[0]}
 
     def forward_backward(
-        self, batch: TensorDict, loss_fn: LossFn, micro: MicroBatching, **options: object
+        self, batch: Batch, loss_fn: LossFn, micro: MicroBatching, **options: object
     ) -> dict[str, float]:
         totals: dict[str, float] = {}
         for i in range(0, len(batch), micro.group_size):
-            rows = batch[i : i + micro.group_size]
+            rows = batch[i : i + micro.group_size].to_tensordict()  # padded
             loss, metrics = loss_fn(self._outputs(rows, **options), rows.to(self.device))
             loss.backward()
             for name, value in metrics.items():

@@ -13,11 +13,12 @@ import numpy as np
 from torch import Tensor
 
 from lockstep.algorithms.advantages import AdvantageFn, get_adv_estimator_fn, parameters_of, required_inputs
+from lockstep.algorithms.advantages.registry import is_by_group
 from lockstep.config.algorithm import AlgoConfig
 from lockstep.config.plugin_settings import estimator_settings
 from lockstep.protocol import DataProto
 from lockstep.protocol.columns import names_of
-from lockstep.protocol.tokens import PLACES, pack, read, row_chunks, shape_of
+from lockstep.protocol.tokens import pack, read, rows_per_part, shape_of
 from lockstep.registry import defined_at, describe
 
 
@@ -67,14 +68,14 @@ def compute_advantage(
         result = estimator(**_accepted(estimator, settings | columns | named | others))
         shape = shape_of(part.tensors, "response_mask")
         is_pair = isinstance(result, tuple) and len(result) == 2
-        if not is_pair or any(not isinstance(part, Tensor) or part.shape != shape for part in result):
+        if not is_pair or any(not isinstance(values, Tensor) or values.shape != shape for values in result):
             raise ValueError(
                 f"algorithm.adv_estimator={adv_estimator}: {defined_at(estimator)} must return (advantages, returns), two "
                 f"tensors of shape {tuple(shape)}; it returned {describe(result)}"
             )
         return dict(zip(("advantages", "returns"), result))
 
-    if getattr(estimator, "by_group", False) and len(list(row_chunks(data.tensors))) > 1:
+    if is_by_group(estimator) and len(data) > rows_per_part(data.tensors):
         parts = _by_prompt(data)
         columns = {p.name for p in parameters_of(estimator)} & set(names_of(data.batch))
         inputs = data.select([*columns, "responses"])
@@ -101,7 +102,7 @@ def _by_prompt(data: DataProto) -> list[np.ndarray]:
     rows_of: dict[Any, list[int]] = {}
     for row, uid in enumerate(data.non_tensor_batch.get("uid", range(len(data)))):
         rows_of.setdefault(uid, []).append(row)
-    limit = max(1, PLACES // shape_of(data.tensors, "responses")[1])
+    limit = rows_per_part(data.tensors)
     parts: list[list[int]] = [[]]
     for rows in rows_of.values():
         if parts[-1] and len(parts[-1]) + len(rows) > limit:
@@ -116,6 +117,6 @@ def _accepted(estimator: AdvantageFn, available: dict[str, Any]) -> dict[str, An
     Columns are read when they are needed.
     """
     parameters = parameters_of(estimator)
-    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters) and not hasattr(estimator, "by_group")
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters) and not is_by_group(estimator)
     names = list(available) if takes_all else [p.name for p in parameters if p.name in available]
     return {name: v() if isinstance(v := available[name], partial) else v for name in names}

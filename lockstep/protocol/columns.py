@@ -39,7 +39,11 @@ def stored_columns(batch: Batch) -> tuple[dict[str, torch.Tensor | Ragged], list
 
 def batch_of_stored(columns: dict[str, Any], names: list[str] | None, batch_size: Sequence[int]) -> Batch:
     """The inverse of `stored_columns`."""
-    return TensorDict(columns, batch_size=batch_size) if names is None else RaggedBatch(columns, names)
+    return (
+        TensorDict(columns, batch_size=batch_size)
+        if names is None
+        else RaggedBatch(columns, names, num_rows=batch_size[0])
+    )
 
 
 def names_of(batch: Batch | None) -> list[str]:
@@ -127,22 +131,6 @@ def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[str, Any]]) -> d
         for key, value in entry.items():
             merged.setdefault(key, []).append(value)
     return merged
-
-
-def row_numbers(idxs: Any, num_rows: int) -> np.ndarray:
-    """Row numbers as int64 from a list, array, tensor or range of numbers, or from a mask."""
-    rows = idxs.detach().cpu().numpy() if isinstance(idxs, torch.Tensor) else np.asarray(idxs)
-    if rows.dtype == bool:
-        if rows.shape != (num_rows,):
-            raise ValueError(f"mask has shape {rows.shape}, but the batch has {num_rows} rows")
-        return np.nonzero(rows)[0]
-    if rows.size == 0:
-        return np.zeros(0, dtype=np.int64)
-    if rows.ndim != 1 or not np.issubdtype(rows.dtype, np.integer):
-        raise ValueError(f"select rows with a list of ints or a mask, not with {rows.dtype} of shape {rows.shape}")
-    for row in rows[(rows < -num_rows) | (rows >= num_rows)]:
-        raise IndexError(f"row {row} is out of range for a batch of {num_rows} rows")
-    return rows.astype(np.int64)
 
 
 def common_batch_size(tensors: Mapping[str, torch.Tensor | Ragged], num_batch_dims: int) -> tuple[int, ...]:

@@ -32,7 +32,6 @@ from lockstep.protocol.columns import (
     names_of,
     object_array,
     pack_tensor,
-    row_numbers,
     stored_columns,
     tensors_of,
     union_meta_info,
@@ -40,7 +39,7 @@ from lockstep.protocol.columns import (
     union_tensor_dict,
     unpack_tensor,
 )
-from lockstep.protocol.ragged import Ragged, RaggedBatch, entries_of, is_ragged
+from lockstep.protocol.ragged import Ragged, RaggedBatch, entries_of, is_ragged, row_numbers
 from lockstep.utils.state_file import from_bytes, to_bytes
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,8 @@ Shapes, padded: B rows, P prompt length (left-padded), R response length (right-
 padding (`protocol/ragged.py`):
 
     B          the tensor
-    BP, BR     the entries at tokens, of all rows, and the rows' lengths; of an empty response one entry, for its score
+    BP, BR     the entries at tokens, of all rows, and the rows' lengths; of an empty response one entry, for its score.
+               A column with other values at padding is stored padded, unless it is in MASKED
     BT         nothing: derived from prompts and responses
 
 Other columns, whatever their shape, are stored as they are, or as `Ragged` if whoever adds them makes one.
@@ -126,6 +127,11 @@ _TABLE = (
 
 BATCH_KEYS: dict[str, BatchKey] = {key.name: key for key in _TABLE}
 
+MASKED = {
+    *("rollout_log_probs", "old_log_probs", "ref_log_prob", "entropys", "sum_pi_squared"),
+    *("rollout_is_weights", "values", "advantages", "returns"),
+}
+"""Columns that all readers mask by `response_mask`: what they have at padding is not kept."""
 SOURCES = ("prompts", "responses")
 """What the derived columns are derived from."""
 DERIVED = tuple(key.name for key in _TABLE if key.shape == "BT")

@@ -11,6 +11,8 @@ ragged again. Stages whose cost must not depend on the padded width read a batch
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
 from typing import Any, TypeGuard, cast, final
 
 import numpy as np
@@ -18,7 +20,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from lockstep.protocol.keys import BATCH_KEYS, DERIVED, SOURCES
+from lockstep.protocol.keys import BATCH_KEYS, DERIVED, MASKED, SOURCES
 
 
 @dataclass(frozen=True)
@@ -87,24 +89,30 @@ class Ragged:
     def _rows_and_places(self) -> Iterator[tuple[np.ndarray, slice]]:
         """The entries of each row, as a view, and their places in a padded row."""
         values = self.values.numpy()
-        start = 0
-        for length in self.lengths.tolist():
-            yield values[start : start + length], slice(self.width - length, self.width) if self.left else slice(length)
-            start += length
+        for start, end in pairwise(self._starts):
+            length = end - start
+            yield values[start:end], slice(self.width - length, self.width) if self.left else slice(length)
 
-    def rows(self) -> tuple[Tensor, ...]:
-        """The entries of each row, as views."""
-        return self.values.split(self.lengths.tolist())
+    @cached_property
+    def _starts(self) -> list[int]:
+        """Where each row begins in `values`, and where the last one ends."""
+        return [0, *self.lengths.cumsum(0).tolist()]
+
+    def row(self, number: int) -> Tensor:
+        """The entries of a row, as a view."""
+        return self.values[self._starts[number] : self._starts[number + 1]]
+
+    def rows(self) -> list[Tensor]:
+        return [self.row(number) for number in range(len(self))]
 
     def take(self, rows: slice | Sequence[int], limits: Sequence[int | None] | None = None) -> "Ragged":
         """These rows; a slice shares memory. limits: take only so many first entries of a row."""
-        if isinstance(rows, slice) and rows.step in (None, 1):
+        if isinstance(rows, slice) and rows.step in (None, 1) and limits is None:
             start, stop, _ = rows.indices(len(self))
-            first, own = int(self.lengths[:start].sum()), self.lengths[start:stop]
-            return replace(self, values=self.values[first : first + int(own.sum())], lengths=own)
+            values = self.values[self._starts[start] : self._starts[max(start, stop)]]
+            return replace(self, values=values, lengths=self.lengths[rows])
         numbers = range(len(self))[rows] if isinstance(rows, slice) else rows
-        views = self.rows()
-        parts = [views[i] for i in numbers]
+        parts = [self.row(i % len(self)) for i in numbers]
         if limits is not None:
             parts = [part[:limit] for part, limit in zip(parts, limits, strict=True)]
         lengths = torch.tensor([len(part) for part in parts], dtype=torch.int64)
@@ -202,7 +210,6 @@ class RaggedBatch:
     def __getitem__(self, item: Any) -> Any:
         """A padded column by name, which this batch keeps; rows by number (one: its padded tensors), slice, list, array or mask."""
         if isinstance(item, str):
-            self._require(item)
             padded = self.read(item)
             if padded is not self._columns.get(item):
                 self._padded[item] = padded
@@ -216,6 +223,7 @@ class RaggedBatch:
 
     def read(self, name: str) -> Tensor:
         """A padded column; the batch does not keep it."""
+        self._require(name)
         column = self._padded.get(name, self._columns.get(name))
         if column is None:
             return self._derived(name)
@@ -231,10 +239,12 @@ class RaggedBatch:
         return dict(self._columns)
 
     def shape_of(self, name: str) -> tuple[int, ...]:
+        self._require(name)
         column = self._padded.get(name, self._columns.get(name))
         return (len(self), self.prompts.width + self.responses.width) if column is None else tuple(column.shape)
 
     def dtype_of(self, name: str) -> torch.dtype:
+        self._require(name)
         column = self._padded.get(name, self._columns.get(name))
         return torch.int64 if column is None else column.dtype
 
@@ -257,7 +267,7 @@ class RaggedBatch:
     def __delitem__(self, name: str) -> None:
         self._require(name)
         del self._names[name]
-        self._forget()
+        self._drop_unused()
 
     def pop(self, name: str, *default: Any) -> Any:
         if name not in self._names and default:
@@ -285,8 +295,8 @@ class RaggedBatch:
     def select(self, *names: str) -> "RaggedBatch":
         for name in names:
             self._require(name)
-        chosen = RaggedBatch(self._columns, names, self._padded)
-        chosen._forget()
+        chosen = RaggedBatch(self._columns, names, self._padded, len(self))
+        chosen._drop_unused()
         return chosen
 
     def exclude(self, *names: str) -> "RaggedBatch":
@@ -297,7 +307,7 @@ class RaggedBatch:
         kept = self.exclude(*table)
         moved = {new: self.read(old) for old, new in table.items()}
         names = [table.get(name, name) for name in self._names]
-        return RaggedBatch(kept._columns, names, kept._padded | moved)
+        return RaggedBatch(kept._columns, names, kept._padded | moved, len(self))
 
     def copy(self) -> "RaggedBatch":
         """Another batch with the same columns, not copied."""
@@ -310,13 +320,14 @@ class RaggedBatch:
             else column.clone()
             for name, column in self._columns.items()
         }
-        return RaggedBatch(columns, self._names, {name: column.clone() for name, column in self._padded.items()})
+        padded = {name: column.clone() for name, column in self._padded.items()}
+        return RaggedBatch(columns, self._names, padded, len(self))
 
     def _require(self, name: str) -> None:
         if name not in self._names:
             raise KeyError(f"no key {name!r} in the batch, which has {sorted(self._names)}")
 
-    def _forget(self) -> None:
+    def _drop_unused(self) -> None:
         """Drop what is neither a column of the batch nor the source of one."""
         self._padded = {name: column for name, column in self._padded.items() if name in self._names}
         present = self._padded.keys() | self._columns.keys()
@@ -329,16 +340,15 @@ class RaggedBatch:
         """Rows by slice, numbers or mask; a slice shares memory."""
         index: Any = rows
         if not isinstance(rows, slice):
-            index = torch.as_tensor(rows)
-            index = index.nonzero().flatten() if index.dtype == torch.bool else index.long() % max(len(self), 1)
+            index = torch.from_numpy(row_numbers(rows, len(self)))
             rows = index.tolist()
         taken = {id(v): v.take(rows) if isinstance(v, Ragged) else v[index] for v in self._columns.values()}
         columns = {k: taken[id(v)] for k, v in self._columns.items()}  # two names may share a column
-        return RaggedBatch(columns, self._names, {k: v[index] for k, v in self._padded.items()})
+        num_rows = len(range(len(self))[rows]) if isinstance(rows, slice) else len(rows)
+        return RaggedBatch(columns, self._names, {k: v[index] for k, v in self._padded.items()}, num_rows)
 
     def take_or_clear(self, rows: Sequence[int], cleared: Sequence[bool]) -> "RaggedBatch":
-        """These rows; those that are cleared have one token and an empty response mask."""
-        self.pack()
+        """These rows; those that are cleared have one token and an empty response mask. For a batch with `tokens`."""
         columns: dict[str, Column] = {}
         for name, column in self._columns.items():
             if not isinstance(column, Ragged):
@@ -361,7 +371,7 @@ class RaggedBatch:
         batches = [part.pack() if is_ragged(part) else RaggedBatch({**part}) for part in parts]
         names = batches[0]._names
         columns: dict[str, Column] = {}
-        for name in dict.fromkeys((*names, *SOURCES)):
+        for name in dict.fromkeys((*SOURCES, *names)):
             found = [batch.stored(name) for batch in batches]
             ragged = [column for column in found if isinstance(column, Ragged)]
             if len(ragged) == len(batches) and all(ragged[0].is_like(column) for column in ragged):
@@ -369,7 +379,9 @@ class RaggedBatch:
                 lengths = torch.cat([column.lengths for column in ragged])
                 columns[name] = replace(ragged[0], values=values, lengths=lengths)
                 continue
-            if name not in names or all(column is None for column in found):
+            if name not in names:
+                continue
+            if name in DERIVED and all(column is None for column in found) and all(part in columns for part in SOURCES):
                 continue
             shapes = [batch.shape_of(name) for batch in batches]
             for i, shape in enumerate(shapes):
@@ -378,7 +390,7 @@ class RaggedBatch:
                         f"concat: batch key {name!r} has shape {shapes[0]} in part 0 and {shape} in part {i}"
                     )
             columns[name] = torch.cat([batch.read(name) for batch in batches])
-        return RaggedBatch(columns, names)
+        return RaggedBatch(columns, names, num_rows=sum(map(len, batches)))
 
     # ---- tokens
 
@@ -391,9 +403,10 @@ class RaggedBatch:
         return cast(Ragged, self._columns["responses"])
 
     def tokens(self) -> tuple[Ragged, Ragged] | None:
-        """Prompts and responses as they are after `pack`; None if this batch was not made of them, or they were changed."""
+        """Prompts and responses as they are after `pack`; None if they, or what is derived from them, were changed."""
         self.pack()
-        return (self.prompts, self.responses) if self._derives else None
+        is_changed = not self._derives or any(name in self._columns for name in DERIVED)
+        return None if is_changed else (self.prompts, self.responses)
 
     @property
     def _derives(self) -> bool:
@@ -412,9 +425,7 @@ class RaggedBatch:
         if not self._padded:
             return self
         tokens = {name: self._packed_tokens(name) for name in SOURCES if name in self._padded}
-        if not all(
-            isinstance(column, Ragged) for column in tokens.values()
-        ):  # changed at padding: nothing is derived any more
+        if not all(isinstance(column, Ragged) for column in tokens.values()):  # changed: nothing is derived any more
             for name in (*DERIVED, *SOURCES):
                 if name in self._names:
                     self._padded[name] = self.read(name)
@@ -436,13 +447,9 @@ class RaggedBatch:
         return self
 
     def _packed_tokens(self, name: str) -> Column:
-        padded, source = self._padded[name], self._columns.get(name)
-        if not isinstance(source, Ragged) or padded.shape != source.shape or padded.dtype != source.dtype:
-            return padded
-        outside = ~is_entry(source.lengths, source.width, left=source.left)
-        if bool((padded[outside] != source.fill).any()):
-            return padded
-        return Ragged.of_padded(padded, source.lengths, source.values.dtype, fill=source.fill, left=source.left)
+        padded = self._padded[name]
+        source = self._columns.get(name)
+        return source if isinstance(source, Ragged) and torch.equal(padded, source.padded()) else padded
 
     def _packed(self, name: str, padded: Tensor) -> Column | None:
         """None: it is derived."""
@@ -454,9 +461,10 @@ class RaggedBatch:
             return None if torch.equal(padded, self._derived(name)) else padded
         if key.shape != "BR" or padded.shape != (len(self), response.width):
             return padded
-        if name == "response_mask" and bool(padded[~is_entry(response.lengths, response.width)].any()):
-            return padded  # a program marked padding
-        return Ragged.of_padded(padded, entries_of(response), key.stored, fill=key.fill)
+        lengths = entries_of(response)
+        if name not in MASKED and bool((padded[~is_entry(lengths, response.width)] != key.fill).any()):
+            return padded  # such as a score at the last place of every row
+        return Ragged.of_padded(padded, lengths, key.stored, fill=key.fill)
 
     # ---- as a TensorDict
 
@@ -468,12 +476,28 @@ class RaggedBatch:
         return self if torch.device(device).type == "cpu" else self.to_tensordict().to(device)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name.endswith("_"):
+        if name.endswith("_") or name.startswith(("_", "set", "pop", "clear", "del", "rename")):
             raise AttributeError(f"a batch without padding has no {name!r}; use `to_tensordict()`")
         return getattr(self.to_tensordict(), name)
 
     def __repr__(self) -> str:
         return f"RaggedBatch({len(self)} rows of {', '.join(self._names)})"
+
+
+def row_numbers(idxs: Any, num_rows: int) -> np.ndarray:
+    """Row numbers as int64 from a list, array, tensor or range of numbers, or from a mask."""
+    rows = idxs.detach().cpu().numpy() if isinstance(idxs, torch.Tensor) else np.asarray(idxs)
+    if rows.dtype == bool:
+        if rows.shape != (num_rows,):
+            raise ValueError(f"mask has shape {rows.shape}, but the batch has {num_rows} rows")
+        return np.nonzero(rows)[0]
+    if rows.size == 0:
+        return np.zeros(0, dtype=np.int64)
+    if rows.ndim != 1 or not np.issubdtype(rows.dtype, np.integer):
+        raise ValueError(f"select rows with a list of ints or a mask, not with {rows.dtype} of shape {rows.shape}")
+    for row in rows[(rows < -num_rows) | (rows >= num_rows)]:
+        raise IndexError(f"row {row} is out of range for a batch of {num_rows} rows")
+    return rows.astype(np.int64)
 
 
 def entries_of(responses: Ragged) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the stages of a step read of a batch, padded or not, at a cost that depends on its real tokens if it is not."""
+"""How the stages of a step read a batch: the cost depends on its real tokens, if the batch is kept without padding."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -10,8 +10,8 @@ from lockstep.protocol.columns import Batch
 from lockstep.protocol.data_proto import DataProto
 from lockstep.protocol.ragged import Ragged, is_ragged
 
-PLACES = 2**22
-"""Padded places of a column that a stage looks at together, where it may look at some rows after others."""
+MAX_PADDED = 2**22
+"""Entries of a padded column that a stage looks at together; it takes a large batch a few rows at a time."""
 
 
 def lengths_of(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -23,7 +23,7 @@ def lengths_of(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def token_rows(batch: Batch, name: str) -> list[Tensor]:
-    """The tokens of each prompt or response (`name`), without padding."""
+    """The tokens of each row without padding. name: prompts or responses."""
     if is_ragged(batch) and (tokens := batch.tokens()) is not None:
         return list(tokens[name == "responses"].rows())
     ids, mask = read(batch, name), read(batch, "attention_mask")
@@ -64,12 +64,17 @@ def row_sums(batch: Batch, name: str) -> Tensor:
 
 def row_chunks(batch: Batch) -> Iterator[Batch]:
     """The rows in parts, each small enough to be padded; a small or padded batch is one part."""
-    num_rows = max(1, PLACES // max(1, batch.shape_of("responses")[1])) if is_ragged(batch) else len(batch)
+    num_rows = rows_per_part(batch)
     if len(batch) <= num_rows:
         yield batch
         return
     for start in range(0, len(batch), num_rows):
         yield batch[start : start + num_rows]
+
+
+def rows_per_part(batch: Batch) -> int:
+    """Rows that are small enough to be padded together."""
+    return max(1, MAX_PADDED // max(1, batch.shape_of("responses")[1])) if is_ragged(batch) else len(batch)
 
 
 def prompt_owners(batch: Batch) -> list[int]:

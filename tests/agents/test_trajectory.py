@@ -1,7 +1,6 @@
 """Token-exact trajectories: ids, masks, log-probs and policy versions line up, whatever is said."""
 
 import asyncio
-from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -9,6 +8,7 @@ from hypothesis import given, settings, strategies as st
 from lockstep.agents.conversation import Conversation
 from lockstep.agents.renderer import Renderer
 from lockstep.agents.trajectory import NOT_SAMPLED, Trajectory
+from lockstep.protocol import DataProto
 from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
 from lockstep.workers.rollout_batch import trajectory_tensors
 from tests.agents.scripted import END, TOKENIZER, make_agents
@@ -68,7 +68,7 @@ def test_masks_log_probs_versions_and_ids_line_up(turns: list[tuple[list[int], s
         assert len(request.prompt_ids) - 3 + request.sampling.max_tokens <= response_length
 
     config = make_agents(response_length).config
-    tensors: dict[str, Any] = trajectory_tensors([trajectory], config, pad_token_id=0)
+    tensors = DataProto.from_dict(trajectory_tensors([trajectory], config, pad_token_id=0)).tensors
     assert tensors["response_mask"].shape == tensors["responses"].shape == (1, response_length)
     assert tensors["responses"][0, :length].tolist() == trajectory.response_ids
     assert tensors["response_mask"].sum() == len(sampled)

@@ -19,7 +19,7 @@ AGAIN = {"role": "user", "content": "again"}
 def conversation(generate: Any, renderer: Renderer = RENDERER, **settings: Any) -> Conversation:
     row = {"raw_prompt": [{"role": "user", "content": "Q"}]}
     prompt_ids, sampling = renderer.ids(row["raw_prompt"]), SamplingParams(max_tokens=1000)
-    options = {"generate": generate, "renderer": renderer, "sampling": sampling, "seed": 0, "response_length": 1000}
+    options = {"complete": generate, "renderer": renderer, "sampling": sampling, "seed": 0, "response_length": 1000}
     return Conversation(row, prompt_ids, **options, **settings)
 
 

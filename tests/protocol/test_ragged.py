@@ -146,15 +146,25 @@ def test_a_change_in_place_is_kept() -> None:
     batch.tensors["token_level_scores"][2, 1] = 7.0
     batch.tensors["responses"][0, 0] = 42
     sent = pickle.loads(pickle.dumps(batch))
-    assert isinstance(sent.batch.columns["responses"], Ragged)
+    assert isinstance(sent.batch.columns["token_level_scores"], Ragged)
     assert sent.tensors["token_level_scores"][2, 1] == 7.0
-    assert sent.tensors["responses"][0, 0] == sent.tensors["input_ids"][0, P] == 42
+    assert sent.tensors["responses"][0, 0] == 42
+    assert torch.equal(sent.tensors["input_ids"], ragged().tensors["input_ids"])  # another column, as in a TensorDict
 
 
 def test_values_at_padding_are_dropped() -> None:
     batch = ragged()
     batch.tensors["advantages"] = torch.ones(4, R)
     assert pack(batch).tensors["advantages"].tolist()[1] == [1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_scores_at_padding_are_kept() -> None:
+    """A reward manager may put each score at the last place of the row."""
+    batch = ragged()
+    scores = torch.zeros(4, R)
+    scores[:, -1] = torch.arange(4.0)
+    batch.tensors["token_level_scores"] = scores
+    assert torch.equal(pickle.loads(pickle.dumps(batch)).tensors["token_level_scores"], scores)
 
 
 @pytest.mark.parametrize("name", ["response_mask", "attention_mask", "responses", "input_ids"])
@@ -198,7 +208,7 @@ def test_cleared_rows_have_one_token() -> None:
 
 
 def test_large_batches_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.protocol.tokens.PLACES", 2 * R)
+    monkeypatch.setattr("lockstep.protocol.tokens.MAX_PADDED", 2 * R)
     parts = list(row_chunks(ragged().tensors))
     assert [len(part) for part in parts] == [2, 2]
     assert_same(DataProto(RaggedBatch.concat(parts)), padded(ragged().select(None, [])))
@@ -220,18 +230,39 @@ def test_methods_of_a_tensordict() -> None:
     assert tensors.to_dict().keys() == set(tensors.keys())
     assert tensors.exclude("prompts").keys() == [name for name in tensors.keys() if name != "prompts"]  # noqa: SIM118
     assert tensors.pop("none", None) is None
-    with pytest.raises(KeyError, match="no key 'none' in the batch"):
-        tensors["none"]
+    for missing in (tensors.__getitem__, tensors.read, tensors.shape_of, tensors.dtype_of):
+        with pytest.raises(KeyError, match="no key 'none' in the batch"):
+            missing("none")
+    with pytest.raises(IndexError, match="row 4 is out of range for a batch of 4 rows"):
+        tensors[[4]]
+    with pytest.raises(ValueError, match="mask has shape"):
+        tensors[torch.tensor([True])]
     with pytest.raises(ValueError, match="batch key 'x' has 3 rows in a batch of 4"):
         tensors["x"] = torch.zeros(3)
     with pytest.raises(AttributeError, match="use `to_tensordict"):
         tensors.zero_()
+    with pytest.raises(AttributeError, match="use `to_tensordict"):
+        tensors.setdefault("x", torch.zeros(4))
     with pytest.raises(ValueError, match="a row has 6 tokens, more than the 5 of a padded row"):
         Ragged.of_rows([[1] * 6], R, 0, torch.int64, torch.int32)
     with pytest.raises(ValueError, match=r"batch key 'responses' has shape \(4, 5\) in part 0 and \(4, 6\) in part 1"):
         other = ragged()
         other.tensors["responses"] = replace(other.tensors.responses, width=6)
         DataProto.concat([ragged(), other])
+
+
+def test_a_batch_without_tensors_has_its_rows() -> None:
+    batch = ragged().select([], ["uid"])
+    for same in (batch, pickle.loads(pickle.dumps(batch)), DataProto.concat([batch[:2], batch[2:]])):
+        assert len(same) == 4 and len(same[1:3]) == 2
+    parts = [ragged().select(["input_ids"]), ragged().select(["input_ids"])]
+    assert_same(DataProto.concat(parts), DataProto.concat([padded(part) for part in parts]))
+
+
+def test_a_changed_mask_counts() -> None:
+    batch = ragged()
+    batch.tensors["attention_mask"][0, -1] = 1
+    assert lengths_of(batch.tensors)[1].tolist() == [4, 0, 5, 1]
 
 
 def test_clone_shares_nothing() -> None:

@@ -90,7 +90,7 @@ def test_the_bound_follows_the_first_step(batch: DataProto) -> None:
 
 def test_a_corrected_gap_is_reported_and_sets_no_bound(batch: DataProto) -> None:
     bound = GapBound(torch.float32)
-    assert gap_of(batch, bound, 1.0, corrected=True) == pytest.approx(1.0, abs=1e-3)
+    assert gap_of(batch, bound, 1.0, is_expected=True) == pytest.approx(1.0, abs=1e-3)
     assert bound.bound is None
     bound.check({})  # no token
     assert bound.bound is None

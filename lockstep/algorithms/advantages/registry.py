@@ -40,10 +40,14 @@ def register_adv_est(name: str) -> Callable[[AdvantageFn], AdvantageFn]:
 def by_group(estimator: AdvantageFn) -> AdvantageFn:
     """Decorator: a row's advantages depend on the rows of its prompt alone, and on the columns that the parameters name.
 
-    So a large batch is computed some prompts after others.
+    So a large batch is computed a few prompts at a time.
     """
     estimator.by_group = True  # type: ignore[attr-defined]
     return estimator
+
+
+def is_by_group(estimator: AdvantageFn) -> bool:
+    return getattr(estimator, "by_group", False)
 
 
 def get_adv_estimator_fn(name: str) -> AdvantageFn:

@@ -94,6 +94,8 @@ class TrainEngine(ABC):
     def forward(self, batch: Batch, micro: MicroBatching, **options: object) -> dict[str, Tensor]:
         """Outputs for every row, in the order of `batch`, on the host and without gradient.
 
+        `batch[rows].to_tensordict()` are the padded tensors of some rows.
+
         Collective, like everything that computes: every rank needs the same number of rows; pad with rows of one token.
         """
 

@@ -131,10 +131,10 @@ def check_policy_version(batch: DataProto, current: int, max_staleness: int = 0)
         raise AuditError(f"rollouts carry policy versions {sorted(versions)}, the trainer is at {current}{allowed}")
 
 
-def rollout_gap(batch: DataProto, bound: GapBound, *, corrected: bool = False) -> dict[str, float]:
+def rollout_gap(batch: DataProto, bound: GapBound, *, is_expected: bool = False) -> dict[str, float]:
     """Metrics of the distance between the rollout's probabilities and the trainer's; AuditError if it exceeds the bound.
 
-    corrected: the distance is expected and corrected for (`algorithm.rollout_correction`), so it is only reported.
+    is_expected: it is corrected for, or of stale or cut samples, so it is only reported.
     """
     if "rollout_log_probs" not in batch.tensors:
         return {}
@@ -142,6 +142,6 @@ def rollout_gap(batch: DataProto, bound: GapBound, *, corrected: bool = False) -
     for part in row_chunks(batch.tensors):
         gap.add(*(read(part, name) for name in ("rollout_log_probs", "old_log_probs", "response_mask")))
     metrics = reduced_over_ranks(gap.metrics(*gap.sums()))
-    if not corrected:
+    if not is_expected:
         bound.check(metrics)
     return metrics

@@ -22,7 +22,7 @@ from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.critic import CriticConfig
 from lockstep.protocol import DataProto
 from lockstep.protocol.columns import Batch, names_of
-from lockstep.protocol.ragged import is_ragged
+from lockstep.protocol.ragged import Ragged, is_ragged
 from lockstep.protocol.tokens import lengths_of, prompt_owners, row_sums
 from lockstep.trainer.ppo.forks import OWNER, rows_of
 from lockstep.utils.seqlen import get_group_balanced_partitions, get_seqlen_balanced_partitions
@@ -123,7 +123,10 @@ def lay_out(batch: DataProto, rule: MiniBatches, dp_size: int, *, balance: bool)
 def _in_order(batch: DataProto, order: Tensor, is_padding: list[bool]) -> DataProto:
     """The rows in this order, padding rows reduced to one token."""
     if is_ragged(batch.batch) and any(is_padding):
-        return DataProto(batch.batch.take_or_clear(order.tolist(), is_padding), meta_info=dict(batch.meta_info))
+        is_plain = batch.batch.tokens() is not None and isinstance(batch.batch.stored("response_mask"), Ragged)
+        if is_plain:
+            return DataProto(batch.batch.take_or_clear(order.tolist(), is_padding), meta_info=dict(batch.meta_info))
+        batch = DataProto(batch.batch.to_tensordict(), meta_info=dict(batch.meta_info))  # a program changed its tokens
     if not torch.equal(order, torch.arange(len(batch))):
         batch = batch.select_idxs(order)
     clear_rows(batch.tensors, torch.tensor(is_padding))

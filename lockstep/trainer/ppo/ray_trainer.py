@@ -194,10 +194,10 @@ class PPOTrainer:
             "values": self.critic_wg if self.use_critic else None,
         }
         batch = forward_passes(batch, groups, config, timing)
-        is_corrected = is_gap_expected(config)
+        gap_is_expected = is_gap_expected(config)
         if old_log_probs == "pass":
             metrics |= compute_entropy_metrics(batch, config.actor_rollout_ref.actor.loss_agg_mode)
-            metrics |= rollout_gap(batch, self.audit.gap_bound, corrected=is_corrected)
+            metrics |= rollout_gap(batch, self.audit.gap_bound, is_expected=gap_is_expected)
 
         # 5. advantages, on the controller
         with marked_timer("adv", timing):
@@ -206,7 +206,9 @@ class PPOTrainer:
         self.audit.check_advantages(batch)
 
         # 6. and 7. update the critic and, after critic_warmup, the actor; without an old log-prob pass the update audits log-probs
-        chosen.meta_info["rollout_gap"] = "none" if old_log_probs == "pass" else "report" if is_corrected else "check"
+        chosen.meta_info["rollout_gap"] = (
+            "none" if old_log_probs == "pass" else "report" if gap_is_expected else "check"
+        )
         metrics |= self._update(chosen, timing)
 
         if (folder := config.trainer.rollout_data_dir) is not None:
@@ -280,7 +282,7 @@ class PPOTrainer:
         self.ref_policy_wg = self.actor_rollout_wg if has_adapters else workers.group(Role.RefPolicy)
         self.critic_wg = workers.group(Role.Critic)
         self.rm_wg = workers.group(Role.RewardModel)
-        if self.rm_wg is not None and hasattr(self.rm_wg, "check_tokenizer"):  # a class of the user's may have none
+        if self.rm_wg is not None and hasattr(self.rm_wg, "check_tokenizer"):  # a user's class may not have it
             self.rm_wg.check_tokenizer(self.tokenizer.get_vocab())
         num_samples = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
         self.sampling = self._sampling(workers.responder(self.tokenizer.pad_token_id, num_samples))

@@ -116,6 +116,7 @@ class TrainingRun(ExitStack):
         if (self.tracking.last_step or 0) < step:
             self.tracking.log(data=metrics, step=step)
         self.is_open = True
+        self.callback(setattr, self, "is_open", False)
 
     def write_config(self, step: int, num_steps: int) -> None:
         """Save the config of a start at `step`."""
