@@ -9,10 +9,11 @@ A column that is read by name becomes a padded tensor and stays one, so that a c
 ragged again. Stages whose cost must not depend on the padded width read a batch by `protocol/tokens.py`.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, TypeGuard, cast, final
 
 import numpy as np
@@ -56,8 +57,8 @@ class Ragged:
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         if len(rows) and int(lengths.max()) > width:
             raise ValueError(f"a row has {int(lengths.max())} tokens, more than the {width} of a padded row")
-        as_numpy = torch.empty(0, dtype=stored).numpy().dtype
-        flat = np.concatenate([np.asarray(row, dtype=as_numpy) for row in rows]) if len(rows) else np.empty(0, as_numpy)
+        numpy_dtype = torch.empty(0, dtype=stored).numpy().dtype
+        flat = np.fromiter(chain.from_iterable(rows), numpy_dtype, count=int(lengths.sum()))
         return cls(torch.from_numpy(flat), lengths, width, fill, dtype, left)
 
     @classmethod
@@ -67,7 +68,7 @@ class Ragged:
         """The first `lengths` entries of each row, or with `left` the last. stored: dtype of the values, by default the same."""
         values = torch.empty((int(lengths.sum()), *padded.shape[2:]), dtype=stored or padded.dtype)
         ragged = cls(values, lengths, padded.shape[1], fill, padded.dtype, left)
-        rows = padded.numpy()
+        rows = _array(padded)
         for row, (entries, places) in enumerate(ragged._rows_and_places()):
             entries[:] = rows[row, places]
         return ragged
@@ -81,14 +82,14 @@ class Ragged:
 
     def padded(self) -> Tensor:
         out = torch.full(tuple(self.shape), self.fill, dtype=self.dtype)
-        rows = out.numpy()
+        rows = _array(out)
         for row, (entries, places) in enumerate(self._rows_and_places()):
             rows[row, places] = entries
         return out
 
     def _rows_and_places(self) -> Iterator[tuple[np.ndarray, slice]]:
         """The entries of each row, as a view, and their places in a padded row."""
-        values = self.values.numpy()
+        values = _array(self.values)
         for start, end in pairwise(self._starts):
             length = end - start
             yield values[start:end], slice(self.width - length, self.width) if self.left else slice(length)
@@ -105,18 +106,21 @@ class Ragged:
     def rows(self) -> list[Tensor]:
         return [self.row(number) for number in range(len(self))]
 
-    def take(self, rows: slice | Sequence[int], limits: Sequence[int | None] | None = None) -> "Ragged":
+    def take(self, rows: slice | Sequence[int], limits: Sequence[float] | None = None) -> "Ragged":
         """These rows; a slice shares memory. limits: take only so many first entries of a row."""
         if isinstance(rows, slice) and rows.step in (None, 1) and limits is None:
             start, stop, _ = rows.indices(len(self))
             values = self.values[self._starts[start] : self._starts[max(start, stop)]]
             return replace(self, values=values, lengths=self.lengths[rows])
-        numbers = range(len(self))[rows] if isinstance(rows, slice) else rows
-        parts = [self.row(i % len(self)) for i in numbers]
+        numbers = [*range(len(self))[rows]] if isinstance(rows, slice) else rows
+        lengths = self.lengths[torch.tensor(numbers, dtype=torch.int64)]
         if limits is not None:
-            parts = [part[:limit] for part, limit in zip(parts, limits, strict=True)]
-        lengths = torch.tensor([len(part) for part in parts], dtype=torch.int64)
-        return replace(self, values=torch.cat(parts) if parts else self.values[:0], lengths=lengths)
+            lengths = torch.tensor([min(n, limit) for n, limit in zip(lengths.tolist(), limits, strict=True)])
+        array = _array(self.values)
+        starts = (self._starts[number] for number in numbers)
+        parts = [array[start : start + length] for start, length in zip(starts, lengths.tolist())]
+        taken = torch.from_numpy(np.concatenate(parts)).view(self.values.dtype) if parts else self.values[:0]
+        return replace(self, values=taken, lengths=lengths)
 
     def to_state(self) -> dict[str, Any]:
         """As a dict for `utils.state_file`."""
@@ -139,6 +143,11 @@ class Ragged:
         return bool(
             ((self.values == other.values) | ((self.values != self.values) & (other.values != other.values))).all()
         )
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    """A view of the tensor; numpy has no bfloat16."""
+    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 Column = Tensor | Ragged
@@ -340,7 +349,7 @@ class RaggedBatch:
         """Rows by slice, numbers or mask; a slice shares memory."""
         index: Any = rows
         if not isinstance(rows, slice):
-            index = torch.from_numpy(row_numbers(rows, len(self)))
+            index = torch.from_numpy(row_numbers(rows, len(self)) % max(1, len(self)))
             rows = index.tolist()
         taken = {id(v): v.take(rows) if isinstance(v, Ragged) else v[index] for v in self._columns.values()}
         columns = {k: taken[id(v)] for k, v in self._columns.items()}  # two names may share a column
@@ -354,7 +363,7 @@ class RaggedBatch:
             if not isinstance(column, Ragged):
                 columns[name] = column[torch.tensor(rows, dtype=torch.int64)]
                 continue
-            limits: list[int | None] = [None] * len(rows)
+            limits = [math.inf] * len(rows)
             for place in (place for place, clear in enumerate(cleared) if clear):
                 # the token is the prompt's first one, or after an empty prompt the response's
                 limits[place] = int(name != "responses" or not int(self.prompts.lengths[rows[place]]))
@@ -461,10 +470,10 @@ class RaggedBatch:
             return None if torch.equal(padded, self._derived(name)) else padded
         if key.shape != "BR" or padded.shape != (len(self), response.width):
             return padded
-        lengths = entries_of(response)
-        if name not in MASKED and bool((padded[~is_entry(lengths, response.width)] != key.fill).any()):
-            return padded  # such as a score at the last place of every row
-        return Ragged.of_padded(padded, lengths, key.stored, fill=key.fill)
+        ragged = Ragged.of_padded(padded, entries_of(response), key.stored, fill=key.fill)
+        if name in MASKED or (padded != key.fill).sum() == (ragged.values != key.fill).sum():
+            return ragged
+        return padded  # it has values at padding, such as a score at the last place of every row
 
     # ---- as a TensorDict
 
