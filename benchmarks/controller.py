@@ -24,7 +24,7 @@ from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.protocol import DataProto, Ragged, object_array
 from lockstep.protocol.columns import stored_columns
 from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
-from lockstep.protocol.tokens import pack
+from lockstep.protocol.tokens import column, pack
 from lockstep.trainer.ppo.metrics import compute_data_metrics
 from lockstep.trainer.ppo.mini_batches import MiniBatches, lay_out
 from lockstep.workers.rollout_batch import batch_of
@@ -93,9 +93,7 @@ def rollout(args: argparse.Namespace, times: dict[str, float]) -> tuple[DataProt
     with timed("join", times):
         batch = DataProto.concat(outputs)
     batch.non_tensor_batch["uid"] = object_array(str(row // args.samples) for row in range(args.rows))
-    batch.tensors.update(
-        batch.tensors.select("token_level_scores").renamed({"token_level_scores": "token_level_rewards"})
-    )
+    batch.tensors["token_level_rewards"] = column(batch.tensors, "token_level_scores")
     return batch, 4 * (COLUMNS * sum(lengths) + sum(map(len, prompts)))
 
 
