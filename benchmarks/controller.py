@@ -1,6 +1,7 @@
 """What the controller does with a batch in one GRPO step: seconds, peak memory and bytes sent, without any model.
 
     python benchmarks/controller.py [--rows 2048 --prompt 1024 --response 8192 --mean-response 1500 --ranks 64 --samples 8]
+                                    [--json out.json]
 
 Rows are those of a rollout, with log-normal response lengths; log-probs and scores are random. The stages are the trainer's own
 functions: batch_of (completions to a batch), advantages, metrics, lay_out (mini-batches over the ranks), send (each rank's part in
@@ -9,12 +10,14 @@ padding: 4 bytes each.
 """
 
 import argparse
+import json
 import pickle
 import resource
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -41,6 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--mean-response", type=int, default=1500)
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--json", type=Path)
     args = parser.parse_args(arguments)
     times: dict[str, float] = {}
     at_start = peak_gb()
@@ -54,15 +58,18 @@ def main(arguments: list[str] | None = None) -> int:
         laid_out = lay_out(batch, MiniBatches(args.rows), args.ranks, balance=True)
     with timed("send", times):
         sent = sum(len(pickle.dumps(part, protocol=5)) for part in laid_out.chunk(args.ranks))
+    peak = peak_gb() - at_start
     print(
         f"{args.rows} rows of up to {args.prompt} + {args.response} tokens for {args.ranks} ranks, real {num_real / 1e9:.2f} GB"
     )
-    print(
-        f"stored {stored / 1e9:.2f} GB, sent {sent / 1e9:.2f} GB, peak {peak_gb() - at_start:.2f} GB more than at the start"
-    )
+    print(f"stored {stored / 1e9:.2f} GB, sent {sent / 1e9:.2f} GB, peak {peak:.2f} GB more than at the start")
     print(
         ", ".join(f"{name} {seconds:.2f} s" for name, seconds in times.items()) + f", total {sum(times.values()):.2f} s"
     )
+    if args.json:
+        seconds = {f"{name}_s": value for name, value in times.items()}
+        sizes = {"real_gb": num_real / 1e9, "stored_gb": stored / 1e9, "sent_gb": sent / 1e9, "peak_gb": peak}
+        args.json.write_text(json.dumps(seconds | sizes, indent=2))
     return 0
 
 

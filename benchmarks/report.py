@@ -124,6 +124,7 @@ COMMANDS = {
         " --peer trl --peer-micro 4 --peer-python {trl}",
         "startup": "startup.py",
         "dispatch": "dispatch.py",
+        "large-step": "controller.py --rows 16384 --response 32768 --mean-response 4096 --ranks 512",
         "demo": "-m lockstep demo --device cpu --out {folder}",
     },
     "gpu": {
@@ -312,6 +313,18 @@ def controller_table(results: Results) -> list[str]:
         ("the same bytes with one `ray.put` and `get`", "put_get_s"),
     ):
         lines.append(f"| {label} | {_number(found, key, 3)} |")
+    found = results.side("large-step", "lockstep")
+    for label, key in (
+        ("16,384 rows of up to 33,792 tokens, 4,096 on average: advantages", "advantages_s"),
+        ("their metrics", "metrics_s"),
+        ("their mini-batches for 512 ranks", "lay_out_s"),
+        ("serialisation for the ranks", "send_s"),
+    ):
+        lines.append(f"| {label} | {_number(found, key, 1)} |")
+    if found:
+        lines.append(
+            f"| memory for all of it | {found['peak_gb']:.1f} GB for {found['real_gb']:.1f} GB of tokens and numbers |"
+        )
     return lines
 
 

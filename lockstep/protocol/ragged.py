@@ -458,12 +458,15 @@ class RaggedBatch:
     def _packed_tokens(self, name: str) -> Column:
         padded = self._padded[name]
         source = self._columns.get(name)
-        return source if isinstance(source, Ragged) and torch.equal(padded, source.padded()) else padded
+        if not isinstance(source, Ragged) or padded.device.type != "cpu":
+            return padded
+        return source if torch.equal(padded, source.padded()) else padded
 
     def _packed(self, name: str, padded: Tensor) -> Column | None:
         """None: it is derived."""
         key = BATCH_KEYS.get(name)
-        if key is None or not self._derives or padded.dtype != key.dtype:
+        on_host = padded.device.type == "cpu" and not padded.requires_grad
+        if key is None or not self._derives or padded.dtype != key.dtype or not on_host:
             return padded
         response = self.responses
         if key.shape == "BT" and padded.shape == (len(self), self.prompts.width + response.width):

@@ -158,6 +158,15 @@ def test_values_at_padding_are_dropped() -> None:
     assert pack(batch).tensors["advantages"].tolist()[1] == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
+def test_tensors_elsewhere_stay_as_they_are() -> None:
+    batch = ragged()
+    with_gradient = torch.ones(4, R, requires_grad=True)
+    batch.tensors["advantages"] = with_gradient
+    batch.tensors["returns"] = torch.empty(4, R, device="meta")
+    assert pack(batch).tensors["advantages"] is with_gradient
+    assert batch.tensors["returns"].is_meta
+
+
 def test_scores_at_padding_are_kept() -> None:
     """A reward manager may put each score at the last place of the row."""
     batch = ragged()
