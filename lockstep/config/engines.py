@@ -25,7 +25,7 @@ class RolloutEngineInfo:
     is_remote:       running servers generate (`rollout.server`), whose memory and time are not part of the run.
     server_kind:     the only protocol of these servers.
     cuts_log_probs:  log-probs are of the distribution that top_p, top_k and min_p have cut, unless the temperature is 1.
-    fills_memory:    the KV cache takes all that `gpu_memory_utilization` leaves beside the weights, even if sequences need less.
+    fills_memory:    the KV cache takes all that `gpu_memory_utilization` leaves after the weights, even if sequences need less.
     package:         the package that it imports. if_missing: what to do if that is not installed.
     unread:          keys of `rollout`, and sections with a final dot, that it does not read.
     """

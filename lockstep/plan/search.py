@@ -215,7 +215,7 @@ class _Search:
         return Pool(roles, self._machines(size), settings, job.models, stages)
 
     def _jobs(self, size: int, settings: Settings, outside: str | None) -> tuple[Job, Job]:
-        """All roles in one pool as a job, for the longest and for typical lengths. outside: a role in a pool of its own."""
+        """All roles in one pool as a job, for the longest and for typical lengths. outside: a role in a separate pool."""
         mapping = dict.fromkeys(ROLES, "pool") | {outside: "other"} if outside else {}
         spec = {"pool": self._machines(size), "other": self._machines(size)}
         keys = settings.keys(ROLES) | {"resource_pool_spec": spec, "resource_pool_mapping": mapping}

@@ -8,7 +8,7 @@ padding (`protocol/ragged.py`):
                A column with other values at padding is stored padded, unless it is in MASKED
     BT         nothing: derived from prompts and responses
 
-Other columns, whatever their shape, are stored as they are, or as `Ragged` if whoever adds them makes one.
+Other columns, whatever their shape, are stored as they are added: as a tensor, or as `Ragged`.
 """
 
 from dataclasses import dataclass

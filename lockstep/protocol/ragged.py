@@ -1,6 +1,6 @@
 """Rows without padding: a batch whose columns hold real tokens only, at rest and when it is sent.
 
-    prompts    [5 6 7] [8 9]       ┐                                  ┌ . 5 6 7   padded, for whoever reads batch["prompts"]
+    prompts    [5 6 7] [8 9]       ┐                                  ┌ . 5 6 7   padded, when batch["prompts"] is read
     responses  [1 2] [3 4 1]       ┘ values of all rows, and lengths  └ . . 8 9
 
 `protocol.keys` says how each column is stored. What can be derived (`input_ids`, `attention_mask`, `position_ids`) is not stored.
@@ -107,7 +107,7 @@ class Ragged:
         return [self.row(number) for number in range(len(self))]
 
     def take(self, rows: slice | Sequence[int], limits: Sequence[float] | None = None) -> "Ragged":
-        """These rows; a slice shares memory. limits: take only so many first entries of a row."""
+        """These rows; a slice shares memory. limits: at most this many entries of each row, from its start."""
         if isinstance(rows, slice) and rows.step in (None, 1) and limits is None:
             start, stop, _ = rows.indices(len(self))
             values = self.values[self._starts[start] : self._starts[max(start, stop)]]
@@ -193,7 +193,7 @@ class RaggedBatch:
 
     @property
     def device(self) -> None:
-        """Like that of a TensorDict without a device of its own: the columns are on the host."""
+        """None, as in a TensorDict without a device: the columns are on the host."""
         return None
 
     def __len__(self) -> int:
