@@ -68,6 +68,11 @@ class Registry(Generic[T]):
 
         return add
 
+    def forget(self, module: str) -> None:
+        """Remove the entries of modules whose name begins with `module`: a file that is loaded again registers them anew."""
+        for name in [name for name, entry in self._entries.items() if _module_of(entry).startswith(module)]:
+            del self._entries[name]
+
     def get(self, name: str) -> T:
         """The entry `name`, or the user's object if `name` is a reference such as `file.py:attr`."""
         if (entry := self._table.get(name)) is not None:
@@ -293,9 +298,12 @@ def load_module(module_ref: str) -> Any:
 
 def _load_file(path: Path) -> Any:
     # the modification time is part of the name, so an edited file is loaded again
-    name = f"{USER_MODULE}{path.stem}_{abs(hash((str(path), path.stat().st_mtime_ns))):x}"
+    file = f"{USER_MODULE}{path.stem}_{abs(hash(str(path))):x}_"
+    name = f"{file}{path.stat().st_mtime_ns:x}"
     if name in sys.modules:
         return sys.modules[name]
+    for registry in Registry.instances:
+        registry.forget(file)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,5 +1,6 @@
 """User code by reference: one error each, and the way to other processes."""
 
+import os
 import pickle
 import re
 import subprocess
@@ -127,6 +128,22 @@ def test_user_code_of_a_program_reaches_its_other_processes(tmp_path: Path) -> N
             ProcessEnvironment.capture()
     done = subprocess.run([sys.executable, "-c", RECEIVER], input=environment, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
+
+
+@pytest.mark.usefixtures("no_registrations")
+def test_an_edited_file_registers_again(tmp_path: Path) -> None:
+    from lockstep.rewards.default import SCORERS
+
+    code = "from lockstep.rewards.default import SCORERS\n\n\n@SCORERS.register('edited')\ndef score(text):\n    return {}\n"
+    file = tmp_path / "scorer.py"
+    for value, time in [(1, 1_000), (2, 2_000)]:
+        file.write_text(code.format(value))
+        os.utime(file, (time, time))
+        assert load_module(str(file)) is load_module(str(file))
+        assert SCORERS.get("edited")("") == value
+    (tmp_path / "other.py").write_text(code.format(3))
+    with pytest.raises(ValueError, match="'edited' is already registered"):
+        load_module(str(tmp_path / "other.py"))
 
 
 def test_threads_that_load_a_file_at_once_get_the_whole_module(tmp_path: Path) -> None:
