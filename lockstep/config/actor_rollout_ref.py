@@ -17,7 +17,9 @@ from lockstep.config.bounds import (
     Temperature,
     UnitFloat,
 )
+from lockstep.config.deepspeed import DeepSpeedEngineConfig
 from lockstep.config.engines import ROLLOUT_ENGINES
+from lockstep.config.megatron import McoreEngineConfig
 from lockstep.config.model import CheckpointConfig, Dtype, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from lockstep.config.policy_loss import PolicyLossConfig
 from lockstep.config.profiler import ProfilerConfig
@@ -81,6 +83,8 @@ class ActorConfig:
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     optim: FSDPOptimizerConfig = field(default_factory=FSDPOptimizerConfig)
     fsdp_config: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
+    megatron: McoreEngineConfig = field(default_factory=McoreEngineConfig)
+    deepspeed: DeepSpeedEngineConfig = field(default_factory=DeepSpeedEngineConfig)
     ulysses_sequence_parallel_size: PositiveInt = 1
     """Ranks that split each sequence (Ulysses)."""
     grad_clip: PositiveFloat = II(f"{_ACTOR}.optim.clip_grad")
@@ -320,6 +324,8 @@ class RefConfig:
     log_prob_max_token_len_per_gpu: PositiveInt = II(f"{_ACTOR}.ppo_max_token_len_per_gpu")
     """Tokens per micro-batch."""
     fsdp_config: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
+    megatron: McoreEngineConfig = field(default_factory=McoreEngineConfig)
+    deepspeed: DeepSpeedEngineConfig = field(default_factory=DeepSpeedEngineConfig)
     ulysses_sequence_parallel_size: PositiveInt = II(f"{_ACTOR}.ulysses_sequence_parallel_size")
     """Ranks that split each sequence (Ulysses)."""
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig, RolloutConfig
 from lockstep.config.engines import ROLLOUT_ENGINES, RolloutEngineInfo
 from lockstep.config.model import HFModelConfig
+from lockstep.config.train_engines import engine_settings
 from lockstep.models.loading import load_causal_lm, resolve_dtype
 from lockstep.models.lora import install_adapters
 from lockstep.models.model_check import check_causal, check_log_probs, reference_log_probs
@@ -211,7 +212,7 @@ def longest_sequence(config: RolloutConfig) -> int:
 def rollout_dtype(config: ActorRolloutRefConfig, device: torch.device) -> torch.dtype:
     """The type in which the rollout holds its weights: the actor's, or `rollout.dtype` of an engine that reads it."""
     own = "auto" if "dtype" in ROLLOUT_ENGINES.info(config.rollout.name).unread else config.rollout.dtype
-    return resolve_dtype(own if own != "auto" else config.actor.fsdp_config.dtype, device)
+    return resolve_dtype(own if own != "auto" else engine_settings(config.actor).dtype, device)
 
 
 def copy_weights(model: nn.Module, weights: Iterator[tuple[str, Tensor]]) -> None:

@@ -146,6 +146,7 @@ class FsdpEngine(TrainEngine):
 
     @classmethod
     def open(cls, model: EngineModel, device: torch.device) -> Self:
+        assert isinstance(model.engine, FSDPEngineConfig)
         module, weights = open_token_model(model, device)
         return cls(
             module,
