@@ -80,6 +80,8 @@ class DeepSpeedEngine(TokenEngine):
         if device.type == "cpu":
             prepare_cpu_for(sum(parameter.numel() for parameter in model.parameters()))
         deepspeed = _import_deepspeed(device)
+        # DeepSpeed's masters are copies of rounded parameters: they are set afterwards, from these and from `weights`
+        present = {n: p.detach().cpu() for n, p in model.named_parameters() if not p.is_meta and compute_dtype != p.dtype}
         if self.stage == 3:
             self._fill_sharded(deepspeed, weights, settings)
         else:
@@ -94,8 +96,8 @@ class DeepSpeedEngine(TokenEngine):
         self._state = ZeroState(model, self._wrapped, self.stage)
         if optim is not None:
             self.schedule = build_schedule(self._wrapped.basic_optimizer, optim)
-            if compute_dtype != torch.float32:  # DeepSpeed's masters are copies of the rounded parameters
-                self._state.set_masters(self._masters_of(weights))
+            if compute_dtype != torch.float32:
+                self._state.set_masters(self._masters_from(weights, present))
             if gradient_checkpointing:
                 saves_memory = settings.offloads_parameters or settings.offloads_optimizer
                 self.checkpointing = LayerCheckpointing(model, device, compute_dtype, every_layer=saves_memory)
@@ -158,8 +160,17 @@ class DeepSpeedEngine(TokenEngine):
             self.model.get_submodule(path)._buffers[leaf] = buffer
         return wrapped
 
-    def _masters_of(self, weights: WeightSource) -> Iterator[tuple[str, Tensor]]:
-        raise NotImplementedError
+    def _masters_from(self, weights: WeightSource, present: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Trained parameters in float32. present: those that `weights` does not have."""
+        names = {parameter: name for name, parameter in self.model.transformer.named_parameters()}
+        for name, parameter in self.model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            if name in present:
+                yield name, present[name].to(self.device)
+            else:
+                yield name, weights.read_whole(names[parameter], self._shape(parameter), torch.float32, self.device)
+        weights.close()
 
     def _backward(self, loss: Tensor, *, is_last: bool) -> None:
         # The gradient is the sum of the ranks' shares; DeepSpeed takes their mean.
@@ -255,5 +266,7 @@ def _import_deepspeed(device: torch.device) -> Any:
     init_single_process_group(device)
     import deepspeed
 
+    # collectives of DeepSpeed's inference on CPU: it would compile them now, for a minute
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo", auto_mpi_discovery=False)
     return deepspeed
