@@ -210,7 +210,9 @@ def rollout_engine(values: Values, section: str) -> Iterator[Problem]:
     if info.package is not None and find_spec(info.package) is None:
         yield Problem(f"{section}.name", name, info.if_missing)
     if tp > 1 and not info.tensor_parallel:
-        message = f"{NOT_SUPPORTED}: each worker holds the whole rollout model; set 1, or {section}.name=vllm"
+        message = (
+            f"{NOT_SUPPORTED}: each worker holds the whole rollout model; set 1, or {section}.name=embedded or vllm"
+        )
         if info.is_remote:
             message = f"{NOT_SUPPORTED}: servers are started with their own parallelism; set 1"
         yield Problem(f"{section}.tensor_model_parallel_size", tp, message, also=(f"{section}.name",))

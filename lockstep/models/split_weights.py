@@ -230,7 +230,7 @@ def check_sizes(model: PreTrainedModel, size: int) -> None:
 
 def _mlp_widths(layer: DecoderLayer) -> Iterator[int]:
     """Columns of the layer's MLP, or of its experts and shared experts."""
-    for path, module in layer.mlp.named_modules():
+    for module in layer.mlp.modules():
         down = getattr(module, "down_proj", None)
         if isinstance(down, nn.Module):
             yield cast(Any, down).in_features

@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 class EmbeddedEngine(ModuleEngine):
     """Continuous batching over a paged KV cache, with the parameters of the model given to `bind`.
 
-    With `tensor_model_parallel_size` > 1 that many ranks hold the model and its cache together (`models/split_weights.py`). They get
-    the same requests and take the same steps; all methods are collective then.
+    With `tensor_model_parallel_size` > 1 that many ranks hold the model and its cache together (`models/split_weights.py`). They
+    get the same requests and take the same steps; all methods are collective then.
 
     num_blocks: size of the KV cache; None sizes it within `gpu_memory_utilization` (CPU: for the requests at hand; CUDA: for
                 `max_num_seqs` sequences of the maximum length).
