@@ -1,0 +1,76 @@
+"""The parts of a megatron layer that are ours: the norm, attention on packed rows, and the sum of the residual stream."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.kernels.ops import norm, rotary
+from lockstep.models.attention import AttentionContext, LayerOptions
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """What the layers know about the packed row; handed down as megatron's `packed_seq_params`.
+
+    context:  what each token may attend to.
+    cos, sin: (1, T, D) of each token's position.
+    """
+
+    context: AttentionContext
+    cos: Tensor
+    sin: Tensor
+    qkv_format: ClassVar[str] = "sbhd"
+
+
+class RmsNorm(nn.Module):
+    """In the weight's dtype, also of a float32 residual stream."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **unused: object) -> None:
+        super().__init__()
+        self.eps = eps
+        device = torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # sums its gradient over ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        return norm(x, self.weight, self.eps, "rms")
+
+
+class PackedCoreAttention(nn.Module):
+    """Rotary embedding and causal attention inside each row; query (T, 1, H, D), key and value (T, 1, HK, D) -> (T, 1, H * D)."""
+
+    def __init__(self, config: Any, layer_number: int, **unused: object) -> None:
+        super().__init__()
+        self.layer_idx = layer_number - 1
+        self.options = LayerOptions(scaling=config.kv_channels**-0.5)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: PackedRows,
+        **unused: object,
+    ) -> Tensor:
+        rows = packed_seq_params
+        if value.requires_grad:
+            value = value.contiguous()  # attention keeps it for its backward: a view would keep query and key too
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        q, k = rotary(q, k, rows.cos, rows.sin)
+        return rows.context.attend(self, q, k, v, self.options).transpose(0, 1).flatten(2)
+
+
+def get_stream_add(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
+    """x + stream, in the stream's dtype; megatron's own rounds the stream to the dtype of x."""
+    return _stream_add
+
+
+def _stream_add(x_and_bias: tuple[Tensor, Tensor | None], stream: Tensor, dropout: float) -> Tensor:
+    x, bias = x_and_bias
+    assert bias is None and not dropout
+    return stream + x
