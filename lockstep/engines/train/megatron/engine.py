@@ -136,7 +136,6 @@ class MegatronEngine(TrainEngine):
             "use_cpu_initialization": self.device.type == "cpu",
             "perform_initialization": False,
             "gradient_accumulation_fusion": False,
-            "bias_activation_fusion": True,
             "finalize_model_grads_func": finalize_model_grads,
         }
         if experts:
@@ -224,6 +223,7 @@ class MegatronEngine(TrainEngine):
                 self.masters.step(norm, self.learning_rate)
                 self._rate._opt_called = True  # type: ignore[attr-defined]  # otherwise the schedule warns
             finally:
+                self.masters.clear_gradients()
                 self.stage.zero_grad_buffer()
         return norm
 

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig
 
-from lockstep.engines.train.megatron.layers import PackedCoreAttention, RmsNorm, get_stream_add
+from lockstep.engines.train.megatron.layers import GatedProduct, PackedCoreAttention, RmsNorm, get_stream_add
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,8 @@ def transformer_values(hf: Any, family: Family) -> dict[str, Any]:
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
         "activation_func": F.silu,
+        "use_te_activation_func": True,  # that is, the activation of `block_spec`
+        "bias_activation_fusion": False,
         "add_bias_linear": False,
         "add_qkv_bias": family.qkv_bias,
         "qk_layernorm": family.head_norm,
@@ -143,6 +145,11 @@ def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     parts: Any = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RmsNorm
     parts.self_attn_bda = parts.mlp_bda = get_stream_add
+    mlps: Any = [parts.mlp]
+    if config.num_moe_experts:
+        mlps = [parts.mlp.submodules.experts, parts.mlp.submodules.shared_experts]
+    for mlp in mlps:
+        mlp.submodules.activation_func = GatedProduct
     attention: Any = parts.self_attention.submodules
     attention.core_attention = PackedCoreAttention
     if config.qk_layernorm:

@@ -1,13 +1,15 @@
-"""The parts of a megatron layer that are ours: the norm, attention on packed rows, and the sum of the residual stream."""
+"""The parts of a megatron layer that are ours: norm, attention on packed rows, gated product, and sum of the residual stream."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from lockstep.kernels.ops import norm, rotary
+from lockstep.kernels.ops import norm, on_gpu, rotary
 from lockstep.models.attention import AttentionContext, LayerOptions
 
 
@@ -37,6 +39,39 @@ class RmsNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return norm(x, self.weight, self.eps, "rms")
+
+
+class GatedProduct(nn.Module):
+    """silu(gate) * up; the backward keeps (..., 2 I), gate and up, and nothing else."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        if on_gpu(gate_up):
+            out: Tensor = _GatedProduct.apply(gate_up)
+            return out
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate) * up
+
+
+class _GatedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        from lockstep.kernels.gated import gated_product
+
+        ctx.save_for_backward(gate_up)
+        return gated_product(gate_up.flatten(0, -2), "silu").unflatten(0, gate_up.shape[:-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        from lockstep.kernels.gated import gated_product_gradient
+
+        (gate_up,) = ctx.saved_tensors
+        grad = grad.flatten(0, -2).contiguous()
+        grads = gated_product_gradient(gate_up.flatten(0, -2), grad, "silu", torch.empty_like(grad))
+        return grads.view(gate_up.shape)
 
 
 class PackedCoreAttention(nn.Module):

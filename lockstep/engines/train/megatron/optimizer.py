@@ -68,6 +68,10 @@ class Masters:
         self._chain.step_with_ready_grads()
         self.steps += 1
 
+    def clear_gradients(self) -> None:
+        """Drop the gradients that `gradient_norm` has prepared."""
+        self._chain.zero_grad()
+
     def value(self, parameter: nn.Parameter, name: str = "param") -> Tensor:
         """The master weight of a parameter that computes, or one of its moments, whole and in its shape. Collective over dp."""
         part, master, (start, end) = self._place(parameter)
@@ -120,7 +124,7 @@ class Masters:
         """The optimizer that has a parameter; its master on this rank, if it has one, and which elements that is."""
         for part in self._parts:
             if isinstance(part, DistributedOptimizer):
-                if parameter not in part.model_param_gbuf_map:
+                if all(parameter not in buffer.param_index_map for buffer in part.buffers):
                     continue
                 if parameter not in part.model_param_group_index_map:
                     return part, None, (0, 0)

@@ -1,7 +1,7 @@
 """How the ranks of a process group share a model: megatron's parallel groups, which a process has once.
 
-world = dp x pp x tp, in megatron's order: ranks that follow each other are of one tensor-parallel group, the pipeline stages are
-furthest apart. Expert-parallel groups lie inside a stage, over its tensor- and data-parallel ranks.
+world = dp x pp x tp, in megatron's order: ranks that follow each other are of one tensor-parallel group, and pipeline stages
+are furthest apart. Expert-parallel groups lie inside a stage, over its tensor- and data-parallel ranks.
 """
 
 import gc
@@ -74,8 +74,8 @@ def layout_of(config: McoreEngineConfig, key: str, num_experts: int | None) -> L
         )
     if world % (tp * pp):
         raise ValueError(
-            f"{key}.tensor_model_parallel_size={tp} times {key}.pipeline_model_parallel_size={pp} does not divide the {world} ranks "
-            "of this role"
+            f"{key}.tensor_model_parallel_size={tp} times {key}.pipeline_model_parallel_size={pp} does not divide the {world} "
+            "ranks of this role"
         )
     if not num_experts:
         if ep > 1:

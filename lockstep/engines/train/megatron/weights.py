@@ -1,4 +1,4 @@
-"""Where each Hugging Face tensor lies in megatron's parameters: one table for loading, handing out weights, gradients and checkpoints.
+"""Where each Hugging Face tensor lies in megatron's parameters: one table for loading, handing out weights and checkpoints.
 
     Hugging Face tensor ── split over tensor-parallel ranks ──► a view of a parameter of one pipeline stage
                         ── experts split over expert-parallel ranks ──► a view of each expert's parameter
@@ -187,7 +187,7 @@ def find_slices(gpt: TokenGPT, model: TokenModel) -> list[Slice]:
             stage = 0 if is_copy else ps.get_pipeline_model_parallel_rank()
             piece = found.setdefault(name, Slice(name, shapes[name], form, is_expert, [], stage))
             piece.parameters.append(parameter)
-            parameter.tensor_model_parallel = form.split is not None and piece.group.size() > 1  # type: ignore[attr-defined]
+            parameter.tensor_model_parallel = form.split is not None  # type: ignore[attr-defined]
     everyones: list[Any] = [None] * dist.get_world_size()
     told = {name: (piece.stage, key_of(piece.form, forms), piece.is_expert) for name, piece in found.items()}
     dist.all_gather_object(everyones, told)
