@@ -75,6 +75,10 @@ class WeightSource(ABC):
         module.load_state_dict(state, strict=False, assign=True)
         self.close()
 
+    def read(self, name: str, shape: torch.Size, own: Tensor, start: int) -> None:
+        """Copy rows of the tensor `name`, which has that shape, into `own`, from row `start` on. Collective if rank 0 sends it."""
+        self._read(self._prefix + name, shape, own, start)
+
     def close(self) -> None:  # noqa: B027
         """Close the files that are open."""
 
