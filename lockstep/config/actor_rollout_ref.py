@@ -279,7 +279,7 @@ class RolloutConfig:
     disable_log_stats: bool = True
     """vllm: false logs its statistics (throughput, use of the KV cache) every few seconds."""
     tensor_model_parallel_size: PositiveInt = 1
-    """vllm: workers that share each copy of the rollout model. 1 with the other engines."""
+    """embedded and vllm: workers that hold each copy of the rollout model together, consecutive ones. 1 with the other engines."""
     load_format: str = "dummy"
     """vllm: how it loads the model when it starts. dummy loads nothing, because the actor's weights are sent before the first
     rollout; auto reads the model's folder."""

@@ -220,7 +220,9 @@ def rollout_engine(values: Values, section: str) -> Iterator[Problem]:
     info = ROLLOUT_ENGINES.info(name)
     yield from engine_name(values, f"{section}.name", ROLLOUT_ENGINES)
     if tp > 1 and not info.tensor_parallel:
-        message = f"{NOT_SUPPORTED}: each worker holds the whole rollout model; set 1, or {section}.name=vllm"
+        message = (
+            f"{NOT_SUPPORTED}: each worker holds the whole rollout model; set 1, or {section}.name=embedded or vllm"
+        )
         if info.is_remote:
             message = f"{NOT_SUPPORTED}: servers are started with their own parallelism; set 1"
         yield Problem(f"{section}.tensor_model_parallel_size", tp, message, also=(f"{section}.name",))

@@ -58,7 +58,7 @@ def test_an_engine_that_is_registered_says_what_it_can_do(minimal: list[str]) ->
     assert ROLLOUT_ENGINES.info("toy") is Toy.info and "toy" in ROLLOUT_ENGINES
     parallel = [f"{ROLLOUT}.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2"]
     load_config(PPOConfig, [*minimal, f"{ROLLOUT}.name=toy", *parallel])
-    assert "each worker holds the whole rollout model" in problems(PPOConfig, *minimal, *parallel)
+    assert "each worker holds the whole rollout model" in problems(PPOConfig, *minimal, f"{ROLLOUT}.name=hf", *parallel)
 
 
 @pytest.mark.parametrize(

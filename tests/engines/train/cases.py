@@ -13,8 +13,10 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM
 
+from lockstep.config.deepspeed import DeepSpeedEngineConfig
 from lockstep.config.megatron import McoreEngineConfig
 from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from lockstep.engines.train.deepspeed import DeepSpeedEngine
 from lockstep.engines.train.fsdp import FsdpEngine
 from lockstep.engines.train.train_engine import EngineModel, MicroBatching, TrainEngine, create_train_engine
 from lockstep.kernels.packed import packed_view
@@ -50,6 +52,8 @@ class Case:
     kind: str = "policy"
     micro: MicroBatching = ONE_ROW
     fsdp: dict[str, Any] = field(default_factory=dict)
+    zero: dict[str, Any] | None = None
+    """Settings of the DeepSpeed engine; None for the FSDP engine."""
     checkpointing: bool = False
     compute: torch.dtype = torch.float32
     packed: bool = True
@@ -116,6 +120,18 @@ def build_engine(folder: Path, case: Case, *, trained: bool = True) -> Any:
         )
         return create_train_engine("megatron", spec, torch.device(case.device))
     model, weights = open_model(folder, case)
+    if case.zero is not None:
+        return DeepSpeedEngine(
+            model,
+            DeepSpeedEngineConfig(**case.zero),
+            OPTIM if trained else None,
+            weights=weights,
+            device=torch.device(case.device),
+            compute_dtype=case.compute,
+            packed=case.packed,
+            clip_grad=CLIP_GRAD,
+            gradient_checkpointing=case.checkpointing,
+        )
     return FsdpEngine(
         model,
         FSDPEngineConfig(**case.fsdp),

@@ -10,6 +10,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from lockstep.config.deepspeed import DeepSpeedEngineConfig
 from lockstep.config.megatron import McoreEngineConfig
 from lockstep.config.model import FSDPEngineConfig, HFModelConfig
 from lockstep.engines.train import TRAIN_ENGINES, EngineModel, MicroBatching, TrainEngine, create_train_engine
@@ -17,11 +18,11 @@ from tests.engines.train.cases import CLIP_GRAD, CPU, NUM_REAL, OPTIM, TEMPERATU
 from tests.tiny import save_tiny_model, tiny_tokenizer
 
 PLUGIN = Path(__file__).parents[3] / "examples" / "plugins" / "training_engine.py"
-ENGINES = ["fsdp", "megatron", f"{PLUGIN}:PlainEngine"]
-SETTINGS = {"megatron": McoreEngineConfig(seed=3)}
+ENGINES = ["fsdp", "megatron", f"{PLUGIN}:PlainEngine", "deepspeed"]
+SETTINGS = {"megatron": McoreEngineConfig(seed=3), "deepspeed": DeepSpeedEngineConfig(seed=3)}
 SPLITS = [MicroBatching(), MicroBatching(num_rows=2), MicroBatching(max_tokens=24)]
 
-pytestmark = pytest.mark.parametrize("name", ENGINES, ids=["fsdp", "megatron", "plugin"])
+pytestmark = pytest.mark.parametrize("name", ENGINES, ids=["fsdp", "megatron", "plugin", "deepspeed"])
 
 
 @pytest.fixture(scope="module")
