@@ -81,7 +81,9 @@ class DeepSpeedEngine(TokenEngine):
             prepare_cpu_for(sum(parameter.numel() for parameter in model.parameters()))
         deepspeed = _import_deepspeed(device)
         # DeepSpeed's masters are copies of rounded parameters: they are set afterwards, from these and from `weights`
-        present = {n: p.detach().cpu() for n, p in model.named_parameters() if not p.is_meta and compute_dtype != p.dtype}
+        present = {
+            n: p.detach().cpu() for n, p in model.named_parameters() if not p.is_meta and compute_dtype != p.dtype
+        }
         if self.stage == 3:
             self._fill_sharded(deepspeed, weights, settings)
         else:
