@@ -247,8 +247,7 @@ UNSUPPORTED_KEYS |= _in_each(
 _SAMPLED_KL = f"KL is estimated from the sampled tokens; set one of {', '.join(KL_ESTIMATORS)}"
 
 UNSUPPORTED_VALUES: dict[str, dict[str, str]] = {
-    f"{section}.strategy": dict.fromkeys(("megatron", "deepspeed"), "models are trained with FSDP2; set fsdp")
-    for section in _ROLES
+    f"{section}.strategy": dict.fromkeys(("megatron",), "models are trained with FSDP2; set fsdp") for section in _ROLES
 } | {
     f"{_ARR}.rollout.name": dict.fromkeys(("trtllm", "tgi"), "set embedded, hf, vllm, sglang or server"),
     "trainer.device": {"npu": "training runs on cuda and cpu"},

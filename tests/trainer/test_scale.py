@@ -69,7 +69,7 @@ class Run:
         return {f.stem: [json.loads(line)["output"] for line in f.read_text().splitlines()] for f in files}
 
     def weights(self) -> dict[str, Any]:
-        (last,) = self.folder.glob(f"global_step_{STEPS}")
+        last = max(self.folder.glob("global_step_*"), key=lambda folder: int(folder.name.removeprefix("global_step_")))
         return {
             f"{model.name}.{name}": tensor
             for model in sorted(last.iterdir())

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -35,7 +36,7 @@ from lockstep.engines.train.zero_state import ZeroState
 from lockstep.models.decoder_layer import DecoderLayer
 from lockstep.models.loading import resolve_dtype
 from lockstep.models.lora_identity import check_identity
-from lockstep.models.packed_weights import pack_weights
+from lockstep.models.packed_weights import in_packed_order, pack_weights
 from lockstep.models.shared_weights import copy_gathered, release_weights, share_weights
 from lockstep.models.token_models import ScalarModel, TokenModel
 from lockstep.models.weight_source import WeightSource
@@ -81,18 +82,19 @@ class DeepSpeedEngine(TokenEngine):
             prepare_cpu_for(sum(parameter.numel() for parameter in model.parameters()))
         deepspeed = _import_deepspeed(device)
         # DeepSpeed's masters are copies of rounded parameters: they are set afterwards, from these and from `weights`
-        present = {n: p.detach().cpu() for n, p in model.named_parameters() if not p.is_meta and compute_dtype != p.dtype}
+        present = {
+            n: p.detach().cpu() for n, p in model.named_parameters() if not p.is_meta and compute_dtype != p.dtype
+        }
         if self.stage == 3:
             self._fill_sharded(deepspeed, weights, settings)
         else:
             weights.fill(model.transformer, device)
+            pack_weights(model)
         self._wrapped: Any = None
         self.compute = model
         if optim is not None or self.stage == 3:
             self._wrapped = self._wrap(deepspeed, settings, optim)
             self.compute = self._wrapped
-        else:
-            pack_weights(model)
         self._state = ZeroState(model, self._wrapped, self.stage)
         if optim is not None:
             self.schedule = build_schedule(self._wrapped.basic_optimizer, optim)
@@ -147,7 +149,8 @@ class DeepSpeedEngine(TokenEngine):
 
     def _wrap(self, deepspeed: Any, settings: DeepSpeedSettings, optim: FSDPOptimizerConfig | None) -> Any:
         """DeepSpeed's engine around the model."""
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        # stages 1 and 2 give parameters adjacent memory in this order
+        trained = [parameter for parameter in in_packed_order(self.model) if parameter.requires_grad]
         buffers = dict(self.model.named_buffers())
         wrapped, *_ = deepspeed.initialize(
             model=self.model,
@@ -259,12 +262,21 @@ class DeepSpeedEngine(TokenEngine):
         return hasattr(self, "schedule")
 
 
+_group: Any = None
+"""torch's process group that DeepSpeed has derived its own from, in this process."""
+
+
 def _import_deepspeed(device: torch.device) -> Any:
     """DeepSpeed, on the process group that exists."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
     init_single_process_group(device)
     import deepspeed
+
+    global _group
+    if _group is not None and _group is not dist.group.WORLD:
+        deepspeed.utils.groups._release_process_group_references()
+    _group = dist.group.WORLD
 
     # collectives of DeepSpeed's inference on CPU: it would compile them now, for a minute
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
