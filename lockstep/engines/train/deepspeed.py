@@ -27,13 +27,13 @@ from lockstep.engines.train.deepspeed_settings import DeepSpeedSettings, build_s
 from lockstep.engines.train.loss_scale import LossScale
 from lockstep.engines.train.lr_schedule import build_schedule
 from lockstep.engines.train.offload import PinnedBuffer, move_parameters
-from lockstep.engines.train.optimizer import build_optimizer
+from lockstep.engines.train.optimizer import fused_adamw
+from lockstep.engines.train.sharding import decoder_layers
 from lockstep.engines.train.state import load_extra, save_extra
 from lockstep.engines.train.token_engine import TokenEngine
 from lockstep.engines.train.token_module import open_token_model
 from lockstep.engines.train.train_engine import PARTS, EngineModel
 from lockstep.engines.train.zero_state import ZeroState
-from lockstep.models.decoder_layer import DecoderLayer
 from lockstep.models.loading import resolve_dtype
 from lockstep.models.lora_identity import check_identity
 from lockstep.models.packed_weights import in_packed_order, pack_weights
@@ -101,7 +101,7 @@ class DeepSpeedEngine(TokenEngine):
             if compute_dtype != torch.float32:
                 self._state.set_masters(self._masters_from(weights, present))
             if gradient_checkpointing:
-                saves_memory = settings.offloads_parameters or settings.offloads_optimizer
+                saves_memory = self.stage == 3 or settings.offloads_optimizer
                 self.checkpointing = LayerCheckpointing(model, device, compute_dtype, every_layer=saves_memory)
         self._check_model()
         self.offload()
@@ -129,14 +129,16 @@ class DeepSpeedEngine(TokenEngine):
     def _fill_sharded(self, deepspeed: Any, weights: WeightSource, settings: DeepSpeedSettings) -> None:
         """Fill and shard one decoder layer after the other, then the rest: no rank has the whole model."""
         transformer = self.model.transformer
-        layers = [(path, module) for path, module in transformer.named_modules() if isinstance(module, DecoderLayer)]
-        for path, layer in layers:
-            weights.within(path).fill(layer, self.device)
-            self._shard(deepspeed, layer, settings)
+        layers = decoder_layers(transformer)
+        for path, module in transformer.named_modules():
+            if module in layers:
+                weights.within(path).fill(module, self.device)
+                self._shard(deepspeed, module, settings)
+                # gathered as a whole: our layer uses its children's weights without calling them
+                deepspeed.utils.set_z3_leaf_module(module, True)
         weights.fill(transformer, self.device)
         self._shard(deepspeed, self.model, settings)
-        # their weights are used without calling them
-        deepspeed.utils.set_z3_leaf_modules(self.model, [DecoderLayer], raise_if_not_found=False)
+        # used without being called, too
         head = self.model.score if isinstance(self.model, ScalarModel) else transformer.get_output_embeddings()
         for parameter in head.parameters() if isinstance(head, nn.Module) else ():
             deepspeed.zero.register_external_parameter(self.model, parameter)
@@ -154,7 +156,7 @@ class DeepSpeedEngine(TokenEngine):
         buffers = dict(self.model.named_buffers())
         wrapped, *_ = deepspeed.initialize(
             model=self.model,
-            optimizer=None if optim is None else build_optimizer(trained, optim, seed=0),
+            optimizer=None if optim is None else fused_adamw(trained, optim),
             config=settings.values,
             dist_init_required=False,
         )
@@ -172,7 +174,9 @@ class DeepSpeedEngine(TokenEngine):
             if name in present:
                 yield name, present[name].to(self.device)
             else:
-                yield name, weights.read_whole(names[parameter], self._shape(parameter), torch.float32, self.device)
+                whole = torch.empty(self._shape(parameter), device=self.device)
+                weights.read(names[parameter], whole.shape, whole, 0)
+                yield name, whole
         weights.close()
 
     def _backward(self, loss: Tensor, *, is_last: bool) -> None:
@@ -211,7 +215,7 @@ class DeepSpeedEngine(TokenEngine):
         self.onload()
         try:
             if self.stage == 3:
-                copy_gathered(module, self._computing_weights(), self.model.transformer)
+                copy_gathered(module, self._whole_parameters(), self.model.transformer)
             else:
                 share_weights(module, self.model.transformer)
             yield
@@ -220,22 +224,19 @@ class DeepSpeedEngine(TokenEngine):
                 release_weights(module)
             self.offload()
 
-    def _computing_weights(self) -> Generator[tuple[str, Tensor]]:
-        """Whole parameters as they compute."""
-        import deepspeed
-
+    def _whole_parameters(self) -> Generator[tuple[str, Tensor]]:
+        """In the compute dtype."""
         for name, parameter in self.model.named_parameters():
-            with deepspeed.zero.GatheredParameters(parameter):
+            with _gathered(parameter):
                 yield self.model.hf_name(name), parameter.detach()
 
     def weights(self, *, trained: bool = False) -> Generator[tuple[str, Tensor]]:
-        if self._compute_dtype == torch.float32 or self._wrapped is None:
-            skipped = {self.model.hf_name(name) for name, p in self.model.named_parameters() if not p.requires_grad}
-            yield from ((name, w) for name, w in self._computing_weights() if not (trained and name in skipped))
-            return
         for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
+            if parameter.requires_grad and self._compute_dtype != torch.float32:
                 yield self.model.hf_name(name), self._state.master(parameter)
+            elif parameter.requires_grad or not trained:
+                with _gathered(parameter):
+                    yield self.model.hf_name(name), parameter.detach()
 
     def onload(self, *, optimizer: bool = False, ahead: bool = False) -> None:
         if self._moves:
@@ -260,6 +261,14 @@ class DeepSpeedEngine(TokenEngine):
     @property
     def _is_trained(self) -> bool:
         return hasattr(self, "schedule")
+
+
+def _gathered(parameter: nn.Parameter) -> AbstractContextManager[None]:
+    """Inside, the parameter is whole; no-op below stage 3."""
+    import deepspeed
+
+    context: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(parameter)
+    return context
 
 
 _group: Any = None

@@ -28,7 +28,7 @@ CASES = [
     *(Case(world=2, zero={"zero_stage": stage, "optimizer_offload": True}) for stage in (1, 2)),
     Case(world=2, zero={"zero_stage": 3, **OFFLOADED}, micro=TOKENS),
     Case(world=2, zero={"zero_stage": 2}, packed=False, num_real=4),
-    Case(world=2, zero={"zero_stage": 3}, packed=False, micro=MicroBatching(num_rows=3)),
+    Case(world=2, zero={"zero_stage": 3}, num_real=4, micro=MicroBatching(num_rows=3)),
     Case(world=2, zero={"zero_stage": 3}, frozen="self_attn"),
     Case(world=2, zero={"zero_stage": 2}, frozen="self_attn"),
 ]
