@@ -283,6 +283,43 @@ def draw_after_load(folder: Path, case: Case, checkpoint: Path) -> float:
     return float(torch.rand(()))
 
 
+def not_finite(folder: Path, case: Case) -> tuple[str, bool]:
+    """The error of a step whose loss is not finite on the last rank, and whether it changed weights or the next step."""
+    engine, other = build_engine(folder, case), build_engine(folder, case)
+    factor = float("nan") if engine.dp_rank == engine.dp_size - 1 else 1.0
+    before = weights_of(engine)
+    engine.forward_backward(
+        own_rows(engine, make_batch(0)), lambda out, rows: (out["log_probs"].sum() * factor, {}), case.micro
+    )
+    try:
+        engine.optimizer_step()
+    except FloatingPointError as error:
+        after = weights_of(engine)
+        same = all(np.array_equal(before[name], after[name]) for name in before)
+        return str(error), not same or engine_step(engine, case, 0) != engine_step(other, case, 0)
+    return "", True
+
+
+def roles_of_a_run(folder: Path, case: Case) -> dict[str, Any]:
+    """An actor and a critic that train in turns beside a reference, all in the process of this rank."""
+    scalar = dataclasses.replace(case, kind="scalar")
+    actor, critic = build_engine(folder, case), build_engine(folder, scalar)
+    frozen = build_engine(folder, case, trained=False)
+    before = outputs_of(frozen, case)
+    turns = [(engine_step(actor, case, n), engine_step(critic, scalar, n)) for n in range(3)]
+    after = outputs_of(frozen, case)
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+    assert not list(frozen.weights(trained=True))
+    steps = {kind: [turn[place] for turn in turns] for place, kind in enumerate(("policy", "scalar"))}
+    return {"outputs": after, "steps": steps, "reference": weights_of(frozen)}
+
+
+def zero_stage(folder: Path, case: Case) -> int:
+    engine = build_engine(folder, case)
+    assert isinstance(engine, DeepSpeedEngine)
+    return engine.stage
+
+
 def exported(folder: Path, case: Case) -> dict[str, np.ndarray]:
     return {name: tensor.numpy() for name, tensor in build_engine(folder, case).saved_weights()}
 
