@@ -250,7 +250,7 @@ UNSUPPORTED_VALUES: dict[str, dict[str, str]] = {
     f"{section}.strategy": dict.fromkeys(("megatron", "deepspeed"), "models are trained with FSDP2; set fsdp")
     for section in _ROLES
 } | {
-    f"{_ARR}.rollout.name": dict.fromkeys(("trtllm", "tgi"), "set embedded, hf, vllm, sglang or server"),
+    f"{_ARR}.rollout.name": {"trtllm": "set embedded, hf, vllm, sglang, tgi or server"},
     "trainer.device": {"npu": "training runs on cuda and cpu"},
     "global_profiler.tool": dict.fromkeys(("npu", "precision_debugger"), "set torch, nsys or torch_memory"),
     "trainer.logger": dict.fromkeys(

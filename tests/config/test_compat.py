@@ -102,7 +102,7 @@ def test_unsupported_features_are_refused() -> None:
         "and lora_adapter_path of the model",
         "actor_rollout_ref.actor.strategy=megatron: not supported: models are trained with FSDP2; set fsdp",
         "critic.strategy=deepspeed: not supported: models are trained with FSDP2; set fsdp",
-        "actor_rollout_ref.rollout.name=trtllm: not supported: set embedded, hf, vllm, sglang or server",
+        "actor_rollout_ref.rollout.name=trtllm: not supported: set embedded, hf, vllm, sglang, tgi or server",
         "global_profiler.tool=npu: not supported: set torch, nsys or torch_memory",
         "trainer.logger=[console,clearml]: clearml is not supported: use any of console, file, tensorboard, wandb, "
         "mlflow, swanlab",
