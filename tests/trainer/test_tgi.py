@@ -16,7 +16,7 @@ from lockstep.trainer.main_ppo import main
 from lockstep.weight_sync import CANARY_METRIC
 from tests.engines.rollout.fake_tgi import RELOAD, FakeTgi, fake_tgi, reload_command
 from tests.tiny import save_tiny_model, small_run, write_rows
-from tests.trainer.test_vllm import rows_of
+from tests.trainer.test_vllm import ASYNC, check_async, rows_of
 
 ROLLOUT = "actor_rollout_ref.rollout"
 PAGE = (Path(__file__).parents[2] / "docs" / "servers.md").read_text()
@@ -92,6 +92,7 @@ def test_a_run_equals_that_of_the_embedded_engine(folder: Path, tmp_path: Path, 
     assert sorted(path.name for path in weights.iterdir()) == ["step_1", "step_2"]
 
 
+@pytest.mark.slow
 def test_a_failed_reload_stops_the_run_which_can_be_resumed(
     folder: Path, tmp_path: Path, server: FakeTgi, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,6 +127,7 @@ def test_the_canary_finds_a_command_that_loads_nothing(
     )
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_in_a_reload(
     folder: Path, tmp_path: Path, server: FakeTgi, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,10 +187,11 @@ def test_the_documented_command(folder: Path, tmp_path: Path, server: FakeTgi) -
 @pytest.mark.slow
 def test_asynchronous_training_with_reloads(folder: Path, tmp_path: Path, server: FakeTgi) -> None:
     server.state.reload = "restart"
-    assert main(run_of(folder, tmp_path / "run", *by_tgi(server), "trainer.async_mode=one_step_off")) == 0
-    assert [row[CANARY_METRIC] < 1e-3 for row in rows_of(tmp_path / "run")] == [True, True]
+    assert main(run_of(folder, tmp_path / "run", *by_tgi(server), *ASYNC["one_step_off"])) == 0
+    check_async(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_hanging_command_is_killed(
     folder: Path, tmp_path: Path, server: FakeTgi, capsys: pytest.CaptureFixture[str]
 ) -> None:

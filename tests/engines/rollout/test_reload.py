@@ -169,11 +169,12 @@ def test_a_server_that_does_not_return(server: FakeTgi, folder: Path, tmp_path: 
     server.start()
 
 
+@pytest.mark.slow
 def test_one_of_two_servers_fails(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It is left out until the next update."""
     with fake_tgi(folder) as good, fake_tgi(folder) as bad:
         bad.state.reload = "die"
-        engine = engine_of([bad.url, good.url], folder, tmp_path, reload_command(), reload_timeout_s=3.0)
+        engine = engine_of([bad.url, good.url], folder, tmp_path, reload_command(), reload_timeout_s=5.0)
         update(engine, changed_model(folder, 1), 1)
         assert "the server is left out until the next weight update" in caplog.text
         assert len(engine.canaries(one_request())) == 1

@@ -76,7 +76,7 @@ class ServerEngine(RolloutEngine):
         self._shares_servers = current_world_size() > len(urls)
         if self.config.server.sleep and self._shares_servers:
             raise ServerError(f"{KEY}.sleep needs a server for each of the {current_world_size()} workers")
-        self._open_tokenizer = cache(
+        open_tokenizer = cache(
             lambda: hf_tokenizer(
                 model.tokenizer_path or model.path,
                 trust_remote_code=model.trust_remote_code,
@@ -84,7 +84,8 @@ class ServerEngine(RolloutEngine):
                 key=f"{key}.tokenizer_path",
             )
         )
-        self._open_folder = lambda root: WeightsFolder(root, model, key, dtype, self._open_tokenizer())
+        self._open_tokenizer = open_tokenizer
+        self._open_folder = lambda root: WeightsFolder(root, model, key, dtype, open_tokenizer())
         self._loop = EventLoop()
         self._pool = self._loop.run(self._open(share_of(urls, current_rank(), current_world_size())))
         names = ", ".join(f"{server.model} at {server.url}" for server in self._pool.servers)
@@ -239,16 +240,18 @@ class ServerEngine(RolloutEngine):
             self._loop.run(self._transfer.send(tensors, self._on_current))
 
     def finish_update(self, version: int) -> None:
+        label = f"lockstep-{version}"
         if self._reloads:
             self._reload(version)
-        else:
-            label = f"lockstep-{version}"
-            if self._leads:
-                self._loop.run(self._on_current(lambda server: server.protocol.finish_update(server, label)))
-            for server in self._pool.servers:
-                server.weights_label = label
+        elif self._leads:
+            self._loop.run(self._on_current(lambda server: server.protocol.finish_update(server, label)))
         if self._shares_servers:
             wait_for_all_ranks()
+        for server in self._pool.servers:
+            server.weights_label = None if self._reloads else label
+        if self._reloads and not self._leads:  # its model may have another name now
+            probe = self._probe(self._pool)
+            self._loop.run(self._on_current(lambda server: self._retried(server, probe)))
         super().finish_update(version)
 
     def _reload(self, version: int) -> None:

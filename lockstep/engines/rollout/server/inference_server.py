@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from math import ceil
 
 from transformers import PreTrainedTokenizerBase
 
@@ -11,6 +12,7 @@ from lockstep.engines.rollout.rollout_engine import longest_sequence
 from lockstep.engines.rollout.server.http import KEY, Connection, ServerError, Unavailable
 from lockstep.engines.rollout.server.protocols import PROTOCOLS, ServerProtocol
 from lockstep.engines.rollout.server.tgi import TgiProtocol
+from lockstep.utils.distributed import current_world_size
 
 MAX_BACKOFF_S = 30.0
 
@@ -79,7 +81,9 @@ async def open_server(
             f"{config.prompt_length}; lower it, or start the server with longer prompts"
         )
     if model.max_requests is not None:
-        server.slots = asyncio.Semaphore(min(model.max_requests, config.server.max_outstanding))
+        num_sharing = ceil(current_world_size() / len(config.server.urls))
+        most = max(1, model.max_requests // num_sharing)
+        server.slots = asyncio.Semaphore(min(most, config.server.max_outstanding))
     await server.protocol.check(server, config)
     reloads = config.server.reload_command is not None
     server.no_updates = None if reloads else await server.protocol.why_no_updates(server)
