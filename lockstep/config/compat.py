@@ -249,7 +249,7 @@ UNSUPPORTED_KEYS |= _in_each(
 _SAMPLED_KL = f"KL is estimated from the sampled tokens; set one of {', '.join(KL_ESTIMATORS)}"
 
 UNSUPPORTED_VALUES: dict[str, dict[str, str]] = {
-    f"{_ARR}.rollout.name": dict.fromkeys(("trtllm", "tgi"), "set embedded, hf, vllm, sglang or server"),
+    f"{_ARR}.rollout.name": {"trtllm": "set embedded, hf, vllm, sglang, tgi or server"},
     "trainer.device": {"npu": "training runs on cuda and cpu"},
     "global_profiler.tool": dict.fromkeys(("npu", "precision_debugger"), "set torch, nsys or torch_memory"),
     "trainer.logger": dict.fromkeys(
