@@ -19,7 +19,7 @@ from lockstep.registry import check_signature, find_registered, load_object
 from lockstep.rewards.custom import ARGUMENTS, BATCH_ARGUMENTS
 from lockstep.rewards.load import load_compute_score
 from lockstep.trainer.run.checkpoint import CheckpointStore, RunLock
-from lockstep.trainer.run.remote_store import RemoteStore, check_url, find_path, reach
+from lockstep.trainer.run.remote_store import check_url, find_path, reach, store_of
 from lockstep.trainer.run.run_config import check_remote_experiment, check_same_experiment, saved_config
 from lockstep.utils.checkpoint_folder import read_manifest
 from lockstep.utils.files import ensure_writable
@@ -190,10 +190,10 @@ def _folders(config: PPOConfig | SupervisedConfig) -> None:
 
 def _remote_store(config: PPOConfig | SupervisedConfig) -> None:
     """The store can be used, and its newest checkpoint is of this experiment."""
-    trainer = config.trainer
-    if not trainer.default_hdfs_dir:
+    trainer, store = config.trainer, store_of(config)
+    if store is None:
         return
-    store, local = RemoteStore(trainer.default_hdfs_dir), CheckpointStore(Path(trainer.default_local_dir).expanduser())
+    local = CheckpointStore(Path(trainer.default_local_dir).expanduser())
     check_url(store.key, store.url)
     if newest := reach(store, local)[-1:]:
         found = local.newest()

@@ -22,8 +22,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from fsspec.implementations.local import LocalFileSystem
-
+from lockstep.config.ppo import PPOConfig
+from lockstep.config.sft import SupervisedConfig
 from lockstep.trainer.run.checkpoint import TRACKER, CheckpointStore, verify
 from lockstep.utils.checkpoint_folder import (
     MANIFEST,
@@ -35,7 +35,7 @@ from lockstep.utils.checkpoint_folder import (
     read_manifest,
 )
 from lockstep.utils.files import make_private_folder, sha256, sha256_all
-from lockstep.utils.fs import check_protocol, masked, open_filesystem, reason
+from lockstep.utils.fs import check_protocol, is_remote, masked, open_filesystem, reason
 
 logger = logging.getLogger(__name__)
 
@@ -65,14 +65,14 @@ class RemoteStore:
     """The checkpoints under a URL. Every error of its file system is a StoreError.
 
     key:             the config key of the URL, for messages.
-    name:            the URL without passwords.
+    name:            the URL as messages show it; by default without passwords.
     newest_sequence: the largest sequence seen at the store; 0 if none.
     """
 
-    def __init__(self, url: str, key: str = STORE_KEY) -> None:
+    def __init__(self, url: str, key: str = STORE_KEY, name: str | None = None) -> None:
         self.url = url.rstrip("/")
         self.key = key
-        self.name = masked(self.url)
+        self.name = name or masked(self.url)
         self.newest_sequence = 0
         self._opened: tuple[Any, str] | None = None
 
@@ -190,7 +190,7 @@ class RemoteStore:
 
     def _make_root(self) -> None:
         """Object stores need none. A local one can be read by its owner only, as the run's folder."""
-        if isinstance(self._filesystem, LocalFileSystem):
+        if not is_remote(self.url):
             make_private_folder(Path(self._root))
         else:
             self._filesystem.makedirs(self._root, exist_ok=True)
@@ -261,6 +261,13 @@ class RemoteStore:
             text, password = reason(error), urlsplit(self.url).password
             text = text.replace(password, "***") if password else text
             raise StoreError(f"{self.key}={self.name}: {what} ({text})") from None
+
+
+def store_of(config: PPOConfig | SupervisedConfig) -> RemoteStore | None:
+    """The store of a run."""
+    url = config.trainer.default_hdfs_dir
+    written, _ = config.from_environment.get(STORE_KEY, (None, None))
+    return RemoteStore(url, name=written) if url else None
 
 
 def folder_name(step: int) -> str:

@@ -23,7 +23,7 @@ from lockstep.observability.run_folder import CONFIG
 from lockstep.observability.trackers import Tracking
 from lockstep.trainer.run.checkpoint import CheckpointStore, RunLock
 from lockstep.trainer.run.remote_copies import RemoteCopies
-from lockstep.trainer.run.remote_store import RemoteStore, fetch_path, find_or_fetch, reach
+from lockstep.trainer.run.remote_store import RemoteStore, fetch_path, find_or_fetch, reach, store_of
 from lockstep.trainer.run.run_config import (
     as_yaml,
     check_remote_experiment,
@@ -55,8 +55,7 @@ class TrainingRun(ExitStack):
         self.config = config
         self.folder = Path(config.trainer.default_local_dir).expanduser()
         self.checkpoints = CheckpointStore(self.folder, keep=checkpoints_to_keep(config))
-        url = config.trainer.default_hdfs_dir
-        self.store = RemoteStore(url) if url else None
+        self.store = store_of(config)
         self._copies: RemoteCopies | None = None
         self._has_saved = False
         self.last_checkpoint: Path | None = None
