@@ -20,6 +20,7 @@ from lockstep.config.compose import load_config
 from lockstep.config.errors import ConfigError
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.sft import SFTConfig
+from lockstep.trainer import fsdp_sft_trainer, main_ppo
 from lockstep.trainer.ppo.rollout_sources.journal import trained_groups
 from lockstep.trainer.run import remote_copies, remote_store
 from lockstep.trainer.run.checkpoint import TRACKER, CheckpointStore, verify
@@ -27,7 +28,8 @@ from lockstep.trainer.run.preflight import preflight
 from lockstep.trainer.run.remote_store import UPLOAD, RemoteStore, StoreError
 from lockstep.trainer.run.training_run import TrainingRun
 from lockstep.utils.checkpoint_folder import MANIFEST, read_manifest
-from tests.metrics import metrics_of
+from tests.metrics import metrics_of, numbers_of
+from tests.programs import Program
 from tests.remote import FaultyFileSystem, emptied, planted
 from tests.tiny import save_tiny_model
 
