@@ -93,8 +93,8 @@ class RemoteStore:
             return content
 
     def check_writable(self) -> None:
-        path = f"{self._root}/.writable"
         with self._errors("cannot be written"):
+            path = f"{self._root}/.writable"
             self._make_root()
             self._filesystem.pipe_file(path, b"")
             with suppress(Exception):  # a store may keep what was written
@@ -112,10 +112,9 @@ class RemoteStore:
         uploaded: the files of an earlier attempt, which are not copied again; this attempt adds its own.
         """
         local = read_manifest(folder)
-        target = self._folder(local.step)
         files = local.files | {MANIFEST: _entry(folder / MANIFEST)}
         with self._errors(f"cannot take {folder.name}"):
-            filesystem = self._filesystem
+            filesystem, target = self._filesystem, self._folder(local.step)
             if not uploaded:
                 is_ours, there = self._state(local.step)
                 if there is not None and files.items() <= there.files.items():

@@ -113,16 +113,14 @@ class TrainingRun(ExitStack):
 
     def _find(self, mode: ResumeMode, path: str | None) -> tuple[int, Path] | None:
         """`CheckpointStore.find`, also at remote stores, whose checkpoint is then fetched."""
+        if self.store is not None and mode == "auto":
+            check = partial(check_remote_experiment, self.store, self.config)
+            return find_or_fetch(self.store, self.checkpoints, check)
+        if self.store is not None:
+            reach(self.store, self.checkpoints)  # for the sequence of the next save
         if mode == "resume_path" and path is not None and "://" in path:
             is_own = self.store is not None and path.rstrip("/").rpartition("/")[0] == self.store.url
             return fetch_path(path, self.checkpoints, restore=is_own)
-        if self.store is None:
-            return self.checkpoints.find(mode, path)
-        if mode == "auto":
-            return find_or_fetch(
-                self.store, self.checkpoints, partial(check_remote_experiment, self.store, self.config)
-            )
-        reach(self.store, self.checkpoints)
         return self.checkpoints.find(mode, path)
 
     def _copying(self, store: RemoteStore) -> RemoteCopies:
