@@ -18,10 +18,12 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.config.reward import REWARD_MANAGERS
 from lockstep.config.roles import sections_of
 from lockstep.config.server_checks import servers
+from lockstep.config.sft import SupervisedConfig
 from lockstep.config.trainer import LOGGERS
 from lockstep.registry import find_registered, no_such_name
 from lockstep.utils.dataset_files import FORMS as DATA_FORMS, Use, locate_data
 from lockstep.utils.files import did_you_mean_path
+from lockstep.utils.fs import masked
 from lockstep.utils.model_path import FORMS as MODEL_FORMS, is_adapter, is_model_folder, locate_model
 from lockstep.utils.sampling_limits import MIN_TEMPERATURE
 from lockstep.utils.vision import vision_problem
@@ -73,8 +75,23 @@ def resume_path(values: Values) -> Iterator[Problem]:
         if not path:
             message = "must be the global_step_N folder to resume from, because trainer.resume_mode=resume_path"
             yield Problem("trainer.resume_from_path", NO_VALUE, message)
-        elif not Path(path).is_dir():
+        elif "://" not in path and not Path(path).is_dir():
             yield Problem("trainer.resume_from_path", path, "no such folder")
+
+
+def remote_store(config: PPOConfig | SupervisedConfig) -> Iterator[Problem]:
+    """URLs of remote checkpoints; a password in one would be saved with the config."""
+    store, path = "trainer.default_hdfs_dir", "trainer.resume_from_path"
+    for name, value in ((store, config.trainer.default_hdfs_dir), (path, config.trainer.resume_from_path)):
+        if name == store and value and "://" not in value:
+            message = "must be a URL such as s3://bucket/run or file:///mnt/run; local checkpoints are in trainer.default_local_dir"
+            yield Problem(name, value, message)
+        elif value and masked(value) != value and name not in config.from_environment:
+            message = (
+                "has a password or signature, which would be saved with the config; give it to fsspec by its configuration or "
+                "environment variables (docs/remote_checkpoints.md), or write the URL as ${oc.env:NAME}"
+            )
+            yield Problem(name, masked(value), message)
 
 
 def _data_files(values: Values, name: str, use: Use) -> Iterator[Problem]:

@@ -46,6 +46,7 @@ def check(config: PPOConfig) -> tuple[list[Problem], list[str]]:
         _names(values),
         checks.fixed_values(values),
         _files(values, models),
+        checks.remote_store(config),
         () if config.trainer.val_only else chain(_algorithm(values, inputs), _batches(values, models)),
         () if config.trainer.val_only else setting_problems(config),
         _lengths(config, values),
