@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from tensordict import TensorDict
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -53,8 +54,9 @@ from lockstep.models.model_check import (
 from lockstep.models.packed_weights import pack_weights
 from lockstep.models.packing import ForwardRows, Layout, forward_rows
 from lockstep.models.rope import rope_limit
+from lockstep.models.router_replay import FREE, Routing
 from lockstep.models.shared_weights import copy_gathered, release_weights, rollout_module, share_weights
-from lockstep.models.token_models import ScalarModel, TokenModel
+from lockstep.models.token_models import PolicyModel, ScalarModel, TokenModel
 from lockstep.models.ulysses import SequenceGroup, check_heads
 from lockstep.models.weight_source import WeightSource
 from lockstep.protocol.columns import Batch, tensors_of
@@ -76,6 +78,7 @@ class FsdpEngine(TrainEngine):
     optim: None for a model that only computes (reference, reward model).
     packed: compute on packed tokens rather than on padded rows.
     sequence_parallel_size: ranks that share one row of packed tokens.
+    router_key: see `EngineModel`.
     """
 
     info = TRAIN_ENGINES.built_in["fsdp"]
@@ -93,6 +96,7 @@ class FsdpEngine(TrainEngine):
         clip_grad: float = 1.0,
         gradient_checkpointing: bool = False,
         sequence_parallel_size: int = 1,
+        router_key: str | None = None,
     ) -> None:
         self.config = config
         self.device = device
@@ -142,6 +146,8 @@ class FsdpEngine(TrainEngine):
                 self._moments = OffloadedMoments(self.optimizer, device)
             self.schedule = build_schedule(self.optimizer, optim)
         self._check_model()
+        if router_key is not None:
+            self._watch_routers(router_key)
         self.offload()
 
     @classmethod
@@ -158,7 +164,20 @@ class FsdpEngine(TrainEngine):
             clip_grad=model.clip_grad,
             gradient_checkpointing=model.config.enable_gradient_checkpointing,
             sequence_parallel_size=model.sequence_parallel_size,
+            router_key=model.router_key,
         )
+
+    def _watch_routers(self, key: str) -> None:
+        """ValueError if the model's routers cannot be read."""
+        assert isinstance(self.compute, PolicyModel)
+        if self.layout == "rows":
+            kind = self.model.hf_config.model_type
+            raise ValueError(f"{key}: {kind} computes by its own forward, whose routers cannot be read; disable it")
+        self.compute.routing = Routing(self.compute.transformer, key)
+        batch = check_batch(self.model.hf_config.get_text_config().vocab_size)
+        with torch.no_grad():
+            self.compute(forward_rows(batch, self.device, self.layout, with_places=True), routes="record")
+        sharding.reshard(self.compute)
 
     def forward(self, batch: Batch, micro: MicroBatching, **options: object) -> dict[str, Tensor]:
         order: list[int] = []
@@ -166,11 +185,15 @@ class FsdpEngine(TrainEngine):
         with torch.no_grad():
             for rows in self._partitions(batch, micro):
                 order += rows
-                pieces.append(self.compute(self._rows(_taken(batch, rows)), **options))
+                out = self.compute(
+                    self._rows(_taken(batch, rows), with_places=options.get("routes") == "record"), **options
+                )
+                # routes are many times larger than other results
+                pieces.append({k: v.cpu() if k == "routed_experts" else v for k, v in out.items()})
                 count(len(order), len(batch), "sequences")
         sharding.reshard(self.model)
         back = torch.tensor(order).argsort()
-        return {name: torch.cat([p[name] for p in pieces]).cpu()[back] for name in pieces[0]}
+        return {name: _joined([p[name] for p in pieces]).cpu()[back] for name in pieces[0]}
 
     @spanned
     def forward_backward(
@@ -428,17 +451,17 @@ class FsdpEngine(TrainEngine):
 
     def _loss_columns(self, batch: TensorDict) -> TensorDict:
         """The rows on the device, without the tokens that only the forward reads."""
-        columns = tensors_of(batch.exclude("prompts", "input_ids", "attention_mask", "position_ids"))
+        columns = tensors_of(batch.exclude("prompts", "input_ids", "attention_mask", "position_ids", "routed_experts"))
         return TensorDict({k: to_device(v, self.device) for k, v in columns.items()}, batch_size=batch.batch_size)
 
-    def _rows(self, batch: TensorDict) -> ForwardRows:
+    def _rows(self, batch: TensorDict, *, with_places: bool = False) -> ForwardRows:
         longest = int(batch["position_ids"].max()) + 1
         if self._max_length is not None and longest > self._max_length:
             raise ValueError(
                 f"a sequence has {longest} tokens, but the rotary frequencies of {self.model.hf_config.model_type} change "
                 f"beyond {self._max_length}; shorten data.max_prompt_length or data.max_response_length"
             )
-        return forward_rows(batch, self.device, self.layout, self.sequence)
+        return forward_rows(batch, self.device, self.layout, self.sequence, with_places=with_places)
 
 
 def _taken(batch: Batch, rows: list[int]) -> TensorDict:
@@ -448,6 +471,12 @@ def _taken(batch: Batch, rows: list[int]) -> TensorDict:
         batch[rows] if rows != list(range(start, end)) else batch if len(rows) == len(batch) else batch[start:end]
     )
     return part.to_tensordict() if is_ragged(part) else part
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """The rows of all parts; those of routes are as long as the longest sequence of their part."""
+    width = max((part.shape[1] for part in parts if part.ndim == 4), default=0)
+    return torch.cat([F.pad(p, (0, 0, 0, 0, 0, width - p.shape[1]), value=FREE) if p.ndim == 4 else p for p in parts])
 
 
 def _master_dtype(model: nn.Module) -> torch.dtype:

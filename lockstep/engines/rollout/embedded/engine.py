@@ -66,7 +66,9 @@ class EmbeddedEngine(ModuleEngine):
 
     def bind(self, model: nn.Module) -> None:
         self.sleep()
-        self.runner = ModelRunner(model, self.config.kv_block_size)
+        self.runner = ModelRunner(
+            model, self.config.kv_block_size, records_routes=self.config.enable_rollout_routing_replay
+        )
         self.step_loop = StepLoop(self.runner, self.scheduler, self.max_model_len, not self.config.enforce_eager)
         self._model_is_checked = False
 

@@ -14,32 +14,43 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lockstep.engines.rollout.embedded.paged_attention import LayerProbe, LayerShape, PagedCache
+from lockstep.engines.rollout.embedded.paged_attention import LayerProbe, LayerShape, PagedCache, RouteShape
 from lockstep.engines.rollout.rollout_engine import evaluation_mode
 from lockstep.kernels.activation_memory import CACHE_SHARE_OF_FREE
 from lockstep.models.attention import ATTENTION_NAME, AttentionContext, no_mask
 from lockstep.models.known_models import why_own_forward
 from lockstep.models.log_probs import vocabulary_head
+from lockstep.models.router_replay import Routing
 from lockstep.utils.device import free_memory
 from lockstep.utils.host import prepare_cpu_for
+
+_RECORD_KEY = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
 
 
 class ModelRunner:
     """
     logits:              hidden states (N, E) -> float32 logits (N, V).
+    records_routes:      whether the experts of tokens are recorded (`models/router_replay.py`).
+    routes:              (T, layers, experts per token) the experts of the last forward's tokens, if they are recorded.
     parameter_addresses: on CUDA, of all parameters and buffers when `serving` began: CUDA graphs are captured again if they moved.
     """
 
-    def __init__(self, model: nn.Module, block_size: int) -> None:
+    def __init__(self, model: nn.Module, block_size: int, *, records_routes: bool = False) -> None:
         check_config(model)
         self.model: Any = model
         self.logits = vocabulary_head(cast(PreTrainedModel, model))
         self.block_size = block_size
         self.cache: PagedCache | None = None
+        self._routing = Routing(model, _RECORD_KEY) if records_routes else None
+        self.routes: Tensor | None = None
         self.parameter_addresses: tuple[int, ...] = ()
         self._layers: dict[int, LayerShape] | None = None
         self._cache_addresses: Tensor | None = None
         self._mask: Tensor | None = None
+
+    @property
+    def records_routes(self) -> bool:
+        return self._routing is not None
 
     @property
     def device(self) -> torch.device:
@@ -82,13 +93,19 @@ class ModelRunner:
             memory = kv_cache_bytes(utilization, total, free_memory(self.device), weights)
         else:
             memory = int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * utilization)
-        bytes_per_block = self.block_size * sum(shape.bytes_per_token for shape in self.layers().values())
-        return memory // bytes_per_block
+        bytes_per_token = sum(shape.bytes_per_token for shape in self.layers().values())
+        bytes_per_token += 0 if self._route_shape is None else self._route_shape.bytes_per_token
+        return memory // (self.block_size * bytes_per_token)
+
+    @property
+    def _route_shape(self) -> RouteShape | None:
+        routing = self._routing
+        return None if routing is None else RouteShape(routing.num_layers, routing.top_k, routing.dtype)
 
     def allocate(self, num_blocks: int) -> None:
         """Create the cache with this many blocks, or grow it to them."""
         if self.cache is None:
-            self.cache = PagedCache(self.layers(), num_blocks, self.block_size, self.device)
+            self.cache = PagedCache(self.layers(), num_blocks, self.block_size, self.device, self._route_shape)
         elif num_blocks > self.cache.num_blocks:
             self.cache.grow(num_blocks)
         if self.device.type == "cuda":
@@ -105,6 +122,8 @@ class ModelRunner:
         """(1, T) tokens -> (T, E) hidden states."""
         if self._mask is None or self._mask.device != self.device:
             self._mask = no_mask(self.device)
+        if self._routing is not None:
+            self._routing.begin()
         output = self.model.get_decoder()(
             input_ids=token_ids,
             position_ids=position_ids,
@@ -112,8 +131,16 @@ class ModelRunner:
             use_cache=False,
             lockstep_context=context,
         )
+        if self._routing is not None:
+            self.routes = self._routing.end().routes().to(self._routing.dtype)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
+
+    def keep_routes(self, slots: Tensor, routes: Tensor | None) -> None:
+        """Store the experts of tokens by their cache slots; no-op if none were recorded."""
+        if routes is not None:
+            assert self.cache is not None
+            self.cache.write_routes(slots, routes)
 
 
 def kv_cache_bytes(utilization: float, total: int, free: int, weights: int) -> int:
