@@ -26,6 +26,7 @@ class RolloutEngineInfo:
     server_kind:     the only protocol of these servers.
     cuts_log_probs:  log-probs are of the distribution that top_p, top_k and min_p have cut, unless the temperature is 1.
     fills_memory:    the KV cache takes all that `gpu_memory_utilization` leaves after the weights, even if sequences need less.
+    records_routes:  returns the experts that computed each token (`enable_rollout_routing_replay`).
     package:         the package that it imports. if_missing: what to do if that is not installed.
     unread:          keys of `rollout`, and sections with a final dot, that it does not read.
     """
@@ -39,6 +40,7 @@ class RolloutEngineInfo:
     server_kind: str | None = None
     cuts_log_probs: bool = False
     fills_memory: bool = False
+    records_routes: bool = False
     package: str | None = None
     if_missing: str = ""
     unread: tuple[str, ...] = ()
@@ -52,12 +54,14 @@ class TrainEngineInfo:
     takes_adapters:    trains LoRA adapters (`lora_rank`).
     is_distributed:    can run on several ranks.
     sequence_parallel: several ranks can split a sequence (`ulysses_sequence_parallel_size`).
+    reads_routers:     can replay and balance the experts of tokens (`router_replay`, `router_aux_loss_coef`).
     """
 
     engine: str = ""
     takes_adapters: bool = True
     is_distributed: bool = True
     sequence_parallel: bool = True
+    reads_routers: bool = False
 
 
 _ONLY_VLLM = ("quantization", "engine_kwargs", "disable_log_stats")
@@ -75,6 +79,7 @@ _ROLLOUT = {
         "lockstep.engines.rollout.embedded.engine:EmbeddedEngine",
         shares_weights=True,
         takes_adapters=True,
+        records_routes=True,
         if_too_large="vllm",
         unread=_IN_PROCESS,
     ),
@@ -96,7 +101,7 @@ _ROLLOUT = {
     "server": RolloutEngineInfo(f"{_SERVERS}:ServerEngine", is_remote=True, cuts_log_probs=True, unread=_OF_SERVERS),
     "sglang": RolloutEngineInfo(f"{_SERVERS}:SglangEngine", is_remote=True, server_kind="sglang", unread=_OF_SERVERS),
 }
-_FSDP = TrainEngineInfo("lockstep.engines.train.fsdp:FsdpEngine")
+_FSDP = TrainEngineInfo("lockstep.engines.train.fsdp:FsdpEngine", reads_routers=True)
 _TRAIN = {"fsdp": _FSDP, "fsdp2": _FSDP}
 
 Info = TypeVar("Info", RolloutEngineInfo, TrainEngineInfo)
