@@ -75,7 +75,13 @@ def save_tiny_model(folder: Path, seed: int = 0, **changes: Any) -> Path:
 def save_tiny_moe(folder: Path, seed: int = 0, **changes: Any) -> Path:
     """Save the folder of a Qwen3-MoE model with 8 experts, of which 2 compute each token."""
     sizes = SIZES | {"max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}
+    experts = {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "head_dim": 16,
+        "norm_topk_prob": True,
+    }
     torch.manual_seed(seed)
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=259, **sizes | experts | changes))
     with torch.no_grad():
