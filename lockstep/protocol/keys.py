@@ -1,7 +1,7 @@
 """The table of all batch keys: shape, dtype, writer, readers, meaning, and how a batch of rollouts stores the column.
 
-Shapes, padded: B rows, P prompt length (left-padded), R response length (right-padded), T = P + R. A batch of rollouts stores no
-padding (`protocol/ragged.py`):
+Shapes, padded: B rows, P prompt length (left-padded), R response length (right-padded), T = P + R; S positions of a row without its
+padding, L layers with experts, K experts per token. A batch of rollouts stores no padding (`protocol/ragged.py`):
 
     B          the tensor
     BP, BR     the entries at tokens, of all rows, and the rows' lengths; of an empty response one entry, for its score.
