@@ -17,7 +17,9 @@ from lockstep.config.bounds import (
     Temperature,
     UnitFloat,
 )
+from lockstep.config.deepspeed import DeepSpeedEngineConfig
 from lockstep.config.engines import ROLLOUT_ENGINES
+from lockstep.config.megatron import McoreEngineConfig, RefMcoreEngineConfig
 from lockstep.config.model import CheckpointConfig, Dtype, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from lockstep.config.policy_loss import PolicyLossConfig
 from lockstep.config.profiler import ProfilerConfig
@@ -39,7 +41,8 @@ class RouterReplayConfig:
 @dataclass(frozen=True)
 class ActorConfig:
     strategy: str = "fsdp"
-    """Training engine: fsdp or fsdp2 (both mean FSDP2), or your own as path/to/file.py:Class (docs/extending.md)."""
+    """Training engine: fsdp or fsdp2 (both mean FSDP2), megatron (docs/megatron.md), deepspeed (docs/deepspeed.md), or your own as
+    path/to/file.py:Class (docs/extending.md)."""
     ppo_mini_batch_size: PositiveInt = 256
     """Prompts per optimizer step (times `rollout.n` sequences)."""
     ppo_micro_batch_size_per_gpu: PositiveInt | None = None
@@ -93,6 +96,8 @@ class ActorConfig:
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     optim: FSDPOptimizerConfig = field(default_factory=FSDPOptimizerConfig)
     fsdp_config: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
+    megatron: McoreEngineConfig = field(default_factory=McoreEngineConfig)
+    deepspeed: DeepSpeedEngineConfig = field(default_factory=DeepSpeedEngineConfig)
     ulysses_sequence_parallel_size: PositiveInt = 1
     """Ranks that split each sequence (Ulysses)."""
     grad_clip: PositiveFloat = II(f"{_ACTOR}.optim.clip_grad")
@@ -286,7 +291,7 @@ class RolloutConfig:
     disable_log_stats: bool = True
     """vllm: false logs its statistics (throughput, use of the KV cache) every few seconds."""
     tensor_model_parallel_size: PositiveInt = 1
-    """vllm: workers that share each copy of the rollout model. 1 with the other engines."""
+    """embedded and vllm: workers that hold each copy of the rollout model together, consecutive ones. 1 with the other engines."""
     load_format: str = "dummy"
     """vllm: how it loads the model when it starts. dummy loads nothing, because the actor's weights are sent before the first
     rollout; auto reads the model's folder."""
@@ -335,6 +340,8 @@ class RefConfig:
     log_prob_max_token_len_per_gpu: PositiveInt = II(f"{_ACTOR}.ppo_max_token_len_per_gpu")
     """Tokens per micro-batch."""
     fsdp_config: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
+    megatron: RefMcoreEngineConfig = field(default_factory=RefMcoreEngineConfig)
+    deepspeed: DeepSpeedEngineConfig = field(default_factory=DeepSpeedEngineConfig)
     ulysses_sequence_parallel_size: PositiveInt = II(f"{_ACTOR}.ulysses_sequence_parallel_size")
     """Ranks that split each sequence (Ulysses)."""
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)

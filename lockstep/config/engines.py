@@ -51,17 +51,22 @@ class TrainEngineInfo:
     """A training engine, selected by `actor.strategy`, also of other roles.
 
     engine:            its class as `module:Class`, if it is built in.
+    section:           its settings, in the section of the role or of the role's model.
     takes_adapters:    trains LoRA adapters (`lora_rank`).
     is_distributed:    can run on several ranks.
     sequence_parallel: several ranks can split a sequence (`ulysses_sequence_parallel_size`).
     reads_routers:     can replay and balance the experts of tokens (`router_replay`, `router_aux_loss_coef`).
+    package:           the package that it imports. if_missing: what to do if that is not installed.
     """
 
     engine: str = ""
+    section: str = "fsdp_config"
     takes_adapters: bool = True
     is_distributed: bool = True
     sequence_parallel: bool = True
     reads_routers: bool = False
+    package: str | None = None
+    if_missing: str = ""
 
 
 _ONLY_VLLM = ("quantization", "engine_kwargs", "disable_log_stats")
@@ -79,6 +84,7 @@ _ROLLOUT = {
         "lockstep.engines.rollout.embedded.engine:EmbeddedEngine",
         shares_weights=True,
         takes_adapters=True,
+        tensor_parallel=True,
         records_routes=True,
         if_too_large="vllm",
         unread=_IN_PROCESS,
@@ -102,7 +108,27 @@ _ROLLOUT = {
     "sglang": RolloutEngineInfo(f"{_SERVERS}:SglangEngine", is_remote=True, server_kind="sglang", unread=_OF_SERVERS),
 }
 _FSDP = TrainEngineInfo("lockstep.engines.train.fsdp:FsdpEngine", reads_routers=True)
-_TRAIN = {"fsdp": _FSDP, "fsdp2": _FSDP}
+_TRAIN = {
+    "fsdp": _FSDP,
+    "fsdp2": _FSDP,
+    "megatron": TrainEngineInfo(
+        "lockstep.engines.train.megatron.engine:MegatronEngine",
+        section="megatron",
+        takes_adapters=False,
+        sequence_parallel=False,
+        package="megatron.core",
+        if_missing='needs megatron-core: pip install "lockstep-rl[megatron]"',
+    ),
+    "deepspeed": TrainEngineInfo(
+        "lockstep.engines.train.deepspeed:DeepSpeedEngine",
+        section="deepspeed",
+        takes_adapters=False,
+        sequence_parallel=False,
+        reads_routers=True,
+        package="deepspeed",
+        if_missing='needs DeepSpeed: pip install "lockstep-rl[deepspeed]"',
+    ),
+}
 
 Info = TypeVar("Info", RolloutEngineInfo, TrainEngineInfo)
 

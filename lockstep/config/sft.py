@@ -16,7 +16,9 @@ from lockstep.config.bounds import (
     UnitFloat,
 )
 from lockstep.config.data import CustomClassConfig, SequenceDataConfig, SFTDataConfig
+from lockstep.config.deepspeed import DeepSpeedEngineConfig
 from lockstep.config.environment import RootConfig
+from lockstep.config.megatron import McoreEngineConfig
 from lockstep.config.model import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from lockstep.config.profiler import GlobalProfilerConfig, ProfilerConfig
 from lockstep.config.trainer import ResumeMode
@@ -72,8 +74,11 @@ class SFTRunDataConfig(SupervisedDataConfig, SFTDataConfig):
 @dataclass(frozen=True)
 class SupervisedModelConfig(HFModelConfig):
     strategy: str = "fsdp"
-    """Training engine: fsdp or fsdp2 (both mean FSDP2), or your own as path/to/file.py:Class (docs/extending.md)."""
+    """Training engine: fsdp or fsdp2 (both mean FSDP2), megatron (docs/megatron.md), deepspeed (docs/deepspeed.md), or your own as
+    path/to/file.py:Class (docs/extending.md)."""
     fsdp_config: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
+    megatron: McoreEngineConfig = field(default_factory=McoreEngineConfig)
+    deepspeed: DeepSpeedEngineConfig = field(default_factory=DeepSpeedEngineConfig)
 
 
 @dataclass(frozen=True)

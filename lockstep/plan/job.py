@@ -7,11 +7,12 @@ from typing import Any
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engines import ROLLOUT_ENGINES, RolloutEngineInfo
-from lockstep.config.model import FSDPEngineConfig, HFModelConfig, sequence_parallel_size
+from lockstep.config.model import FSDPEngineConfig, HFModelConfig
 from lockstep.config.old_log_probs import old_log_probs_source
 from lockstep.config.placement import need_reference_policy, needed_models, pools_of
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.roles import sections_of
+from lockstep.config.train_engines import ranks_per_sequence
 from lockstep.plan.adapters import Adapters, FourBitBase, adapters_of, four_bit_base
 from lockstep.plan.batch_units import BatchUnits, Lengths, batch_units, log_prob_limits, micro_limits
 from lockstep.plan.hardware import Device
@@ -241,7 +242,7 @@ class _Roles:
             samples=self.policy.rollout.n,
             lengths=self.lengths,
             ranks=self.pools.world_size(role),
-            sequence_parallel=sequence_parallel_size(section),
+            sequence_parallel=ranks_per_sequence(section),
             packed=model.use_remove_padding,
             **limits,
         )

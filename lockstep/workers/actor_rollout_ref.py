@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lockstep.config.actor_rollout_ref import ActorConfig, ActorRolloutRefConfig, RefConfig, RolloutConfig
-from lockstep.config.model import sequence_parallel_size
+from lockstep.config.train_engines import engine_settings, ranks_per_sequence
 from lockstep.engines.rollout.rollout_engine import (
     check_request,
     create_rollout_engine,
@@ -81,7 +81,7 @@ class ActorRolloutRefWorker(WeightSyncWorker):
             if config.actor.router_aux_loss_coef:
                 check_balance_loss(load_hf_config(config.model, _KEY), "actor_rollout_ref.actor.router_aux_loss_coef")
             self.actor = self._engine(config.actor)
-            self.gap_bound = GapBound(resolve_dtype(config.actor.fsdp_config.dtype, self.device))
+            self.gap_bound = GapBound(resolve_dtype(engine_settings(config.actor).dtype, self.device))
             self._split_check = SplitCheck()
             self._register_dispatch_collect_info("actor", self.actor.dp_rank, self.actor.group_rank == 0)
         if self.is_rollout:
@@ -114,10 +114,10 @@ class ActorRolloutRefWorker(WeightSyncWorker):
             self.config.model,
             _KEY,
             "policy",
-            role.fsdp_config,
+            engine_settings(role),
             optim=role.optim if isinstance(role, ActorConfig) else None,
             clip_grad=self.config.actor.grad_clip,
-            sequence_parallel_size=sequence_parallel_size(role),
+            sequence_parallel_size=ranks_per_sequence(role),
             max_length=longest_sequence(self.config.rollout),
             router_key=router_key(self.config) if isinstance(role, ActorConfig) else None,
         )
@@ -200,7 +200,7 @@ class ActorRolloutRefWorker(WeightSyncWorker):
         sampling = SamplingParams(temperature=self._temperature, max_tokens=num_new, ignore_eos=True)
         request = GenerationRequest(self._canary_prompt, sampling)
         # A rollout is next; an actor that is not on the device may need the memory for its part first.
-        stay_awake = not (self.is_actor and self.config.actor.fsdp_config.param_offload)
+        stay_awake = not (self.is_actor and engine_settings(self.config.actor).param_offload)
         with self._generating(stay_awake=stay_awake):
             completions = self.rollout.canaries(request)
         return batch_of([request] * len(completions), completions, rollout, self.tokenizer.pad_token_id)
