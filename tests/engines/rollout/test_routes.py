@@ -11,8 +11,9 @@ from lockstep.models.model_check import transformers_forward
 from lockstep.models.router_replay import Routing
 from lockstep.protocol.generation import first_routes
 from tests.engines.rollout.rollout_cases import DEVICES, device_or_skip, embedded, mixed_requests, tiny_model
+from tests.engines.train.ranks import Ranks
 
-KINDS = ["qwen3_moe", "mixtral", "gpt_oss"]
+KINDS = ["qwen3_moe", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mixtral", "gpt_oss"))]
 
 
 @torch.no_grad()
@@ -55,6 +56,22 @@ def test_recorded_experts_are_those_of_transformers(kind: str, case: str, device
     completions = engine.generate(requests)
     assert (case == "preemption") == any(c.num_preempted for c in completions)
     check(model, requests, completions)
+
+
+def generate_on_ranks(kind: str, size: int) -> list[Completion]:
+    engine = embedded(tiny_model(kind), enable_rollout_routing_replay=True, tensor_model_parallel_size=size)
+    return engine.generate(mixed_requests())
+
+
+@pytest.mark.slow
+def test_ranks_that_share_a_model_record_the_same_experts() -> None:
+    ranks = Ranks()
+    expected = generate_on_ranks("qwen3_moe", 1)
+    for completions in ranks.run(2, generate_on_ranks, "qwen3_moe", 2):
+        for got, want in zip(completions, expected):
+            assert got.token_ids == want.token_ids
+            np.testing.assert_array_equal(np.sort(got.routes, 2), np.sort(want.routes, 2))  # type: ignore[arg-type]
+    ranks.close()
 
 
 def test_recording_changes_no_token() -> None:

@@ -104,7 +104,7 @@ def open_model(folder: Path, case: Case) -> tuple[TokenModel, WeightSource]:
     return model, weights
 
 
-def build_engine(folder: Path, case: Case, *, trained: bool = True) -> TokenEngine:
+def build_engine(folder: Path, case: Case, *, trained: bool = True, router_key: str | None = None) -> TokenEngine:
     model, weights = open_model(folder, case)
     if case.zero is not None:
         return DeepSpeedEngine(
@@ -117,6 +117,7 @@ def build_engine(folder: Path, case: Case, *, trained: bool = True) -> TokenEngi
             packed=case.packed,
             clip_grad=CLIP_GRAD,
             gradient_checkpointing=case.checkpointing,
+            router_key=router_key,
         )
     return FsdpEngine(
         model,
@@ -129,6 +130,7 @@ def build_engine(folder: Path, case: Case, *, trained: bool = True) -> TokenEngi
         clip_grad=CLIP_GRAD,
         gradient_checkpointing=case.checkpointing,
         sequence_parallel_size=case.sp,
+        router_key=router_key,
     )
 
 

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from lockstep.config.model import FSDPEngineConfig
-from lockstep.engines.train.fsdp import FsdpEngine
+from lockstep.engines.train.token_engine import TokenEngine
 from lockstep.models.router_replay import FREE
 from tests.engines.train import cases
 from tests.engines.train.cases import CLIP_GRAD, NUM_REAL, OPTIM, Case, Reference, own_rows
@@ -35,24 +34,11 @@ def make_batch(step: int) -> TensorDict:
     return batch
 
 
-def build_engine(folder: Path, case: Case) -> FsdpEngine:
-    model, weights = cases.open_model(folder, case)
-    return FsdpEngine(
-        model,
-        FSDPEngineConfig(**case.fsdp),
-        OPTIM,
-        weights=weights,
-        device=torch.device(case.device),
-        compute_dtype=case.compute,
-        packed=case.packed,
-        clip_grad=CLIP_GRAD,
-        gradient_checkpointing=case.checkpointing,
-        sequence_parallel_size=case.sp,
-        router_key=KEY,
-    )
+def build_engine(folder: Path, case: Case) -> TokenEngine:
+    return cases.build_engine(folder, case, router_key=KEY)
 
 
-def loss_and_norm(engine: FsdpEngine, case: Case, batch: TensorDict, **options: Any) -> tuple[float, float]:
+def loss_and_norm(engine: TokenEngine, case: Case, batch: TensorDict, **options: Any) -> tuple[float, float]:
     rows = own_rows(engine, batch)
     num_tokens, num_rows = engine.global_sum(
         float(rows["response_mask"].sum()), float(rows["response_mask"].any(-1).sum())
