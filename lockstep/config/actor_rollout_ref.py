@@ -30,6 +30,15 @@ LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean
 
 
 @dataclass(frozen=True)
+class RouterReplayConfig:
+    """Which experts compute a token in training, for a mixture of experts (docs/moe.md)."""
+
+    mode: Literal["disabled", "R2", "R3"] = "disabled"
+    """disabled: those that the router chooses. R2: updates use the experts of the old-log-prob pass. R3: this pass and updates use
+    the experts of the rollout. The reference and the critic are not affected."""
+
+
+@dataclass(frozen=True)
 class ActorConfig:
     strategy: str = "fsdp"
     """Training engine: fsdp or fsdp2 (both mean FSDP2), megatron (docs/megatron.md), deepspeed (docs/deepspeed.md), or your own as
@@ -81,6 +90,9 @@ class ActorConfig:
     """Weight of the KL term."""
     kl_loss_type: KLEstimator = "low_var_kl"
     """KL estimator of the KL term; see `algorithm.kl_penalty`."""
+    router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
+    router_aux_loss_coef: NonNegativeFloat = 0.0
+    """Weight of the loss that balances the load of experts, computed per response and averaged over responses (docs/moe.md)."""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     optim: FSDPOptimizerConfig = field(default_factory=FSDPOptimizerConfig)
     fsdp_config: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
@@ -290,6 +302,9 @@ class RolloutConfig:
     """vllm: quantise the weights when they are loaded, such as fp8."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of an engine, by its name: engine_kwargs.vllm overrides arguments of `vllm.LLM`."""
+    enable_rollout_routing_replay: bool = False
+    """Record the experts that compute each token (batch key `routed_experts`), for actor.router_replay.mode=R3, where it is the
+    default; without R3 the difference to the trainer's is only reported (docs/moe.md)."""
     calculate_log_probs: bool = True
     """Return the log-prob of each sampled token (batch key `rollout_log_probs`)."""
     log_prob_micro_batch_size_per_gpu: PositiveInt | None = None

@@ -29,6 +29,7 @@ class RolloutEngineInfo:
     server_kind:     the only protocol of these servers.
     cuts_log_probs:  see `CutLogProbs`; of servers `SERVER_KINDS` tells, if the config names their kind.
     fills_memory:    the KV cache takes all that `gpu_memory_utilization` leaves after the weights, even if sequences need less.
+    records_routes:  returns the experts that computed each token (`enable_rollout_routing_replay`).
     package:         the package that it imports. if_missing: what to do if that is not installed.
     unread:          keys of `rollout`, and sections with a final dot, that it does not read.
     """
@@ -42,6 +43,7 @@ class RolloutEngineInfo:
     server_kind: str | None = None
     cuts_log_probs: CutLogProbs = "never"
     fills_memory: bool = False
+    records_routes: bool = False
     package: str | None = None
     if_missing: str = ""
     unread: tuple[str, ...] = ()
@@ -56,6 +58,7 @@ class TrainEngineInfo:
     takes_adapters:    trains LoRA adapters (`lora_rank`).
     is_distributed:    can run on several ranks.
     sequence_parallel: several ranks can split a sequence (`ulysses_sequence_parallel_size`).
+    reads_routers:     can replay and balance the experts of tokens (`router_replay`, `router_aux_loss_coef`).
     package:           the package that it imports. if_missing: what to do if that is not installed.
     """
 
@@ -64,6 +67,7 @@ class TrainEngineInfo:
     takes_adapters: bool = True
     is_distributed: bool = True
     sequence_parallel: bool = True
+    reads_routers: bool = False
     package: str | None = None
     if_missing: str = ""
 
@@ -84,6 +88,7 @@ _ROLLOUT = {
         shares_weights=True,
         takes_adapters=True,
         tensor_parallel=True,
+        records_routes=True,
         if_too_large="vllm",
         unread=_IN_PROCESS,
     ),
@@ -134,7 +139,7 @@ SERVER_KINDS = {
     "openai": ServerKind("OpenAI"),
     "tgi": ServerKind("TGI", cuts_log_probs="always", lacks=(("min_p", 0.0), ("ignore_eos", False))),
 }
-_FSDP = TrainEngineInfo("lockstep.engines.train.fsdp:FsdpEngine")
+_FSDP = TrainEngineInfo("lockstep.engines.train.fsdp:FsdpEngine", reads_routers=True)
 _TRAIN = {
     "fsdp": _FSDP,
     "fsdp2": _FSDP,
@@ -151,6 +156,7 @@ _TRAIN = {
         section="deepspeed",
         takes_adapters=False,
         sequence_parallel=False,
+        reads_routers=True,
         package="deepspeed",
         if_missing='needs DeepSpeed: pip install "lockstep-rl[deepspeed]"',
     ),

@@ -90,6 +90,34 @@ REF = "actor_rollout_ref.ref"
             [f"{ACTOR}.policy_loss.rollout_correction.rollout_is=token"],
             "rollout_correction.rollout_is=token: must equal algorithm.rollout_correction.rollout_is=None; set only that key",
         ),
+        (
+            [f"{ACTOR}.router_replay.mode=R3", f"{ROLLOUT}.enable_rollout_routing_replay=false"],
+            "enable_rollout_routing_replay=false: actor_rollout_ref.actor.router_replay.mode=R3 replays the experts of the rollout",
+        ),
+        (
+            [f"{ACTOR}.router_replay.mode=R2", f"{ROLLOUT}.enable_rollout_routing_replay=true"],
+            "enable_rollout_routing_replay=true: actor_rollout_ref.actor.router_replay.mode=R2 replays the experts of",
+        ),
+        (
+            [f"{ACTOR}.router_replay.mode=R3", f"{ROLLOUT}.name=hf"],
+            "router_replay.mode=R3: actor_rollout_ref.rollout.name=hf does not return the experts of its tokens; set",
+        ),
+        (
+            [f"{ROLLOUT}.enable_rollout_routing_replay=true", f"{ROLLOUT}.name=hf"],
+            "enable_rollout_routing_replay=true: actor_rollout_ref.rollout.name=hf does not return the experts",
+        ),
+        (
+            [f"{ACTOR}.router_replay.mode=R2", f"{ACTOR}.strategy=megatron"],
+            "router_replay.mode=R2: actor_rollout_ref.actor.strategy=megatron does not give access to the routers of experts",
+        ),
+        (
+            [f"{ACTOR}.router_aux_loss_coef=0.1", f"{ACTOR}.strategy=megatron"],
+            "router_aux_loss_coef=0.1: actor_rollout_ref.actor.strategy=megatron does not give access",
+        ),
+        ([f"{ACTOR}.router_replay.mode=r3"], f"{ACTOR}.router_replay.mode=r3: must be one of disabled, R2, R3"),
+        ([f"{ACTOR}.router_aux_loss_coef=-1"], f"{ACTOR}.router_aux_loss_coef=-1.0: must be 0 or more"),
+        ([f"{REF}.router_replay.mode=R2"], "not supported: the reference policy chooses its own experts"),
+        ([f"{ACTOR}.router_replay.record_file=a"], "not supported: experts are recorded in the batch, not in files"),
         ([f"{ACTOR}.loss_agg_mode=mean"], f"{ACTOR}.loss_agg_mode=mean: must be one of token-mean, token-sum"),
         ([f"{ACTOR}.kl_loss_type=k4"], f"{ACTOR}.kl_loss_type=k4: must be one of kl, abs, mse, low_var_kl"),
         (

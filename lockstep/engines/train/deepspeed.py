@@ -49,6 +49,7 @@ class DeepSpeedEngine(TokenEngine):
     """model: its parameters are on the meta device; `weights` fills them.
 
     optim: None for a model that only computes.
+    router_key: see `EngineModel`.
     """
 
     info = TRAIN_ENGINES.built_in["deepspeed"]
@@ -65,6 +66,7 @@ class DeepSpeedEngine(TokenEngine):
         packed: bool,
         clip_grad: float = 1.0,
         gradient_checkpointing: bool = False,
+        router_key: str | None = None,
     ) -> None:
         super().__init__(model, device=device, packed=packed)
         settings = build_settings(config, optim, clip_grad, compute_dtype)
@@ -104,6 +106,8 @@ class DeepSpeedEngine(TokenEngine):
                 saves_memory = self.stage == 3 or settings.offloads_optimizer
                 self.checkpointing = LayerCheckpointing(model, device, compute_dtype, every_layer=saves_memory)
         self._check_model()
+        if router_key is not None:
+            self._watch_routers(router_key)
         self.offload()
 
     @classmethod
@@ -124,6 +128,7 @@ class DeepSpeedEngine(TokenEngine):
             packed=model.config.use_remove_padding,
             clip_grad=model.clip_grad,
             gradient_checkpointing=model.config.enable_gradient_checkpointing,
+            router_key=model.router_key,
         )
 
     def _fill_sharded(self, deepspeed: Any, weights: WeightSource, settings: DeepSpeedSettings) -> None:

@@ -108,7 +108,7 @@ def open_model(folder: Path, case: Case) -> tuple[TokenModel, WeightSource]:
     return model, weights
 
 
-def build_engine(folder: Path, case: Case, *, trained: bool = True) -> Any:
+def build_engine(folder: Path, case: Case, *, trained: bool = True, router_key: str | None = None) -> Any:
     if case.megatron is not None:
         spec = EngineModel(
             HFModelConfig(path=str(folder), enable_gradient_checkpointing=case.checkpointing),
@@ -131,6 +131,7 @@ def build_engine(folder: Path, case: Case, *, trained: bool = True) -> Any:
             packed=case.packed,
             clip_grad=CLIP_GRAD,
             gradient_checkpointing=case.checkpointing,
+            router_key=router_key,
         )
     return FsdpEngine(
         model,
@@ -143,6 +144,7 @@ def build_engine(folder: Path, case: Case, *, trained: bool = True) -> Any:
         clip_grad=CLIP_GRAD,
         gradient_checkpointing=case.checkpointing,
         sequence_parallel_size=case.sp,
+        router_key=router_key,
     )
 
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from lockstep.engines.train.train_engine import MicroBatching
-from tests.engines.train import cases
+from tests.engines.train import cases, route_cases
 from tests.engines.train.cases import Case, Reference
 from tests.engines.train.ranks import Ranks
+from tests.engines.train.route_cases import RouteReference
 from tests.engines.train.test_fsdp_ranks import assert_same_weights
-from tests.tiny import save_tiny_model
+from tests.tiny import save_tiny_model, save_tiny_moe
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.deepspeed
@@ -185,3 +186,15 @@ def test_a_users_json_is_merged_with_the_run(
     saved = ranks.run(2, cases.save_and_go_on, folder, case, tmp_path)[0]
     resumed = ranks.run(2, cases.load_and_go_on, folder, case, tmp_path)[0]
     assert resumed["step"] == saved["step"]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_replayed_experts_and_their_balance_equal_a_naive_gate(stage: int, tmp_path: Path, ranks: Ranks) -> None:
+    folder = save_tiny_moe(tmp_path)
+    expected = RouteReference(folder).run()
+    case = Case(world=2, zero={"zero_stage": stage}, micro=TOKENS, checkpointing=stage == 3)
+    for result in ranks.run(2, route_cases.train, folder, case):
+        for name, values in expected["outputs"].items():
+            np.testing.assert_allclose(result["outputs"][name][: cases.NUM_REAL], values, atol=1e-5, rtol=1e-5)
+        np.testing.assert_allclose(result["steps"], expected["steps"], atol=1e-5, rtol=1e-5)
+        assert_same_weights(result["weights"], expected["weights"], 1e-5)
