@@ -57,7 +57,7 @@ class RolloutGap:
 
     @torch.no_grad()
     def add(self, rollout: Tensor, trainer: Tensor, mask: Tensor) -> None:
-        """Log-probs of one part, (B, R)."""
+        """Log-probs of one part, of any shape."""
         chosen = mask.bool()
         distance = (rollout - trainer).abs().masked_fill(~chosen, 0.0)
         difference = (rollout.exp() - trainer.exp()).abs().masked_fill(~chosen, 0.0)
