@@ -28,8 +28,9 @@ from lockstep.plan.batch_units import BatchUnits, Lengths
 from lockstep.plan.dataflow import STAGES
 from lockstep.plan.estimate import GB, Plan, longest_lengths, model_shape, plan_of, show_lengths, show_seconds
 from lockstep.plan.hardware import DEVICES, Device, find_device
-from lockstep.plan.job import NO_ROLLOUT, Model
+from lockstep.plan.job import NO_ROLLOUT
 from lockstep.plan.memory import UPDATES, cached_tokens
+from lockstep.plan.model import Model
 from lockstep.plan.search import Pool, overrides_of, search
 from lockstep.plan.token_budgets import describe_budgets, with_token_budgets
 
@@ -275,8 +276,8 @@ def _decoding(plan: Plan) -> str:
 
 
 def _units(model: Model, units: BatchUnits) -> str:
-    groups = units.ranks // units.sequence_parallel
-    shared = f" of {units.sequence_parallel} devices each" if units.sequence_parallel > 1 else ""
+    groups = units.ranks // units.row_ranks
+    shared = f" of {units.row_ranks} devices each" if units.row_ranks > 1 else ""
     return (
         f"{_count(model.updates, 'optimizer step')} of {units.sequences} sequences, over {_count(groups, 'data-parallel rank')}"
         f"{shared}, {units.per_rank.rows} on each: {_count(units.num_micro, 'micro-batch', 'es')} of at most "

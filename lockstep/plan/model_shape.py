@@ -16,7 +16,10 @@ _WITH_QK_NORM = ("qwen3", "gemma3", "olmo2", "olmo3")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes per layer; a model with experts has `experts` MLPs of size `inner`, of which a token uses `active_experts`."""
+    """Sizes per layer; a model with experts has `experts` MLPs of size `inner`, of which a token uses `active_experts`.
+
+    shared_experts: of these, those that every token uses.
+    """
 
     model_type: str
     vocabulary: int
@@ -29,6 +32,7 @@ class ModelShape:
     tied: bool
     experts: int = 1
     active_experts: int = 1
+    shared_experts: int = 0
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ModelShape":
@@ -62,6 +66,7 @@ class ModelShape:
             tied=bool(text.get("tie_word_embeddings", model_type.startswith(_TIED_BY_DEFAULT))),
             experts=max(experts, 1) + shared,
             active_experts=size("num_experts_per_tok", default=1) + shared if experts else 1,
+            shared_experts=shared if experts else 0,
         )
 
     @property
@@ -75,10 +80,23 @@ class ModelShape:
     def mlp_parameters(self) -> int:
         return 3 * self.width * self.inner
 
+    @property
+    def routed_experts(self) -> int:
+        """Experts that the router chooses from; 0 without experts."""
+        return self.experts - self.shared_experts if self.experts > 1 else 0
+
+    @property
+    def router_parameters(self) -> int:
+        return self.width * self.experts if self.experts > 1 else 0
+
+    @property
+    def norm_parameters(self) -> int:
+        return 2 * self.width
+
     @cached_property
     def layer_parameters(self) -> int:
-        router = self.width * self.experts if self.experts > 1 else 0
-        return self.attention_parameters + self.experts * self.mlp_parameters + router + 2 * self.width
+        mlps = self.experts * self.mlp_parameters
+        return self.attention_parameters + mlps + self.router_parameters + self.norm_parameters
 
     @property
     def head_parameters(self) -> int:

@@ -22,8 +22,9 @@ from lockstep.plan.batch_units import Lengths
 from lockstep.plan.dataflow import busy_time, slowest_pool
 from lockstep.plan.estimate import longest_lengths, model_shape
 from lockstep.plan.hardware import Device
-from lockstep.plan.job import Job, Model, job_of
+from lockstep.plan.job import Job, job_of
 from lockstep.plan.memory import RESERVED, missing_cache, phases
+from lockstep.plan.model import Model
 from lockstep.plan.step_time import step_times, transfer_time
 
 TOKEN_BUDGETS = (8192, 16384, 32768)
