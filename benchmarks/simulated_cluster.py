@@ -6,9 +6,9 @@
     PPOTrainer._train_step ─► worker groups ─► bytes ─► stand-in workers: no model, their time is that of `lockstep plan`
 
 Trainer, batches, dispatch, scoring, advantages, mini-batches and metrics are the real ones. An argument or output of a worker is
-serialised as for Ray's object store, once for all ranks that get it, and read from these bytes on the other side. What the
-stand-ins themselves take is not counted. A call costs `--call-us` more (measured with Ray by `--measure-calls`), and bytes go over one
-network link of `--network` Gbit/s.
+serialised as for Ray's object store, once for all ranks that get it, and read from these bytes on the other side. What stand-ins
+take is not counted. A call costs `--call-us` more (measured with Ray by `--measure-calls`), and bytes go over one network link of
+`--network` Gbit/s.
 
 step          seconds of the plan and of the controller; generation lasts at least as long as the longest response decodes alone
 controller    its own work, calls and transfers; share: of the step

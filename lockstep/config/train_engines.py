@@ -4,7 +4,6 @@ from typing import Any
 
 from lockstep.config.engines import TRAIN_ENGINES
 from lockstep.config.model import TrainEngineConfig
-from lockstep.config.roles import sections_of
 
 
 def engine_settings(role: Any) -> TrainEngineConfig:
@@ -12,16 +11,6 @@ def engine_settings(role: Any) -> TrainEngineConfig:
     name = TRAIN_ENGINES.info(role.strategy).section
     found: TrainEngineConfig = getattr(role if hasattr(role, name) else role.model, name)
     return found
-
-
-def engine_key(config: Any, role: str) -> str:
-    """The dotted key of these settings. role: of RL, or `model` of supervised training."""
-    sections = sections_of(role)
-    section: Any = config
-    for name in sections.strategy.split(".")[:-1]:
-        section = getattr(section, name)
-    found = TRAIN_ENGINES.info(section.strategy).section
-    return f"{sections.strategy.removesuffix('.strategy')}.{found}" if hasattr(section, found) else sections.engine
 
 
 def ranks_per_row(role: Any) -> int:

@@ -8,7 +8,6 @@ from lockstep.config.micro_batches import RL, SUPERVISED
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.roles import sections_of
 from lockstep.config.schema import as_arguments, flat_values, with_values
-from lockstep.config.train_engines import engine_key
 from lockstep.plan.estimate import GB, Plan, plan_of, show_lengths, show_seconds
 from lockstep.plan.layouts import DeepSpeedLayout, FsdpLayout, MegatronLayout
 from lockstep.plan.memory import RESERVED, Phase, cached_tokens
@@ -161,8 +160,13 @@ def _same_results(plan: Plan, phases: Sequence[Phase] | None = None) -> Iterator
         yield from ({"trainer.placement": name} for name in ("hybrid", "split"))
 
 
+def _engine(plan: Plan, role: str) -> str:
+    """The section of its training engine."""
+    return sections_of(role).engine(flat_values(plan.config))
+
+
 def _offload(plan: Plan, role: str) -> Iterator[Settings]:
-    key, layout = engine_key(plan.config, role), plan.job.model(role).layout
+    key, layout = _engine(plan, role), plan.job.model(role).layout
     yield {f"{key}.optimizer_offload": True}
     if isinstance(plan.config, PPOConfig) or not isinstance(layout, FsdpLayout):
         yield {f"{key}.param_offload": True}
@@ -174,7 +178,7 @@ def _offload(plan: Plan, role: str) -> Iterator[Settings]:
 
 def _parallel_sizes(plan: Plan, role: str) -> Iterator[Settings]:
     """More ranks that share a sequence or a model."""
-    key, layout = engine_key(plan.config, role), plan.job.model(role).layout
+    key, layout = _engine(plan, role), plan.job.model(role).layout
     ranks = max(model.ranks for model in plan.job.models)
     sizes = [size for size in (2, 4, 8) if size <= ranks]
     if isinstance(layout, FsdpLayout):
@@ -215,7 +219,7 @@ def _tensor_parallel(plan: Plan, values: Settings) -> Iterator[Settings]:
 def _rounding(plan: Plan) -> Iterator[Settings]:
     for model in plan.job.models:
         if model.update is not None and isinstance(model.layout, FsdpLayout):  # the others' masters are float32
-            yield {f"{engine_key(plan.config, model.role)}.model_dtype": "bfloat16"}
+            yield {f"{_engine(plan, model.role)}.model_dtype": "bfloat16"}
 
 
 def _more_gpus(plan: Plan) -> list[Settings]:

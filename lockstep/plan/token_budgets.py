@@ -9,7 +9,6 @@ and the training programs choose them here.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any, TypeVar
 
 from lockstep.config.micro_batches import RL, SUPERVISED, MicroBatchKeys
@@ -113,7 +112,6 @@ def _budgets(
 
 def _least(config: PPOConfig | SupervisedConfig, keys: MicroBatchKeys) -> int:
     """Tokens of the longest sequence (of a pair: both), on each of the ranks that split it."""
-    section = config.model if isinstance(config, SupervisedConfig) else attrgetter(sections_of(keys.role).role)(config)
-    ranks = ranks_per_sequence(section)
+    ranks = ranks_per_sequence(sections_of(keys.role).config(config))
     sequences = 2 if isinstance(config, RMConfig | DPOConfig) else 1
     return math.ceil(sequences * longest_lengths(config).total / ranks)

@@ -71,7 +71,7 @@ class DeepSpeedLayout(TrainLayout):
         return model.num_trained / (self.ranks if self.config.zero_stage else 1)
 
     def overlapped(self, device: Device, model: Model, units: BatchUnits, *, updates: bool) -> float:
-        """Stage 3 gathers weights like FSDP; below it, gradients are reduced, with stage 1 once, and new weights are gathered once."""
+        """Stage 3 gathers weights like FSDP; below it new weights are gathered once, and stage 1 reduces gradients once."""
         if self.ranks == 1:
             return 0.0
         speed, size = link(device, model, self.ranks), model.shape.parameters

@@ -59,8 +59,7 @@ def dequantised(model: Model) -> float:
 
 
 def logits(device: Device, model: Model, units: BatchUnits, free: float, ranks: int = 1) -> float:
-    """free: bytes on the device, of which the head's forward may keep a share for its backward. ranks: with a part of the vocabulary
-    each."""
+    """free: bytes on the device, of which the head's forward may keep a share for its backward. ranks: of a vocabulary."""
     if model.is_scalar:
         return units.tokens_per_device * model.shape.width * 4  # hidden states in float32
     entries = units.targets_per_device * model.shape.vocabulary // ranks

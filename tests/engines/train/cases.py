@@ -13,8 +13,11 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM
 
+from lockstep.config.deepspeed import DeepSpeedEngineConfig
 from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from lockstep.engines.train.deepspeed import DeepSpeedEngine
 from lockstep.engines.train.fsdp import FsdpEngine
+from lockstep.engines.train.token_engine import TokenEngine
 from lockstep.engines.train.train_engine import MicroBatching
 from lockstep.kernels.packed import packed_view
 from lockstep.models.attention import PackedAttention, no_mask
@@ -46,6 +49,8 @@ class Case:
     kind: str = "policy"
     micro: MicroBatching = ONE_ROW
     fsdp: dict[str, Any] = field(default_factory=dict)
+    zero: dict[str, Any] | None = None
+    """Settings of the DeepSpeed engine; None for the FSDP engine."""
     checkpointing: bool = False
     compute: torch.dtype = torch.float32
     packed: bool = True
@@ -99,8 +104,20 @@ def open_model(folder: Path, case: Case) -> tuple[TokenModel, WeightSource]:
     return model, weights
 
 
-def build_engine(folder: Path, case: Case, *, trained: bool = True) -> FsdpEngine:
+def build_engine(folder: Path, case: Case, *, trained: bool = True) -> TokenEngine:
     model, weights = open_model(folder, case)
+    if case.zero is not None:
+        return DeepSpeedEngine(
+            model,
+            DeepSpeedEngineConfig(**case.zero),
+            OPTIM if trained else None,
+            weights=weights,
+            device=torch.device(case.device),
+            compute_dtype=case.compute,
+            packed=case.packed,
+            clip_grad=CLIP_GRAD,
+            gradient_checkpointing=case.checkpointing,
+        )
     return FsdpEngine(
         model,
         FSDPEngineConfig(**case.fsdp),
@@ -115,7 +132,7 @@ def build_engine(folder: Path, case: Case, *, trained: bool = True) -> FsdpEngin
     )
 
 
-def own_rows(engine: FsdpEngine, batch: TensorDict) -> TensorDict:
+def own_rows(engine: TokenEngine, batch: TensorDict) -> TensorDict:
     return batch.chunk(engine.dp_size)[engine.dp_rank]
 
 
@@ -123,7 +140,7 @@ def options(case: Case) -> dict[str, Any]:
     return {"temperature": TEMPERATURE, "with_entropy": True} if case.kind == "policy" else {}
 
 
-def engine_step(engine: FsdpEngine, case: Case, number: int) -> tuple[float, float]:
+def engine_step(engine: TokenEngine, case: Case, number: int) -> tuple[float, float]:
     """Loss and gradient norm of one optimizer step."""
     rows = own_rows(engine, make_batch(number, case.num_real))
     (num_tokens,) = engine.global_sum(float(rows["response_mask"].sum()))
@@ -140,7 +157,7 @@ def engine_step(engine: FsdpEngine, case: Case, number: int) -> tuple[float, flo
     return metrics["loss"], norm
 
 
-def outputs_of(engine: FsdpEngine, case: Case) -> dict[str, np.ndarray]:
+def outputs_of(engine: TokenEngine, case: Case) -> dict[str, np.ndarray]:
     """Outputs of all ranks' rows, in the order of the whole batch."""
     engine.onload()
     out = engine.forward(own_rows(engine, make_batch(0, case.num_real)), case.micro, **options(case))
@@ -148,7 +165,7 @@ def outputs_of(engine: FsdpEngine, case: Case) -> dict[str, np.ndarray]:
     return {name: all_rows(engine, values).numpy() for name, values in out.items()}
 
 
-def all_rows(engine: FsdpEngine, values: Tensor) -> Tensor:
+def all_rows(engine: TokenEngine, values: Tensor) -> Tensor:
     """The rows of all data-parallel ranks in order."""
     if engine.dp_size == 1:
         return values
@@ -157,7 +174,7 @@ def all_rows(engine: FsdpEngine, values: Tensor) -> Tensor:
     return torch.cat(rows[:: engine.sp_size])
 
 
-def weights_of(engine: FsdpEngine) -> dict[str, np.ndarray]:
+def weights_of(engine: TokenEngine) -> dict[str, np.ndarray]:
     """All of them, or the adapters of a model that has some."""
     weights = engine.weights(trained=has_adapters(engine.model))
     return {name: tensor.cpu().numpy().copy() for name, tensor in weights}
@@ -172,7 +189,7 @@ def train_only(folder: Path, case: Case, num_steps: int = 3) -> dict[str, Any]:
     return _run(build_engine(folder, case), case, num_steps)
 
 
-def _run(engine: FsdpEngine, case: Case, num_steps: int) -> dict[str, Any]:
+def _run(engine: TokenEngine, case: Case, num_steps: int) -> dict[str, Any]:
     """Outputs before the first step, and each step's loss and gradient norm."""
     outputs = outputs_of(engine, case)
     return {"outputs": outputs, "steps": [engine_step(engine, case, number) for number in range(num_steps)]}
@@ -239,7 +256,7 @@ def load_and_go_on(folder: Path, case: Case, checkpoint: Path) -> dict[str, Any]
     return _next_step(engine, case)
 
 
-def _next_step(engine: FsdpEngine, case: Case) -> dict[str, Any]:
+def _next_step(engine: TokenEngine, case: Case) -> dict[str, Any]:
     rate = engine.learning_rate
     return {"learning_rate": rate, "step": engine_step(engine, case, 1), "weights": weights_of(engine)}
 
