@@ -163,6 +163,7 @@ class _Roles:
 
     def sequences_per_engine(self) -> int:
         ranks = self.pools.world_size("rollout" if self.has_rollout_pool else self.actor_role)
+        ranks = ranks if self.has_rollout_pool else self.policy.rollout.n_gpus or ranks
         return math.ceil(self.sequences / max(1, ranks // self.policy.rollout.tensor_model_parallel_size))
 
     def _units(

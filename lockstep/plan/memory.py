@@ -75,7 +75,7 @@ def cached_tokens(job: Job, memory: list[Phase]) -> int:
     """Tokens that the KV cache of a rollout engine holds."""
     phase = next(phase for phase in memory if phase.name == "generate")
     model = job.model(phase.role)
-    return int(phase.parts.get("KV cache", 0.0) * job.rollout.tensor_parallel / model.shape.kv_bytes(model.compute))
+    return int(phase.parts.get("KV cache", 0.0) / model.shape.kv_bytes(model.compute, job.rollout.tensor_parallel))
 
 
 def missing_cache(job: Job, memory: list[Phase]) -> float:
@@ -84,7 +84,7 @@ def missing_cache(job: Job, memory: list[Phase]) -> float:
     if phase is None:
         return 0.0
     model = job.model(phase.role)
-    sequence = job.lengths.total * model.shape.kv_bytes(model.compute) / job.rollout.tensor_parallel
+    sequence = job.lengths.total * model.shape.kv_bytes(model.compute, job.rollout.tensor_parallel)
     return max(0.0, sequence - phase.parts.get("KV cache", 0.0))
 
 
@@ -142,7 +142,7 @@ def _generation(job: Job, model: Model, others: float) -> dict[str, float]:
     """others: bytes on the device besides what this adds. The KV cache takes what is left of its share and of the device."""
     shape, rollout = model.shape, job.rollout
     one_layer = (2 * shape.active_experts * shape.inner + 4 * shape.width) * model.compute + shape.width * STREAM_BYTES
-    ranks, one_token = rollout.tensor_parallel, shape.kv_bytes(model.compute) / rollout.tensor_parallel
+    ranks, one_token = rollout.tensor_parallel, shape.kv_bytes(model.compute, rollout.tensor_parallel)
     weights: float = model.compute * shape.parameters
     if rollout.engine.takes_adapters:
         weights = model.compute * model.num_wide + model.four_bit_bytes

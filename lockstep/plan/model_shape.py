@@ -1,6 +1,7 @@
 """The sizes of a decoder-only model, from its config.json."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -111,9 +112,9 @@ class ModelShape:
         """Parameters of a layer that one token is multiplied with."""
         return self.attention_parameters + self.active_experts * self.mlp_parameters
 
-    def kv_bytes(self, itemsize: int) -> int:
-        """KV cache of one token."""
-        return 2 * self.layers * self.key_heads * self.head_dim * itemsize
+    def kv_bytes(self, itemsize: int, ranks: int = 1) -> int:
+        """KV cache of one token, on each of the `ranks` that split its heads; with more ranks than heads, several have the same."""
+        return 2 * self.layers * math.ceil(self.key_heads / ranks) * self.head_dim * itemsize
 
     def activation_bytes(self, num_tokens: int, itemsize: int) -> int:
         """What the forward of one layer keeps for the backward."""

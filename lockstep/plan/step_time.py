@@ -59,7 +59,7 @@ def transfer_time(device: Device, models: Sequence[Model]) -> float:
 def fitting_sequences(job: Job, phase: Phase) -> int:
     """Sequences of average length that the KV cache of `phase` holds, of those that may decode together."""
     model, rollout = job.model(phase.role), job.rollout
-    cached = phase.parts.get("KV cache", 0.0) * rollout.tensor_parallel / model.shape.kv_bytes(model.compute)
+    cached = phase.parts.get("KV cache", 0.0) / model.shape.kv_bytes(model.compute, rollout.tensor_parallel)
     return int(min(rollout.concurrent, max(1, cached // (job.lengths.prompt + job.lengths.response / 2))))
 
 
@@ -72,9 +72,9 @@ def _generation(job: Job, phase: Phase) -> float:
     context = lengths.prompt + lengths.response / 2
     weights = model.compute * (shape.layers * _touched_layer(model, concurrent) + shape.head_parameters)
     weights += _dequantising(model) if rollout.engine.takes_adapters else 0.0
-    cache = concurrent * context * shape.kv_bytes(model.compute)
+    cache = concurrent * context * shape.kv_bytes(model.compute, ranks)
     products = 2 * concurrent * (shape.layers * shape.active_layer_parameters + shape.head_parameters)
-    step = max((weights + cache) / device.bandwidth, products / _rate(device, shape.width)) / ranks
+    step = max((weights / ranks + cache) / device.bandwidth, products / ranks / _rate(device, shape.width))
     step += shape.layers * (device.layer_overhead_s + (2 * ALL_REDUCE_S if ranks > 1 else 0.0))
     has_adapters = model.adapters is not None and rollout.engine.takes_adapters
     step += shape.layers * ADAPTERS_DECODE_S if has_adapters else 0.0

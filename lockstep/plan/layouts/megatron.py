@@ -58,12 +58,14 @@ class MegatronLayout(TrainLayout):
         weights = on_device * model.compute * size
         if not model.num_trained:
             return Resident(weights, 0.0)
-        own = self.optimized(model)
-        has_masters = model.compute != MASTER_BYTES
-        state = updates or not engine.optimizer_offload  # it is on the device while it is used
+        has_masters = model.compute != MASTER_BYTES and (updates or not engine.param_offload)
+        masters = has_masters * MASTER_BYTES * self.optimized(model)
+        moments = 0.0 if engine.optimizer_offload else self._moments(model)
         gradients = 0.0 if updates or engine.grad_offload else self._gradients(model)
-        masters = state * has_masters * MASTER_BYTES * own
-        return Resident(weights + masters, state * 2 * MASTER_BYTES * own, gradients)
+        return Resident(weights + masters, moments, gradients)
+
+    def _moments(self, model: Model) -> float:
+        return 2 * MASTER_BYTES * self.optimized(model)
 
     def _gradients(self, model: Model) -> float:
         in_float32 = self.config.override_ddp_config.get("grad_reduce_in_fp32", True)
@@ -95,9 +97,11 @@ class MegatronLayout(TrainLayout):
             last["activations"] += again
         free = device.memory - others - sum(last.values())
         last["logits"] = layers.logits(device, model, units, free, ranks=self.tp)
-        if self.pp == 1:
-            return last
-        return max(first, last, key=lambda parts: sum(parts.values()))
+        stages = [last] if self.pp == 1 else [first, last]
+        if self.config.optimizer_offload and not device.is_cpu:  # they come for the step, when activations are gone
+            for parts in stages:
+                parts["moments for the step"] = max(0.0, self._moments(model) - sum(parts.values()) + gradients)
+        return max(stages, key=lambda parts: sum(parts.values()))
 
     def _kept(self, model: Model, units: BatchUnits) -> float:
         """What the layers of a stage keep of one micro-batch."""
