@@ -295,6 +295,9 @@ class RolloutConfig:
     """vllm: false logs its statistics (throughput, use of the KV cache) every few seconds."""
     tensor_model_parallel_size: PositiveInt = 1
     """embedded and vllm: workers that hold each copy of the rollout model together, consecutive ones. 1 with the other engines."""
+    n_gpus: PositiveInt | None = None
+    """embedded and hf, in the actor's processes: how many of its workers generate, from the first on; the others only train.
+    null is all."""
     load_format: str = "dummy"
     """vllm: how it loads the model when it starts. dummy loads nothing, because the actor's weights are sent before the first
     rollout; auto reads the model's folder."""

@@ -148,6 +148,15 @@ REF = "actor_rollout_ref.ref"
             [f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ROLLOUT}.name=hf", "trainer.n_gpus_per_node=2"],
             f"not supported: each worker holds the whole rollout model; set 1, or {ROLLOUT}.name=embedded or vllm",
         ),
+        (
+            [f"{ROLLOUT}.n_gpus=3", f"{ROLLOUT}.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=4"],
+            "n_gpus=3: is not a multiple of tensor_model_parallel_size=2",
+        ),
+        ([f"{ROLLOUT}.n_gpus=8", "trainer.n_gpus_per_node=4"], "n_gpus=8: is more than the 4 workers of the actor"),
+        (
+            [f"{ROLLOUT}.n_gpus=1", "trainer.placement=split", "trainer.n_gpus_per_node=4"],
+            "n_gpus=1: the rollout has its own pool",
+        ),
         ([f"{ROLLOUT}.tensor_model_parallel_size=2"], "does not divide the number of workers in global_pool (1)"),
         ([f"{ROLLOUT}.over_sample_rate=1"], "over_sample_rate=1.0: must be at least 0 and below 1"),
         ([f"{ROLLOUT}.over_sample_rate=0.1", f"{ROLLOUT}.mode=sync"], f"set {ROLLOUT}.mode=async"),

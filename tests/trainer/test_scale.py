@@ -174,6 +174,8 @@ PPO_RUNS = {
     "2-sp": [*workers(2), *SP, *SP_CRITIC],
     "2-tensor-parallel": [*workers(2), f"{ROLLOUT}.tensor_model_parallel_size=2"],
     "4-tensor-parallel": [*workers(4), f"{ROLLOUT}.tensor_model_parallel_size=4", *SP, *SP_CRITIC],
+    "4-first-pair": [*workers(4), f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ROLLOUT}.n_gpus=2", *SP, *SP_CRITIC],
+    "2-first": [*workers(2), f"{ROLLOUT}.n_gpus=1"],
     "4-pairs": [*workers(4), f"{ROLLOUT}.tensor_model_parallel_size=2"],
     "standalone-pairs": [*workers(6, "standalone"), f"{ROLLOUT}.tensor_model_parallel_size=2", *BROADCAST],
     "4-replicas": [*workers(4), f"{ACTOR}.fsdp_config.fsdp_size=2", "critic.model.fsdp_config.fsdp_size=1"],
