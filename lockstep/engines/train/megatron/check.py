@@ -27,7 +27,7 @@ from lockstep.models.model_check import check_batch, check_outputs, transformers
 from lockstep.models.packing import forward_rows
 from lockstep.models.token_models import PolicyModel, ScalarModel, TokenModel
 
-BOUND = 1e-3
+BOUND = 1e-4
 """Largest difference of an output or a gradient in float32 that counts as rounding, relative to the largest value."""
 
 _passed: set[tuple[Any, ...]] = set()
