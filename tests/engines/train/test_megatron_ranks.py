@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lockstep.engines.train.train_engine import MicroBatching
@@ -171,6 +172,16 @@ def test_a_planted_fault_is_refused_when_the_model_is_loaded(
         ("qwen3_moe", Case(world=2), Case(world=4, megatron=layout(tp=2, ep=2, expert_tensor_parallel_size=1))),
         ("qwen2", Case(kind="scalar"), Case(world=2, kind="scalar", megatron=layout(pp=2))),
         ("qwen2", Case(world=2, kind="scalar", megatron=layout(tp=2)), Case(kind="scalar")),
+        (
+            "qwen2-tied",
+            Case(world=2, compute=torch.bfloat16, megatron=layout(pp=2)),
+            Case(world=2, compute=torch.bfloat16, megatron=layout(pp=2)),
+        ),
+        (
+            "qwen2",
+            Case(world=2, compute=torch.bfloat16, megatron=layout()),
+            Case(world=2, compute=torch.bfloat16, megatron=layout()),
+        ),
     ],
     ids=name_of,
 )
@@ -185,6 +196,34 @@ def test_a_checkpoint_moves_to_another_layout_and_engine(
     if before == after:
         assert resumed["step"] == saved["step"]
         assert all(np.array_equal(resumed["weights"][name], weight) for name, weight in saved["weights"].items())
+
+
+@pytest.mark.megatron
+def test_mixed_precision_keeps_float32_masters_and_agrees_with_fsdp(
+    folder: Callable[[str], Path], ranks: Ranks
+) -> None:
+    alone = cases.train(folder("qwen2"), Case(compute=torch.bfloat16))
+    for case in [
+        Case(compute=torch.bfloat16, megatron=layout(**PLAIN)),
+        Case(world=2, compute=torch.bfloat16, megatron=layout()),
+        Case(world=2, compute=torch.bfloat16, megatron=layout(tp=2), checkpointing=True),
+    ]:
+        result = run(ranks, case, cases.train, folder("qwen2"), case)[0]
+        np.testing.assert_allclose(result["steps"], alone["steps"], rtol=0.05, atol=0.05)
+        for name, weight in alone["weights"].items():
+            assert result["weights"][name].dtype == np.float32
+            assert np.abs(result["weights"][name] - weight).mean() < 5e-4, name
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "mixtral"])
+def test_an_exported_folder_of_experts_has_the_names_and_bits_of_its_source(
+    family: str, folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    cases.build_engine(folder(family), Case(megatron=layout())).export(tmp_path, tiny_tokenizer())
+    source, exported = (load_file(path / "model.safetensors") for path in (folder(family), tmp_path / "huggingface"))
+    assert source.keys() == exported.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in source.items())
 
 
 @pytest.mark.megatron

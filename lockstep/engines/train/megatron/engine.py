@@ -196,14 +196,14 @@ class MegatronEngine(TokenEngine):
     @contextmanager
     def lend_weights(self, module: PreTrainedModel) -> Iterator[None]:
         self.onload()
+        named = ((self.model.hf_name(name), tensor) for name, tensor in self._computing_weights())
+        copy_gathered(module, named, self.model.transformer)
+        self.offload()  # the rollout has its own copy
         try:
-            named = ((self.model.hf_name(name), tensor) for name, tensor in self._computing_weights())
-            copy_gathered(module, named, self.model.transformer)
             yield
         finally:
             if self.config.param_offload and self.device.type != "cpu":
                 release_weights(module)
-            self.offload()
 
     def adapters_off(self) -> AbstractContextManager[None]:
         return nullcontext()  # it trains none
