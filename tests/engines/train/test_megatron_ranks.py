@@ -202,13 +202,13 @@ def test_a_checkpoint_moves_to_another_layout_and_engine(
 def test_mixed_precision_keeps_float32_masters_and_agrees_with_fsdp(
     folder: Callable[[str], Path], ranks: Ranks
 ) -> None:
-    alone = cases.train(folder("qwen2"), Case(compute=torch.bfloat16))
+    alone = cases.train(folder("llama"), Case(compute=torch.bfloat16))
     for case in [
         Case(compute=torch.bfloat16, megatron=layout(**PLAIN)),
         Case(world=2, compute=torch.bfloat16, megatron=layout()),
         Case(world=2, compute=torch.bfloat16, megatron=layout(tp=2), checkpointing=True),
     ]:
-        result = run(ranks, case, cases.train, folder("qwen2"), case)[0]
+        result = run(ranks, case, cases.train, folder("llama"), case)[0]
         np.testing.assert_allclose(result["steps"], alone["steps"], rtol=0.05, atol=0.05)
         for name, weight in alone["weights"].items():
             assert result["weights"][name].dtype == np.float32
