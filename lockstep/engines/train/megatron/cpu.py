@@ -43,7 +43,7 @@ class _CudaMeansCpu(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _gather_unequal(parts: list[torch.Tensor], own: torch.Tensor, group: Any) -> None:
+def _gather_unequal(parts: list[torch.Tensor], own: torch.Tensor, group: Any, **unused: object) -> None:
     """all_gather of tensors of different sizes, which gloo refuses."""
     for rank, part in enumerate(parts):
         if rank == group.rank():
@@ -51,7 +51,7 @@ def _gather_unequal(parts: list[torch.Tensor], own: torch.Tensor, group: Any) ->
         dist.broadcast(part, dist.get_global_rank(group, rank), group=group)
 
 
-def _reduce_scatter_unequal(own: torch.Tensor, parts: list[torch.Tensor], group: Any) -> None:
+def _reduce_scatter_unequal(own: torch.Tensor, parts: list[torch.Tensor], group: Any, **unused: object) -> None:
     for rank, part in enumerate(parts):
         total = part.clone()
         dist.all_reduce(total, group=group)
