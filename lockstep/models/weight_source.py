@@ -87,12 +87,6 @@ class WeightSource(ABC):
         """Copy rows of the tensor `name`, which has that shape, into `own`, from row `start` on. Collective if rank 0 sends it."""
         self._read(self._prefix + name, shape, own, start)
 
-    def read_whole(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """One parameter of the part that `fill` fills."""
-        own = torch.empty(shape, dtype=dtype, device=device)
-        self._read(self._prefix + base_name(name), own.shape, own, 0)
-        return own
-
     def close(self) -> None:  # noqa: B027
         """Close the files that are open."""
 

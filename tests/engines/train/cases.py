@@ -108,7 +108,7 @@ def open_model(folder: Path, case: Case) -> tuple[TokenModel, WeightSource]:
     return model, weights
 
 
-def build_engine(folder: Path, case: Case, *, trained: bool = True) -> Any:
+def build_engine(folder: Path, case: Case, *, trained: bool = True, router_key: str | None = None) -> Any:
     if case.megatron is not None:
         spec = EngineModel(
             HFModelConfig(path=str(folder), enable_gradient_checkpointing=case.checkpointing),
@@ -131,6 +131,7 @@ def build_engine(folder: Path, case: Case, *, trained: bool = True) -> Any:
             packed=case.packed,
             clip_grad=CLIP_GRAD,
             gradient_checkpointing=case.checkpointing,
+            router_key=router_key,
         )
     return FsdpEngine(
         model,
@@ -143,6 +144,7 @@ def build_engine(folder: Path, case: Case, *, trained: bool = True) -> Any:
         clip_grad=CLIP_GRAD,
         gradient_checkpointing=case.checkpointing,
         sequence_parallel_size=case.sp,
+        router_key=router_key,
     )
 
 
@@ -281,6 +283,43 @@ def _next_step(engine: TrainEngine, case: Case) -> dict[str, Any]:
 def draw_after_load(folder: Path, case: Case, checkpoint: Path) -> float:
     build_engine(folder, case).load(checkpoint)
     return float(torch.rand(()))
+
+
+def not_finite(folder: Path, case: Case) -> tuple[str, bool]:
+    """The error of a step whose loss is not finite on the last rank, and whether it changed weights or the next step."""
+    engine, other = build_engine(folder, case), build_engine(folder, case)
+    factor = float("nan") if engine.dp_rank == engine.dp_size - 1 else 1.0
+    before = weights_of(engine)
+    engine.forward_backward(
+        own_rows(engine, make_batch(0)), lambda out, rows: (out["log_probs"].sum() * factor, {}), case.micro
+    )
+    try:
+        engine.optimizer_step()
+    except FloatingPointError as error:
+        after = weights_of(engine)
+        same = all(np.array_equal(before[name], after[name]) for name in before)
+        return str(error), not same or engine_step(engine, case, 0) != engine_step(other, case, 0)
+    return "", True
+
+
+def roles_of_a_run(folder: Path, case: Case) -> dict[str, Any]:
+    """An actor and a critic that train in turns beside a reference, all in the process of this rank."""
+    scalar = dataclasses.replace(case, kind="scalar")
+    actor, critic = build_engine(folder, case), build_engine(folder, scalar)
+    frozen = build_engine(folder, case, trained=False)
+    before = outputs_of(frozen, case)
+    turns = [(engine_step(actor, case, n), engine_step(critic, scalar, n)) for n in range(3)]
+    after = outputs_of(frozen, case)
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+    assert not list(frozen.weights(trained=True))
+    steps = {kind: [turn[place] for turn in turns] for place, kind in enumerate(("policy", "scalar"))}
+    return {"outputs": after, "steps": steps, "reference": weights_of(frozen)}
+
+
+def zero_stage(folder: Path, case: Case) -> int:
+    engine = build_engine(folder, case)
+    assert isinstance(engine, DeepSpeedEngine)
+    return engine.stage
 
 
 def exported(folder: Path, case: Case) -> dict[str, np.ndarray]:

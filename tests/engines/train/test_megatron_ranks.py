@@ -1,5 +1,6 @@
 """The Megatron engine on several ranks: the same outputs, losses, gradient norms and weights as plain transformers alone."""
 
+import re
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lockstep.engines.train.train_engine import MicroBatching
-from tests.engines.train import cases
+from tests.engines.train import cases, megatron_faults
 from tests.engines.train.cases import Case, Reference
 from tests.engines.train.ranks import Ranks
 from tests.tiny import SIZES, tiny_tokenizer
@@ -133,3 +134,95 @@ def assert_same_weights(got: dict[str, np.ndarray], expected: dict[str, np.ndarr
         gap = np.abs(got[name] - weight)
         assert np.mean(gap > tolerance) < 1e-3, f"{name}: {gap.max()}"
         assert gap.mean() < tolerance, f"{name}: {gap.mean()}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "family", "sizes", "message"),
+    [
+        ("no sum of head norms", "qwen3", layout(tp=2, sequence_parallel=False), r"gradient of \S+[qk]_norm"),
+        ("no sum of tied embeddings", "qwen2-tied", layout(pp=2), r"gradient of \S+embed_tokens"),
+        ("padding in the softmax", "llama", layout(tp=2), "its log_probs differs"),
+        ("attention across rows", "llama", layout(), "its log_probs differs"),
+        ("norm without the mark of sequence parallelism", "llama", layout(tp=2), r"gradient of \S+norm"),
+    ],
+    ids=str,
+)
+def test_a_planted_fault_is_refused_when_the_model_is_loaded(
+    fault: str, family: str, sizes: dict[str, Any], message: str, folder: Callable[[str], Path], ranks: Ranks
+) -> None:
+    case = Case(world=2, megatron=sizes)
+    for said in ranks.run(2, megatron_faults.refusal, folder(family), case, fault):
+        assert re.search(f"differently from transformers .*{message}", said), said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "before", "after"),
+    [
+        ("qwen2", Case(world=2, megatron=layout(tp=2)), Case(world=2, megatron=layout(tp=2))),
+        ("qwen2-tied", Case(world=4, megatron=layout(tp=2, pp=2)), Case(megatron=layout())),
+        ("qwen3", Case(megatron=layout()), Case(world=4, megatron=layout(tp=2))),
+        ("qwen3_moe", Case(world=4, megatron=layout(pp=2, ep=2)), Case(world=2, megatron=layout(tp=2))),
+        ("qwen2", Case(world=2, megatron=layout()), Case(world=2)),
+        ("qwen2-tied", Case(world=2, megatron=layout(pp=2, **PLAIN)), Case()),
+        ("qwen2-tied", Case(world=2), Case(world=2, megatron=layout(pp=2))),
+        ("qwen2", Case(world=4), Case(world=4, megatron=layout(tp=2))),
+        ("qwen3_moe", Case(world=2), Case(world=4, megatron=layout(tp=2, ep=2, expert_tensor_parallel_size=1))),
+        ("qwen2", Case(kind="scalar"), Case(world=2, kind="scalar", megatron=layout(pp=2))),
+        ("qwen2", Case(world=2, kind="scalar", megatron=layout(tp=2)), Case(kind="scalar")),
+    ],
+    ids=name_of,
+)
+def test_a_checkpoint_moves_to_another_layout_and_engine(
+    family: str, before: Case, after: Case, folder: Callable[[str], Path], tmp_path: Path, ranks: Ranks
+) -> None:
+    saved = run(ranks, before, cases.save_and_go_on, folder(family), before, tmp_path)[0]
+    resumed = run(ranks, after, cases.load_and_go_on, folder(family), after, tmp_path)[0]
+    assert resumed["learning_rate"] == saved["learning_rate"]
+    np.testing.assert_allclose(resumed["step"], saved["step"], rtol=1e-5)
+    assert_same_weights(resumed["weights"], saved["weights"], 1e-6)
+    if before == after:
+        assert resumed["step"] == saved["step"]
+        assert all(np.array_equal(resumed["weights"][name], weight) for name, weight in saved["weights"].items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2-tied", "qwen3_moe"])
+def test_weights_are_handed_out_and_exported_bit_for_bit(
+    family: str, folder: Callable[[str], Path], ranks: Ranks
+) -> None:
+    expected = cases.exported(folder(family), Case())
+    for sizes in (layout(tp=2), layout(pp=2)):
+        for found in ranks.run(2, cases.exported, folder(family), Case(world=2, megatron=sizes)):
+            assert list(found) == list(expected)
+            assert all(np.array_equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [layout(tp=2), layout(pp=2)], ids=str)
+def test_the_rollout_decodes_with_the_gathered_weights(
+    sizes: dict[str, Any], folder: Callable[[str], Path], ranks: Ranks
+) -> None:
+    """Rank r decodes r rows; training goes on afterwards."""
+    tokens, step = cases.decode_then_train(folder("qwen2"), Case())
+    for rank, found in enumerate(ranks.run(2, cases.decode_then_train, folder("qwen2"), Case(world=2, megatron=sizes))):
+        assert found[0] == tokens[:rank]
+        np.testing.assert_allclose(found[1], step, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_scores_at_the_last_token_of_a_model_that_only_computes(folder: Callable[[str], Path], ranks: Ranks) -> None:
+    alone = cases.scores(folder("qwen2"), Case(kind="scalar"))
+    for sizes in (layout(tp=2), layout(pp=2)):
+        for scores in ranks.run(2, cases.scores, folder("qwen2"), Case(world=2, kind="scalar", megatron=sizes)):
+            np.testing.assert_allclose(scores, alone, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_ranks_know_their_place(folder: Callable[[str], Path], ranks: Ranks) -> None:
+    """megatron's order: pipeline stages are furthest apart."""
+    places = ranks.run(4, cases.place, folder("qwen2"), Case(world=4, megatron=layout(pp=2)))
+    assert places == [(0, 2, 0), (1, 2, 0), (0, 2, 1), (1, 2, 1)]
+    places = ranks.run(4, cases.place, folder("qwen2"), Case(world=4, megatron=layout(tp=2)))
+    assert places == [(0, 2, 0), (0, 2, 1), (1, 2, 0), (1, 2, 1)]

@@ -8,6 +8,10 @@ import warnings
 
 logging.getLogger("megatron").setLevel(logging.WARNING)  # otherwise it lists every parameter
 
+warnings.filterwarnings(
+    "ignore", message=".*torch.distributed.*_tensor` is deprecated", category=FutureWarning
+)  # its calls
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it recommends packages that are not used here
     import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch.overrides import TorchFunctionMode
@@ -33,9 +34,29 @@ class _CudaMeansCpu(TorchFunctionMode):
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return func(*args).replace("torch.", "torch.cuda.")  # the distributed optimizer compares these names
+        if func is dist.all_gather and len({part.shape for part in args[0]}) > 1:
+            return _gather_unequal(*args, **(kwargs or {}))
+        if func is dist.reduce_scatter and len({part.shape for part in args[1]}) > 1:
+            return _reduce_scatter_unequal(*args, **(kwargs or {}))
         if kwargs and str(kwargs.get("device")).startswith("cuda"):
             kwargs = {**kwargs, "device": "cpu"}
         return func(*args, **(kwargs or {}))
+
+
+def _gather_unequal(parts: list[torch.Tensor], own: torch.Tensor, group: Any) -> None:
+    """all_gather of tensors of different sizes, which gloo refuses."""
+    for rank, part in enumerate(parts):
+        if rank == group.rank():
+            part.copy_(own)
+        dist.broadcast(part, dist.get_global_rank(group, rank), group=group)
+
+
+def _reduce_scatter_unequal(own: torch.Tensor, parts: list[torch.Tensor], group: Any) -> None:
+    for rank, part in enumerate(parts):
+        total = part.clone()
+        dist.all_reduce(total, group=group)
+        if rank == group.rank():
+            own.copy_(total)
 
 
 class _Nothing:

@@ -110,13 +110,14 @@ class Masters:
                 for master in group["params"]:
                     part.optimizer.state[master]["step"] = torch.tensor(float(steps), device=master.device)
 
-    def tensors(self) -> Iterator[Tensor]:
-        """The moments of this rank."""
+    def moments(self) -> Iterator[Tensor]:
+        """Those of this rank."""
         for part in self._parts:
             for state in part.optimizer.state.values():
                 yield from (state[name] for name in MOMENTS if name in state)
 
-    def master_tensors(self) -> Iterator[Tensor]:
+    def weights(self) -> Iterator[Tensor]:
+        """This rank's master weights."""
         for group in self._chain.param_groups:
             yield from group["params"]
 
