@@ -113,7 +113,7 @@ def name_of(value: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("family", "case"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)], ids=name_of
+    ("family", "case"), [*FAST, *(pytest.param(*case, marks=pytest.mark.megatron) for case in SLOW)], ids=name_of
 )
 def test_every_layout_trains_as_transformers(
     family: str, case: Case, folder: Callable[[str], Path], ranks: Ranks, reference: Callable[..., Any]
@@ -136,7 +136,7 @@ def assert_same_weights(got: dict[str, np.ndarray], expected: dict[str, np.ndarr
         assert gap.mean() < tolerance, f"{name}: {gap.mean()}"
 
 
-@pytest.mark.slow
+@pytest.mark.megatron
 @pytest.mark.parametrize(
     ("fault", "family", "sizes", "message"),
     [
@@ -156,7 +156,7 @@ def test_a_planted_fault_is_refused_when_the_model_is_loaded(
         assert re.search(f"differently from transformers .*{message}", said), said
 
 
-@pytest.mark.slow
+@pytest.mark.megatron
 @pytest.mark.parametrize(
     ("family", "before", "after"),
     [
@@ -187,7 +187,7 @@ def test_a_checkpoint_moves_to_another_layout_and_engine(
         assert all(np.array_equal(resumed["weights"][name], weight) for name, weight in saved["weights"].items())
 
 
-@pytest.mark.slow
+@pytest.mark.megatron
 @pytest.mark.parametrize("family", ["qwen2-tied", "qwen3_moe"])
 def test_weights_are_handed_out_and_exported_bit_for_bit(
     family: str, folder: Callable[[str], Path], ranks: Ranks
@@ -199,7 +199,7 @@ def test_weights_are_handed_out_and_exported_bit_for_bit(
             assert all(np.array_equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.slow
+@pytest.mark.megatron
 @pytest.mark.parametrize("sizes", [layout(tp=2), layout(pp=2)], ids=str)
 def test_the_rollout_decodes_with_the_gathered_weights(
     sizes: dict[str, Any], folder: Callable[[str], Path], ranks: Ranks
@@ -211,7 +211,7 @@ def test_the_rollout_decodes_with_the_gathered_weights(
         np.testing.assert_allclose(found[1], step, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.megatron
 def test_scores_at_the_last_token_of_a_model_that_only_computes(folder: Callable[[str], Path], ranks: Ranks) -> None:
     alone = cases.scores(folder("qwen2"), Case(kind="scalar"))
     for sizes in (layout(tp=2), layout(pp=2)):
@@ -219,7 +219,7 @@ def test_scores_at_the_last_token_of_a_model_that_only_computes(folder: Callable
             np.testing.assert_allclose(scores, alone, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.megatron
 def test_ranks_know_their_place(folder: Callable[[str], Path], ranks: Ranks) -> None:
     """megatron's order: pipeline stages are furthest apart."""
     places = ranks.run(4, cases.place, folder("qwen2"), Case(world=4, megatron=layout(pp=2)))
