@@ -66,7 +66,8 @@ class Stage:
         body = transformer.get_decoder() if kind == "policy" else transformer
         tied = kind == "policy" and transformer.lm_head.weight is body.embed_tokens.weight
         with megatron_calls(settings.device):
-            self.gpt = TokenGPT(self.config, kind, hf.vocab_size, body.rotary_emb, tied=tied)
+            pad = body.embed_tokens.padding_idx
+            self.gpt = TokenGPT(self.config, kind, hf.vocab_size, body.rotary_emb, tied=tied, padding_idx=pad)
             self.slices = find_slices(self.gpt, model)
             self.module: nn.Module = self.gpt
             if settings.trained:
