@@ -138,7 +138,7 @@ def _tiny_model(hf: PretrainedConfig, kind: Kind, layout: Layout, *, tied: bool)
             setattr(config, name, value)
     for name in ("bos_token_id", "eos_token_id"):
         setattr(config, name, None)
-    config.pad_token_id = 3  # a token of `check_batch`: its embedding gets no gradient
+    config.pad_token_id = int(check_batch(config.vocab_size)["responses"][1, 0])  # its embedding gets no gradient
     torch.manual_seed(0)
     whole = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
