@@ -19,7 +19,7 @@ from lockstep.config.bounds import (
 )
 from lockstep.config.deepspeed import DeepSpeedEngineConfig
 from lockstep.config.engines import ROLLOUT_ENGINES
-from lockstep.config.megatron import McoreEngineConfig
+from lockstep.config.megatron import McoreEngineConfig, RefMcoreEngineConfig
 from lockstep.config.model import CheckpointConfig, Dtype, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from lockstep.config.policy_loss import PolicyLossConfig
 from lockstep.config.profiler import ProfilerConfig
@@ -32,7 +32,8 @@ LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean
 @dataclass(frozen=True)
 class ActorConfig:
     strategy: str = "fsdp"
-    """Training engine: fsdp or fsdp2 (both mean FSDP2), or your own as path/to/file.py:Class (docs/extending.md)."""
+    """Training engine: fsdp or fsdp2 (both mean FSDP2), megatron (docs/megatron.md), deepspeed (docs/deepspeed.md), or your own as
+    path/to/file.py:Class (docs/extending.md)."""
     ppo_mini_batch_size: PositiveInt = 256
     """Prompts per optimizer step (times `rollout.n` sequences)."""
     ppo_micro_batch_size_per_gpu: PositiveInt | None = None
@@ -278,7 +279,7 @@ class RolloutConfig:
     disable_log_stats: bool = True
     """vllm: false logs its statistics (throughput, use of the KV cache) every few seconds."""
     tensor_model_parallel_size: PositiveInt = 1
-    """vllm: workers that share each copy of the rollout model. 1 with the other engines."""
+    """embedded and vllm: workers that hold each copy of the rollout model together, consecutive ones. 1 with the other engines."""
     load_format: str = "dummy"
     """vllm: how it loads the model when it starts. dummy loads nothing, because the actor's weights are sent before the first
     rollout; auto reads the model's folder."""
@@ -324,7 +325,7 @@ class RefConfig:
     log_prob_max_token_len_per_gpu: PositiveInt = II(f"{_ACTOR}.ppo_max_token_len_per_gpu")
     """Tokens per micro-batch."""
     fsdp_config: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
-    megatron: McoreEngineConfig = field(default_factory=McoreEngineConfig)
+    megatron: RefMcoreEngineConfig = field(default_factory=RefMcoreEngineConfig)
     deepspeed: DeepSpeedEngineConfig = field(default_factory=DeepSpeedEngineConfig)
     ulysses_sequence_parallel_size: PositiveInt = II(f"{_ACTOR}.ulysses_sequence_parallel_size")
     """Ranks that split each sequence (Ulysses)."""

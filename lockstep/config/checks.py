@@ -110,7 +110,7 @@ def adapters(values: Values, role: str) -> Iterator[Problem]:
     name = f"{section}.lora_adapter_path"
     path, rank = values[name], values[f"{section}.lora_rank"]
     if values[f"{section}.load_in_4bit"]:
-        yield from _4bit_base(values, section, sections_of(role).engine)
+        yield from _4bit_base(values, section, sections_of(role).fsdp)
     if rank:
         yield from _base_of_new_adapters(values, section)
     if rank and strategy in values and not TRAIN_ENGINES.info(values[strategy]).takes_adapters:
@@ -184,13 +184,25 @@ def known_name(values: Values, key: str, known: Collection[str], named: str = "f
 
 
 NEEDS_BITSANDBYTES = 'needs bitsandbytes: pip install "lockstep-rl[qlora]"'
-NOT_INSTALLED = (NEEDS_BITSANDBYTES, *(info.if_missing for info in ROLLOUT_ENGINES.built_in.values() if info.package))
+_ENGINES = (*ROLLOUT_ENGINES.built_in.values(), *TRAIN_ENGINES.built_in.values())
+NOT_INSTALLED = (NEEDS_BITSANDBYTES, *(info.if_missing for info in _ENGINES if info.package))
 """Problems of a machine, not of a config."""
 
 
 def engine_name(values: Values, key: str, engines: EngineRegistry[Any]) -> Iterator[Problem]:
     if (problem := engines.problem(values[key])) is not None:
         yield Problem(key, values[key], problem)
+    info = engines.info(values[key])
+    if info.package is not None and not is_installed(info.package):
+        yield Problem(key, values[key], info.if_missing)
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be found, of a dotted name also its parents."""
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def engine_ranks(values: Values, strategy: str, ranks: int, per_sequence: int, key: str) -> Iterator[Problem]:
@@ -199,7 +211,7 @@ def engine_ranks(values: Values, strategy: str, ranks: int, per_sequence: int, k
     if ranks > 1 and not info.is_distributed:
         yield Problem(strategy, values[strategy], f"trains in one process, not {ranks}; set fsdp")
     elif per_sequence > 1 and not info.sequence_parallel:
-        message = f"{strategy}={values[strategy]} does not split sequences across ranks; set 1"
+        message = f"{strategy}={values[strategy]} does not split sequences by Ulysses; set 1"
         yield Problem(key, per_sequence, message, also=(strategy,))
 
 
@@ -207,10 +219,10 @@ def rollout_engine(values: Values, section: str) -> Iterator[Problem]:
     name, tp = values[f"{section}.name"], values[f"{section}.tensor_model_parallel_size"]
     info = ROLLOUT_ENGINES.info(name)
     yield from engine_name(values, f"{section}.name", ROLLOUT_ENGINES)
-    if info.package is not None and find_spec(info.package) is None:
-        yield Problem(f"{section}.name", name, info.if_missing)
     if tp > 1 and not info.tensor_parallel:
-        message = f"{NOT_SUPPORTED}: each worker holds the whole rollout model; set 1, or {section}.name=vllm"
+        message = (
+            f"{NOT_SUPPORTED}: each worker holds the whole rollout model; set 1, or {section}.name=embedded or vllm"
+        )
         if info.is_remote:
             message = f"{NOT_SUPPORTED}: servers are started with their own parallelism; set 1"
         yield Problem(f"{section}.tensor_model_parallel_size", tp, message, also=(f"{section}.name",))

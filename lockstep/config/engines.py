@@ -80,6 +80,7 @@ _ROLLOUT = {
         "lockstep.engines.rollout.embedded.engine:EmbeddedEngine",
         shares_weights=True,
         takes_adapters=True,
+        tensor_parallel=True,
         if_too_large="vllm",
         unread=_IN_PROCESS,
     ),

@@ -3,8 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.config.bounds import PositiveInt
+from omegaconf import II
+
+from lockstep.config.bounds import NonNegativeInt, PositiveInt
 from lockstep.config.model import TrainEngineConfig
+
+_ACTOR = "actor_rollout_ref.actor.megatron"
 
 
 @dataclass(frozen=True)
@@ -16,9 +20,9 @@ class McoreEngineConfig(TrainEngineConfig):
     pipeline_model_parallel_size: PositiveInt = 1
     """Stages of consecutive layers, each on other ranks."""
     virtual_pipeline_model_parallel_size: PositiveInt | None = None
-    """Pieces of a stage that alternate, for a shorter pipeline bubble; null is one."""
+    """Must be null or 1: a stage is computed in one piece."""
     context_parallel_size: PositiveInt = 1
-    """Ranks that split each sequence; needs TransformerEngine."""
+    """Must be 1: splitting sequences needs the attention of TransformerEngine, which is not used."""
     expert_model_parallel_size: PositiveInt = 1
     """Ranks that share the experts of a layer."""
     expert_tensor_parallel_size: PositiveInt | None = None
@@ -39,3 +43,33 @@ class McoreEngineConfig(TrainEngineConfig):
     @property
     def ranks_per_sequence(self) -> int:
         return self.context_parallel_size
+
+
+@dataclass(frozen=True)
+class FollowingMcoreEngineConfig(McoreEngineConfig):
+    """Of roles besides the actor: the layout is the actor's unless it is set, because roles in one pool share it."""
+
+    seed: NonNegativeInt = II(f"{_ACTOR}.seed")
+    """Seed of new parameters (the value head) and of stochastic rounding."""
+    tensor_model_parallel_size: PositiveInt = II(f"{_ACTOR}.tensor_model_parallel_size")
+    """Ranks that split each weight matrix."""
+    pipeline_model_parallel_size: PositiveInt = II(f"{_ACTOR}.pipeline_model_parallel_size")
+    """Stages of consecutive layers, each on other ranks."""
+    virtual_pipeline_model_parallel_size: PositiveInt | None = II(f"{_ACTOR}.virtual_pipeline_model_parallel_size")
+    """Must be null or 1: a stage is computed in one piece."""
+    context_parallel_size: PositiveInt = II(f"{_ACTOR}.context_parallel_size")
+    """Must be 1: splitting sequences needs the attention of TransformerEngine, which is not used."""
+    expert_model_parallel_size: PositiveInt = II(f"{_ACTOR}.expert_model_parallel_size")
+    """Ranks that share the experts of a layer."""
+    expert_tensor_parallel_size: PositiveInt | None = II(f"{_ACTOR}.expert_tensor_parallel_size")
+    """Ranks that split each expert's matrices; null is `tensor_model_parallel_size`."""
+    sequence_parallel: bool = II(f"{_ACTOR}.sequence_parallel")
+    """Split norms and the residual stream over the tensor-parallel ranks too (no effect with one)."""
+    override_transformer_config: dict[str, Any] = II(f"{_ACTOR}.override_transformer_config")
+    """Fields of Megatron's TransformerConfig, such as recompute_granularity, recompute_method and recompute_num_layers."""
+
+
+@dataclass(frozen=True)
+class RefMcoreEngineConfig(FollowingMcoreEngineConfig):
+    param_offload: bool = II(f"{_ACTOR}.param_offload")
+    """Keep parameters in host memory between the phases that use them (no effect on CPU)."""

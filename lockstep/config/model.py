@@ -82,6 +82,8 @@ class FSDPOptimizerConfig:
     """Length of the schedule in training steps; -1 for the length of the run."""
     min_lr_ratio: UnitFloat = 0.0
     """Cosine and linear: final learning rate as a fraction of the peak."""
+    min_lr: NonNegativeFloat = 0.0
+    """Cosine and linear: final learning rate; the larger of it and `min_lr_ratio` counts."""
     num_cycles: float = 0.5
     """Cosine: number of periods; 0.5 decays once from the peak."""
     weight_decay: NonNegativeFloat = 0.01

@@ -13,6 +13,8 @@ from lockstep.config.checks import SEPARATE, Values
 from lockstep.config.engines import ROLLOUT_ENGINES, TRAIN_ENGINES
 from lockstep.config.errors import ConfigError, Problem
 from lockstep.config.estimators import BATCH_INPUTS, PARAMETERS, required_inputs
+from lockstep.config.megatron import McoreEngineConfig
+from lockstep.config.megatron_checks import EXPERT_SIZES, SIZES, difference, layout_problems
 from lockstep.config.placement import ROLES, Pools, TooFewWorkers, needed_models, pools_of
 from lockstep.config.plugin_settings import LOSS_KEY, setting_problems
 from lockstep.config.policy_loss import LOSS_NAMES
@@ -20,6 +22,7 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.config.roles import SECTIONS, sections_of
 from lockstep.config.run_names import earlier_default
 from lockstep.config.schema import defaults, flat_values, get_in, keys, out_of_bounds
+from lockstep.config.train_engines import engine_settings, ranks_per_sequence
 from lockstep.config.without_effect import without_effect
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -45,7 +48,7 @@ def check(config: PPOConfig) -> tuple[list[Problem], list[str]]:
         _files(values, models),
         () if config.trainer.val_only else chain(_algorithm(values, inputs), _batches(values, models)),
         () if config.trainer.val_only else setting_problems(config),
-        _lengths(values),
+        _lengths(config, values),
         checks.rollout_engine(values, _ROLLOUT),
         checks.sampling(values, _ROLLOUT, f"{_ROLLOUT}.val_kwargs"),
         _pool_keys(values),
@@ -184,15 +187,18 @@ def _batches(values: Values, models: Collection[str]) -> Iterator[Problem]:
 
 
 _SIZES = ("trainer.nnodes", "trainer.n_gpus_per_node", "trainer.placement", "resource_pool_spec")
-_POOL_SIZE_KEYS = (*_SIZES, "resource_pool_mapping", "reward_model.n", "ulysses_sequence_parallel_size", "fsdp_size")
+_POOL_SIZE_KEYS = (
+    *(*_SIZES, "resource_pool_mapping", "reward_model.n", "ulysses_sequence_parallel_size", "fsdp_size"),
+    *(*SIZES, *EXPERT_SIZES),
+)
 """Parts of keys: a problem with one of them leaves the pool sizes unknown."""
 
 
-def _lengths(values: Values) -> Iterator[Problem]:
+def _lengths(config: PPOConfig, values: Values) -> Iterator[Problem]:
     lengths = ("data.max_prompt_length", "data.max_response_length")
     longest = sum(values[name] for name in lengths)
     for switch, _, name, role in micro_batches.RL.values():
-        ranks = max(values[f"{part}.ulysses_sequence_parallel_size"] for part in sections_of(role)[:2])
+        ranks = ranks_per_sequence(sections_of(role).config(config))
         if values[switch] and 0 < values[name] * ranks < longest:
             message = f"a sequence can have {longest} tokens (data.max_prompt_length + data.max_response_length)"
             yield Problem(name, values[name], f"{message}; set {-(-longest // ranks)} or more", also=lengths)
@@ -259,6 +265,7 @@ def _workers(config: PPOConfig, values: Values, models: Collection[str]) -> Iter
     try:
         yield from _async_training(pools_of(config, models), values)
         yield from _ranks(pools_of(config, models), values)
+        yield from _layouts(config, pools_of(config, models))
         yield from _profiled(pools_of(config, models), values)
     except TooFewWorkers as error:
         yield Problem("trainer.placement", values["trainer.placement"], error.reason, also=_SIZES[:2])
@@ -283,6 +290,22 @@ def _unused_pools(config: PPOConfig, models: Collection[str]) -> Iterator[str]:
         yield f"resource_pool_spec.{name}: no role uses this pool"
 
 
+def _layouts(config: PPOConfig, pools: Pools) -> Iterator[Problem]:
+    """How Megatron divides the models of a pool; a layout of several roles is checked once."""
+    first: dict[str, tuple[McoreEngineConfig, str]] = {}
+    for role, pool in pools.role_pools.items():
+        sections = sections_of(role)
+        settings, section = engine_settings(sections.config(config)), sections.of_engine("megatron")
+        if role == "rollout" or not isinstance(settings, McoreEngineConfig):
+            continue
+        if pool not in first:
+            first[pool] = settings, section
+            where = f"the number of workers in {pool}"
+            yield from layout_problems(settings, section, pools.world_size(role), where, "trainer.n_gpus_per_node")
+        elif (differs := difference(settings, section, *first[pool])) is not None:
+            yield differs
+
+
 def _ranks(pools: Pools, values: Values) -> Iterator[Problem]:
     """How the ranks of a pool shard models and split sequences; a problem of several roles in one pool is reported once."""
     reported: set[Any] = set()
@@ -296,9 +319,10 @@ def _ranks(pools: Pools, values: Values) -> Iterator[Problem]:
         if role == "rollout":
             continue
         section, engine, model, strategy = sections_of(role)
-        workers = pools.world_size(role)
+        workers, is_fsdp = pools.world_size(role), sections_of(role).engine(values) == engine
         key, engine_key = (f"{part}.ulysses_sequence_parallel_size" for part in (section, engine))
-        size, engine_size, shard = values[key], values[engine_key], values[f"{engine}.fsdp_size"]
+        size, engine_size = values[key], values[engine_key] if is_fsdp else 1
+        shard = values[f"{engine}.fsdp_size"] if is_fsdp else -1
         if size > 1 and engine_size > 1 and size != engine_size:
             yield Problem(engine_key, engine_size, f"differs from {key}={size}; set only that key", also=(key,))
             continue

@@ -7,7 +7,7 @@ from omegaconf import II
 
 from lockstep.config.bounds import NonNegativeInt, PositiveFloat, PositiveInt, Temperature
 from lockstep.config.deepspeed import DeepSpeedEngineConfig
-from lockstep.config.megatron import McoreEngineConfig
+from lockstep.config.megatron import FollowingMcoreEngineConfig
 from lockstep.config.model import FSDPEngineConfig, HFModelConfig
 from lockstep.config.profiler import ProfilerConfig
 
@@ -132,7 +132,7 @@ class RewardModelConfig(RewardFunctionConfig):
     strategy: str = "fsdp"
     """Engine of the forward pass, as in actor_rollout_ref.actor.strategy."""
     model: RewardModelModelConfig = field(default_factory=RewardModelModelConfig)
-    megatron: McoreEngineConfig = field(default_factory=McoreEngineConfig)
+    megatron: FollowingMcoreEngineConfig = field(default_factory=FollowingMcoreEngineConfig)
     deepspeed: DeepSpeedEngineConfig = field(default_factory=DeepSpeedEngineConfig)
     micro_batch_size_per_gpu: PositiveInt | None = None
     """Sequences per forward; see `actor.ppo_micro_batch_size_per_gpu`."""

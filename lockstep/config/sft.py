@@ -74,7 +74,8 @@ class SFTRunDataConfig(SupervisedDataConfig, SFTDataConfig):
 @dataclass(frozen=True)
 class SupervisedModelConfig(HFModelConfig):
     strategy: str = "fsdp"
-    """Training engine: fsdp or fsdp2 (both mean FSDP2), or your own as path/to/file.py:Class (docs/extending.md)."""
+    """Training engine: fsdp or fsdp2 (both mean FSDP2), megatron (docs/megatron.md), deepspeed (docs/deepspeed.md), or your own as
+    path/to/file.py:Class (docs/extending.md)."""
     fsdp_config: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
     megatron: McoreEngineConfig = field(default_factory=McoreEngineConfig)
     deepspeed: DeepSpeedEngineConfig = field(default_factory=DeepSpeedEngineConfig)

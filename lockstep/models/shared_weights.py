@@ -2,7 +2,8 @@
 
     one process:  `share_weights`: the rollout's parameters are the trainer's tensors; an optimizer step is seen by the next request
     sharded:      `copy_gathered`: whole parameters are gathered layer by layer into the rollout's own memory, which stays where it
-                  is, with q/k/v and gate/up adjacent: captured CUDA graphs remain valid and decode as fast as on one GPU
+                  is, with q/k/v and gate/up adjacent: captured CUDA graphs remain valid and decode as fast as on one GPU;
+                  of a module that several ranks hold together (`models/split_weights.py`) each keeps its share
 
 The trainer's module may be sharded, hooked and checkpointing its activations; the rollout's is a plain one in evaluation mode.
 """
@@ -20,6 +21,7 @@ from lockstep.models.known_models import install_decoder_layers
 from lockstep.models.lora import copy_adapters
 from lockstep.models.packed_weights import pack_weights
 from lockstep.models.rope import copy_rope
+from lockstep.models.split_weights import split_of
 
 
 def rollout_module(model: PreTrainedModel) -> PreTrainedModel:
@@ -57,10 +59,13 @@ def copy_gathered(module: nn.Module, weights: Iterable[tuple[str, Tensor]], mode
         groups.setdefault(id(parameter), []).append(name)
     names = {group[0]: group for group in groups.values()}
     fresh = False
+    split = split_of(module)
     for name, tensor in weights:
         if is_4bit(tensor):  # never changes, and is not sharded
             _set(module, name, tensor)
             continue
+        if split is not None:
+            tensor = split.take(name, tensor)
         own = module.get_parameter(name)
         if own.is_meta:
             fresh = True

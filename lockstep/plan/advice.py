@@ -144,11 +144,12 @@ def _same_results(plan: Plan, phases: Sequence[Phase] | None = None) -> Iterator
     for section in sections:
         yield {f"{section.model}.enable_gradient_checkpointing": True}
     for section in sections:
-        yield {f"{section.engine}.optimizer_offload": True}
+        engine = section.engine(values)
+        yield {f"{engine}.optimizer_offload": True}
         if is_rl:
-            yield {f"{section.engine}.param_offload": True}
-        else:
-            yield {f"{section.engine}.offload_policy": True}
+            yield {f"{engine}.param_offload": True}
+        elif engine == section.fsdp:
+            yield {f"{engine}.offload_policy": True}
     if plan.missing_cache:
         yield from ({f"{_ROLLOUT}.gpu_memory_utilization": share} for share in (0.7, 0.85))
     elif is_rl and any(phase.name == "generate" for phase in phases):
@@ -156,7 +157,7 @@ def _same_results(plan: Plan, phases: Sequence[Phase] | None = None) -> Iterator
         yield from ({f"{_ROLLOUT}.gpu_memory_utilization": lower} for lower in (0.4, 0.3, 0.2) if lower < share)
         most = values[f"{_ROLLOUT}.max_num_seqs"]
         yield from ({f"{_ROLLOUT}.max_num_seqs": most // part} for part in (2, 4, 8) if most // part)
-    for section in sections:
+    for section in (section for section in sections if section.engine(values) == section.fsdp):
         sizes = (size for size in (2, 4, 8) if size <= max(model.ranks for model in plan.job.models))
         yield from ({f"{section.role}.ulysses_sequence_parallel_size": size} for size in sizes)
     if is_rl:
@@ -191,8 +192,8 @@ def _tensor_parallel(plan: Plan, values: Settings) -> Iterator[Settings]:
 
 
 def _rounding(plan: Plan) -> Iterator[Settings]:
-    trained = [model.role for model in plan.job.models if model.update is not None]
-    yield from ({f"{sections_of(role).engine}.model_dtype": "bfloat16"} for role in trained)
+    trained, values = [model.role for model in plan.job.models if model.update is not None], flat_values(plan.config)
+    yield from ({f"{sections_of(role).engine(values)}.model_dtype": "bfloat16"} for role in trained)
 
 
 def _more_gpus(plan: Plan) -> list[Settings]:

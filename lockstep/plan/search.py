@@ -70,12 +70,12 @@ class Settings:
         for role in (role for role in ROLES if role in roles and role != "rollout"):
             sections = sections_of(role)
             found[f"{sections.role}.ulysses_sequence_parallel_size"] = self.sequence_parallel
-            found[f"{sections.engine}.ulysses_sequence_parallel_size"] = 1  # the larger of the two counts
-            found[f"{sections.engine}.fsdp_size"] = self.shards
+            found[f"{sections.fsdp}.ulysses_sequence_parallel_size"] = 1  # the larger of the two counts
+            found[f"{sections.fsdp}.fsdp_size"] = self.shards
             offloads_frozen = role in FROZEN and self.param_offload == "frozen"
-            found[f"{sections.engine}.param_offload"] = offloads_frozen or self.param_offload == "all"
+            found[f"{sections.fsdp}.param_offload"] = offloads_frozen or self.param_offload == "all"
             if role not in FROZEN:
-                found[f"{sections.engine}.optimizer_offload"] = self.optimizer_offload
+                found[f"{sections.fsdp}.optimizer_offload"] = self.optimizer_offload
             for keys in RL.values():
                 if keys.role == role.removesuffix("_rollout"):
                     found |= {keys.switch: True, keys.tokens: self.max_tokens}

@@ -116,7 +116,11 @@ REF = "actor_rollout_ref.ref"
             ["actor_rollout_ref.hybrid_engine=false"],
             "hybrid_engine=false: not supported: set true, and trainer.placement=split to separate",
         ),
-        ([f"{ROLLOUT}.tensor_model_parallel_size=2"], "not supported: each worker holds the whole rollout model"),
+        (
+            [f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ROLLOUT}.name=hf", "trainer.n_gpus_per_node=2"],
+            f"not supported: each worker holds the whole rollout model; set 1, or {ROLLOUT}.name=embedded or vllm",
+        ),
+        ([f"{ROLLOUT}.tensor_model_parallel_size=2"], "does not divide the number of workers in global_pool (1)"),
         ([f"{ROLLOUT}.over_sample_rate=1"], "over_sample_rate=1.0: must be at least 0 and below 1"),
         ([f"{ROLLOUT}.over_sample_rate=0.1", f"{ROLLOUT}.mode=sync"], f"set {ROLLOUT}.mode=async"),
         ([f"{ROLLOUT}.over_sample_rate=0.1", "trainer.async_mode=colocated"], "instead of aborting them; set 0"),
@@ -227,9 +231,12 @@ def test_vllm_needs_its_package(minimal: list[str], monkeypatch: pytest.MonkeyPa
         load_config(PPOConfig, [*minimal, f"{ROLLOUT}.name=vllm"])
 
 
-def test_tensor_parallel_size_divides_the_rollouts_workers(minimal: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("engine", ["embedded", "vllm"])
+def test_tensor_parallel_size_divides_the_rollouts_workers(
+    minimal: list[str], monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
     monkeypatch.setattr(checks, "find_spec", lambda name: object())
-    settings = [*minimal, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2"]
+    settings = [*minimal, f"{ROLLOUT}.name={engine}", f"{ROLLOUT}.tensor_model_parallel_size=2"]
     config = load_config(PPOConfig, [*settings, "trainer.n_gpus_per_node=4"])
     assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == 2
     with pytest.raises(ConfigError, match=r"tensor_model_parallel_size=2: does not divide .* global_pool \(3\)"):

@@ -120,7 +120,7 @@ def test_problems_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "trainer.checkpoint.async_save=true": "not supported: checkpoints are written before training continues",
         "trainer.logger=[consol]": "trainer.logger=consol: no such tracker; did you mean console?",
         "trainer.resume_mode=resume_path": "trainer.resume_from_path: must be the global_step_N folder",
-        "model.strategy=megatron": "model.strategy=megatron: not supported: models are trained with FSDP2",
+        "model.strategy=megatrn": "model.strategy=megatrn: no such name. Did you mean 'megatron'?",
         "trainer.default_hdfs_dir=hdfs://x": "not supported: checkpoints are written to local or mounted folders",
         "data.custom_cls.path=x.py": "data.custom_cls.name: must name the class",
         "algorithm.adv_estimator=grpo": "no such key",

@@ -59,7 +59,7 @@ CLUSTER = ("trainer.nnodes=8", "trainer.n_gpus_per_node=8")
 @pytest.mark.parametrize(
     ("shape", "device", "words", "named"),
     [
-        ("72b", "H100", (*LARGE, *CLUSTER), f"{ROLLOUT}.name=vllm {ROLLOUT}.tensor_model_parallel_size=4"),
+        ("72b", "H100", (*LARGE, *CLUSTER), f"{ROLLOUT}.tensor_model_parallel_size=4"),
         ("72b", "H100", (*LARGE, "trainer.n_gpus_per_node=8"), "trainer.nnodes="),
         ("7b", "RTX4090", LARGE, "actor_rollout_ref.model.lora_rank=32"),
         ("7b", "H100", LARGE, f"{ACTOR}.fsdp_config.optimizer_offload=true"),

@@ -172,6 +172,10 @@ PPO_RUNS = {
     "1": workers(1),
     "2": workers(2),
     "2-sp": [*workers(2), *SP, *SP_CRITIC],
+    "2-tensor-parallel": [*workers(2), f"{ROLLOUT}.tensor_model_parallel_size=2"],
+    "4-tensor-parallel": [*workers(4), f"{ROLLOUT}.tensor_model_parallel_size=4", *SP, *SP_CRITIC],
+    "4-pairs": [*workers(4), f"{ROLLOUT}.tensor_model_parallel_size=2"],
+    "standalone-pairs": [*workers(6, "standalone"), f"{ROLLOUT}.tensor_model_parallel_size=2", *BROADCAST],
     "4-replicas": [*workers(4), f"{ACTOR}.fsdp_config.fsdp_size=2", "critic.model.fsdp_config.fsdp_size=1"],
     "4-other-engine-keys": [
         *workers(4),

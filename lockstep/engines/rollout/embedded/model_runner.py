@@ -20,23 +20,29 @@ from lockstep.kernels.activation_memory import CACHE_SHARE_OF_FREE
 from lockstep.models.attention import ATTENTION_NAME, AttentionContext, no_mask
 from lockstep.models.known_models import why_own_forward
 from lockstep.models.log_probs import vocabulary_head
+from lockstep.models.split_weights import split_of
+from lockstep.models.tensor_group import TensorGroup
 from lockstep.utils.device import free_memory
 from lockstep.utils.host import prepare_cpu_for
 
 
 class ModelRunner:
     """
-    logits:              hidden states (N, E) -> float32 logits (N, V).
-    parameter_addresses: on CUDA, of all parameters and buffers when `serving` began: CUDA graphs are captured again if they moved.
+    tensor_group:  ranks that hold the model together, which take the same steps; None if this one has all of it.
+    num_moves:     on CUDA, how often parameters or buffers of a rank had moved when `serving` began: CUDA graphs are captured
+                   again then.
     """
 
-    def __init__(self, model: nn.Module, block_size: int) -> None:
+    def __init__(self, model: nn.Module, block_size: int, tensor_group: TensorGroup | None = None) -> None:
         check_config(model)
         self.model: Any = model
-        self.logits = vocabulary_head(cast(PreTrainedModel, model))
+        self.tensor_group = tensor_group
         self.block_size = block_size
         self.cache: PagedCache | None = None
-        self.parameter_addresses: tuple[int, ...] = ()
+        self.num_moves = 0
+        self._parameter_addresses: tuple[int, ...] = ()
+        self._head = vocabulary_head(cast(PreTrainedModel, model))
+        self._vocab_size = _vocabulary_size(model)
         self._layers: dict[int, LayerShape] | None = None
         self._cache_addresses: Tensor | None = None
         self._mask: Tensor | None = None
@@ -50,12 +56,26 @@ class ModelRunner:
     def serving(self) -> Iterator[None]:
         """The model is in evaluation mode inside."""
         if self.device.type == "cuda":
-            tensors = chain(self.model.parameters(), self.model.buffers())
-            self.parameter_addresses = tuple(tensor.data_ptr() for tensor in tensors)
+            self._note_moves()
         else:
             prepare_cpu_for(sum(parameter.numel() for parameter in self.model.parameters()))
         with evaluation_mode(self.model):
             yield
+
+    def _note_moves(self) -> None:
+        tensors = chain(self.model.parameters(), self.model.buffers())
+        addresses = tuple(tensor.data_ptr() for tensor in tensors)
+        moved = addresses != self._parameter_addresses
+        # capturing runs collectives: all ranks do it together
+        self.num_moves += bool(moved if self.tensor_group is None else -self.tensor_group.least(-int(moved)))
+        self._parameter_addresses = addresses
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states (N, E) -> float32 logits (N, V)."""
+        own: Tensor = self._head(hidden)
+        if self.tensor_group is None:
+            return own
+        return self.tensor_group.gather(own).transpose(0, 1).flatten(1)[:, : self._vocab_size].contiguous()
 
     @torch.no_grad()
     def layers(self) -> dict[int, LayerShape]:
@@ -78,12 +98,15 @@ class ModelRunner:
         if self.device.type == "cuda":
             tensors = chain(self.model.parameters(), self.model.buffers())
             weights = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-            total = torch.cuda.mem_get_info(self.device)[1]
-            memory = kv_cache_bytes(utilization, total, free_memory(self.device), weights)
+            total = self._least(torch.cuda.mem_get_info(self.device)[1])
+            memory = kv_cache_bytes(utilization, total, self._least(free_memory(self.device)), weights)
         else:
-            memory = int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * utilization)
+            memory = self._least(int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * utilization))
         bytes_per_block = self.block_size * sum(shape.bytes_per_token for shape in self.layers().values())
         return memory // bytes_per_block
+
+    def _least(self, number: int) -> int:
+        return number if self.tensor_group is None else self.tensor_group.least(number)
 
     def allocate(self, num_blocks: int) -> None:
         """Create the cache with this many blocks, or grow it to them."""
@@ -140,6 +163,16 @@ def kv_cache_bytes(utilization: float, total: int, free: int, weights: int) -> i
 
 def _gb(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.1f} GiB"
+
+
+def _vocabulary_size(model: nn.Module) -> int | None:
+    """Rows of a head that is split: those beyond them pad it. None for a whole one."""
+    split = split_of(model)
+    if split is None:
+        return None
+    head = cast(PreTrainedModel, model).get_output_embeddings()
+    names = (name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is head.weight)
+    return split.parts[next(names)].shape[0]
 
 
 def refusal(model: nn.Module, reason: str) -> ValueError:

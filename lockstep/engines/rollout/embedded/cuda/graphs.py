@@ -50,13 +50,13 @@ class DecodeGraphs:
         self._stream = torch.cuda.Stream(slots.device)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
-        self._captured_at: tuple[int, ...] = ()  # addresses of the parameters
+        self._captured_at = 0  # moves of the parameters
 
     def prepare(self, num_rows: int, filtered: bool) -> None:
         """Capture the graph for this batch if there is none; capturing resets the rows of the slots."""
-        if self._captured_at != self.runner.parameter_addresses:
+        if self._captured_at != self.runner.num_moves:
             self._clear()
-            self._captured_at = self.runner.parameter_addresses
+            self._captured_at = self.runner.num_moves
         size = padded_batch_size(num_rows)
         if not self.use_graphs or (size, filtered) in self._graphs:
             return
