@@ -23,6 +23,7 @@ from lockstep.utils.checkpoint_folder import STEP_FOLDER
 _CLIP_LOW, _CLIP_HIGH = "actor_rollout_ref.actor.clip_ratio_low", "actor_rollout_ref.actor.clip_ratio_high"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _FREE_CACHE = f"{_ROLLOUT}.free_cache_engine"
+_SERVER = f"{_ROLLOUT}.server"
 
 _CORRECTION = "algorithm.rollout_correction"
 
@@ -81,6 +82,8 @@ def derived_defaults(
     derived |= {key: value for key, value in filled_by_tokens(values).items() if key in keys(cls)}
     if values.get("trainer.placement") in ("split", "standalone") and _FREE_CACHE not in values:
         derived[_FREE_CACHE] = False  # nobody else uses the memory
+    if values.get(f"{_SERVER}.reload_command") and values.get(f"{_SERVER}.weights_folder") is None:
+        derived[f"{_SERVER}.weights_folder"] = "${trainer.default_local_dir}/rollout_weights"
     single = values.get("trainer.async_mode") is not None or values.get(f"{_ROLLOUT}.over_sample_rate")
     if single and f"{_ROLLOUT}.mode" not in values:
         derived[f"{_ROLLOUT}.mode"] = "async"  # both need single requests

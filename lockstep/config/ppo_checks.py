@@ -46,6 +46,7 @@ def check(config: PPOConfig) -> tuple[list[Problem], list[str]]:
         _names(values),
         checks.fixed_values(values),
         _files(values, models),
+        checks.remote_store(config),
         () if config.trainer.val_only else chain(_algorithm(values, inputs), _batches(values, models)),
         () if config.trainer.val_only else setting_problems(config),
         _lengths(config, values),
@@ -357,7 +358,8 @@ def _warnings(config: PPOConfig, values: Values) -> Iterator[str]:
         )
     if has_cut_log_probs(config.actor_rollout_ref.rollout):
         yield (
-            f"{_ROLLOUT}.name={values[f'{_ROLLOUT}.name']} with top_p, top_k or min_p at a temperature other than 1: "
+            f"{_ROLLOUT}.name={values[f'{_ROLLOUT}.name']} with top_p, top_k or min_p at temperature "
+            f"{values[f'{_ROLLOUT}.temperature']:g}: "
             "rollout_log_probs are of the cut distribution, old_log_probs of the full one, so the gap between them is reported and "
             "not checked"
         )

@@ -203,7 +203,7 @@ class ActorRolloutRefWorker(WeightSyncWorker):
     @cached_property
     def _canary_prompt(self) -> list[int]:
         words = set(range(self.tokenizer.vocab_size)) - set(self.tokenizer.all_special_ids)
-        return canary_prompt(words, self.config.rollout)
+        return self.rollout.prompt_like(canary_prompt(words, self.config.rollout))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def canary_log_probs(self, rows: DataProto) -> torch.Tensor:
